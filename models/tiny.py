@@ -1,0 +1,147 @@
+"""Small models with random but reproducible weights, for tests: the same arguments give the same model everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+import onnx_ir as ir
+
+from .bert import BertConfig, bert_weight_shapes, build_bert
+from .graph_builder import GraphBuilder, ModelBuildError, Shape, set_type, tensor_value
+from .llama import LlamaConfig, build_llama, llama_weight_shapes
+
+LinearForm = Literal["matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"]
+
+TINY_BERT = BertConfig(
+    vocab_size=101,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=64,
+)
+TINY_LLAMA = LlamaConfig(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def random_weights(shapes: Mapping[str, Shape], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 weights of the given shapes, scaled so that activations stay near 1 through every layer.
+
+    Matrices have variance 1 / fan-in, biases are small, scales of norms are near 1. Nothing is exactly 0 or 1: a kernel
+    that drops a bias or a scale must show.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = rng.standard_normal(shape)
+        if len(shape) > 1:
+            noise *= shape[-1] ** -0.5
+        else:
+            noise = 0.1 * noise + (0 if name.endswith("bias") else 1)
+        weights[name] = noise.astype(np.float32)
+    return weights
+
+
+def tiny_bert(seed: int = 0, **overrides: Any) -> ir.Model:
+    """A BERT encoder as build_bert makes it, of configuration TINY_BERT with `overrides`.
+
+    Sizes need not be round: tiny_bert(hidden_size=40, intermediate_size=100) works.
+    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    """
+    config = BertConfig(**{**vars(TINY_BERT), **overrides})
+    return build_bert(random_weights(bert_weight_shapes(config), seed), config, name="tiny_bert")
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> ir.Model:
+    """A Llama decoder with cache as build_llama makes it, of configuration TINY_LLAMA with `overrides`.
+
+    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    """
+    config = LlamaConfig(**{**vars(TINY_LLAMA), **overrides})
+    return build_llama(random_weights(llama_weight_shapes(config), seed), config, name="tiny_llama")
+
+
+def mlp(
+    widths: Sequence[int] = (24, 40, 33, 16),
+    forms: LinearForm | Sequence[LinearForm] = ("matmul_add", "gemm", "gemm_trans_b"),
+    seed: int = 0,
+) -> ir.Model:
+    """A chain of linear layers with Relu between them, each written in one of the forms that exports use.
+
+    widths: the number of features before the first and after each layer.
+    forms: one for all layers, or one a layer:
+        matmul        MatMul without bias
+        matmul_add    MatMul, then Add
+        gemm          Gemm with B as [in, out]
+        gemm_trans_b  Gemm with transB=1 and B as [out, in]
+        transpose     MatMul and Add, the weight a Transpose of [out, in]
+        identity      MatMul and Add, the weight behind an Identity
+        cast          MatMul and Add, the weight float16 behind a Cast
+        dequantize    MatMul and Add, the weight int8 behind a DequantizeLinear with one scale a column
+
+    Input: x, float32 [batch, widths[0]]. Output: y, float32 [batch, widths[-1]]. Layer i lies in module /layers.i.
+    Raises ModelBuildError when the number of forms does not fit, or a form is unknown.
+    """
+    layers = len(widths) - 1
+    chosen: Sequence[LinearForm] = [forms] * layers if isinstance(forms, str) else forms
+    if layers < 1 or len(chosen) != layers or not set(chosen) <= set(get_args(LinearForm)):
+        raise ModelBuildError(
+            f"{layers} layers between widths {tuple(widths)}, but forms {tuple(chosen)}; expected one form a layer "
+            f"out of {', '.join(get_args(LinearForm))}"
+        )
+    shapes: dict[str, Shape] = {}
+    for index, (wide_in, wide_out) in enumerate(pairwise(widths)):
+        shapes[f"layers.{index}.weight"] = (wide_out, wide_in)
+        shapes[f"layers.{index}.bias"] = (wide_out,)
+    weights = random_weights(shapes, seed)
+
+    graph = GraphBuilder()
+    inputs = [tensor_value("x", ir.DataType.FLOAT, ["batch", widths[0]])]
+    hidden = inputs[0]
+    for index, form in enumerate(chosen):
+        with graph.module(f"layers.{index}"):
+            hidden = _linear(graph, hidden, f"layers.{index}", form, weights)
+            if index < layers - 1:
+                hidden = graph.node("Relu", hidden)
+    set_type(hidden, ir.DataType.FLOAT, ["batch", widths[-1]])
+    return graph.model("mlp", inputs, {"y": hidden})
+
+
+def _linear(
+    graph: GraphBuilder, x: ir.Value, name: str, form: LinearForm, weights: Mapping[str, np.ndarray]
+) -> ir.Value:
+    weight = weights[f"{name}.weight"]
+    if form == "matmul":
+        return graph.node("MatMul", x, graph.weight(f"{name}.weight_t", weight.T))
+    bias = graph.weight(f"{name}.bias", weights[f"{name}.bias"])
+    if form == "gemm_trans_b":
+        return graph.node("Gemm", x, graph.weight(f"{name}.weight", weight), bias, transB=1)
+    if form == "gemm":
+        return graph.node("Gemm", x, graph.weight(f"{name}.weight_t", weight.T), bias)
+    return graph.node("Add", graph.node("MatMul", x, _wrapped_weight(graph, name, form, weight)), bias)
+
+
+def _wrapped_weight(graph: GraphBuilder, name: str, form: LinearForm, weight: np.ndarray) -> ir.Value:
+    """The [in, out] operand of a MatMul."""
+    if form == "transpose":
+        return graph.node("Transpose", graph.weight(f"{name}.weight", weight), perm=[1, 0])
+    if form == "cast":
+        half = graph.weight(f"{name}.weight_t", weight.T.astype(np.float16))
+        return graph.node("Cast", half, to=ir.DataType.FLOAT)
+    if form == "dequantize":
+        scales = np.abs(weight).max(axis=1) / np.float32(127)
+        codes = np.rint(weight / scales[:, None]).astype(np.int8)
+        operands = {"quantized": codes.T, "scale": scales, "zero_point": np.zeros(len(scales), np.int8)}
+        values = [graph.weight(f"{name}.weight_t_{part}", array) for part, array in operands.items()]
+        return graph.node("DequantizeLinear", *values, axis=1)
+    plain = graph.weight(f"{name}.weight_t", weight.T)
+    return graph.node("Identity", plain) if form == "identity" else plain

@@ -1,0 +1,180 @@
+// The loop that the x86 kernels share: walk the tiles of a panel, expand each row of 32 weights to a register, multiply
+// it with a pair of activations of every row of x. Included by x86_*.cc only; everything is local to the including file
+// (an inline function compiled for one ISA tier must never be linked in place of another's).
+//
+// A tier gives a struct Simd with
+//     Activation, kMaxRows (rows of x whose accumulators fit the registers)
+//     Weights                                       32 expanded weights, ready to multiply
+//     Weights Expand(uint32_t mask, const uint8_t* values)     may load 64 bytes from values
+//     void Store(Weights, uint8_t*), Weights Load(const uint8_t*), kStoredBytes
+//     Accumulator                                   16 columns of sums
+//     Accumulator Zero(), Add(Accumulator, Accumulator), LoadColumns(const float*, int columns)
+//     void StoreColumns(float*, int columns, Accumulator)
+//     Accumulator MultiplyAdd(Accumulator, Weights, const Activation* pair)
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "sparse_amx_matmul/sparse_amx_matmul.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd>
+class PanelLoop {
+  using Activation = typename Simd::Activation;
+  using Accumulator = typename Simd::Accumulator;
+  using Weights = typename Simd::Weights;
+
+ public:
+  static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+      Panel p(args, panel);
+      if (args.m <= Simd::kMaxRows) {
+        FusedForRows<Simd::kMaxRows>(p, args.m);
+      } else {
+        Buffered(p);
+      }
+    }
+  }
+
+ private:
+  // Expanded tiles kept while all rows of x pass over them: half of a 32 KB L1 cache or less.
+  static constexpr int64_t kBufferTiles = 16;
+  // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
+  static constexpr int64_t kPrefetchBytes = 12288;
+
+  struct Panel {
+    Panel(const SparseMatMulArgs& a, int64_t panel)
+        : args(a),
+          tiles(BitmapTiles(a.w.k)),
+          padded_k(BitmapPaddedK(a.w.k)),
+          masks(a.w.masks + panel * tiles * kTileMaskBytes),
+          values(a.w.values + a.w.offsets[panel] * kValueBytes),
+          x(static_cast<const Activation*>(a.x)),
+          y(a.y + panel * kPanelColumns),
+          bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
+          columns(static_cast<int>(a.w.n - panel * kPanelColumns < kPanelColumns ? a.w.n - panel * kPanelColumns
+                                                                                 : kPanelColumns)) {}
+
+    float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
+
+    const SparseMatMulArgs& args;
+    int64_t tiles;
+    int64_t padded_k;
+    const uint8_t* masks;
+    const uint8_t* values;  // moves along as tiles are expanded
+    const Activation* x;
+    float* y;
+    const float* bias;
+    int columns;
+  };
+
+  static uint32_t LoadMask(const uint8_t* masks, int row) {
+    uint32_t mask;
+    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+    return mask;
+  }
+
+  // Few rows of x: each row of weights is expanded into a register and used at once.
+  template <int kRows>
+  static void Fused(Panel& p) {
+    // With few rows, one sum a row would wait for itself: several chains, added at the end.
+    constexpr int kChains = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+    Accumulator sums[kRows][kChains];
+    for (int i = 0; i < kRows; ++i) {
+      for (int c = 0; c < kChains; ++c) sums[i][c] = Simd::Zero();
+    }
+    const uint8_t* values = p.values;
+    const uint8_t* masks = p.masks;
+    const Activation* x = p.x;
+    for (int64_t tile = 0; tile < p.tiles; ++tile, masks += kTileMaskBytes, x += kTileInputs) {
+      __builtin_prefetch(masks + kPrefetchBytes);
+#pragma GCC unroll 16
+      for (int row = 0; row < kTileRows; ++row) {
+        const uint32_t mask = LoadMask(masks, row);
+        if (row % 2 == 0) __builtin_prefetch(values + kPrefetchBytes);
+        const Weights weights = Simd::Expand(mask, values);
+        values += __builtin_popcount(mask) * kValueBytes;
+#pragma GCC unroll 16
+        for (int i = 0; i < kRows; ++i) {
+          sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + i * p.padded_k + 2 * row);
+        }
+      }
+    }
+    for (int i = 0; i < kRows; ++i) {
+      Accumulator sum = sums[i][0];
+      for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[i][c]);
+      Finish(p, p.YRow(i), sum);
+    }
+  }
+
+  template <int kRows>
+  static void FusedForRows(Panel& p, int64_t m) {
+    if constexpr (kRows > 0) {
+      if (m == kRows) return Fused<kRows>(p);
+      FusedForRows<kRows - 1>(p, m);
+    }
+  }
+
+  // Many rows of x: expand some tiles once, let all rows pass over them, go on with the next tiles. The sums wait in y.
+  static void Buffered(Panel& p) {
+    alignas(64) uint8_t buffer[kBufferTiles * kTileRows * Simd::kStoredBytes];
+    for (int64_t tile = 0; tile < p.tiles; tile += kBufferTiles) {
+      const int64_t tiles = p.tiles - tile < kBufferTiles ? p.tiles - tile : kBufferTiles;
+      uint8_t* out = buffer;
+      for (int64_t t = tile; t < tile + tiles; ++t) {
+        for (int row = 0; row < kTileRows; ++row, out += Simd::kStoredBytes) {
+          const uint32_t mask = LoadMask(p.masks + t * kTileMaskBytes, row);
+          Simd::Store(Simd::Expand(mask, p.values), out);
+          p.values += __builtin_popcount(mask) * kValueBytes;
+        }
+      }
+      const bool first = tile == 0;
+      const bool last = tile + tiles == p.tiles;
+      int64_t i = 0;
+      for (; i + Simd::kMaxRows <= p.args.m; i += Simd::kMaxRows) {
+        DenseRows<Simd::kMaxRows>(p, buffer, tile, tiles, i, first, last);
+      }
+      TailRows<Simd::kMaxRows - 1>(p, buffer, tile, tiles, i, first, last);
+    }
+  }
+
+  template <int kRows>
+  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
+                       bool last) {
+    if constexpr (kRows > 0) {
+      if (p.args.m - i == kRows) return DenseRows<kRows>(p, buffer, tile, tiles, i, first, last);
+      TailRows<kRows - 1>(p, buffer, tile, tiles, i, first, last);
+    }
+  }
+
+  template <int kRows>
+  static void DenseRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
+                        bool last) {
+    Accumulator sums[kRows];
+    for (int r = 0; r < kRows; ++r) sums[r] = first ? Simd::Zero() : Simd::LoadColumns(p.YRow(i + r), p.columns);
+    const Activation* x = p.x + i * p.padded_k + tile * kTileInputs;
+    for (int64_t row = 0; row < tiles * kTileRows; ++row, buffer += Simd::kStoredBytes, x += 2) {
+      const Weights weights = Simd::Load(buffer);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + r * p.padded_k);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      if (last) {
+        Finish(p, p.YRow(i + r), sums[r]);
+      } else {
+        Simd::StoreColumns(p.YRow(i + r), p.columns, sums[r]);
+      }
+    }
+  }
+
+  static void Finish(const Panel& p, float* y, Accumulator sum) {
+    if (p.bias != nullptr) sum = Simd::Add(sum, Simd::LoadColumns(p.bias, p.columns));
+    Simd::StoreColumns(y, p.columns, sum);
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,51 @@
+// SparseAMXMatMul: y = x W + bias with W stored as bitmap + non-zero bf16 weights (SparAMX, sections 4.2 to 4.4).
+//
+//     y[i, j] = sum over l of bf16(x[i, l]) * W[l, j]  + bias[j]        i < m, l < k, j < n
+//
+// x and y are float32; bf16() rounds to nearest even; products and sums are float32. The order of the sums, and so the
+// last bits of y, depend on the kernel; they do not depend on how rows and panels are divided among threads.
+// avx512bf16 kernels treat denormal operands as zero and flush denormal results (the instruction's own rule).
+// Inf and NaN spread as in the dense product: a stored or unstored zero times Inf is NaN.
+//
+// A kernel works on rows that a Pack function has rounded, and on a range of panels (16 columns each). It allocates
+// nothing and knows no threads. Ranges of rows: pass x, y and m of those rows.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "formats/bitmap.h"
+#include "isa/isa.h"
+
+namespace ortolan {
+
+struct SparseMatMulArgs {
+  int64_t m = 0;
+  const void* x = nullptr;      // packed rows: [m][BitmapPaddedK(w.k)] of the kernel's activation type
+  BitmapView w;                 // has passed ValidateBitmap
+  const float* bias = nullptr;  // [w.n], or null
+  float* y = nullptr;           // [m][w.n]; must overlap nothing else
+  int64_t y_row_bytes = 0;      // from one row of y to the next
+};
+
+// Computes y for the panels panel_begin … panel_end-1 and all m rows.
+using SparseMatMulFn = void(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end);
+
+// Rounds m rows of k floats to bf16 and writes them, zero-padded to BitmapPaddedK(k), in the kernel's activation type.
+using PackActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed);
+
+struct SparseMatMulKernel {
+  const char* name;
+  Isa isa;
+  int64_t activation_bytes;  // of one packed activation: 2 (bf16) or 4 (float32 that holds a bf16 value)
+  PackActivationsFn* pack;
+  SparseMatMulFn* multiply;
+};
+
+// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+std::span<const SparseMatMulKernel> SparseMatMulKernels();
+
+// The best kernel for a CPU of this tier. Never fails.
+const SparseMatMulKernel& SelectSparseMatMul(Isa isa);
+
+}  // namespace ortolan

@@ -1,0 +1,121 @@
+// AVX2 has no expand: each byte of the mask picks a shuffle that spreads up to eight values to their places.
+#include <immintrin.h>
+
+#include "sparse_amx_matmul/panel_loop.h"
+
+namespace ortolan {
+namespace {
+
+// For each byte of mask bits: pshufb control that moves the next stored 16-bit value to every place whose bit is set,
+// and zero elsewhere (a control byte with its top bit set gives zero).
+struct ExpandShuffles {
+  alignas(64) uint8_t control[256][16];
+};
+
+constexpr ExpandShuffles MakeExpandShuffles() {
+  ExpandShuffles table{};
+  for (int mask = 0; mask < 256; ++mask) {
+    int next = 0;
+    for (int place = 0; place < 8; ++place) {
+      const bool stored = ((mask >> place) & 1) != 0;
+      table.control[mask][2 * place] = static_cast<uint8_t>(stored ? 2 * next : 0x80);
+      table.control[mask][2 * place + 1] = static_cast<uint8_t>(stored ? 2 * next + 1 : 0x80);
+      next += stored ? 1 : 0;
+    }
+  }
+  return table;
+}
+
+constexpr ExpandShuffles kExpandShuffles = MakeExpandShuffles();
+
+struct Avx2Simd {
+  using Activation = float;
+  struct Accumulator {
+    __m256 low, high;
+  };
+  struct Weights {
+    __m256 even_low, odd_low, even_high, odd_high;
+  };
+  static constexpr int kMaxRows = 4;
+  static constexpr int kStoredBytes = 128;
+
+  static __m128i Expand8(uint32_t mask, const uint8_t* values) {
+    const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    const __m128i control = _mm_load_si128(reinterpret_cast<const __m128i*>(kExpandShuffles.control[mask & 0xff]));
+    return _mm_shuffle_epi8(stored, control);
+  }
+  static __m256 Even(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static __m256 Odd(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static Weights Expand(uint32_t mask, const uint8_t* values) {
+    const uint8_t* second = values + __builtin_popcount(mask & 0xffu) * kValueBytes;
+    const uint8_t* third = values + __builtin_popcount(mask & 0xffffu) * kValueBytes;
+    const uint8_t* fourth = values + __builtin_popcount(mask & 0xffffffu) * kValueBytes;
+    const __m256i low = _mm256_set_m128i(Expand8(mask >> 8, second), Expand8(mask, values));
+    const __m256i high = _mm256_set_m128i(Expand8(mask >> 24, fourth), Expand8(mask >> 16, third));
+    return {Even(low), Odd(low), Even(high), Odd(high)};
+  }
+  static void Store(const Weights& weights, uint8_t* to) {
+    float* out = reinterpret_cast<float*>(to);
+    _mm256_store_ps(out, weights.even_low);
+    _mm256_store_ps(out + 8, weights.odd_low);
+    _mm256_store_ps(out + 16, weights.even_high);
+    _mm256_store_ps(out + 24, weights.odd_high);
+  }
+  static Weights Load(const uint8_t* from) {
+    const float* in = reinterpret_cast<const float*>(from);
+    return {_mm256_load_ps(in), _mm256_load_ps(in + 8), _mm256_load_ps(in + 16), _mm256_load_ps(in + 24)};
+  }
+
+  static Accumulator Zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+  static Accumulator Add(Accumulator a, Accumulator b) {
+    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+  }
+  // Lane i is on if i < columns.
+  static __m256i Lanes(int columns) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(columns), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static Accumulator LoadColumns(const float* from, int columns) {
+    return {_mm256_maskload_ps(from, Lanes(columns)), _mm256_maskload_ps(from + 8, Lanes(columns - 8))};
+  }
+  static void StoreColumns(float* to, int columns, Accumulator sums) {
+    _mm256_maskstore_ps(to, Lanes(columns), sums.low);
+    _mm256_maskstore_ps(to + 8, Lanes(columns - 8), sums.high);
+  }
+  static Accumulator MultiplyAdd(Accumulator sums, const Weights& weights, const float* pair) {
+    const __m256 even = _mm256_broadcast_ss(pair);
+    const __m256 odd = _mm256_broadcast_ss(pair + 1);
+    return {_mm256_fmadd_ps(odd, weights.odd_low, _mm256_fmadd_ps(even, weights.even_low, sums.low)),
+            _mm256_fmadd_ps(odd, weights.odd_high, _mm256_fmadd_ps(even, weights.even_high, sums.high))};
+  }
+};
+
+}  // namespace
+
+void PackAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+  float* out = static_cast<float*>(packed);
+  const int64_t padded_k = BitmapPaddedK(k);
+  for (int64_t i = 0; i < m; ++i) {
+    const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
+    for (int64_t l = 0; l < padded_k; l += 8, out += 8) {
+      const int left = k - l >= 8 ? 8 : k - l <= 0 ? 0 : static_cast<int>(k - l);
+      const __m256 value = _mm256_maskload_ps(row + l, Avx2Simd::Lanes(left));
+      const __m256i bits = _mm256_castps_si256(value);
+      const __m256i lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+      const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
+      const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+      const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+      const __m256i result =
+          _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+      const __m256i upper = _mm256_and_si256(result, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), upper);
+    }
+  }
+}
+
+void MultiplyAvx2(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  PanelLoop<Avx2Simd>::Run(args, panel_begin, panel_end);
+}
+
+}  // namespace ortolan

@@ -1,0 +1,131 @@
+// What every room's ORT adapter shares: the one place that knows how ORT's custom-op interface is used.
+//
+// A room writes
+//     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(Ort::KernelContext&); };
+//     struct FooOp : OrtOp<FooOp, FooKernel> { GetName, GetInputTypeCount, GetInputType, …, static void InferShape(OrtShapeInferContext*) };
+// and reports errors by throwing OpError (or anything derived from std::exception): no exception crosses the C
+// boundary.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define ORT_API_MANUAL_INIT
+#include <onnxruntime_cxx_api.h>
+#undef ORT_API_MANUAL_INIT
+
+#include "support/error_text.h"
+
+namespace ortolan {
+
+inline constexpr const char* kDomain = "ai.ortolan";
+
+// The user's model or feed is at fault; the text says which node and tensor, what was found and what was expected.
+struct OpError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline OrtStatus* ToStatus(const std::exception& error) {
+  if (const auto* ort = dynamic_cast<const Ort::Exception*>(&error)) {
+    return Ort::GetApi().CreateStatus(ort->GetOrtErrorCode(), ort->what());
+  }
+  const bool users = dynamic_cast<const OpError*>(&error) != nullptr;
+  return Ort::GetApi().CreateStatus(users ? ORT_INVALID_ARGUMENT : ORT_FAIL, error.what());
+}
+
+template <typename Function>
+OrtStatus* Guarded(Function&& function) noexcept {
+  try {
+    function();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return ToStatus(error);
+  } catch (...) {
+    return Ort::GetApi().CreateStatus(ORT_FAIL, "unknown error in an ai.ortolan operator");
+  }
+}
+
+// The kernel as ORT calls it: its exceptions become statuses.
+template <typename Kernel>
+struct StatusKernel : Kernel {
+  using Kernel::Kernel;
+  OrtStatus* ComputeV2(OrtKernelContext* raw) {
+    return Guarded([&] {
+      Ort::KernelContext context(raw);
+      this->Compute(context);
+    });
+  }
+};
+
+template <typename Op, typename Kernel>
+struct OrtOp : Ort::CustomOpBase<Op, StatusKernel<Kernel>, /*WithStatus=*/true> {
+  OrtOp() {
+    // ORT's C++ wrapper for shape inference mistakes dimensions (1.17 writes 1 for every one), so it is not used.
+    OrtCustomOp::InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) -> OrtStatus* {
+      return Guarded([&] { Op::InferShape(context); });
+    };
+  }
+
+  OrtStatus* CreateKernelV2(const OrtApi&, const OrtKernelInfo* info, void** kernel) const {
+    return Guarded([&] { *kernel = new StatusKernel<Kernel>(*info); });
+  }
+};
+
+// ---- kernel creation ------------------------------------------------------------------------------------------------
+
+// "SparseAMXMatMul node 'encoder/…/MatMul'": the beginning of every error text.
+std::string DescribeNode(const OrtKernelInfo& info, const char* op_type);
+
+// A constant input as it lies in memory: for external data that is the mapped file itself.
+struct ConstantTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  const void* data = nullptr;
+  int64_t count = 0;  // elements
+};
+
+// Throws OpError if the input is absent, no constant, or of another element type.
+ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
+                             ONNXTensorElementDataType type, const std::string& node);
+
+// Throws OpError if the attribute is missing.
+int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node);
+
+std::string ShapeText(const std::vector<int64_t>& shape);
+
+// ---- shape inference ------------------------------------------------------------------------------------------------
+
+// Output 0 gets the shape of input 0 with its last dimension replaced. Leaves the output open where a dimension of the
+// input has neither value nor name: a -1 passed on would be taken as a literal.
+void InferLastDimension(OrtShapeInferContext* context, const char* attribute);
+
+// ---- running --------------------------------------------------------------------------------------------------------
+
+// Scratch memory from ORT's own arena, given back at the end of the scope.
+class Scratch {
+ public:
+  Scratch(const Ort::KernelContext& context, size_t bytes);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  OrtAllocator* allocator_;
+  void* data_;
+};
+
+// Calls body(i) for 0 <= i < count on ORT's intra-op threads; alone and at once when count is 1. body must not throw.
+template <typename Body>
+void ParallelFor(const Ort::KernelContext& context, int64_t count, const Body& body) {
+  if (count == 1) return body(int64_t{0});
+  if (count < 1) return;
+  const auto call = [](void* user, size_t i) { (*static_cast<const Body*>(user))(static_cast<int64_t>(i)); };
+  context.ParallelFor(call, static_cast<size_t>(count), 0, const_cast<Body*>(&body));
+}
+
+}  // namespace ortolan

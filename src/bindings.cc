@@ -1,0 +1,176 @@
+// ortolan._native: packers, kernels for tests and benchmarks, CPU information. Arrays only; Python puts bf16 on top.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "formats/bitmap.h"
+#include "isa/isa.h"
+#include "sparse_amx_matmul/sparse_amx_matmul.h"
+#include "stream_read.h"
+#include "support/error_text.h"
+
+namespace py = pybind11;
+
+namespace ortolan {
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+template <typename T>
+using CastArray = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+template <typename T>
+Array<T> ToArray(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
+  Array<T> array(std::move(shape));
+  std::copy(values.begin(), values.end(), array.mutable_data());
+  return array;
+}
+
+py::dict CpuInfo() {
+  py::dict info;
+  info["name"] = CpuName();
+  info["isa"] = IsaName(ActiveIsa());
+  info["detected_isa"] = IsaName(DetectedIsa());
+  info["isa_problem"] = IsaProblem();
+  return info;
+}
+
+py::tuple PackBitmapArray(const CastArray<float>& w) {
+  if (w.ndim() != 2) throw std::invalid_argument(ErrorText("w has ", w.ndim(), " dimensions, expected 2: [k, n]"));
+  const int64_t k = w.shape(0);
+  const int64_t n = w.shape(1);
+  if (k < 1 || n < 1 || k > kMaxDimension || n > kMaxDimension) {
+    throw std::invalid_argument(ErrorText("w is ", k, " x ", n, ", expected 1 to ", kMaxDimension, " each"));
+  }
+  const BitmapMatrix packed = [&] {
+    py::gil_scoped_release release;
+    return PackBitmap(w.data(), n, k, n);
+  }();
+  Array<uint8_t> masks({BitmapPanels(n), BitmapTiles(k), kTileMaskBytes});
+  std::memcpy(masks.mutable_data(), packed.masks.data(), packed.masks.size() * sizeof(uint32_t));
+  return py::make_tuple(masks, ToArray(packed.values, {static_cast<py::ssize_t>(packed.values.size())}),
+                        ToArray(packed.offsets, {static_cast<py::ssize_t>(packed.offsets.size())}));
+}
+
+// The one way from Python arrays to a view that kernels may use.
+BitmapView CheckedView(const Array<uint8_t>& masks, const Array<uint16_t>& values, const Array<int64_t>& offsets,
+                       int64_t k, int64_t n) {
+  const std::string problem =
+      ValidateBitmap({k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()});
+  if (!problem.empty()) throw std::invalid_argument(problem);
+  return {k, n, masks.data(), reinterpret_cast<const uint8_t*>(values.data()), offsets.data()};
+}
+
+Array<float> UnpackBitmapArray(const Array<uint8_t>& masks, const Array<uint16_t>& values,
+                               const Array<int64_t>& offsets, int64_t k, int64_t n) {
+  const BitmapView view = CheckedView(masks, values, offsets, k, n);
+  Array<float> w({k, n});
+  float* out = w.mutable_data();
+  py::gil_scoped_release release;
+  UnpackBitmap(view, out, n);
+  return w;
+}
+
+const SparseMatMulKernel& KernelByName(const std::optional<std::string>& name) {
+  if (!name) return SelectSparseMatMul(ActiveIsa());
+  std::string known;
+  for (const SparseMatMulKernel& kernel : SparseMatMulKernels()) {
+    known += (known.empty() ? "" : ", ") + std::string(kernel.name);
+    if (*name != kernel.name) continue;
+    if (kernel.isa > DetectedIsa()) {
+      throw std::invalid_argument(
+          ErrorText("kernel ", *name, " needs ", IsaName(kernel.isa), ", this CPU has ", IsaName(DetectedIsa())));
+    }
+    return kernel;
+  }
+  throw std::invalid_argument(ErrorText("no kernel is called '", *name, "', expected one of: ", known));
+}
+
+py::list KernelList() {
+  py::list rows;
+  for (const SparseMatMulKernel& kernel : SparseMatMulKernels()) {
+    py::dict row;
+    row["name"] = kernel.name;
+    row["isa"] = IsaName(kernel.isa);
+    row["runs_here"] = kernel.isa <= DetectedIsa();
+    rows.append(row);
+  }
+  return rows;
+}
+
+Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint16_t>& values,
+                             const Array<int64_t>& offsets, int64_t k, int64_t n,
+                             const std::optional<CastArray<float>>& bias,
+                             const std::optional<std::string>& kernel_name) {
+  const SparseMatMulKernel& kernel = KernelByName(kernel_name);
+  SparseMatMulArgs args;
+  args.w = CheckedView(masks, values, offsets, k, n);
+  if (x.ndim() != 2 || x.shape(1) != k) {
+    throw std::invalid_argument(ErrorText("x must be [m, ", k, "]"));
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) {
+    throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
+  }
+  args.m = x.shape(0);
+  args.bias = bias ? bias->data() : nullptr;
+  Array<float> y({args.m, n});
+  args.y = y.mutable_data();
+  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  py::gil_scoped_release release;
+  std::vector<char> packed(static_cast<size_t>(args.m * BitmapPaddedK(k) * kernel.activation_bytes));
+  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, packed.data());
+  args.x = packed.data();
+  kernel.multiply(args, 0, BitmapPanels(n));
+  return y;
+}
+
+// Reads the buffer once, an equal part a thread.
+uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
+  if (threads < 1) throw std::invalid_argument(ErrorText("threads is ", threads, ", expected 1 or more"));
+  const uint8_t* data = buffer.data();
+  const size_t part = static_cast<size_t>(buffer.size()) / static_cast<size_t>(threads) / 128 * 128;
+  py::gil_scoped_release release;
+  std::vector<uint64_t> sums(static_cast<size_t>(threads));
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < sums.size(); ++t) {
+    others.emplace_back([&, t] { sums[t] = StreamRead(data + t * part, part, prefetch_bytes); });
+  }
+  sums[0] = StreamRead(data, part, prefetch_bytes);
+  for (std::thread& other : others) other.join();
+  uint64_t total = 0;
+  for (const uint64_t sum : sums) total += sum;
+  return total;
+}
+
+}  // namespace
+}  // namespace ortolan
+
+PYBIND11_MODULE(_native, module) {
+  using namespace ortolan;
+  module.doc() = "Native core of Ortolan: packers, kernels for tests and benchmarks, CPU information.";
+  module.def("cpu_info", &CpuInfo,
+             "The CPU's name, the ISA tier in use, the one detected, and what is wrong with ORTOLAN_ISA.");
+
+  module.def("pack_bitmap", &PackBitmapArray, py::arg("w"),
+             "Round w [k, n] to bf16 and pack it: masks u8 [panels, tiles, 64], values u16 (bf16 bits), offsets i64.");
+  module.def("unpack_bitmap", &UnpackBitmapArray, py::arg("masks").noconvert(), py::arg("values").noconvert(),
+             py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
+             "The dense float32 [k, n] matrix. Raises ValueError if the tensors are malformed.");
+
+  module.def("sparse_amx_matmul_kernels", &KernelList, "The rows of the room's kernel table, best first.");
+  module.def("sparse_amx_matmul", &SparseAmxMatMul, py::arg("x"), py::arg("masks").noconvert(),
+             py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
+             py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+             "y [m, n] = bf16(x) [m, k] @ W + bias on one thread, by the named kernel or the best one.");
+
+  module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,
+             py::arg("prefetch_bytes") = 4096, "Read a uint8 buffer once and return a checksum: the memory's rate.");
+}

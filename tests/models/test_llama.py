@@ -1,0 +1,198 @@
+"""build_llama against an independent numpy Llama, with and without cache; reading llama2.c checkpoints."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from ortolan.models import tiny
+from ortolan.models.graph_builder import ModelBuildError
+from ortolan.models.llama import LlamaConfig, build_llama, llama_weight_shapes, read_llama2c
+
+
+class Decoder:
+    """Runs a model and keeps its cache."""
+
+    def __init__(self, model: ir.Model, config: LlamaConfig, batch: int = 1):
+        self.session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+        shape = (batch, config.num_key_value_heads, 0, config.head_size)
+        self.past = {
+            f"past_key_values.{layer}.{part}": np.zeros(shape, np.float32)
+            for layer in range(config.num_hidden_layers)
+            for part in ("key", "value")
+        }
+        self.mask = np.ones((batch, 0), np.int64)
+
+    def step(self, ids: np.ndarray, mask: np.ndarray | None = None, positions: np.ndarray | None = None) -> np.ndarray:
+        start = self.mask.shape[1]
+        self.mask = np.concatenate([self.mask, np.ones_like(ids) if mask is None else mask], axis=1)
+        if positions is None:
+            positions = np.broadcast_to(np.arange(start, self.mask.shape[1]), ids.shape)
+        feeds = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions, **self.past}
+        names = ["logits", *(name.replace("past_key_values", "present") for name in self.past)]
+        logits, *present = self.session.run(names, feeds)
+        self.past = dict(zip(self.past, present, strict=True))
+        return logits
+
+
+def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarray) -> np.ndarray:
+    """Logits of one sequence in float64, one head at a time, rotating complex numbers."""
+    w = {name: array.astype(np.float64) for name, array in w.items()}
+    size = config.head_size
+    angles = np.arange(len(ids))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w[name]
+
+    def rotate(x):
+        out = np.empty_like(x)
+        pairs = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if config.rope_style == "interleaved"
+            else (slice(None, size // 2), slice(size // 2, None))
+        )
+        turned = (x[:, pairs[0]] + 1j * x[:, pairs[1]]) * np.exp(1j * angles)
+        out[:, pairs[0]], out[:, pairs[1]] = turned.real, turned.imag
+        return out
+
+    x = w["model.embed_tokens.weight"][ids]
+    for layer in range(config.num_hidden_layers):
+        p = f"model.layers.{layer}"
+        h = norm(x, f"{p}.input_layernorm.weight")
+        q, k, v = (
+            (h @ w[f"{p}.self_attn.{name}_proj.weight"].T).reshape(len(ids), -1, size).swapaxes(0, 1) for name in "qkv"
+        )
+        group = config.num_attention_heads // config.num_key_value_heads
+        contexts = []
+        for head in range(config.num_attention_heads):
+            scores = rotate(q[head]) @ rotate(k[head // group]).T / np.sqrt(size)
+            scores[np.triu_indices(len(ids), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            contexts.append(weights / weights.sum(-1, keepdims=True) @ v[head // group])
+        x = x + np.concatenate(contexts, axis=1) @ w[f"{p}.self_attn.o_proj.weight"].T
+        h = norm(x, f"{p}.post_attention_layernorm.weight")
+        gate, up = (h @ w[f"{p}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{p}.mlp.down_proj.weight"].T
+    head = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return norm(x, "model.norm.weight") @ head.T
+
+
+VARIANTS = {
+    "grouped": {},
+    "multi_head": {"num_key_value_heads": 4},
+    "multi_query": {"num_key_value_heads": 1},
+    "interleaved": {"rope_style": "interleaved"},
+    "untied": {"tie_word_embeddings": False},
+    "odd": {"hidden_size": 40, "intermediate_size": 99, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "wide_heads": {"head_dim": 18, "rope_theta": 500000.0, "rms_norm_eps": 1e-3},
+}
+
+
+def random_ids(batch: int, sequence: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, tiny.TINY_LLAMA.vocab_size, (batch, sequence))
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_equals_numpy(overrides):
+    config = replace(tiny.TINY_LLAMA, **overrides)
+    weights = tiny.random_weights(llama_weight_shapes(config), seed=7)
+    ids = random_ids(2, 9)
+    found = Decoder(tiny.tiny_llama(seed=7, **overrides), config, batch=2).step(ids)
+    np.testing.assert_allclose(found, [reference_llama(weights, config, row) for row in ids], atol=1e-4)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
+def test_the_cache_continues_the_prompt(overrides):
+    config = replace(tiny.TINY_LLAMA, **overrides)
+    model = tiny.tiny_llama(**overrides)
+    ids = random_ids(2, 8)
+    whole = Decoder(model, config, batch=2).step(ids)
+    stepwise = Decoder(model, config, batch=2)
+    pieces = [stepwise.step(ids[:, :3])] + [stepwise.step(ids[:, index : index + 1]) for index in range(3, 8)]
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-4)
+
+
+def test_left_padding_changes_nothing():
+    config, model = tiny.TINY_LLAMA, tiny.tiny_llama()
+    ids = random_ids(1, 5)
+    padded = Decoder(model, config)
+    logits = padded.step(
+        np.pad(ids, ((0, 0), (3, 0))),
+        mask=np.array([[0, 0, 0, 1, 1, 1, 1, 1]]),
+        positions=np.array([[0, 0, 0, 0, 1, 2, 3, 4]]),
+    )
+    assert np.isfinite(logits).all()
+    np.testing.assert_allclose(logits[:, 3:], Decoder(model, config).step(ids), atol=1e-4)
+
+
+def test_passes_the_checker_and_names_values_like_optimum():
+    proto = ir.to_proto(tiny.tiny_llama())
+    onnx.checker.check_model(proto, full_check=True)
+    assert proto.ir_version <= 10
+    inputs = [value.name for value in proto.graph.input]
+    assert inputs[:4] == ["input_ids", "attention_mask", "position_ids", "past_key_values.0.key"]
+    assert [value.name for value in proto.graph.output][:3] == ["logits", "present.0.key", "present.0.value"]
+    names = [node.name for node in proto.graph.node]
+    assert len(names) == len(set(names))
+    assert "/model/layers.1/mlp/down_proj/MatMul" in names
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": 50}, "give head_dim"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"rope_style": "quarter"}, "rope_style is 'quarter'"),
+    ],
+)
+def test_impossible_configurations_are_refused(overrides, message):
+    with pytest.raises(ModelBuildError, match=message):
+        tiny.tiny_llama(**overrides)
+
+
+def write_llama2c(path, config, weights, positions=16):
+    order = ["input_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo"), "post_attention_layernorm"]
+    order += [f"mlp.{name}_proj" for name in ("gate", "down", "up")]
+    arrays = [weights["model.embed_tokens.weight"]]
+    for kind in order:
+        arrays += [weights[f"model.layers.{layer}.{kind}.weight"] for layer in range(config.num_hidden_layers)]
+    arrays += [weights["model.norm.weight"], np.zeros(positions * config.head_size, np.float32)]
+    if not config.tie_word_embeddings:
+        arrays.append(weights["lm_head.weight"])
+    header = (config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads)
+    vocab = config.vocab_size if config.tie_word_embeddings else -config.vocab_size
+    header += (config.num_key_value_heads, vocab, positions)
+    path.write_bytes(struct.pack("<7i", *header) + b"".join(array.tobytes() for array in arrays))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c_checkpoint_round_trip(tmp_path, tied):
+    config = replace(tiny.TINY_LLAMA, rope_style="interleaved", tie_word_embeddings=tied)
+    weights = tiny.random_weights(llama_weight_shapes(config))
+    write_llama2c(tmp_path / "model.bin", config, weights)
+    found_config, found = read_llama2c(tmp_path / "model.bin")
+    assert found_config == config
+    assert found.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    build_llama(found, found_config)
+
+
+def test_bad_llama2c_checkpoints_are_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    config = replace(tiny.TINY_LLAMA, rope_style="interleaved")
+    write_llama2c(path, config, tiny.random_weights(llama_weight_shapes(config)))
+    whole = path.read_bytes()
+    for content, message in [
+        (whole[:-4], "its header .* asks for"),
+        (whole[:20], "has 20 bytes"),
+        (b"ak42" + whole[4:], "expected a llama2.c checkpoint"),
+        (struct.pack("<i", -1) + whole[4:], "expected a llama2.c checkpoint"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(ModelBuildError, match=message):
+            read_llama2c(path)
