@@ -1,0 +1,24 @@
+"""Benchmarks: each op side by side with ONNX Runtime in one run (``ortolan bench OP``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+from .result import BenchOptions, BenchResult, Progress
+
+
+def _lazy(module: str) -> Callable[[BenchOptions, Progress | None], BenchResult]:
+    def run(options: BenchOptions, progress: Progress | None = None) -> BenchResult:
+        result: BenchResult = import_module(f".{module}", __name__).run(options, progress)
+        return result
+
+    return run
+
+
+# The room's name -> run(options, progress).
+BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress | None], BenchResult]] = {
+    "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
+}
+
+__all__ = ["BENCHMARKS", "BenchOptions", "BenchResult", "Progress"]

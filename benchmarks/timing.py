@@ -1,0 +1,95 @@
+"""How times are taken: candidates interleaved in one run, cold weights, minimum and median, pinned when alone."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .._native import stream_read
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Minimum and median of the rounds, in milliseconds."""
+
+    min_ms: float
+    median_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.min_ms:.4g} / {self.median_ms:.4g}"
+
+    def scaled(self, factor: float) -> Timing:
+        return Timing(self.min_ms * factor, self.median_ms * factor)
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]], *, seconds: float, min_rounds: int = 5
+) -> dict[str, Timing]:
+    """Time the candidates A B C A B C … for about `seconds`, after one round of warming up."""
+    for call in candidates.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < min_rounds:
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: Timing(min(values), statistics.median(values)) for name, values in times.items()}
+
+
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """One thread runs on one fixed CPU; several run where the system likes."""
+    if threads != 1 or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the L3 cache, or 32 MiB where the system does not tell."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text[:-1]) * {"K": 2**10, "M": 2**20}[text[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return 32 * 2**20
+
+
+def copies_to_stay_cold(bytes_each: int) -> int:
+    """How many copies of a weight, used in turn, are never found in a cache: at least 4 and four times the L3."""
+    return max(4, -(-4 * last_level_cache_bytes() // bytes_each))
+
+
+class StreamReader:
+    """Reads a buffer of eight times the L3 as fast as this machine can: the yardstick of memory-bound kernels."""
+
+    PREFETCH_BYTES = (0, 4096, 12288)
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.buffer = np.ones(8 * last_level_cache_bytes(), np.uint8)  # ones: an unwritten page would be cached
+
+    def candidates(self) -> dict[str, Callable[[], object]]:
+        """One candidate a prefetch distance; the fastest is the stream rate."""
+        return {
+            f"stream_read {distance}": lambda distance=distance: stream_read(self.buffer, self.threads, distance)
+            for distance in self.PREFETCH_BYTES
+        }
+
+    def time_for(self, timings: Mapping[str, Timing], size: float) -> Timing:
+        """How long `size` bytes take at the best rate found."""
+        best = min((timings[name] for name in self.candidates()), key=lambda timing: timing.min_ms)
+        return best.scaled(size / self.buffer.size)

@@ -1,0 +1,155 @@
+"""The bitmap format: layout, round trip, and refusal of everything malformed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import _native
+
+from ..ops.single_node import Packed, sparse_weight, to_bf16
+
+
+def test_layout_of_a_small_matrix() -> None:
+    w = np.zeros((34, 17), np.float32)
+    w[0, 0], w[1, 0], w[0, 1], w[3, 15], w[33, 0], w[2, 16] = 1, 2, 3, 4, 5, 6
+    masks, values, offsets = _native.pack_bitmap(w)
+    assert masks.shape == (2, 2, 64)
+    rows = masks.reshape(-1).view("<u4").reshape(2, 2, 16)
+    expected = np.zeros((2, 2, 16), np.uint32)
+    expected[0, 0, 0] = 0b111  # inputs 0 and 1 of column 0, input 0 of column 1
+    expected[0, 0, 1] = 1 << 31  # input 3 of column 15
+    expected[0, 1, 0] = 0b10  # input 33 of column 0
+    expected[1, 0, 1] = 0b1  # input 2 of column 16
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(offsets, [0, 5, 6])
+    np.testing.assert_array_equal(values[:6], (np.array([1, 2, 3, 4, 5, 6], np.float32).view(np.uint32) >> 16))
+    assert values.size == 6 + 32 and not values[6:].any()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1)
+)
+def test_round_trip_gives_the_weights_rounded_to_bf16(k: int, n: int, sparsity: float, seed: int) -> None:
+    w = sparse_weight(np.random.default_rng(seed), k, n, sparsity)
+    masks, values, offsets = _native.pack_bitmap(w)
+    np.testing.assert_array_equal(_native.unpack_bitmap(masks, values, offsets, k, n), to_bf16(w))
+    assert offsets[-1] == np.count_nonzero(to_bf16(w)) == np.unpackbits(masks).sum()
+
+
+def test_weights_that_round_to_zero_are_not_stored() -> None:
+    w = np.array([[1e-45, -0.0, 1.0]], np.float32)
+    _, values, offsets = _native.pack_bitmap(w)
+    assert offsets[-1] == 1 and values[0] == 0x3F80
+
+
+def test_takes_transposed_and_other_dtypes() -> None:
+    w = np.arange(6, dtype=np.float64).reshape(3, 2)
+    np.testing.assert_array_equal(_native.unpack_bitmap(*_native.pack_bitmap(w.T), 2, 3), w.T)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (3,), (1, 2, 3)])
+def test_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="w "):
+        _native.pack_bitmap(np.zeros(shape, np.float32))
+
+
+def packed_example() -> tuple[Packed, int, int]:
+    k, n = 70, 40
+    return _native.pack_bitmap(sparse_weight(np.random.default_rng(1), k, n, 0.5)), k, n
+
+
+def malformed() -> dict[str, tuple[Packed, int, int, str]]:
+    """Name -> (tensors, k, n, what the message must say)."""
+    (masks, values, offsets), k, n = packed_example()
+    popcount = masks.copy()
+    popcount[1, 0, 0] ^= 1
+    outside = masks.copy()
+    outside[2, 0, 3] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
+    too_deep = masks.copy()
+    too_deep[0, 2, 16] |= 1  # input 72 of 70
+    beyond, falling, not_zero, negative = offsets.copy(), offsets.copy(), offsets.copy(), offsets.copy()
+    beyond[-1] += 1
+    falling[1], falling[2] = offsets[2], offsets[1]
+    not_zero[0] = 1
+    negative[1] = -5
+    huge = offsets.copy()
+    huge[1] = np.iinfo(np.int64).max
+    return {
+        "masks short": ((masks[:, :, :60].copy(), values, offsets), k, n, "masks hold .* expected"),
+        "values short": ((masks, values[:-1].copy(), offsets), k, n, "offsets.*padding"),
+        "values long": ((masks, np.append(values, values[:1]), offsets), k, n, "values hold .* expected"),
+        "values empty": ((masks, values[:0].copy(), offsets), k, n, "offsets"),
+        "offsets short": ((masks, values, offsets[:-1].copy()), k, n, "offsets hold .* expected"),
+        "offsets empty": ((masks, values, offsets[:0].copy()), k, n, "offsets hold 0"),
+        "offsets beyond": ((masks, values, beyond), k, n, "offsets"),
+        "offsets falling": ((masks, values, falling), k, n, "less than the one before"),
+        "offsets not from zero": ((masks, values, not_zero), k, n, "offsets.0. is 1"),
+        "offsets negative": ((masks, values, negative), k, n, "less than the one before"),
+        "offsets huge": ((masks, values, huge), k, n, "offsets"),
+        "popcount": ((popcount, values, offsets), k, n, "panel 1 have .* bits set"),
+        "bits outside of the columns": ((outside, values, offsets), k, n, "outside"),
+        "bits outside of the inputs": ((too_deep, values, offsets), k, n, "outside"),
+        "k zero": ((masks, values, offsets), 0, n, "k and n"),
+        "n negative": ((masks, values, offsets), k, -1, "k and n"),
+        "k huge": ((masks, values, offsets), 2**62, n, "k and n"),
+        "other k": ((masks, values, offsets), 200, n, "masks hold"),
+    }
+
+
+@pytest.mark.parametrize("case", malformed())
+def test_malformed_tensors_are_refused(case: str) -> None:
+    tensors, k, n, message = malformed()[case]
+    with pytest.raises(ValueError, match=message):
+        _native.unpack_bitmap(*tensors, k, n)
+
+
+def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Packed, int, int]:
+    """One to three random changes: flipped bytes, edited offsets, cut, grown or swapped tensors, other k and n."""
+    masks, values, offsets = (a.copy() for a in packed)
+    for _ in range(rng.integers(1, 4)):
+        match rng.integers(0, 8):
+            case 0 if masks.size:
+                masks.reshape(-1)[rng.integers(masks.size)] ^= rng.integers(1, 256, dtype=np.uint8)
+            case 1 if values.size:
+                values[rng.integers(values.size)] = rng.integers(0, 2**16)
+            case 2 if offsets.size:
+                offsets[rng.integers(offsets.size)] += rng.integers(-40, 41)
+            case 3 if offsets.size:
+                offsets[rng.integers(offsets.size)] = rng.integers(-(2**63), 2**63 - 1)
+            case 4:
+                values = values[: rng.integers(0, values.size + 1)].copy()
+            case 5:
+                offsets = rng.choice(np.append(offsets, 0), rng.integers(0, offsets.size + 2))
+            case 6:
+                masks = masks.reshape(-1)[: rng.integers(0, masks.size + 1)].copy()
+            case _:
+                k, n = int(k + rng.integers(-40, 41)), int(n + rng.integers(-20, 21))
+    return (masks, values, offsets), k, n
+
+
+def test_ten_thousand_mutations_neither_crash_nor_slip_through() -> None:
+    rng = np.random.default_rng(20)
+    refused = accepted = 0
+    for i in range(10_000):
+        k, n = int(rng.integers(1, 100)), int(rng.integers(1, 50))
+        packed = _native.pack_bitmap(sparse_weight(rng, k, n, rng.random()))
+        tensors, k, n = mutate(rng, packed, k, n)
+        try:
+            w = _native.unpack_bitmap(*tensors, k, n)
+        except ValueError:
+            refused += 1
+            continue
+        accepted += 1
+        # What is accepted runs, on every kernel in turn, and means the matrix that it unpacks to.
+        x = np.ones((1 + i % 3, k), np.float32)
+        y = _native.sparse_amx_matmul(x, *tensors, k, n)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = x.astype(np.float64) @ w
+        finite = np.isfinite(w).all() and np.abs(expected).max() < 1e37
+        if finite:
+            np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(w).sum()))
+    assert refused > 5_000 and accepted > 500

@@ -1,0 +1,93 @@
+"""One-node models of ai.ortolan operators, and numpy oracles for them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
+from ortolan import _native
+
+Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+# Unit roundoff of float32: any order of a sum of k products is within (k + small) * U * sum |x||w|.
+U = 2.0**-24
+
+
+def to_bf16(a: np.ndarray) -> np.ndarray:
+    """a rounded to bfloat16 (nearest even), as float32."""
+    return a.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def sparse_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> np.ndarray:
+    """A float32 [k, n] matrix of which about `sparsity` is zero (exactly none or all at 0 and 1)."""
+    w = rng.standard_normal((k, n), dtype=np.float32)
+    w[rng.random((k, n)) < sparsity] = 0
+    return w
+
+
+def assert_matmul_close(y: np.ndarray, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None) -> None:
+    """y equals bf16(x) @ bf16(w) + bias within the rounding of float32 sums in any order."""
+    xr, wr = to_bf16(x).astype(np.float64), to_bf16(w).astype(np.float64)
+    expected = xr @ wr + (0 if bias is None else bias.astype(np.float64))
+    magnitude = np.abs(xr) @ np.abs(wr) + (0 if bias is None else np.abs(bias))
+    # The last term: avx512bf16 flushes denormal sums to zero.
+    bound = (w.shape[0] + 8) * U * magnitude + w.shape[0] * 1.2e-38
+    error = np.abs(y - expected)
+    assert y.shape == expected.shape
+    assert np.all(error <= bound), f"largest error over bound: {np.max(error - bound)}"
+
+
+def sparse_amx_matmul_model(
+    packed: Packed,
+    k: int,
+    n: int,
+    bias: np.ndarray | None = None,
+    rank: int = 2,
+    functions: tuple[onnx.FunctionProto, ...] = (),
+    opset: int = 17,
+) -> onnx.ModelProto:
+    """A model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n]."""
+    masks, values, offsets = packed
+    initializers = [
+        numpy_helper.from_array(masks, "w.masks"),
+        numpy_helper.from_array(values.view(ml_dtypes.bfloat16), "w.values"),
+        numpy_helper.from_array(offsets, "w.offsets"),
+    ]
+    if bias is not None:
+        initializers.append(numpy_helper.from_array(bias, "bias"))
+    node = helper.make_node(
+        "SparseAMXMatMul", ["x", *(i.name for i in initializers)], ["y"], "linear", domain="ai.ortolan", k=k, n=n
+    )
+    leading = [f"d{i}" for i in range(rank - 1)]
+    graph = helper.make_graph(
+        [node],
+        "single",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [*leading, n])],
+        initializers,
+    )
+    return helper.make_model(
+        graph,
+        functions=list(functions),
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
+    )
+
+
+def session(model: onnx.ModelProto, *, library: bool = True, threads: int = 1) -> ort.InferenceSession:
+    """An ORT session over the model, with or without Ortolan's library registered."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    if library:
+        options.register_custom_ops_library(str(ortolan.get_library_path()))
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def runnable_kernels() -> list[str]:
+    """Names of the kernel table's rows that this CPU can run."""
+    return [row["name"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]]

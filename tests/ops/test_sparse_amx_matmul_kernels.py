@@ -1,0 +1,110 @@
+"""Every row of the kernel table against a numpy oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import _native
+
+from .single_node import assert_matmul_close, runnable_kernels, sparse_weight, to_bf16
+
+M = (1, 2, 3, 7, 16, 33)
+DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 288, 384, 1000)
+SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
+
+
+def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
+    order = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
+    tiers = [order.index(row["isa"]) for row in _native.sparse_amx_matmul_kernels()]
+    assert tiers == sorted(tiers, reverse=True)
+    assert tiers[-1] == 0
+
+
+@pytest.mark.parametrize("kernel", runnable_kernels())
+@pytest.mark.parametrize("n", DIMENSIONS)
+def test_shapes(kernel: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    for k in DIMENSIONS:
+        for sparsity in SPARSITIES:
+            w = sparse_weight(rng, k, n, sparsity)
+            packed = _native.pack_bitmap(w)
+            x = rng.standard_normal((max(M), k), dtype=np.float32)
+            bias = rng.standard_normal(n, dtype=np.float32)
+            for m in M:
+                y = _native.sparse_amx_matmul(x[:m], *packed, k, n, kernel=kernel)
+                assert_matmul_close(y, x[:m], w)
+            y = _native.sparse_amx_matmul(x, *packed, k, n, bias=bias, kernel=kernel)
+            assert_matmul_close(y, x, w, bias)
+
+
+@pytest.mark.parametrize("kernel", runnable_kernels())
+@settings(deadline=None, max_examples=150)
+@given(
+    m=st.integers(1, 70),
+    k=st.integers(1, 700),
+    n=st.integers(1, 80),
+    sparsity=st.floats(0, 1),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e12]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(
+    kernel: str, m: int, k: int, n: int, sparsity: float, scale: float, with_bias: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    w = sparse_weight(rng, k, n, sparsity)
+    x = rng.standard_normal((m, k), dtype=np.float32) * np.float32(scale)
+    bias = rng.standard_normal(n, dtype=np.float32) if with_bias else None
+    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, bias=bias, kernel=kernel)
+    assert_matmul_close(y, x, w, bias)
+
+
+@pytest.mark.parametrize("kernel", runnable_kernels())
+def test_rounds_activations_to_nearest_even(kernel: str) -> None:
+    # 1 + 2^-8 lies halfway between two bf16 values and goes to the even one; 1 + 3 * 2^-8 likewise, upwards.
+    x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 3.14159, -2.71828, 1e-3, 65504.0]], np.float32)
+    k = x.shape[1]
+    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(np.eye(k, dtype=np.float32)), k, k, kernel=kernel)
+    np.testing.assert_array_equal(y, to_bf16(x))
+    assert y[0, 0] == 1.0
+    assert y[0, 1] == 1 + 2**-6
+
+
+@pytest.mark.parametrize("kernel", runnable_kernels())
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, m: int) -> None:
+    k, n = 70, 40
+    rng = np.random.default_rng(m)
+    w = sparse_weight(rng, k, n, 0.5)
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    x[0, 5], x[m - 1, 11] = np.inf, np.nan
+    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, kernel=kernel)
+    with np.errstate(invalid="ignore"):
+        expected = to_bf16(x) @ to_bf16(w)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    np.testing.assert_array_equal(np.isinf(y), np.isinf(expected))
+
+
+@pytest.mark.parametrize("kernel", runnable_kernels())
+def test_rows_do_not_depend_on_their_neighbours(kernel: str) -> None:
+    """Row blocks are an affair of speed: each block size may sum in its own order, but rows of a block are alike."""
+    k, n = 1100, 48
+    rng = np.random.default_rng(3)
+    packed = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5))
+    row = rng.standard_normal((1, k), dtype=np.float32)
+    for m in (2, 5, 16, 37):
+        others = rng.standard_normal((m, k), dtype=np.float32)
+        others[0] = others[-1] = row
+        y = _native.sparse_amx_matmul(others, *packed, k, n, kernel=kernel)
+        repeated = _native.sparse_amx_matmul(np.repeat(row, m, axis=0), *packed, k, n, kernel=kernel)
+        np.testing.assert_array_equal(y[0], repeated[0])
+        np.testing.assert_array_equal(y[-1], repeated[-1])
+
+
+def test_unknown_and_unavailable_kernels_are_refused() -> None:
+    packed = _native.pack_bitmap(np.ones((2, 2), np.float32))
+    with pytest.raises(ValueError, match="no kernel is called 'Abacus', expected one of: .*Scalar"):
+        _native.sparse_amx_matmul(np.ones((1, 2), np.float32), *packed, 2, 2, kernel="Abacus")
