@@ -19,5 +19,11 @@ inline __m512i ExpandBf16(uint32_t mask, const uint8_t* values) {
   return row;
 }
 
+// The mask of lanes 0 … count-1; none for a negative count, all from 16 on.
+inline __mmask16 FirstLanes(int64_t count) {
+  if (count >= 16) return 0xffff;
+  return count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
 }  // namespace
 }  // namespace ortolan

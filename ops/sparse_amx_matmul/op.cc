@@ -63,10 +63,11 @@ class Kernel {
 
  private:
   // Work below this many multiply-adds is not worth handing to another thread.
-  static constexpr int64_t kMinChunkMacs = int64_t{1} << 18;
+  static constexpr int64_t kMinChunkMacs = int64_t{1} << 21;
   // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
   static constexpr int64_t kExpandMacs = 4;
   // A chunk of rows expands a panel anew, so it must be long; it is short enough for many threads to share a wide X.
+  // A multiple of every kernel's row_block.
   static constexpr int64_t kRowChunk = 256;
   static constexpr int64_t kPackChunkFloats = int64_t{1} << 16;
 
@@ -83,7 +84,8 @@ class Kernel {
 
   void Pack(const Ort::KernelContext& context, const float* x, int64_t m, char* packed,
             int64_t packed_row_bytes) const {
-    const int64_t rows = std::max<int64_t>(1, kPackChunkFloats / w_.k);
+    const int64_t blocks = std::max<int64_t>(1, kPackChunkFloats / (w_.k * kernel_.row_block));
+    const int64_t rows = blocks * kernel_.row_block;
     const int64_t x_row_bytes = w_.k * static_cast<int64_t>(sizeof(float));
     ParallelFor(context, (m + rows - 1) / rows, [&](int64_t chunk) {
       const int64_t begin = chunk * rows;

@@ -3,7 +3,8 @@
 // (an inline function compiled for one ISA tier must never be linked in place of another's).
 //
 // A tier gives a struct Simd with
-//     Activation, kMaxRows (rows of x whose accumulators fit the registers)
+//     Activation, kRowBlock (rows of x whose accumulators fit the registers)
+//     void Round(const float* x, int64_t left, Activation* to)  32 activations, of which `left` or more are x's
 //     Weights                                       32 expanded weights, ready to multiply
 //     Weights Expand(uint32_t mask, const uint8_t* values)     may load 64 bytes from values
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*), kStoredBytes
@@ -28,11 +29,31 @@ class PanelLoop {
   using Weights = typename Simd::Weights;
 
  public:
+  // Packed activations: blocks of kRowBlock rows (the last one may have fewer), in a block of r rows [k-pair][r][2]:
+  // the pairs that one row of weights meets lie side by side, behind one pointer.
+  static void Pack(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+    Activation* out = static_cast<Activation*>(packed);
+    const int64_t padded_k = BitmapPaddedK(k);
+    for (int64_t first = 0; first < m; first += Simd::kRowBlock) {
+      const int64_t rows = m - first < Simd::kRowBlock ? m - first : Simd::kRowBlock;
+      for (int64_t l = 0; l < padded_k; l += kTileInputs, out += kTileInputs * rows) {
+        for (int64_t i = 0; i < rows; ++i) {
+          const char* row = reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes;
+          alignas(64) Activation rounded[kTileInputs];
+          Simd::Round(reinterpret_cast<const float*>(row) + l, k - l, rounded);
+          for (int64_t pair = 0; pair < kTileRows; ++pair) {
+            std::memcpy(out + 2 * (pair * rows + i), rounded + 2 * pair, 2 * sizeof(Activation));
+          }
+        }
+      }
+    }
+  }
+
   static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       Panel p(args, panel);
-      if (args.m <= Simd::kMaxRows) {
-        FusedForRows<Simd::kMaxRows>(p, args.m);
+      if (args.m <= Simd::kRowBlock) {
+        FusedForRows<Simd::kRowBlock>(p, args.m);
       } else {
         Buffered(p);
       }
@@ -89,7 +110,7 @@ class PanelLoop {
     const uint8_t* values = p.values;
     const uint8_t* masks = p.masks;
     const Activation* x = p.x;
-    for (int64_t tile = 0; tile < p.tiles; ++tile, masks += kTileMaskBytes, x += kTileInputs) {
+    for (int64_t tile = 0; tile < p.tiles; ++tile, masks += kTileMaskBytes, x += kTileInputs * kRows) {
       __builtin_prefetch(masks + kPrefetchBytes);
 #pragma GCC unroll 16
       for (int row = 0; row < kTileRows; ++row) {
@@ -99,7 +120,7 @@ class PanelLoop {
         values += __builtin_popcount(mask) * kValueBytes;
 #pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i) {
-          sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + i * p.padded_k + 2 * row);
+          sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + 2 * (row * kRows + i));
         }
       }
     }
@@ -134,10 +155,10 @@ class PanelLoop {
       const bool first = tile == 0;
       const bool last = tile + tiles == p.tiles;
       int64_t i = 0;
-      for (; i + Simd::kMaxRows <= p.args.m; i += Simd::kMaxRows) {
-        DenseRows<Simd::kMaxRows>(p, buffer, tile, tiles, i, first, last);
+      for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
+        DenseRows<Simd::kRowBlock>(p, buffer, tile, tiles, i, first, last);
       }
-      TailRows<Simd::kMaxRows - 1>(p, buffer, tile, tiles, i, first, last);
+      TailRows<Simd::kRowBlock - 1>(p, buffer, tile, tiles, i, first, last);
     }
   }
 
@@ -155,11 +176,11 @@ class PanelLoop {
                         bool last) {
     Accumulator sums[kRows];
     for (int r = 0; r < kRows; ++r) sums[r] = first ? Simd::Zero() : Simd::LoadColumns(p.YRow(i + r), p.columns);
-    const Activation* x = p.x + i * p.padded_k + tile * kTileInputs;
-    for (int64_t row = 0; row < tiles * kTileRows; ++row, buffer += Simd::kStoredBytes, x += 2) {
+    const Activation* x = p.x + i * p.padded_k + tile * kTileInputs * kRows;
+    for (int64_t row = 0; row < tiles * kTileRows; ++row, buffer += Simd::kStoredBytes, x += 2 * kRows) {
       const Weights weights = Simd::Load(buffer);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + r * p.padded_k);
+      for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + 2 * r);
     }
     for (int r = 0; r < kRows; ++r) {
       if (last) {

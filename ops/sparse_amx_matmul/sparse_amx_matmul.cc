@@ -10,11 +10,11 @@ namespace ortolan {
 #if defined(__x86_64__)
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #else
-#define ORTOLAN_X86_KERNEL(isa, name, activation_bytes)
+#define ORTOLAN_X86_KERNEL(isa, name, activation_bytes, row_block)
 #endif
 
-#define ORTOLAN_KERNEL(isa, name, activation_bytes) \
-  PackActivationsFn Pack##name;                     \
+#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block) \
+  PackActivationsFn Pack##name;                                \
   SparseMatMulFn Multiply##name;
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
@@ -64,7 +64,8 @@ void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t p
 namespace {
 
 constexpr SparseMatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, activation_bytes) {#name, Isa::isa, activation_bytes, &Pack##name, &Multiply##name},
+#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block) \
+  {#name, Isa::isa, activation_bytes, row_block, &Pack##name, &Multiply##name},
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };

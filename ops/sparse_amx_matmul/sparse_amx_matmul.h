@@ -8,7 +8,7 @@
 // Inf and NaN spread as in the dense product: a stored or unstored zero times Inf is NaN.
 //
 // A kernel works on rows that a Pack function has rounded, and on a range of panels (16 columns each). It allocates
-// nothing and knows no threads. Ranges of rows: pass x, y and m of those rows.
+// nothing and knows no threads. A range of rows is x, y and m of those rows; it begins at a multiple of row_block.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,15 @@ struct SparseMatMulArgs {
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.
 using SparseMatMulFn = void(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end);
 
-// Rounds m rows of k floats to bf16 and writes them, zero-padded to BitmapPaddedK(k), in the kernel's activation type.
+// Rounds m rows of k floats to bf16 and writes m x BitmapPaddedK(k) activations, zero-padded, in an order that is the
+// kernel's own but for this: rows i … of a multiple i of row_block begin at activation i x BitmapPaddedK(k).
 using PackActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed);
 
 struct SparseMatMulKernel {
   const char* name;
   Isa isa;
   int64_t activation_bytes;  // of one packed activation: 2 (bf16) or 4 (float32 that holds a bf16 value)
+  int64_t row_block;
   PackActivationsFn* pack;
   SparseMatMulFn* multiply;
 };

@@ -36,8 +36,29 @@ struct Avx2Simd {
   struct Weights {
     __m256 even_low, odd_low, even_high, odd_high;
   };
-  static constexpr int kMaxRows = 4;
+  static constexpr int kRowBlock = 4;
   static constexpr int kStoredBytes = 128;
+
+  // Lane i is on if i < count.
+  static __m256i FirstLanes(int64_t count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count < 8 ? count : 8)),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static __m256i RoundToBf16(__m256 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan);
+    return _mm256_and_si256(_mm256_castps_si256(chosen), _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  }
+  static void Round(const float* x, int64_t left, float* to) {
+    for (int i = 0; i < 32; i += 8) {
+      const __m256 value = _mm256_maskload_ps(x + i, FirstLanes(left - i));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to + i), RoundToBf16(value));
+    }
+  }
 
   static __m128i Expand8(uint32_t mask, const uint8_t* values) {
     const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
@@ -72,16 +93,12 @@ struct Avx2Simd {
   static Accumulator Add(Accumulator a, Accumulator b) {
     return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
   }
-  // Lane i is on if i < columns.
-  static __m256i Lanes(int columns) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(columns), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  }
   static Accumulator LoadColumns(const float* from, int columns) {
-    return {_mm256_maskload_ps(from, Lanes(columns)), _mm256_maskload_ps(from + 8, Lanes(columns - 8))};
+    return {_mm256_maskload_ps(from, FirstLanes(columns)), _mm256_maskload_ps(from + 8, FirstLanes(columns - 8))};
   }
   static void StoreColumns(float* to, int columns, Accumulator sums) {
-    _mm256_maskstore_ps(to, Lanes(columns), sums.low);
-    _mm256_maskstore_ps(to + 8, Lanes(columns - 8), sums.high);
+    _mm256_maskstore_ps(to, FirstLanes(columns), sums.low);
+    _mm256_maskstore_ps(to + 8, FirstLanes(columns - 8), sums.high);
   }
   static Accumulator MultiplyAdd(Accumulator sums, const Weights& weights, const float* pair) {
     const __m256 even = _mm256_broadcast_ss(pair);
@@ -94,24 +111,7 @@ struct Avx2Simd {
 }  // namespace
 
 void PackAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  float* out = static_cast<float*>(packed);
-  const int64_t padded_k = BitmapPaddedK(k);
-  for (int64_t i = 0; i < m; ++i) {
-    const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
-    for (int64_t l = 0; l < padded_k; l += 8, out += 8) {
-      const int left = k - l >= 8 ? 8 : k - l <= 0 ? 0 : static_cast<int>(k - l);
-      const __m256 value = _mm256_maskload_ps(row + l, Avx2Simd::Lanes(left));
-      const __m256i bits = _mm256_castps_si256(value);
-      const __m256i lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-      const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
-      const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-      const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-      const __m256i result =
-          _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
-      const __m256i upper = _mm256_and_si256(result, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), upper);
-    }
-  }
+  PanelLoop<Avx2Simd>::Pack(x, x_row_bytes, m, k, packed);
 }
 
 void MultiplyAvx2(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {

@@ -2,7 +2,8 @@
 //
 // A room writes
 //     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(Ort::KernelContext&); };
-//     struct FooOp : OrtOp<FooOp, FooKernel> { GetName, GetInputTypeCount, GetInputType, …, static void InferShape(OrtShapeInferContext*) };
+//     struct FooOp : OrtOp<FooOp, FooKernel> { GetName, GetInputTypeCount, GetInputType, …, static void
+//     InferShape(OrtShapeInferContext*) };
 // and reports errors by throwing OpError (or anything derived from std::exception): no exception crosses the C
 // boundary.
 #pragma once
