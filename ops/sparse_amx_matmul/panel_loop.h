@@ -146,8 +146,11 @@ class PanelLoop {
       const int64_t tiles = p.tiles - tile < kBufferTiles ? p.tiles - tile : kBufferTiles;
       uint8_t* out = buffer;
       for (int64_t t = tile; t < tile + tiles; ++t) {
+        const uint8_t* masks = p.masks + t * kTileMaskBytes;
+        __builtin_prefetch(masks + kPrefetchBytes);
         for (int row = 0; row < kTileRows; ++row, out += Simd::kStoredBytes) {
-          const uint32_t mask = LoadMask(p.masks + t * kTileMaskBytes, row);
+          const uint32_t mask = LoadMask(masks, row);
+          if (row % 2 == 0) __builtin_prefetch(p.values + kPrefetchBytes);
           Simd::Store(Simd::Expand(mask, p.values), out);
           p.values += __builtin_popcount(mask) * kValueBytes;
         }

@@ -1,0 +1,57 @@
+# make demo   fetch all-MiniLM-L6-v2, optimize it, compare it with the original
+# make test   build, lint and run every test
+# make asan   the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# Each does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The set-up stamps hang on what they were made from.
+SOURCES := $(shell find CMakeLists.txt pyproject.toml ops src graph_passes models benchmarks -type f \
+             -not -name '*.pyc' -not -name '*.md' 2>/dev/null)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-offline lint asan bench wheel clean
+
+demo: $(VENV)/.installed
+	$(BIN)/ortolan demo
+
+test: lint asan
+	cd tests && ../$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	git ls-files -co --exclude-standard '*.cc' '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/mypy
+
+# The tests of formats and kernels, in a build whose every wrong access or undefined operation ends the run.
+asan: build/asan-site/.installed
+	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q formats ops -p no:cacheprovider
+
+bench: $(VENV)/.installed
+	$(BIN)/ortolan bench sparse_amx_matmul
+
+wheel: $(VENV)/.created
+	$(BIN)/python -m pip wheel --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/.created:
+	sh .ci/check-tools $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created $(SOURCES)
+	$(PIP) --config-settings=cmake.define.ORTOLAN_WERROR=ON ".[dev]"
+	touch $@
+
+build/asan-site/.installed: $(VENV)/.installed
+	rm -rf build/asan-site
+	$(PIP) --no-deps --target build/asan-site --config-settings=build-dir=build/asan \
+	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=cmake.define.ORTOLAN_SANITIZE=ON \
+	  --config-settings=cmake.define.ORTOLAN_WERROR=ON --config-settings=install.strip=false .
+	touch $@
