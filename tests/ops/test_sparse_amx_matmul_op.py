@@ -1,0 +1,226 @@
+"""SparseAMXMatMul as ORT runs it: against the oracle and its own ONNX function, on every tier, and on bad input."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from ortolan import _native
+from ortolan.graph_passes.replace.sparse_amx_matmul import sparse_amx_matmul_function
+
+from ..formats.test_bitmap import malformed, mutate
+from .single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+from .test_sparse_amx_matmul_kernels import DIMENSIONS, SPARSITIES, M
+
+
+def function(opset: int = 17) -> onnx.FunctionProto:
+    proto: onnx.FunctionProto = ir.to_proto(sparse_amx_matmul_function(opset))
+    return proto
+
+
+@pytest.mark.parametrize("n", DIMENSIONS)
+def test_kernel_and_function_body_agree(n: int) -> None:
+    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    rng = np.random.default_rng(n)
+    body = function()
+    for k in DIMENSIONS:
+        for sparsity in SPARSITIES:
+            w = sparse_weight(rng, k, n, sparsity)
+            bias = rng.standard_normal(n, dtype=np.float32) if k % 2 else None
+            model = sparse_amx_matmul_model(_native.pack_bitmap(w), k, n, bias, functions=(body,))
+            kernel, inlined = session(model), session(model, library=False)
+            for m in M:
+                x = rng.standard_normal((m, k), dtype=np.float32)
+                for run in (kernel, inlined):
+                    assert_matmul_close(run.run(None, {"x": x})[0], x, w, bias)
+
+
+def test_the_library_is_what_runs() -> None:
+    """A function whose body is wrong on purpose shows which of the two ORT takes."""
+    wrong = function()
+    y_producer = next(node for node in wrong.node if "Y" in node.output)
+    y_producer.op_type = "Sub"
+    rng = np.random.default_rng(0)
+    w, bias = sparse_weight(rng, 40, 20, 0.5), np.ones(20, np.float32)
+    model = sparse_amx_matmul_model(_native.pack_bitmap(w), 40, 20, bias, functions=(wrong,))
+    x = rng.standard_normal((3, 40), dtype=np.float32)
+    assert_matmul_close(session(model).run(None, {"x": x})[0], x, w, bias)
+    without = session(model, library=False).run(None, {"x": x})[0]
+    assert_matmul_close(without, x, w, -bias)
+
+
+@pytest.mark.parametrize("opset", range(13, 24))
+def test_function_body_serves_every_opset(opset: int) -> None:
+    rng = np.random.default_rng(opset)
+    w = sparse_weight(rng, 50, 30, 0.5)
+    model = sparse_amx_matmul_model(_native.pack_bitmap(w), 50, 30, functions=(function(opset),), opset=opset)
+    onnx.checker.check_model(model)
+    x = rng.standard_normal((4, 50), dtype=np.float32)
+    for library in (True, False):
+        assert_matmul_close(session(model, library=library).run(None, {"x": x})[0], x, w)
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 1, 3), (1, 2, 2, 2), (0,), (2, 0), (300,), (3, 257)])
+def test_batched_inputs_of_any_rank(leading: tuple[int, ...], library: bool) -> None:
+    k, n = 70, 40
+    rng = np.random.default_rng(len(leading))
+    w, bias = sparse_weight(rng, k, n, 0.5), rng.standard_normal(n, dtype=np.float32)
+    model = sparse_amx_matmul_model(
+        _native.pack_bitmap(w), k, n, bias, rank=len(leading) + 1, functions=(function(),)
+    )
+    x = rng.standard_normal((*leading, k), dtype=np.float32)
+    y = session(model, library=library).run(None, {"x": x})[0]
+    assert y.shape == (*leading, n)
+    assert_matmul_close(y.reshape(-1, n), x.reshape(-1, k), w, bias)
+
+
+def test_output_shape_is_inferred_and_symbols_are_kept() -> None:
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, rank=3)
+    del model.graph.output[0].type.tensor_type.shape.dim[:]
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    assert session(model).get_outputs()[0].shape == ["d0", "d1", 6]
+
+
+def test_a_dimension_without_name_is_no_literal() -> None:
+    """Exports leave dimensions open; a -1 handed on by shape inference would then be taken as a size."""
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, rank=3)
+    for value in (model.graph.input[0], model.graph.output[0]):
+        for dimension in list(value.type.tensor_type.shape.dim)[:2]:
+            dimension.Clear()
+    assert session(model).run(None, {"x": np.ones((2, 5, 8), np.float32)})[0].shape == (2, 5, 6)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    k, n = 520, 1000
+    rng = np.random.default_rng(7)
+    model = sparse_amx_matmul_model(_native.pack_bitmap(sparse_weight(rng, k, n, 0.5)), k, n)
+    for m in (1, 5, 17, 600):
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        one, two, three = (session(model, threads=threads).run(None, {"x": x})[0] for threads in (1, 2, 3))
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(one, three)
+
+
+TIER_SCRIPT = """
+import sys, numpy as np
+from ortolan import _native
+from tests.ops.single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+assert _native.cpu_info()["isa"] == sys.argv[1], _native.cpu_info()
+rng = np.random.default_rng(1)
+for k, n in ((33, 17), (100, 64), (288, 100)):
+    w, bias = sparse_weight(rng, k, n, 0.5), rng.standard_normal(n, dtype=np.float32)
+    s = session(sparse_amx_matmul_model(_native.pack_bitmap(w), k, n, bias))
+    for m in (1, 3, 16, 40):
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        assert_matmul_close(s.run(None, {"x": x})[0], x, w, bias)
+"""
+
+
+def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    # The interpreter's own search path: the repository's folders must not hide the installed package.
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(root)!r})\n{script}", *arguments],
+        env={**os.environ, "ORTOLAN_ISA": isa},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("isa", sorted({row["isa"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]}))
+def test_every_tier_in_ort(isa: str) -> None:
+    """ORTOLAN_ISA is read once a process, so each tier has a process of its own."""
+    done = run_with_isa(isa, TIER_SCRIPT, isa)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_isa_name_is_refused_when_the_library_is_registered() -> None:
+    script = """
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import session, sparse_amx_matmul_model
+try:
+    session(sparse_amx_matmul_model(_native.pack_bitmap(np.ones((2, 2), np.float32)), 2, 2))
+except Exception as error:
+    assert "ORTOLAN_ISA is 'avx1024', expected one of: scalar, avx2" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+    done = run_with_isa("avx1024", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_isa_only_lowers() -> None:
+    done = run_with_isa("amx", "from ortolan import _native; c = _native.cpu_info(); assert c['isa'] == c['detected_isa']")
+    assert done.returncode == 0, done.stderr
+
+
+def creation_error(model: onnx.ModelProto) -> str:
+    with pytest.raises(Exception) as caught:
+        session(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", malformed())
+def test_malformed_weights_are_refused_when_the_session_is_made(case: str) -> None:
+    tensors, k, n, _ = malformed()[case]
+    text = creation_error(sparse_amx_matmul_model(tensors, k, n))
+    assert "'linear'" in text and ("w.masks" in text or "k and n" in text), text
+
+
+def test_weights_that_are_no_initializers_are_refused() -> None:
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6)
+    masks = model.graph.initializer[0]
+    model.graph.input.append(onnx.helper.make_tensor_value_info(masks.name, onnx.TensorProto.UINT8, masks.dims))
+    model.graph.initializer.remove(masks)
+    text = creation_error(model)
+    assert "'linear'" in text and "w.masks" in text and "expected an initializer" in text
+
+
+@pytest.mark.parametrize("attribute", ["k", "n"])
+def test_missing_attributes_are_refused(attribute: str) -> None:
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6)
+    node = model.graph.node[0]
+    kept = [a for a in node.attribute if a.name != attribute]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    text = creation_error(model)
+    assert attribute in text
+
+
+def test_wrong_shapes_at_run_time_are_refused() -> None:
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, np.zeros(6, np.float32))
+    model.graph.input[0].type.tensor_type.shape.dim[1].Clear()
+    with pytest.raises(Exception, match=r"'linear': X has shape \[2, 9\], expected \[..., 8\]"):
+        session(model).run(None, {"x": np.zeros((2, 9), np.float32)})
+    bias = onnx.numpy_helper.from_array(np.zeros(5, np.float32), "bias")
+    model.graph.initializer[3].CopyFrom(bias)
+    with pytest.raises(Exception, match=r"'linear': bias has shape \[5\], expected \[6\]"):
+        session(model).run(None, {"x": np.zeros((2, 8), np.float32)})
+
+
+def test_mutated_models_neither_crash_nor_slip_through_ort() -> None:
+    rng = np.random.default_rng(11)
+    refused = 0
+    for _ in range(300):
+        k, n = int(rng.integers(1, 100)), int(rng.integers(1, 50))
+        tensors, k, n = mutate(rng, _native.pack_bitmap(sparse_weight(rng, k, n, 0.5)), k, n)
+        try:
+            running = session(sparse_amx_matmul_model(tensors, k, n))
+        except Exception as error:
+            assert "'linear'" in str(error)
+            refused += 1
+        else:
+            assert running.run(None, {"x": np.ones((2, k), np.float32)})[0].shape == (2, n)
+    assert refused > 150
