@@ -23,6 +23,8 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files -co --exclude-standard '*.cc' '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
+	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
 	$(BIN)/mypy
 
 # The tests of formats and kernels, in a build whose every wrong access or undefined operation ends the run.

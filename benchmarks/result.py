@@ -73,19 +73,30 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def cpu_name() -> str:
+    """The CPU and the tier in use, as results name them."""
+    cpu = cpu_info()
+    return f"{cpu['name']} ({cpu['isa']})"
+
+
+def versions_line() -> str:
+    """CPU, tier and versions in one line: what every printed result begins with."""
+    return " · ".join([cpu_name(), *(f"{name} {number}" for name, number in _versions().items())])
+
+
 @dataclass
 class BenchResult:
     """All rows of one run, and what they were measured on."""
 
     rows: list[BenchRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    cpu: dict[str, Any] = field(default_factory=cpu_info)
+    cpu: str = field(default_factory=cpu_name)
     versions: dict[str, str] = field(default_factory=_versions)
 
     def to_json(self) -> str:
-        """{"cpu", "versions", "notes", "rows": [{"op", "case", "threads", "ours_ms", "peer", "peer_ms", "ratio", …}]}."""
+        """{"cpu", "versions", "notes", "rows": [{"op", "case", "threads", "ours_ms", "peer", "peer_ms", "ratio"}]}."""
         document = {
-            "cpu": f"{self.cpu['name']} ({self.cpu['isa']})",
+            "cpu": self.cpu,
             "versions": self.versions,
             "notes": self.notes,
             "rows": [row.to_dict() for row in self.rows],
@@ -93,8 +104,7 @@ class BenchResult:
         return json.dumps(document, indent=2)
 
     def __rich__(self) -> Group:
-        versions = " · ".join(f"{name} {number}" for name, number in self.versions.items())
-        table = Table(title=f"{self.cpu['name']} ({self.cpu['isa']}) · {versions}", title_justify="left")
+        table = Table(title=versions_line(), title_justify="left")
         table.add_column("case")
         table.add_column("threads", justify="right")
         table.add_column("ours, ms (min / median)", justify="right")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,8 +70,11 @@ def last_level_cache_bytes() -> int:
 
 
 def copies_to_stay_cold(bytes_each: int) -> int:
-    """How many copies of a weight, used in turn, are never found in a cache: at least 4 and four times the L3."""
-    return max(4, -(-4 * last_level_cache_bytes() // bytes_each))
+    """How many copies of a weight, used in turn, are never found in a cache: at least 4 and four times the L3.
+
+    At most 512, for the sake of layers that any cache would hold.
+    """
+    return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 512)
 
 
 class StreamReader:
@@ -85,7 +89,7 @@ class StreamReader:
     def candidates(self) -> dict[str, Callable[[], object]]:
         """One candidate a prefetch distance; the fastest is the stream rate."""
         return {
-            f"stream_read {distance}": lambda distance=distance: stream_read(self.buffer, self.threads, distance)
+            f"stream_read {distance}": partial(stream_read, self.buffer, self.threads, distance)
             for distance in self.PREFETCH_BYTES
         }
 

@@ -115,7 +115,7 @@ class PanelLoop {
 #pragma GCC unroll 16
       for (int row = 0; row < kTileRows; ++row) {
         const uint32_t mask = LoadMask(masks, row);
-        if (row % 2 == 0) __builtin_prefetch(values + kPrefetchBytes);
+        __builtin_prefetch(values + kPrefetchBytes);
         const Weights weights = Simd::Expand(mask, values);
         values += __builtin_popcount(mask) * kValueBytes;
 #pragma GCC unroll 16
@@ -150,7 +150,7 @@ class PanelLoop {
         __builtin_prefetch(masks + kPrefetchBytes);
         for (int row = 0; row < kTileRows; ++row, out += Simd::kStoredBytes) {
           const uint32_t mask = LoadMask(masks, row);
-          if (row % 2 == 0) __builtin_prefetch(p.values + kPrefetchBytes);
+          __builtin_prefetch(p.values + kPrefetchBytes);
           Simd::Store(Simd::Expand(mask, p.values), out);
           p.values += __builtin_popcount(mask) * kValueBytes;
         }

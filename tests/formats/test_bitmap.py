@@ -30,9 +30,7 @@ def test_layout_of_a_small_matrix() -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(
-    k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1)
-)
+@given(k=st.integers(1, 150), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_round_trip_gives_the_weights_rounded_to_bf16(k: int, n: int, sparsity: float, seed: int) -> None:
     w = sparse_weight(np.random.default_rng(seed), k, n, sparsity)
     masks, values, offsets = _native.pack_bitmap(w)

@@ -7,10 +7,11 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from scipy.special import erf
+
 from ortolan.models import tiny
 from ortolan.models.bert import BertConfig, bert_weight_shapes, build_bert
 from ortolan.models.graph_builder import ModelBuildError
-from scipy.special import erf
 
 
 def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:

@@ -6,10 +6,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from scipy.stats import spearmanr
+
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
 from ortolan.models.embed import SentenceEncoder, spearman, spearman_on_sts
-from scipy.stats import spearmanr
 
 WORDS = ["[PAD]", "[UNK]", "a", "man", "woman", "is", "plays", "the", "guitar", "flute", "rides", "horse", "red", '"']
 

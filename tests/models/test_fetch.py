@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+
 from ortolan.errors import OrtolanError
 from ortolan.models import catalog, list_models
 from ortolan.models.manifest import ManifestError, ManifestFile, ModelEntry, Package, load_manifest, parse_entry

@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+
 from ortolan.models import tiny
 from ortolan.models.graph_builder import ModelBuildError
 from ortolan.models.llama import LlamaConfig, build_llama, llama_weight_shapes, read_llama2c

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+
 from ortolan.models import get_model
 from ortolan.models.embed import SentenceEncoder
 from ortolan.models.stories import Llama2cTokenizer, generate

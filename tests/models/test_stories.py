@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+
 from ortolan.models import tiny
 from ortolan.models.stories import BOS, Llama2cTokenizer, TokenizerError, generate
 

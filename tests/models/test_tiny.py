@@ -7,6 +7,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+
 from ortolan.models import tiny
 from ortolan.models.graph_builder import ModelBuildError
 

@@ -73,9 +73,7 @@ def test_batched_inputs_of_any_rank(leading: tuple[int, ...], library: bool) -> 
     k, n = 70, 40
     rng = np.random.default_rng(len(leading))
     w, bias = sparse_weight(rng, k, n, 0.5), rng.standard_normal(n, dtype=np.float32)
-    model = sparse_amx_matmul_model(
-        _native.pack_bitmap(w), k, n, bias, rank=len(leading) + 1, functions=(function(),)
-    )
+    model = sparse_amx_matmul_model(_native.pack_bitmap(w), k, n, bias, rank=len(leading) + 1, functions=(function(),))
     x = rng.standard_normal((*leading, k), dtype=np.float32)
     y = session(model, library=library).run(None, {"x": x})[0]
     assert y.shape == (*leading, n)
@@ -162,7 +160,9 @@ else:
 
 
 def test_isa_only_lowers() -> None:
-    done = run_with_isa("amx", "from ortolan import _native; c = _native.cpu_info(); assert c['isa'] == c['detected_isa']")
+    done = run_with_isa(
+        "amx", "from ortolan import _native; c = _native.cpu_info(); assert c['isa'] == c['detected_isa']"
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,204 @@
+"""Runs the original model on feeds and records what goes into its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError
+from ortolan.session import one_line, open_session
+
+from .feeds import SIZES_TO_TRY, Sizes, synthetic_feeds
+from .linear import Linear
+from .model_file import to_bytes
+from .options import PassOptions, takes
+from .pipeline import Feeds, PassContext, RecipePass, layer_key
+
+_CAPTURE_BYTES = 256 * 1024**2  # of recorded inputs that one run may return
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(PassOptions):
+    max_rows: int = field(default=64, metadata=takes("int", low=1))  # inputs (tokens) kept for each layer
+
+
+class CalibratePass(RecipePass):
+    """Records inputs of the linear layers; changes nothing."""
+
+    options_type = CalibrateOptions
+    options: CalibrateOptions
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context = self.context
+        linears = context.survey(model)
+        if not context.dry_run and linears:
+            feeds = feeds_for(context)
+            recorded = capture_inputs(
+                model,
+                linears,
+                feeds,
+                self.options.max_rows,
+                context.source.external_root,
+                lambda done, total: context.progress("calibrate", done, total),
+            )
+            context.captured.update(recorded)
+            context.release()
+        return ir.passes.PassResult(model, modified=False)
+
+
+def open_original(context: PassContext) -> Any:
+    """A session for the model as it was given."""
+    source = context.source
+    if source.path is None:
+        assert source.proto is not None
+        return open_session(to_bytes_of_proto(source.proto), quiet_options())
+    return open_session(source.path, quiet_options())
+
+
+def to_bytes_of_proto(proto: Any) -> bytes:
+    try:
+        content: bytes = proto.SerializeToString()
+        return content
+    except Exception as error:  # protobuf raises different types above 2 GiB, depending on its implementation
+        raise CalibrationError(
+            f"the given ModelProto cannot be serialized: {error}; save it with external data and give its path instead"
+        ) from error
+
+
+def quiet_options() -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong reaches the user as an error of ours
+    # Threads of one session must not spin while another is measured.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
+    """The user's feeds, or made-up ones on which the original runs. Found once a run."""
+    if context.feeds is None:
+        session = session or open_original(context)
+        # Not the model that the passes work on: they may have changed its inputs' users.
+        context.feeds, context.report.feeds = make_up_feeds(context.source.model, session)
+    return context.feeds
+
+
+def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
+    """Synthetic feeds that this session accepts, and a description of them."""
+    problem = ""
+    for sizes in SIZES_TO_TRY:
+        feeds = synthetic_feeds(model, sizes)
+        try:
+            session.run(None, feeds)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            problem = problem or one_line(error)
+            continue
+        found = [feeds]
+        # A second length finds shapes that a pass froze by mistake. Some exports allow one length only.
+        other = synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)
+        try:
+            session.run(None, other)
+            found.append(other)
+        except Exception:  # see above
+            pass
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(feeds.items())[:3])
+        return found, f"{len(found)} synthetic feed(s): {shapes}{', …' if len(feeds) > 3 else ''}"
+    raise CalibrationError(
+        f"the original model does not run on made-up inputs: {problem}; give calibration=… with inputs "
+        "for this model (an .npz file, a dict of arrays, or a list of such dicts)"
+    )
+
+
+def capture_inputs(
+    model: ir.Model,
+    linears: Sequence[Linear],
+    feeds: Sequence[Feeds],
+    max_rows: int,
+    data_folder: Path | None,
+    on_run: Any = lambda done, total: None,
+) -> dict[str, np.ndarray]:
+    """Up to max_rows inputs of each layer as float32 [rows, k], by layer_key.
+
+    Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers a
+    run, and by keeping few rows of each.
+    """
+    wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
+    rows: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    quota = -(-max_rows // len(feeds))
+    computed = {name: linear for name, linear in wanted.items() if not linear.x.is_graph_input()}
+    with _as_outputs(model, computed):
+        content = to_bytes(model)
+    options = quiet_options()
+    session = open_session(content, options, data_folder=data_folder)
+    del content
+    groups = _group(computed, feeds)
+    for number, one in enumerate(feeds):
+        for name in wanted.keys() - computed.keys():
+            if name in one:
+                rows[name].append(_some_rows(one[name], wanted[name].k, quota))
+        for index, group in enumerate(groups):
+            on_run(number * len(groups) + index, len(feeds) * len(groups))
+            try:
+                arrays = session.run(group, one)
+            except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                raise CalibrationError(
+                    f"the original model does not run on calibration feeds {number + 1}: {one_line(error)}; "
+                    "check their shapes and types"
+                ) from error
+            for name, array in zip(group, arrays, strict=True):
+                rows[name].append(_some_rows(array, wanted[name].k, quota))
+    on_run(len(feeds) * len(groups), len(feeds) * len(groups))
+    kept = {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
+    return {layer_key(linear): kept[linear.x.name] for linear in linears if linear.x.name in kept}
+
+
+def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
+    node = value.producer()
+    return (node.graph if node is not None else value.graph) is graph
+
+
+@contextmanager
+def _as_outputs(model: ir.Model, wanted: dict[str, Linear]) -> Iterator[None]:
+    """Inside, the named values are outputs of the model."""
+    outputs = model.graph.outputs
+    count = len(outputs)
+    present = {value.name for value in outputs}
+    for name, linear in wanted.items():
+        if name not in present:
+            if linear.x.type is None:
+                linear.x.type = ir.TensorType(linear.dtype)
+            outputs.append(linear.x)
+    try:
+        yield
+    finally:
+        del outputs[count:]
+
+
+def _group(computed: dict[str, Linear], feeds: Sequence[Feeds]) -> list[list[str]]:
+    """Splits the values so that what one run returns stays below _CAPTURE_BYTES."""
+    tokens = max((int(np.prod(array.shape[:2])) for one in feeds for array in one.values()), default=1)
+    groups: list[list[str]] = []
+    size = 0
+    for name, linear in computed.items():
+        needed = 4 * tokens * linear.k
+        if not groups or size + needed > _CAPTURE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += needed
+    return groups
+
+
+def _some_rows(array: np.ndarray, k: int, count: int) -> np.ndarray:
+    """Up to `count` rows of [..., k], evenly spread, so that all sequences and positions take part."""
+    flat = array.reshape(-1, k)
+    if len(flat) > count:
+        flat = flat[np.linspace(0, len(flat) - 1, count).astype(int)]
+    return flat.astype(np.float32)

@@ -1,0 +1,218 @@
+"""Finds the linear layers of a model: y = x W + b with a constant W. Shared by prune, calibrate, replace and inspect.
+
+A MatMul or Gemm that is no linear layer is reported with the reason, so that a user sees why nothing happens to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+import onnx_ir as ir
+
+from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array
+
+# Operators outside of the standard that hold the weights of linear layers, with what to do about it.
+_OTHER_LINEAR_OPS = {
+    "Attention": "its QKV weights are inside of a fused operator; optimize the model before this fusion",
+    "QAttention": "its QKV weights are int8 inside of a fused operator; optimize the model before this fusion",
+    "LongformerAttention": "its QKV weights are inside of a fused operator",
+    "DecoderAttention": "its QKV weights are inside of a fused operator",
+    "FusedMatMul": "a fused MatMul with scaling or transposes; optimize the model before this fusion",
+    "FusedGemm": "a Gemm fused with its activation; optimize the model before this fusion",
+    "GemmFastGelu": "a Gemm fused with its activation; optimize the model before this fusion",
+    "MatMulNBits": "its weight is already quantized",
+    "MatMulBnb4": "its weight is already quantized",
+    "MatMulFpQ4": "its weight is already quantized",
+    "MatMulInteger": "its weight is already quantized",
+    "MatMulIntegerToFloat": "its weight is already quantized",
+    "DynamicQuantizeMatMul": "its weight is already quantized",
+    "QLinearMatMul": "its weight is already quantized",
+    "QGemm": "its weight is already quantized",
+    "MoE": "a mixture of experts in a fused operator",
+    "QMoE": "a mixture of experts in a fused operator",
+    "Einsum": "Einsum is not looked into; export it as MatMul",
+}
+_ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear layer. Its node may be a MatMul or Gemm, its bias may come from the Add behind a MatMul."""
+
+    node: ir.Node
+    add: ir.Node | None
+    x: ir.Value
+    weight_value: ir.Value  # what the node consumes
+    transposed: bool  # the weight is [n, k], as for Gemm with transB=1
+    bias_value: ir.Value | None
+    k: int
+    n: int
+    dtype: ir.DataType  # of the activations
+
+    @property
+    def name(self) -> str:
+        return node_name(self.node)
+
+    @property
+    def op(self) -> str:
+        return f"{self.node.op_type}+Add" if self.add else self.node.op_type
+
+    @property
+    def output(self) -> ir.Value:
+        return (self.add or self.node).outputs[0]
+
+    @property
+    def weight(self) -> ir.TensorProtocol:
+        """The weight as the node consumes it: [k, n], or [n, k] if transposed."""
+        tensor = constant_tensor(self.weight_value)
+        assert tensor is not None
+        return tensor
+
+    @property
+    def stored_type(self) -> str:
+        """The element type in the file, which a Cast or DequantizeLinear may hide."""
+        value = self.weight_value
+        while (node := value.producer()) is not None and node.inputs and node.inputs[0] is not None:
+            value = node.inputs[0]
+        tensor = constant_tensor(value)
+        return (tensor if tensor is not None else self.weight).dtype.name
+
+    @property
+    def weight_key(self) -> Hashable:
+        """Equal for layers that share one weight."""
+        return constant_key(self.weight_value), self.transposed
+
+    @property
+    def weight_names(self) -> list[str]:
+        return [value.name for value in constant_values(self.weight_value) if value.name]
+
+    def matches(self, globs: tuple[str, ...]) -> bool:
+        """Whether the name of the node or of its weight matches one of the patterns."""
+        names = [self.name, *self.weight_names]
+        return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+    def matrix(self) -> np.ndarray:
+        """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""
+        weight = float_array(self.weight)
+        return weight.T if self.transposed else weight
+
+    def bias(self) -> np.ndarray | None:
+        """The bias as float32 [n]."""
+        tensor = constant_tensor(self.bias_value)
+        return None if tensor is None else np.broadcast_to(float_array(tensor).reshape(-1), (self.n,))
+
+
+@dataclass(frozen=True, eq=False)
+class NotLinear:
+    """A node that multiplies by a matrix, but cannot be handled, and why."""
+
+    node: ir.Node
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return node_name(self.node)
+
+
+def node_name(node: ir.Node) -> str:
+    return node.name or f"{node.op_type} that makes {node.outputs[0].name!r}"
+
+
+def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
+    """All matrix products of the model in graph order, those in subgraphs (If, Loop, Scan) included."""
+    found: list[Linear | NotLinear] = []
+    for node in model.graph.all_nodes():
+        if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm"):
+            found.append(_match(node))
+        elif node.op_type in _OTHER_LINEAR_OPS and _holds_matrix(node):
+            domain = f"{node.domain} " if node.domain else ""
+            found.append(NotLinear(node, f"{domain}{node.op_type}: {_OTHER_LINEAR_OPS[node.op_type]}"))
+    return found
+
+
+def linears_in(model: ir.Model) -> Iterator[Linear]:
+    return (found for found in find_linears(model) if isinstance(found, Linear))
+
+
+def _match(node: ir.Node) -> Linear | NotLinear:
+    x, weight_value = node.inputs[0], node.inputs[1]
+    if x is None or weight_value is None:
+        return NotLinear(node, "an input is missing")
+    weight = constant_tensor(weight_value)
+    if weight is None:
+        return NotLinear(node, _why_not_constant(node, weight_value))
+    if len(weight.shape) != 2:
+        return NotLinear(node, f"weight {weight_value.name!r} is {len(weight.shape)}-D, expected 2-D")
+    if weight.dtype not in _ACTIVATION_TYPES:
+        return NotLinear(node, f"weight {weight_value.name!r} is {weight.dtype.name}, expected FLOAT or FLOAT16")
+    if constant_tensor(x) is not None:
+        return NotLinear(node, "both inputs are constant")
+    transposed = node.op_type == "Gemm" and _int_attribute(node, "transB", 0) == 1
+    rows, columns = weight.shape.numpy()
+    k, n = (columns, rows) if transposed else (rows, columns)
+    if k == 0 or n == 0:
+        return NotLinear(node, f"weight {weight_value.name!r} is empty: {k} x {n}")
+    add, bias_value = None, None
+    if node.op_type == "Gemm":
+        bias_value = node.inputs[2] if len(node.inputs) > 2 else None
+        reason = _why_not_plain_gemm(node, bias_value, n)
+        if reason:
+            return NotLinear(node, reason)
+    else:
+        add, bias_value = _bias_add(node, weight.dtype, n)
+    return Linear(node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype)
+
+
+def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:
+    if weight_value.is_initializer():
+        return f"weight {weight_value.name!r} is also a graph input, so callers may replace it; export without that"
+    first = constant_tensor(node.inputs[0])
+    if first is not None and len(first.shape) >= 2:
+        return "the constant weight is the first input (W x, not x W)"
+    return "the second input is computed at run time (attention scores, or another product of activations)"
+
+
+def _why_not_plain_gemm(node: ir.Node, bias_value: ir.Value | None, n: int) -> str | None:
+    if _int_attribute(node, "transA", 0):
+        return "transA is 1, expected 0"
+    for name in ("alpha", "beta") if bias_value is not None else ("alpha",):
+        number = node.attributes[name].as_float() if name in node.attributes else 1.0
+        if number != 1.0:
+            return f"{name} is {number:g}, expected 1"
+    if bias_value is not None:
+        bias = constant_tensor(bias_value)
+        if bias is None:
+            return f"bias {bias_value.name!r} is computed at run time"
+        # [n], [1, n], or one number for all columns: the same for every row.
+        shape = list(bias.shape.numpy())
+        if shape not in ([n], [1, n], [], [1], [1, 1]):
+            return f"bias {bias_value.name!r} has shape {shape}, expected [{n}]"
+    return None
+
+
+def _bias_add(node: ir.Node, dtype: ir.DataType, n: int) -> tuple[ir.Node | None, ir.Value | None]:
+    """The Add behind a MatMul that adds a constant bias to it and to nothing else."""
+    product = node.outputs[0]
+    uses = list(product.uses())
+    if product.is_graph_output() or len(uses) != 1:
+        return None, None
+    add = uses[0].node
+    if add.op_type != "Add" or add.domain not in DEFAULT_DOMAINS or add.graph is not node.graph:
+        return None, None
+    bias_value = add.inputs[1 - uses[0].idx]
+    bias = constant_tensor(bias_value)
+    if bias is None or list(bias.shape) != [n] or bias.dtype != dtype:
+        return None, None
+    return add, bias_value
+
+
+def _holds_matrix(node: ir.Node) -> bool:
+    tensors = (constant_tensor(value) for value in node.inputs)
+    return any(tensor is not None and len(tensor.shape) >= 2 for tensor in tensors)
+
+
+def _int_attribute(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default

@@ -1,0 +1,335 @@
+"""Reads a model without trusting it, and writes one so that a crash leaves either the old files or the new ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
+
+from ortolan.errors import ModelError, OutputError
+
+EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
+_EXTERNAL_THRESHOLD = 1024  # smaller tensors stay in the model file, where shape inference can see them
+
+
+@dataclass
+class ModelFile:
+    """A model as it was given: the IR to work on, and what is needed to run the original."""
+
+    model: ir.Model
+    path: Path | None
+    proto: onnx.ModelProto | None  # only when it was given as one
+    external_root: Path | None = None  # the folder that all external data lies in
+    data_files: list[Path] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.path) if self.path else "the given ModelProto"
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, external data included."""
+        if self.path is None:
+            assert self.proto is not None
+            size: int = self.proto.ByteSize()
+            return size
+        return sum(os.path.getsize(file) for file in (self.path, *self.data_files))
+
+
+def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
+    """Reads a model; external data stays on disk and is mapped when it is needed. Raises ModelError."""
+    if isinstance(source, onnx.ModelProto):
+        file = ModelFile(_to_ir(source, "the given ModelProto"), None, source)
+        for tensor in external_tensors(file.model):
+            raise ModelError(
+                f"tensor {tensor.name!r} of the given ModelProto lies in the file {str(tensor.location)!r}, "
+                "but a ModelProto does not say in which folder; give the path of the model instead"
+            )
+        return file
+    try:
+        path = Path(source)
+    except TypeError:
+        raise ModelError(f"model is a {type(source).__name__}, expected a path or an onnx.ModelProto") from None
+    file = ModelFile(_to_ir(_read_proto(path), str(path)), path, None)
+    _find_external_data(file, path)
+    return file
+
+
+def _read_proto(path: Path) -> onnx.ModelProto:
+    if path.is_dir():
+        raise ModelError(
+            f"{str(path)!r} is a folder, expected an ONNX file; did you mean {str(path / 'model.onnx')!r}?"
+        )
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelError(f"model file {str(path)!r} does not exist") from None
+    except OSError as error:
+        raise ModelError(f"model file {str(path)!r} cannot be read: {error.strerror}") from error
+    advice = "; export the model to ONNX first, for example with: optimum-cli export onnx --model MODEL FOLDER"
+    if content[4:8] == b"ORTM":
+        raise ModelError(f"{str(path)!r} is in ONNX Runtime's own ORT format, expected ONNX{advice}")
+    try:
+        proto: onnx.ModelProto = onnx.ModelProto.FromString(content)
+    except DecodeError:
+        raise ModelError(
+            f"{str(path)!r} is not an ONNX model, or it is cut short: its {len(content)} bytes are no "
+            f"protobuf message{advice}"
+        ) from None
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise ModelError(f"{str(path)!r} is not an ONNX model: it holds no graph or no opset{advice}")
+    return proto
+
+
+def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise ModelError(f"{name} is not an ONNX model: it holds no graph or no opset")
+    try:
+        return ir.from_proto(proto)
+    except Exception as error:  # the deserializer raises whatever it trips over in a malformed model
+        raise ModelError(f"{name} is not a well-formed ONNX model: {_innermost(error)}") from error
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def tensor_slots(model: ir.Model) -> Iterator[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]:
+    """Every tensor of initializers and Constant-like attributes, with a function that puts another in its place."""
+    for graph in model.graphs():
+        for value in list(graph.initializers.values()):
+            if value.const_value is not None:
+                yield value.const_value, lambda tensor, value=value: setattr(value, "const_value", tensor)  # type: ignore[misc]
+    nodes = list(model.graph.all_nodes())
+    for function in model.functions.values():
+        nodes += list(function.all_nodes())
+    for node in nodes:
+        for name, attr in list(node.attributes.items()):
+            if attr.type == ir.AttributeType.TENSOR and not attr.is_ref():
+
+                def put(tensor: ir.TensorProtocol, node: ir.Node = node, name: str = name) -> None:
+                    node.attributes[name] = ir.AttrTensor(name, tensor)
+
+                yield attr.as_tensor(), put
+
+
+def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    return (tensor for tensor, _ in tensor_slots(model) if isinstance(tensor, ir.ExternalTensor))
+
+
+def release_maps(model_tensors: list[ir.ExternalTensor]) -> None:
+    """Unmaps tensors, so that the pages read so far do not count as this process's memory."""
+    for tensor in model_tensors:
+        if tensor.raw is not None:
+            with suppress(BufferError):  # somebody still holds an array; it is unmapped when that array goes
+                tensor.release()
+
+
+def _find_external_data(file: ModelFile, path: Path) -> None:
+    """Checks that all external data is there, and points the tensors at the real files.
+
+    A model file is untrusted: its data must lie below the model's folder. Download caches link model and data from
+    one folder to another, so the folder that the model's link leads to counts as well.
+    """
+    slots = [(tensor, put) for tensor, put in tensor_slots(file.model) if isinstance(tensor, ir.ExternalTensor)]
+    if not slots:
+        return
+    folder = path.absolute().parent
+    places = {}
+    for tensor, _ in slots:
+        location = str(tensor.location)
+        if os.path.isabs(location) or ".." in Path(location).parts or not location:
+            raise ModelError(
+                f"tensor {tensor.name!r} of {str(path)!r} points to external data at {location!r}, "
+                "expected a path below the model's folder"
+            )
+        places[location] = Path(os.path.realpath(folder / location))
+    roots = [Path(os.path.realpath(folder)), Path(os.path.realpath(path)).parent]
+    root = next((root for root in roots if all(place.is_relative_to(root) for place in places.values())), None)
+    if root is None:
+        raise ModelError(
+            f"external data of {str(path)!r} is linked out of the model's folder: "
+            f"{', '.join(sorted(places))}; copy the files beside the model"
+        )
+    for tensor, put in slots:
+        place = places[str(tensor.location)]
+        _check_external(tensor, place, path)
+        located = ir.ExternalTensor(
+            place.relative_to(root),
+            tensor.offset,
+            tensor.nbytes,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=tensor.name,
+            doc_string=tensor.doc_string,
+            base_dir=str(root),
+        )
+        put(located)
+    file.external_root = root
+    file.data_files = sorted(set(places.values()))
+
+
+def _check_external(tensor: ir.ExternalTensor, place: Path, path: Path) -> None:
+    where = f"external data of tensor {tensor.name!r} of {str(path)!r}"
+    try:
+        status = os.stat(place)
+    except OSError:
+        raise ModelError(
+            f"{where} is missing: there is no file {str(place)!r}; copy or download it to where the model expects it"
+        ) from None
+    if status.st_nlink > 1:
+        raise ModelError(f"{where}, {str(place)!r}, has several hard links, so it may be any file; copy it")
+    if tensor.length is not None and tensor.length != tensor.nbytes:
+        raise ModelError(f"{where} has {tensor.length} bytes, expected {tensor.nbytes} for its shape and type")
+    end = (tensor.offset or 0) + tensor.nbytes
+    if status.st_size < end:
+        raise ModelError(
+            f"{where} is cut short: {str(place)!r} holds {status.st_size} bytes, expected at least {end}; "
+            "download or export the model again"
+        )
+
+
+def write_model(model: ir.Model, path: Path, on_tensor: Callable[[int, int], None]) -> None:
+    """Writes the model, and `<path>.data` beside it if its weights are large. The model itself stays as it is."""
+    slots = list(tensor_slots(model))
+    total = sum(tensor.nbytes for tensor, _ in slots)
+    try:
+        if total >= EMBED_LIMIT:
+            ir.save(
+                model,
+                path,
+                format="protobuf",
+                external_data=path.name + ".data",
+                size_threshold_bytes=_EXTERNAL_THRESHOLD,
+                # ONNX Runtime hands the mapped bytes to the kernels as they are; they want whole cache lines.
+                alignment=64,
+                align_threshold=0,
+                callback=lambda _, info: on_tensor(info.index, info.total),
+            )
+        else:
+            with _embedded(slots):
+                path.write_bytes(ir.to_proto(model).SerializeToString())
+    except OSError as error:
+        raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """The model with all weights inside."""
+    with _embedded(list(tensor_slots(model))):
+        return ir.to_proto(model)
+
+
+def to_bytes(model: ir.Model) -> bytes:
+    """The model as a file's content; external tensors stay references to the files that they lie in."""
+    try:
+        content: bytes = ir.to_proto(model).SerializeToString()
+        return content
+    except (EncodeError, ValueError) as error:
+        raise ModelError(
+            f"the model's weights do not fit into one protobuf message (2 GiB): {error}; "
+            "save it with external data and give its path"
+        ) from error
+
+
+@contextmanager
+def _embedded(slots: list[tuple[ir.TensorProtocol, Callable[[ir.TensorProtocol], None]]]) -> Iterator[None]:
+    """Inside, tensors that lie in files are read from there when the model is serialized."""
+    files = [(tensor, put) for tensor, put in slots if isinstance(tensor, ir.ExternalTensor)]
+    for tensor, put in files:
+
+        def read(tensor: ir.ExternalTensor = tensor) -> ir.TensorProtocol:
+            array = np.array(tensor.numpy())
+            tensor.release()
+            return ir.Tensor(array, dtype=tensor.dtype)
+
+        put(ir.LazyTensor(read, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name))
+    try:
+        yield
+    finally:
+        for tensor, put in files:
+            put(tensor)
+
+
+def check_output(output: Path, source: ModelFile) -> None:
+    """Refuses an output that cannot be written, or that would overwrite the input or its data."""
+    folder = output.absolute().parent
+    if output.is_dir():
+        raise OutputError(
+            f"output {str(output)!r} is a folder, expected a file name such as {str(output / 'model.onnx')!r}"
+        )
+    if not folder.is_dir():
+        raise OutputError(f"the folder of output {str(output)!r} does not exist; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"the folder of output {str(output)!r} cannot be written to")
+    inputs = [file for file in (source.path, *source.data_files) if file is not None]
+    for target in (output, data_path(output)):
+        for file in inputs:
+            if target.exists() and os.path.samefile(target, file):
+                raise OutputError(
+                    f"output {str(output)!r} would overwrite {str(file)!r}, which belongs to the input; "
+                    "choose another name"
+                )
+
+
+def data_path(model_path: Path) -> Path:
+    return model_path.with_name(model_path.name + ".data")
+
+
+def move_into_place(written: Path, output: Path) -> None:
+    """Moves a model written to a temporary folder (on the same disk) to its name, with its data file.
+
+    The old pair is moved away first, the model before its data: whenever the process dies, no model file points to
+    data that is not its own. On an exception the old pair is put back.
+    """
+    backup = written.parent / "replaced"
+    backup.mkdir()
+    moved: list[tuple[Path, Path]] = []
+
+    def move(source: Path, target: Path) -> None:
+        # Noted first: an interrupt may come between the move and the note.
+        moved.append((source, target))
+        os.replace(source, target)
+
+    try:
+        if _owns_data(output):
+            move(output, backup / output.name)
+            move(data_path(output), backup / data_path(output).name)
+        elif data_path(written).exists():
+            for old in (output, data_path(output)):
+                if old.exists():
+                    move(old, backup / old.name)
+        if data_path(written).exists():
+            move(data_path(written), data_path(output))
+        os.replace(written, output)
+    except BaseException as error:
+        if written.exists():  # else the last move was made, and the new pair is complete
+            for source, target in reversed(moved):
+                if target.exists() and not source.exists():
+                    os.replace(target, source)
+        if isinstance(error, OSError):
+            raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
+        raise
+
+
+def _owns_data(output: Path) -> bool:
+    """Whether an old model stands at `output` that keeps its weights in `<output>.data`."""
+    if not output.is_file() or not data_path(output).is_file():
+        return False
+    try:
+        proto = onnx.ModelProto.FromString(output.read_bytes())
+    except DecodeError:
+        return False
+    return any(
+        entry.key == "location" and entry.value == data_path(output).name
+        for tensor in proto.graph.initializer
+        for entry in tensor.external_data
+    )

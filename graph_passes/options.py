@@ -1,0 +1,106 @@
+"""The options of a pass: a frozen dataclass is the one source of their names, types, defaults and ranges.
+
+Each field says in its metadata what it takes: `field(default=0.5, metadata=takes("float", low=0.0))`. Values come
+from TOML, from Python or from the command line, so all of them are checked here: an unknown name, a wrong type or a
+value out of range is a RecipeError that lists what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ortolan.errors import RecipeError, listing, suggestion
+
+Globs = tuple[str, ...]
+OptionsT = TypeVar("OptionsT", bound="PassOptions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What values an option takes. `kind` is one of float, int, str, bool, globs, numbers_by_glob."""
+
+    kind: str
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    below: float = math.inf
+    none: bool = False
+
+    def describe(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(repr(choice) for choice in self.choices)
+        if self.kind == "globs":
+            return 'a list of name patterns such as ["*lm_head*"]'
+        number = {"float": "a number", "int": "a whole number", "numbers_by_glob": "a table of pattern = number"}
+        text = number.get(self.kind) or {"str": "a text", "bool": "true or false"}[self.kind]
+        if self.low > -math.inf:
+            text += f" from {self.low:g}"
+        if self.below < math.inf:
+            text += f" to below {self.below:g}"
+        return text
+
+    def check(self, value: Any, where: str) -> Any:
+        """The value in its canonical type, or RecipeError."""
+        if value is None and self.none:
+            return None
+        if self.kind == "numbers_by_glob":
+            if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+                each = dataclasses.replace(self, kind="float")
+                return {key: each.check(number, f"{where}[{key!r}]") for key, number in value.items()}
+        elif self.kind == "globs":
+            items = (value,) if isinstance(value, str) else value
+            if isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items):
+                return tuple(items)
+        elif self.kind == "bool":
+            if isinstance(value, bool):
+                return value
+        elif self.kind == "str":
+            if isinstance(value, str) and (not self.choices or value in self.choices):
+                return value
+        elif isinstance(value, int if self.kind == "int" else (int, float)) and not isinstance(value, bool):
+            # The comparison with the largest float refuses NaN, infinities and integers too large for a float.
+            is_inside = self.low <= value < self.below and abs(value) <= sys.float_info.max
+            if is_inside:
+                return value if self.kind == "int" else float(value)
+        raise RecipeError(f"{where} is {value!r}, expected {self.describe()}")
+
+
+def takes(kind: str, **limits: Any) -> dict[str, Rule]:
+    """The metadata of a dataclass field: which values the option takes."""
+    return {"rule": Rule(kind, **limits)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PassOptions:
+    """Base of all options. A pass without any uses this one."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rule: Rule = field.metadata["rule"]
+            object.__setattr__(self, field.name, rule.check(getattr(self, field.name), field.name))
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls)]
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from their defaults, and those that have none."""
+        plain = type(self)()
+        return {name: getattr(self, name) for name in self.names() if getattr(self, name) != getattr(plain, name)}
+
+
+def read_options(options_type: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
+    """The options of a pass from untrusted values. `where` opens the error message."""
+    known = options_type.names()
+    for name in values:
+        if name not in known:
+            raise RecipeError(
+                f"{where}: unknown option {name!r}, known ones are: {listing(known)}{suggestion(str(name), known)}"
+            )
+    try:
+        return options_type(**values)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None

@@ -1,0 +1,225 @@
+"""Sets the smallest weights of linear layers to zero.
+
+The new weights are lazy: a layer is pruned anew each time its array is asked for, from the original in the mapped file
+and one threshold, so no copy is kept. The number of zeros is exact: of weights as large as the threshold, the first in
+row-major order go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import ModelError, RecipeError
+
+from .constants import lazy, remove_unused
+from .linear import Linear
+from .options import Globs, PassOptions, takes
+from .pipeline import RecipePass
+
+# The magnitude of a weight is compared by the bits of its float32 form without the sign: the order is the same.
+_MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
+_INFINITY_KEY = 0x7F800000
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class PruneOptions(PassOptions):
+    method: str = field(default="magnitude", metadata=takes("str", choices=("magnitude",)))
+    scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global")))
+    sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
+    layers: dict[str, float] = field(default_factory=dict, metadata=takes("numbers_by_glob", low=0.0, below=1.0))
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+
+@dataclass
+class PruneGroup:
+    """Layers that share one weight: it is pruned once."""
+
+    linears: list[Linear]
+    sparsity: float | None  # None: the layer takes part in the global threshold
+
+    @property
+    def weight(self) -> ir.TensorProtocol:
+        return self.linears[0].weight
+
+    @property
+    def weight_name(self) -> str:
+        return self.linears[0].weight_names[-1]
+
+
+class PrunePass(RecipePass):
+    """Magnitude pruning, unstructured, with a threshold for each layer or one for all of them."""
+
+    options_type = PruneOptions
+    options: PruneOptions
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        linears = self.context.survey(model)
+        groups = self._group(linears)
+        steps = 0
+
+        def step() -> None:
+            nonlocal steps
+            self.context.progress("prune", steps, len(groups))
+            self.context.release()
+            steps += 1
+
+        together = [group for group in groups if group.sparsity is None]
+        for batch in [[group] for group in groups if group.sparsity is not None] + ([together] if together else []):
+            share = batch[0].sparsity if batch[0].sparsity is not None else self.options.sparsity
+            weights = [group.weight for group in batch]
+            names = [group.weight_name for group in batch]
+            count = round(share * sum(weight.size for weight in weights))
+            threshold = find_threshold(weights, names, count)
+            ties = threshold.ties
+            for group, weight in zip(batch, weights, strict=True):
+                step()
+                tally = tally_weight(weight, threshold.key)
+                own_ties = min(ties, tally.equal)
+                ties -= own_ties
+                # A key of 0 is a weight that was zero before.
+                zeros = max(tally.zeros, tally.below + own_ties)
+                self._put(model, group, weight, Threshold(threshold.key, own_ties), zeros / weight.size)
+        step()
+        return ir.passes.PassResult(model, modified=bool(groups))
+
+    def _group(self, linears: Sequence[Linear]) -> list[PruneGroup]:
+        selected = [linear for linear in linears if linear.matches(self.options.select)]
+        for globs, option_name in ((self.options.select, "select"), (tuple(self.options.layers), "layers")):
+            for glob in globs:
+                if linears and not any(linear.matches((glob,)) for linear in linears):
+                    raise RecipeError(
+                        f"pass 'prune': pattern {glob!r} of {option_name} matches no linear layer; they are "
+                        f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"
+                    )
+        groups: dict[Hashable, PruneGroup] = {}
+        for linear in selected:
+            if linear.matches(self.options.exclude):
+                self.context.layer(linear).reason = "excluded from pruning"
+                continue
+            sparsity = self._own_sparsity(linear)
+            group = groups.setdefault(linear.weight_key, PruneGroup([], sparsity))
+            if group.sparsity != sparsity:
+                raise RecipeError(
+                    f"pass 'prune': layers {group.linears[0].name!r} and {linear.name!r} share the weight "
+                    f"{linear.weight_names[-1]!r}, but their sparsities differ; select both by its name"
+                )
+            group.linears.append(linear)
+        return list(groups.values())
+
+    def _own_sparsity(self, linear: Linear) -> float | None:
+        for glob, sparsity in self.options.layers.items():
+            if linear.matches((glob,)):
+                return sparsity
+        return None if self.options.scope == "global" else self.options.sparsity
+
+    def _put(
+        self, model: ir.Model, group: PruneGroup, weight: ir.TensorProtocol, threshold: Threshold, sparsity: float
+    ) -> None:
+        """Gives the layers of the group the pruned weight; whoever else uses the original keeps it."""
+        value = group.linears[0].weight_value
+        pruned = pruned_tensor(weight, threshold)
+        nodes = {linear.node for linear in group.linears}
+        if value.is_initializer() and all(use.node in nodes and use.idx == 1 for use in value.uses()):
+            target = value
+        else:
+            target = ir.Value(name=self.context.new_name(model, f"{value.name}_pruned"))
+            target.type, target.shape = ir.TensorType(weight.dtype), ir.Shape(weight.shape.numpy())
+        pruned.name = target.name
+        target.const_value = pruned
+        if target is not value:
+            model.graph.register_initializer(target)
+        for linear in group.linears:
+            old = linear.weight_value
+            if old is not target:
+                linear.node.replace_input_with(1, target)
+                remove_unused(old)
+            layer = self.context.layer(linear)
+            layer.sparsity, layer.status = sparsity, "pruned"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Weights whose key is below `key` become zero, and the first `ties` of those whose key is equal."""
+
+    key: int
+    ties: int
+
+
+@dataclass
+class Tally:
+    """How many weights of a tensor are below a key, equal to it, and zero."""
+
+    below: int = 0
+    equal: int = 0
+    zeros: int = 0
+
+
+def find_threshold(weights: Sequence[ir.TensorProtocol], names: Sequence[str], count: int) -> Threshold:
+    """The threshold that prunes the `count` smallest of all weights together.
+
+    Reads the weights twice and keeps two histograms: one over the upper, one over the lower half of the keys.
+    Raises ModelError if a weight is not finite.
+    """
+
+    def histogram(key_bin: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        total = np.zeros(1 << 16, np.int64)
+        for weight, name in zip(weights, names, strict=True):
+            for keys in _key_chunks(weight):
+                if keys.max(initial=0) >= _INFINITY_KEY:
+                    raise ModelError(
+                        f"weight {name!r} holds NaN or infinity, so it cannot be pruned; export the model "
+                        "again, or exclude this layer"
+                    )
+                total += np.bincount(key_bin(keys), minlength=1 << 16)
+        return total
+
+    upper_counts = np.cumsum(histogram(lambda keys: keys >> 16))
+    upper = int(np.searchsorted(upper_counts, count))
+    left = count - (int(upper_counts[upper - 1]) if upper else 0)
+    lower_counts = np.cumsum(histogram(lambda keys: keys[keys >> 16 == upper] & 0xFFFF))
+    lower = int(np.searchsorted(lower_counts, left))
+    return Threshold(upper << 16 | lower, left - (int(lower_counts[lower - 1]) if lower else 0))
+
+
+def tally_weight(weight: ir.TensorProtocol, key: int) -> Tally:
+    tally = Tally()
+    for keys in _key_chunks(weight):
+        tally.below += int(np.count_nonzero(keys < key))
+        tally.equal += int(np.count_nonzero(keys == key))
+        tally.zeros += int(np.count_nonzero(keys == 0))
+    return tally
+
+
+def pruned_tensor(weight: ir.TensorProtocol, threshold: Threshold) -> ir.LazyTensor:
+    """The weight with its smallest values set to zero, computed when it is asked for."""
+
+    def compute() -> np.ndarray:
+        result = np.array(weight.numpy())
+        flat = result.reshape(-1)
+        ties = threshold.ties
+        for start in range(0, flat.size, _CHUNK):
+            chunk = flat[start : start + _CHUNK]
+            keys = _keys(chunk)
+            equal = np.flatnonzero(keys == threshold.key)[:ties]
+            ties -= len(equal)
+            chunk[keys < threshold.key] = 0
+            chunk[equal] = 0
+        return result
+
+    return lazy(compute, weight.dtype, ir.Shape(weight.shape.numpy()))
+
+
+def _key_chunks(weight: ir.TensorProtocol) -> Iterator[np.ndarray]:
+    flat = np.asarray(weight.numpy()).reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        yield _keys(flat[start : start + _CHUNK])
+
+
+def _keys(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32).view(np.uint32) & _MAGNITUDE_BITS

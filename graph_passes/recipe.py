@@ -1,0 +1,180 @@
+"""A recipe: the ordered list of passes with their options. Recipes are TOML files; unknown keys are refused.
+
+name = "sparse-bf16"
+description = "one line"
+
+[[pass]]
+name = "prune"
+sparsity = 0.5          # any option of the pass
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import RecipeError, listing, suggestion
+
+from .options import PassOptions, read_options
+from .registry import PASSES
+
+FOLDER = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class RecipeStep:
+    """One pass of a recipe."""
+
+    name: str
+    options: PassOptions
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do to a model. Load one with Recipe.load("sparse-bf16") or Recipe.load("my.toml")."""
+
+    name: str
+    description: str
+    passes: tuple[RecipeStep, ...]
+
+    @staticmethod
+    def names() -> list[str]:
+        """The recipes that come with Ortolan."""
+        return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> Recipe:
+        """A recipe by name, or from a TOML file: anything that ends in .toml or has a folder in it is a path."""
+        text = os.fspath(name_or_path)
+        is_path = not isinstance(name_or_path, str) or text.endswith(".toml") or os.path.basename(text) != text
+        if not is_path and text not in cls.names():
+            raise RecipeError(
+                f"unknown recipe {text!r}; the recipes are: {listing(cls.names())}; "
+                f"or give the path of a .toml file{suggestion(text, cls.names())}"
+            )
+        path = Path(text) if is_path else FOLDER / f"{text}.toml"
+        try:
+            content = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RecipeError(
+                f"recipe file {text!r} does not exist; the built-in recipes are: {listing(cls.names())}"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"recipe file {text!r} cannot be read as UTF-8 text: {error}") from error
+        return cls.from_toml(content, where=f"recipe {text!r}")
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "recipe") -> Recipe:
+        """Reads a recipe from TOML text. `where` opens the error messages."""
+        try:
+            table = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise RecipeError(f"{where} is not valid TOML: {error}") from None
+        return cls.from_dict(table, where)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], where: str = "recipe") -> Recipe:
+        """The inverse of to_dict."""
+        known = ("name", "description", "pass")
+        for key in table:
+            if key not in known:
+                raise RecipeError(
+                    f"{where}: unknown key {key!r}, known ones are: {listing(known)}"
+                    f"{suggestion(key, known)}; options of a pass stand under its [[pass]]"
+                )
+        for key in ("name", "description"):
+            if not isinstance(table.get(key, ""), str):
+                raise RecipeError(f"{where}: {key} is {table[key]!r}, expected a text")
+        if not table.get("name"):
+            raise RecipeError(f'{where} has no name; add a line like: name = "my-recipe"')
+        steps = table.get("pass", [])
+        if not isinstance(steps, list) or not steps or not all(isinstance(step, Mapping) for step in steps):
+            raise RecipeError(f"{where} has no [[pass]]; the passes are: {listing(PASSES)}")
+        passes = tuple(_read_step(step, f"{where}, pass {number}") for number, step in enumerate(steps, 1))
+        return cls(table["name"], table.get("description", ""), passes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All names and all options, defaults included: what really ran."""
+        steps = []
+        for step in self.passes:
+            values = {name: getattr(step.options, name) for name in step.options.names()}
+            plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+            steps.append({"name": step.name} | {name: value for name, value in plain.items() if value is not None})
+        return {"name": self.name, "description": self.description, "pass": steps}
+
+    def to_toml(self) -> str:
+        table = self.to_dict()
+        lines = [f"{key} = {_toml(table[key])}" for key in ("name", "description")]
+        for step in table["pass"]:
+            lines += ["", "[[pass]]", *(f"{key} = {_toml(value)}" for key, value in step.items())]
+        return "\n".join(lines) + "\n"
+
+    def with_options(self, options: Mapping[str, Any]) -> Recipe:
+        """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
+
+        Raises RecipeError for a name that no pass of this recipe has.
+        """
+        steps = list(self.passes)
+        for name, value in options.items():
+            found = self._owners(str(name))
+            if len(found) > 1:
+                choices = listing({f"{steps[index].name}.{name}" for index in found} - {f"{name}.{name}"})
+                raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
+            step = steps[found[0]]
+            option_name = str(name).rpartition(".")[2]
+            values = {key: getattr(step.options, key) for key in step.options.names()} | {option_name: value}
+            steps[found[0]] = replace(step, options=read_options(type(step.options), values, f"pass {step.name!r}"))
+        return replace(self, passes=tuple(steps))
+
+    def _owners(self, name: str) -> list[int]:
+        """The indices of the passes that have this option; never empty."""
+        pass_name, _, option_name = name.rpartition(".")
+        found = [
+            index
+            for index, step in enumerate(self.passes)
+            if option_name in step.options.names() and pass_name in ("", step.name)
+        ]
+        if not found:
+            known = [f"{step.name}.{option}" for step in self.passes for option in step.options.names()]
+            close = suggestion(option_name, [option.partition(".")[2] for option in known])
+            raise RecipeError(f"recipe {self.name!r} has no option {name!r}; its options are: {listing(known)}{close}")
+        return found
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """ "sparsity=0.7" as ("sparsity", 0.7). The value is TOML; what is not TOML is taken as a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise RecipeError(f"setting {text!r} is not of the form name=value, such as sparsity=0.7")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value.strip()
+
+
+def _read_step(step: Mapping[str, Any], where: str) -> RecipeStep:
+    name = step.get("name")
+    if not isinstance(name, str) or name not in PASSES:
+        raise RecipeError(
+            f"{where}: name is {name!r}, expected one of: {listing(PASSES)}{suggestion(str(name), PASSES)}"
+        )
+    values = {key: value for key, value in step.items() if key != "name"}
+    return RecipeStep(name, read_options(PASSES[name].options_type, values, f"{where} ({name})"))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)

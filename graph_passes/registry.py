@@ -1,0 +1,18 @@
+"""The passes that a recipe may name. A new pass is one module and one line here."""
+
+from __future__ import annotations
+
+from .calibrate import CalibratePass
+from .normalize import NormalizePass
+from .pipeline import RecipePass
+from .prune import PrunePass
+from .replace import ReplacePass
+from .verify import VerifyPass
+
+PASSES: dict[str, type[RecipePass]] = {
+    "normalize": NormalizePass,
+    "calibrate": CalibratePass,
+    "prune": PrunePass,
+    "replace": ReplacePass,
+    "verify": VerifyPass,
+}

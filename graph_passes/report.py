@@ -1,0 +1,210 @@
+"""What was done to a model and what it gained: as objects, as JSON, and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import onnx
+    from rich.console import Group
+
+_OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
+
+LayerStatus = Literal["replaced", "would replace", "pruned", "kept"]
+
+
+@dataclass
+class LayerReport:
+    """One linear layer, or a node that looks like one. Bytes are those of the weight (and of the packed tensors)."""
+
+    name: str
+    op: str
+    new_op: str | None = None
+    k: int | None = None
+    n: int | None = None
+    sparsity: float | None = None  # zeros / all, of the weight in the optimized model
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+    output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's Y
+    status: LayerStatus = "kept"
+    reason: str | None = None
+
+
+@dataclass
+class OutputError:
+    """How far an output of the optimized model is from the reference, over all feeds."""
+
+    name: str
+    relative_l2: float
+    cosine: float
+    max_abs: float
+
+
+@dataclass
+class Latency:
+    """Milliseconds for one run of the first verification feed."""
+
+    min: float
+    median: float
+
+
+@dataclass
+class OptimizationReport:
+    """The result of optimize_onnx. `print` it, or take `to_json()`."""
+
+    recipe: dict[str, Any]
+    input: str | None = None
+    output: str | None = None
+    dry_run: bool = False
+    portable: bool = True
+    layers: list[LayerReport] = field(default_factory=list)
+    file_size_before: int | None = None
+    file_size_after: int | None = None
+    output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
+    portable_error: list[OutputError] = field(default_factory=list)  # portable body against the native kernels
+    latency_before_ms: Latency | None = None
+    latency_after_ms: Latency | None = None
+    feeds: str | None = None
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    cpu: dict[str, Any] = field(default_factory=dict)
+    model: onnx.ModelProto | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def replaced(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.status in ("replaced", "would replace")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and texts. The model itself is left out; numbers that are not finite are None."""
+        fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name != "model"}
+        plain: dict[str, Any] = _plain(fields)
+        return plain
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120, no_color=True, highlight=False, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        title = f"recipe {self.recipe.get('name')}: {self._headline()}"
+        layers = Table(title=title, title_justify="left")
+        layers.add_column("layer", overflow="fold")
+        layers.add_column("op")
+        for column in ("k x n", "sparsity", "before", "after", "error"):
+            layers.add_column(column, justify="right")
+        layers.add_column("status")
+        kept: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.reason:
+                kept.setdefault(layer.reason, []).append(layer.name)
+            if layer.k is None:
+                continue
+            cells = [
+                layer.name,
+                layer.op,
+                f"{layer.k} x {layer.n}",
+                _percent(layer.sparsity),
+                human_bytes(layer.bytes_before),
+                human_bytes(layer.bytes_after),
+                _number(layer.output_error),
+                layer.status,
+            ]
+            layers.add_row(*(Text(cell) for cell in cells))
+        reasons = [
+            f"not replaced  {reason}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for reason, names in kept.items()
+        ]
+        return Group(layers, Text("\n".join(reasons + self._summary())))
+
+    def _headline(self) -> str:
+        verb = "would replace" if self.dry_run else "replaced"
+        return f"{verb} {len(self.replaced)} of {len(self.layers)} matrix products"
+
+    def _summary(self) -> list[str]:
+        lines = []
+        if self.output:
+            lines.append(f"written to    {self.output}")
+        if self.file_size_before and self.file_size_after:
+            ratio = self.file_size_before / self.file_size_after
+            lines.append(
+                f"size          {human_bytes(self.file_size_before)} -> {human_bytes(self.file_size_after)}"
+                f" ({_factor(ratio, 'smaller', 'larger')})"
+            )
+        if self.latency_before_ms and self.latency_after_ms:
+            before, after = self.latency_before_ms, self.latency_after_ms
+            lines.append(
+                f"latency       min {before.min:.3g} -> {after.min:.3g} ms, median {before.median:.3g} -> "
+                f"{after.median:.3g} ms ({_factor(before.min / after.min, 'faster', 'slower')} by the minimum)"
+            )
+        for error in self.output_error[:_OUTPUTS_SHOWN]:
+            lines.append(
+                f"output        {error.name}: relative error {_number(error.relative_l2)}, "
+                f"cosine {error.cosine:.5f}, largest difference {_number(error.max_abs)}"
+            )
+        others = self.output_error[_OUTPUTS_SHOWN:]
+        if others:
+            largest = max(others, key=lambda error: error.relative_l2)
+            lines.append(
+                f"output        {len(others)} more: relative error up to {_number(largest.relative_l2)} "
+                f"({largest.name})"
+            )
+        if self.portable_error:
+            largest = max(self.portable_error, key=lambda error: error.relative_l2)
+            lines.append(
+                f"portable      without the library the answers differ by at most {_number(largest.relative_l2)} "
+                f"({largest.name})"
+            )
+        if self.feeds:
+            lines.append(f"measured on   {self.feeds}")
+        lines += [f"note          {note}" for note in self.notes]
+        return lines
+
+
+def human_bytes(count: int | None) -> str:
+    """1536 as '1.5 KiB'."""
+    if count is None:
+        return ""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _factor(ratio: float, better: str, worse: str) -> str:
+    return f"{ratio:.2f}x {better}" if ratio >= 1 else f"{1 / ratio:.2f}x {worse}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{number:.2g}"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,41 @@
+"""Keeps finished tensors in a temporary file instead of in memory, so that a model of many layers streams through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import onnx_ir as ir
+
+_ALIGNMENT = 64
+
+
+class TensorSpill:
+    """A file of tensors. They are valid until it is closed and its folder is removed."""
+
+    def __init__(self, folder: Path, name: str = "packed.bin") -> None:
+        self._folder = folder
+        self._name = name
+        self._file = open(folder / name, "wb")  # noqa: SIM115  closed by close()
+
+    def add(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.ExternalTensor:
+        """Writes the bytes of `array`; `dtype` says what they are (bf16 values travel as uint16)."""
+        self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
+        offset = self._file.tell()
+        self._file.write(np.ascontiguousarray(array).data)
+        self._file.flush()
+        return ir.ExternalTensor(
+            self._name, offset, array.nbytes, dtype, shape=ir.Shape(array.shape), name=name, base_dir=str(self._folder)
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TensorSpill:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

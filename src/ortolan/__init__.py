@@ -1,0 +1,78 @@
+"""Ortolan makes transformer ONNX models smaller and faster on CPUs, inside stock ONNX Runtime.
+
+report = ortolan.optimize_onnx("model.onnx", "fast.onnx", recipe="sparse-bf16")
+session = ortolan.create_session("fast.onnx")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    CalibrationError,
+    LibraryError,
+    ModelError,
+    NothingToReplaceError,
+    OrtolanError,
+    OutputError,
+    RecipeError,
+    SessionError,
+    VerificationError,
+)
+
+if TYPE_CHECKING:
+    from ortolan.graph_passes.recipe import Recipe
+    from ortolan.graph_passes.report import OptimizationReport
+
+    from .inspection import inspect_onnx
+    from .optimize import optimize_onnx
+    from .session import cpu_info, create_session, get_library_path, register
+
+__all__ = [
+    "CalibrationError",
+    "LibraryError",
+    "ModelError",
+    "NothingToReplaceError",
+    "OptimizationReport",
+    "OrtolanError",
+    "OutputError",
+    "Recipe",
+    "RecipeError",
+    "SessionError",
+    "VerificationError",
+    "__version__",
+    "cpu_info",
+    "create_session",
+    "get_library_path",
+    "inspect_onnx",
+    "optimize_onnx",
+    "register",
+]
+
+try:
+    __version__ = metadata.version("ortolan")
+except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+# Imported when first used: onnx and its relatives take a second to load.
+_LAZY = {
+    "Recipe": "ortolan.graph_passes.recipe",
+    "OptimizationReport": "ortolan.graph_passes.report",
+    "inspect_onnx": "ortolan.inspection",
+    "optimize_onnx": "ortolan.optimize",
+    "cpu_info": "ortolan.session",
+    "create_session": "ortolan.session",
+    "get_library_path": "ortolan.session",
+    "register": "ortolan.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

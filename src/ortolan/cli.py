@@ -1,0 +1,306 @@
+"""The command line: `ortolan optimize | inspect | bench | doctor | demo`. It only calls the API.
+
+Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
+`ortolan --help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .errors import OrtolanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .benchmarks.result import BenchOptions, BenchResult
+
+    Benchmark = Callable[[BenchOptions, Callable[[str, int, int], None]], BenchResult]
+
+Progress = Callable[[str, int, int], None]
+
+# A table in a file or a pipe has no window to fit in.
+_PIPED_WIDTH = 140
+
+
+class _Commands(TyperGroup):
+    """Turns what a command raises on purpose into one message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OrtolanError as error:
+            _print_error(str(error))
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            _print_error("interrupted, nothing was written")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    name="ortolan",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The entry point `ortolan`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # The name of a file or a layer may hold letters that a C locale has not.
+            stream.reconfigure(errors="backslashreplace")
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ortolan {version('ortolan')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def ortolan(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Make transformer ONNX models smaller and faster on CPUs, inside stock ONNX Runtime."""
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX file.", show_default=False)]
+
+
+@app.command()
+def optimize(
+    model: Model,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write. Without it: next to MODEL, as its name with .ortolan.onnx."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="A built-in recipe or a TOML file; an unknown name lists the built-in ones.")
+    ] = "sparse-bf16",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change an option of the recipe: --set sparsity=0.7. Repeatable."
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Arrays named like the model's inputs: data to verify on.")
+    ] = None,
+    portable: Annotated[
+        bool,
+        typer.Option(
+            "--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."
+        ),
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a smaller, faster copy of a model, and report what changed."""
+    from . import optimize_onnx
+    from .graph_passes.recipe import parse_setting
+
+    if output is None and not dry_run:
+        output = model.with_name(f"{model.stem}.ortolan.onnx")
+    options = dict(map(parse_setting, settings or []))
+    with _progress_bar() as progress:
+        report = optimize_onnx(
+            model,
+            output,
+            recipe=recipe,
+            options=options,
+            calibration=calibration,
+            portable=portable,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    _print_result(report, as_json)
+
+
+@app.command()
+def inspect(model: Model, as_json: AsJson = False) -> None:
+    """Show what a model holds: its layers, and which of them Ortolan has optimized."""
+    from . import inspect_onnx
+
+    _print_result(inspect_onnx(model), as_json)
+
+
+@app.command()
+def bench(
+    op: Annotated[
+        str | None, typer.Argument(metavar="OP", help="The operator; without one, the known ones are listed.")
+    ] = None,
+    threads: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of threads.")] = "1,2",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and runs.")] = False,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MxKxN", help="A shape to measure instead of the default ones. Repeatable."),
+    ] = None,
+    sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time an operator of Ortolan side by side with ONNX Runtime's own."""
+    from .benchmarks import BENCHMARKS
+
+    known = ", ".join(sorted(BENCHMARKS)) or "none"
+    if op is None:
+        typer.echo(f"known operators: {known}")
+        return
+    run = _find_benchmark(BENCHMARKS, op)
+    if run is None:
+        raise OrtolanError(f"there is no benchmark for {op!r}; known operators: {known}")
+
+    from .benchmarks.result import BenchOptions
+
+    options = BenchOptions(
+        threads=_read_threads(threads),
+        quick=quick,
+        cases=tuple(_read_shape(text) for text in shape) if shape else None,
+        sparsity=_read_shares(sparsity) if sparsity is not None else None,
+    )
+    with _progress_bar() as progress:
+        result = run(options, progress)
+    _print_result(result, as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check that everything Ortolan needs works here, and say what to do where it does not."""
+    from .doctor import run_doctor
+
+    report = run_doctor()
+    _print_result(report, as_json)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    sparsity: Annotated[float, typer.Option(help="The share of weights to drop in each layer.")] = 0.5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime, for both models.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB) and compare it with the original."""
+    from .demo import run_demo
+
+    with _progress_bar() as progress:
+        result = run_demo(sparsity, threads, progress=progress, say=_print_step)
+    _print_result(result, as_json)
+
+
+def _find_benchmark(benchmarks: Mapping[str, Benchmark], op: str) -> Benchmark | None:
+    """By op type or room name, in any case: SparseAMXMatMul is sparse_amx_matmul."""
+
+    def plain(name: str) -> str:
+        return name.replace("_", "").replace("-", "").lower()
+
+    return next((run for name, run in benchmarks.items() if plain(name) == plain(op)), None)
+
+
+def _read_threads(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers from 1, as in 1,2", param_hint="--threads")
+    return tuple(map(int, parts))
+
+
+def _read_shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(map(float, text.split(",")))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers from 0 to 1, as in 0.5,0.7", param_hint="--sparsity"
+        )
+    return shares
+
+
+def _read_shape(text: str) -> tuple[int, int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not of the form MxKxN, as in 1x4096x14336", param_hint="--shape")
+    m, k, n = map(int, parts)
+    return m, k, n
+
+
+def _print_result(result: Any, as_json: bool) -> None:
+    """JSON as it is, or what the result's __rich__ or __str__ makes of it."""
+    if as_json:
+        typer.echo(result.to_json())
+    elif hasattr(result, "__rich__"):
+        _console().print(result)
+    else:
+        typer.echo(str(result))
+
+
+def _print_error(message: str) -> None:
+    from rich.text import Text
+
+    _console(stderr=True).print(Text(f"ortolan: {message}", style="bold red"), soft_wrap=True)
+
+
+def _print_step(line: str) -> None:
+    from rich.text import Text
+
+    _console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPED_WIDTH)
+    return console
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich import progress as rich_progress
+
+    columns = (
+        rich_progress.SpinnerColumn(),
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+    )
+    with rich_progress.Progress(*columns, console=_console(stderr=True), transient=True) as bar:
+        tasks: dict[str, rich_progress.TaskID] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total or None)
+            for name, task in tasks.items():
+                bar.update(task, visible=name == stage)
+            bar.update(tasks[stage], completed=done, total=total or None)
+
+        yield advance
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""`ortolan doctor`: does everything that Ortolan needs work here, and what to do where it does not.
+
+Each check is a function that returns a Check. None of them raises, whatever is broken: that is what they are for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .errors import OrtolanError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Status = Literal["ok", "note", "failed"]
+
+_REINSTALL = "reinstall Ortolan for this Python: pip install --force-reinstall --no-deps ortolan"
+_SELF_TEST_SECONDS = 120
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "failed": "[red]FAILED[/]"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. status: 'ok', 'note' (works, worth knowing) or 'failed' (Ortolan needs it)."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """An ISA tier: which CPUs have it, what it brings, the kernel that SparseAMXMatMul runs there."""
+
+    name: str
+    cpus: str
+    brings: str
+    kernel: str
+    state: Literal["in use", "available", ""]
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What all checks found. Prints as two tables with rich."""
+
+    checks: tuple[Check, ...]
+    tiers: tuple[Tier, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing that Ortolan needs has failed."""
+        return all(check.status != "failed" for check in self.checks)
+
+    def to_json(self) -> str:
+        """{"passed", "checks": [{"name", "status", "detail", "advice"}], "tiers": [{"name", "cpus", …}]}"""
+        return json.dumps({"passed": self.passed, **asdict(self)}, indent=2)
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        checks = Table()
+        for column in ("check", "", "found"):
+            checks.add_column(column, overflow="fold")
+        for check in self.checks:
+            found = Text(check.detail)
+            if check.advice:
+                found.append(f"\n-> {check.advice}", style="bold")
+            checks.add_row(check.name, _MARKS[check.status], found)
+        tiers = Table()
+        for column in ("CPU tier", "", "CPUs", "brings", "SparseAMXMatMul kernel"):
+            tiers.add_column(column, overflow="fold")
+        for tier in self.tiers:
+            tiers.add_row(tier.name, tier.state, tier.cpus, tier.brings, tier.kernel)
+        failed = sum(check.status == "failed" for check in self.checks)
+        verdict = (
+            "Everything that Ortolan needs works." if self.passed else f"{failed} failed; what to do stands above."
+        )
+        return Group(checks, tiers, Text(verdict, style="green" if self.passed else "red"))
+
+
+def run_doctor() -> DoctorReport:
+    """Runs every check. Never raises; takes a second or two."""
+    checks: list[Check] = [_guarded("Ortolan", check_ortolan), _guarded("Python", check_python)]
+    checks += [_guarded(name, partial(check_package, name)) for name in _PACKAGES]
+    checks += [
+        _guarded("native module", check_native_module),
+        _guarded("CPU", check_cpu),
+        _guarded("ORTOLAN_ISA", check_isa_override),
+        _guarded("operator library", check_library),
+    ]
+    checks += [_guarded(name, partial(check_extra, name)) for name in _EXTRAS]
+    return DoctorReport(tuple(checks), describe_tiers())
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:
+        return Check(name, "failed", f"the check itself failed: {_one_line(error)}", _REINSTALL)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+# Distribution -> module. onnxruntime also comes as onnxruntime-gpu and others, hence the module's own __version__.
+_PACKAGES = {
+    "onnxruntime": "onnxruntime",
+    "onnx": "onnx",
+    "onnx-ir": "onnx_ir",
+    "onnxscript": "onnxscript",
+    "numpy": "numpy",
+}
+_EXTRAS = {"tokenizers": "sentence embeddings, the demo", "safetensors": "building all-MiniLM-L6-v2, the demo"}
+
+
+def check_ortolan() -> Check:
+    """Ortolan's own version and place."""
+    return Check("Ortolan", "ok", f"{importlib.metadata.version('ortolan')} in {Path(__file__).parent}")
+
+
+def check_python() -> Check:
+    """The interpreter."""
+    return Check("Python", "ok", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
+
+
+def check_package(name: str) -> Check:
+    """A package that Ortolan needs: imports, and is new enough."""
+    wanted = _required_versions().get(name, "")
+    install = f'pip install --upgrade "{name}{">=" + wanted if wanted else ""}"'
+    try:
+        module = importlib.import_module(_PACKAGES[name])
+    except Exception as error:  # a broken binary raises about anything
+        return Check(name, "failed", f"cannot be imported: {_one_line(error)}", install)
+    version = str(getattr(module, "__version__", "") or importlib.metadata.version(name))
+    if _numbers(version) < _numbers(wanted):
+        return Check(name, "failed", f"{version} is too old, Ortolan needs {wanted} or later", install)
+    return Check(name, "ok", version)
+
+
+def check_extra(name: str) -> Check:
+    """An optional package."""
+    if importlib.util.find_spec(name) is None:
+        detail = f"not installed (optional: {_EXTRAS[name]})"
+        return Check(name, "note", detail, 'if you want it: pip install "ortolan[demo]"')
+    return Check(name, "ok", f"{importlib.metadata.version(name)} (optional: {_EXTRAS[name]})")
+
+
+def _required_versions() -> dict[str, str]:
+    """The lowest version of each dependency, as the installed package declares it."""
+    found = (re.match(r"([\w.-]+?)\s*>=\s*([\d.]+)", line) for line in importlib.metadata.requires("ortolan") or [])
+    return {match[1]: match[2] for match in found if match}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def check_native_module() -> Check:
+    """The compiled module that packs weights."""
+    try:
+        from . import _native
+    except Exception as error:
+        return Check("native module", "failed", f"ortolan._native cannot be imported: {_one_line(error)}", _REINSTALL)
+    return Check("native module", "ok", str(_native.__file__))
+
+
+def check_cpu() -> Check:
+    """The CPU's name and tier."""
+    info = _cpu_info()
+    tier = f"tier {info['isa']}"
+    if info["isa"] != info["detected_isa"]:
+        tier += f" (this CPU could do {info['detected_isa']})"
+    if info["isa"] == "scalar":
+        return Check("CPU", "note", f"{info['name']}: {tier}", "right answers, but slower than plain ONNX Runtime here")
+    return Check("CPU", "ok", f"{info['name']}: {tier}")
+
+
+def check_isa_override() -> Check:
+    """The environment variable ORTOLAN_ISA."""
+    value = os.environ.get("ORTOLAN_ISA")
+    if not value:
+        return Check("ORTOLAN_ISA", "ok", "not set: the CPU's best tier is used")
+    info = _cpu_info()
+    if info["isa_problem"]:
+        return Check("ORTOLAN_ISA", "failed", str(info["isa_problem"]), "unset ORTOLAN_ISA, or set it to a known tier")
+    if value != info["isa"]:
+        return Check("ORTOLAN_ISA", "note", f"'{value}', but this CPU ends at {info['isa']}: it only lowers the tier")
+    return Check("ORTOLAN_ISA", "note", f"'{value}': no kernel above this tier runs", "unset it for full speed")
+
+
+def _cpu_info() -> dict[str, Any]:
+    from . import _native
+
+    return dict(_native.cpu_info())
+
+
+# Name, CPUs, what it brings; ordered as Isa in ops/isa/isa.h.
+_TIERS = (
+    ("scalar", "any", "portable code: right answers, no speed"),
+    ("avx2", "Haswell 2013, Zen 1 and later", "8 multiply-adds at a time in fp32"),
+    ("avx512", "Ice Lake, Zen 4 and later", "16 at a time; sparse weights expand in registers (vpexpandw)"),
+    ("avx512bf16", "Zen 4, Sapphire Rapids and later", "the same, with bf16 products in pairs (vdpbf16ps)"),
+    ("amx", "Sapphire Rapids and later Xeons", "the same, with the tile unit for wide inputs"),
+)
+
+
+def describe_tiers() -> tuple[Tier, ...]:
+    """Every tier, the best last; without the native module nothing is known of kernels and this CPU."""
+    order = [name for name, _, _ in _TIERS]
+    try:
+        from . import _native
+
+        info = _cpu_info()
+        kernels = [(str(row["name"]), order.index(row["isa"])) for row in _native.sparse_amx_matmul_kernels()]
+        active, detected = order.index(info["isa"]), order.index(info["detected_isa"])
+    except Exception:
+        kernels, active, detected = [], -1, -1
+    tiers = []
+    for rank, (name, cpus, brings) in enumerate(_TIERS):
+        kernel = next((kernel for kernel, needs in kernels if needs <= rank), "?")
+        state: Literal["in use", "available", ""] = ""
+        if rank == active:
+            state = "in use"
+        elif rank <= detected:
+            state = "available"
+        tiers.append(Tier(name, cpus, brings, kernel, state))
+    return tuple(tiers)
+
+
+# --- the operator library ---------------------------------------------------------------------------------------------
+
+
+def check_library(library: str | os.PathLike[str] | None = None) -> Check:
+    """Whether libortolan_ops.so is there, loads in the installed ONNX Runtime and computes what numpy computes.
+
+    library: the file to try; the one that Ortolan registers when None.
+
+    It runs in a process of its own: a library built for another system may end the process that loads it.
+    """
+    name = "operator library"
+    if library is None:
+        from . import get_library_path
+
+        try:
+            library = get_library_path()
+        except OrtolanError as error:
+            return Check(name, "failed", _one_line(error), _REINSTALL)
+    if not Path(library).is_file():
+        return Check(name, "failed", f"{library} does not exist", _REINSTALL)
+    # -P: whatever lies in the current folder must not be imported instead of the installed packages.
+    code = "import sys; from ortolan.doctor import run_tiny_model; run_tiny_model(sys.argv[1])"
+    command = [sys.executable, "-P", "-c", code, os.fspath(library)]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SELF_TEST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        detail = f"{library}: a tiny model did not finish within {_SELF_TEST_SECONDS} s"
+        return Check(name, "failed", detail, "is the machine overloaded? Try again; if it stays so, report it")
+    if result.returncode == 0:
+        return Check(name, "ok", f"{library} loads and computes what numpy does")
+    problem = _problem(result.returncode, result.stderr)
+    return Check(name, "failed", f"{library}: {problem}", _library_advice(problem))
+
+
+def run_tiny_model(library: str) -> None:
+    """Runs one SparseAMXMatMul through `library` in ONNX Runtime. Raises when it fails or differs from numpy."""
+    import numpy as np
+    import onnxruntime as ort
+    from onnx import TensorProto, helper
+
+    from . import _native
+
+    m, k, n = 3, 70, 21  # no multiples of a tile
+    rng = np.random.default_rng(0)
+    # Small whole numbers: bf16 holds them, and float32 sums of them are exact in any order.
+    x = rng.integers(-4, 5, (m, k)).astype(np.float32)
+    w = rng.integers(-4, 5, (k, n)) * rng.integers(0, 2, (k, n))
+    masks, values, offsets = _native.pack_bitmap(w.astype(np.float32))
+    initializers = [
+        helper.make_tensor(name, kind, array.shape, array.tobytes(), raw=True)
+        for name, kind, array in (
+            ("masks", TensorProto.UINT8, masks),
+            ("values", TensorProto.BFLOAT16, values),
+            ("offsets", TensorProto.INT64, offsets),
+        )
+    ]
+    node = helper.make_node(
+        "SparseAMXMatMul", ["x", "masks", "values", "offsets"], ["y"], domain="ai.ortolan", k=k, n=n
+    )
+    graph = helper.make_graph(
+        [node],
+        "doctor",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [m, k])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [m, n])],
+        initializers,
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.ortolan", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": x})
+    error = float(np.abs(y - x @ w).max())
+    if error != 0:
+        raise OrtolanError(f"SparseAMXMatMul differs from numpy by up to {error:g}, expected no difference")
+
+
+def _problem(returncode: int, stderr: str) -> str:
+    if returncode < 0:
+        try:
+            name = signal.Signals(-returncode).name
+        except ValueError:
+            name = str(-returncode)
+        return f"the process that loaded it was killed by signal {name}"
+    lines = stderr.strip().splitlines()
+    if not lines:
+        return f"the process that loaded it ended with exit code {returncode}"
+    # The last line of a traceback; of ONNX Runtime's errors without the class and the status.
+    return re.sub(r"^onnxruntime\.[\w.]+: (\[ONNXRuntimeError\] : \d+ : \w+ : )?", "", lines[-1].strip())
+
+
+def _library_advice(problem: str) -> str:
+    if "ORTOLAN_ISA" in problem:
+        return "unset ORTOLAN_ISA, or set it to a known tier"
+    if "No module named" in problem or "ImportError" in problem:
+        return "put the packages above in order first"
+    if "Upgrade onnxruntime" in problem or "register_custom_ops_library" in problem:
+        return "pip install --upgrade onnxruntime"
+    if "signal SIGILL" in problem or "differs from numpy" in problem:
+        return "try ORTOLAN_ISA=scalar, and report this with the CPU's name: a kernel is wrong here"
+    damage = ("GLIBC", "ELF", "cannot open shared object", "undefined symbol", "too short", "SIGBUS", "SIGSEGV")
+    if any(text in problem for text in damage):
+        return f"the file is damaged or made for another system; {_REINSTALL} --no-binary ortolan"
+    return _REINSTALL
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

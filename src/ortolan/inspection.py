@@ -1,0 +1,218 @@
+"""inspect_onnx: what a model consists of, and what Ortolan could do or has done to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor, stored_bytes
+from ortolan.graph_passes.linear import Linear, find_linears, node_name
+from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
+from ortolan.graph_passes.normalize import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY, inline_functions, optimized_with
+from ortolan.graph_passes.report import human_bytes
+
+from .errors import ModelError, OrtolanError
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+    from rich.console import Group
+
+
+_REPLACED = "already replaced"
+
+
+@dataclass
+class TensorInfo:
+    """An input or output of the model. Dimensions are numbers, names, or None."""
+
+    name: str
+    dtype: str
+    shape: list[int | str | None] | None
+
+
+@dataclass
+class LinearInfo:
+    """A linear layer, or a node that looks like one."""
+
+    name: str
+    op: str
+    k: int | None = None
+    n: int | None = None
+    weight_bytes: int | None = None
+    weight_format: str | None = None  # FLOAT, FLOAT16, …, or "bitmap + bf16" where Ortolan packed it
+    sparsity: float | None = None
+    replaceable: bool = False
+    reason: str | None = None  # why it is not replaceable
+
+
+@dataclass
+class Inspection:
+    """What inspect_onnx found. `print` it, or take `to_json()`."""
+
+    model: str
+    file_size: int
+    opset: int
+    ir_version: int
+    producer: str
+    optimized: str | None  # the recipe, if Ortolan made this model
+    ortolan_version: str | None
+    inputs: list[TensorInfo] = field(default_factory=list)
+    outputs: list[TensorInfo] = field(default_factory=list)
+    linears: list[LinearInfo] = field(default_factory=list)
+    operators: dict[str, int] = field(default_factory=dict)
+    fusions: dict[str, int] = field(default_factory=dict)  # operators neither of the ONNX standard nor ours
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120, no_color=True, highlight=False, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table()
+        table.add_column("linear layer", overflow="fold")
+        table.add_column("op")
+        for column in ("k x n", "weight", "bytes", "sparsity"):
+            table.add_column(column, justify="right")
+        reasons: dict[str, list[str]] = {}
+        for layer in self.linears:
+            if layer.reason is not None and layer.reason != _REPLACED:
+                reasons.setdefault(layer.reason, []).append(layer.name)
+            if layer.k is not None:
+                cells = [
+                    layer.name,
+                    layer.op.removeprefix(f"{ORTOLAN_DOMAIN}::"),
+                    f"{layer.k} x {layer.n}",
+                    layer.weight_format or "",
+                    human_bytes(layer.weight_bytes),
+                    "" if layer.sparsity is None else f"{100 * layer.sparsity:.1f} %",
+                ]
+                table.add_row(*(Text(cell) for cell in cells))
+        replaceable = sum(layer.replaceable for layer in self.linears)
+        made = (
+            f"optimized by Ortolan {self.ortolan_version or ''} ({self.optimized})"
+            if self.optimized
+            else (f"{replaceable} of {len(self.linears)} matrix products can be replaced")
+        )
+        lines = [
+            f"{self.model}: {human_bytes(self.file_size)}, opset {self.opset}, IR version {self.ir_version}"
+            + (f", made by {self.producer}" if self.producer else ""),
+            made,
+            *(f"input   {_signature(value)}" for value in self.inputs),
+            *(f"output  {_signature(value)}" for value in self.outputs),
+        ]
+        if self.fusions:
+            lines.append("fused   " + ", ".join(f"{count} {name}" for name, count in self.fusions.items()))
+        tail = [
+            f"not replaceable: {reason}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for reason, names in reasons.items()
+        ]
+        parts = (
+            [Text("\n".join(lines))] + ([table] if table.row_count else []) + ([Text("\n".join(tail))] if tail else [])
+        )
+        return Group(*parts)
+
+
+def inspect_onnx(model: str | os.PathLike[str] | onnx.ModelProto) -> Inspection:
+    """Looks into a model without changing it or running it. Raises ModelError if it cannot be read."""
+    file = load_model(model)
+    try:
+        return _inspect(file)
+    except OrtolanError:
+        raise
+    except Exception as error:  # a malformed model trips over anything
+        raise ModelError(f"{file.name} is not a well-formed ONNX model: {type(error).__name__}: {error}") from error
+
+
+def _inspect(file: ModelFile) -> Inspection:
+    graph_model = file.model
+    mapped = list(external_tensors(graph_model))
+    result = Inspection(
+        model=file.name,
+        file_size=file.size,
+        opset=graph_model.opset_imports.get("", graph_model.opset_imports.get("ai.onnx", 0)),
+        ir_version=graph_model.ir_version,
+        producer=" ".join(part for part in (graph_model.producer_name, graph_model.producer_version) if part),
+        optimized=graph_model.metadata_props.get(RECIPE_KEY) or optimized_with(graph_model),
+        ortolan_version=graph_model.metadata_props.get(VERSION_KEY),
+        inputs=[_tensor_info(value) for value in graph_model.graph.inputs if not value.is_initializer()],
+        outputs=[_tensor_info(value) for value in graph_model.graph.outputs],
+    )
+    inline_functions(graph_model)  # the layers of a model with functions lie inside of them
+    for node in graph_model.graph.all_nodes():
+        if node.domain == ORTOLAN_DOMAIN:
+            result.linears.append(_packed_info(node))
+    for found in find_linears(graph_model):
+        if isinstance(found, Linear):
+            matrix = found.matrix()
+            result.linears.append(
+                LinearInfo(
+                    found.name,
+                    found.op,
+                    found.k,
+                    found.n,
+                    stored_bytes(found.weight_value),
+                    found.stored_type,
+                    1 - int(np.count_nonzero(matrix)) / matrix.size,
+                    result.optimized is None,
+                )
+            )
+            del matrix
+            release_maps(mapped)
+        else:
+            result.linears.append(LinearInfo(found.name, _op_name(found.node), reason=found.reason))
+    counts = Counter(_op_name(node) for node in graph_model.graph.all_nodes())
+    result.operators = dict(sorted(counts.items()))
+    standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
+    outside = {_op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
+    result.fusions = {name: count for name, count in result.operators.items() if name in outside}
+    return result
+
+
+def _packed_info(node: ir.Node) -> LinearInfo:
+    """A layer that one of our operators computes."""
+    sizes = {name: node.attributes[name].as_int() for name in ("k", "n") if name in node.attributes}
+    k, n = sizes.get("k"), sizes.get("n")
+    tensors = [constant_tensor(value) for value in node.inputs[1:4]]
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    info = LinearInfo(node_name(node), _op_name(node), k, n, size, "packed", reason=_REPLACED)
+    offsets = tensors[2] if node.op_type == "SparseAMXMatMul" and len(tensors) == 3 else None
+    if offsets is not None and offsets.size and k and n:
+        info.weight_format = "bitmap + bf16"
+        info.sparsity = 1 - int(offsets.numpy().reshape(-1)[-1]) / (k * n)
+    return info
+
+
+def _op_name(node: ir.Node) -> str:
+    return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
+def _tensor_info(value: ir.Value) -> TensorInfo:
+    shape = None
+    if value.shape is not None:
+        shape = [size if isinstance(size, int) else size.value for size in value.shape]
+    return TensorInfo(value.name or "", value.dtype.name if value.dtype is not None else str(value.type), shape)
+
+
+def _signature(value: TensorInfo) -> str:
+    shape = "?" if value.shape is None else ", ".join("?" if size is None else str(size) for size in value.shape)
+    return f"{value.name}: {value.dtype} [{shape}]"

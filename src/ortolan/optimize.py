@@ -1,0 +1,177 @@
+"""optimize_onnx: from a model and a recipe to an optimized model and a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ortolan.graph_passes.feeds import Calibration, read_calibration
+from ortolan.graph_passes.model_file import (
+    ModelFile,
+    check_output,
+    data_path,
+    load_model,
+    move_into_place,
+    tensor_slots,
+    to_proto,
+    write_model,
+)
+from ortolan.graph_passes.normalize import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY, optimized_with
+from ortolan.graph_passes.pipeline import PassContext, run_recipe
+from ortolan.graph_passes.recipe import Recipe
+from ortolan.graph_passes.report import OptimizationReport
+from ortolan.graph_passes.spill import TensorSpill
+
+from .errors import LibraryError, ModelError, OutputError
+from .session import cpu_info
+
+if TYPE_CHECKING:
+    import onnx
+
+_PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
+_PROTOBUF_LIMIT = 2**31 - 2**20
+
+
+def optimize_onnx(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    recipe: str | os.PathLike[str] | Recipe,
+    options: Mapping[str, Any] | None = None,
+    calibration: Calibration | None = None,
+    portable: bool = True,
+    dry_run: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> OptimizationReport:
+    """Optimizes a model by a recipe and verifies it against the original.
+
+    model: a path or an onnx.ModelProto; never changed.
+    output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
+    recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe.
+    options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
+    calibration: an .npz file, a dict of arrays, or an iterable of such dicts, named like the model's inputs: run to
+        verify the result and to measure the error of layers. None: inputs are made up.
+    portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
+    dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
+    progress: called as progress(stage, done, total).
+
+    Raises an OrtolanError. After any error or interrupt the output is as it was before: absent, or the older model.
+    """
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    chosen = chosen.with_options(options or {})
+    source = load_model(model)
+    _refuse_optimized(source)
+    target = None if output is None else Path(output)
+    if target is not None:
+        check_output(target, source)
+    # Counted before the passes run: they change the model in place.
+    report = OptimizationReport(
+        recipe=chosen.to_dict(),
+        input=None if source.path is None else str(source.path),
+        output=None if target is None or dry_run else str(target),
+        dry_run=dry_run,
+        portable=portable,
+        file_size_before=source.size,
+        versions=package_versions(),
+        cpu=_cpu(),
+    )
+    source.model.metadata_props.update(_provenance(chosen))
+    feeds = None
+    if calibration is not None:
+        feeds = read_calibration(calibration, source.model)
+        report.feeds = f"{len(feeds)} given feed(s)"
+    with _work_folder(None if dry_run else target) as folder, TensorSpill(folder) as spill:
+        context = PassContext(
+            source,
+            report,
+            folder,
+            folder / (target.name if target is not None else "model.onnx"),
+            spill,
+            feeds=feeds,
+            portable=portable,
+            dry_run=dry_run,
+            progress=progress or _no_progress,
+        )
+        run_recipe(chosen, source.model, context)
+        if not dry_run:
+            _finish(source, context, target)
+    return report
+
+
+def _finish(source: ModelFile, context: PassContext, target: Path | None) -> None:
+    """Puts the candidate in its place, or into the report."""
+    report = context.report
+    if target is None:
+        total = sum(tensor.nbytes for tensor, _ in tensor_slots(source.model))
+        if total > _PROTOBUF_LIMIT:
+            raise OutputError(
+                f"the optimized model has {total} bytes of weights, more than a ModelProto can hold (2 GiB); "
+                "give an output path"
+            )
+        report.model = to_proto(source.model)
+        report.file_size_after = report.model.ByteSize()
+        return
+    if not context.candidate.exists():  # a recipe without verify
+        write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
+    files = [context.candidate, data_path(context.candidate)]
+    report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
+    context.progress("save", 0, 1)
+    move_into_place(context.candidate, target)
+    context.progress("save", 1, 1)
+
+
+def _refuse_optimized(source: ModelFile) -> None:
+    made_by = optimized_with(source.model)
+    if made_by is not None:
+        raise ModelError(f"{source.name} was already optimized by Ortolan ({made_by}); start from the original model")
+
+
+def _provenance(recipe: Recipe) -> dict[str, str]:
+    """What the optimized model says of its making."""
+    versions = package_versions()
+    return {
+        RECIPE_KEY: recipe.name,
+        VERSION_KEY: versions.get("ortolan", "unknown"),
+        OPTIONS_KEY: json.dumps(recipe.to_dict()["pass"]),
+    }
+
+
+@contextmanager
+def _work_folder(target: Path | None) -> Iterator[Path]:
+    """A folder for unfinished files, beside the output so that a finished one can be renamed; it always goes away."""
+    parent = None if target is None else target.absolute().parent
+    prefix = "ortolan-" if target is None else f".{target.name}."
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot create a temporary folder in {str(parent or tempfile.gettempdir())!r}: {error.strerror}"
+        ) from error
+    with folder as name:
+        yield Path(name)
+
+
+def package_versions() -> dict[str, str]:
+    """The installed versions that decide what a model does."""
+    versions = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _cpu() -> dict[str, Any]:
+    try:
+        return cpu_info()
+    except LibraryError:
+        return {}
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,125 @@
+"""Serving: the operator library and ONNX Runtime sessions that know it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import LibraryError, SessionError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+LIBRARY_NAME = "libortolan_ops.so"
+# Options remember by this entry that they know the library: registering it twice is an error in ONNX Runtime.
+_REGISTERED = "ortolan.registered"
+_FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
+
+
+def get_library_path() -> str:
+    """The path of libortolan_ops.so, for any ONNX Runtime host: Python, C, C++, Triton."""
+    import ortolan
+
+    # An editable install keeps the Python files in the source tree, and what was compiled beside the native module.
+    native = find_spec("ortolan._native")
+    folders = [*map(Path, ortolan.__path__), *([Path(native.origin).parent] if native and native.origin else [])]
+    for folder in folders:
+        if (folder / LIBRARY_NAME).is_file():
+            return str(folder / LIBRARY_NAME)
+    raise LibraryError(
+        f"{LIBRARY_NAME} is not in {' or '.join(map(str, folders))}; reinstall with: "
+        "pip install --force-reinstall ortolan (in a source tree: pip install -e .)"
+    )
+
+
+def cpu_info() -> dict[str, Any]:
+    """The CPU's name, the instruction set that the kernels use, the one detected, and what is wrong if they differ."""
+    try:
+        from ortolan import _native
+    except ImportError as error:
+        raise LibraryError(
+            f"the native module ortolan._native does not load: {error}; reinstall with: "
+            "pip install --force-reinstall ortolan (in a source tree: pip install -e .)"
+        ) from error
+    return dict(_native.cpu_info())
+
+
+def register(session_options: onnxruntime.SessionOptions) -> None:
+    """Makes Ortolan's operators known to sessions created with these options. Calling it again changes nothing."""
+    try:
+        session_options.get_session_config_entry(_REGISTERED)
+        return
+    except RuntimeError:  # no such entry: not registered yet
+        pass
+    path = get_library_path()
+    try:
+        session_options.register_custom_ops_library(path)
+    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        raise LibraryError(
+            f"ONNX Runtime cannot load {path}: {one_line(error)}; `ortolan doctor` tells more"
+        ) from error
+    session_options.add_session_config_entry(_REGISTERED, "1")
+
+
+def create_session(
+    path: str | os.PathLike[str],
+    session_options: onnxruntime.SessionOptions | None = None,
+    providers: Sequence[Any] | None = None,
+) -> onnxruntime.InferenceSession:
+    """An ONNX Runtime session for a model, optimized or not. The given options are used, and know the library after.
+
+    Runs on the CPU unless other providers are named. Raises SessionError if the model cannot be opened, LibraryError if
+    the operator library cannot be loaded.
+    """
+    import onnxruntime
+
+    options = session_options if session_options is not None else onnxruntime.SessionOptions()
+    register(options)
+    return open_session(path, options, providers)
+
+
+def open_session(
+    model: str | os.PathLike[str] | bytes,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[Any] | None = None,
+    data_folder: Path | None = None,
+) -> onnxruntime.InferenceSession:
+    """A session without our library. `model` may be a file's content, whose external data lies in data_folder."""
+    import onnxruntime
+
+    name = "the model" if isinstance(model, bytes) else repr(os.fspath(model))
+    if not isinstance(model, bytes):
+        if not os.path.isfile(model):
+            raise SessionError(f"model file {name} does not exist")
+        model = os.fspath(model)
+    if data_folder is not None:
+        options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=list(providers or ["CPUExecutionProvider"]))
+    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        raise SessionError(f"ONNX Runtime cannot open {name}: {one_line(error)}{_advice(str(error))}") from error
+
+
+def one_line(error: Exception) -> str:
+    """An error of ONNX Runtime without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def _advice(message: str) -> str:
+    """What to do about an error of ONNX Runtime."""
+    known = {
+        "is not a registered function/op": "; the model uses operators that this ONNX Runtime does not know: for those "
+        "of ai.ortolan, open it with ortolan.create_session or call ortolan.register(session_options); for others, "
+        "register their library too",
+        "Protobuf parsing failed": "; the file is no ONNX model, or it is cut short: export or download it again",
+        "INVALID_PROTOBUF": "; the file is no ONNX model, or it is cut short: export or download it again",
+        "External initializer": "; the external data file is missing or cut short: copy it beside the model",
+        "External data path": "; the external data file is missing or cut short: copy it beside the model",
+        "GetFileLength": "; the external data file is missing: copy it beside the model",
+        "Unsupported model IR version": "; this ONNX Runtime is too old for the model: pip install -U onnxruntime",
+        "is till opset": "; this ONNX Runtime is too old for the model's opset: pip install -U onnxruntime",
+    }
+    return next((advice for part, advice in known.items() if part in message), "")

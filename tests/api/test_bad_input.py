@@ -1,0 +1,300 @@
+"""Whatever is wrong: one clear error, an untouched input, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
+from ortolan import (
+    CalibrationError,
+    ModelError,
+    NothingToReplaceError,
+    OrtolanError,
+    OutputError,
+    RecipeError,
+    SessionError,
+)
+from ortolan.graph_passes import model_file
+from ortolan.models import tiny
+
+
+def optimize(model, output=None, recipe="sparse-bf16", **arguments):
+    return ortolan.optimize_onnx(model, output, recipe=recipe, **arguments)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in which nothing may change, whatever the test does."""
+    ir.save(tiny.mlp(), tmp_path / "model.onnx")
+    ir.save(tiny.mlp(), tmp_path / "external.onnx", external_data="external.data", size_threshold_bytes=0)
+    return tmp_path
+
+
+@pytest.fixture
+def unchanged(folder):
+    """Call it when the bad input is in place; at the end nothing may have changed since."""
+    before: list[dict[str, str]] = []
+    yield lambda: before.append(digests(folder))
+    assert before == [digests(folder)]
+
+
+def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    content = (folder / "model.onnx").read_bytes()
+    (folder / "text.onnx").write_text("this is no ONNX model")
+    (folder / "empty.onnx").write_bytes(b"")
+    (folder / "half.onnx").write_bytes(content[: len(content) // 2])
+    (folder / "model.ort").write_bytes(b"\x1c\0\0\0ORTM" + bytes(50))
+    (folder / "zeros.onnx").write_bytes(bytes(1000))
+    return {
+        "missing": (folder / "none.onnx", r"none\.onnx' does not exist"),
+        "folder": (folder, "is a folder, expected an ONNX file"),
+        "text": (folder / "text.onnx", "is not an ONNX model"),
+        "empty": (folder / "empty.onnx", "is not an ONNX model: it holds no graph"),
+        "half": (folder / "half.onnx", "is not an ONNX model, or it is cut short"),
+        "ort": (folder / "model.ort", "ORT format"),
+        "zeros": (folder / "zeros.onnx", "is not an ONNX model"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "text", "empty", "half", "ort", "zeros"])
+def test_files_that_are_no_model(folder, unchanged, kind):
+    path, message = bad_files(folder)[kind]
+    unchanged()
+    with pytest.raises(ModelError, match=message):
+        optimize(path, folder / "out.onnx")
+    with pytest.raises(ModelError, match=message):
+        ortolan.inspect_onnx(path)
+    with pytest.raises(SessionError, match=path.name):
+        ortolan.create_session(path)
+
+
+def test_models_of_the_wrong_type():
+    for model in (3, None, b"bytes\0"):
+        with pytest.raises((ModelError, OrtolanError)):
+            optimize(model)
+    with pytest.raises(ModelError, match="holds no graph"):
+        optimize(onnx.ModelProto())
+
+
+def test_already_optimized(folder, unchanged):
+    optimize(folder / "model.onnx", folder / "fast.onnx", options={"seconds": 0})
+    unchanged()
+    with pytest.raises(ModelError, match=r"fast\.onnx was already optimized by Ortolan \(recipe 'sparse-bf16'\)"):
+        optimize(folder / "fast.onnx", folder / "faster.onnx")
+    stripped = onnx.load(folder / "fast.onnx")
+    del stripped.metadata_props[:]
+    with pytest.raises(ModelError, match=r"already optimized by Ortolan .*ai.ortolan operators"):
+        optimize(stripped)
+
+
+def relu_model() -> onnx.ModelProto:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_nothing_to_replace(folder, unchanged, dry_run):
+    onnx.save(relu_model(), folder / "relu.onnx")
+    unchanged()
+    with pytest.raises(NothingToReplaceError, match=r"relu\.onnx holds no MatMul or Gemm"):
+        optimize(folder / "relu.onnx", folder / "out.onnx", dry_run=dry_run)
+    with pytest.raises(NothingToReplaceError, match=r"none of the 3 .*: /layers.0/MatMul: excluded from replacement"):
+        optimize(folder / "model.onnx", folder / "out.onnx", options={"replace.exclude": ["*"]}, dry_run=dry_run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipe": "fastest"}, "unknown recipe 'fastest'; the recipes are: .*sparse-bf16"),
+        ({"options": {"sparsity": 1.5}}, "sparsity is 1.5, expected a number from 0 to below 1"),
+        ({"options": {"sparsity": True}}, "sparsity is True"),
+        ({"options": {"sparsety": 0.5}}, "no option 'sparsety'.*did you mean 'sparsity'"),
+        ({"options": {"exclude": []}}, "ambiguous"),
+        ({"options": {"select": ["/nothing/*"]}}, "ambiguous"),
+        ({"options": {"prune.select": ["/nothing/*"]}}, "matches no linear layer"),
+    ],
+)
+def test_recipes_and_options(folder, unchanged, arguments, message):
+    unchanged()
+    with pytest.raises(RecipeError, match=message):
+        optimize(folder / "model.onnx", folder / "out.onnx", **arguments)
+
+
+def test_unknown_key_in_a_recipe_file(folder, unchanged):
+    (folder / "bad.toml").write_text('name = "bad"\nsparsity = 0.5\n[[pass]]\nname = "prune"\n')
+    unchanged()
+    with pytest.raises(
+        RecipeError, match=r"bad\.toml': unknown key 'sparsity', known ones are: description, name, pass"
+    ):
+        optimize(folder / "model.onnx", folder / "out.onnx", recipe=folder / "bad.toml")
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "hard link"])
+def test_damaged_external_data(folder, unchanged, damage):
+    data = folder / "external.data"
+    if damage == "cut":
+        data.write_bytes(data.read_bytes()[:-100])
+    elif damage == "missing":
+        data.unlink()
+    else:
+        (folder / "twin.data").hardlink_to(data)
+    unchanged()
+    message = {
+        "cut": r"'layers.* is cut short: .* holds \d+ bytes, expected at least",
+        "missing": "is missing: there is no",
+        "hard link": "several hard links",
+    }[damage]
+    with pytest.raises(ModelError, match=message):
+        optimize(folder / "external.onnx", folder / "out.onnx")
+    if damage != "hard link":
+        with pytest.raises(SessionError, match="external data file"):
+            ortolan.create_session(folder / "external.onnx")
+
+
+@pytest.mark.parametrize("location", ["../secret.bin", "/etc/passwd", "link.bin"])
+def test_external_data_outside_of_the_folder(folder, unchanged, location):
+    (folder.parent / "secret.bin").write_bytes(bytes(100000))
+    (folder / "link.bin").symlink_to(folder.parent / "secret.bin")
+    model = onnx.load(folder / "external.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    (folder / "evil.onnx").write_bytes(model.SerializeToString())
+    unchanged()
+    with pytest.raises(ModelError, match=r"below the model's folder|linked out of the model's folder"):
+        optimize(folder / "evil.onnx", folder / "out.onnx")
+
+
+def test_external_data_of_a_proto_cannot_be_found(folder):
+    with pytest.raises(ModelError, match="give the path of the model instead"):
+        optimize(onnx.load(folder / "external.onnx", load_external_data=False))
+
+
+@pytest.mark.parametrize("output", ["model.onnx", "./model.onnx", "link.onnx"])
+def test_output_that_is_the_input(folder, unchanged, output):
+    (folder / "link.onnx").symlink_to(folder / "model.onnx")
+    unchanged()
+    with pytest.raises(OutputError, match=r"would overwrite .*model\.onnx', which belongs to the input"):
+        optimize(folder / "model.onnx", folder / output)
+
+
+def test_output_whose_data_file_is_the_inputs(folder, unchanged):
+    (folder / "external.data").rename(folder / "out.onnx.data")
+    model = onnx.load(folder / "external.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "out.onnx.data"
+    (folder / "external.onnx").write_bytes(model.SerializeToString())
+    unchanged()
+    for output in ("out.onnx", "out.onnx.data"):
+        with pytest.raises(OutputError, match=r"would overwrite .*out\.onnx\.data', which belongs to the input"):
+            optimize(folder / "external.onnx", folder / output)
+
+
+def test_output_in_impossible_places(folder, unchanged):
+    unchanged()
+    with pytest.raises(OutputError, match=r"folder of output .* does not exist"):
+        optimize(folder / "model.onnx", folder / "none" / "out.onnx")
+    with pytest.raises(OutputError, match="is a folder"):
+        optimize(folder / "model.onnx", folder)
+
+
+def test_calibration_that_does_not_fit(folder, unchanged):
+    unchanged()
+    with pytest.raises(CalibrationError, match="missing inputs: x"):
+        optimize(folder / "model.onnx", folder / "out.onnx", calibration={"y": np.ones(3)})
+
+
+def test_a_weight_that_is_not_finite(folder, unchanged):
+    model = onnx.load(folder / "model.onnx")
+    tensor = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
+    array = numpy_helper.to_array(tensor).copy()
+    array[0, 0] = np.nan
+    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    onnx.save(model, folder / "nan.onnx")
+    unchanged()
+    with pytest.raises(ModelError, match=f"'{tensor.name}' holds NaN or infinity"):
+        optimize(folder / "nan.onnx", folder / "out.onnx")
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 1))
+def test_damaged_bytes_give_an_error_of_ours_or_none(changes, which):
+    content = bytearray(DAMAGED[which])
+    for place, value in changes:
+        content[place % len(content)] = value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "damaged.onnx"
+        path.write_bytes(content)
+        with contextlib.suppress(OrtolanError):
+            ortolan.inspect_onnx(path)
+        with contextlib.suppress(OrtolanError):
+            optimize(path, dry_run=True)
+
+
+DAMAGED = [
+    ir.to_proto(tiny.mlp((6, 5, 4), ["cast", "dequantize"])).SerializeToString(),
+    ir.to_proto(tiny.mlp((6, 5, 4, 4), ["transpose", "gemm_trans_b", "identity"])).SerializeToString(),
+]
+
+
+STAGES = ["normalize", "calibrate", "prune", "replace", "verify", "write", "save"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("existing", [False, True])
+def test_interrupts_leave_nothing(folder, unchanged, monkeypatch, stage, error, existing):
+    """With large weights, so that there are two files to write; over an older pair, or over nothing."""
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    if existing:
+        optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0, "sparsity": 0.9})
+    unchanged()
+
+    def interrupt(reached: str, done: int, total: int) -> None:
+        if reached == stage and not (stage == "save" and done):
+            raise error("stop")
+
+    with pytest.raises((error, OrtolanError), match="stop"):
+        optimize(folder / "external.onnx", folder / "out.onnx", options={"seconds": 0}, progress=interrupt)
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_failures_while_the_files_are_moved_put_the_old_pair_back(folder, unchanged, monkeypatch, step):
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0, "sparsity": 0.9})
+    unchanged()
+    real, calls = model_file.os.replace, []
+
+    def replace(source, target):
+        # onnx-ir moves its own temporary file first; what follows are our four moves.
+        calls.append(source)
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(model_file.os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        optimize(folder / "external.onnx", folder / "out.onnx", options={"seconds": 0})
+    assert len(calls) >= step

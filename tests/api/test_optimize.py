@@ -1,0 +1,243 @@
+"""optimize_onnx from end to end: what it writes, what it reports, and what it leaves alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import ortolan
+from ortolan.graph_passes import model_file
+from ortolan.models import tiny
+
+FAST = {"seconds": 0.0}
+
+
+def optimize(model, output=None, **arguments):
+    options = FAST | arguments.pop("options", {})
+    return ortolan.optimize_onnx(model, output, recipe="sparse-bf16", options=options, **arguments)
+
+
+@pytest.fixture
+def bert(tmp_path) -> Path:
+    path = tmp_path / "bert.onnx"
+    ir.save(tiny.tiny_bert(), path)
+    return path
+
+
+@pytest.fixture
+def bert_with_data(tmp_path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    ir.save(tiny.tiny_bert(), folder / "bert.onnx", external_data="bert.data", size_threshold_bytes=0)
+    return folder / "bert.onnx"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def bert_feeds(rows: int = 2, length: int = 9) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(5).integers(0, 101, (rows, length))
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+
+
+def answers(path: Path, library: bool) -> np.ndarray:
+    if library:
+        return ortolan.create_session(path).run(None, bert_feeds())[0]
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, bert_feeds())[0]
+
+
+def error(expected: np.ndarray, found: np.ndarray) -> float:
+    return float(np.linalg.norm(expected - found) / np.linalg.norm(expected))
+
+
+def test_a_model_becomes_smaller_and_answers_the_same_with_and_without_the_library(bert, tmp_path):
+    before = digests(tmp_path)
+    report = optimize(bert, tmp_path / "fast.onnx", options={"sparsity": 0.0})
+    assert error(answers(bert, False), answers(tmp_path / "fast.onnx", True)) < 2e-2
+    assert error(answers(tmp_path / "fast.onnx", True), answers(tmp_path / "fast.onnx", False)) < 1e-2
+    after = digests(tmp_path)
+    assert set(after) == {*before, "fast.onnx"} and after["bert.onnx"] == before["bert.onnx"]
+    assert report.file_size_before == bert.stat().st_size
+    assert report.file_size_after == (tmp_path / "fast.onnx").stat().st_size < report.file_size_before
+    assert report.model is None and len(report.replaced) == 12
+
+
+def test_provenance(bert, tmp_path):
+    optimize(bert, tmp_path / "fast.onnx", options={"sparsity": 0.6})
+    properties = {entry.key: entry.value for entry in onnx.load(tmp_path / "fast.onnx").metadata_props}
+    assert properties["ortolan.recipe"] == "sparse-bf16"
+    assert properties["ortolan.version"] == ortolan.__version__
+    prune = next(step for step in json.loads(properties["ortolan.options"]) if step["name"] == "prune")
+    assert prune["sparsity"] == 0.6
+
+
+def test_report_as_json_and_text(bert, tmp_path):
+    report = optimize(bert, tmp_path / "fast.onnx")
+    table = json.loads(report.to_json())
+    assert table == report.to_dict()
+    layer = table["layers"][0]
+    assert layer == {
+        "name": "/encoder/layer.0/attention/self/query/MatMul",
+        "op": "MatMul+Add",
+        "new_op": "SparseAMXMatMul",
+        "k": 48,
+        "n": 48,
+        "sparsity": 0.5,
+        "bytes_before": 4 * 48 * 48,
+        "bytes_after": layer["bytes_after"],
+        "output_error": layer["output_error"],
+        "status": "replaced",
+        "reason": None,
+    }
+    assert 0 < layer["bytes_after"] < 4 * 48 * 48 / 2 and 0.1 < layer["output_error"] < 0.5
+    text = str(report)
+    for part in (
+        "replaced 12 of 16",
+        "/encoder/layer.0/attention/self/query",
+        "48 x 48",
+        "50.0 %",
+        "smaller",
+        "latency",
+        "run time",
+        "last_hidden_state",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_without_output_nothing_is_written(bert, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = digests(tmp_path)
+    report = optimize(bert)
+    assert digests(tmp_path) == before and report.output is None
+    onnx.checker.check_model(report.model)
+    assert report.file_size_after == report.model.ByteSize()
+
+
+def test_a_model_proto_is_not_changed(bert):
+    model = onnx.load(bert)
+    before = model.SerializeToString(deterministic=True)
+    assert len(optimize(model).replaced) == 12
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def test_the_same_run_gives_the_same_file(bert, tmp_path):
+    for name in ("a.onnx", "b.onnx"):
+        optimize(bert, tmp_path / name)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_dry_run_tells_and_writes_nothing(bert_with_data, tmp_path):
+    before = digests(tmp_path)
+    report = optimize(bert_with_data, tmp_path / "fast.onnx", dry_run=True)
+    assert digests(tmp_path) == before
+    statuses = [layer.status for layer in report.layers]
+    assert statuses.count("would replace") == 12 and statuses.count("kept") == 4
+    assert all("run time" in layer.reason for layer in report.layers if layer.status == "kept")
+    real = optimize(bert_with_data, tmp_path / "fast.onnx")
+    assert [layer.bytes_after for layer in report.layers] == [layer.bytes_after for layer in real.layers]
+    assert "would replace 12 of 16" in str(report)
+
+
+def test_progress_tells_every_stage(bert, tmp_path):
+    calls = []
+    optimize(bert, tmp_path / "fast.onnx", progress=lambda *call: calls.append(call))
+    stages = list(dict.fromkeys(stage for stage, _, _ in calls))
+    assert stages == ["normalize", "calibrate", "prune", "replace", "verify", "write", "save"] or stages == [
+        "normalize",
+        "calibrate",
+        "prune",
+        "replace",
+        "verify",
+        "save",
+    ]
+    for stage in stages:
+        done = [call[1:] for call in calls if call[0] == stage]
+        assert done == sorted(done) and done[-1][0] == done[-1][1]
+
+
+@pytest.fixture
+def large_files(monkeypatch):
+    """Everything counts as large, so that weights go to an external data file."""
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+
+
+def test_large_weights_go_to_one_aligned_data_file(bert_with_data, tmp_path, large_files):
+    before = digests(tmp_path / "in")
+    report = optimize(bert_with_data, tmp_path / "fast.onnx", options={"sparsity": 0.0})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fast.onnx", "fast.onnx.data", "in"]
+    assert digests(tmp_path / "in") == before
+    external = [
+        t for t in onnx.load(tmp_path / "fast.onnx", load_external_data=False).graph.initializer if t.external_data
+    ]
+    assert len(external) > 10
+    for tensor in external:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        assert entries["location"] == "fast.onnx.data" and int(entries["offset"]) % 64 == 0
+    sizes = [(tmp_path / name).stat().st_size for name in ("fast.onnx", "fast.onnx.data")]
+    assert report.file_size_after == sum(sizes)
+    assert error(answers(bert_with_data, False), answers(tmp_path / "fast.onnx", True)) < 2e-2
+    assert error(answers(bert_with_data, False), answers(tmp_path / "fast.onnx", False)) < 2e-2
+
+
+def test_an_existing_pair_is_replaced(bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    optimize(bert, tmp_path / "fast.onnx")
+    first = digests(tmp_path)
+    optimize(bert, tmp_path / "fast.onnx", options={"sparsity": 0.8})
+    second = digests(tmp_path)
+    assert set(first) == set(second) and first["fast.onnx.data"] != second["fast.onnx.data"]
+    answers(tmp_path / "fast.onnx", True)
+    # A model without a data file takes the old data file with it.
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 1 << 30)
+    optimize(bert, tmp_path / "fast.onnx")
+    assert sorted(digests(tmp_path)) == ["bert.onnx", "fast.onnx"]
+
+
+def test_a_foreign_data_file_stays(bert, tmp_path):
+    (tmp_path / "fast.onnx.data").write_bytes(b"not ours")
+    optimize(bert, tmp_path / "fast.onnx")
+    assert (tmp_path / "fast.onnx.data").read_bytes() == b"not ours"
+
+
+def test_models_in_download_caches_are_linked_to_one_folder(bert_with_data, tmp_path):
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in bert_with_data.parent.iterdir():
+        path.rename(path.with_name("blob-" + path.name))
+        (snapshot / path.name).symlink_to(path.with_name("blob-" + path.name))
+    report = optimize(snapshot / "bert.onnx", tmp_path / "fast.onnx", dry_run=True)
+    assert len(report.replaced) == 12
+
+
+def test_recipe_objects_and_files(bert, tmp_path):
+    recipe = ortolan.Recipe.load("sparse-bf16").with_options({"sparsity": 0.25} | FAST)
+    (tmp_path / "mine.toml").write_text(recipe.to_toml())
+    for chosen in (recipe, tmp_path / "mine.toml"):
+        report = ortolan.optimize_onnx(bert, recipe=chosen, dry_run=True)
+        assert {layer.sparsity for layer in report.replaced} == {0.25}
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_llama(tmp_path, scope):
+    path = tmp_path / "llama.onnx"
+    ir.save(tiny.tiny_llama(), path)
+    report = optimize(path, tmp_path / "fast.onnx", options={"scope": scope})
+    statuses = {layer.name: layer for layer in report.layers if layer.k}
+    pruned = [layer for name, layer in statuses.items() if "lm_head" not in name]
+    total = sum(layer.k * layer.n for layer in pruned)
+    assert sum(layer.sparsity * layer.k * layer.n for layer in pruned) == pytest.approx(total / 2, abs=len(pruned))
+    assert all(layer.status == "replaced" for layer in statuses.values())

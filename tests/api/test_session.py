@@ -1,0 +1,103 @@
+"""Serving, and what errors of ONNX Runtime become."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import ortolan
+from ortolan import LibraryError, SessionError
+from ortolan.models import tiny
+
+
+@pytest.fixture
+def fast(tmp_path) -> Path:
+    model = ir.to_proto(tiny.mlp())
+    ortolan.optimize_onnx(model, tmp_path / "fast.onnx", recipe="sparse-bf16", options={"seconds": 0}, portable=False)
+    return tmp_path / "fast.onnx"
+
+
+X = {"x": np.ones((3, 24), np.float32)}
+
+
+def test_create_session(fast):
+    session = ortolan.create_session(fast)
+    assert session.get_providers() == ["CPUExecutionProvider"]
+    assert session.run(None, X)[0].shape == (3, 16)
+
+
+def test_registering_twice_is_harmless(fast):
+    options = onnxruntime.SessionOptions()
+    ortolan.register(options)
+    ortolan.register(options)
+    first, second = (ortolan.create_session(str(fast), options, ["CPUExecutionProvider"]) for _ in range(2))
+    np.testing.assert_array_equal(first.run(None, X)[0], second.run(None, X)[0])
+
+
+def test_the_users_options_rule(fast):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.enable_profiling = True
+    options.profile_file_prefix = str(fast.parent / "profile")
+    session = ortolan.create_session(fast, options)
+    assert Path(session.end_profiling()).parent == fast.parent
+
+
+def test_library_path_is_a_library_that_any_host_can_load(fast):
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(ortolan.get_library_path())
+    onnxruntime.InferenceSession(str(fast), options, providers=["CPUExecutionProvider"])
+
+
+def test_missing_library(monkeypatch):
+    monkeypatch.setattr("ortolan.session.LIBRARY_NAME", "libnone.so")
+    with pytest.raises(LibraryError, match=r"libnone.so is not in .*reinstall with: pip install"):
+        ortolan.get_library_path()
+
+
+def test_a_library_that_does_not_load(monkeypatch, tmp_path):
+    (tmp_path / "lib.so").write_bytes(b"no library")
+    monkeypatch.setattr("ortolan.session.get_library_path", lambda: str(tmp_path / "lib.so"))
+    with pytest.raises(LibraryError, match=r"ONNX Runtime cannot load .*lib\.so.*ortolan doctor"):
+        ortolan.register(onnxruntime.SessionOptions())
+
+
+def test_unregistered_library_becomes_advice(fast, monkeypatch):
+    monkeypatch.setattr("ortolan.session.register", lambda options: None)
+    with pytest.raises(SessionError, match=r"fast\.onnx.*open it with ortolan.create_session") as caught:
+        ortolan.create_session(fast)
+    assert caught.value.__cause__ is not None and "\n" not in str(caught.value)
+
+
+def test_data_that_is_gone(tmp_path):
+    ir.save(tiny.mlp(), tmp_path / "m.onnx", external_data="m.data", size_threshold_bytes=0)
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(SessionError, match="external data file is missing"):
+        ortolan.create_session(tmp_path / "m.onnx")
+
+
+def test_cpu_info():
+    info = ortolan.cpu_info()
+    assert info["name"] and info["isa"] in ("scalar", "avx2", "avx512", "avx512bf16", "amx")
+
+
+def test_every_public_name_exists():
+    assert ortolan.__all__ == sorted(ortolan.__all__)
+    for name in ortolan.__all__:
+        assert getattr(ortolan, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'optimise_onnx'"):
+        ortolan.optimise_onnx  # noqa: B018
+
+
+def test_import_loads_nothing_heavy():
+    heavy = ("onnx", "onnxruntime", "numpy", "onnx_ir")
+    code = f"import sys, ortolan; print([name for name in {heavy} if name in sys.modules])"
+    flags = ["-S"] if sys.flags.no_site else []
+    result = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,232 @@
+"""Every command on a small model; its errors; what it prints to a pipe."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import ortolan
+import ortolan.benchmarks
+from ortolan.benchmarks.result import BenchOptions
+
+
+def test_version_and_help_are_quick_and_plain(run_cli):
+    version = run_cli("--version")
+    assert (version.returncode, version.stdout) == (0, f"ortolan {importlib.metadata.version('ortolan')}\n")
+    text = run_cli("--help")
+    assert text.returncode == 0
+    assert "\x1b" not in text.stdout
+    for command in ("optimize", "inspect", "bench", "doctor", "demo"):
+        assert command in text.stdout
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from typer.testing import CliRunner; from ortolan.cli import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
+        "print([name for name in ('numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_wrong_usage_exits_with_2(run_cli, mlp_path):
+    for arguments in ((), ("optimise",), ("optimize",), ("optimize", mlp_path, "--fast"), ("demo", "--threads", "0")):
+        result = run_cli(*arguments)
+        assert result.returncode == 2, arguments
+        assert "Traceback" not in result.stderr
+
+
+# --- optimize ---------------------------------------------------------------------------------------------------------
+
+
+def test_optimize_writes_next_to_the_model(run_cli, mlp_path):
+    before = mlp_path.read_bytes()
+    result = run_cli("optimize", mlp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "replaced 3 of 3" in result.stdout
+    assert "\x1b" not in result.stdout
+    session = ortolan.create_session(mlp_path.with_name("mlp.ortolan.onnx"))
+    assert session.run(None, {"x": np.ones((2, 24), np.float32)})[0].shape == (2, 16)
+    assert mlp_path.read_bytes() == before
+
+
+def test_names_that_the_terminal_cannot_show(run_cli, mlp_path):
+    mlp_path = mlp_path.rename(mlp_path.with_name("gr\N{LATIN SMALL LETTER O WITH DIAERESIS}\N{SNOWMAN}.onnx"))
+    for arguments in (("inspect", mlp_path), ("optimize", mlp_path, "--dry-run"), ("bench", "--help"), ("doctor",)):
+        result = run_cli(*arguments, PYTHONIOENCODING="ascii")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.isascii()
+
+
+def test_optimize_takes_output_settings_and_prints_only_json(invoke, bert_path, tmp_path):
+    output = tmp_path / "small.onnx"
+    result = invoke("optimize", bert_path, "-o", output, "--set", "sparsity=0.25", "--no-portable", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert output.is_file()
+    assert not report["portable"]
+    replaced = [layer for layer in report["layers"] if layer["status"] == "replaced"]
+    assert replaced
+    assert all(layer["sparsity"] == pytest.approx(0.25, abs=0.02) for layer in replaced)
+
+
+def test_optimize_reads_calibration_data(invoke, mlp_path, tmp_path):
+    feeds = tmp_path / "feeds.npz"
+    np.savez(feeds, x=np.random.default_rng(0).standard_normal((5, 24), dtype=np.float32))
+    result = invoke("optimize", mlp_path, "--calibration", feeds, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "1 given" in json.loads(result.stdout)["feeds"]
+
+
+def test_dry_run_writes_nothing(invoke, mlp_path, tmp_path):
+    result = invoke("optimize", mlp_path, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert "would replace" in result.stdout
+    assert list(tmp_path.iterdir()) == [mlp_path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--recipe", "sparse-bf61"), ("sparse-bf61", "sparse-bf16")),
+        (("--recipe", "no/such.toml"), ("no/such.toml",)),
+        (("--set", "sparsity=1.5"), ("sparsity", "1.5")),
+        (("--set", "sparsty=0.5"), ("sparsty", "sparsity")),
+        (("--set", "sparsity"), ("sparsity", "=")),
+        (("--calibration", "none.npz"), ("none.npz",)),
+        (("-o", "no/such/folder/out.onnx"), ("no/such/folder",)),
+    ],
+)
+def test_optimize_refuses_in_one_line(invoke, assert_one_line, mlp_path, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(invoke("optimize", mlp_path, *arguments), *words)
+    assert list(tmp_path.iterdir()) == [mlp_path]
+
+
+def test_a_model_that_cannot_be_read_is_refused_in_one_line(run_cli, assert_one_line, tmp_path):
+    assert_one_line(run_cli("optimize", "missing.onnx"), "missing.onnx")
+    assert_one_line(run_cli("inspect", "missing.onnx"), "missing.onnx")
+    (tmp_path / "text.onnx").write_text("not a model [bold]at all")
+    assert_one_line(run_cli("optimize", "text.onnx"), "text.onnx")
+    assert_one_line(run_cli("inspect", "text.onnx"), "text.onnx")
+
+
+def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path):
+    code = (
+        "import time, ortolan, ortolan.cli\n"
+        "def slow(*arguments, **options):\n"
+        "    print('started', flush=True); time.sleep(60)\n"
+        "ortolan.optimize_onnx = slow\n"
+        "ortolan.cli.main()\n"
+    )
+    command = [sys.executable, "-P", "-c", code, "optimize", str(mlp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr == "ortolan: interrupted, nothing was written\n"
+    assert list(tmp_path.iterdir()) == [mlp_path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_terminal_sees_a_progress_bar(mlp_path):
+    import pty
+
+    parent, child = pty.openpty()
+    command = [sys.executable, "-P", "-m", "ortolan.cli", "optimize", str(mlp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(child)
+        seen = b""
+        try:
+            while chunk := os.read(parent, 65536):
+                seen += chunk
+        except OSError:  # Linux tells the end of a pseudo-terminal so
+            pass
+        process.communicate(timeout=60)
+    os.close(parent)
+    assert process.returncode == 0
+    assert b"\x1b" in seen
+
+
+# --- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_prints_a_table_or_json(invoke, mlp_path):
+    result = invoke("inspect", mlp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "Gemm" in result.stdout
+    result = invoke("inspect", mlp_path, "--json")
+    assert isinstance(json.loads(result.stdout), dict)
+
+
+def test_inspect_knows_an_optimized_model(invoke, mlp_path):
+    assert invoke("optimize", mlp_path).exit_code == 0
+    result = invoke("inspect", mlp_path.with_name("mlp.ortolan.onnx"))
+    assert result.exit_code == 0, result.stderr
+    assert "SparseAMXMatMul" in result.stdout
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+class FakeResult:
+    def to_json(self):
+        return '{"rows": []}'
+
+    def __rich__(self):
+        return "a table"
+
+
+@pytest.fixture
+def fake_benchmark(monkeypatch):
+    """The options of each call."""
+    calls = []
+
+    def run(options, progress):
+        progress("measure", 1, 2)
+        calls.append(options)
+        return FakeResult()
+
+    monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", {"sparse_amx_matmul": run})
+    return calls
+
+
+@pytest.mark.parametrize("name", ["sparse_amx_matmul", "SparseAMXMatMul", "sparse-amx-matmul"])
+def test_bench_finds_the_benchmark(invoke, fake_benchmark, name):
+    assert invoke("bench", name).stdout == "a table\n"
+    assert fake_benchmark == [BenchOptions()]
+
+
+def test_bench_passes_its_options_on(invoke, fake_benchmark):
+    arguments = ("--threads", "1,4", "--quick", "--shape", "1x64x32", "--shape", "16x8x8", "--sparsity", "0.5,0.7")
+    result = invoke("bench", "sparse_amx_matmul", "--json", *arguments)
+    assert json.loads(result.stdout) == {"rows": []}
+    assert fake_benchmark == [BenchOptions((1, 4), True, ((1, 64, 32), (16, 8, 8)), (0.5, 0.7))]
+
+
+def test_bench_lists_what_it_knows(invoke, fake_benchmark, assert_one_line):
+    assert "sparse_amx_matmul" in invoke("bench").stdout
+    assert_one_line(invoke("bench", "conv"), "'conv'", "sparse_amx_matmul")
+    assert fake_benchmark == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--threads", "0"), ("--threads", "1,"), ("--threads", "two"), ("--shape", "1x2"), ("--shape", "1x0x3"),
+     ("--shape", "axbxc"), ("--sparsity", "1.5"), ("--sparsity", "half"), ("--sparsity", "nan")],
+)  # fmt: skip
+def test_bench_refuses_wrong_options(invoke, fake_benchmark, arguments):
+    result = invoke("bench", "sparse_amx_matmul", *arguments)
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
+    assert fake_benchmark == []

@@ -1,0 +1,137 @@
+"""The doctor: all well here; whatever is broken, it says so and what to do, and never crashes."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import ortolan
+from ortolan import doctor
+from ortolan.errors import LibraryError
+
+
+def test_all_is_well_here(invoke):
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.stdout
+    assert "Everything that Ortolan needs works" in result.stdout
+    for name in ("onnxruntime", "onnx-ir", "operator library", "scalar", "avx512bf16", "in use"):
+        assert name in result.stdout
+
+
+def test_json(invoke):
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert report["passed"] is True
+    assert {check["name"]: check["status"] for check in report["checks"]}["operator library"] == "ok"
+    assert [tier["name"] for tier in report["tiers"]] == ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
+    assert [tier["state"] for tier in report["tiers"]].count("in use") == 1
+
+
+def test_a_missing_library(invoke, monkeypatch):
+    def missing():
+        raise LibraryError("libortolan_ops.so is not where it should be")
+
+    monkeypatch.setattr(ortolan, "get_library_path", missing)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "libortolan_ops.so is not where it should be" in result.stdout
+    assert "pip install --force-reinstall" in result.stdout
+    assert "1 failed" in result.stdout
+    assert doctor.check_library("/no/such/libortolan_ops.so").status == "failed"
+
+
+# The last one loads, and then kills the process that runs it.
+@pytest.mark.parametrize("keep", [0, 10, 0.5])
+def test_a_damaged_library(monkeypatch, tmp_path, keep):
+    content = Path(ortolan.get_library_path()).read_bytes()
+    damaged = tmp_path / "libortolan_ops.so"
+    damaged.write_bytes(content[: int(keep * len(content))] if keep < 1 else b"no library at all " * keep)
+    check = doctor.check_library(damaged)
+    assert check.status == "failed"
+    assert str(damaged) in check.detail
+    assert "damaged" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("problem", "advice"),
+    [
+        ("this ONNX Runtime is version 1.15, Ortolan needs 1.17. Upgrade onnxruntime.", "--upgrade onnxruntime"),
+        ("ORTOLAN_ISA is 'foo', expected one of: scalar", "unset ORTOLAN_ISA"),
+        ("version `GLIBC_2.38' not found", "made for another system"),
+        ("ModuleNotFoundError: No module named 'onnx'", "packages above"),
+        ("the process that loaded it was killed by signal SIGILL", "ORTOLAN_ISA=scalar"),
+        ("SparseAMXMatMul differs from numpy by up to 3, expected no difference", "report"),
+        ("something new", "reinstall"),
+    ],
+)  # fmt: skip
+def test_each_problem_has_its_advice(problem, advice):
+    assert advice in doctor._library_advice(problem)
+
+
+def test_a_wrong_isa_fails(run_cli):
+    result = run_cli("doctor", ORTOLAN_ISA="avx1024")
+    assert result.returncode == 1
+    assert "avx1024" in result.stdout
+    assert "unset ORTOLAN_ISA" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_lowered_isa_is_noted(run_cli):
+    result = run_cli("doctor", "--json", ORTOLAN_ISA="scalar")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert result.returncode == 0
+    assert (checks["ORTOLAN_ISA"]["status"], checks["operator library"]["status"]) == ("note", "ok")
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnx-ir", "numpy"])
+def test_a_broken_package(monkeypatch, name):
+    real_import = importlib.import_module
+
+    def broken(module, *arguments):
+        if module == doctor._PACKAGES[name]:
+            raise OSError("libfoo.so: cannot open\nshared object file")
+        return real_import(module, *arguments)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    report = doctor.run_doctor()
+    (check,) = [check for check in report.checks if check.name == name]
+    assert not report.passed
+    assert check.detail == "cannot be imported: libfoo.so: cannot open shared object file"
+    assert check.advice.startswith(f'pip install --upgrade "{name}>=')
+
+
+def test_an_old_package(monkeypatch):
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "__version__", "1.2.3")
+    check = doctor.check_package("onnxruntime")
+    assert check.status == "failed"
+    assert "1.2.3 is too old" in check.detail
+
+
+def test_a_missing_extra_is_no_failure(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check = doctor.check_extra("tokenizers")
+    assert check.status == "note"
+    assert 'pip install "ortolan[demo]"' in check.advice
+
+
+def test_a_missing_native_module(monkeypatch):
+    monkeypatch.delattr(ortolan, "_native", raising=False)
+    monkeypatch.setitem(sys.modules, "ortolan._native", None)
+    report = doctor.run_doctor()
+    failed = {check.name for check in report.checks if check.status == "failed"}
+    assert {"native module", "CPU"} <= failed
+    assert all(tier.state == "" and tier.kernel == "?" for tier in report.tiers)
+    assert "pip install" in str([check.advice for check in report.checks if check.name == "native module"])
+
+
+def test_a_check_that_breaks_does_not_stop_the_others(monkeypatch):
+    def broken():
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr(doctor, "check_cpu", broken)
+    report = doctor.run_doctor()
+    assert [check.detail for check in report.checks if check.name == "CPU"] == ["the check itself failed: surprise"]
+    assert report.checks[-1].status == "ok"

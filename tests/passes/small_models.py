@@ -1,0 +1,86 @@
+"""Builds small ONNX models for the tests of the passes, and runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
+from ortolan import OptimizationReport
+
+FAST = {"verify.seconds": 0.0}  # latency is measured three times and no longer
+
+Shape = Sequence[int | str | None]
+
+
+def random_weight(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) / np.sqrt(shape[0])).astype(dtype)
+
+
+def make_model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, tuple[int, Shape]],
+    outputs: Mapping[str, tuple[int, Shape]],
+    weights: Mapping[str, np.ndarray] | None = None,
+    opset: int = 17,
+    ir_version: int = 8,
+    functions: Sequence[onnx.FunctionProto] = (),
+    domains: Mapping[str, int] | None = None,
+) -> onnx.ModelProto:
+    """A checked model. Inputs and outputs are given as name: (element type, shape)."""
+    initializers = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
+    values = [
+        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in side.items()]
+        for side in (inputs, outputs)
+    ]
+    graph = helper.make_graph(nodes, "test", values[0], values[1], initializers)
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*item) for item in (domains or {}).items())]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=ir_version, functions=functions)
+    onnx.checker.check_model(model)
+    return model
+
+
+def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray | None = None) -> onnx.ModelProto:
+    """y = x W + b as MatMul and Add, x of shape [batch, sequence, k]."""
+    return make_model(
+        [
+            helper.make_node("MatMul", ["x", "W"], ["product"], name="linear"),
+            helper.make_node("Add", ["product", "b"], ["y"], name="bias"),
+        ],
+        {"x": (TensorProto.FLOAT, ["batch", "sequence", k])},
+        {"y": (TensorProto.FLOAT, ["batch", "sequence", n])},
+        {"W": random_weight(k, n) if weight is None else weight, "b": random_weight(n, seed=1)},
+        opset,
+    )
+
+
+def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationReport:
+    """optimize_onnx with the recipe sparse-bf16, quickly."""
+    options = FAST | arguments.pop("options", {})
+    return ortolan.optimize_onnx(model, output, recipe="sparse-bf16", options=options, **arguments)
+
+
+def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray], library: bool = False) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if library:
+        ortolan.register(options)
+    content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return session.run(None, dict(feeds))
+
+
+def relative_error(expected: np.ndarray, found: np.ndarray) -> float:
+    return float(np.linalg.norm(expected - found) / np.linalg.norm(expected))
+
+
+def op_types(model: onnx.ModelProto | ir.Model) -> list[str]:
+    """The operators of a model, those in subgraphs included."""
+    loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
+    return [node.op_type for node in loaded.graph.all_nodes()]

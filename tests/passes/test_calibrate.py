@@ -1,0 +1,194 @@
+"""Feeds, given and made up, and the recording of what goes into layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+
+import ortolan
+from ortolan import CalibrationError
+from ortolan.graph_passes import calibrate
+from ortolan.graph_passes.calibrate import capture_inputs, make_up_feeds, quiet_options
+from ortolan.graph_passes.feeds import Sizes, read_calibration, synthetic_feeds
+from ortolan.graph_passes.linear import linears_in
+from ortolan.models import tiny
+from ortolan.session import open_session
+
+from .small_models import make_model, matmul_model, optimize, random_weight
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def signature(inputs: dict) -> ir.Model:
+    """A model with these inputs, which are not used."""
+    node = helper.make_node("Constant", [], ["y"], value_float=1.0)
+    return ir.from_proto(make_model([node], inputs, {"y": (FLOAT, [])}))
+
+
+def test_bert_inputs():
+    model = tiny.tiny_bert(vocab_size=23)
+    feeds = synthetic_feeds(model, Sizes(2, 16, 8))
+    assert {name: array.shape for name, array in feeds.items()} == {
+        "input_ids": (2, 16),
+        "attention_mask": (2, 16),
+        "token_type_ids": (2, 16),
+    }
+    assert feeds["input_ids"].max() < 23 and len(np.unique(feeds["input_ids"])) > 5
+    assert (feeds["attention_mask"] == 1).all() and (feeds["token_type_ids"] == 0).all()
+    again = synthetic_feeds(model, Sizes(2, 16, 8))
+    assert all((feeds[name] == again[name]).all() for name in feeds)
+
+
+def test_decoder_inputs_fit_together():
+    feeds = synthetic_feeds(
+        signature(
+            {
+                "input_ids": (INT64, ["batch_size", "sequence_length"]),
+                "attention_mask": (INT64, ["batch_size", "past_sequence_length + 1"]),
+                "position_ids": (INT64, ["batch_size", "sequence_length"]),
+                "past_key_values.0.key": (FLOAT, ["batch_size", 4, "past_sequence_length", 16]),
+                "use_cache_branch": (TensorProto.BOOL, [1]),
+            }
+        ),
+        Sizes(2, 5, 8),
+    )
+    assert feeds["attention_mask"].shape == (2, 13)
+    assert feeds["position_ids"].tolist() == [[8, 9, 10, 11, 12]] * 2
+    assert feeds["past_key_values.0.key"].shape == (2, 4, 8, 16) and not feeds["past_key_values.0.key"].any()
+    assert feeds["use_cache_branch"].all()
+
+
+def test_decoders_that_take_one_token():
+    inputs = {
+        "input_ids": (INT64, ["batch", 1]),
+        "attention_mask": (INT64, ["batch", "total"]),
+        "past_key_values.0.key": (FLOAT, ["batch", 4, "past", 16]),
+    }
+    feeds = synthetic_feeds(signature(inputs), Sizes(2, 16, 8))
+    assert [array.shape for array in feeds.values()] == [(2, 1), (2, 9), (2, 4, 8, 16)]
+
+
+def test_encoders_have_no_past():
+    feeds = synthetic_feeds(
+        signature({"position_ids": (INT64, ["b", "s"]), "x": (FLOAT, [None, None, 7])}), Sizes(2, 5, 8)
+    )
+    assert feeds["position_ids"][0].tolist() == [0, 1, 2, 3, 4]
+    assert feeds["x"].shape == (2, 5, 7) and feeds["x"].std() > 0.5
+
+
+def test_made_up_feeds_run_on_both_kinds_of_transformer(tmp_path):
+    for name, model in (("bert", tiny.tiny_bert()), ("llama", tiny.tiny_llama())):
+        ir.save(model, tmp_path / name)
+        session = onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"])
+        feeds, description = make_up_feeds(model, session)
+        assert len(feeds) == 2 and description.startswith("2 synthetic feed(s): input_ids [2, 16]")
+
+
+def test_models_that_allow_a_batch_of_one_only():
+    model = make_model(
+        [helper.make_node("Reshape", ["x", "shape"], ["h"]), helper.make_node("MatMul", ["h", "W"], ["y"], name="l")],
+        {"x": (FLOAT, ["batch", "sequence", 8])},
+        {"y": (FLOAT, [16, 8])},
+        {"shape": np.array([16, 8]), "W": random_weight(8, 8)},
+    )
+    assert optimize(model).feeds == "1 synthetic feed(s): x [1, 16, 8]"
+
+
+def test_models_for_which_nothing_can_be_made_up():
+    model = make_model(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        {"x": (FLOAT, ["n"])},
+        {"y": (FLOAT, [77])},
+        {"shape": np.array([77])},
+    )
+    session = open_session(model.SerializeToString(), quiet_options())
+    with pytest.raises(CalibrationError, match=r"does not run on made-up inputs: .*give calibration="):
+        make_up_feeds(ir.from_proto(model), session)
+    shapeless = signature({"s": (FLOAT, [1])})
+    shapeless.graph.inputs[0].shape = None
+    with pytest.raises(CalibrationError, match=r"'s'.*not a tensor.*give calibration="):
+        synthetic_feeds(shapeless, Sizes(1, 1, 0))
+    with pytest.raises(CalibrationError, match="'s' of type STRING"):
+        synthetic_feeds(signature({"s": (TensorProto.STRING, [1])}), Sizes(1, 1, 0))
+
+
+def test_calibration_in_every_form(tmp_path):
+    model = ir.from_proto(matmul_model())
+    x = np.ones((1, 2, 20), np.float32)
+    np.savez(tmp_path / "feeds.npz", x=x)
+    for given in (tmp_path / "feeds.npz", str(tmp_path / "feeds.npz"), {"x": x}, [{"x": x}], iter([{"x": x.tolist()}])):
+        (feeds,) = read_calibration(given, model)
+        assert feeds["x"].dtype == np.float32 and feeds["x"].shape == (1, 2, 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "holds no feeds"),
+        (3, "calibration is a int, expected"),
+        ([3], "calibration feeds 1 are a int, expected a dict"),
+        ({"z": np.ones(1)}, "missing inputs: x; unknown inputs: z; the model's inputs are: x"),
+        ({"x": np.ones((1, 2, 20), np.int64)}, "'x' has type int64, expected float32"),
+        ({"x": np.ones((1, 20), np.float32)}, r"'x' has shape \[1, 20\], expected \[batch,sequence,20\]"),
+        ({"x": np.ones((1, 2, 21), np.float32)}, r"'x' has shape \[1, 2, 21\]"),
+        ("missing.npz", "'missing.npz' is not an .npz file"),
+    ],
+)
+def test_calibration_that_does_not_fit(given, message):
+    with pytest.raises(CalibrationError, match=message):
+        read_calibration(given, ir.from_proto(matmul_model()))
+
+
+def test_npz_of_objects_is_refused(tmp_path):
+    np.savez(tmp_path / "objects.npz", x=np.array([{}], dtype=object))
+    with pytest.raises(CalibrationError, match=r"not an .npz file of arrays"):
+        read_calibration(tmp_path / "objects.npz", ir.from_proto(matmul_model()))
+
+
+def mlp_inputs(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
+    """What goes into each layer of a tiny.mlp, in numpy."""
+    inputs = []
+    for linear in linears_in(model):
+        inputs.append(x)
+        bias = linear.bias()
+        x = np.maximum(x @ linear.matrix() + (0 if bias is None else bias), 0)
+    return inputs
+
+
+@pytest.mark.parametrize("capture_bytes", [1 << 28, 1])
+def test_captured_inputs(monkeypatch, capture_bytes):
+    monkeypatch.setattr(calibrate, "_CAPTURE_BYTES", capture_bytes)
+    model = tiny.mlp()
+    outputs = [value.name for value in model.graph.outputs]
+    rng = np.random.default_rng(0)
+    feeds = [{"x": rng.standard_normal((rows, 24)).astype(np.float32)} for rows in (3, 5)]
+    captured = capture_inputs(model, list(linears_in(model)), feeds, 64, None)
+    expected = [np.concatenate(parts) for parts in zip(*(mlp_inputs(model, one["x"]) for one in feeds), strict=True)]
+    assert len(captured) == 3
+    for found, reference in zip(captured.values(), expected, strict=True):
+        np.testing.assert_allclose(found, reference, rtol=1e-4, atol=1e-5)
+    assert [value.name for value in model.graph.outputs] == outputs
+
+
+def test_few_rows_are_kept_of_all_feeds():
+    model = tiny.mlp()
+    feeds = [{"x": np.full((100, 24), float(number), np.float32)} for number in range(4)]
+    captured = capture_inputs(model, list(linears_in(model)), feeds, 8, None)
+    first = next(iter(captured.values()))
+    assert first[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_external_data_is_read_where_it_lies(tmp_path):
+    proto = ir.to_proto(tiny.mlp())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    ir.save(ir.from_proto(proto), folder / "m.onnx", external_data="m.data", size_threshold_bytes=0)
+    listing = sorted(folder.iterdir())
+    report = ortolan.optimize_onnx(
+        folder / "m.onnx", tmp_path / "fast.onnx", recipe="sparse-bf16", options={"seconds": 0}
+    )
+    assert all(layer.output_error is not None for layer in report.layers)
+    assert sorted(folder.iterdir()) == listing

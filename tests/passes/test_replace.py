@@ -1,0 +1,243 @@
+"""Every way in which exporters write a linear layer ends as one SparseAMXMatMul that gives the same answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
+from ortolan.models import tiny
+
+from .small_models import make_model, matmul_model, op_types, optimize, random_weight, relative_error, run
+
+FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
+BF16_ERROR = 6e-3  # of a dense layer whose inputs and weights are rounded to bfloat16: 2^-9 each, and some slack
+DENSE = {"sparsity": 0.0}
+
+
+def check_same_answers(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], error: float = BF16_ERROR
+) -> onnx.ModelProto:
+    """Optimizes without pruning; both ways to run the result must agree with the original."""
+    report = optimize(model, options=DENSE)
+    assert report.model is not None
+    onnx.checker.check_model(report.model)
+    for library in (False, True):
+        for expected, found in zip(run(model, feeds), run(report.model, feeds, library), strict=True):
+            assert found.dtype == expected.dtype and found.shape == expected.shape
+            assert relative_error(expected, found) < error
+    return report.model
+
+
+@pytest.mark.parametrize(
+    "form", ["matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"]
+)
+def test_every_form_of_a_linear_layer(form):
+    model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms=form))
+    x = np.random.default_rng(1).standard_normal((5, 24)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x}, 1e-2)
+    assert op_types(optimized) == ["SparseAMXMatMul", "Relu", "SparseAMXMatMul"]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (3, 7), (2, 3, 7), (2, 1, 3, 7), (0, 7), (2, 0, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_of_any_rank(shape, bias):
+    nodes = [helper.make_node("MatMul", ["x", "W"], ["product" if bias else "y"], name="linear")]
+    if bias:
+        nodes.append(helper.make_node("Add", ["b", "product"], ["y"], name="add"))
+    weights = {"W": random_weight(7, 5)} | ({"b": random_weight(5)} if bias else {})
+    axes = [f"axis{index}" for index in range(len(shape) - 1)]
+    model = make_model(nodes, {"x": (FLOAT, [*axes, 7])}, {"y": (FLOAT, [*axes, 5])}, weights)
+    report = optimize(model, options=DENSE)
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    (expected,) = run(model, {"x": x})
+    for library in (False, True):
+        (found,) = run(report.model, {"x": x}, library)
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("opset", range(7, 24))
+def test_every_opset(opset):
+    model = matmul_model(opset=opset)
+    x = np.random.default_rng(0).standard_normal((2, 3, 20)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x})
+    assert next(entry.version for entry in optimized.opset_import if entry.domain == "") == max(opset, 13)
+
+
+def test_float16_activations_get_casts():
+    weight, bias = random_weight(20, 24, dtype=np.float16), random_weight(24, dtype=np.float16)
+    model = make_model(
+        [helper.make_node("MatMul", ["x", "W"], ["p"], name="linear"), helper.make_node("Add", ["p", "b"], ["y"])],
+        {"x": (FLOAT16, ["batch", 20])},
+        {"y": (FLOAT16, ["batch", 24])},
+        {"W": weight, "b": bias},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float16)
+    optimized = check_same_answers(model, {"x": x})
+    assert op_types(optimized) == ["Cast", "SparseAMXMatMul", "Cast"]
+    assert optimized.graph.node[-1].output == ["y"]
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (1,), (1, 1), ()])
+def test_gemm_bias_shapes(shape):
+    model = make_model(
+        [helper.make_node("Gemm", ["x", "W", "b"], ["y"], name="linear")],
+        {"x": (FLOAT, ["batch", 20])},
+        {"y": (FLOAT, ["batch", 24])},
+        {"W": random_weight(20, 24), "b": np.random.default_rng(3).standard_normal(shape).astype(np.float32)},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x})
+    assert len(optimized.graph.node[0].input) == 5
+
+
+def test_names_of_nodes_values_inputs_and_outputs_are_kept():
+    optimized = optimize(matmul_model()).model
+    (node,) = optimized.graph.node
+    assert node.name == "linear" and node.domain == "ai.ortolan" and list(node.output) == ["y"]
+    assert [value.name for value in optimized.graph.input] == ["x"]
+    assert [value.name for value in optimized.graph.output] == ["y"]
+    assert {tensor.name for tensor in optimized.graph.initializer} == {"W.masks", "W.values", "W.offsets", "b"}
+
+
+def test_product_that_is_an_output_keeps_its_add():
+    model = matmul_model()
+    model.graph.output.append(helper.make_tensor_value_info("product", FLOAT, ["batch", "sequence", 24]))
+    x = np.random.default_rng(0).standard_normal((2, 3, 20)).astype(np.float32)
+    assert op_types(check_same_answers(model, {"x": x})) == ["SparseAMXMatMul", "Add"]
+
+
+def test_add_of_another_activation_is_not_taken_for_a_bias():
+    model = make_model(
+        [helper.make_node("MatMul", ["x", "W"], ["p"], name="linear"), helper.make_node("Add", ["p", "x"], ["y"])],
+        {"x": (FLOAT, ["batch", 20])},
+        {"y": (FLOAT, ["batch", 20])},
+        {"W": random_weight(20, 20)},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    assert op_types(check_same_answers(model, {"x": x})) == ["SparseAMXMatMul", "Add"]
+
+
+def test_layers_with_one_weight_share_one_packed_weight():
+    model = make_model(
+        [
+            helper.make_node("MatMul", ["x", "W"], ["h"], name="first"),
+            helper.make_node("Identity", ["W"], ["W_again"], name="alias"),
+            helper.make_node("MatMul", ["h", "W_again"], ["y"], name="second"),
+        ],
+        {"x": (FLOAT, ["batch", 20])},
+        {"y": (FLOAT, ["batch", 20])},
+        {"W": random_weight(20, 20)},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x}, 1e-2)
+    first, second = optimized.graph.node
+    assert list(first.input[1:]) == list(second.input[1:])
+    assert len(optimized.graph.initializer) == 3
+
+
+def test_a_weight_that_an_embedding_shares_stays_for_the_embedding():
+    table = random_weight(30, 16)
+    model = make_model(
+        [
+            helper.make_node("Gather", ["table", "ids"], ["h"], name="embed"),
+            helper.make_node("Transpose", ["table"], ["head"], perm=[1, 0], name="tie"),
+            helper.make_node("MatMul", ["h", "head"], ["logits"], name="head"),
+        ],
+        {"ids": (TensorProto.INT64, ["batch", "sequence"])},
+        {"logits": (FLOAT, ["batch", "sequence", 30])},
+        {"table": table},
+    )
+    optimized = optimize(model, options={"sparsity": 0.5}).model
+    initializers = {tensor.name: tensor for tensor in optimized.graph.initializer}
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(initializers["table"]), table)
+    assert op_types(optimized) == ["Gather", "SparseAMXMatMul"]
+
+
+def test_layers_in_subgraphs():
+    def branch(name: str, weight: str) -> onnx.GraphProto:
+        return helper.make_graph(
+            [helper.make_node("MatMul", ["x", weight], [f"{name}_y"], name=f"{name}/linear")],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"{name}_y", FLOAT, ["batch", 24])],
+            [onnx.numpy_helper.from_array(random_weight(20, 24, seed=5), "inner")] if weight == "inner" else [],
+        )
+
+    model = make_model(
+        [
+            helper.make_node(
+                "If", ["flag"], ["y"], then_branch=branch("then", "outer"), else_branch=branch("else", "inner")
+            )
+        ],
+        {"x": (FLOAT, ["batch", 20]), "flag": (TensorProto.BOOL, [])},
+        {"y": (FLOAT, ["batch", 24])},
+        {"outer": random_weight(20, 24)},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    for flag in (True, False):
+        optimized = check_same_answers(model, {"x": x, "flag": np.array(flag)})
+        assert op_types(optimized) == ["If", "SparseAMXMatMul", "SparseAMXMatMul"]
+
+
+def test_layers_in_functions_of_the_model():
+    body = [
+        helper.make_node("Constant", [], ["W"], value=onnx.numpy_helper.from_array(random_weight(20, 24), "W")),
+        helper.make_node("MatMul", ["a", "W"], ["c"], name="inner"),
+    ]
+    function = helper.make_function("my.domain", "Linear", ["a"], ["c"], body, [helper.make_opsetid("", 17)])
+    model = make_model(
+        [helper.make_node("Linear", ["x"], ["y"], domain="my.domain", name="call")],
+        {"x": (FLOAT, ["batch", 20])},
+        {"y": (FLOAT, ["batch", 24])},
+        functions=[function],
+        domains={"my.domain": 1},
+    )
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    assert op_types(check_same_answers(model, {"x": x})) == ["SparseAMXMatMul"]
+
+
+def test_old_models_whose_weights_are_listed_as_inputs():
+    model = matmul_model(opset=9)
+    model.ir_version = 3
+    for tensor in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, FLOAT, tensor.dims))
+    x = np.random.default_rng(0).standard_normal((2, 3, 20)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x})
+    assert [value.name for value in optimized.graph.input] == ["x"]
+
+
+def test_min_sparsity_keeps_dense_layers():
+    model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
+    report = optimize(model, options={"layers": {"/layers.0/*": 0.9}, "sparsity": 0.1, "min_sparsity": 0.5})
+    assert [layer.status for layer in report.layers] == ["replaced", "pruned"]
+    assert "below min_sparsity" in report.layers[1].reason
+
+
+def test_excluded_layers_stay_as_they_are():
+    model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
+    report = optimize(model, options={"replace.exclude": ["/layers.1/*"], "prune.exclude": ["/layers.1/*"]})
+    assert op_types(report.model) == ["SparseAMXMatMul", "Relu", "MatMul"]
+    assert report.layers[1].reason == "excluded from replacement"
+
+
+@pytest.mark.parametrize("size", [(1, 1), (31, 17), (32, 16), (33, 16), (100, 50)])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.97])
+def test_size_is_predicted_exactly(size, sparsity):
+    rng = np.random.default_rng(0)
+    weight = random_weight(*size) * (rng.random(size) >= sparsity)
+    operator = SparseAMXMatMul()
+    packed = operator.pack(weight.astype(np.float32))
+    assert operator.packed_bytes(*size, np.count_nonzero(weight)) == sum(array.nbytes for _, array, _ in packed)
+
+
+def test_output_error_is_that_of_the_layer():
+    weight = random_weight(20, 24)
+    x = np.random.default_rng(2).standard_normal((1, 9, 20)).astype(np.float32)
+    report = optimize(matmul_model(weight=weight), calibration={"x": x}, options={"sparsity": 0.6})
+    pruned = np.where(np.abs(weight) > np.sort(np.abs(weight).ravel())[round(0.6 * weight.size) - 1], weight, 0)
+    assert report.layers[0].output_error == pytest.approx(relative_error(x @ weight, x @ pruned), rel=0.02)

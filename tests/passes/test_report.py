@@ -1,0 +1,48 @@
+"""The report in its two written forms."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ortolan import OptimizationReport
+from ortolan.graph_passes.report import Latency, LayerReport, OutputError, human_bytes
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, ""), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.0 GiB")],
+)
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text
+
+
+def report(outputs: int = 1) -> OptimizationReport:
+    errors = [OutputError(f"out{index}", 0.1 * index, 0.99, float("inf")) for index in range(outputs)]
+    layers = [
+        LayerReport("[red]/a[/red]", "MatMul", "SparseAMXMatMul", 8, 16, 0.5, 512, 300, float("nan"), "replaced"),
+        *(LayerReport(f"/scores{index}", "MatMul", reason="computed at run time") for index in range(3)),
+    ]
+    return OptimizationReport({"name": "r"}, layers=layers, output_error=errors, notes=["a note"])
+
+
+def test_a_model_that_grew_is_not_called_smaller():
+    grown = report()
+    grown.file_size_before, grown.file_size_after = 1000, 2000
+    grown.latency_before_ms, grown.latency_after_ms = Latency(1, 2), Latency(4, 5)
+    assert "2.00x larger" in str(grown) and "4.00x slower by the minimum" in str(grown)
+
+
+def test_numbers_that_json_does_not_know_become_null():
+    table = json.loads(report().to_json())
+    assert table["layers"][0]["output_error"] is None and table["output_error"][0]["max_abs"] is None
+    assert "model" not in table
+
+
+def test_text_groups_reasons_and_outputs_and_takes_names_literally():
+    text = str(report(6))
+    assert "[red]/a[/red]" in text
+    assert "computed at run time: /scores0 and 2 more" in text
+    assert "out2: relative error 0.2" in text and "3 more: relative error up to 0.5 (out5)" in text
+    assert "a note" in text

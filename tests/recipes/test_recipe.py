@@ -1,0 +1,162 @@
+"""Recipes: what they accept, what they refuse, and how."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ortolan import Recipe, RecipeError
+from ortolan.graph_passes.recipe import parse_setting
+from ortolan.graph_passes.registry import PASSES
+
+
+@pytest.mark.parametrize("name", Recipe.names())
+def test_built_in_recipes_load_and_survive_toml(name):
+    recipe = Recipe.load(name)
+    assert recipe.name == name and recipe.description
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_sparse_bf16_is_there():
+    steps = [step.name for step in Recipe.load("sparse-bf16").passes]
+    assert steps == ["normalize", "calibrate", "prune", "replace", "verify"]
+
+
+def test_load_from_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(Recipe.load("sparse-bf16").to_toml())
+    assert Recipe.load(path) == Recipe.load(str(path)) == Recipe.load("sparse-bf16")
+
+
+PRUNE = 'name = "r"\n[[pass]]\nname = "prune"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no name"),
+        ('name = ""', "has no name"),
+        ("name = 3", "name is 3, expected a text"),
+        ('name = "r"', r"has no \[\[pass\]\]; the passes are: calibrate, normalize, prune, replace, verify"),
+        ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
+        ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
+        ('name = "r"\nsparsity = 0.5', "unknown key 'sparsity', known ones are: description, name, pass"),
+        ('name = "r"\n[[pass]]\nname = "prun"', r"name is 'prun', expected one of: .*prune.*did you mean 'prune'"),
+        ('name = "r"\n[[pass]]\nsparsity = 0.5', "name is None, expected one of"),
+        ('name = "r', "not valid TOML"),
+        (PRUNE + "sparsty = 0.5", "unknown option 'sparsty', known ones are: .*; did you mean 'sparsity'"),
+        (PRUNE + "sparsity = 1.5", r"pass 1 \(prune\): sparsity is 1.5, expected a number from 0 to below 1"),
+        (PRUNE + "sparsity = 1.0", "sparsity is 1.0"),
+        (PRUNE + "sparsity = -0.1", "sparsity is -0.1"),
+        (PRUNE + "sparsity = nan", "sparsity is nan"),
+        (PRUNE + "sparsity = true", "sparsity is True"),
+        (PRUNE + 'sparsity = "0.5"', "sparsity is '0.5'"),
+        (PRUNE + 'method = "wanda"', "method is 'wanda', expected one of 'magnitude'"),
+        (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
+        (PRUNE + "layers = { a = 2.0 }", r"layers\['a'\] is 2.0, expected a number from 0 to below 1"),
+        (PRUNE + "layers = 0.5", "layers is 0.5, expected a table"),
+        ('name = "r"\n[[pass]]\nname = "calibrate"\nmax_rows = 1.5', "max_rows is 1.5, expected a whole number from 1"),
+        ('name = "r"\n[[pass]]\nname = "normalize"\nx = 1', "unknown option 'x', known ones are: none"),
+        ('name = "r"\n[[pass]]\nname = "verify"\nmax_error = 1' + "0" * 400, "max_error is 1000"),
+    ],
+)
+def test_refused(text, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_toml(text)
+
+
+def test_unknown_names_and_missing_files(tmp_path):
+    with pytest.raises(
+        RecipeError, match=r"unknown recipe 'sparse-bf61'; the recipes are: .*did you mean 'sparse-bf16'"
+    ):
+        Recipe.load("sparse-bf61")
+    with pytest.raises(RecipeError, match=r"none\.toml' does not exist"):
+        Recipe.load(tmp_path / "none.toml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.load(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="cannot be read as UTF-8"):
+        Recipe.load(tmp_path / "binary.toml")
+
+
+def option_of(recipe: Recipe, pass_name: str, option: str):
+    return next(getattr(step.options, option) for step in recipe.passes if step.name == pass_name)
+
+
+def test_with_options():
+    recipe = Recipe.load("sparse-bf16")
+    changed = recipe.with_options({"sparsity": 0.7, "prune.exclude": "*head*", "max_error": 1, "layers": {"a": 0}})
+    assert option_of(changed, "prune", "sparsity") == 0.7
+    assert option_of(changed, "prune", "exclude") == ("*head*",)
+    assert option_of(changed, "verify", "max_error") == 1.0
+    assert option_of(changed, "prune", "layers") == {"a": 0.0}
+    assert option_of(recipe, "prune", "sparsity") == 0.5
+    assert recipe.with_options({}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsty": 0.5}, "has no option 'sparsty'; its options are: .*prune.sparsity.*did you mean 'sparsity'"),
+        ({"verify.sparsity": 0.5}, "has no option 'verify.sparsity'"),
+        ({"quantize.bits": 4}, "has no option 'quantize.bits'"),
+        ({"exclude": ["a"]}, "'exclude' is ambiguous .*: prune.exclude, replace.exclude"),
+        ({"sparsity": 1.5}, "pass 'prune': sparsity is 1.5"),
+        ({"": 1}, "has no option ''"),
+        ({3: 1}, "has no option '3'"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.load("sparse-bf16").with_options(options)
+
+
+def test_settings_of_the_command_line():
+    assert parse_setting("sparsity=0.7") == ("sparsity", 0.7)
+    assert parse_setting("prune.exclude = ['a', 'b=c']") == ("prune.exclude", ["a", "b=c"])
+    assert parse_setting("scope=global") == ("scope", "global")
+    assert parse_setting("x=a\ny=1") == ("x", "a\ny=1")
+    for text in ("sparsity", "=3"):
+        with pytest.raises(RecipeError, match="not of the form name=value"):
+            parse_setting(text)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+OPTION_NAMES = st.sampled_from(sorted({name for entry in PASSES.values() for name in entry.options_type.names()}))
+STEPS = st.dictionaries(OPTION_NAMES | st.text(max_size=5), VALUES, max_size=4).flatmap(
+    lambda options: st.sampled_from(sorted(PASSES)).map(lambda name: options | {"name": name})
+)
+TABLES = st.fixed_dictionaries({"name": st.text(max_size=5), "pass": st.lists(STEPS, max_size=3)})
+
+
+@settings(deadline=None, max_examples=300)
+@given(TABLES | st.dictionaries(st.sampled_from(["name", "description", "pass"]) | st.text(max_size=4), VALUES))
+def test_any_table_is_a_recipe_or_a_recipe_error(table):
+    try:
+        recipe = Recipe.from_dict(table)
+    except RecipeError:
+        return
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(st.sampled_from("[]{}=.\"'\n,#passnme0.5-e") | st.characters(), max_size=60))
+@example("name='a'\n[[pass]]\nname='verify'\nmax_error=" + "[" * 5000)
+def test_any_text_is_a_recipe_or_a_recipe_error(text):
+    with contextlib.suppress(RecipeError):
+        Recipe.from_toml(text)
+
+
+@given(st.text(max_size=20), st.lists(st.text(min_size=1, max_size=10)), st.floats(0, 0.99))
+def test_awkward_values_survive_toml(name, globs, sparsity):
+    steps = [{"name": "prune", "exclude": globs, "layers": dict.fromkeys(globs, sparsity)}]
+    recipe = Recipe.from_dict({"name": "n" + name, "description": name, "pass": steps})
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
