@@ -195,7 +195,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def demo(
-    sparsity: Annotated[float, typer.Option(help="The share of weights to drop in each layer.")] = 0.5,
+    sparsity: Annotated[float, typer.Option(help="The share of weights to drop in each layer.")] = 0.3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime, for both models.")] = 1,
     as_json: AsJson = False,
 ) -> None:

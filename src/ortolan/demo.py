@@ -169,7 +169,7 @@ class DemoResult:
 
 
 def run_demo(
-    sparsity: float = 0.5,
+    sparsity: float = 0.3,
     threads: int = 1,
     *,
     model: ModelFiles | None = None,
