@@ -62,6 +62,12 @@ bool RequestAmxPermission() {
 #endif
 }
 
+// For tests, which run AMX code under an emulator.
+bool AssumeAmx() {
+  const char* assume = std::getenv("ORTOLAN_ASSUME_AMX");
+  return assume != nullptr && std::strcmp(assume, "1") == 0;
+}
+
 Isa Detect() {
   const CpuidResult leaf1 = Cpuid(1, 0);
   const CpuidResult leaf7 = Cpuid(7, 0);
@@ -88,8 +94,8 @@ Isa Detect() {
 
   constexpr uint64_t kTileState = uint64_t{3} << 17;
   const bool amx_bf16_tile_int8 = HasBits(leaf7.edx, Bit(22) | Bit(24) | Bit(25));
-  if (!amx_bf16_tile_int8 || !HasBits(xcr0, kTileState) || !RequestAmxPermission()) return Isa::kAvx512Bf16;
-  return Isa::kAmx;
+  if (!amx_bf16_tile_int8 || !HasBits(xcr0, kTileState)) return AssumeAmx() ? Isa::kAmx : Isa::kAvx512Bf16;
+  return RequestAmxPermission() ? Isa::kAmx : Isa::kAvx512Bf16;
 }
 
 #else

@@ -23,6 +23,8 @@ const char* IsaName(Isa isa);
 std::optional<Isa> ParseIsa(std::string_view name);
 
 // The highest tier that this CPU and operating system allow (CPUID, XGETBV; for AMX also arch_prctl). Asked once.
+// For tests only: ORTOLAN_ASSUME_AMX=1 makes it kAmx on an AVX512-BF16 CPU without AMX. AMX code then needs the
+// emulator of tests/amx in the process: without it the first tile instruction ends the process.
 Isa DetectedIsa();
 
 // The tier that dispatch uses: DetectedIsa(), lowered by the environment variable ORTOLAN_ISA, which is read once.

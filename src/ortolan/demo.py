@@ -160,7 +160,7 @@ class DemoResult:
         else:
             text = (
                 f"{self.sparsity:.0%} of the weights were dropped by magnitude in one shot, without any retraining: "
-                "that costs accuracy.\nTry --sparsity 0 (bf16 rounding alone), 0.2 or 0.3 and compare the agreement; "
+                "that costs accuracy.\nTry --sparsity 0 (bf16 rounding alone), 0.2 or 0.5 and compare the agreement; "
                 "measure on your own task before you ship."
             )
         if any(row.speedup < 1 for row in self.latencies):

@@ -1,0 +1,28 @@
+"""AMX in this process, for the whole session. The test's id says how it runs: [emulated] or [native]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import emulator
+
+
+@pytest.fixture(scope="session", params=[emulator.mode()])
+def amx() -> Iterator[emulator.Emulator | None]:
+    """The emulator, or None where the CPU has AMX."""
+    reason = emulator.why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with emulator.amx() as installed:
+        yield installed
+
+
+@pytest.fixture
+def emulated(amx: emulator.Emulator | None) -> emulator.Emulator:
+    """The emulator with its counts at zero."""
+    if amx is None:
+        pytest.skip("runs natively: nothing counts")
+    amx.reset_counts()
+    return amx

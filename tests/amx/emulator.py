@@ -1,0 +1,208 @@
+"""AMX for tests: the CPU's own, or the emulator of amx_emulator.cc.
+
+    with amx() as emulator:         # None where the CPU has AMX
+        …                           # tile instructions run in this process, in every thread
+
+Kernels are chosen by tier, and the tier is found once a process: `ORTOLAN_ASSUME_AMX=1` must be in the environment
+before ortolan._native first looks. run_python starts a process that has it, and AMX, from the beginning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ortolan import _native
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "amx-tests"
+
+INSTRUCTIONS = (
+    "ldtilecfg",
+    "sttilecfg",
+    "tilerelease",
+    "tilezero",
+    "tileloadd",
+    "tileloaddt1",
+    "tilestored",
+    "tdpbf16ps",
+    "tdpbssd",
+    "tdpbsud",
+    "tdpbusd",
+    "tdpbuud",
+)
+
+
+@functools.cache
+def cpu_has_amx() -> bool:
+    """The CPU has AMX and this process may use it (asking is what permits it)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return (
+        cpuinfo.exists()
+        and {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpuinfo.read_text().split())
+        and _native.cpu_info()["detected_isa"] == "amx"
+    )
+
+
+def mode() -> str:
+    """How tile instructions run here: "native" or "emulated"."""
+    return "native" if cpu_has_amx() else "emulated"
+
+
+def why_unavailable() -> str | None:
+    """Why tile instructions cannot run here, or None."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "AMX and its emulator need x86-64 Linux"
+    if shutil.which(compiler()[0]) is None:
+        return f"no C++ compiler ({compiler()[0]}; $CXX names another)"
+    if _native.cpu_info()["detected_isa"] == "scalar":
+        return "the AMX emulator needs AVX2 and FMA"
+    return None
+
+
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def build(source: Path, *options: str) -> Path:
+    """The shared library made from a source file here. Built once for each state of the sources and each command."""
+    command = [*compiler(), "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    command += [*options, "-I", str(ROOT / "ops"), str(source)]
+    state = hashlib.sha256("\0".join(command).encode())
+    for path in (source, ROOT / "ops" / "isa" / "amx.h"):
+        state.update(path.read_bytes())
+    library = BUILD / f"{source.stem}-{state.hexdigest()[:16]}.so"
+    if not library.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            unfinished = Path(folder) / library.name
+            result = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+            if result.returncode != 0:
+                raise RuntimeError(f"{shlex.join(command)}\n{result.stderr}")
+            unfinished.replace(library)  # Atomic: other test processes may build the same.
+    return library
+
+
+class Emulator:
+    """The emulator in this process. Counts are of the whole process."""
+
+    def __init__(self, library: Path) -> None:
+        self.path = library
+        self.users = 0  # of amx()
+        self._c = ctypes.CDLL(str(library))
+        self._c.amx_emulator_count.argtypes = [ctypes.c_char_p]
+        self._c.amx_emulator_count.restype = ctypes.c_int64
+
+    def install(self) -> None:
+        """Take over SIGILL. Repeat it after something else did (faulthandler.enable)."""
+        self._check(self._c.amx_emulator_install())
+
+    def uninstall(self) -> None:
+        self._check(self._c.amx_emulator_uninstall())
+
+    def reset_counts(self) -> None:
+        self._c.amx_emulator_reset_counts()
+
+    def count(self, *instructions: str) -> int:
+        """How often these instructions ran since the last reset."""
+        counts = [int(self._c.amx_emulator_count(name.encode())) for name in instructions]
+        if -1 in counts:
+            raise ValueError(f"{instructions[counts.index(-1)]} is none of {', '.join(INSTRUCTIONS)}")
+        return sum(counts)
+
+    def counts(self) -> dict[str, int]:
+        """The instructions that ran since the last reset, and how often."""
+        return {name: count for name in INSTRUCTIONS if (count := self.count(name))}
+
+    def live_threads_with_config(self) -> int:
+        """Threads with tiles configured and not released: 0 when no kernel is running."""
+        return int(self._c.amx_emulator_live_threads_with_config())
+
+    @staticmethod
+    def _check(error: int) -> None:
+        if error:
+            raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def load_emulator() -> Emulator:
+    # -z now: a signal handler must not call the dynamic linker.
+    options = ("-O3", "-mavx2", "-mfma", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-Wl,-z,now")
+    return Emulator(build(HERE / "amx_emulator.cc", *options))
+
+
+def build_shim() -> Path:
+    return build(HERE / "instruction_shim.cc", "-O2")
+
+
+@functools.cache
+def load_shim() -> ctypes.CDLL:
+    """instruction_shim.cc: each instruction as a C function. Arrays are passed as addresses."""
+    shim = ctypes.CDLL(str(build_shim()))
+    address, stride, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    for name in ("configure", "configure_rip", "configure_fs", "configure_indexed", "store_config"):
+        getattr(shim, f"shim_{name}").argtypes = [address]
+    for name in ("store_config_indexed", "load_from_stack", "load_without_index", "load_without_base"):
+        getattr(shim, f"shim_{name}").argtypes = [address]
+    for name in ("load", "load_stream", "store", "load_by_form"):
+        getattr(shim, f"shim_{name}").argtypes = [number, address, stride]
+    shim.shim_load_without_base.restype = ctypes.c_bool
+    shim.shim_multiply_local.argtypes = [address, address]
+    shim.shim_multiply_under_mxcsr.argtypes = [number, ctypes.c_uint]
+    shim.shim_multiply_under_mxcsr.restype = ctypes.c_uint
+    return shim
+
+
+def config_bytes(tiles: dict[int, tuple[int, int]], palette: int = 1) -> bytearray:
+    """What LDTILECFG reads, for tiles of (rows, colsb)."""
+    config = bytearray(64)
+    config[0] = palette
+    for tile, (rows, colsb) in tiles.items():
+        config[16 + 2 * tile : 18 + 2 * tile] = colsb.to_bytes(2, "little")
+        config[48 + tile] = rows
+    return config
+
+
+@contextmanager
+def amx() -> Iterator[Emulator | None]:
+    """Tile instructions run in this process: by the emulator, which it yields, or (None) by the CPU.
+
+    May be entered within itself: the outermost exit uninstalls.
+    """
+    if cpu_has_amx():
+        yield None
+        return
+    emulator = load_emulator()
+    emulator.install()
+    emulator.users += 1
+    try:
+        yield emulator
+    finally:
+        emulator.users -= 1
+        if emulator.users == 0:
+            emulator.uninstall()
+
+
+def run_python(code: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own in which the tier is amx; `emulator` is there as in amx()."""
+    prelude = "from tests.amx import emulator as _amx\n_context = _amx.amx()\nemulator = _context.__enter__()\n"
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, "-c", prelude + code],
+        env=os.environ | {"ORTOLAN_ASSUME_AMX": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
