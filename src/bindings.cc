@@ -79,8 +79,8 @@ Array<float> UnpackBitmapArray(const Array<uint8_t>& masks, const Array<uint16_t
   return w;
 }
 
-const SparseMatMulKernel& KernelByName(const std::optional<std::string>& name) {
-  if (!name) return SelectSparseMatMul(ActiveIsa());
+const SparseMatMulKernel& KernelByName(const std::optional<std::string>& name, int64_t m) {
+  if (!name) return SelectSparseMatMul(ActiveIsa(), m);
   std::string known;
   for (const SparseMatMulKernel& kernel : SparseMatMulKernels()) {
     known += (known.empty() ? "" : ", ") + std::string(kernel.name);
@@ -110,7 +110,6 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
                              const Array<int64_t>& offsets, int64_t k, int64_t n,
                              const std::optional<CastArray<float>>& bias,
                              const std::optional<std::string>& kernel_name) {
-  const SparseMatMulKernel& kernel = KernelByName(kernel_name);
   SparseMatMulArgs args;
   args.w = CheckedView(masks, values, offsets, k, n);
   if (x.ndim() != 2 || x.shape(1) != k) {
@@ -120,12 +119,13 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
     throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
   }
   args.m = x.shape(0);
+  const SparseMatMulKernel& kernel = KernelByName(kernel_name, args.m);
   args.bias = bias ? bias->data() : nullptr;
   Array<float> y({args.m, n});
   args.y = y.mutable_data();
   args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
   py::gil_scoped_release release;
-  std::vector<char> packed(static_cast<size_t>(args.m * BitmapPaddedK(k) * kernel.activation_bytes));
+  std::vector<char> packed(static_cast<size_t>(kernel.PackedBytes(args.m, k)));
   kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, packed.data());
   args.x = packed.data();
   kernel.multiply(args, 0, BitmapPanels(n));

@@ -1,4 +1,5 @@
-// Included by x86_avx512*.cc only: local to each, as panel_loop.h is.
+// What the AVX-512 and AMX kernels share. Included by x86_avx512*.cc and x86_amx.cc only: local to each, as
+// panel_loop.h.
 #pragma once
 
 #include <immintrin.h>
@@ -24,6 +25,15 @@ inline __mmask16 FirstLanes(int64_t count) {
   if (count >= 16) return 0xffff;
   return count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
+
+#if defined(__AVX512BF16__)
+// 32 activations, of which `left` or more are x's, as bf16; the others are zero.
+inline __m512i RoundToBf16(const float* x, int64_t left) {
+  const __m512 low = _mm512_maskz_loadu_ps(FirstLanes(left), x);
+  const __m512 high = _mm512_maskz_loadu_ps(FirstLanes(left - 16), x + 16);
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+#endif
 
 }  // namespace
 }  // namespace ortolan

@@ -16,8 +16,7 @@ enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kInputCount };
 
 class Kernel {
  public:
-  explicit Kernel(const OrtKernelInfo& info)
-      : node_(DescribeNode(info, kOpType)), kernel_(SelectSparseMatMul(ActiveIsa())) {
+  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
     const ConstantTensor masks = ConstantInput(info, kMasks, "masks", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, node_);
     const ConstantTensor values = ConstantInput(info, kValues, "values", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, node_);
     const ConstantTensor offsets = ConstantInput(info, kOffsets, "offsets", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, node_);
@@ -54,16 +53,16 @@ class Kernel {
     args.y_row_bytes = w_.n * static_cast<int64_t>(sizeof(float));
     if (args.m == 0) return;
 
-    const int64_t packed_row_bytes = BitmapPaddedK(w_.k) * kernel_.activation_bytes;
-    const Scratch packed(context, static_cast<size_t>(args.m * packed_row_bytes));
-    Pack(context, x.GetTensorData<float>(), args.m, static_cast<char*>(packed.data()), packed_row_bytes);
+    const SparseMatMulKernel& kernel = SelectSparseMatMul(ActiveIsa(), args.m);
+    const Scratch packed(context, static_cast<size_t>(kernel.PackedBytes(args.m, w_.k)));
+    Pack(context, kernel, x.GetTensorData<float>(), args.m, static_cast<char*>(packed.data()));
     args.x = packed.data();
-    Multiply(context, args, packed_row_bytes);
+    Multiply(context, kernel, args);
   }
 
  private:
   // Work below this many multiply-adds is not worth handing to another thread.
-  static constexpr int64_t kMinChunkMacs = int64_t{1} << 21;
+  static constexpr int64_t kMinChunkMacs = int64_t{1} << 19;
   // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
   static constexpr int64_t kExpandMacs = 4;
   // A chunk of rows expands a panel anew, so it must be long; it is short enough for many threads to share a wide X.
@@ -82,22 +81,26 @@ class Kernel {
     return bias.GetTensorData<float>();
   }
 
-  void Pack(const Ort::KernelContext& context, const float* x, int64_t m, char* packed,
-            int64_t packed_row_bytes) const {
-    const int64_t blocks = std::max<int64_t>(1, kPackChunkFloats / (w_.k * kernel_.row_block));
-    const int64_t rows = blocks * kernel_.row_block;
+  void Pack(const Ort::KernelContext& context, const SparseMatMulKernel& kernel, const float* x, int64_t m,
+            char* packed) const {
+    const int64_t packed_row_bytes = BitmapPaddedK(w_.k) * kernel.activation_bytes;
+    const int64_t blocks = std::max<int64_t>(1, kPackChunkFloats / (w_.k * kernel.row_block));
+    const int64_t rows = blocks * kernel.row_block;
     const int64_t x_row_bytes = w_.k * static_cast<int64_t>(sizeof(float));
     ParallelFor(context, (m + rows - 1) / rows, [&](int64_t chunk) {
       const int64_t begin = chunk * rows;
-      kernel_.pack(x + begin * w_.k, x_row_bytes, std::min(rows, m - begin), w_.k, packed + begin * packed_row_bytes);
+      kernel.pack(x + begin * w_.k, x_row_bytes, std::min(rows, m - begin), w_.k, packed + begin * packed_row_bytes);
     });
   }
 
-  void Multiply(const Ort::KernelContext& context, const SparseMatMulArgs& args, int64_t packed_row_bytes) const {
+  void Multiply(const Ort::KernelContext& context, const SparseMatMulKernel& kernel,
+                const SparseMatMulArgs& args) const {
+    const int64_t packed_row_bytes = BitmapPaddedK(w_.k) * kernel.activation_bytes;
     const int64_t panels = BitmapPanels(w_.n);
     const int64_t row_chunks = (args.m + kRowChunk - 1) / kRowChunk;
     const int64_t panel_macs = BitmapPaddedK(w_.k) * kPanelColumns * (kExpandMacs + std::min(args.m, kRowChunk));
-    const int64_t chunk_panels = std::clamp<int64_t>(kMinChunkMacs / panel_macs, 1, panels);
+    const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / kMinChunkMacs, 1, panels);
+    const int64_t chunk_panels = (panels + most_chunks - 1) / most_chunks;
     const int64_t panel_chunks = (panels + chunk_panels - 1) / chunk_panels;
     ParallelFor(context, row_chunks * panel_chunks, [&](int64_t chunk) {
       const int64_t row = chunk / panel_chunks * kRowChunk;
@@ -106,12 +109,11 @@ class Kernel {
       rows.m = std::min(kRowChunk, args.m - row);
       rows.x = static_cast<const char*>(args.x) + row * packed_row_bytes;
       rows.y = args.y + row * w_.n;
-      kernel_.multiply(rows, panel, std::min(panel + chunk_panels, panels));
+      kernel.multiply(rows, panel, std::min(panel + chunk_panels, panels));
     });
   }
 
   std::string node_;
-  const SparseMatMulKernel& kernel_;
   std::vector<int64_t> offsets_;
   BitmapView w_;
 };

@@ -10,11 +10,11 @@ namespace ortolan {
 #if defined(__x86_64__)
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #else
-#define ORTOLAN_X86_KERNEL(isa, name, activation_bytes, row_block)
+#define ORTOLAN_X86_KERNEL(isa, name, activation_bytes, row_block, least_rows)
 #endif
 
-#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block) \
-  PackActivationsFn Pack##name;                                \
+#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) \
+  PackActivationsFn Pack##name;                                            \
   SparseMatMulFn Multiply##name;
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
@@ -64,8 +64,8 @@ void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t p
 namespace {
 
 constexpr SparseMatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block) \
-  {#name, Isa::isa, activation_bytes, row_block, &Pack##name, &Multiply##name},
+#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) \
+  {#name, Isa::isa, activation_bytes, row_block, least_rows, &Pack##name, &Multiply##name},
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -74,9 +74,9 @@ constexpr SparseMatMulKernel kKernels[] = {
 
 std::span<const SparseMatMulKernel> SparseMatMulKernels() { return kKernels; }
 
-const SparseMatMulKernel& SelectSparseMatMul(Isa isa) {
+const SparseMatMulKernel& SelectSparseMatMul(Isa isa, int64_t m) {
   for (const SparseMatMulKernel& kernel : kKernels) {
-    if (kernel.isa <= isa) return kernel;
+    if (kernel.isa <= isa && kernel.least_rows <= m) return kernel;
   }
   return kKernels[std::size(kKernels) - 1];
 }

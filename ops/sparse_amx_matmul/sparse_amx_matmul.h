@@ -31,8 +31,9 @@ struct SparseMatMulArgs {
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.
 using SparseMatMulFn = void(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end);
 
-// Rounds m rows of k floats to bf16 and writes m x BitmapPaddedK(k) activations, zero-padded, in an order that is the
-// kernel's own but for this: rows i … of a multiple i of row_block begin at activation i x BitmapPaddedK(k).
+// Rounds m rows of k floats to bf16 and writes them, BitmapPaddedK(k) activations each, padded with zeros, in an order
+// that is the kernel's own but for this: row i, a multiple of row_block, begins at activation i x BitmapPaddedK(k).
+// Writes PackedBytes(m, k) or less.
 using PackActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed);
 
 struct SparseMatMulKernel {
@@ -40,6 +41,13 @@ struct SparseMatMulKernel {
   Isa isa;
   int64_t activation_bytes;  // of one packed activation: 2 (bf16) or 4 (float32 that holds a bf16 value)
   int64_t row_block;
+  int64_t least_rows;  // from how many rows of x on it is the best of its tier
+
+  // The size of the buffer for m packed rows: a pack function may fill the last block.
+  int64_t PackedBytes(int64_t m, int64_t k) const {
+    return (m + row_block - 1) / row_block * row_block * BitmapPaddedK(k) * activation_bytes;
+  }
+
   PackActivationsFn* pack;
   SparseMatMulFn* multiply;
 };
@@ -47,7 +55,7 @@ struct SparseMatMulKernel {
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
 std::span<const SparseMatMulKernel> SparseMatMulKernels();
 
-// The best kernel for a CPU of this tier. Never fails.
-const SparseMatMulKernel& SelectSparseMatMul(Isa isa);
+// The best kernel for m rows of x on a CPU of this tier. Never fails.
+const SparseMatMulKernel& SelectSparseMatMul(Isa isa, int64_t m);
 
 }  // namespace ortolan

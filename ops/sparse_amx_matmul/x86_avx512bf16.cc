@@ -14,11 +14,7 @@ struct Avx512Bf16Simd {
   static constexpr int kRowBlock = 16;
   static constexpr int kStoredBytes = 64;
 
-  static void Round(const float* x, int64_t left, uint16_t* to) {
-    const __m512 low = _mm512_maskz_loadu_ps(FirstLanes(left), x);
-    const __m512 high = _mm512_maskz_loadu_ps(FirstLanes(left - 16), x + 16);
-    _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
+  static void Round(const float* x, int64_t left, uint16_t* to) { _mm512_store_si512(to, RoundToBf16(x, left)); }
   static __m512i Expand(uint32_t mask, const uint8_t* values) { return ExpandBf16(mask, values); }
   static void Store(__m512i weights, uint8_t* to) { _mm512_store_si512(to, weights); }
   static __m512i Load(const uint8_t* from) { return _mm512_load_si512(from); }

@@ -1,0 +1,107 @@
+"""SparseAMXMatMul's AMX kernel: its machine code, under the emulator where the CPU has no AMX."""
+
+from __future__ import annotations
+
+from .emulator import run_python
+
+CHECK_SHAPES = """
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import assert_matmul_close, sparse_weight
+assert _native.cpu_info()["isa"] == "amx"
+rng = np.random.default_rng(5)
+for k in (1, 31, 33, 100, 544, 1000):
+    for n in (1, 16, 17, 40, 64):
+        for sparsity in (0.0, 0.5, 1.0):
+            w, bias = sparse_weight(rng, k, n, sparsity), rng.standard_normal(n, dtype=np.float32)
+            packed = _native.pack_bitmap(w)
+            x = rng.standard_normal((33, k), dtype=np.float32)
+            for m in (1, 2, 7, 16, 17, 32, 33):
+                if k * n * m > 500_000:
+                    continue  # a tile instruction takes 10 us under the emulator
+                b = bias if m % 2 else None
+                assert_matmul_close(_native.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx"), x[:m], w, b)
+"""
+
+# Two fused multiply-add chains (even and odd inputs) of 16 pairs from +0, added, then added to the sums, tile after tile.
+CHECK_BITS = """
+import ml_dtypes
+import numpy as np
+from ortolan import _native
+from tests.amx import reference
+from tests.ops.single_node import sparse_weight
+rng = np.random.default_rng(6)
+k, n, m = 96, 16, 16
+w = sparse_weight(rng, k, n, 0.4)
+x = rng.standard_normal((m, k), dtype=np.float32)
+expected = np.zeros((m, n), np.float32)
+for tile in range(0, k, 32):
+    a = x[:, tile : tile + 32].astype(ml_dtypes.bfloat16)
+    b = w[tile : tile + 32].astype(ml_dtypes.bfloat16)
+    expected = reference.tdpbf16ps(expected, a, b)
+y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, kernel="Amx")
+np.testing.assert_array_equal(y.view(np.uint32), expected.view(np.uint32))
+"""
+
+# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs two blocks.
+CHECK_COUNTS = """
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import sparse_weight
+rng = np.random.default_rng(7)
+m, k, n = 40, 600, 48
+packed = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5))
+x = rng.standard_normal((m, k), dtype=np.float32)
+if emulator is not None:
+    emulator.reset_counts()
+_native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx")
+if emulator is not None:
+    k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2
+    assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
+    # Rows of x once for each group of panels, weights once for each group of row tiles, sums once a block.
+    loads = k_tiles * row_tiles * 2 + k_tiles * panels * 2 + row_tiles * panels * blocks
+    assert emulator.count("tileloadd") == loads, emulator.counts()
+    assert emulator.count("tilestored") == row_tiles * panels * blocks
+    assert emulator.count("ldtilecfg") == emulator.count("tilerelease") == 1
+    assert emulator.live_threads_with_config() == 0
+"""
+
+CHECK_ORT = """
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+rng = np.random.default_rng(8)
+k, n = 100, 200
+w, bias = sparse_weight(rng, k, n, 0.5), rng.standard_normal(n, dtype=np.float32)
+run = session(sparse_amx_matmul_model(_native.pack_bitmap(w), k, n, bias), threads=2)
+for m in (1, 4, 5, 20, 300):
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    if emulator is not None:
+        emulator.reset_counts()
+    assert_matmul_close(run.run(None, {"x": x})[0], x, w, bias)
+    if emulator is not None:
+        # Few rows are left to the AVX-512 kernel.
+        assert (emulator.count("tdpbf16ps") > 0) == (m >= 5)
+        assert emulator.live_threads_with_config() == 0
+"""
+
+
+def check(code: str) -> None:
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shapes() -> None:
+    check(CHECK_SHAPES)
+
+
+def test_bits_are_those_of_the_documented_order() -> None:
+    check(CHECK_BITS)
+
+
+def test_counts_of_tile_instructions_and_release() -> None:
+    check(CHECK_COUNTS)
+
+
+def test_in_onnx_runtime_on_its_threads() -> None:
+    check(CHECK_ORT)
