@@ -126,7 +126,7 @@ def _measure(case: tuple[int, int, int], sparsity: float, threads: int, seconds:
 def _ours(layer: _Layer, k: int, n: int, copies: int) -> list[_Node]:
     masks, values, offsets = layer.packed
     bf16 = values.view(ml_dtypes.bfloat16)
-    return [(OP, [masks, bf16, offsets], {"k": k, "n": n}) for _ in range(copies)]
+    return [(OP, [masks, bf16, offsets], {"k": k, "n": n, "format_version": 1}) for _ in range(copies)]
 
 
 def run(options: BenchOptions, progress: Progress | None = None) -> BenchResult:

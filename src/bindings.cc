@@ -134,7 +134,10 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
 
 // Reads the buffer once, an equal part a thread.
 uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
-  if (threads < 1) throw std::invalid_argument(ErrorText("threads is ", threads, ", expected 1 or more"));
+  constexpr int kMostThreads = 256;
+  if (threads < 1 || threads > kMostThreads) {
+    throw std::invalid_argument(ErrorText("threads is ", threads, ", expected 1 to ", kMostThreads));
+  }
   const uint8_t* data = buffer.data();
   const size_t part = static_cast<size_t>(buffer.size()) / static_cast<size_t>(threads) / 128 * 128;
   py::gil_scoped_release release;

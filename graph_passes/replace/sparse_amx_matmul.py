@@ -16,6 +16,9 @@ _TILE_INPUTS = 32
 _TILE_ROWS = 16
 _PADDING = 32
 
+# Of the packed tensors; the kernel refuses any other.
+_FORMAT_VERSION = 1
+
 
 class SparseAMXMatMul(Replacement):
     """Y = bf16(X) W + bias with fp32 sums."""
@@ -35,7 +38,7 @@ class SparseAMXMatMul(Replacement):
         return 64 * panels * tiles + 2 * (stored + _PADDING) + 8 * (panels + 1)
 
     def attributes(self, k: int, n: int) -> list[ir.Attr]:
-        return [ir.AttrInt64("k", k), ir.AttrInt64("n", n)]
+        return [ir.AttrInt64("k", k), ir.AttrInt64("n", n), ir.AttrInt64("format_version", _FORMAT_VERSION)]
 
     def run(self, x: np.ndarray, packed: PackedWeight, k: int, n: int) -> np.ndarray:
         from ortolan import _native
@@ -97,7 +100,7 @@ def sparse_amx_matmul_function(opset: int, unpack_once: bool = True) -> ir.Funct
     y = op("Add", op("MatMul", rounded, w), bias_vector)
     y.name = "Y"
     graph = ir.Graph([x, masks, values, offsets, bias], [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ("k", "n")]
+    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ("k", "n", "format_version")]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 

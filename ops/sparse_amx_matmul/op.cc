@@ -1,7 +1,8 @@
 // ORT adapter of SparseAMXMatMul.
 //
 //     X float [..., k], masks u8 [panels, tiles, 64], values bf16, offsets i64 [panels + 1], bias float [n] (optional)
-//     -> Y float [..., n];   attributes k, n;   masks, values and offsets are initializers (formats/bitmap.h)
+//     -> Y float [..., n];   attributes k, n, format_version;   masks, values and offsets are initializers
+//     (formats/bitmap.h)
 #include <algorithm>
 
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
@@ -12,11 +13,13 @@ namespace ortolan {
 namespace {
 
 constexpr const char* kOpType = "SparseAMXMatMul";
+constexpr int64_t kFormatVersion = 1;
 enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kInputCount };
 
 class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
+    CheckFormatVersion(info, kFormatVersion, node_);
     const ConstantTensor masks = ConstantInput(info, kMasks, "masks", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, node_);
     const ConstantTensor values = ConstantInput(info, kValues, "values", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, node_);
     const ConstantTensor offsets = ConstantInput(info, kOffsets, "offsets", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, node_);
@@ -35,13 +38,16 @@ class Kernel {
       throw OpError(ErrorText(node_, ": malformed weight in tensors '", masks.name, "', '", values.name, "', '",
                               offsets.name, "': ", problem, ". Optimize the original model again."));
     }
+    CheckConstantVector(info, kBias, "bias", w_.n, node_);
+    x_name_ = Ort::ConstKernelInfo(&info).GetInputName(kX);
   }
 
   void Compute(Ort::KernelContext& context) {
     const Ort::ConstValue x = context.GetInput(kX);
     std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
     if (shape.empty() || shape.back() != w_.k) {
-      throw OpError(ErrorText(node_, ": X has shape ", ShapeText(shape), ", expected [..., ", w_.k, "]"));
+      throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(shape), ", expected [..., ", w_.k,
+                              "]. Feed the model inputs of the shapes it was exported for."));
     }
     shape.back() = w_.n;
     SparseMatMulArgs args;
@@ -114,6 +120,7 @@ class Kernel {
   }
 
   std::string node_;
+  std::string x_name_;
   std::vector<int64_t> offsets_;
   BitmapView w_;
 };

@@ -1,6 +1,37 @@
 #include "support/ort_op.h"
 
 namespace ortolan {
+namespace {
+
+const char* TypeName(ONNXTensorElementDataType type) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
+      return "float";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
+      return "uint8";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      return "int8";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
+      return "int32";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
+      return "int64";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
+      return "float16";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
+      return "bfloat16";
+    default:
+      return "of another element type";
+  }
+}
+
+// The input's value if it is an initializer, else null.
+Ort::ConstValue ConstantOrNull(const Ort::ConstKernelInfo& info, size_t index) {
+  int is_constant = 0;
+  const Ort::ConstValue value = info.GetTensorConstantInput(index, &is_constant);
+  return is_constant == 0 ? Ort::ConstValue{} : value;
+}
+
+}  // namespace
 
 std::string DescribeNode(const OrtKernelInfo& info, const char* op_type) {
   return ErrorText(op_type, " node '", Ort::ConstKernelInfo(&info).GetNodeName(), "'");
@@ -19,16 +50,15 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
     throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") is missing"));
   ConstantTensor tensor;
   tensor.name = kernel_info.GetInputName(index);
-  int is_constant = 0;
-  const Ort::ConstValue value = kernel_info.GetTensorConstantInput(index, &is_constant);
-  if (is_constant == 0) {
+  const Ort::ConstValue value = ConstantOrNull(kernel_info, index);
+  if (!value) {
     throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") '", tensor.name,
                             "' is computed at run time, expected an initializer"));
   }
   const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
   if (type_and_shape.GetElementType() != type) {
-    throw OpError(ErrorText(node, ": ", meaning, " '", tensor.name, "' has ONNX element type ",
-                            type_and_shape.GetElementType(), ", expected ", type));
+    throw OpError(ErrorText(node, ": ", meaning, " '", tensor.name, "' is ", TypeName(type_and_shape.GetElementType()),
+                            ", expected ", TypeName(type)));
   }
   tensor.shape = type_and_shape.GetShape();
   tensor.count = static_cast<int64_t>(type_and_shape.GetElementCount());
@@ -36,11 +66,32 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
   return tensor;
 }
 
+void CheckConstantVector(const OrtKernelInfo& info, size_t index, const char* meaning, int64_t n,
+                         const std::string& node) {
+  const Ort::ConstKernelInfo kernel_info(&info);
+  if (index >= kernel_info.GetInputCount()) return;
+  const Ort::ConstValue value = ConstantOrNull(kernel_info, index);
+  if (!value) return;
+  const std::vector<int64_t> shape = value.GetTensorTypeAndShapeInfo().GetShape();
+  if (shape != std::vector<int64_t>{n}) {
+    throw OpError(ErrorText(node, ": ", meaning, " '", kernel_info.GetInputName(index), "' has shape ",
+                            ShapeText(shape), ", expected [", n, "]"));
+  }
+}
+
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node) {
   int64_t value = 0;
   const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_int64(&info, name, &value));
   if (!status.IsOK()) throw OpError(ErrorText(node, ": the integer attribute '", name, "' is missing"));
   return value;
+}
+
+void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
+  const int64_t found = IntAttribute(info, "format_version", node);
+  if (found != expected) {
+    throw OpError(ErrorText(node, ": format_version is ", found, ", this library reads ", expected,
+                            ". Upgrade ortolan, or optimize the original model again."));
+  }
 }
 
 void InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
@@ -76,13 +127,20 @@ void InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
 }
 
-Scratch::Scratch(const Ort::KernelContext& context, size_t bytes) {
+namespace {
+
+OrtAllocator* CpuAllocator(const Ort::KernelContext& context) {
   const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
-  allocator_ = context.GetAllocator(*cpu);
-  data_ = allocator_->Alloc(allocator_, bytes);
+  return context.GetAllocator(*cpu);
+}
+
+}  // namespace
+
+Scratch::Scratch(const Ort::KernelContext& context, size_t bytes) : allocator_(CpuAllocator(context)) {
+  data_ = allocator_->Alloc(allocator_.get(), bytes);
   if (data_ == nullptr && bytes > 0) throw std::bad_alloc();
 }
 
-Scratch::~Scratch() { allocator_->Free(allocator_, data_); }
+Scratch::~Scratch() { allocator_->Free(allocator_.get(), data_); }
 
 }  // namespace ortolan

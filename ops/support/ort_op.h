@@ -96,6 +96,15 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
 // Throws OpError if the attribute is missing.
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node);
 
+// For a vector [n] that may be absent or computed at run time: throws OpError if it is a constant of another shape, so
+// that a malformed file is refused when the session is made.
+void CheckConstantVector(const OrtKernelInfo& info, size_t index, const char* meaning, int64_t n,
+                         const std::string& node);
+
+// Throws OpError unless the attribute format_version is the one that the room's kernels read. (ORT does not tell a
+// kernel the version of the domain that a model imports.)
+void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node);
+
 std::string ShapeText(const std::vector<int64_t>& shape);
 
 // ---- shape inference ------------------------------------------------------------------------------------------------
@@ -116,7 +125,11 @@ class Scratch {
   void* data() const { return data_; }
 
  private:
-  OrtAllocator* allocator_;
+  // What GetAllocator hands out is the caller's to release: it holds ORT's arena alive.
+  struct Release {
+    void operator()(OrtAllocator* allocator) const { Ort::GetApi().ReleaseAllocator(allocator); }
+  };
+  std::unique_ptr<OrtAllocator, Release> allocator_;
   void* data_;
 };
 

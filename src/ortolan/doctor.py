@@ -305,7 +305,7 @@ def run_tiny_model(library: str) -> None:
         )
     ]
     node = helper.make_node(
-        "SparseAMXMatMul", ["x", "masks", "values", "offsets"], ["y"], domain="ai.ortolan", k=k, n=n
+        "SparseAMXMatMul", ["x", "masks", "values", "offsets"], ["y"], domain="ai.ortolan", k=k, n=n, format_version=1
     )
     graph = helper.make_graph(
         [node],

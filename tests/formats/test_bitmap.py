@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ortolan import _native
 
-from ..ops.single_node import Packed, sparse_weight, to_bf16
+from ..ops.single_node import Packed, runnable_kernels, sparse_weight, to_bf16
 
 
 def test_layout_of_a_small_matrix() -> None:
@@ -131,6 +131,7 @@ def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Pa
 
 def test_ten_thousand_mutations_neither_crash_nor_slip_through() -> None:
     rng = np.random.default_rng(20)
+    kernels = runnable_kernels()
     refused = accepted = 0
     for i in range(10_000):
         k, n = int(rng.integers(1, 100)), int(rng.integers(1, 50))
@@ -144,7 +145,7 @@ def test_ten_thousand_mutations_neither_crash_nor_slip_through() -> None:
         accepted += 1
         # What is accepted runs, on every kernel in turn, and means the matrix that it unpacks to.
         x = np.ones((1 + i % 3, k), np.float32)
-        y = _native.sparse_amx_matmul(x, *tensors, k, n)
+        y = _native.sparse_amx_matmul(x, *tensors, k, n, kernel=kernels[i % len(kernels)])
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float64) @ w
         finite = np.isfinite(w).all() and np.abs(expected).max() < 1e37

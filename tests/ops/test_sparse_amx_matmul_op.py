@@ -188,7 +188,7 @@ def test_weights_that_are_no_initializers_are_refused() -> None:
     assert "'linear'" in text and "w.masks" in text and "expected an initializer" in text
 
 
-@pytest.mark.parametrize("attribute", ["k", "n"])
+@pytest.mark.parametrize("attribute", ["k", "n", "format_version"])
 def test_missing_attributes_are_refused(attribute: str) -> None:
     model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6)
     node = model.graph.node[0]
@@ -202,12 +202,64 @@ def test_missing_attributes_are_refused(attribute: str) -> None:
 def test_wrong_shapes_at_run_time_are_refused() -> None:
     model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, np.zeros(6, np.float32))
     model.graph.input[0].type.tensor_type.shape.dim[1].Clear()
-    with pytest.raises(Exception, match=r"'linear': X has shape \[2, 9\], expected \[..., 8\]"):
+    with pytest.raises(Exception, match=r"'linear': X 'x' has shape \[2, 9\], expected \[..., 8\]"):
         session(model).run(None, {"x": np.zeros((2, 9), np.float32)})
-    bias = onnx.numpy_helper.from_array(np.zeros(5, np.float32), "bias")
-    model.graph.initializer[3].CopyFrom(bias)
+
+
+def test_a_bias_of_wrong_length_is_refused() -> None:
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6, np.zeros(5, np.float32))
+    assert "'linear': bias 'bias' has shape [5], expected [6]" in creation_error(model)
+    # Computed at run time it is refused then.
+    del model.graph.initializer[3]
+    model.graph.input.append(onnx.helper.make_tensor_value_info("bias", onnx.TensorProto.FLOAT, [None]))
+    feeds = {"x": np.ones((2, 8), np.float32), "bias": np.ones(6, np.float32)}
+    np.testing.assert_array_equal(session(model).run(None, feeds)[0], np.full((2, 6), 9, np.float32))
     with pytest.raises(Exception, match=r"'linear': bias has shape \[5\], expected \[6\]"):
-        session(model).run(None, {"x": np.zeros((2, 8), np.float32)})
+        session(model).run(None, feeds | {"bias": np.zeros(5, np.float32)})
+
+
+def test_a_later_format_is_refused() -> None:
+    model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((8, 6), np.float32)), 8, 6)
+    next(a for a in model.graph.node[0].attribute if a.name == "format_version").i = 2
+    assert "'linear': format_version is 2, this library reads 1. Upgrade ortolan" in creation_error(model)
+
+
+RUNS_SCRIPT = """
+import resource
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import session, sparse_amx_matmul_model
+model = sparse_amx_matmul_model(_native.pack_bitmap(np.ones((64, 32), np.float32)), 64, 32)
+x = np.ones((1, 64), np.float32)
+wide = np.ones((4096, 64), np.float32)
+def work(runs):
+    s = session(model)
+    for _ in range(runs):
+        s.run(None, {"x": x})
+def sessions(count):
+    for _ in range(count):
+        session(model).run(None, {"x": wide})
+def kib():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() // 1024
+work(2000), sessions(5)
+before = kib()
+work(50_000)
+after_runs = kib()
+sessions(30)
+print(after_runs - before, kib() - after_runs)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="freed memory stays in quarantine")
+def test_neither_runs_nor_sessions_leak() -> None:
+    """What a leaked allocator costs: 96 bytes a run, and with each session its arena, 1 MB and more."""
+    done = run_with_isa("", RUNS_SCRIPT)
+    assert done.returncode == 0, done.stderr
+    of_runs, of_sessions = map(int, done.stdout.split())
+    assert of_runs < 1500, f"50,000 runs left {of_runs} KiB"
+    assert of_sessions < 15_000, f"30 sessions left {of_sessions} KiB"
 
 
 def test_mutated_models_neither_crash_nor_slip_through_ort() -> None:
