@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-from .result import BenchOptions, BenchResult, Progress
+from ..progress import Progress, no_progress
+from .result import BenchOptions, BenchResult
 
 
-def _lazy(module: str) -> Callable[[BenchOptions, Progress | None], BenchResult]:
-    def run(options: BenchOptions, progress: Progress | None = None) -> BenchResult:
+def _lazy(module: str) -> Callable[[BenchOptions, Progress], BenchResult]:
+    def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
         result: BenchResult = import_module(f".{module}", __name__).run(options, progress)
         return result
 
@@ -17,8 +18,8 @@ def _lazy(module: str) -> Callable[[BenchOptions, Progress | None], BenchResult]
 
 
 # The room's name -> run(options, progress).
-BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress | None], BenchResult]] = {
+BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
 }
 
-__all__ = ["BENCHMARKS", "BenchOptions", "BenchResult", "Progress"]
+__all__ = ["BENCHMARKS", "BenchOptions", "BenchResult"]

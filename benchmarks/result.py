@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.table import Table
-
-from .._native import cpu_info
+from ..session import cpu_info, package_versions
 from .timing import Timing
 
-# progress(stage, done, total)
-Progress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 @dataclass(frozen=True)
@@ -63,16 +57,6 @@ class BenchRow:
         }
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("ortolan", "onnxruntime", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
-
-
 def cpu_name() -> str:
     """The CPU and the tier in use, as results name them."""
     cpu = cpu_info()
@@ -81,7 +65,7 @@ def cpu_name() -> str:
 
 def versions_line() -> str:
     """CPU, tier and versions in one line: what every printed result begins with."""
-    return " · ".join([cpu_name(), *(f"{name} {number}" for name, number in _versions().items())])
+    return " · ".join([cpu_name(), *(f"{name} {number}" for name, number in package_versions().items())])
 
 
 @dataclass
@@ -91,7 +75,7 @@ class BenchResult:
     rows: list[BenchRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     cpu: str = field(default_factory=cpu_name)
-    versions: dict[str, str] = field(default_factory=_versions)
+    versions: dict[str, str] = field(default_factory=package_versions)
 
     def to_json(self) -> str:
         """{"cpu", "versions", "notes", "rows": [{"op", "case", "threads", "ours_ms", "peer", "peer_ms", "ratio"}]}."""
@@ -104,6 +88,9 @@ class BenchResult:
         return json.dumps(document, indent=2)
 
     def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+
         table = Table(title=versions_line(), title_justify="left")
         table.add_column("case")
         table.add_column("threads", justify="right")

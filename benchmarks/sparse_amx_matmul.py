@@ -21,8 +21,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from .._native import pack_bitmap
+from ..progress import Progress, no_progress
 from ..session import register
-from .result import BenchOptions, BenchResult, BenchRow, Progress
+from .result import BenchOptions, BenchResult, BenchRow
 from .timing import StreamReader, Timing, copies_to_stay_cold, interleave, pinned
 
 OP = "SparseAMXMatMul"
@@ -129,7 +130,7 @@ def _ours(layer: _Layer, k: int, n: int, copies: int) -> list[_Node]:
     return [(OP, [masks, bf16, offsets], {"k": k, "n": n, "format_version": 1}) for _ in range(copies)]
 
 
-def run(options: BenchOptions, progress: Progress | None = None) -> BenchResult:
+def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     """Measure every case at every sparsity and number of threads."""
     cases = options.cases or (QUICK_CASES if options.quick else CASES)
     sparsities = options.sparsity or (QUICK_SPARSITY if options.quick else SPARSITY)
@@ -142,8 +143,7 @@ def run(options: BenchOptions, progress: Progress | None = None) -> BenchResult:
     one_thread: dict[tuple[tuple[int, int, int], float], Timing] = {}
     for step, (case, sparsity, threads) in enumerate(steps):
         m, k, n = case
-        if progress:
-            progress(f"{m} x {k} x {n}, {sparsity:.0%} zeros, threads {threads}", step, len(steps))
+        progress(f"{m} x {k} x {n}, {sparsity:.0%} zeros, threads {threads}", step, len(steps))
         with pinned(threads):
             timings = _measure(case, sparsity, threads, seconds=1.0 if options.quick else 3.0)
         description = {"m": m, "k": k, "n": n, "sparsity": sparsity}
@@ -155,6 +155,5 @@ def run(options: BenchOptions, progress: Progress | None = None) -> BenchResult:
         elif (case, sparsity) in one_thread:
             timings["ortolan_1_thread"] = one_thread[case, sparsity]
         result.rows += [BenchRow(OP, description, threads, ours, peer, time) for peer, time in timings.items()]
-    if progress:
-        progress("done", len(steps), len(steps))
+    progress("done", len(steps), len(steps))
     return result

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from .._native import stream_read
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -92,6 +90,8 @@ class StreamReader:
 
     def candidates(self) -> dict[str, Callable[[], object]]:
         """One candidate a prefetch distance; the fastest is the stream rate."""
+        from .._native import stream_read
+
         return {
             f"stream_read {distance}": partial(stream_read, self.buffer, self.threads, distance)
             for distance in self.PREFETCH_BYTES

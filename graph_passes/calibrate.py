@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError
 from ortolan.session import one_line, open_session
 
-from .feeds import SIZES_TO_TRY, Sizes, synthetic_feeds
+from .feeds import SIZES_TO_TRY, Feeds, Sizes, synthetic_feeds
 from .linear import Linear
 from .model_file import to_bytes
 from .options import PassOptions, takes
-from .pipeline import Feeds, PassContext, RecipePass, layer_key
+from .pipeline import PassContext, RecipePass, layer_key
 
 _CAPTURE_BYTES = 256 * 1024**2  # of recorded inputs that one run may return
 
@@ -57,18 +57,8 @@ def open_original(context: PassContext) -> Any:
     source = context.source
     if source.path is None:
         assert source.proto is not None
-        return open_session(to_bytes_of_proto(source.proto), quiet_options())
+        return open_session(to_bytes(source.proto), quiet_options())
     return open_session(source.path, quiet_options())
-
-
-def to_bytes_of_proto(proto: Any) -> bytes:
-    try:
-        content: bytes = proto.SerializeToString()
-        return content
-    except Exception as error:  # protobuf raises different types above 2 GiB, depending on its implementation
-        raise CalibrationError(
-            f"the given ModelProto cannot be serialized: {error}; save it with external data and give its path instead"
-        ) from error
 
 
 def quiet_options() -> Any:
@@ -85,7 +75,6 @@ def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
     """The user's feeds, or made-up ones on which the original runs. Found once a run."""
     if context.feeds is None:
         session = session or open_original(context)
-        # Not the model that the passes work on: they may have changed its inputs' users.
         context.feeds, context.report.feeds = make_up_feeds(context.source.model, session)
     return context.feeds
 
@@ -102,12 +91,14 @@ def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
             continue
         found = [feeds]
         # A second length finds shapes that a pass froze by mistake. Some exports allow one length only.
-        other = synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)
-        try:
-            session.run(None, other)
-            found.append(other)
-        except Exception:  # see above
-            pass
+        others = [synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)]
+        # A flag chooses between branches of the model: both must run.
+        flags = [name for name, array in feeds.items() if array.dtype == bool and array.size == 1]
+        others += [feeds | {name: np.zeros_like(feeds[name])} for name in flags]
+        for other in others:
+            with suppress(Exception):  # see above
+                session.run(None, other)
+                found.append(other)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(feeds.items())[:3])
         return found, f"{len(found)} synthetic feed(s): {shapes}{', …' if len(feeds) > 3 else ''}"
     raise CalibrationError(
@@ -123,7 +114,7 @@ def capture_inputs(
     max_rows: int,
     data_folder: Path | None,
     on_run: Any = lambda done, total: None,
-) -> dict[str, np.ndarray]:
+) -> dict[ir.Value, np.ndarray]:
     """Up to max_rows inputs of each layer as float32 [rows, k], by layer_key.
 
     Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers a

@@ -40,7 +40,7 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
         try:
             with np.load(calibration, allow_pickle=False) as arrays:
                 given: list[Any] = [{name: arrays[name] for name in arrays.files}]
-        except (OSError, ValueError, AttributeError) as error:
+        except Exception as error:  # numpy, zipfile and zlib raise whatever they trip over in a damaged file
             raise CalibrationError(
                 f"calibration file {os.fspath(calibration)!r} is not an .npz file of arrays named "
                 f"like the model's inputs: {error}"
@@ -79,7 +79,11 @@ def _check_feeds(feeds: Any, model: ir.Model, number: int) -> Feeds:
         )
     checked = {}
     for name, given in feeds.items():
-        array, value = np.asarray(given), known[name]
+        value = known[name]
+        try:
+            array = np.asarray(given)
+        except ValueError as error:
+            raise CalibrationError(f"{where}: input {name!r} is no array: {error}") from error
         if value.dtype is not None and array.dtype != value.dtype.numpy():
             wanted = value.dtype.numpy()
             if array.dtype.kind != wanted.kind and not (array.dtype.kind in "iub" and wanted.kind in "iub"):

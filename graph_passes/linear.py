@@ -96,8 +96,7 @@ class Linear:
 
     def matrix(self) -> np.ndarray:
         """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""
-        weight = float_array(self.weight)
-        return weight.T if self.transposed else weight
+        return weight_matrix(self.weight, self.transposed)
 
     def bias(self) -> np.ndarray | None:
         """The bias as float32 [n]."""
@@ -117,6 +116,16 @@ class NotLinear:
         return node_name(self.node)
 
 
+def weight_matrix(tensor: ir.TensorProtocol, transposed: bool) -> np.ndarray:
+    """[k, n] as float32; perhaps a read-only view of a mapped file: do not keep it."""
+    array = float_array(tensor)
+    return array.T if transposed else array
+
+
+def op_name(node: ir.Node) -> str:
+    return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
 def node_name(node: ir.Node) -> str:
     return node.name or f"{node.op_type} that makes {node.outputs[0].name!r}"
 
@@ -128,8 +137,7 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
         if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm"):
             found.append(_match(node))
         elif node.op_type in _OTHER_LINEAR_OPS and _holds_matrix(node):
-            domain = f"{node.domain} " if node.domain else ""
-            found.append(NotLinear(node, f"{domain}{node.op_type}: {_OTHER_LINEAR_OPS[node.op_type]}"))
+            found.append(NotLinear(node, f"{op_name(node)}: {_OTHER_LINEAR_OPS[node.op_type]}"))
     return found
 
 

@@ -213,7 +213,7 @@ def write_model(model: ir.Model, path: Path, on_tensor: Callable[[int, int], Non
                 # ONNX Runtime hands the mapped bytes to the kernels as they are; they want whole cache lines.
                 alignment=64,
                 align_threshold=0,
-                callback=lambda _, info: on_tensor(info.index, info.total),
+                callback=lambda _, info: on_tensor(info.index + 1, info.total),
             )
         else:
             with _embedded(slots):
@@ -228,10 +228,11 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
         return ir.to_proto(model)
 
 
-def to_bytes(model: ir.Model) -> bytes:
+def to_bytes(model: ir.Model | onnx.ModelProto) -> bytes:
     """The model as a file's content; external tensors stay references to the files that they lie in."""
     try:
-        content: bytes = ir.to_proto(model).SerializeToString()
+        proto = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
+        content: bytes = proto.SerializeToString()
         return content
     except (EncodeError, ValueError) as error:
         raise ModelError(
@@ -291,7 +292,6 @@ def move_into_place(written: Path, output: Path) -> None:
     data that is not its own. On an exception the old pair is put back.
     """
     backup = written.parent / "replaced"
-    backup.mkdir()
     moved: list[tuple[Path, Path]] = []
 
     def move(source: Path, target: Path) -> None:
@@ -300,6 +300,11 @@ def move_into_place(written: Path, output: Path) -> None:
         os.replace(source, target)
 
     try:
+        backup.mkdir()
+        for file in (written, data_path(written)):
+            if file.exists():
+                with open(file, "r+b") as stream:  # a rename may reach the disk before what was written
+                    os.fsync(stream.fileno())
         if _owns_data(output):
             move(output, backup / output.name)
             move(data_path(output), backup / data_path(output).name)

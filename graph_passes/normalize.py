@@ -6,9 +6,10 @@ import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes import common as onnx_passes
 
-from ortolan.errors import ModelError
+from ortolan.errors import ModelError, RecipeError
 
 from .constants import DEFAULT_DOMAINS
+from .model_file import to_proto
 from .pipeline import RecipePass
 
 ORTOLAN_DOMAIN = "ai.ortolan"
@@ -23,6 +24,10 @@ _LARGE_TENSOR = 1024
 class NormalizePass(RecipePass):
     """Inlines the model's functions, raises an old opset, names nodes, and turns Constant nodes into initializers."""
 
+    def requires(self, model: ir.Model) -> None:
+        if self.context.layers:  # they would not be found again
+            raise RecipeError("pass 'normalize' comes after a pass that works on layers; put it first in the recipe")
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.context.progress("normalize", 0, 1)
         normalize(model, self.context.source.name)
@@ -31,7 +36,7 @@ class NormalizePass(RecipePass):
 
     def ensures(self, model: ir.Model) -> None:
         version = model.opset_imports.get("", 0)
-        if version < MINIMUM_OPSET or model.functions:
+        if version < MINIMUM_OPSET or has_functions(model):
             raise ModelError(
                 f"{self.context.source.name} is at opset {version} with {len(model.functions)} functions "
                 f"after normalization, expected at least {MINIMUM_OPSET} and none; please report this"
@@ -58,8 +63,13 @@ def normalize(model: ir.Model, name: str) -> None:
 
 def inline_functions(model: ir.Model) -> None:
     """Replaces calls of the model's own functions by their bodies. Those of our operators stay."""
-    if any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions):
+    if has_functions(model):
         onnx_passes.InlinePass(criteria=lambda function: function.domain != ORTOLAN_DOMAIN)(model)
+
+
+def has_functions(model: ir.Model) -> bool:
+    """Whether the model has functions of its own. Those of our operators do not count."""
+    return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
 
 
 def optimized_with(model: ir.Model) -> str | None:
@@ -84,7 +94,11 @@ def _name_nodes(model: ir.Model) -> None:
 
 
 def _raise_opset(model: ir.Model, name: str) -> None:
-    """onnx's converter works on a serialized model, so large weights travel around it: as inputs without a value."""
+    """onnx's converter works on a serialized model, so large weights travel around it: as inputs without a value.
+
+    Small ones and those of subgraphs travel inside of it, wherever they lie: a reference to a file would come back
+    without the folder of the file.
+    """
     old = model.opset_imports[""]
     inputs = list(model.graph.inputs)
     weights = {
@@ -100,7 +114,7 @@ def _raise_opset(model: ir.Model, name: str) -> None:
         if key not in overridable:
             model.graph.inputs.append(value)
     try:
-        proto = version_converter.convert_version(ir.to_proto(model), MINIMUM_OPSET)
+        proto = version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
     except Exception as error:  # the converter raises RuntimeError and others for what it does not know
         raise ModelError(
             f"{name} is at opset {old} and cannot be converted to opset {MINIMUM_OPSET}: {error}; "

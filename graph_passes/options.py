@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from ortolan.errors import RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
+_NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # numpy's count as well
 OptionsT = TypeVar("OptionsT", bound="PassOptions")
 
 
@@ -60,11 +62,11 @@ class Rule:
         elif self.kind == "str":
             if isinstance(value, str) and (not self.choices or value in self.choices):
                 return value
-        elif isinstance(value, int if self.kind == "int" else (int, float)) and not isinstance(value, bool):
+        elif isinstance(value, _NUMBERS[self.kind]) and not isinstance(value, bool):
+            number = int(value) if isinstance(value, numbers.Integral) else float(value)
             # The comparison with the largest float refuses NaN, infinities and integers too large for a float.
-            is_inside = self.low <= value < self.below and abs(value) <= sys.float_info.max
-            if is_inside:
-                return value if self.kind == "int" else float(value)
+            if self.low <= number < self.below and abs(number) <= sys.float_info.max:
+                return number if self.kind == "int" else float(number)
         raise RecipeError(f"{where} is {value!r}, expected {self.describe()}")
 
 
@@ -85,11 +87,6 @@ class PassOptions:
     @classmethod
     def names(cls) -> list[str]:
         return [field.name for field in dataclasses.fields(cls)]
-
-    def changed(self) -> dict[str, Any]:
-        """The options that differ from their defaults, and those that have none."""
-        plain = type(self)()
-        return {name: getattr(self, name) for name in self.names() if getattr(self, name) != getattr(plain, name)}
 
 
 def read_options(options_type: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:

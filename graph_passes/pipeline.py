@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,53 +13,45 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import ModelError, OrtolanError
+from ortolan.progress import Progress, no_progress
 
 from .constants import stored_bytes
-from .linear import Linear, find_linears
+from .feeds import Feeds
+from .linear import Linear, NotLinear, find_linears, op_name, weight_matrix
 from .model_file import ModelFile, external_tensors, release_maps
 from .options import PassOptions
-from .report import LayerReport, OptimizationReport
+from .report import LayerReport, OptimizationReport, human_bytes
 from .spill import TensorSpill
 
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-Progress = Callable[[str, int, int], None]
-Feeds = dict[str, np.ndarray]
-
-
-@dataclass
-class OriginalWeight:
-    """The weight of a layer before any pass changed it. Lazy: the numbers stay in the model's file."""
-
-    tensor: ir.TensorProtocol
-    transposed: bool
-
-    def matrix(self) -> np.ndarray:
-        """[k, n] as float32, perhaps a view of a mapped file."""
-        array = np.asarray(self.tensor.numpy()).astype(np.float32, copy=False)
-        return array.T if self.transposed else array
+Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, which is not compared
 
 
 @dataclass
 class PassContext:
     """Everything the passes of one optimize_onnx call share, apart from the model itself.
 
-    Layers are identified by the name of their node's output, which, unlike the node's name, is always unique.
+    Layers are identified by the output of their node (layer_key), not by a name: those of nodes need not be unique, and
+    those of values may be the same in both branches of an If.
     """
 
     source: ModelFile
     report: OptimizationReport
-    workdir: Path  # removed at the end, on the output's disk
-    candidate: Path  # where in it the optimized model is written
+    candidate: Path  # where the optimized model is written: in a folder on the output's disk, removed at the end
     spill: TensorSpill
     feeds: list[Feeds] | None = None  # given by the user, or made up by the first pass that needs some
     portable: bool = True
     dry_run: bool = False
-    progress: Progress = lambda stage, done, total: None
-    layers: dict[str, LayerReport] = field(default_factory=dict)
-    originals: dict[str, OriginalWeight] = field(default_factory=dict)
-    captured: dict[str, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
+    progress: Progress = no_progress
+    layers: dict[ir.Value, LayerReport] = field(default_factory=dict)
+    # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
+    originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
+    captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
+    packed_weights: int = 0  # in all matrices that were packed so far
+    feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
+    reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
 
@@ -70,20 +63,23 @@ class PassContext:
         found = find_linears(model)
         if not self.layers:
             for item in found:
-                key = item.node.outputs[0].name or item.name
+                key = layer_key(item)
                 if isinstance(item, Linear):
-                    self.originals[key] = OriginalWeight(item.weight, item.transposed)
+                    self.originals[key] = partial(weight_matrix, item.weight, item.transposed)
                     self.layers[key] = LayerReport(
                         item.name, item.op, k=item.k, n=item.n, bytes_before=stored_bytes(item.weight_value)
                     )
                 else:
-                    op = f"{item.node.domain}::{item.node.op_type}" if item.node.domain else item.node.op_type
-                    self.layers[key] = LayerReport(item.name, op, reason=item.reason)
+                    self.layers[key] = LayerReport(item.name, op_name(item.node), reason=item.reason)
             self.report.layers = list(self.layers.values())
         return [item for item in found if isinstance(item, Linear)]
 
     def layer(self, linear: Linear) -> LayerReport:
         return self.layers[layer_key(linear)]
+
+    def note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
 
     def new_name(self, model: ir.Model, wanted: str) -> str:
         """A name that no value of the model has, subgraphs included."""
@@ -104,8 +100,8 @@ class PassContext:
         release_maps(self._mapped)
 
 
-def layer_key(linear: Linear) -> str:
-    return linear.node.outputs[0].name or linear.name
+def layer_key(layer: Linear | NotLinear) -> ir.Value:
+    return layer.node.outputs[0]
 
 
 class RecipePass(ir.passes.InPlacePass, abc.ABC):
@@ -132,6 +128,13 @@ def run_recipe(recipe: Recipe, model: ir.Model, context: PassContext) -> None:
             last, cause = cause, cause.__cause__
         if cause is not None:
             raise cause from cause.__cause__
-        if isinstance(last, MemoryError | OSError):
+        if isinstance(last, MemoryError):
             raise last from None
         raise ModelError(f"{context.source.name} could not be optimized: {type(last).__name__}: {last}") from error
+    grown = [layer for layer in context.layers.values() if layer.status == "pruned" and layer.growth > 0]
+    if grown:
+        context.note(
+            f"{len(grown)} pruned layers that were not replaced, such as {grown[0].name!r}, now store their weights "
+            f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them from "
+            "pruning as well (prune.exclude)"
+        )

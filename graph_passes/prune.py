@@ -58,6 +58,10 @@ class PrunePass(RecipePass):
     options_type = PruneOptions
     options: PruneOptions
 
+    def requires(self, model: ir.Model) -> None:
+        if self.context.report.replaced:  # its answers were compared with those of the model before
+            raise RecipeError("pass 'prune' comes after pass 'replace'; put it before")
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = self.context.survey(model)
         groups = self._group(linears)
@@ -84,7 +88,10 @@ class PrunePass(RecipePass):
                 ties -= own_ties
                 # A key of 0 is a weight that was zero before.
                 zeros = max(tally.zeros, tally.below + own_ties)
-                self._put(model, group, weight, Threshold(threshold.key, own_ties), zeros / weight.size)
+                for linear in group.linears:
+                    self.context.layer(linear).sparsity = zeros / weight.size
+                if zeros > tally.zeros:
+                    self._put(model, group, weight, Threshold(threshold.key, own_ties))
         step()
         return ir.passes.PassResult(model, modified=bool(groups))
 
@@ -118,14 +125,13 @@ class PrunePass(RecipePass):
                 return sparsity
         return None if self.options.scope == "global" else self.options.sparsity
 
-    def _put(
-        self, model: ir.Model, group: PruneGroup, weight: ir.TensorProtocol, threshold: Threshold, sparsity: float
-    ) -> None:
+    def _put(self, model: ir.Model, group: PruneGroup, weight: ir.TensorProtocol, threshold: Threshold) -> None:
         """Gives the layers of the group the pruned weight; whoever else uses the original keeps it."""
         value = group.linears[0].weight_value
         pruned = pruned_tensor(weight, threshold)
         nodes = {linear.node for linear in group.linears}
-        if value.is_initializer() and all(use.node in nodes and use.idx == 1 for use in value.uses()):
+        own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
+        if value.is_initializer() and own:
             target = value
         else:
             target = ir.Value(name=self.context.new_name(model, f"{value.name}_pruned"))
@@ -140,7 +146,7 @@ class PrunePass(RecipePass):
                 linear.node.replace_input_with(1, target)
                 remove_unused(old)
             layer = self.context.layer(linear)
-            layer.sparsity, layer.status = sparsity, "pruned"
+            layer.status, layer.bytes_after = "pruned", weight.nbytes
 
 
 @dataclass(frozen=True)

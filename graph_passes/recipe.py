@@ -117,13 +117,15 @@ class Recipe:
     def with_options(self, options: Mapping[str, Any]) -> Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 
+        Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's.
+
         Raises RecipeError for a name that no pass of this recipe has.
         """
         steps = list(self.passes)
         for name, value in options.items():
             found = self._owners(str(name))
             if len(found) > 1:
-                choices = listing({f"{steps[index].name}.{name}" for index in found} - {f"{name}.{name}"})
+                choices = listing(self._full_name(index, str(name).rpartition(".")[2]) for index in found)
                 raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
             step = steps[found[0]]
             option_name = str(name).rpartition(".")[2]
@@ -131,17 +133,29 @@ class Recipe:
             steps[found[0]] = replace(step, options=read_options(type(step.options), values, f"pass {step.name!r}"))
         return replace(self, passes=tuple(steps))
 
+    def _full_name(self, index: int, option: str) -> str:
+        """What only this option of this pass is called: prune.sparsity, or prune.2.sparsity of the second one."""
+        name = self.passes[index].name
+        same = [other for other, step in enumerate(self.passes) if step.name == name]
+        number = f".{same.index(index) + 1}" if len(same) > 1 else ""
+        return f"{name}{number}.{option}"
+
     def _owners(self, name: str) -> list[int]:
         """The indices of the passes that have this option; never empty."""
-        pass_name, _, option_name = name.rpartition(".")
+        _, _, option_name = name.rpartition(".")
         found = [
             index
             for index, step in enumerate(self.passes)
-            if option_name in step.options.names() and pass_name in ("", step.name)
+            if option_name in step.options.names()
+            and name in (option_name, f"{step.name}.{option_name}", self._full_name(index, option_name))
         ]
         if not found:
-            known = [f"{step.name}.{option}" for step in self.passes for option in step.options.names()]
-            close = suggestion(option_name, [option.partition(".")[2] for option in known])
+            known = [
+                self._full_name(index, option)
+                for index, step in enumerate(self.passes)
+                for option in step.options.names()
+            ]
+            close = suggestion(option_name, [option.rpartition(".")[2] for option in known])
             raise RecipeError(f"recipe {self.name!r} has no option {name!r}; its options are: {listing(known)}{close}")
         return found
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ortolan.benchmarks.timing import Timing
+
 if TYPE_CHECKING:
     import onnx
     from rich.console import Group
@@ -34,6 +36,10 @@ class LayerReport:
     status: LayerStatus = "kept"
     reason: str | None = None
 
+    @property
+    def growth(self) -> int:
+        return (self.bytes_after or 0) - (self.bytes_before or 0)
+
 
 @dataclass
 class OutputError:
@@ -43,14 +49,6 @@ class OutputError:
     relative_l2: float
     cosine: float
     max_abs: float
-
-
-@dataclass
-class Latency:
-    """Milliseconds for one run of the first verification feed."""
-
-    min: float
-    median: float
 
 
 @dataclass
@@ -66,9 +64,11 @@ class OptimizationReport:
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
+    # Optimized against the pruned model before its layers were replaced: what rounding to bf16 costs.
+    rounding_error: list[OutputError] = field(default_factory=list)
     portable_error: list[OutputError] = field(default_factory=list)  # portable body against the native kernels
-    latency_before_ms: Latency | None = None
-    latency_after_ms: Latency | None = None
+    latency_before: Timing | None = None  # one run of the first verification feed
+    latency_after: Timing | None = None
     feeds: str | None = None
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -89,11 +89,7 @@ class OptimizationReport:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=120, no_color=True, highlight=False, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self)
 
     def __rich__(self) -> Group:
         from rich.console import Group
@@ -144,11 +140,11 @@ class OptimizationReport:
                 f"size          {human_bytes(self.file_size_before)} -> {human_bytes(self.file_size_after)}"
                 f" ({_factor(ratio, 'smaller', 'larger')})"
             )
-        if self.latency_before_ms and self.latency_after_ms:
-            before, after = self.latency_before_ms, self.latency_after_ms
+        if self.latency_before and self.latency_after:
+            before, after = self.latency_before, self.latency_after
             lines.append(
-                f"latency       min {before.min:.3g} -> {after.min:.3g} ms, median {before.median:.3g} -> "
-                f"{after.median:.3g} ms ({_factor(before.min / after.min, 'faster', 'slower')} by the minimum)"
+                f"latency       min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median {before.median_ms:.3g} -> "
+                f"{after.median_ms:.3g} ms ({_factor(before.min_ms / after.min_ms, 'faster', 'slower')} by the minimum)"
             )
         for error in self.output_error[:_OUTPUTS_SHOWN]:
             lines.append(
@@ -162,16 +158,26 @@ class OptimizationReport:
                 f"output        {len(others)} more: relative error up to {_number(largest.relative_l2)} "
                 f"({largest.name})"
             )
-        if self.portable_error:
-            largest = max(self.portable_error, key=lambda error: error.relative_l2)
-            lines.append(
-                f"portable      without the library the answers differ by at most {_number(largest.relative_l2)} "
-                f"({largest.name})"
-            )
+        for label, errors, meaning in (
+            ("rounding", self.rounding_error, "of this, bf16 and the order of sums alone cost"),
+            ("portable", self.portable_error, "without the library the answers differ by"),
+        ):
+            if errors:
+                largest = max(errors, key=lambda error: error.relative_l2)
+                lines.append(f"{label:14}{meaning} at most {_number(largest.relative_l2)} ({largest.name})")
         if self.feeds:
             lines.append(f"measured on   {self.feeds}")
         lines += [f"note          {note}" for note in self.notes]
         return lines
+
+
+def as_text(result: Any) -> str:
+    """What rich prints of it, without colours."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(file=text, width=120, no_color=True, highlight=False, legacy_windows=False).print(result)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def human_bytes(count: int | None) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import onnx_ir as ir
+
+from ortolan.errors import OutputError
 
 _ALIGNMENT = 64
 
@@ -21,16 +24,20 @@ class TensorSpill:
 
     def add(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.ExternalTensor:
         """Writes the bytes of `array`; `dtype` says what they are (bf16 values travel as uint16)."""
-        self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
-        offset = self._file.tell()
-        self._file.write(np.ascontiguousarray(array).data)
-        self._file.flush()
+        try:
+            self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
+            offset = self._file.tell()
+            self._file.write(np.ascontiguousarray(array).data)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"cannot write {str(self._folder / self._name)!r}: {error.strerror}") from error
         return ir.ExternalTensor(
             self._name, offset, array.nbytes, dtype, shape=ir.Shape(array.shape), name=name, base_dir=str(self._folder)
         )
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what a full disk left in the buffer; add() has told
+            self._file.close()
 
     def __enter__(self) -> TensorSpill:
         return self

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import NothingToReplaceError, RecipeError
+from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
 from ..constants import constant_tensor, remove_unused
 from ..linear import Linear
 from ..model_file import release_maps
-from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN
+from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import RecipePass, layer_key
+from ..verify import keep_reference
 from .replacement import Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
 
@@ -40,7 +42,7 @@ class ReplacePass(RecipePass):
     options: ReplaceOptions
 
     def requires(self, model: ir.Model) -> None:
-        if model.opset_imports.get("", 0) < MINIMUM_OPSET or model.functions:
+        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
             raise RecipeError(
                 "pass 'replace' needs pass 'normalize' before it, for models of an old opset or with "
                 'functions; add [[pass]] name = "normalize" to the recipe'
@@ -48,56 +50,65 @@ class ReplacePass(RecipePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._replacement = REPLACEMENTS[self.options.op]()
-        self._packed: dict[object, list[ir.Value]] = {}
-        self._weights = 0  # in all packed matrices
-        linears = self.context.survey(model)
-        replaced = 0
+        self._packed: dict[tuple[Hashable, int], list[ir.Value]] = {}
+        context = self.context
+        linears = context.survey(model)
+        context.progress("replace", 0, len(linears))
+        if not context.dry_run:
+            keep_reference(model, context)
         for number, linear in enumerate(linears):
-            self.context.progress("replace", number, len(linears))
-            replaced += self._replace(model, linear)
-            self.context.release()
-        self.context.progress("replace", len(linears), len(linears))
-        if not replaced:
+            context.progress("replace", number, len(linears))
+            self._replace(model, linear)
+            context.release()
+        context.progress("replace", len(linears), len(linears))
+        if not context.report.replaced:
             raise NothingToReplaceError(self._why_nothing())
-        if not self.context.dry_run:
+        copies = len(self._packed) - len({weight for weight, _ in self._packed})
+        if copies:
+            context.note(
+                f"{copies} packed weights are stored again for another branch of the model: many versions of ONNX "
+                "Runtime (1.24, for one) give an operator only the constants of its own branch"
+            )
+        if not context.dry_run:
             model.opset_imports[ORTOLAN_DOMAIN] = 1
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
-            if self.context.portable:
-                unpack_once = self._weights <= _UNPACK_ONCE_LIMIT
+            if context.portable:
+                unpack_once = context.packed_weights <= _UNPACK_ONCE_LIMIT
                 function = self._replacement.function(model.opset_imports[""], unpack_once)
                 if not unpack_once:
-                    self.context.report.notes.append(
+                    context.note(
                         "without the library, this model unpacks its weights anew in each run: that takes seconds"
                     )
                 model.functions[function.identifier()] = function
-        return ir.passes.PassResult(model, modified=not self.context.dry_run)
+        return ir.passes.PassResult(model, modified=not context.dry_run)
 
-    def _replace(self, model: ir.Model, linear: Linear) -> bool:
+    def _replace(self, model: ir.Model, linear: Linear) -> None:
         """Replaces one layer, or says in the report why not."""
         layer = self.context.layer(linear)
+        if layer.status == "would replace":  # by another pass of this kind, in a dry run
+            return
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             layer.reason = "not selected" if not linear.matches(self.options.select) else "excluded from replacement"
-            return False
+            return
         matrix = linear.matrix()
         # NaN fails every comparison.
         if not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
             layer.reason = f"weight {linear.weight_names[-1]!r} holds NaN, infinity or numbers beyond bfloat16"
-            return False
+            return
         stored = int(np.count_nonzero(matrix))
         layer.sparsity = 1 - stored / matrix.size
         if layer.sparsity < self.options.min_sparsity:
             layer.reason = f"sparsity {layer.sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
-            return False
+            return
         layer.new_op, layer.reason = self.options.op, None
         if self.context.dry_run:
             layer.status = "would replace"
             layer.bytes_after = self._replacement.packed_bytes(linear.k, linear.n, stored)
-            return True
+            return
         layer.status = "replaced"
         tensors = self._pack(model, linear, matrix)
         layer.bytes_after = sum(value.const_value.nbytes for value in tensors if value.const_value is not None)
         self._emit(model, linear, tensors)
-        return True
 
     def _pack(self, model: ir.Model, linear: Linear, matrix: np.ndarray) -> list[ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""
@@ -108,12 +119,15 @@ class ReplacePass(RecipePass):
                 name = self.context.new_name(model, f"{linear.weight_value.name}.{suffix}")
                 values.append(_initializer(linear, self.context.spill.add(name, array, dtype)))
             self._packed[key] = values
-            self._weights += matrix.size
-        self.context.layer(linear).output_error = self._output_error(linear, self._packed[key])
+            self.context.packed_weights += matrix.size
+        self.context.layer(linear).output_error = self._output_error(linear, matrix, self._packed[key])
         return self._packed[key]
 
-    def _output_error(self, linear: Linear, values: list[ir.Value]) -> float | None:
-        """||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y."""
+    def _output_error(self, linear: Linear, matrix: np.ndarray, values: list[ir.Value]) -> float | None:
+        """||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.
+
+        Raises VerificationError if Y is more than a rounding away from the product with what was packed, `matrix`.
+        """
         x = self.context.captured.get(layer_key(linear))
         original = self.context.originals.get(layer_key(linear))
         if x is None or original is None:
@@ -125,10 +139,16 @@ class ReplacePass(RecipePass):
             packed.append(
                 (tensor.name, array.view(np.uint16) if tensor.dtype == ir.DataType.BFLOAT16 else array, tensor.dtype)
             )
-        exact = x @ original.matrix()
-        difference = exact - self._replacement.run(x, packed, linear.k, linear.n)
+        found = self._replacement.run(x, packed, linear.k, linear.n)
         del packed, array
         release_maps(tensors)
+        if (np.abs(found - x @ matrix) > self._replacement.rounding * (np.abs(x) @ np.abs(matrix))).any():
+            raise VerificationError(
+                f"layer {linear.name!r} answers differently with its packed weight, beyond what rounding explains; "
+                "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
+            )
+        exact = x @ original()
+        difference = exact - found
         norm = float(np.linalg.norm(exact))
         return float(np.linalg.norm(difference)) / norm if norm else None
 
@@ -185,7 +205,8 @@ class ReplacePass(RecipePass):
 
 
 def _initializer(linear: Linear, tensor: ir.TensorProtocol) -> ir.Value:
-    """A new initializer in the layer's own graph: ONNX Runtime gives a node only the constants of its graph."""
+    """A new initializer in the layer's own graph: many versions of ONNX Runtime (1.21 and 1.24 tried; 1.31 does better)
+    give an operator only the constants of its own graph."""
     value = ir.Value(
         name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
     )

@@ -23,6 +23,8 @@ _FORMAT_VERSION = 1
 class SparseAMXMatMul(Replacement):
     """Y = bf16(X) W + bias with fp32 sums."""
 
+    rounding = 1.2 * 2**-7  # 2^-8 for each x and each w, and some for the order of fp32 sums
+
     def pack(self, matrix: np.ndarray) -> PackedWeight:
         from ortolan import _native
 

@@ -17,15 +17,14 @@ import typer
 from typer.core import TyperGroup
 
 from .errors import OrtolanError
+from .progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .benchmarks.result import BenchOptions, BenchResult
 
-    Benchmark = Callable[[BenchOptions, Callable[[str, int, int], None]], BenchResult]
-
-Progress = Callable[[str, int, int], None]
+    Benchmark = Callable[[BenchOptions, Progress], BenchResult]
 
 # A table in a file or a pipe has no window to fit in.
 _PIPED_WIDTH = 140
@@ -278,7 +277,7 @@ def _console(stderr: bool = False) -> Console:
 def _progress_bar() -> Iterator[Progress]:
     """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal."""
     if not sys.stderr.isatty():
-        yield lambda stage, done, total: None
+        yield no_progress
         return
     from rich import progress as rich_progress
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .benchmarks.timing import Timing, interleave
 from .errors import OrtolanError
+from .progress import Progress, no_progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,12 +36,7 @@ PAIRS = (
 )
 TOKEN_COUNTS = (16, 128)
 
-_ROUNDS = 30
-_FEWEST_ROUNDS = 5
-_WARM_UPS = 3
-_SECONDS_A_LENGTH = 10.0
-
-Progress = Callable[[str, int, int], None]
+_SECONDS_A_LENGTH = 3.0
 
 
 @dataclass(frozen=True)
@@ -64,20 +61,17 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Latency:
-    """Time of one run of a 1 x tokens input, in milliseconds."""
+class LatencyRow:
+    """Time of one run of a 1 x tokens input."""
 
     tokens: int
-    rounds: int
-    original_min_ms: float
-    original_median_ms: float
-    optimized_min_ms: float
-    optimized_median_ms: float
+    original: Timing
+    optimized: Timing
 
     @property
     def speedup(self) -> float:
         """Of the minima: above 1 where the optimized model is faster."""
-        return self.original_min_ms / self.optimized_min_ms
+        return self.original.min_ms / self.optimized.min_ms
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ class DemoResult:
     optimized_layer_bytes: int
     pairs: tuple[PairSimilarity, ...]
     agreement: Agreement
-    latencies: tuple[Latency, ...]
+    latencies: tuple[LatencyRow, ...]
 
     def to_json(self) -> str:
         """All fields under their names; each latency also with its speedup."""
@@ -133,13 +127,12 @@ class DemoResult:
         ):
             figures.add_row(name, f"{before / 1e6:.2f} MB", f"{after / 1e6:.2f} MB", f"{before / after:.2f}x")
         for row in self.latencies:
-            medians = row.original_median_ms / row.optimized_median_ms
-            for name, original, optimized, gain in (
-                ("minimum", row.original_min_ms, row.optimized_min_ms, row.speedup),
-                ("median", row.original_median_ms, row.optimized_median_ms, medians),
+            for name, before_ms, after_ms in (
+                ("minimum", row.original.min_ms, row.optimized.min_ms),
+                ("median", row.original.median_ms, row.optimized.median_ms),
             ):
                 label = f"1x{row.tokens} tokens, {name}"
-                figures.add_row(label, f"{original:.2f} ms", f"{optimized:.2f} ms", f"{gain:.2f}x")
+                figures.add_row(label, f"{before_ms:.2f} ms", f"{after_ms:.2f} ms", f"{before_ms / after_ms:.2f}x")
 
         agree = self.agreement
         head = (
@@ -173,7 +166,7 @@ def run_demo(
     threads: int = 1,
     *,
     model: ModelFiles | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     say: Callable[[str], None] | None = None,
 ) -> DemoResult:
     """Optimizes all-MiniLM-L6-v2 and compares it with the original in plain ONNX Runtime.
@@ -214,7 +207,7 @@ def run_demo(
         sentences = [sentence for pair in PAIRS for sentence in pair[1:]]
         vectors = []
         for done, session in enumerate((original, optimized)):
-            _tell(progress, "embed sentences", done, 2)
+            progress("embed sentences", done, 2)
             vectors.append(SentenceEncoder(session, model.tokenizer).encode(sentences))
         latencies = measure_latencies(original, optimized, model.tokenizer, progress)
         del optimized  # it maps the files that are deleted now
@@ -264,33 +257,19 @@ def measure_latencies(
     original: ort.InferenceSession,
     optimized: ort.InferenceSession,
     tokenizer_path: str | os.PathLike[str],
-    progress: Progress | None = None,
-    token_counts: Sequence[int] = TOKEN_COUNTS,
-) -> tuple[Latency, ...]:
+    progress: Progress = no_progress,
+) -> tuple[LatencyRow, ...]:
     """Times both sessions in turns, so that a noisy neighbour slows both."""
     rows = []
-    for tokens in token_counts:
+    for done, tokens in enumerate(TOKEN_COUNTS):
+        progress("time both models", done, len(TOKEN_COUNTS))
         feeds = _feeds(original, tokenizer_path, tokens)
-        for session in (original, optimized):
-            for _ in range(_WARM_UPS):
-                session.run(None, feeds)
-        times: tuple[list[float], list[float]] = ([], [])
-        deadline = time.perf_counter() + _SECONDS_A_LENGTH
-        for done in range(_ROUNDS):
-            if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
-                break
-            _tell(progress, f"time 1x{tokens} tokens", done, _ROUNDS)
-            for which in (0, 1) if done % 2 == 0 else (1, 0):
-                times[which].append(_milliseconds((original, optimized)[which], feeds))
-        medians = [statistics.median(series) for series in times]
-        rows.append(Latency(tokens, len(times[0]), min(times[0]), medians[0], min(times[1]), medians[1]))
+        calls = {
+            "original": partial(original.run, None, feeds),
+            "optimized": partial(optimized.run, None, feeds),
+        }
+        rows.append(LatencyRow(tokens, **interleave(calls, seconds=_SECONDS_A_LENGTH)))
     return tuple(rows)
-
-
-def _milliseconds(session: ort.InferenceSession, feeds: Mapping[str, Any]) -> float:
-    started = time.perf_counter()
-    session.run(None, feeds)
-    return (time.perf_counter() - started) * 1e3
 
 
 def _feeds(session: ort.InferenceSession, tokenizer_path: str | os.PathLike[str], tokens: int) -> dict[str, np.ndarray]:
@@ -330,8 +309,3 @@ def _require_extras() -> None:
             f"the demo needs the package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}; "
             'install what is missing with: pip install "ortolan[demo]"'
         )
-
-
-def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(stage, done, total)

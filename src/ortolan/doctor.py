@@ -19,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from .errors import OrtolanError
+from .session import cpu_info, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -113,7 +114,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
-        return Check(name, "failed", f"the check itself failed: {_one_line(error)}", _REINSTALL)
+        return Check(name, "failed", f"the check itself failed: {one_line(error)}", _REINSTALL)
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def check_package(name: str) -> Check:
     try:
         module = importlib.import_module(_PACKAGES[name])
     except Exception as error:  # a broken binary raises about anything
-        return Check(name, "failed", f"cannot be imported: {_one_line(error)}", install)
+        return Check(name, "failed", f"cannot be imported: {one_line(error)}", install)
     version = str(getattr(module, "__version__", "") or importlib.metadata.version(name))
     if _numbers(version) < _numbers(wanted):
         return Check(name, "failed", f"{version} is too old, Ortolan needs {wanted} or later", install)
@@ -179,13 +180,13 @@ def check_native_module() -> Check:
     try:
         from . import _native
     except Exception as error:
-        return Check("native module", "failed", f"ortolan._native cannot be imported: {_one_line(error)}", _REINSTALL)
+        return Check("native module", "failed", f"ortolan._native cannot be imported: {one_line(error)}", _REINSTALL)
     return Check("native module", "ok", str(_native.__file__))
 
 
 def check_cpu() -> Check:
     """The CPU's name and tier."""
-    info = _cpu_info()
+    info = cpu_info()
     tier = f"tier {info['isa']}"
     if info["isa"] != info["detected_isa"]:
         tier += f" (this CPU could do {info['detected_isa']})"
@@ -199,18 +200,12 @@ def check_isa_override() -> Check:
     value = os.environ.get("ORTOLAN_ISA")
     if not value:
         return Check("ORTOLAN_ISA", "ok", "not set: the CPU's best tier is used")
-    info = _cpu_info()
+    info = cpu_info()
     if info["isa_problem"]:
         return Check("ORTOLAN_ISA", "failed", str(info["isa_problem"]), "unset ORTOLAN_ISA, or set it to a known tier")
     if value != info["isa"]:
         return Check("ORTOLAN_ISA", "note", f"'{value}', but this CPU ends at {info['isa']}: it only lowers the tier")
     return Check("ORTOLAN_ISA", "note", f"'{value}': no kernel above this tier runs", "unset it for full speed")
-
-
-def _cpu_info() -> dict[str, Any]:
-    from . import _native
-
-    return dict(_native.cpu_info())
 
 
 # Name, CPUs, what it brings; ordered as Isa in ops/isa/isa.h.
@@ -229,7 +224,7 @@ def describe_tiers() -> tuple[Tier, ...]:
     try:
         from . import _native
 
-        info = _cpu_info()
+        info = cpu_info()
         kernels = [(str(row["name"]), order.index(row["isa"])) for row in _native.sparse_amx_matmul_kernels()]
         active, detected = order.index(info["isa"]), order.index(info["detected_isa"])
     except Exception:
@@ -263,7 +258,7 @@ def check_library(library: str | os.PathLike[str] | None = None) -> Check:
         try:
             library = get_library_path()
         except OrtolanError as error:
-            return Check(name, "failed", _one_line(error), _REINSTALL)
+            return Check(name, "failed", one_line(error), _REINSTALL)
     if not Path(library).is_file():
         return Check(name, "failed", f"{library} does not exist", _REINSTALL)
     # -P: whatever lies in the current folder must not be imported instead of the installed packages.
@@ -352,7 +347,3 @@ def _library_advice(problem: str) -> str:
     if any(text in problem for text in damage):
         return f"the file is damaged or made for another system; {_REINSTALL} --no-binary ortolan"
     return _REINSTALL
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 from collections import Counter
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor, stored_bytes
-from ortolan.graph_passes.linear import Linear, find_linears, node_name
+from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
 from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
 from ortolan.graph_passes.normalize import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY, inline_functions, optimized_with
-from ortolan.graph_passes.report import human_bytes
+from ortolan.graph_passes.report import as_text, human_bytes
 
 from .errors import ModelError, OrtolanError
 
@@ -77,11 +76,7 @@ class Inspection:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=120, no_color=True, highlight=False, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return as_text(self)
 
     def __rich__(self) -> Group:
         from rich.console import Group
@@ -179,11 +174,11 @@ def _inspect(file: ModelFile) -> Inspection:
             del matrix
             release_maps(mapped)
         else:
-            result.linears.append(LinearInfo(found.name, _op_name(found.node), reason=found.reason))
-    counts = Counter(_op_name(node) for node in graph_model.graph.all_nodes())
+            result.linears.append(LinearInfo(found.name, op_name(found.node), reason=found.reason))
+    counts = Counter(op_name(node) for node in graph_model.graph.all_nodes())
     result.operators = dict(sorted(counts.items()))
     standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
-    outside = {_op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
+    outside = {op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
     result.fusions = {name: count for name, count in result.operators.items() if name in outside}
     return result
 
@@ -194,16 +189,12 @@ def _packed_info(node: ir.Node) -> LinearInfo:
     k, n = sizes.get("k"), sizes.get("n")
     tensors = [constant_tensor(value) for value in node.inputs[1:4]]
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    info = LinearInfo(node_name(node), _op_name(node), k, n, size, "packed", reason=_REPLACED)
+    info = LinearInfo(node_name(node), op_name(node), k, n, size, "packed", reason=_REPLACED)
     offsets = tensors[2] if node.op_type == "SparseAMXMatMul" and len(tensors) == 3 else None
     if offsets is not None and offsets.size and k and n:
         info.weight_format = "bitmap + bf16"
         info.sparsity = 1 - int(offsets.numpy().reshape(-1)[-1]) / (k * n)
     return info
-
-
-def _op_name(node: ir.Node) -> str:
-    return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:

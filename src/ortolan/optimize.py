@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,14 @@ from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 
 from .errors import LibraryError, ModelError, OutputError
-from .session import cpu_info
+from .progress import Progress, no_progress
+from .session import cpu_info, package_versions
 
 if TYPE_CHECKING:
     import onnx
 
-_PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
 _PROTOBUF_LIMIT = 2**31 - 2**20
+_STALE_SECONDS = 24 * 3600
 
 
 def optimize_onnx(
@@ -47,7 +49,7 @@ def optimize_onnx(
     calibration: Calibration | None = None,
     portable: bool = True,
     dry_run: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> OptimizationReport:
     """Optimizes a model by a recipe and verifies it against the original.
 
@@ -67,8 +69,12 @@ def optimize_onnx(
     chosen = chosen.with_options(options or {})
     source = load_model(model)
     _refuse_optimized(source)
-    target = None if output is None else Path(output)
-    if target is not None:
+    target = None
+    if output is not None:
+        try:
+            target = Path(output)
+        except TypeError:
+            raise OutputError(f"output is a {type(output).__name__}, expected a path or None") from None
         check_output(target, source)
     # Counted before the passes run: they change the model in place.
     report = OptimizationReport(
@@ -90,13 +96,12 @@ def optimize_onnx(
         context = PassContext(
             source,
             report,
-            folder,
             folder / (target.name if target is not None else "model.onnx"),
             spill,
             feeds=feeds,
             portable=portable,
             dry_run=dry_run,
-            progress=progress or _no_progress,
+            progress=progress or no_progress,
         )
         run_recipe(chosen, source.model, context)
         if not dry_run:
@@ -146,7 +151,9 @@ def _provenance(recipe: Recipe) -> dict[str, str]:
 def _work_folder(target: Path | None) -> Iterator[Path]:
     """A folder for unfinished files, beside the output so that a finished one can be renamed; it always goes away."""
     parent = None if target is None else target.absolute().parent
-    prefix = "ortolan-" if target is None else f".{target.name}."
+    prefix = "ortolan-" if target is None else f".{target.name}.ortolan-"
+    if parent is not None:
+        _remove_stale(parent, prefix)
     try:
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
@@ -157,13 +164,14 @@ def _work_folder(target: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def package_versions() -> dict[str, str]:
-    """The installed versions that decide what a model does."""
-    versions = {}
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
+def _remove_stale(parent: Path, prefix: str) -> None:
+    """Removes what a killed run left behind: a folder in which nothing was written for a day."""
+    with suppress(OSError):
+        for folder in parent.iterdir():
+            if folder.name.startswith(prefix):
+                written = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
+                if time.time() - written > _STALE_SECONDS:
+                    shutil.rmtree(folder)
 
 
 def _cpu() -> dict[str, Any]:
@@ -171,7 +179,3 @@ def _cpu() -> dict[str, Any]:
         return cpu_info()
     except LibraryError:
         return {}
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ LIBRARY_NAME = "libortolan_ops.so"
 # Options remember by this entry that they know the library: registering it twice is an error in ONNX Runtime.
 _REGISTERED = "ortolan.registered"
 _FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
+_PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
 
 
 def get_library_path() -> str:
@@ -45,6 +49,15 @@ def cpu_info() -> dict[str, Any]:
             "pip install --force-reinstall ortolan (in a source tree: pip install -e .)"
         ) from error
     return dict(_native.cpu_info())
+
+
+def package_versions() -> dict[str, str]:
+    """The installed versions that decide what a model does, and how fast."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def register(session_options: onnxruntime.SessionOptions) -> None:
@@ -90,11 +103,15 @@ def open_session(
     """A session without our library. `model` may be a file's content, whose external data lies in data_folder."""
     import onnxruntime
 
-    name = "the model" if isinstance(model, bytes) else repr(os.fspath(model))
+    name = "the model"
     if not isinstance(model, bytes):
+        try:
+            model = os.fspath(model)
+        except TypeError:
+            raise SessionError(f"model is a {type(model).__name__}, expected the path of an ONNX file") from None
+        name = repr(model)
         if not os.path.isfile(model):
             raise SessionError(f"model file {name} does not exist")
-        model = os.fspath(model)
     if data_folder is not None:
         options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
     try:
@@ -103,9 +120,9 @@ def open_session(
         raise SessionError(f"ONNX Runtime cannot open {name}: {one_line(error)}{_advice(str(error))}") from error
 
 
-def one_line(error: Exception) -> str:
-    """An error of ONNX Runtime without its line breaks."""
-    return " ".join(str(error).split())
+def one_line(error: BaseException) -> str:
+    """An error's message without its line breaks; where there is none, the error's type."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _advice(message: str) -> str:
@@ -114,6 +131,8 @@ def _advice(message: str) -> str:
         "is not a registered function/op": "; the model uses operators that this ONNX Runtime does not know: for those "
         "of ai.ortolan, open it with ortolan.create_session or call ortolan.register(session_options); for others, "
         "register their library too",
+        "Domain already set in registry": "; these session options know the library twice: leave out your own "
+        "register_custom_ops_library, or call ortolan.register(session_options) in its place",
         "Protobuf parsing failed": "; the file is no ONNX model, or it is cut short: export or download it again",
         "INVALID_PROTOBUF": "; the file is no ONNX model, or it is cut short: export or download it again",
         "External initializer": "; the external data file is missing or cut short: copy it beside the model",

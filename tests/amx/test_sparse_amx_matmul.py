@@ -20,7 +20,8 @@ for k in (1, 31, 33, 100, 544, 1000):
                 if k * n * m > 500_000:
                     continue  # a tile instruction takes 10 us under the emulator
                 b = bias if m % 2 else None
-                assert_matmul_close(_native.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx"), x[:m], w, b)
+                y = _native.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx")
+                assert_matmul_close(y, x[:m], w, b)
 """
 
 # Two fused multiply-add chains (even and odd inputs) of 16 pairs from +0, added, then added to the sums, tile after tile.

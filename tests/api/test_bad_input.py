@@ -26,6 +26,7 @@ from ortolan import (
     SessionError,
 )
 from ortolan.graph_passes import model_file
+from ortolan.graph_passes.spill import TensorSpill
 from ortolan.models import tiny
 
 
@@ -88,7 +89,7 @@ def test_files_that_are_no_model(folder, unchanged, kind):
 
 def test_models_of_the_wrong_type():
     for model in (3, None, b"bytes\0"):
-        with pytest.raises((ModelError, OrtolanError)):
+        with pytest.raises(ModelError):
             optimize(model)
     with pytest.raises(ModelError, match="holds no graph"):
         optimize(onnx.ModelProto())
@@ -298,3 +299,33 @@ def test_failures_while_the_files_are_moved_put_the_old_pair_back(folder, unchan
     with pytest.raises(KeyboardInterrupt):
         optimize(folder / "external.onnx", folder / "out.onnx", options={"seconds": 0})
     assert len(calls) >= step
+
+
+def test_outputs_and_models_of_the_wrong_type(folder, unchanged):
+    unchanged()
+    with pytest.raises(OutputError, match="output is a int, expected a path or None"):
+        optimize(folder / "model.onnx", 3)
+    with pytest.raises(SessionError, match="model is a int, expected the path"):
+        ortolan.create_session(3)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk(folder, unchanged, monkeypatch):
+    def spill(place: Path) -> TensorSpill:
+        (place / "packed.bin").symlink_to("/dev/full")
+        return TensorSpill(place)
+
+    monkeypatch.setattr("ortolan.optimize.TensorSpill", spill)
+    unchanged()
+    with pytest.raises(OutputError, match=r"cannot write .*packed\.bin': No space left"):
+        optimize(folder / "model.onnx", folder / "out.onnx")
+
+
+def test_a_folder_that_nothing_can_be_moved_in(folder, unchanged, monkeypatch):
+    def fail(self, *arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(model_file.Path, "mkdir", fail)
+    unchanged()
+    with pytest.raises(OutputError, match=r"cannot write .*out\.onnx': Permission denied"):
+        optimize(folder / "model.onnx", folder / "out.onnx", options={"seconds": 0})

@@ -101,3 +101,19 @@ def test_import_loads_nothing_heavy():
     flags = ["-S"] if sys.flags.no_site else []
     result = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_library_that_the_user_has_registered_already(fast):
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(ortolan.get_library_path())
+    with pytest.raises(SessionError, match="know the library twice: leave out your own register_custom_ops_library"):
+        ortolan.create_session(fast, options)
+
+
+def test_timing_and_versions_need_no_native_module():
+    code = (
+        "import sys; sys.modules['ortolan._native'] = None; import ortolan.benchmarks.timing, ortolan.benchmarks; "
+        "from ortolan.session import package_versions; print(sorted(package_versions()))"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == str(["numpy", "onnx", "onnx-ir", "onnxruntime", "ortolan", "python"])

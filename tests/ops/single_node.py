@@ -60,7 +60,14 @@ def sparse_amx_matmul_model(
     if bias is not None:
         initializers.append(numpy_helper.from_array(bias, "bias"))
     node = helper.make_node(
-        "SparseAMXMatMul", ["x", *(i.name for i in initializers)], ["y"], "linear", domain="ai.ortolan", k=k, n=n, format_version=1
+        "SparseAMXMatMul",
+        ["x", *(i.name for i in initializers)],
+        ["y"],
+        "linear",
+        domain="ai.ortolan",
+        k=k,
+        n=n,
+        format_version=1,
     )
     leading = [f"d{i}" for i in range(rank - 1)]
     graph = helper.make_graph(

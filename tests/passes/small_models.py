@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import OptimizationReport
 
-FAST = {"verify.seconds": 0.0}  # latency is measured three times and no longer
+FAST = {"verify.seconds": 0.0}  # latency is not measured
 
 Shape = Sequence[int | str | None]
 
@@ -84,3 +84,22 @@ def op_types(model: onnx.ModelProto | ir.Model) -> list[str]:
     """The operators of a model, those in subgraphs included."""
     loaded = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
     return [node.op_type for node in loaded.graph.all_nodes()]
+
+
+def branches_model(inner: bool = True, opset: int = 17, n: int = 24) -> onnx.ModelProto:
+    """y = x W of the branch that `flag` chooses. Both branches name their values alike; inner: each holds its own W."""
+
+    def branch(seed: int) -> onnx.GraphProto:
+        weights = [numpy_helper.from_array(random_weight(20, n, seed=seed), "W")] if inner else []
+        node = helper.make_node("MatMul", ["x", "W"], ["product"], name="linear")
+        return helper.make_graph(
+            [node], "branch", [], [helper.make_tensor_value_info("product", TensorProto.FLOAT, ["batch", n])], weights
+        )
+
+    return make_model(
+        [helper.make_node("If", ["flag"], ["y"], then_branch=branch(1), else_branch=branch(2), name="if")],
+        {"x": (TensorProto.FLOAT, ["batch", 20]), "flag": (TensorProto.BOOL, [])},
+        {"y": (TensorProto.FLOAT, ["batch", n])},
+        {} if inner else {"W": random_weight(20, n)},
+        opset,
+    )

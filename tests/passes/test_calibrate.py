@@ -17,7 +17,7 @@ from ortolan.graph_passes.linear import linears_in
 from ortolan.models import tiny
 from ortolan.session import open_session
 
-from .small_models import make_model, matmul_model, optimize, random_weight
+from .small_models import branches_model, make_model, matmul_model, optimize, random_weight
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -192,3 +192,31 @@ def test_external_data_is_read_where_it_lies(tmp_path):
     )
     assert all(layer.output_error is not None for layer in report.layers)
     assert sorted(folder.iterdir()) == listing
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "npy", "flipped"])
+def test_damaged_calibration_files(tmp_path, damage):
+    path = tmp_path / "feeds.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).standard_normal((1, 2, 20)).astype(np.float32))
+    content = path.read_bytes()
+    if damage == "npy":
+        path = tmp_path / "feeds.npy"
+        np.save(path, np.ones((1, 2, 20), np.float32))
+    else:
+        middle = bytes(byte ^ 255 for byte in content[80:-80])
+        changed = {"empty": b"", "truncated": content[:-30], "flipped": content[:80] + middle + content[-80:]}
+        path.write_bytes(changed[damage])
+    with pytest.raises(CalibrationError, match=r"feeds\.np[yz]' is not an .npz file"):
+        read_calibration(path, ir.from_proto(matmul_model()))
+
+
+def test_lists_that_are_no_array():
+    with pytest.raises(CalibrationError, match="calibration feeds 1: input 'x' is no array: "):
+        read_calibration({"x": [[1.0], [1.0, 2.0]]}, ir.from_proto(matmul_model()))
+
+
+def test_flags_are_made_up_both_ways():
+    model = branches_model()
+    feeds, description = make_up_feeds(ir.from_proto(model), open_session(model.SerializeToString(), quiet_options()))
+    assert [bool(one["flag"]) for one in feeds] == [True, True, False]
+    assert description.startswith("3 synthetic feed(s)")

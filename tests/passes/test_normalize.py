@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ortolan import ModelError
 from ortolan.graph_passes.normalize import normalize
 
-from .small_models import make_model, random_weight, run
+from .small_models import branches_model, make_model, optimize, random_weight, relative_error, run
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -149,3 +149,24 @@ def test_nested_functions_are_inlined():
     result = normalized(model)
     assert not result.functions and [node.op_type for node in result.graph.node] == ["Relu", "Neg"]
     assert [value.name for value in result.graph.output] == ["y"]
+
+
+def test_weights_of_old_models_are_read_where_they_lie(tmp_path, monkeypatch):
+    """Small ones and those of branches too, which travel through the opset converter, from any current folder."""
+    model = branches_model(opset=11, n=8)
+    model.graph.node.append(helper.make_node("Add", ["y", "small"], ["z"], name="add"))
+    model.graph.initializer.append(numpy_helper.from_array(random_weight(8), "small"))
+    model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, ["batch", 8]))
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "model" / "m.onnx"
+    ir.save(ir.from_proto(model), path, external_data="m.data", size_threshold_bytes=0)
+    (tmp_path / "elsewhere").mkdir()
+    for foreign in (None, bytes(10_000)):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        if foreign is not None:
+            (tmp_path / "elsewhere" / "m.data").write_bytes(foreign)
+        optimize(path, tmp_path / "fast.onnx", options={"sparsity": 0.0})
+        for flag in (True, False):
+            feeds = {"x": np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32), "flag": np.array(flag)}
+            for expected, found in zip(run(model, feeds), run(str(tmp_path / "fast.onnx"), feeds), strict=True):
+                assert relative_error(expected, found) < 1e-2

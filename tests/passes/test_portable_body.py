@@ -34,7 +34,11 @@ def node_model(
     axes = [f"axis{index}" for index in range(rank - 1)]
     function = ir.to_proto(sparse_amx_matmul_function(opset, unpack_once))
     return make_model(
-        [helper.make_node("SparseAMXMatMul", ["x", *tensors], ["y"], domain="ai.ortolan", name="node", k=k, n=n, format_version=1)],
+        [
+            helper.make_node(
+                "SparseAMXMatMul", ["x", *tensors], ["y"], domain="ai.ortolan", name="node", k=k, n=n, format_version=1
+            )
+        ],
         {"x": (TensorProto.FLOAT, [*axes, k])},
         {"y": (TensorProto.FLOAT, [*axes, n])},
         tensors,

@@ -173,3 +173,10 @@ def test_the_model_passed_in_is_not_changed():
     before = model.SerializeToString(deterministic=True)
     prune(model)
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_weight_that_is_an_output_of_the_model_is_copied_first():
+    model = matmul_model()
+    model.graph.output.append(helper.make_tensor_value_info("W", FLOAT, [20, 24]))
+    weights = prune(model, sparsity=0.5)
+    assert (zeros(weights["W"]), zeros(weights["W_pruned"])) == (0, 240)

@@ -8,10 +8,22 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
+import ortolan
+from ortolan import Recipe, RecipeError
+from ortolan.graph_passes import replace
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.models import tiny
 
-from .small_models import make_model, matmul_model, op_types, optimize, random_weight, relative_error, run
+from .small_models import (
+    branches_model,
+    make_model,
+    matmul_model,
+    op_types,
+    optimize,
+    random_weight,
+    relative_error,
+    run,
+)
 
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
 BF16_ERROR = 6e-3  # of a dense layer whose inputs and weights are rounded to bfloat16: 2^-9 each, and some slack
@@ -241,3 +253,68 @@ def test_output_error_is_that_of_the_layer():
     report = optimize(matmul_model(weight=weight), calibration={"x": x}, options={"sparsity": 0.6})
     pruned = np.where(np.abs(weight) > np.sort(np.abs(weight).ravel())[round(0.6 * weight.size) - 1], weight, 0)
     assert report.layers[0].output_error == pytest.approx(relative_error(x @ weight, x @ pruned), rel=0.02)
+
+
+def recipe_of(*steps: dict) -> Recipe:
+    return Recipe.from_dict({"name": "r", "pass": list(steps)})
+
+
+def test_two_replace_passes(monkeypatch):
+    model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
+    recipe = recipe_of(
+        {"name": "normalize"},
+        {"name": "calibrate"},
+        {"name": "prune", "sparsity": 0.3},
+        {"name": "replace", "select": ["/layers.0/*"]},
+        {"name": "replace", "exclude": ["/layers.0/*"]},
+        {"name": "verify", "seconds": 0},
+    )
+    monkeypatch.setattr(replace, "_UNPACK_ONCE_LIMIT", 24 * 40 + 1)  # more than either layer, less than both
+    report = ortolan.optimize_onnx(model, recipe=recipe)
+    assert [layer.status for layer in report.layers] == ["replaced", "replaced"]
+    assert report.rounding_error[0].relative_l2 < 1e-2 and report.portable_error[0].relative_l2 < 1e-2
+    assert "BitShift" in {node.op_type for node in report.model.functions[0].node}
+    assert [note for note in report.notes if "unpacks its weights anew" in note]
+    dry = ortolan.optimize_onnx(model, recipe=recipe, dry_run=True)
+    assert [layer.status for layer in dry.layers] == ["would replace", "would replace"]
+    assert [layer.bytes_after for layer in dry.layers] == [layer.bytes_after for layer in report.layers]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["prune", "normalize", "replace"], "'normalize' comes after a pass that works on layers; put it first"),
+        (["normalize", "replace", "prune"], "'prune' comes after pass 'replace'; put it before"),
+    ],
+)
+def test_passes_in_the_wrong_order(names, message):
+    with pytest.raises(RecipeError, match=message):
+        ortolan.optimize_onnx(matmul_model(), recipe=recipe_of(*({"name": name} for name in names)))
+
+
+def test_layers_of_equal_names_in_both_branches_are_told_apart():
+    report = optimize(branches_model(), options={"layers": {"linear": 0.25}})
+    assert [(layer.name, layer.status, layer.sparsity) for layer in report.layers] == [("linear", "replaced", 0.25)] * 2
+    assert not report.notes
+
+
+def test_a_weight_that_both_branches_use_is_stored_for_each():
+    report = optimize(branches_model(inner=False))
+    assert [note for note in report.notes if note.startswith("1 packed weights are stored again")]
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    for flag in (True, False):
+        feeds = {"x": x, "flag": np.array(flag)}
+        np.testing.assert_allclose(run(report.model, feeds, True)[0], run(report.model, feeds)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_pruned_layers_that_take_more_room_than_before_are_noted(dry_run):
+    model = ir.to_proto(tiny.mlp((24, 40, 33), ["matmul", "dequantize"]))
+    options = {"replace.exclude": ["/layers.1/*"]}
+    report = optimize(model, options=options, dry_run=dry_run)
+    assert (report.layers[1].status, report.layers[1].bytes_after) == ("pruned", 4 * 40 * 33)
+    (note,) = report.notes
+    assert "1 pruned layers that were not replaced, such as '/layers.1/MatMul'" in note and "prune.exclude" in note
+    # With nothing to prune, the weight stays what it was.
+    report = optimize(model, options=options | {"sparsity": 0.0}, dry_run=dry_run)
+    assert report.layers[1].status == "kept" and not report.notes

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from ortolan import OptimizationReport
-from ortolan.graph_passes.report import Latency, LayerReport, OutputError, human_bytes
+from ortolan.benchmarks.timing import Timing
+from ortolan.graph_passes.report import LayerReport, OutputError, human_bytes
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def report(outputs: int = 1) -> OptimizationReport:
 def test_a_model_that_grew_is_not_called_smaller():
     grown = report()
     grown.file_size_before, grown.file_size_after = 1000, 2000
-    grown.latency_before_ms, grown.latency_after_ms = Latency(1, 2), Latency(4, 5)
+    grown.latency_before, grown.latency_after = Timing(1, 2), Timing(4, 5)
     assert "2.00x larger" in str(grown) and "4.00x slower by the minimum" in str(grown)
 
 

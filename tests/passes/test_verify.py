@@ -7,13 +7,14 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
-from ortolan import Recipe, VerificationError
-from ortolan.graph_passes.replace import sparse_amx_matmul
+import ortolan
+from ortolan import Recipe, SessionError, VerificationError
+from ortolan.graph_passes.replace import ReplacePass, sparse_amx_matmul
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.verify import measure_errors
 from ortolan.models import tiny
 
-from .small_models import make_model, matmul_model, optimize, random_weight, relative_error, run
+from .small_models import branches_model, make_model, matmul_model, optimize, random_weight, relative_error, run
 
 
 def test_errors_against_numpy():
@@ -43,14 +44,14 @@ def test_errors_of_special_outputs():
 def test_report_holds_error_and_latency():
     x = np.random.default_rng(0).standard_normal((2, 3, 20)).astype(np.float32)
     model = matmul_model()
-    report = optimize(model, calibration={"x": x}, options={"sparsity": 0.5})
+    report = optimize(model, calibration={"x": x}, options={"sparsity": 0.5, "verify.seconds": 0.01})
     (error,) = report.output_error
     expected, found = run(model, {"x": x})[0], run(report.model, {"x": x}, library=True)[0]
     assert error.relative_l2 == pytest.approx(relative_error(expected, found), rel=1e-4)
     assert 0.1 < error.relative_l2 < 1 and error.cosine > 0.8
     assert report.portable_error[0].relative_l2 < 1e-5
-    assert report.latency_before_ms.median >= report.latency_before_ms.min > 0
-    assert report.latency_after_ms.median >= report.latency_after_ms.min > 0
+    assert report.latency_before.median_ms >= report.latency_before.min_ms > 0
+    assert report.latency_after.median_ms >= report.latency_after.min_ms > 0
     assert report.feeds == "1 given feed(s)"
 
 
@@ -85,9 +86,9 @@ def test_packed_tensors_that_no_kernel_accepts(monkeypatch, tmp_path):
         return [masks, values, (name, offsets + 1, dtype)]
 
     monkeypatch.setattr(SparseAMXMatMul, "pack", wrong)
-    monkeypatch.setattr(SparseAMXMatMul, "run", lambda self, x, packed, k, n: np.zeros((len(x), n), np.float32))
-    with pytest.raises(Exception, match="offsets"):
-        optimize(matmul_model(), tmp_path / "fast.onnx")
+    monkeypatch.setattr(SparseAMXMatMul, "run", lambda self, x, packed, k, n: x @ random_weight(k, n))
+    with pytest.raises(SessionError, match="offsets"):
+        optimize(matmul_model(), tmp_path / "fast.onnx", options={"sparsity": 0.0})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,7 +134,74 @@ def test_transformers_agree_with_and_without_the_library(build):
 
 def test_a_recipe_without_verification_still_writes(tmp_path):
     recipe = Recipe.from_dict({"name": "r", "pass": [{"name": "normalize"}, {"name": "replace"}]})
-    import ortolan
-
     report = ortolan.optimize_onnx(matmul_model(), tmp_path / "fast.onnx", recipe=recipe)
     assert report.file_size_after == (tmp_path / "fast.onnx").stat().st_size and not report.output_error
+
+
+REWRITE_IS_WRONG = r"'y' has relative error 0\..* against the pruned model before its layers were replaced"
+
+
+@pytest.mark.parametrize("portable", [True, False])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_a_lost_bias(monkeypatch, tmp_path, sparsity, portable):
+    monkeypatch.setattr(ReplacePass, "_bias", lambda self, model, linear: None)
+    with pytest.raises(VerificationError, match=REWRITE_IS_WRONG):
+        optimize(matmul_model(), tmp_path / "fast.onnx", options={"sparsity": sparsity}, portable=portable)
+    assert list(tmp_path.iterdir()) == []
+
+
+def pack_zeros_in_place_of(monkeypatch, weight: np.ndarray) -> None:
+    right = SparseAMXMatMul.pack
+    monkeypatch.setattr(
+        SparseAMXMatMul, "pack", lambda self, matrix: right(self, 0 * matrix if (matrix == weight).all() else matrix)
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "message"), [(["calibrate"], "layer 'linear' answers differently"), ([], REWRITE_IS_WRONG)]
+)
+def test_a_wrong_packed_weight(monkeypatch, tmp_path, first, message):
+    pack_zeros_in_place_of(monkeypatch, random_weight(20, 24))
+    steps = [{"name": name} for name in (*first, "replace", "verify")]
+    with pytest.raises(VerificationError, match=message):
+        ortolan.optimize_onnx(
+            matmul_model(), tmp_path / "fast.onnx", recipe=Recipe.from_dict({"name": "r", "pass": steps})
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_wrong_packed_weight_in_either_branch(monkeypatch, seed):
+    pack_zeros_in_place_of(monkeypatch, random_weight(20, 24, seed=seed))
+    steps = [{"name": "replace"}, {"name": "verify", "seconds": 0}]
+    with pytest.raises(VerificationError, match=REWRITE_IS_WRONG):
+        ortolan.optimize_onnx(branches_model(), recipe=Recipe.from_dict({"name": "r", "pass": steps}))
+
+
+def test_rounding_is_told_from_pruning():
+    report = optimize(ir.to_proto(tiny.tiny_bert()), options={"sparsity": 0.9})
+    (pruning,), (rounding,) = report.output_error, report.rounding_error
+    assert rounding.relative_l2 < 1e-2 < 0.5 < pruning.relative_l2
+    with pytest.raises(VerificationError, match=r"expected at most 0\.001 from rounding to bf16"):
+        optimize(ir.to_proto(tiny.tiny_bert()), options={"sparsity": 0.9, "max_rounding_error": 1e-3})
+
+
+def test_whole_numbers_are_not_judged_for_rounding():
+    # The second column is the larger one, until both are rounded to bfloat16.
+    weight = np.array([[1, 1 + 2**-12]], np.float32)
+    model = make_model(
+        [
+            helper.make_node("MatMul", ["x", "W"], ["p"], name="linear"),
+            helper.make_node("ArgMax", ["p"], ["y"], name="largest", axis=1),
+        ],
+        {"x": (TensorProto.FLOAT, ["batch", 1])},
+        {"y": (TensorProto.INT64, ["batch", 1])},
+        {"W": weight},
+    )
+    report = optimize(model, calibration={"x": np.ones((3, 1), np.float32)}, options={"sparsity": 0.0})
+    assert report.output_error[0].max_abs == 1 and report.rounding_error == []
+
+
+def test_no_seconds_no_latency():
+    report = optimize(matmul_model(), options={"verify.seconds": 0})
+    assert report.latency_before is None and report.latency_after is None and "latency" not in str(report)

@@ -160,3 +160,25 @@ def test_awkward_values_survive_toml(name, globs, sparsity):
     steps = [{"name": "prune", "exclude": globs, "layers": dict.fromkeys(globs, sparsity)}]
     recipe = Recipe.from_dict({"name": "n" + name, "description": name, "pass": steps})
     assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+def test_passes_of_one_name_are_told_apart_by_number():
+    recipe = Recipe.from_toml(PRUNE + 'select = ["a"]\n[[pass]]\nname = "prune"\nselect = ["b"]\n')
+    changed = recipe.with_options({"prune.2.sparsity": 0.7, "prune.1.scope": "global"})
+    assert [(step.options.sparsity, step.options.scope) for step in changed.passes] == [(0.5, "global"), (0.7, "layer")]
+    for name in ("sparsity", "prune.sparsity"):
+        with pytest.raises(RecipeError, match=rf"'{name}' is ambiguous .*: prune.1.sparsity, prune.2.sparsity"):
+            recipe.with_options({name: 0.7})
+    for name in ("prune.0.sparsity", "prune.3.sparsity", "prune.2.prune.sparsity"):
+        with pytest.raises(RecipeError, match="has no option"):
+            recipe.with_options({name: 0.7})
+
+
+def test_numbers_of_numpy():
+    np = pytest.importorskip("numpy")
+    changed = Recipe.load("sparse-bf16").with_options({"sparsity": np.float32(0.5), "max_rows": np.int64(3)})
+    assert type(option_of(changed, "prune", "sparsity")) is float and option_of(changed, "calibrate", "max_rows") == 3
+    assert Recipe.from_toml(changed.to_toml()) == changed
+    for value in (np.float32("nan"), np.bool_(True), np.ones(1)):
+        with pytest.raises(RecipeError, match="sparsity is"):
+            Recipe.load("sparse-bf16").with_options({"sparsity": value})
