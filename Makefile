@@ -27,10 +27,10 @@ lint: $(VENV)/.installed
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
 	$(BIN)/mypy
 
-# The tests of formats and kernels, in a build whose every wrong access or undefined operation ends the run.
+# The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 asan: build/asan-site/.installed
 	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q formats ops -p no:cacheprovider
+	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q formats ops amx -p no:cacheprovider
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul

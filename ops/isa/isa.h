@@ -16,8 +16,6 @@ enum class Isa : int {
   kAmx,         // the above and AMX TILE/BF16/INT8, with the kernel's permission: Sapphire Rapids
 };
 
-inline constexpr Isa kAllIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16, Isa::kAmx};
-
 // The name used in ORTOLAN_ISA, in tests and in reports: "scalar", "avx2", "avx512", "avx512bf16", "amx".
 const char* IsaName(Isa isa);
 std::optional<Isa> ParseIsa(std::string_view name);

@@ -14,6 +14,15 @@ namespace {
 
 constexpr const char* kOpType = "SparseAMXMatMul";
 constexpr int64_t kFormatVersion = 1;
+
+// A chunk of rows expands a panel anew, so it must be long; it is short enough for many threads to share a wide X.
+constexpr int64_t kRowChunk = 256;
+#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
+#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
+#include "sparse_amx_matmul/kernels.inc"
+#undef ORTOLAN_X86_KERNEL
+#undef ORTOLAN_KERNEL
+
 enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kInputCount };
 
 class Kernel {
@@ -71,9 +80,6 @@ class Kernel {
   static constexpr int64_t kMinChunkMacs = int64_t{1} << 19;
   // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
   static constexpr int64_t kExpandMacs = 4;
-  // A chunk of rows expands a panel anew, so it must be long; it is short enough for many threads to share a wide X.
-  // A multiple of every kernel's row_block.
-  static constexpr int64_t kRowChunk = 256;
   static constexpr int64_t kPackChunkFloats = int64_t{1} << 16;
 
   const float* Bias(const Ort::KernelContext& context) const {
