@@ -24,7 +24,7 @@ for k in (1, 31, 33, 100, 544, 1000):
                 assert_matmul_close(y, x[:m], w, b)
 """
 
-# Two fused multiply-add chains (even and odd inputs) of 16 pairs from +0, added, then added to the sums, tile after tile.
+# Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
 CHECK_BITS = """
 import ml_dtypes
 import numpy as np
