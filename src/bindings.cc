@@ -6,14 +6,18 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "formats/bitmap.h"
+#include "formats/bitmap_int4.h"
+#include "formats/bitmap_int8.h"
 #include "isa/isa.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
+#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 #include "stream_read.h"
 #include "support/error_text.h"
 
@@ -79,10 +83,76 @@ Array<float> UnpackBitmapArray(const Array<uint8_t>& masks, const Array<uint16_t
   return w;
 }
 
-const SparseMatMulKernel& KernelByName(const std::optional<std::string>& name, int64_t m) {
-  if (!name) return SelectSparseMatMul(ActiveIsa(), m);
+// int8 and int4 differ in a layout, the type that NumPy shows values as, and two functions.
+struct Int8Format {
+  using Value = int8_t;
+  static constexpr const BitmapLayout& kLayout = kInt8Bitmap;
+  static constexpr int kLeast = -128, kMost = 127;
+  static constexpr auto* kPack = &PackBitmapInt8;
+  static constexpr auto* kUnpack = &UnpackBitmapInt8;
+};
+
+struct Int4Format {
+  using Value = uint8_t;
+  static constexpr const BitmapLayout& kLayout = kInt4Bitmap;
+  static constexpr int kLeast = -8, kMost = 7;
+  static constexpr auto* kPack = &PackBitmapInt4;
+  static constexpr auto* kUnpack = &UnpackBitmapInt4;
+};
+
+template <typename Format>
+py::tuple PackQuantizedArray(const Array<int8_t>& q) {
+  if (q.ndim() != 2) throw std::invalid_argument(ErrorText("q has ", q.ndim(), " dimensions, expected 2: [k, n]"));
+  const int64_t k = q.shape(0);
+  const int64_t n = q.shape(1);
+  if (k < 1 || n < 1 || k > Format::kLayout.max_k || n > kMaxDimension) {
+    throw std::invalid_argument(
+        ErrorText("q is ", k, " x ", n, ", expected 1 to ", Format::kLayout.max_k, " x 1 to ", kMaxDimension));
+  }
+  const int8_t* data = q.data();
+  const auto outside = std::find_if(data, data + q.size(),
+                                    [](int8_t weight) { return weight < Format::kLeast || weight > Format::kMost; });
+  if (outside != data + q.size()) {
+    throw std::invalid_argument(
+        ErrorText("q holds ", static_cast<int>(*outside), ", expected ", Format::kLeast, " to ", Format::kMost));
+  }
+  const QuantizedBitmapMatrix packed = [&] {
+    py::gil_scoped_release release;
+    return Format::kPack(data, n, k, n);
+  }();
+  Array<uint8_t> masks({BitmapPanels(n), Format::kLayout.Tiles(k), Format::kLayout.TileMaskBytes()});
+  std::memcpy(masks.mutable_data(), packed.masks.data(), packed.masks.size() * sizeof(uint64_t));
+  Array<typename Format::Value> values(static_cast<py::ssize_t>(packed.values.size()));
+  std::memcpy(values.mutable_data(), packed.values.data(), packed.values.size());
+  return py::make_tuple(masks, values, ToArray(packed.offsets, {static_cast<py::ssize_t>(packed.offsets.size())}));
+}
+
+template <typename Format>
+BitmapView CheckedQuantizedView(const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
+                                const Array<int64_t>& offsets, int64_t k, int64_t n) {
+  const std::string problem = ValidateBitmap(
+      {k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()}, Format::kLayout);
+  if (!problem.empty()) throw std::invalid_argument(problem);
+  return {k, n, masks.data(), reinterpret_cast<const uint8_t*>(values.data()), offsets.data()};
+}
+
+template <typename Format>
+Array<int8_t> UnpackQuantizedArray(const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
+                                   const Array<int64_t>& offsets, int64_t k, int64_t n) {
+  const BitmapView view = CheckedQuantizedView<Format>(masks, values, offsets, k, n);
+  Array<int8_t> q({k, n});
+  int8_t* out = q.mutable_data();
+  py::gil_scoped_release release;
+  Format::kUnpack(view, out, n);
+  return q;
+}
+
+template <typename Kernel>
+const Kernel& KernelByName(std::span<const Kernel> kernels, const Kernel& best,
+                           const std::optional<std::string>& name) {
+  if (!name) return best;
   std::string known;
-  for (const SparseMatMulKernel& kernel : SparseMatMulKernels()) {
+  for (const Kernel& kernel : kernels) {
     known += (known.empty() ? "" : ", ") + std::string(kernel.name);
     if (*name != kernel.name) continue;
     if (kernel.isa > DetectedIsa()) {
@@ -94,9 +164,10 @@ const SparseMatMulKernel& KernelByName(const std::optional<std::string>& name, i
   throw std::invalid_argument(ErrorText("no kernel is called '", *name, "', expected one of: ", known));
 }
 
-py::list KernelList() {
+template <typename Kernel>
+py::list KernelList(std::span<const Kernel> kernels) {
   py::list rows;
-  for (const SparseMatMulKernel& kernel : SparseMatMulKernels()) {
+  for (const Kernel& kernel : kernels) {
     py::dict row;
     row["name"] = kernel.name;
     row["isa"] = IsaName(kernel.isa);
@@ -106,20 +177,25 @@ py::list KernelList() {
   return rows;
 }
 
-Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint16_t>& values,
-                             const Array<int64_t>& offsets, int64_t k, int64_t n,
-                             const std::optional<CastArray<float>>& bias,
-                             const std::optional<std::string>& kernel_name) {
-  SparseMatMulArgs args;
-  args.w = CheckedView(masks, values, offsets, k, n);
+void CheckActivations(const CastArray<float>& x, const std::optional<CastArray<float>>& bias, int64_t k, int64_t n) {
   if (x.ndim() != 2 || x.shape(1) != k) {
     throw std::invalid_argument(ErrorText("x must be [m, ", k, "]"));
   }
   if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) {
     throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
   }
+}
+
+Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint16_t>& values,
+                             const Array<int64_t>& offsets, int64_t k, int64_t n,
+                             const std::optional<CastArray<float>>& bias,
+                             const std::optional<std::string>& kernel_name) {
+  SparseMatMulArgs args;
+  args.w = CheckedView(masks, values, offsets, k, n);
+  CheckActivations(x, bias, k, n);
   args.m = x.shape(0);
-  const SparseMatMulKernel& kernel = KernelByName(kernel_name, args.m);
+  const SparseMatMulKernel& kernel =
+      KernelByName(SparseMatMulKernels(), SelectSparseMatMul(ActiveIsa(), args.m), kernel_name);
   args.bias = bias ? bias->data() : nullptr;
   Array<float> y({args.m, n});
   args.y = y.mutable_data();
@@ -130,6 +206,56 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
   args.x = packed.data();
   kernel.multiply(args, 0, BitmapPanels(n));
   return y;
+}
+
+Array<float> SparseInt8MatMul(SparseInt8MatMulArgs& args, const CastArray<float>& x,
+                              const std::optional<CastArray<float>>& bias,
+                              const std::optional<std::string>& kernel_name) {
+  const int64_t k = args.w.k;
+  const int64_t n = args.w.n;
+  CheckActivations(x, bias, k, n);
+  args.m = x.shape(0);
+  const SparseInt8MatMulKernel& kernel =
+      KernelByName(SparseInt8MatMulKernels(), SelectSparseInt8MatMul(ActiveIsa(), args.m), kernel_name);
+  args.bias = bias ? bias->data() : nullptr;
+  Array<float> y({args.m, n});
+  args.y = y.mutable_data();
+  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  py::gil_scoped_release release;
+  std::vector<char> packed(static_cast<size_t>(kernel.PackedBytes(args.m, k, args.group)));
+  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, args.group, packed.data());
+  args.x = packed.data();
+  (args.group == kWholeColumn ? kernel.multiply_int8 : kernel.multiply_int4)(args, 0, BitmapPanels(n));
+  return y;
+}
+
+Array<float> SparseAmxMatMulInt8(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<int8_t>& values,
+                                 const Array<int64_t>& offsets, const CastArray<float>& scales, int64_t k, int64_t n,
+                                 const std::optional<CastArray<float>>& bias,
+                                 const std::optional<std::string>& kernel) {
+  SparseInt8MatMulArgs args;
+  args.w = CheckedQuantizedView<Int8Format>(masks, values, offsets, k, n);
+  if (scales.ndim() != 1 || scales.shape(0) != n) throw std::invalid_argument(ErrorText("scales must be [", n, "]"));
+  args.scales = scales.data();
+  return SparseInt8MatMul(args, x, bias, kernel);
+}
+
+Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint8_t>& values,
+                                 const Array<int64_t>& offsets, const CastArray<float>& scales, int64_t group_size,
+                                 int64_t k, int64_t n, const std::optional<CastArray<float>>& bias,
+                                 const std::optional<std::string>& kernel) {
+  SparseInt8MatMulArgs args;
+  args.w = CheckedQuantizedView<Int4Format>(masks, values, offsets, k, n);
+  if (!IsInt4Group(group_size)) {
+    throw std::invalid_argument(ErrorText("group_size is ", group_size, ", expected 32, 64 or 128"));
+  }
+  const int64_t groups = ScaleRows(k, group_size);
+  if (scales.ndim() != 2 || scales.shape(0) != groups || scales.shape(1) != n) {
+    throw std::invalid_argument(ErrorText("scales must be [", groups, ", ", n, "]"));
+  }
+  args.group = group_size;
+  args.scales = scales.data();
+  return SparseInt8MatMul(args, x, bias, kernel);
 }
 
 // Reads the buffer once, an equal part a thread.
@@ -168,11 +294,37 @@ PYBIND11_MODULE(_native, module) {
              py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              "The dense float32 [k, n] matrix. Raises ValueError if the tensors are malformed.");
 
-  module.def("sparse_amx_matmul_kernels", &KernelList, "The rows of the room's kernel table, best first.");
+  module.def("pack_bitmap_int8", &PackQuantizedArray<Int8Format>, py::arg("q"),
+             "Pack int8 q [k, n]: masks u8 [panels, tiles, 128], values i8, offsets i64.");
+  module.def("unpack_bitmap_int8", &UnpackQuantizedArray<Int8Format>, py::arg("masks").noconvert(),
+             py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
+             "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
+  module.def("pack_bitmap_int4", &PackQuantizedArray<Int4Format>, py::arg("q"),
+             "Pack int8 q [k, n] that holds -8 to 7: masks u8 [panels, tiles, 128], values u8 (nibbles), offsets i64.");
+  module.def("unpack_bitmap_int4", &UnpackQuantizedArray<Int4Format>, py::arg("masks").noconvert(),
+             py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
+             "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
+
+  module.def(
+      "sparse_amx_matmul_kernels", [] { return KernelList(SparseMatMulKernels()); },
+      "The rows of the room's kernel table, best first.");
   module.def("sparse_amx_matmul", &SparseAmxMatMul, py::arg("x"), py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
              "y [m, n] = bf16(x) [m, k] @ W + bias on one thread, by the named kernel or the best one.");
+
+  module.def(
+      "sparse_amx_matmul_int8_kernels", [] { return KernelList(SparseInt8MatMulKernels()); },
+      "The rows of the room's kernel table for int8 and int4 weights, best first.");
+  module.def(
+      "sparse_amx_matmul_int8", &SparseAmxMatMulInt8, py::arg("x"), py::arg("masks").noconvert(),
+      py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales"), py::arg("k"), py::arg("n"),
+      py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+      "y [m, n] = quantized x [m, k] @ (W scales [n]) + bias on one thread, by the named kernel or the best one.");
+  module.def("sparse_amx_matmul_int4", &SparseAmxMatMulInt4, py::arg("x"), py::arg("masks").noconvert(),
+             py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales"), py::arg("group_size"),
+             py::arg("k"), py::arg("n"), py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+             "The same with int4 weights and scales [ceil(k / group_size), n].");
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,
              py::arg("prefetch_bytes") = 4096, "Read a uint8 buffer once and return a checksum: the memory's rate.");

@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t InputOf(int64_t row, int64_t bit) { return 2 * row + (bit & 1); }
 constexpr int64_t ColumnOf(int64_t bit) { return bit >> 1; }
 
+constexpr uint64_t LowBits(int64_t count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
+
 template <typename T>
 T Load(const uint8_t* bytes) {
   T value;
@@ -74,15 +76,18 @@ void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride) {
   }
 }
 
-std::string ValidateBitmap(const BitmapClaim& claim) {
-  if (claim.k < 1 || claim.k > kMaxDimension || claim.n < 1 || claim.n > kMaxDimension) {
-    return ErrorText("k and n are ", claim.k, " and ", claim.n, ", expected 1 to ", kMaxDimension, " each");
+std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout) {
+  if (claim.k < 1 || claim.k > layout.max_k || claim.n < 1 || claim.n > kMaxDimension) {
+    return ErrorText("k and n are ", claim.k, " and ", claim.n, ", expected 1 to ", layout.max_k, " and 1 to ",
+                     kMaxDimension);
   }
   const int64_t panels = BitmapPanels(claim.n);
-  const int64_t tiles = BitmapTiles(claim.k);
-  if (claim.mask_bytes != panels * tiles * kTileMaskBytes) {
-    return ErrorText("masks hold ", claim.mask_bytes, " bytes, expected ", panels * tiles * kTileMaskBytes, " (",
-                     panels, " panels x ", tiles, " tiles x ", kTileMaskBytes, ") for k=", claim.k, ", n=", claim.n);
+  const int64_t tiles = layout.Tiles(claim.k);
+  const int64_t mask_bytes = panels * tiles * layout.TileMaskBytes();
+  const int64_t padding = layout.Padding();
+  if (claim.mask_bytes != mask_bytes) {
+    return ErrorText("masks hold ", claim.mask_bytes, " bytes, expected ", mask_bytes, " (", panels, " panels x ",
+                     tiles, " tiles x ", layout.TileMaskBytes(), ") for k=", claim.k, ", n=", claim.n);
   }
   if (claim.offset_count != panels + 1) {
     return ErrorText("offsets hold ", claim.offset_count, " entries, expected ", panels + 1,
@@ -93,35 +98,37 @@ std::string ValidateBitmap(const BitmapClaim& claim) {
     const int64_t begin = claim.offsets[panel];
     const int64_t end = claim.offsets[panel + 1];
     if (end < begin) return ErrorText("offsets[", panel + 1, "] is ", end, ", less than the one before it, ", begin);
-    // The padding may not be counted as values: a kernel loads kBitmapPadding values from any position.
-    if (end > claim.value_count - kBitmapPadding) {
+    // The padding may not be counted as values: a kernel loads as much from any position.
+    if (end > claim.value_count - padding) {
       return ErrorText("offsets[", panel + 1, "] is ", end, ", but values hold ", claim.value_count,
-                       " entries of which the last ", kBitmapPadding, " are padding");
+                       " entries of which the last ", padding, " are padding");
     }
   }
-  if (claim.value_count != claim.offsets[panels] + kBitmapPadding) {
-    return ErrorText("values hold ", claim.value_count, " entries, expected ", claim.offsets[panels] + kBitmapPadding,
-                     " (the last offset, ", claim.offsets[panels], ", + ", kBitmapPadding, " of padding)");
+  if (claim.value_count != claim.offsets[panels] + padding) {
+    return ErrorText("values hold ", claim.value_count, " entries, expected ", claim.offsets[panels] + padding,
+                     " (the last offset, ", claim.offsets[panels], ", + ", padding, " of padding)");
   }
   const uint8_t* row_bytes = claim.masks;
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t columns = std::min(kPanelColumns, claim.n - panel * kPanelColumns);
-    const uint32_t in_columns = columns == kPanelColumns ? ~uint32_t{0} : (uint32_t{1} << (2 * columns)) - 1;
-    int64_t stored = 0;
-    for (int64_t row = 0; row < tiles * kTileRows; ++row, row_bytes += sizeof(uint32_t)) {
-      const uint32_t bits = Load<uint32_t>(row_bytes);
-      const int64_t inputs_left = claim.k - 2 * row;
-      const uint32_t in_inputs = inputs_left >= 2 ? ~uint32_t{0} : inputs_left == 1 ? 0x55555555u : 0u;
+    const uint64_t in_columns = LowBits(columns * layout.row_inputs);
+    int64_t stored[2] = {};  // in even and in odd rows
+    for (int64_t row = 0; row < tiles * kTileRows; ++row, row_bytes += layout.RowMaskBytes()) {
+      const uint64_t bits = layout.RowBits() == 64 ? Load<uint64_t>(row_bytes) : Load<uint32_t>(row_bytes);
+      const uint64_t in_inputs = LowBits(std::clamp<int64_t>(claim.k - row * layout.row_inputs, 0, layout.row_inputs)) *
+                                 (layout.row_inputs == 4 ? uint64_t{0x1111111111111111} : uint64_t{0x5555555555555555});
       if ((bits & ~(in_columns & in_inputs)) != 0) {
         return ErrorText("masks: row ", row, " of panel ", panel, " has bits set outside of the ", claim.k, " x ",
                          claim.n, " matrix");
       }
-      stored += std::popcount(bits);
+      stored[row & 1] += std::popcount(bits);
     }
+    // int4: a byte holds a weight of an even row and one of an odd row.
+    const int64_t needed = layout.value_bits == 4 ? std::max(stored[0], stored[1]) : stored[0] + stored[1];
     const int64_t expected = claim.offsets[panel + 1] - claim.offsets[panel];
-    if (stored != expected) {
-      return ErrorText("masks of panel ", panel, " have ", stored, " bits set, but offsets give it ", expected,
-                       " values");
+    if (needed != expected) {
+      return ErrorText("masks of panel ", panel, " have ", stored[0] + stored[1], " bits set, which take ", needed,
+                       " entries of values, but offsets give it ", expected);
     }
   }
   return {};

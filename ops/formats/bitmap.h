@@ -19,6 +19,9 @@
 //     bytes  = 64 panels tiles + 2 (values + 32) + 8 (panels + 1);   2 (1 - sparsity) + 1/8 a weight
 //
 // The offsets let any thread start at any panel: the number of threads is not part of the format.
+//
+// bitmap_int8.h and bitmap_int4.h are the same idea with smaller values: rows of k-quads, so tiles of 64 inputs.
+// BitmapLayout says what differs.
 #pragma once
 
 #include <cstdint>
@@ -28,27 +31,47 @@
 namespace ortolan {
 
 inline constexpr int64_t kPanelColumns = 16;
-inline constexpr int64_t kTileInputs = 32;
 inline constexpr int64_t kTileRows = 16;
-inline constexpr int64_t kRowValues = 32;
-inline constexpr int64_t kTileMaskBytes = 64;
-inline constexpr int64_t kValueBytes = 2;
-inline constexpr int64_t kBitmapPadding = 32;  // values behind the last one
 // Keeps every size computation below inside int64.
 inline constexpr int64_t kMaxDimension = int64_t{1} << 28;
 
+// Where the bitmap formats differ. Values are counted in entries: the elements of the values tensor.
+struct BitmapLayout {
+  int64_t row_inputs;  // inputs that a row of a tile holds of each column: as many as fit in 4 bytes of an AMX product
+  int64_t value_bits;  // of a stored weight
+  int64_t max_k;       // the most inputs
+
+  constexpr int64_t RowBits() const { return kPanelColumns * row_inputs; }
+  constexpr int64_t RowMaskBytes() const { return RowBits() / 8; }
+  constexpr int64_t TileInputs() const { return kTileRows * row_inputs; }
+  constexpr int64_t TileMaskBytes() const { return kTileRows * RowMaskBytes(); }
+  constexpr int64_t Tiles(int64_t k) const { return (k + TileInputs() - 1) / TileInputs(); }
+  constexpr int64_t PaddedK(int64_t k) const { return Tiles(k) * TileInputs(); }
+  constexpr int64_t EntryBytes() const { return value_bits == 16 ? 2 : 1; }
+  // Entries behind the last one. They let a kernel load 64 bytes at any position.
+  constexpr int64_t Padding() const { return 64 / EntryBytes(); }
+};
+
+inline constexpr BitmapLayout kBf16Bitmap{2, 16, kMaxDimension};
+
+inline constexpr int64_t kTileInputs = kBf16Bitmap.TileInputs();
+inline constexpr int64_t kRowValues = kBf16Bitmap.RowBits();
+inline constexpr int64_t kTileMaskBytes = kBf16Bitmap.TileMaskBytes();
+inline constexpr int64_t kValueBytes = kBf16Bitmap.EntryBytes();
+inline constexpr int64_t kBitmapPadding = kBf16Bitmap.Padding();
+
 inline constexpr int64_t BitmapPanels(int64_t n) { return (n + kPanelColumns - 1) / kPanelColumns; }
-inline constexpr int64_t BitmapTiles(int64_t k) { return (k + kTileInputs - 1) / kTileInputs; }
-inline constexpr int64_t BitmapPaddedK(int64_t k) { return BitmapTiles(k) * kTileInputs; }
+inline constexpr int64_t BitmapTiles(int64_t k) { return kBf16Bitmap.Tiles(k); }
+inline constexpr int64_t BitmapPaddedK(int64_t k) { return kBf16Bitmap.PaddedK(k); }
 
 // A packed matrix that someone else owns. masks and values may lie at any address: a model saved by another tool is
 // mapped into memory where that tool put them.
 struct BitmapView {
   int64_t k = 0;
   int64_t n = 0;
-  const uint8_t* masks = nullptr;    // u32 [panels][tiles][16]
-  const uint8_t* values = nullptr;   // bf16 [offsets[panels] + kBitmapPadding]
-  const int64_t* offsets = nullptr;  // [panels + 1]
+  const uint8_t* masks = nullptr;    // [panels][tiles][16] masks: u32 for bf16, u64 for int8 and int4
+  const uint8_t* values = nullptr;   // [offsets[panels] + padding] entries
+  const int64_t* offsets = nullptr;  // [panels + 1], in entries
 };
 
 struct BitmapMatrix {
@@ -78,8 +101,8 @@ struct BitmapClaim {
 };
 
 // Empty if kernels may run on it; otherwise one sentence that names the tensor, what was found and what was expected.
-// Checks sizes, offsets (start at 0, never fall, stay inside), the popcount of each panel's masks against its offsets,
-// and that no bit stands outside of the k x n matrix. Never reads past the given counts.
-std::string ValidateBitmap(const BitmapClaim& claim);
+// Checks sizes, offsets (start at 0, never fall, stay inside), the entries that each panel's masks need against its
+// offsets, and that no bit stands outside of the k x n matrix. Never reads past the given counts.
+std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

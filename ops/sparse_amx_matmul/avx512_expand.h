@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "formats/bitmap_int4.h"
+
 namespace ortolan {
 namespace {
 
@@ -20,10 +22,52 @@ inline __m512i ExpandBf16(uint32_t mask, const uint8_t* values) {
   return row;
 }
 
+// The same for the next stored bytes.
+inline __m512i ExpandBytes(uint64_t mask, const uint8_t* values) {
+  __m512i row = _mm512_loadu_si512(values);
+  __asm__("vpexpandb %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu64_mask64(mask)));
+  return row;
+}
+
+inline __m512i EachByte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+
+// The same for the next stored int4 weights (formats/bitmap_int4.h), increased by 8: 0 … 15, and 8 where none is
+// stored. Not in place: the register expanded into is where the 8 come from, so the dependency is real, and harmless.
+inline __m512i ExpandLowNibbles(uint64_t mask, const uint8_t* values) {
+  const __m512i nibbles = _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0x0f));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), nibbles);
+}
+inline __m512i ExpandHighNibbles(uint64_t mask, const uint8_t* values) {
+  const __m512i nibbles = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(values), 4), EachByte(0x0f));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), nibbles);
+}
+
 // The mask of lanes 0 … count-1; none for a negative count, all from 16 on.
 inline __mmask16 FirstLanes(int64_t count) {
   if (count >= 16) return 0xffff;
   return count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
+// The bits of the largest |x|, as unsigned numbers: NaN > Inf > finite.
+inline uint32_t Avx512MaxAbsBits(const float* x, int64_t k) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t l = 0; l < k; l += 16) {
+    const __m512i bits = _mm512_maskz_loadu_epi32(FirstLanes(k - l), x + l);
+    largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+  }
+  return _mm512_reduce_max_epu32(largest);
+}
+
+// 32 activations, of which `left` or more are x's, times the factor, as int8; the others are zero. Returns their sum.
+inline int32_t Avx512Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
+  __m512i sum = _mm512_setzero_si512();
+  for (int half = 0; half < 2; ++half) {
+    const __m512 value = _mm512_maskz_loadu_ps(FirstLanes(left - 16 * half), x + 16 * half);
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(factor)));
+    sum = _mm512_add_epi32(sum, rounded);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * half), _mm512_cvtsepi32_epi8(rounded));
+  }
+  return _mm512_reduce_add_epi32(sum);
 }
 
 #if defined(__AVX512BF16__)

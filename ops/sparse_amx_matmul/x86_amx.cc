@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "isa/amx.h"
+#include "sparse_amx_matmul/amx_int8.h"
 #include "sparse_amx_matmul/avx512_expand.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 
@@ -178,6 +179,22 @@ void MultiplyAmx(const SparseMatMulArgs& args, int64_t panel_begin, int64_t pane
   for (; panel + kPanelBlock <= panel_end; panel += kPanelBlock) MultiplyPanels<kPanelBlock>(args, panel);
   if (panel < panel_end) MultiplyPanels<1>(args, panel);
   TileRelease();
+}
+
+// The rows that are missing in the last block of 16 are zero.
+void PackInt8Amx(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
+  PackQuantizedRows<AmxInt8Rows>(x, x_row_bytes, m, k, group, packed);
+  const int64_t row_bytes = SparseInt8MatMulKernel::PackedRowBytes(k, group);
+  const int64_t missing = (kRowTile - m % kRowTile) % kRowTile;
+  __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
+}
+
+void MultiplyInt8Amx(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  AmxInt8Loop<8>::Run(args, panel_begin, panel_end);
+}
+
+void MultiplyInt4Amx(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  AmxInt8Loop<4>::Run(args, panel_begin, panel_end);
 }
 
 }  // namespace ortolan

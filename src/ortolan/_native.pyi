@@ -30,6 +30,28 @@ def unpack_bitmap(
 ) -> NDArray[np.float32]:
     """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
 
+def pack_bitmap_int8(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int64]]:
+    """Pack q [k, n]: masks [panels, tiles, 128], values, offsets [panels + 1].
+
+    Raises ValueError unless q is a matrix of 1 to 2^17 rows and 1 to 2^28 columns.
+    """
+
+def unpack_bitmap_int8(
+    masks: NDArray[np.uint8], values: NDArray[np.int8], offsets: NDArray[np.int64], k: int, n: int
+) -> NDArray[np.int8]:
+    """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
+
+def pack_bitmap_int4(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+    """Pack q [k, n], which holds -8 to 7: masks [panels, tiles, 128], values (nibbles), offsets [panels + 1] in bytes.
+
+    Raises ValueError for other values, and unless q is a matrix of 1 to 2^17 rows and 1 to 2^28 columns.
+    """
+
+def unpack_bitmap_int4(
+    masks: NDArray[np.uint8], values: NDArray[np.uint8], offsets: NDArray[np.int64], k: int, n: int
+) -> NDArray[np.int8]:
+    """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
+
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""
 
@@ -47,6 +69,39 @@ def sparse_amx_matmul(
 
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
+
+def sparse_amx_matmul_int8_kernels() -> list[KernelInfo]:
+    """The rows of the room's kernel table for int8 and int4 weights, best first."""
+
+def sparse_amx_matmul_int8(
+    x: NDArray[Any],
+    masks: NDArray[np.uint8],
+    values: NDArray[np.int8],
+    offsets: NDArray[np.int64],
+    scales: NDArray[Any],
+    k: int,
+    n: int,
+    bias: NDArray[Any] | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """y [m, n] = x [m, k] quantized row by row @ (W * scales [n]) + bias on one thread, by the named or best kernel.
+
+    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
+    """
+
+def sparse_amx_matmul_int4(
+    x: NDArray[Any],
+    masks: NDArray[np.uint8],
+    values: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    scales: NDArray[Any],
+    group_size: int,
+    k: int,
+    n: int,
+    bias: NDArray[Any] | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """The same with int4 weights and scales [ceil(k / group_size), n]; group_size is 32, 64 or 128."""
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
     """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""

@@ -1,0 +1,45 @@
+// The bitmap format with int8 weights: one bit a weight plus a byte for each that is not zero.
+//
+// As formats/bitmap.h, but rows of k-quads, the order of AMX's int8 B tile; one row is one operand of vpdpbusd:
+//
+//     panel p                      = columns 16p … 16p+15
+//     tile t of panel p            = inputs 64t … 64t+63 of those columns: 16 rows of k-quads x 16 columns
+//     row r of a tile, 64 weights  = W[64t+4r … 64t+4r+3][c0]  W[64t+4r … 64t+4r+3][c1]  …   (c0 = 16p)
+//
+//     masks    u8 [panels, tiles, 128]  16 little-endian u64 a tile, one a row; bit i is set where weight i is stored
+//     values   i8 [offsets[panels] + 64]
+//                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; 64 zeros
+//     offsets  i64 [panels + 1]  where in values each panel starts; offsets[0] = 0, the last is the number of values
+//
+//     panels = ceil(n / 16), tiles = ceil(k / 64)
+//     bytes  = 128 panels tiles + values + 64 + 8 (panels + 1);   (1 - sparsity) + 1/8 a weight
+//
+// k is at most 2^17: an int32 then holds the sum of k products of an int8 and one of -127 … 127.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "formats/bitmap.h"
+
+namespace ortolan {
+
+inline constexpr BitmapLayout kInt8Bitmap{4, 8, int64_t{1} << 17};
+
+// int8 and int4 weights, packed.
+struct QuantizedBitmapMatrix {
+  int64_t k = 0;
+  int64_t n = 0;
+  std::vector<uint64_t> masks;
+  std::vector<uint8_t> values;
+  std::vector<int64_t> offsets;
+};
+
+// Packs what is not zero of q, row-major [k, n] with rows `row_stride` weights apart. Needs 1 <= k <= 2^17 and
+// 1 <= n <= kMaxDimension.
+QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
+
+// Writes the dense matrix, row-major [k, n]. The view must have passed ValidateBitmap with kInt8Bitmap.
+void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride);
+
+}  // namespace ortolan

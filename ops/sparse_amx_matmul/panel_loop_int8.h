@@ -1,0 +1,313 @@
+// The loop that the x86 kernels for int8 and int4 weights share: panel_loop.h for int8 products. Included by x86_*.cc
+// only; everything is local to the including file.
+//
+// A tier gives a struct Simd with
+//     kRowBlock                     rows of x whose sums fit the registers
+//     kStoredBytes, Weights         64 expanded weights, ready to multiply
+//     kInt8Bias, kInt4Bias          what an expanded weight has been increased by (AVX-512: products need it unsigned)
+//     Weights ExpandInt8(uint64_t mask, const uint8_t* values)              each may load 64 bytes from values
+//     Weights ExpandLow, ExpandHigh(uint64_t mask, const uint8_t* values)   int4, from low or high nibbles
+//     Weights ExpandHighTimes16(…)                                          ExpandHigh, all of it times 16
+//     void Store(Weights, uint8_t*), Weights Load(const uint8_t*)
+//     Sums                          16 columns of int32
+//     Sums Broadcast(int32_t), Add(Sums, Sums), DivideBy16(Sums)
+//     Sums MultiplyAdd(Sums, Weights, const int8_t* quad)
+//     Sums LoadWaitingSums(const uint8_t*), void StoreWaitingSums(uint8_t*, Sums)    all 16, aligned
+//     Floats                        16 columns of float
+//     Floats Zero(), BroadcastFloat(float), ToFloats(Sums), Multiply(Floats, Floats)
+//     Floats MultiplyAdd(Floats a, Floats b, Floats c)     a b + c, one rounding or two
+//     Floats LoadWaiting(const uint8_t*), void StoreWaiting(uint8_t*, Floats)        likewise
+//     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
+//     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
+//     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, zeros behind `left`; their
+//     sum
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "sparse_amx_matmul/quantize_rows.h"
+#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
+
+namespace ortolan {
+namespace {
+
+// Half a tile, 8 rows of 4 inputs: the shortest group.
+constexpr int64_t kSpanInputs = 32;
+constexpr int kSpanRows = 8;
+
+// kBits: of a weight, 8 or 4.
+template <typename Simd, int kBits>
+class Int8PanelLoop {
+  using Sums = typename Simd::Sums;
+  using Floats = typename Simd::Floats;
+  using Weights = typename Simd::Weights;
+  static constexpr bool kInt4 = kBits == 4;
+
+ public:
+  static void Run(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    SparseInt8MatMulArgs part = args;
+    for (int64_t row = 0; row < args.m; row += kMostRows) {
+      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
+      part.x = static_cast<const char*>(args.x) + row * SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
+      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        Panel p(part, panel);
+        if (part.m <= Simd::kRowBlock) {
+          FusedForRows<Simd::kRowBlock>(p, part.m);
+        } else {
+          Buffered(p);
+        }
+      }
+    }
+  }
+
+ private:
+  // Expanded tiles kept while all rows of x pass over them: half of a 32 KB L1 cache or less, and whole groups.
+  static constexpr int64_t kBufferTiles = 16;
+  // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
+  static constexpr int64_t kMostRows = 256;
+  // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
+  static constexpr int64_t kValuesAhead = kInt4 ? 6144 : 12288;
+  static constexpr int64_t kMasksAhead = kInt4 ? 3072 : 12288;
+
+  static constexpr int64_t kLineBytes = 64;
+
+  struct Panel {
+    Panel(const SparseInt8MatMulArgs& a, int64_t panel)
+        : args(a),
+          spans(kInt8Bitmap.PaddedK(a.w.k) / kSpanInputs),
+          groups(ScaleRows(a.w.k, a.group)),
+          group_spans(a.group == kWholeColumn ? spans : a.group / kSpanInputs),
+          padded_k(kInt8Bitmap.PaddedK(a.w.k)),
+          row_bytes(SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group)),
+          masks(a.w.masks + panel * kInt8Bitmap.Tiles(a.w.k) * kInt8Bitmap.TileMaskBytes()),
+          values{a.w.values + a.w.offsets[panel], a.w.values + a.w.offsets[panel]},
+          scales(a.scales + panel * kPanelColumns),
+          y(a.y + panel * kPanelColumns),
+          bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
+          columns(static_cast<int>(a.w.n - panel * kPanelColumns < kPanelColumns ? a.w.n - panel * kPanelColumns
+                                                                                 : kPanelColumns)),
+          span_bytes((a.w.offsets[panel + 1] - a.w.offsets[panel]) / spans) {}
+
+    float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
+    // The block of kRows packed rows that begins at row i.
+    const int8_t* X(int64_t i) const { return static_cast<const int8_t*>(args.x) + i * row_bytes; }
+
+    const SparseInt8MatMulArgs& args;
+    int64_t spans;
+    int64_t groups;
+    int64_t group_spans;
+    int64_t padded_k;
+    int64_t row_bytes;
+    const uint8_t* masks;
+    const uint8_t* values[2];  // move along as tiles are expanded; int8 has one stream, int4 one a parity of rows
+    const float* scales;
+    float* y;
+    const float* bias;
+    int columns;
+    int64_t span_bytes;  // of values, on average
+  };
+
+  // What stands behind the q of a block of rows: see PackQuantizedRows.
+  template <int kRows>
+  struct BlockEnd {
+    BlockEnd(const Panel& p, int64_t i)
+        : scales(reinterpret_cast<const float*>(p.X(i) + p.padded_k * kRows)),
+          corrections(reinterpret_cast<const int32_t*>(scales + kRows)) {}
+    float Scale(int row) const { return scales[row]; }
+    int32_t Correction(int64_t group, int row) const { return corrections[group * kRows + row]; }
+
+    const float* scales;
+    const int32_t* corrections;
+  };
+
+  static uint64_t LoadMask(const uint8_t* masks, int row) {
+    uint64_t mask;
+    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+    return mask;
+  }
+
+  // Expands row `row` of a span and moves its stream along.
+  template <bool kTimes16>
+  static Weights Expand(uint64_t mask, int row, const uint8_t*& even, const uint8_t*& odd) {
+    const uint8_t*& stream = kInt4 && row % 2 == 1 ? odd : even;
+    const uint8_t* values = stream;
+    stream += __builtin_popcountll(mask);
+    if constexpr (!kInt4) {
+      return Simd::ExpandInt8(mask, values);
+    } else {
+      if (row % 2 == 0) return Simd::ExpandLow(mask, values);
+      return kTimes16 ? Simd::ExpandHighTimes16(mask, values) : Simd::ExpandHigh(mask, values);
+    }
+  }
+
+  // Few rows of x: each row of weights is expanded into a register and used at once.
+  template <int kRows>
+  static void Fused(Panel& p) {
+    // With few rows, one sum a row would wait for itself: several chains, added at the end. In int4 the chains of odd
+    // rows then hold 16 times their sums, which saves a shift of each row of weights.
+    constexpr int kChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
+    constexpr bool kTimes16 = kInt4 && kChains == 2;
+    const BlockEnd<kRows> end(p, 0);
+    const uint8_t* even = p.values[0];
+    const uint8_t* odd = p.values[1];
+    const uint8_t* masks = p.masks;
+    const int8_t* x = p.X(0);
+    // int8: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
+    // with more values than others leaves no line out. int4: a line every two or four rows, as many as it takes.
+    const int64_t burst_bytes = p.span_bytes + p.span_bytes / 4 + kLineBytes;
+    const bool dense = p.span_bytes > 5 * kLineBytes / 2;
+    Floats totals[kRows];
+    int64_t span = 0;
+    for (int64_t group = 0; group < p.groups; ++group) {
+      Sums sums[kRows][kChains];
+      for (int i = 0; i < kRows; ++i) {
+        sums[i][0] = Simd::Broadcast(end.Correction(group, i));
+        for (int c = 1; c < kChains; ++c) sums[i][c] = Simd::Broadcast(0);
+      }
+      const int64_t group_end = span + p.group_spans < p.spans ? span + p.group_spans : p.spans;
+      for (; span < group_end; ++span, masks += kSpanRows * sizeof(uint64_t), x += kSpanInputs * kRows) {
+        __builtin_prefetch(masks + kMasksAhead);
+        if constexpr (!kInt4) {
+          for (int64_t line = 0; line < burst_bytes; line += kLineBytes) __builtin_prefetch(even + kValuesAhead + line);
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < kSpanRows; ++row) {
+          if (kInt4 && (row % 4 == 0 || (row % 2 == 0 && dense))) __builtin_prefetch(even + kValuesAhead);
+          const Weights weights = Expand<kTimes16>(LoadMask(masks, row), row, even, odd);
+#pragma GCC unroll 16
+          for (int i = 0; i < kRows; ++i) {
+            sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + 4 * (row * kRows + i));
+          }
+        }
+      }
+      Floats scales = Simd::Zero();
+      if constexpr (kInt4) {
+        const float* from = p.scales + group * p.args.w.n;
+        __builtin_prefetch(from + kPanelColumns);  // the next panel's: rows of scales lie far apart
+        scales = Simd::LoadColumns(from, p.columns);
+      }
+      for (int i = 0; i < kRows; ++i) {
+        if constexpr (kTimes16) sums[i][1] = Simd::DivideBy16(sums[i][1]);
+        Sums sum = sums[i][0];
+        for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[i][c]);
+        if constexpr (!kInt4) {
+          FinishInt8(p, p.YRow(i), sum, end.Scale(i));
+        } else {
+          totals[i] = group == 0 ? Simd::Multiply(Simd::ToFloats(sum), scales)
+                                 : Simd::MultiplyAdd(Simd::ToFloats(sum), scales, totals[i]);
+        }
+      }
+    }
+    if constexpr (kInt4) {
+      for (int i = 0; i < kRows; ++i) FinishInt4(p, p.YRow(i), totals[i], end.Scale(i));
+    }
+  }
+
+  template <int kRows>
+  static void FusedForRows(Panel& p, int64_t m) {
+    if constexpr (kRows > 0) {
+      if (m == kRows) return Fused<kRows>(p);
+      FusedForRows<kRows - 1>(p, m);
+    }
+  }
+
+  struct alignas(64) WaitingSums {
+    uint8_t bytes[kMostRows][kPanelColumns * sizeof(int32_t)];  // int32 (int8) or float (int4)
+  };
+
+  // Many rows of x: expand some tiles once, let all rows pass over them, go on with the next tiles. The sums of 16
+  // columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the cache.
+  static void Buffered(Panel& p) {
+    constexpr int64_t kBufferSpans = kBufferTiles * kInt8Bitmap.TileInputs() / kSpanInputs;
+    alignas(64) uint8_t buffer[kBufferSpans * kSpanRows * Simd::kStoredBytes];
+    WaitingSums waiting;
+    for (int64_t first = 0; first < p.spans; first += kBufferSpans) {
+      const int64_t end = p.spans - first < kBufferSpans ? p.spans : first + kBufferSpans;
+      uint8_t* out = buffer;
+      for (int64_t span = first; span < end; ++span, p.masks += kSpanRows * sizeof(uint64_t)) {
+        __builtin_prefetch(p.masks + kMasksAhead);
+#pragma GCC unroll 8
+        for (int row = 0; row < kSpanRows; ++row, out += Simd::kStoredBytes) {
+          if (!kInt4 || row % 2 == 0) __builtin_prefetch(p.values[0] + kValuesAhead);
+          Simd::Store(Expand<false>(LoadMask(p.masks, row), row, p.values[0], p.values[1]), out);
+        }
+      }
+      int64_t i = 0;
+      for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
+        DenseRows<Simd::kRowBlock>(p, buffer, first, end, i, waiting);
+      }
+      TailRows<Simd::kRowBlock - 1>(p, buffer, first, end, i, waiting);
+    }
+  }
+
+  template <int kRows>
+  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
+                       WaitingSums& waiting) {
+    if constexpr (kRows > 0) {
+      if (p.args.m - i == kRows) return DenseRows<kRows>(p, buffer, first, end, i, waiting);
+      TailRows<kRows - 1>(p, buffer, first, end, i, waiting);
+    }
+  }
+
+  // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.
+  template <int kRows>
+  static void DenseRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
+                        WaitingSums& waiting) {
+    const BlockEnd<kRows> block(p, i);
+    const int8_t* x = p.X(i) + first * kSpanInputs * kRows;
+    for (int64_t span = first; span < end;) {
+      const int64_t group = kInt4 ? span / p.group_spans : 0;
+      // Behind the last group nothing is stored.
+      if (kInt4 && group == p.groups) break;
+      const int64_t group_end = kInt4 && end - span > p.group_spans ? span + p.group_spans : end;
+      Sums sums[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        sums[r] = kInt4 || first == 0 ? Simd::Broadcast(block.Correction(group, r))
+                                      : Simd::LoadWaitingSums(waiting.bytes[i + r]);
+      }
+      for (int64_t row = 0; row < (group_end - span) * kSpanRows; ++row, buffer += Simd::kStoredBytes, x += 4 * kRows) {
+        const Weights weights = Simd::Load(buffer);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + 4 * r);
+      }
+      if constexpr (kInt4) {
+        const Floats scales = Simd::LoadColumns(p.scales + group * p.args.w.n, p.columns);
+        for (int r = 0; r < kRows; ++r) {
+          const Floats total = group == 0 ? Simd::Zero() : Simd::LoadWaiting(waiting.bytes[i + r]);
+          Simd::StoreWaiting(waiting.bytes[i + r], Simd::MultiplyAdd(Simd::ToFloats(sums[r]), scales, total));
+        }
+      } else {
+        for (int r = 0; r < kRows; ++r) Simd::StoreWaitingSums(waiting.bytes[i + r], sums[r]);
+      }
+      span = group_end;
+    }
+    if (end < p.spans) return;
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kInt4) {
+        FinishInt4(p, p.YRow(i + r), Simd::LoadWaiting(waiting.bytes[i + r]), block.Scale(r));
+      } else {
+        FinishInt8(p, p.YRow(i + r), Simd::LoadWaitingSums(waiting.bytes[i + r]), block.Scale(r));
+      }
+    }
+  }
+
+  static void FinishInt8(const Panel& p, float* y, Sums sum, float x_scale) {
+    const Floats scale = Simd::Multiply(Simd::LoadColumns(p.scales, p.columns), Simd::BroadcastFloat(x_scale));
+    Finish(p, y, Simd::ToFloats(sum), scale);
+  }
+
+  static void FinishInt4(const Panel& p, float* y, Floats total, float x_scale) {
+    Finish(p, y, total, Simd::BroadcastFloat(x_scale));
+  }
+
+  static void Finish(const Panel& p, float* y, Floats sum, Floats scale) {
+    const Floats result = p.bias == nullptr ? Simd::Multiply(sum, scale)
+                                            : Simd::MultiplyAdd(sum, scale, Simd::LoadColumns(p.bias, p.columns));
+    Simd::StoreColumns(y, p.columns, result);
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

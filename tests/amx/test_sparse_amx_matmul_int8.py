@@ -1,0 +1,81 @@
+"""SparseAMXMatMul's AMX kernels for int8 and int4: their machine code, under the emulator where the CPU has no AMX."""
+
+from __future__ import annotations
+
+from .test_sparse_amx_matmul import check
+
+CHECK_SHAPES = """
+import numpy as np
+from ortolan import _native
+from tests.ops.quantized import Layer
+assert _native.cpu_info()["isa"] == "amx"
+rng = np.random.default_rng(5)
+for group in (None, 32, 64, 128):
+    for k in (1, 31, 33, 100, 160, 1100):
+        for n in (1, 16, 17, 40, 64):
+            for sparsity in (0.0, 0.5, 1.0):
+                layer, bias = Layer.random(rng, k, n, sparsity, group), rng.standard_normal(n, dtype=np.float32)
+                x = rng.standard_normal((33, k), dtype=np.float32)
+                for m in (1, 2, 7, 16, 17, 32, 33):
+                    if k * n * m > 500_000:
+                        continue  # a tile instruction takes 10 us under the emulator
+                    b = bias if m % 2 else None
+                    layer.check(layer.multiply(x[:m], b, "Amx"), x[:m], b)
+    layer = Layer.random(rng, 70, 20, 0.5, group)
+    x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
+    x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
+    layer.check(layer.multiply(x, None, "Amx"), x)
+"""
+
+# The same bits as the portable kernel: integer sums are exact, and with scales of one so are the float ones.
+CHECK_BITS = """
+import numpy as np
+from ortolan import _native
+from tests.ops.quantized import Layer
+rng = np.random.default_rng(6)
+for group in (None, 32, 64, 128):
+    layer = Layer.random(rng, 1500, 40, 0.4, group)
+    x = rng.standard_normal((20, 1500), dtype=np.float32)
+    layer = Layer(layer.weights, np.ones_like(layer.scales), group, layer.packed)
+    y, expected = layer.multiply(x, None, "Amx"), layer.multiply(x, None, "Scalar")
+    np.testing.assert_array_equal(y.view(np.uint32), expected.view(np.uint32))
+"""
+
+# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
+CHECK_COUNTS = """
+import numpy as np
+from ortolan import _native
+from tests.ops.quantized import Layer
+rng = np.random.default_rng(7)
+m, k, n = 40, 1216, 48
+row_tiles, panels = 3, 3
+x = rng.standard_normal((m, k), dtype=np.float32)
+for group in (None, 32, 64, 128):
+    layer = Layer.random(rng, k, n, 0.5, group)
+    if emulator is not None:
+        emulator.reset_counts()
+    layer.multiply(x, None, "Amx")
+    if emulator is not None:
+        steps = k // min(group or 64, 64)
+        ends = 2 if group is None else -(-k // group)  # sums leave the tiles after a block, or after a group
+        assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()
+        # Rows of x once for each group of panels, weights once for each group of row tiles, sums of the first block.
+        loads = steps * row_tiles * 2 + steps * panels * 2 + (row_tiles * panels if group is None else 0)
+        assert emulator.count("tileloadd") == loads, emulator.counts()
+        assert emulator.count("tilestored") == ends * row_tiles * panels
+        assert emulator.count("tilezero") == (1 if group is None else ends) * row_tiles * panels
+        assert emulator.count("ldtilecfg") == emulator.count("tilerelease") == 1
+        assert emulator.live_threads_with_config() == 0
+"""
+
+
+def test_shapes() -> None:
+    check(CHECK_SHAPES)
+
+
+def test_bits_are_those_of_the_portable_kernel() -> None:
+    check(CHECK_BITS)
+
+
+def test_counts_of_tile_instructions_and_release() -> None:
+    check(CHECK_COUNTS)

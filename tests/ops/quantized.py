@@ -1,0 +1,96 @@
+"""Sparse quantized weights, and a numpy oracle of their product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ortolan import _native
+
+from .single_node import Packed, U
+
+# Below this, float32 products lose bits.
+SMALLEST = 1.2e-38
+
+
+def sparse_integers(rng: np.random.Generator, k: int, n: int, sparsity: float, bits: int) -> np.ndarray:
+    """An int8 [k, n] matrix of all weights that `bits` can hold, about `sparsity` of it zero (all at 1)."""
+    most = 2 ** (bits - 1)
+    q = rng.integers(-most, most, (k, n), dtype=np.int8)
+    q[q == 0] = 1
+    q[rng.random((k, n)) < sparsity] = 0
+    return q
+
+
+def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """q int64 [m, k] and s float32 [m, 1]; s is NaN and q zero for rows that are not finite."""
+    finite = np.isfinite(x).all(axis=1, keepdims=True)
+    x = np.where(finite, x, np.float32(0))
+    largest = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(2.0**-100))
+    q = np.rint(x * (np.float32(127) / largest)).astype(np.int64)
+    return q, np.where(finite, largest / np.float32(127), np.float32(np.nan))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Quantized weights with their scales: [n] for int8 (group None), [groups, n] for int4."""
+
+    weights: np.ndarray
+    scales: np.ndarray
+    group: int | None
+    packed: Packed
+
+    @classmethod
+    def random(
+        cls, rng: np.random.Generator, k: int, n: int, sparsity: float, group: int | None, scale: float = 1.0
+    ) -> Layer:
+        q = sparse_integers(rng, k, n, sparsity, 8 if group is None else 4)
+        shape = (n,) if group is None else (-(-k // group), n)
+        scales = ((rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale).astype(np.float32)
+        return cls(q, scales, group, _native.pack_bitmap_int8(q) if group is None else _native.pack_bitmap_int4(q))
+
+    def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
+        k, n = self.weights.shape
+        if self.group is None:
+            return _native.sparse_amx_matmul_int8(x, *self.packed, self.scales, k, n, bias=bias, kernel=kernel)
+        return _native.sparse_amx_matmul_int4(x, *self.packed, self.scales, self.group, k, n, bias=bias, kernel=kernel)
+
+    def dense(self) -> np.ndarray:
+        """The weights as float64 [k, n]."""
+        scales = self.scales[None] if self.group is None else np.repeat(self.scales, self.group, axis=0)
+        return self.weights * scales[: self.weights.shape[0]].astype(np.float64)
+
+    def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> None:
+        """y is the product of the quantized rows, and of x itself, within the bounds of the contract."""
+        q, s = quantize_rows(x)
+        s64, added = s.astype(np.float64), 0.0 if bias is None else bias.astype(np.float64)
+        dense = self.dense()
+        exact = s64 * (q @ dense) + added
+        if self.group is None:
+            sums = q @ self.weights.astype(np.int64)
+            if bias is None:  # one order of two products: the same bits everywhere
+                with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                    np.testing.assert_array_equal(y, sums.astype(np.float32) * (s * self.scales))
+            rounding = 4 * U * np.abs(s64 * sums * self.scales)
+        else:
+            magnitude = np.zeros(y.shape)
+            for g in range(self.scales.shape[0]):
+                part = slice(g * self.group, (g + 1) * self.group)
+                magnitude += np.abs(q[:, part] @ dense[part])
+            rounding = (self.scales.shape[0] + 4) * U * s64 * magnitude
+        rounding = (
+            rounding + U * np.abs(exact) * 1.01 + SMALLEST * (1 + np.abs(self.weights.astype(np.int64)).sum(axis=0))
+        )
+        rows = np.isfinite(s[:, 0])
+        assert y.shape == exact.shape and y.dtype == np.float32
+        assert np.isnan(y[~rows]).all()
+        assert np.all(np.abs(y - exact)[rows] <= rounding[rows])
+        theory = s64 / 2 * (1 + 2.0**-14) * np.abs(dense).sum(axis=0) + rounding
+        ideal = x.astype(np.float64)[rows] @ dense + added
+        assert np.all(np.abs(y[rows] - ideal) <= theory[rows])
+
+
+def runnable_int8_kernels() -> list[str]:
+    """Names of the int8 table's rows that this CPU can run."""
+    return [row["name"] for row in _native.sparse_amx_matmul_int8_kernels() if row["runs_here"]]

@@ -1,0 +1,198 @@
+"""Every row of the kernel table for int8 and int4 weights against a numpy oracle, within the bounds of the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import _native
+
+from .quantized import Layer, quantize_rows, runnable_int8_kernels
+
+M = (1, 2, 3, 7, 16, 33)
+DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 288, 384, 1000)
+SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
+GROUPS = (None, 32, 64, 128)  # None: int8
+
+each_kernel = pytest.mark.parametrize("kernel", runnable_int8_kernels())
+each_group = pytest.mark.parametrize("group", GROUPS)
+
+
+def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
+    order = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
+    tiers = [order.index(row["isa"]) for row in _native.sparse_amx_matmul_int8_kernels()]
+    assert tiers == sorted(tiers, reverse=True)
+    assert tiers[-1] == 0
+
+
+@each_kernel
+@each_group
+@pytest.mark.parametrize("n", DIMENSIONS)
+def test_shapes(kernel: str, group: int | None, n: int) -> None:
+    rng = np.random.default_rng(n)
+    for k in DIMENSIONS:
+        for sparsity in SPARSITIES:
+            layer = Layer.random(rng, k, n, sparsity, group)
+            x = rng.standard_normal((max(M), k), dtype=np.float32)
+            bias = rng.standard_normal(n, dtype=np.float32)
+            for m in M:
+                layer.check(layer.multiply(x[:m], kernel=kernel), x[:m])
+            layer.check(layer.multiply(x, bias, kernel), x, bias)
+
+
+@each_kernel
+@settings(deadline=None, max_examples=150)
+@given(
+    m=st.integers(1, 70),
+    k=st.integers(1, 1500),
+    n=st.integers(1, 80),
+    sparsity=st.floats(0, 1),
+    group=st.sampled_from(GROUPS),
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e12, 1e30]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(
+    kernel: str,
+    m: int,
+    k: int,
+    n: int,
+    sparsity: float,
+    group: int | None,
+    scale: float,
+    with_bias: bool,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    layer = Layer.random(rng, k, n, sparsity, group, scale=1e-3)
+    x = rng.standard_normal((m, k), dtype=np.float32) * np.float32(scale)
+    bias = rng.standard_normal(n, dtype=np.float32) if with_bias else None
+    layer.check(layer.multiply(x, bias, kernel), x, bias)
+
+
+@each_kernel
+@each_group
+@pytest.mark.parametrize("m", [255, 256, 257, 300])
+def test_many_rows(kernel: str, group: int | None, m: int) -> None:
+    """More rows than a kernel keeps sums of."""
+    rng = np.random.default_rng(m)
+    layer = Layer.random(rng, 1100, 37, 0.5, group)
+    x = rng.standard_normal((m, 1100), dtype=np.float32)
+    layer.check(layer.multiply(x, kernel=kernel), x)
+
+
+@each_kernel
+def test_rounds_activations_to_nearest_even(kernel: str) -> None:
+    # The largest is 127, so the scale is 1.
+    x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49, 3.51, -126.5]], np.float32)
+    k = x.shape[1]
+    packed = _native.pack_bitmap_int8(np.eye(k, dtype=np.int8))
+    y = _native.sparse_amx_matmul_int8(x, *packed, np.ones(k, np.float32), k, k, kernel=kernel)
+    np.testing.assert_array_equal(y, [[127, 0, 2, 2, 0, -2, -2, 3, 4, -126]])
+
+
+@each_kernel
+@each_group
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_rows_that_are_zero_tiny_huge_or_not_finite(kernel: str, group: int | None, m: int) -> None:
+    """Each such row keeps to itself; zeros give the bias, NaN and Inf give NaN in all of a row."""
+    k, n = 300, 40
+    rng = np.random.default_rng(m)
+    layer = Layer.random(rng, k, n, 0.5, group, scale=1e-4)
+    bias = rng.standard_normal(n, dtype=np.float32)
+    for special in (0.0, 1e-45, 1e-38, 1e-30, 1e36, 3e38, np.inf, -np.inf, np.nan):
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        x[m // 2] = 0
+        x[m // 2, 7] = special
+        for added in (None, bias):
+            y = layer.multiply(x, added, kernel)
+            layer.check(y, x, added)
+            if special == 0:
+                np.testing.assert_array_equal(y[m // 2], np.zeros(n) if added is None else bias)
+            assert np.isnan(y[m // 2]).all() == (not np.isfinite(special))
+
+
+@each_kernel
+@each_group
+def test_the_largest_sums_are_exact(kernel: str, group: int | None) -> None:
+    """2^17 inputs of the largest weights and activations: just inside of an int32."""
+    k, n = 2**17, 17
+    bits = 8 if group is None else 4
+    for weight in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
+        q = np.full((k, n), weight, np.int8)
+        groups = 1 if group is None else k // group
+        scales = np.ones(n, np.float32) if group is None else np.ones((groups, n), np.float32)
+        packed = _native.pack_bitmap_int8(q) if group is None else _native.pack_bitmap_int4(q)
+        layer = Layer(q, scales, group, packed)
+        for m in (1, 2, 5, 17):
+            x = np.full((m, k), 127, np.float32)
+            x[m // 2] *= -1
+            y = layer.multiply(x, kernel=kernel)
+            expected = np.full((m, n), np.float32(127 * weight * k))
+            expected[m // 2] *= -1
+            np.testing.assert_array_equal(y, expected)
+
+
+@each_kernel
+@each_group
+def test_rows_do_not_depend_on_their_neighbours(kernel: str, group: int | None) -> None:
+    k, n = 1100, 48
+    rng = np.random.default_rng(3)
+    layer = Layer.random(rng, k, n, 0.5, group)
+    row = rng.standard_normal((1, k), dtype=np.float32)
+    for m in (2, 5, 16, 37):
+        others = rng.standard_normal((m, k), dtype=np.float32)
+        others[0] = others[-1] = row
+        y = layer.multiply(others, kernel=kernel)
+        alone = layer.multiply(np.repeat(row, m, axis=0), kernel=kernel)
+        np.testing.assert_array_equal(y[0], alone[0])
+        np.testing.assert_array_equal(y[-1], alone[-1])
+
+
+@each_group
+def test_integer_sums_do_not_depend_on_the_kernel(group: int | None) -> None:
+    """With scales of one the float sums are of small integers: every kernel gives the same bits."""
+    k, n, m = 700, 50, 9
+    rng = np.random.default_rng(4)
+    random = Layer.random(rng, k, n, 0.5, group)
+    layer = Layer(random.weights, np.ones_like(random.scales), group, random.packed)
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    q, s = quantize_rows(x)
+    expected = (q @ layer.weights.astype(np.int64)).astype(np.float32) * s
+    for kernel in runnable_int8_kernels():
+        np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), expected)
+
+
+def test_stored_zeros_are_zeros() -> None:
+    """pack stores none, but a file may."""
+    q = np.full((70, 20), 3, np.int8)
+    x = np.ones((3, 70), np.float32)
+    for group in (None, 32):
+        pack = _native.pack_bitmap_int8 if group is None else _native.pack_bitmap_int4
+        masks, values, offsets = pack(q)
+        values = values.copy()
+        values[: offsets[-1]] = 0 if group is None else 0x88
+        zero = Layer(np.zeros_like(q), np.ones((20,) if group is None else (3, 20), np.float32), group, None)
+        for kernel in runnable_int8_kernels():
+            layer = Layer(zero.weights, zero.scales, group, (masks, values, offsets))
+            np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), np.zeros((3, 20)))
+
+
+def test_wrong_shapes_and_kernels_are_refused() -> None:
+    layer = Layer.random(np.random.default_rng(1), 70, 20, 0.5, None)
+    four = Layer.random(np.random.default_rng(1), 70, 20, 0.5, 32)
+    x = np.ones((1, 70), np.float32)
+    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
+        layer.multiply(x, kernel="Abacus")
+    with pytest.raises(ValueError, match="x must be"):
+        layer.multiply(x[:, 1:])
+    with pytest.raises(ValueError, match="bias must be"):
+        layer.multiply(x, np.ones(19, np.float32))
+    with pytest.raises(ValueError, match=r"scales must be \[20\]"):
+        _native.sparse_amx_matmul_int8(x, *layer.packed, layer.scales[1:], 70, 20)
+    with pytest.raises(ValueError, match=r"scales must be \[3, 20\]"):
+        _native.sparse_amx_matmul_int4(x, *four.packed, four.scales[1:], 32, 70, 20)
+    with pytest.raises(ValueError, match="group_size is 48"):
+        _native.sparse_amx_matmul_int4(x, *four.packed, four.scales, 48, 70, 20)
