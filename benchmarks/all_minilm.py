@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape")
     arguments = parser.parse_args()
+    if arguments.sts and not arguments.sts.is_file():
+        parser.error(f"--sts: file {str(arguments.sts)!r} does not exist")
 
     console = Console(width=150)
     model = get_model("all-minilm-l6-v2")

@@ -40,6 +40,8 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
         try:
             with np.load(calibration, allow_pickle=False) as arrays:
                 given: list[Any] = [{name: arrays[name] for name in arrays.files}]
+        except FileNotFoundError:
+            raise CalibrationError(f"calibration file {os.fspath(calibration)!r} does not exist") from None
         except Exception as error:  # numpy, zipfile and zlib raise whatever they trip over in a damaged file
             raise CalibrationError(
                 f"calibration file {os.fspath(calibration)!r} is not an .npz file of arrays named "

@@ -67,6 +67,8 @@ def _read_proto(path: Path) -> onnx.ModelProto:
         raise ModelError(
             f"{str(path)!r} is a folder, expected an ONNX file; did you mean {str(path / 'model.onnx')!r}?"
         )
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{str(path)!r} is no regular file, expected an ONNX file; write the model to a file first")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -271,6 +273,9 @@ def check_output(output: Path, source: ModelFile) -> None:
         raise OutputError(f"the folder of output {str(output)!r} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"the folder of output {str(output)!r} cannot be written to")
+    for target in (output, data_path(output)):
+        if target.exists() and not target.is_file():
+            raise OutputError(f"{str(target)!r} is there and is no regular file; choose another output")
     inputs = [file for file in (source.path, *source.data_files) if file is not None]
     for target in (output, data_path(output)):
         for file in inputs:

@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes import common as onnx_passes
 
-from ortolan.errors import ModelError, RecipeError
+from ortolan.errors import ModelError
 
 from .constants import DEFAULT_DOMAINS
 from .model_file import to_proto
@@ -23,10 +23,6 @@ _LARGE_TENSOR = 1024
 
 class NormalizePass(RecipePass):
     """Inlines the model's functions, raises an old opset, names nodes, and turns Constant nodes into initializers."""
-
-    def requires(self, model: ir.Model) -> None:
-        if self.context.layers:  # they would not be found again
-            raise RecipeError("pass 'normalize' comes after a pass that works on layers; put it first in the recipe")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.context.progress("normalize", 0, 1)

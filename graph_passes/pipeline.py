@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -19,7 +20,7 @@ from .constants import stored_bytes
 from .feeds import Feeds
 from .linear import Linear, NotLinear, find_linears, op_name, weight_matrix
 from .model_file import ModelFile, external_tensors, release_maps
-from .options import PassOptions
+from .options import Globs, PassOptions
 from .report import LayerReport, OptimizationReport, human_bytes
 from .spill import TensorSpill
 
@@ -49,7 +50,10 @@ class PassContext:
     # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
+    names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
     packed_weights: int = 0  # in all matrices that were packed so far
+    # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.
+    why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
     feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
     reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
@@ -63,6 +67,7 @@ class PassContext:
         found = find_linears(model)
         if not self.layers:
             for item in found:
+                self.names_of_layers += [item.name, *(item.weight_names if isinstance(item, Linear) else ())]
                 key = layer_key(item)
                 if isinstance(item, Linear):
                     self.originals[key] = partial(weight_matrix, item.weight, item.transposed)
@@ -76,6 +81,10 @@ class PassContext:
 
     def layer(self, linear: Linear) -> LayerReport:
         return self.layers[layer_key(linear)]
+
+    def gains(self, linear: Linear, stored: int) -> bool:
+        """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""
+        return not self.why_not_replace or any(why_not(linear, stored) is None for why_not in self.why_not_replace)
 
     def note(self, text: str) -> None:
         if text not in self.report.notes:
@@ -131,10 +140,26 @@ def run_recipe(recipe: Recipe, model: ir.Model, context: PassContext) -> None:
         if isinstance(last, MemoryError):
             raise last from None
         raise ModelError(f"{context.source.name} could not be optimized: {type(last).__name__}: {last}") from error
+    _note_unmatched(recipe, context)
     grown = [layer for layer in context.layers.values() if layer.status == "pruned" and layer.growth > 0]
     if grown:
         context.note(
-            f"{len(grown)} pruned layers that were not replaced, such as {grown[0].name!r}, now store their weights "
+            f"{len(grown)} pruned layers, such as {grown[0].name!r}, now store their weights "
             f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them from "
-            "pruning as well (prune.exclude)"
+            "pruning (prune.exclude)"
         )
+
+
+def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
+    """Names the patterns that match no layer, except for those of our own recipes, which are for many models."""
+    ours = {glob for name in recipe.names() for _, glob in _patterns(recipe.load(name))}
+    for option, glob in _patterns(recipe):
+        if context.layers and glob not in ours and not any(fnmatchcase(name, glob) for name in context.names_of_layers):
+            context.note(f"pattern {glob!r} of {option} matches no layer; `ortolan inspect` lists their names")
+
+
+def _patterns(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for step in recipe.passes:
+        for option in ("select", "exclude"):
+            globs: Globs = getattr(step.options, option, ())
+            yield from ((f"{step.name}.{option}", glob) for glob in globs)

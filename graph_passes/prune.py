@@ -1,4 +1,4 @@
-"""Sets the smallest weights of linear layers to zero.
+"""Sets the smallest weights of linear layers to zero, except where no pass `replace` would gain from it.
 
 The new weights are lazy: a layer is pruned anew each time its array is asked for, from the original in the mapped file
 and one threshold, so no copy is kept. The number of zeros is exact: of weights as large as the threshold, the first in
@@ -58,10 +58,6 @@ class PrunePass(RecipePass):
     options_type = PruneOptions
     options: PruneOptions
 
-    def requires(self, model: ir.Model) -> None:
-        if self.context.report.replaced:  # its answers were compared with those of the model before
-            raise RecipeError("pass 'prune' comes after pass 'replace'; put it before")
-
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = self.context.survey(model)
         groups = self._group(linears)
@@ -88,9 +84,10 @@ class PrunePass(RecipePass):
                 ties -= own_ties
                 # A key of 0 is a weight that was zero before.
                 zeros = max(tally.zeros, tally.below + own_ties)
+                group.linears = [linear for linear in group.linears if self.context.gains(linear, weight.size - zeros)]
                 for linear in group.linears:
                     self.context.layer(linear).sparsity = zeros / weight.size
-                if zeros > tally.zeros:
+                if group.linears and zeros > tally.zeros:
                     self._put(model, group, weight, Threshold(threshold.key, own_ties))
         step()
         return ir.passes.PassResult(model, modified=bool(groups))
@@ -108,6 +105,8 @@ class PrunePass(RecipePass):
         for linear in selected:
             if linear.matches(self.options.exclude):
                 self.context.layer(linear).reason = "excluded from pruning"
+                continue
+            if not self.context.gains(linear, 0):
                 continue
             sparsity = self._own_sparsity(linear)
             group = groups.setdefault(linear.weight_key, PruneGroup([], sparsity))

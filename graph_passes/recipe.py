@@ -15,6 +15,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ class Recipe:
     description: str
     passes: tuple[RecipeStep, ...]
 
+    def __post_init__(self) -> None:
+        order = list(PASSES)
+        for before, after in pairwise(step.name for step in self.passes):
+            if order.index(after) < order.index(before) or before == "verify":
+                raise RecipeError(
+                    f"recipe {self.name!r}: pass {after!r} comes after pass {before!r}, expected the order: "
+                    f"{', '.join(order)}, which comes once; move it"
+                )
+
     @staticmethod
     def names() -> list[str]:
         """The recipes that come with Ortolan."""
@@ -50,7 +60,13 @@ class Recipe:
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Recipe:
         """A recipe by name, or from a TOML file: anything that ends in .toml or has a folder in it is a path."""
-        text = os.fspath(name_or_path)
+        try:
+            text = os.fsdecode(name_or_path)
+        except TypeError:
+            raise RecipeError(
+                f"recipe is a {type(name_or_path).__name__}, expected a name ({listing(cls.names())}), the path of a "
+                ".toml file or a Recipe (of a dict: Recipe.from_dict)"
+            ) from None
         is_path = not isinstance(name_or_path, str) or text.endswith(".toml") or os.path.basename(text) != text
         if not is_path and text not in cls.names():
             raise RecipeError(
@@ -58,6 +74,8 @@ class Recipe:
                 f"or give the path of a .toml file{suggestion(text, cls.names())}"
             )
         path = Path(text) if is_path else FOLDER / f"{text}.toml"
+        if path.is_dir():
+            raise RecipeError(f"recipe file {text!r} cannot be read: it is a folder, expected a TOML file")
         try:
             content = path.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -121,6 +139,8 @@ class Recipe:
 
         Raises RecipeError for a name that no pass of this recipe has.
         """
+        if not isinstance(options, Mapping):
+            raise RecipeError(f'options is a {type(options).__name__}, expected a dict such as {{"sparsity": 0.7}}')
         steps = list(self.passes)
         for name, value in options.items():
             found = self._owners(str(name))

@@ -69,6 +69,7 @@ class OptimizationReport:
     portable_error: list[OutputError] = field(default_factory=list)  # portable body against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
     latency_after: Timing | None = None
+    latency_cpus: int | None = None  # that this process may use: ONNX Runtime chooses the number of threads by them
     feeds: str | None = None
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -143,8 +144,10 @@ class OptimizationReport:
         if self.latency_before and self.latency_after:
             before, after = self.latency_before, self.latency_after
             lines.append(
-                f"latency       min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median {before.median_ms:.3g} -> "
-                f"{after.median_ms:.3g} ms ({_factor(before.min_ms / after.min_ms, 'faster', 'slower')} by the minimum)"
+                f"latency       min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
+                f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms "
+                f"({_factor(before.min_ms / after.min_ms, 'faster', 'slower')} by the minimum, "
+                f"ONNX Runtime's default threads, {self.latency_cpus} CPUs)"
             )
         for error in self.output_error[:_OUTPUTS_SHOWN]:
             lines.append(
@@ -193,6 +196,8 @@ def human_bytes(count: int | None) -> str:
 
 
 def _factor(ratio: float, better: str, worse: str) -> str:
+    if f"{ratio:.2f}" == "1.00":
+        return "about the same"
     return f"{ratio:.2f}x {better}" if ratio >= 1 else f"{1 / ratio:.2f}x {worse}"
 
 

@@ -20,7 +20,10 @@ class TensorSpill:
     def __init__(self, folder: Path, name: str = "packed.bin") -> None:
         self._folder = folder
         self._name = name
-        self._file = open(folder / name, "wb")  # noqa: SIM115  closed by close()
+        try:
+            self._file = open(folder / name, "wb")  # noqa: SIM115  closed by close()
+        except OSError as error:
+            raise OutputError(f"cannot write {str(folder / name)!r}: {error.strerror}") from error
 
     def add(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.ExternalTensor:
         """Writes the bytes of `array`; `dtype` says what they are (bf16 values travel as uint16)."""

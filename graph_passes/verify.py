@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ from .report import OutputError
 
 ROUNDING_ERROR = 0.02  # times the square root of the number of replaced layers
 PORTABLE_ERROR = 5e-2
+POOR_ERROR = 0.3  # against the original: the report warns
 PORTABLE_COSINE = 0.998
 
 
@@ -79,6 +81,13 @@ class VerifyPass(RecipePass):
         original = open_original(context)
         feeds = feeds_for(context, original)[: self.options.feeds]
         before = [_run(original, one, "the original model", CalibrationError) for one in feeds]
+        answers = [answer for one in before for answer in one if answer is not None]
+        if answers and not any(np.isfinite(answer).any() for answer in answers):
+            raise CalibrationError(
+                "the original model answers with NaN, infinity or empty arrays only, so the feeds "
+                f"({report.feeds}) leave nothing finite to compare; nothing was saved; give calibration data of at "
+                "least one row on which the original model gives finite answers"
+            )
         reference = before if context.reference is None else context.reference[: len(feeds)]
         options = quiet_options()
         register(options)
@@ -90,7 +99,9 @@ class VerifyPass(RecipePass):
         _compare_shapes(names, before, after)
         report.output_error = measure_errors(names, before, after)
         # A rounding may turn a whole number, such as the place of the largest, into any other.
-        kinds = {name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None}
+        kinds: dict[str, str] = {
+            name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None
+        }
         errors = measure_errors(names, reference, after)
         report.rounding_error = [error for error in errors if kinds[error.name] == "f"]
         progress(3)
@@ -99,18 +110,21 @@ class VerifyPass(RecipePass):
             calls = {"before": partial(original.run, None, feeds[0]), "after": partial(optimized.run, None, feeds[0])}
             timings = interleave(calls, seconds=self.options.seconds, min_rounds=3)
             report.latency_before, report.latency_after = timings["before"], timings["after"]
+            report.latency_cpus = len(os.sched_getaffinity(0))
             del calls
         del original, optimized
         if context.portable:
             progress(4)
             portable = open_session(context.candidate, quiet_options())
             # One feed is enough to find a wrong weight, and large models are slow without the library.
-            answers = [_run(portable, feeds[0], "the optimized model without the library", VerificationError)]
-            report.portable_error = measure_errors(names, answers, after[:1])
-        self._judge(names, before, after)
+            alone = [_run(portable, feeds[0], "the optimized model without the library", VerificationError)]
+            report.portable_error = measure_errors(names, alone, after[:1])
+        self._judge(names, kinds, before, after)
         progress(steps)
 
-    def _judge(self, names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]) -> None:
+    def _judge(
+        self, names: Sequence[str], kinds: dict[str, str], before: Sequence[Outputs], after: Sequence[Outputs]
+    ) -> None:
         report = self.context.report
         for index, name in enumerate(names):
             for reference, found in zip(before, after, strict=True):
@@ -139,6 +153,14 @@ class VerifyPass(RecipePass):
                     "nothing in the model explains it, please report this"
                 )
         limit = self.options.max_error
+        poor = [error for error in report.output_error if kinds[error.name] == "f" and error.relative_l2 > POOR_ERROR]
+        if poor and limit is None:
+            worst = max(poor, key=lambda error: error.relative_l2)
+            self.context.note(
+                f"output {worst.name!r} has relative error {worst.relative_l2:.2g} against the original, which is much "
+                f"(above {POOR_ERROR:g}): test the model on your task; try less sparsity, exclude layers from pruning "
+                "(prune.exclude), or set max_error to refuse such a result"
+            )
         for error in report.output_error:
             if limit is not None and not error.relative_l2 <= limit:
                 raise VerificationError(
@@ -178,6 +200,8 @@ def measure_errors(names: Sequence[str], reference: Sequence[Outputs], found: Se
         expected = np.concatenate([pair[0] for pair in pairs])
         answer = np.concatenate([pair[1] for pair in pairs])
         finite = np.isfinite(expected) & np.isfinite(answer)
+        if not finite.any():
+            continue
         expected, answer = expected[finite], answer[finite]
         difference = answer - expected
         norms = float(np.linalg.norm(expected)), float(np.linalg.norm(answer))

@@ -15,7 +15,8 @@ from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
-from ..pipeline import RecipePass, layer_key
+from ..pipeline import PassContext, RecipePass, layer_key
+from ..report import human_bytes
 from ..verify import keep_reference
 from .replacement import Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
@@ -31,6 +32,8 @@ _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 class ReplaceOptions(PassOptions):
     op: str = field(default="SparseAMXMatMul", metadata=takes("str", choices=tuple(REPLACEMENTS)))
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
+    # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
+    may_grow: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -41,6 +44,11 @@ class ReplacePass(RecipePass):
     options_type = ReplaceOptions
     options: ReplaceOptions
 
+    def __init__(self, options: PassOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        self._replacement = REPLACEMENTS[self.options.op]()
+        context.why_not_replace.append(self._why_not)
+
     def requires(self, model: ir.Model) -> None:
         if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
             raise RecipeError(
@@ -49,7 +57,6 @@ class ReplacePass(RecipePass):
             )
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self._replacement = REPLACEMENTS[self.options.op]()
         self._packed: dict[tuple[Hashable, int], list[ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
@@ -88,7 +95,7 @@ class ReplacePass(RecipePass):
         if layer.status == "would replace":  # by another pass of this kind, in a dry run
             return
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
-            layer.reason = "not selected" if not linear.matches(self.options.select) else "excluded from replacement"
+            layer.reason = self._why_not(linear, 0)
             return
         matrix = linear.matrix()
         # NaN fails every comparison.
@@ -97,10 +104,10 @@ class ReplacePass(RecipePass):
             return
         stored = int(np.count_nonzero(matrix))
         layer.sparsity = 1 - stored / matrix.size
-        if layer.sparsity < self.options.min_sparsity:
-            layer.reason = f"sparsity {layer.sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
+        layer.reason = self._why_not(linear, stored)
+        if layer.reason:
             return
-        layer.new_op, layer.reason = self.options.op, None
+        layer.new_op = self.options.op
         if self.context.dry_run:
             layer.status = "would replace"
             layer.bytes_after = self._replacement.packed_bytes(linear.k, linear.n, stored)
@@ -109,6 +116,24 @@ class ReplacePass(RecipePass):
         tensors = self._pack(model, linear, matrix)
         layer.bytes_after = sum(value.const_value.nbytes for value in tensors if value.const_value is not None)
         self._emit(model, linear, tensors)
+
+    def _why_not(self, linear: Linear, stored: int) -> str | None:
+        """Why a layer with this many non-zero weights is left as it is, if it is."""
+        if not linear.matches(self.options.select):
+            return "not selected"
+        if linear.matches(self.options.exclude):
+            return "excluded from replacement"
+        sparsity = 1 - stored / (linear.k * linear.n)
+        if sparsity < self.options.min_sparsity:
+            return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
+        packed = self._replacement.packed_bytes(linear.k, linear.n, stored)
+        now = self.context.layer(linear).bytes_before or 0
+        if packed > now and not self.options.may_grow:
+            return (
+                f"packed, its weight would take {human_bytes(packed)}, more than the {human_bytes(now)} it takes now "
+                "(may_grow=true replaces it all the same)"
+            )
+        return None
 
     def _pack(self, model: ir.Model, linear: Linear, matrix: np.ndarray) -> list[ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""

@@ -6,7 +6,7 @@ session = ortolan.create_session("fast.onnx")
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .optimize import optimize_onnx
     from .session import cpu_info, create_session, get_library_path, register
 
+    __version__: str
+
 __all__ = [
     "CalibrationError",
     "LibraryError",
@@ -50,11 +52,6 @@ __all__ = [
     "register",
 ]
 
-try:
-    __version__ = metadata.version("ortolan")
-except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
-
 # Imported when first used: onnx and its relatives take a second to load.
 _LAZY = {
     "Recipe": "ortolan.graph_passes.recipe",
@@ -69,9 +66,20 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("ortolan")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

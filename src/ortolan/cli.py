@@ -7,17 +7,22 @@ Tables and JSON go to stdout; progress and errors go to stderr. Imports wait unt
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from io import TextIOWrapper
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+try:
+    import json
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import contextmanager
+    from io import TextIOWrapper
+    from pathlib import Path
+    from typing import TYPE_CHECKING, Annotated, Any
 
-from .errors import OrtolanError
-from .progress import Progress, no_progress
+    import typer
+    from typer.core import TyperGroup
+
+    from .errors import OrtolanError
+    from .progress import Progress, no_progress
+except KeyboardInterrupt:  # no command runs yet that could tell
+    sys.exit(130)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,8 +31,10 @@ if TYPE_CHECKING:
 
     Benchmark = Callable[[BenchOptions, Progress], BenchResult]
 
-# A table in a file or a pipe has no window to fit in.
-_PIPED_WIDTH = 140
+# A table in a file or a pipe has no window to fit in: no name is broken, so that it can be searched for.
+_PIPED_WIDTH = 10_000
+
+_AS_JSON = "ortolan.json"
 
 
 class _Commands(TyperGroup):
@@ -36,11 +43,16 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except OrtolanError as error:
-            _print_error(str(error))
+        except (OrtolanError, MemoryError) as error:
+            message = str(error)
+            if isinstance(error, MemoryError):
+                message = f"not enough memory: {message}; try a smaller model or shape"
+            _print_error(message)
+            if ctx.meta.get(_AS_JSON):
+                typer.echo(json.dumps({"error": message}))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            _print_error("interrupted, nothing was written")
+            _print_error("interrupted" + (", nothing was written" if ctx.invoked_subcommand == "optimize" else ""))
             raise typer.Exit(130) from None
 
 
@@ -60,7 +72,10 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             # The name of a file or a layer may hold letters that a C locale has not.
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before the command began
+        sys.exit(130)
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,7 +95,12 @@ def ortolan(
     """Make transformer ONNX models smaller and faster on CPUs, inside stock ONNX Runtime."""
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
+    ctx.meta[_AS_JSON] = wanted
+    return wanted
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember_json)]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX file.", show_default=False)]
 
 
@@ -99,7 +119,10 @@ def optimize(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change an option of the recipe: --set sparsity=0.7. Repeatable."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change an option of the recipe: --set sparsity=0.7, or --set max_error=0.1 to refuse a larger "
+            "relative error of the outputs. Repeatable.",
         ),
     ] = None,
     calibration: Annotated[
@@ -118,7 +141,7 @@ def optimize(
     from . import optimize_onnx
     from .graph_passes.recipe import parse_setting
 
-    if output is None and not dry_run:
+    if output is None and not dry_run and model.name:  # a folder without a name is refused as a model
         output = model.with_name(f"{model.stem}.ortolan.onnx")
     options = dict(map(parse_setting, settings or []))
     with _progress_bar() as progress:

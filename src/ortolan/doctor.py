@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "note", "failed"]
 
-_REINSTALL = "reinstall Ortolan for this Python: pip install --force-reinstall --no-deps ortolan"
+_REINSTALL = "reinstall Ortolan for this Python (in a source tree: pip install .)"
 _SELF_TEST_SECONDS = 120
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "failed": "[red]FAILED[/]"}
 
@@ -345,5 +345,5 @@ def _library_advice(problem: str) -> str:
         return "try ORTOLAN_ISA=scalar, and report this with the CPU's name: a kernel is wrong here"
     damage = ("GLIBC", "ELF", "cannot open shared object", "undefined symbol", "too short", "SIGBUS", "SIGSEGV")
     if any(text in problem for text in damage):
-        return f"the file is damaged or made for another system; {_REINSTALL} --no-binary ortolan"
+        return f"the file is damaged or made for another system; {_REINSTALL}"
     return _REINSTALL

@@ -30,7 +30,7 @@ from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 
 from .errors import LibraryError, ModelError, OutputError
-from .progress import Progress, no_progress
+from .progress import Progress, no_progress, raising_unchanged
 from .session import cpu_info, package_versions
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def optimize_onnx(
         verify the result and to measure the error of layers. None: inputs are made up.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
-    progress: called as progress(stage, done, total).
+    progress: called as progress(stage, done, total). What it raises ends the run and reaches the caller as it is.
 
     Raises an OrtolanError. After any error or interrupt the output is as it was before: absent, or the older model.
     """
     chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    chosen = chosen.with_options(options or {})
+    chosen = chosen.with_options({} if options is None else options)
     source = load_model(model)
     _refuse_optimized(source)
     target = None
@@ -75,6 +75,8 @@ def optimize_onnx(
             target = Path(output)
         except TypeError:
             raise OutputError(f"output is a {type(output).__name__}, expected a path or None") from None
+        if target.is_symlink():  # the file behind it is written, and the link stays
+            target = Path(os.path.realpath(target))
         check_output(target, source)
     # Counted before the passes run: they change the model in place.
     report = OptimizationReport(
@@ -92,7 +94,11 @@ def optimize_onnx(
     if calibration is not None:
         feeds = read_calibration(calibration, source.model)
         report.feeds = f"{len(feeds)} given feed(s)"
-    with _work_folder(None if dry_run else target) as folder, TensorSpill(folder) as spill:
+    with (
+        raising_unchanged(progress or no_progress) as tell,
+        _work_folder(None if dry_run else target) as folder,
+        TensorSpill(folder) as spill,
+    ):
         context = PassContext(
             source,
             report,
@@ -101,7 +107,7 @@ def optimize_onnx(
             feeds=feeds,
             portable=portable,
             dry_run=dry_run,
-            progress=progress or no_progress,
+            progress=tell,
         )
         run_recipe(chosen, source.model, context)
         if not dry_run:

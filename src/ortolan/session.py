@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import LibraryError, SessionError
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 LIBRARY_NAME = "libortolan_ops.so"
@@ -34,8 +35,8 @@ def get_library_path() -> str:
         if (folder / LIBRARY_NAME).is_file():
             return str(folder / LIBRARY_NAME)
     raise LibraryError(
-        f"{LIBRARY_NAME} is not in {' or '.join(map(str, folders))}; reinstall with: "
-        "pip install --force-reinstall ortolan (in a source tree: pip install -e .)"
+        f"{LIBRARY_NAME} is not in {' or '.join(map(str, folders))}; reinstall Ortolan "
+        "(in a source tree: pip install .)"
     )
 
 
@@ -45,8 +46,8 @@ def cpu_info() -> dict[str, Any]:
         from ortolan import _native
     except ImportError as error:
         raise LibraryError(
-            f"the native module ortolan._native does not load: {error}; reinstall with: "
-            "pip install --force-reinstall ortolan (in a source tree: pip install -e .)"
+            f"the native module ortolan._native does not load: {error}; reinstall Ortolan (in a source tree: "
+            "pip install .)"
         ) from error
     return dict(_native.cpu_info())
 
@@ -62,6 +63,12 @@ def package_versions() -> dict[str, str]:
 
 def register(session_options: onnxruntime.SessionOptions) -> None:
     """Makes Ortolan's operators known to sessions created with these options. Calling it again changes nothing."""
+    import onnxruntime
+
+    if not isinstance(session_options, onnxruntime.SessionOptions):
+        raise SessionError(
+            f"session_options is a {type(session_options).__name__}, expected an onnxruntime.SessionOptions"
+        )
     try:
         session_options.get_session_config_entry(_REGISTERED)
         return
@@ -78,26 +85,31 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
 
 
 def create_session(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | onnx.ModelProto,
     session_options: onnxruntime.SessionOptions | None = None,
-    providers: Sequence[Any] | None = None,
+    providers: str | Sequence[Any] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """An ONNX Runtime session for a model, optimized or not. The given options are used, and know the library after.
+    """An ONNX Runtime session for a model, optimized or not: the path of a file, or a ModelProto.
 
-    Runs on the CPU unless other providers are named. Raises SessionError if the model cannot be opened, LibraryError if
-    the operator library cannot be loaded.
+    The given options are used, and know the library after. Runs on the CPU unless other providers are named.
+
+    Raises SessionError if the model cannot be opened, LibraryError if the operator library cannot be loaded.
     """
     import onnxruntime
 
     options = session_options if session_options is not None else onnxruntime.SessionOptions()
     register(options)
+    if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # a file is served without onnx
+        from ortolan.graph_passes.model_file import to_bytes
+
+        return open_session(to_bytes(path), options, providers)
     return open_session(path, options, providers)
 
 
 def open_session(
     model: str | os.PathLike[str] | bytes,
     options: onnxruntime.SessionOptions,
-    providers: Sequence[Any] | None = None,
+    providers: str | Sequence[Any] | None = None,
     data_folder: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session without our library. `model` may be a file's content, whose external data lies in data_folder."""
@@ -114,8 +126,9 @@ def open_session(
             raise SessionError(f"model file {name} does not exist")
     if data_folder is not None:
         options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
+    chosen = [providers] if isinstance(providers, str) else list(providers or ["CPUExecutionProvider"])
     try:
-        return onnxruntime.InferenceSession(model, options, providers=list(providers or ["CPUExecutionProvider"]))
+        return onnxruntime.InferenceSession(model, options, providers=chosen)
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise SessionError(f"ONNX Runtime cannot open {name}: {one_line(error)}{_advice(str(error))}") from error
 

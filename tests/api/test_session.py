@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -57,7 +58,7 @@ def test_library_path_is_a_library_that_any_host_can_load(fast):
 
 def test_missing_library(monkeypatch):
     monkeypatch.setattr("ortolan.session.LIBRARY_NAME", "libnone.so")
-    with pytest.raises(LibraryError, match=r"libnone.so is not in .*reinstall with: pip install"):
+    with pytest.raises(LibraryError, match=r"libnone.so is not in .*reinstall Ortolan"):
         ortolan.get_library_path()
 
 
@@ -108,6 +109,22 @@ def test_a_library_that_the_user_has_registered_already(fast):
     options.register_custom_ops_library(ortolan.get_library_path())
     with pytest.raises(SessionError, match="know the library twice: leave out your own register_custom_ops_library"):
         ortolan.create_session(fast, options)
+
+
+def test_a_model_proto(fast):
+    assert ortolan.create_session(onnx.load(fast)).run(None, X)[0].shape == (3, 16)
+
+
+@pytest.mark.filterwarnings("error")  # of ONNX Runtime, for a provider that it does not know
+def test_one_provider_as_a_text(fast):
+    assert ortolan.create_session(fast, providers="CPUExecutionProvider").get_providers() == ["CPUExecutionProvider"]
+
+
+def test_session_options_of_the_wrong_type(fast):
+    with pytest.raises(SessionError, match="session_options is a NoneType, expected"):
+        ortolan.register(None)
+    with pytest.raises(SessionError, match="session_options is a dict"):
+        ortolan.create_session(fast, {"intra_op_num_threads": 1})
 
 
 def test_timing_and_versions_need_no_native_module():

@@ -9,11 +9,14 @@ import sys
 import time
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import ortolan
 import ortolan.benchmarks
+import ortolan.cli
 from ortolan.benchmarks.result import BenchOptions
+from ortolan.models import tiny
 
 
 def test_version_and_help_are_quick_and_plain(run_cli):
@@ -24,6 +27,10 @@ def test_version_and_help_are_quick_and_plain(run_cli):
     assert "\x1b" not in text.stdout
     for command in ("optimize", "inspect", "bench", "doctor", "demo"):
         assert command in text.stdout
+
+
+def test_help_of_optimize_names_max_error(run_cli):
+    assert "max_error" in run_cli("optimize", "--help").stdout
 
 
 def test_help_imports_nothing_heavy():
@@ -119,6 +126,43 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(run_cli, assert_one_
     assert_one_line(run_cli("inspect", "text.onnx"), "text.onnx")
 
 
+@pytest.mark.parametrize("name", [".", ""])
+def test_a_folder_is_no_model(invoke, assert_one_line, name):
+    assert_one_line(invoke("optimize", name), "'.' is a folder, expected an ONNX file")
+
+
+def test_errors_as_json(invoke, mlp_path):
+    for arguments in (("optimize", mlp_path, "--recipe", "none"), ("inspect", "none.onnx"), ("bench", "conv")):
+        result = invoke(*arguments, "--json")
+        assert result.exit_code == 1
+        message = json.loads(result.stdout)["error"]
+        assert "none" in message or "conv" in message
+        assert result.stderr == f"ortolan: {message}\n"
+
+
+def test_only_optimize_says_that_nothing_was_written(invoke, mlp_path, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ortolan, "inspect_onnx", interrupt)
+    result = invoke("inspect", mlp_path)
+    assert (result.exit_code, result.stderr) == (130, "ortolan: interrupted\n")
+
+
+def test_long_names_are_not_broken_in_a_pipe(run_cli, tmp_path):
+    model = tiny.mlp()
+    name = "/encoder" + "/a_long_name" * 20
+    next(iter(model.graph.all_nodes())).name = name
+    ir.save(model, tmp_path / "long.onnx")
+    for arguments in (("inspect", "long.onnx"), ("optimize", "long.onnx", "--dry-run")):
+        assert name in run_cli(*arguments).stdout
+
+
+def test_python_m_ortolan():
+    command = [sys.executable, "-P", "-m", "ortolan", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("ortolan ")
+
+
 def test_an_interrupt_leaves_nothing_and_exits_with_130(mlp_path, tmp_path):
     code = (
         "import time, ortolan, ortolan.cli\n"
@@ -212,6 +256,33 @@ def test_bench_passes_its_options_on(invoke, fake_benchmark):
     result = invoke("bench", "sparse_amx_matmul", "--json", *arguments)
     assert json.loads(result.stdout) == {"rows": []}
     assert fake_benchmark == [BenchOptions((1, 4), True, ((1, 64, 32), (16, 8, 8)), (0.5, 0.7))]
+
+
+def test_bench_without_enough_memory(invoke, assert_one_line):
+    shape = "1x9000000x9000000"
+    assert_one_line(invoke("bench", "sparse_amx_matmul", "--shape", shape, "--quick"), "not enough memory", "smaller")
+
+
+def test_minilm_benchmark_without_its_sentences(tmp_path):
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.all_minilm", "--sts", "none.csv"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 2 and "file 'none.csv' does not exist" in result.stderr
+
+
+def test_an_interrupt_of_the_first_imports_has_no_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import ortolan.cli"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+def test_an_interrupt_before_the_command_has_no_traceback(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ortolan.cli, "app", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        ortolan.cli.main()
 
 
 def test_bench_lists_what_it_knows(invoke, fake_benchmark, assert_one_line):

@@ -36,7 +36,7 @@ def test_a_missing_library(invoke, monkeypatch):
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "libortolan_ops.so is not where it should be" in result.stdout
-    assert "pip install --force-reinstall" in result.stdout
+    assert "in a source tree: pip install ." in result.stdout
     assert "1 failed" in result.stdout
     assert doctor.check_library("/no/such/libortolan_ops.so").status == "failed"
 

@@ -134,7 +134,7 @@ def test_calibration_in_every_form(tmp_path):
         ({"x": np.ones((1, 2, 20), np.int64)}, "'x' has type int64, expected float32"),
         ({"x": np.ones((1, 20), np.float32)}, r"'x' has shape \[1, 20\], expected \[batch,sequence,20\]"),
         ({"x": np.ones((1, 2, 21), np.float32)}, r"'x' has shape \[1, 2, 21\]"),
-        ("missing.npz", "'missing.npz' is not an .npz file"),
+        ("missing.npz", "'missing.npz' does not exist"),
     ],
 )
 def test_calibration_that_does_not_fit(given, message):

@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
-from ortolan import Recipe, RecipeError
+from ortolan import Recipe
 from ortolan.graph_passes import replace
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.models import tiny
@@ -226,8 +226,46 @@ def test_old_models_whose_weights_are_listed_as_inputs():
 def test_min_sparsity_keeps_dense_layers():
     model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
     report = optimize(model, options={"layers": {"/layers.0/*": 0.9}, "sparsity": 0.1, "min_sparsity": 0.5})
-    assert [layer.status for layer in report.layers] == ["replaced", "pruned"]
+    assert [layer.status for layer in report.layers] == ["replaced", "kept"]
     assert "below min_sparsity" in report.layers[1].reason
+
+
+@pytest.mark.parametrize("options", [{"replace.exclude": ["/layers.1/*"]}, {"min_sparsity": 0.4}])
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_layers_that_stay_are_not_pruned(options, scope):
+    model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
+    options = options | {"scope": scope, "layers": {"/layers.0/*": 0.5, "/layers.1/*": 0.3}}
+    report = optimize(model, options=options)
+    assert [layer.status for layer in report.layers] == ["replaced", "kept"]
+    assert report.layers[1].reason and report.layers[1].bytes_after is None
+    stored = [numpy_helper.to_array(tensor) for tensor in report.model.graph.initializer]
+    given = [numpy_helper.to_array(tensor) for tensor in model.graph.initializer if list(tensor.dims) == [40, 33]]
+    assert any(np.array_equal(given[0], array) for array in stored)
+
+
+def test_patterns_that_match_nothing_are_noted():
+    model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
+    options = {
+        "sparsity": 0.1,
+        "prune.exclude": ["*lm_head*", "/layer.1/*"],
+        "replace.exclude": ["*none", "/layers.1/*"],
+    }
+    notes = optimize(model, options=options).notes
+    assert len(notes) == 2
+    assert "'/layer.1/*' of prune.exclude matches no layer" in notes[0]
+    assert "'*none' of replace.exclude matches no layer" in notes[1]
+    assert not optimize(model, options={"sparsity": 0.1}).notes
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_layers_that_would_grow_stay_as_they_are(dry_run):
+    model = ir.to_proto(tiny.mlp((64, 64, 96, 1), ["matmul", "dequantize", "matmul"]))
+    options = {"may_grow": False, "sparsity": 0.1}
+    report = optimize(model, options=options, dry_run=dry_run)
+    assert [layer.status for layer in report.layers] == ["would replace" if dry_run else "replaced", "kept", "kept"]
+    assert all("more than the" in layer.reason and "may_grow" in layer.reason for layer in report.layers[1:])
+    if not dry_run:
+        assert "DequantizeLinear" in op_types(report.model)
 
 
 def test_excluded_layers_stay_as_they_are():
@@ -280,18 +318,6 @@ def test_two_replace_passes(monkeypatch):
     assert [layer.bytes_after for layer in dry.layers] == [layer.bytes_after for layer in report.layers]
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["prune", "normalize", "replace"], "'normalize' comes after a pass that works on layers; put it first"),
-        (["normalize", "replace", "prune"], "'prune' comes after pass 'replace'; put it before"),
-    ],
-)
-def test_passes_in_the_wrong_order(names, message):
-    with pytest.raises(RecipeError, match=message):
-        ortolan.optimize_onnx(matmul_model(), recipe=recipe_of(*({"name": name} for name in names)))
-
-
 def test_layers_of_equal_names_in_both_branches_are_told_apart():
     report = optimize(branches_model(), options={"layers": {"linear": 0.25}})
     assert [(layer.name, layer.status, layer.sparsity) for layer in report.layers] == [("linear", "replaced", 0.25)] * 2
@@ -310,11 +336,11 @@ def test_a_weight_that_both_branches_use_is_stored_for_each():
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_pruned_layers_that_take_more_room_than_before_are_noted(dry_run):
     model = ir.to_proto(tiny.mlp((24, 40, 33), ["matmul", "dequantize"]))
-    options = {"replace.exclude": ["/layers.1/*"]}
-    report = optimize(model, options=options, dry_run=dry_run)
+    recipe = recipe_of({"name": "normalize"}, {"name": "prune"})
+    report = ortolan.optimize_onnx(model, recipe=recipe, dry_run=dry_run)
     assert (report.layers[1].status, report.layers[1].bytes_after) == ("pruned", 4 * 40 * 33)
     (note,) = report.notes
-    assert "1 pruned layers that were not replaced, such as '/layers.1/MatMul'" in note and "prune.exclude" in note
+    assert "1 pruned layers, such as '/layers.1/MatMul'" in note and "prune.exclude" in note
     # With nothing to prune, the weight stays what it was.
-    report = optimize(model, options=options | {"sparsity": 0.0}, dry_run=dry_run)
+    report = ortolan.optimize_onnx(model, recipe=recipe, options={"sparsity": 0.0}, dry_run=dry_run)
     assert report.layers[1].status == "kept" and not report.notes

@@ -35,6 +35,15 @@ def test_a_model_that_grew_is_not_called_smaller():
     assert "2.00x larger" in str(grown) and "4.00x slower by the minimum" in str(grown)
 
 
+def test_a_model_that_did_not_change_is_called_neither():
+    same = report()
+    same.file_size_before, same.file_size_after = 100000, 100001
+    same.latency_before, same.latency_after, same.latency_cpus = Timing(1, 2), Timing(1, 2), 3
+    text = str(same)
+    assert "(about the same)" in text and "about the same by the minimum" in text and "1.00x" not in text
+    assert "default threads, 3 CPUs" in " ".join(text.split())
+
+
 def test_numbers_that_json_does_not_know_become_null():
     table = json.loads(report().to_json())
     assert table["layers"][0]["output_error"] is None and table["output_error"][0]["max_abs"] is None

@@ -37,7 +37,8 @@ def test_errors_of_special_outputs():
     assert measure([0, 0], [1, 0]) == (np.inf, 0)
     assert measure([1, 0], [0, 0]) == (1, 0)
     assert measure([np.inf, 1], [np.inf, 1]) == (0, 1)
-    assert measure([], []) == (0, 1)
+    for expected, found in (([], []), ([np.nan], [np.nan])):  # nothing to compare
+        assert measure_errors(["y"], [[np.array(expected)]], [[np.array(found)]]) == []
     assert measure_errors(["names"], [[None]], [[None]]) == []
 
 
@@ -53,6 +54,13 @@ def test_report_holds_error_and_latency():
     assert report.latency_before.median_ms >= report.latency_before.min_ms > 0
     assert report.latency_after.median_ms >= report.latency_after.min_ms > 0
     assert report.feeds == "1 given feed(s)"
+
+
+def test_a_large_error_is_noted():
+    (note,) = optimize(matmul_model(), options={"sparsity": 0.9}).notes
+    assert "'y' has relative error 0." in note and "prune.exclude" in note and "max_error" in note
+    assert not optimize(matmul_model(), options={"sparsity": 0.1}).notes
+    assert not optimize(matmul_model(), options={"sparsity": 0.9, "max_error": 1}).notes
 
 
 def test_max_error(tmp_path):

@@ -69,6 +69,17 @@ def test_refused(text, message):
         Recipe.from_toml(text)
 
 
+@pytest.mark.parametrize(
+    "names", ["prune normalize", "replace prune", "replace calibrate", "verify replace", "verify verify"]
+)
+def test_passes_in_the_wrong_order(names):
+    before, after = names.split()
+    steps = [{"name": name} for name in ("normalize", before, after)]
+    message = f"'{after}' comes after pass '{before}', expected the order: normalize, calibrate, prune, replace, verify"
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_dict({"name": "r", "pass": steps})
+
+
 def test_unknown_names_and_missing_files(tmp_path):
     with pytest.raises(
         RecipeError, match=r"unknown recipe 'sparse-bf61'; the recipes are: .*did you mean 'sparse-bf16'"
@@ -76,7 +87,7 @@ def test_unknown_names_and_missing_files(tmp_path):
         Recipe.load("sparse-bf61")
     with pytest.raises(RecipeError, match=r"none\.toml' does not exist"):
         Recipe.load(tmp_path / "none.toml")
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="cannot be read: it is a folder, expected a TOML file"):
         Recipe.load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match="cannot be read as UTF-8"):

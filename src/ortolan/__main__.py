@@ -1,0 +1,5 @@
+"""`python -m ortolan` is the command `ortolan`."""
+
+from .cli import main
+
+main()
