@@ -70,6 +70,19 @@ inline int32_t Avx512Quantize32(const float* x, int64_t left, float factor, int8
   return _mm512_reduce_add_epi32(sum);
 }
 
+// The sums of PanelLoop's Simd: one register holds the 16 columns of a panel.
+struct Avx512FloatSums {
+  using Accumulator = __m512;
+  static constexpr int kRowBlock = 16;
+
+  static __m512 Zero() { return _mm512_setzero_ps(); }
+  static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 LoadColumns(const float* from, int columns) { return _mm512_maskz_loadu_ps(FirstLanes(columns), from); }
+  static void StoreColumns(float* to, int columns, __m512 sums) {
+    _mm512_mask_storeu_ps(to, FirstLanes(columns), sums);
+  }
+};
+
 #if defined(__AVX512BF16__)
 // 32 activations, of which `left` or more are x's, as bf16; the others are zero.
 inline __m512i RoundToBf16(const float* x, int64_t left) {

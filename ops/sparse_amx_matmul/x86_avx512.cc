@@ -10,13 +10,11 @@
 namespace ortolan {
 namespace {
 
-struct Avx512Simd {
+struct Avx512Simd : Avx512FloatSums {
   using Activation = float;
-  using Accumulator = __m512;
   struct Weights {
     __m512 even, odd;
   };
-  static constexpr int kRowBlock = 16;
   static constexpr int kStoredBytes = 128;
 
   static __m512i RoundToBf16(__m512 value) {
@@ -42,12 +40,6 @@ struct Avx512Simd {
   }
   static Weights Load(const uint8_t* from) { return {_mm512_load_ps(from), _mm512_load_ps(from + 64)}; }
 
-  static __m512 Zero() { return _mm512_setzero_ps(); }
-  static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
-  static __m512 LoadColumns(const float* from, int columns) { return _mm512_maskz_loadu_ps(FirstLanes(columns), from); }
-  static void StoreColumns(float* to, int columns, __m512 sums) {
-    _mm512_mask_storeu_ps(to, FirstLanes(columns), sums);
-  }
   static __m512 MultiplyAdd(__m512 sums, Weights weights, const float* pair) {
     sums = _mm512_fmadd_ps(_mm512_set1_ps(pair[0]), weights.even, sums);
     return _mm512_fmadd_ps(_mm512_set1_ps(pair[1]), weights.odd, sums);

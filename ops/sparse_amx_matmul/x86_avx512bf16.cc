@@ -7,11 +7,9 @@
 namespace ortolan {
 namespace {
 
-struct Avx512Bf16Simd {
+struct Avx512Bf16Simd : Avx512FloatSums {
   using Activation = uint16_t;
   using Weights = __m512i;
-  using Accumulator = __m512;
-  static constexpr int kRowBlock = 16;
   static constexpr int kStoredBytes = 64;
 
   static void Round(const float* x, int64_t left, uint16_t* to) { _mm512_store_si512(to, RoundToBf16(x, left)); }
@@ -19,12 +17,6 @@ struct Avx512Bf16Simd {
   static void Store(__m512i weights, uint8_t* to) { _mm512_store_si512(to, weights); }
   static __m512i Load(const uint8_t* from) { return _mm512_load_si512(from); }
 
-  static __m512 Zero() { return _mm512_setzero_ps(); }
-  static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
-  static __m512 LoadColumns(const float* from, int columns) { return _mm512_maskz_loadu_ps(FirstLanes(columns), from); }
-  static void StoreColumns(float* to, int columns, __m512 sums) {
-    _mm512_mask_storeu_ps(to, FirstLanes(columns), sums);
-  }
   static __m512 MultiplyAdd(__m512 sums, __m512i weights, const uint16_t* pair) {
     int bits;
     __builtin_memcpy(&bits, pair, sizeof(bits));
