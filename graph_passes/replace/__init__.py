@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +12,7 @@ import onnx_ir as ir
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
 from ..constants import constant_tensor, remove_unused
+from ..epilogue import Activation, Epilogue, find_epilogue
 from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
@@ -18,14 +20,16 @@ from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
 from ..report import human_bytes
 from ..verify import keep_reference
-from .replacement import Replacement
+from .replacement import LayerWeight, PackedTensor, Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
+
+if TYPE_CHECKING:
+    from ..quantize import Quantization
 
 REPLACEMENTS: dict[str, type[Replacement]] = {"SparseAMXMatMul": SparseAMXMatMul}
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
 _UNPACK_ONCE_LIMIT = 32 * 1024**2
-_LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
+    # Whether the operator also takes over the activation function and the residual Add behind a layer.
+    fuse: bool = field(default=True, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -57,7 +63,7 @@ class ReplacePass(RecipePass):
             )
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self._packed: dict[tuple[Hashable, int], list[ir.Value]] = {}
+        self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
         context.progress("replace", 0, len(linears))
@@ -81,7 +87,9 @@ class ReplacePass(RecipePass):
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
             if context.portable:
                 unpack_once = context.packed_weights <= _UNPACK_ONCE_LIMIT
-                function = self._replacement.function(model.opset_imports[""], unpack_once)
+                function = self._replacement.complete(
+                    model, model.opset_imports[""], unpack_once, lambda wanted: context.new_name(model, wanted)
+                )
                 if not unpack_once:
                     context.note(
                         "without the library, this model unpacks its weights anew in each run: that takes seconds"
@@ -97,25 +105,44 @@ class ReplacePass(RecipePass):
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             layer.reason = self._why_not(linear, 0)
             return
-        matrix = linear.matrix()
-        # NaN fails every comparison.
-        if not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
-            layer.reason = f"weight {linear.weight_names[-1]!r} holds NaN, infinity or numbers beyond bfloat16"
+        weight = LayerWeight(linear.matrix(), self.context.quantized.get(linear.weight_key))
+        problem = self._replacement.why_not(weight)
+        if problem:
+            layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return
-        stored = int(np.count_nonzero(matrix))
-        layer.sparsity = 1 - stored / matrix.size
+        stored = int(np.count_nonzero(weight.matrix))
+        layer.sparsity = 1 - stored / weight.matrix.size
         layer.reason = self._why_not(linear, stored)
         if layer.reason:
             return
+        epilogue = self._epilogue(linear)
         layer.new_op = self.options.op
+        layer.fused = [node.op_type for node in epilogue.nodes]
         if self.context.dry_run:
             layer.status = "would replace"
-            layer.bytes_after = self._replacement.packed_bytes(linear.k, linear.n, stored)
+            layer.bytes_after = self._packed_bytes(linear, stored)
             return
         layer.status = "replaced"
-        tensors = self._pack(model, linear, matrix)
-        layer.bytes_after = sum(value.const_value.nbytes for value in tensors if value.const_value is not None)
-        self._emit(model, linear, tensors)
+        tensors = self._pack(model, linear, weight)
+        layer.bytes_after = sum(value.const_value.nbytes for value in tensors.values() if value.const_value is not None)
+        self._emit(model, linear, tensors, epilogue)
+
+    def _epilogue(self, linear: Linear) -> Epilogue:
+        """What follows the layer and the operator computes as well. It computes on float32."""
+        if not self.options.fuse or linear.dtype != ir.DataType.FLOAT:
+            return Epilogue(Activation.NONE, None, (), linear.output)
+        return find_epilogue(linear.output)
+
+    def _quantization(self, linear: Linear) -> Quantization | None:
+        """How the layer's weight is quantized, or will be by a pass to come."""
+        found = self.context.quantized.get(linear.weight_key)
+        if found is not None:
+            return found.quantization
+        plans = (plan(linear) for plan in self.context.quantizations)
+        return next((plan for plan in plans if plan is not None), None)
+
+    def _packed_bytes(self, linear: Linear, stored: int) -> int:
+        return self._replacement.packed_bytes(linear.k, linear.n, stored, self._quantization(linear))
 
     def _why_not(self, linear: Linear, stored: int) -> str | None:
         """Why a layer with this many non-zero weights is left as it is, if it is."""
@@ -126,7 +153,7 @@ class ReplacePass(RecipePass):
         sparsity = 1 - stored / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
-        packed = self._replacement.packed_bytes(linear.k, linear.n, stored)
+        packed = self._packed_bytes(linear, stored)
         now = self.context.layer(linear).bytes_before or 0
         if packed > now and not self.options.may_grow:
             return (
@@ -135,39 +162,39 @@ class ReplacePass(RecipePass):
             )
         return None
 
-    def _pack(self, model: ir.Model, linear: Linear, matrix: np.ndarray) -> list[ir.Value]:
+    def _pack(self, model: ir.Model, linear: Linear, weight: LayerWeight) -> dict[str, ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""
         key = (linear.weight_key, id(linear.node.graph))
         if key not in self._packed:
-            values = []
-            for suffix, array, dtype in self._replacement.pack(matrix):
-                name = self.context.new_name(model, f"{linear.weight_value.name}.{suffix}")
-                values.append(_initializer(linear, self.context.spill.add(name, array, dtype)))
+            values = {}
+            for part, packed in self._replacement.pack(weight).items():
+                name = self.context.new_name(model, f"{linear.weight_value.name}.{part}")
+                values[part] = _initializer(linear, self._stored(name, packed))
             self._packed[key] = values
-            self.context.packed_weights += matrix.size
-        self.context.layer(linear).output_error = self._output_error(linear, matrix, self._packed[key])
+            self.context.packed_weights += weight.matrix.size
+        self.context.layer(linear).output_error = self._output_error(linear, weight, self._packed[key])
         return self._packed[key]
 
-    def _output_error(self, linear: Linear, matrix: np.ndarray, values: list[ir.Value]) -> float | None:
+    def _stored(self, name: str, packed: PackedTensor) -> ir.TensorProtocol:
+        if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
+            return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
+        return self.context.spill.add(name, packed.array, packed.dtype)
+
+    def _output_error(self, linear: Linear, weight: LayerWeight, values: dict[str, ir.Value]) -> float | None:
         """||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.
 
-        Raises VerificationError if Y is more than a rounding away from the product with what was packed, `matrix`.
+        Raises VerificationError if Y is more than a rounding away from the product with what was packed.
         """
         x = self.context.captured.get(layer_key(linear))
         original = self.context.originals.get(layer_key(linear))
         if x is None or original is None:
             return None
-        tensors = [value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
-        packed = []
-        for tensor in tensors:
-            array = tensor.numpy()
-            packed.append(
-                (tensor.name, array.view(np.uint16) if tensor.dtype == ir.DataType.BFLOAT16 else array, tensor.dtype)
-            )
-        found = self._replacement.run(x, packed, linear.k, linear.n)
-        del packed, array
-        release_maps(tensors)
-        if (np.abs(found - x @ matrix) > self._replacement.rounding * (np.abs(x) @ np.abs(matrix))).any():
+        tensors = {part: value.const_value for part, value in values.items() if value.const_value is not None}
+        packed = {part: PackedTensor(_bits(tensor), tensor.dtype) for part, tensor in tensors.items()}
+        found = self._replacement.run(x, packed, weight)
+        del packed
+        release_maps([tensor for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)])
+        if (np.abs(found - x @ weight.matrix) > self._replacement.rounding_bound(x, weight)).any():
             raise VerificationError(
                 f"layer {linear.name!r} answers differently with its packed weight, beyond what rounding explains; "
                 "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
@@ -177,8 +204,11 @@ class ReplacePass(RecipePass):
         norm = float(np.linalg.norm(exact))
         return float(np.linalg.norm(difference)) / norm if norm else None
 
-    def _emit(self, model: ir.Model, linear: Linear, tensors: list[ir.Value]) -> None:
-        """Puts the operator where the layer was, under its node's name; its output keeps its name."""
+    def _emit(self, model: ir.Model, linear: Linear, packed: dict[str, ir.Value], epilogue: Epilogue) -> None:
+        """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
+
+        With an epilogue it stands where that ended: behind whatever computes the residual.
+        """
         graph = linear.node.graph
         assert graph is not None
         x, nodes = linear.x, []
@@ -187,12 +217,14 @@ class ReplacePass(RecipePass):
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
             nodes.append(widen)
             x = widen.outputs[0]
-        bias = self._bias(model, linear)
+        quantized = self.context.quantized.get(linear.weight_key)
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
-            [x, *tensors, *([bias] if bias else [])],
-            self._replacement.attributes(linear.k, linear.n),
+            self._replacement.inputs(x, packed, self._bias(model, linear), epilogue.residual),
+            self._replacement.attributes(
+                linear.k, linear.n, None if quantized is None else quantized.quantization, epilogue.activation
+            ),
             name=linear.name,
         )
         nodes.append(node)
@@ -200,13 +232,14 @@ class ReplacePass(RecipePass):
             nodes.append(ir.node("Cast", node.outputs, {"to": linear.dtype}, name=f"{linear.name}/from_float"))
         for made in nodes[:-1]:
             made.outputs[0].name = self.context.new_name(model, f"{made.name}_output")
-        old_nodes = [old for old in (linear.node, linear.add) if old is not None]
+        old_nodes = [old for old in (linear.node, linear.add, *epilogue.nodes) if old is not None]
+        constants = [value for old in epilogue.nodes for value in old.inputs if value is not epilogue.residual]
         ir.convenience.replace_nodes_and_values(
-            graph, linear.node, old_nodes, nodes, [linear.output], [nodes[-1].outputs[0]]
+            graph, old_nodes[-1], old_nodes, nodes, [epilogue.output], [nodes[-1].outputs[0]]
         )
-        remove_unused(linear.weight_value)
-        if linear.bias_value is not None:
-            remove_unused(linear.bias_value)
+        for value in (linear.weight_value, linear.bias_value, *constants):
+            if value is not None:
+                remove_unused(value)
 
     def _bias(self, model: ir.Model, linear: Linear) -> ir.Value | None:
         """The bias as a float32 [n] initializer: the model's own if it is one."""
@@ -227,6 +260,12 @@ class ReplacePass(RecipePass):
         reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
+
+
+def _bits(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The tensor's elements; bf16 ones as uint16."""
+    array = tensor.numpy()
+    return array.view(np.uint16) if tensor.dtype == ir.DataType.BFLOAT16 else array
 
 
 def _initializer(linear: Linear, tensor: ir.TensorProtocol) -> ir.Value:

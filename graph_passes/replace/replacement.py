@@ -3,41 +3,85 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-# Name, array and element type of each tensor, in the order of the operator's inputs after X.
-PackedWeight = list[tuple[str, np.ndarray, ir.DataType]]
+from ..epilogue import Activation
+
+if TYPE_CHECKING:
+    from ..quantize import Quantization, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A constant input of an operator. bf16 values travel as uint16."""
+
+    array: np.ndarray
+    dtype: ir.DataType
+
+
+# By the name of the operator's input.
+PackedWeight = Mapping[str, PackedTensor]
+
+
+@dataclass(frozen=True)
+class LayerWeight:
+    """The weight that an operator is to take over."""
+
+    matrix: np.ndarray  # W, float32 [k, n]; of a quantized weight what it stands for
+    quantized: QuantizedWeight | None = None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return None if self.quantized is None else self.quantized.quantization
 
 
 class Replacement(abc.ABC):
-    """y = x W + bias by an operator of ours, whose weight is packed ahead of time."""
-
-    # Each answer of `run` differs from that of x W by at most this share of |x| |W|.
-    rounding: ClassVar[float]
+    """y = activation(x W + bias) + residual by an operator of ours, whose weight is packed ahead of time."""
 
     @abc.abstractmethod
-    def pack(self, matrix: np.ndarray) -> PackedWeight:
-        """Packs W, float32 [k, n]."""
+    def why_not(self, weight: LayerWeight) -> str | None:
+        """Why the operator cannot hold this weight, if it cannot."""
 
     @abc.abstractmethod
-    def packed_bytes(self, k: int, n: int, stored: int) -> int:
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        """The constant inputs that hold W."""
+
+    @abc.abstractmethod
+    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
         """The size of what `pack` returns for `stored` weights that are not zero."""
 
     @abc.abstractmethod
-    def attributes(self, k: int, n: int) -> list[ir.Attr]:
+    def inputs(
+        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
+    ) -> list[ir.Value | None]:
+        """The inputs of the node, in order."""
+
+    @abc.abstractmethod
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation
+    ) -> list[ir.Attr]:
         """The attributes of the node."""
 
     @abc.abstractmethod
-    def run(self, x: np.ndarray, packed: PackedWeight, k: int, n: int) -> np.ndarray:
-        """What the operator answers without a bias, for x float32 [m, k]."""
+    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
+        """x W as the operator computes it, for x float32 [m, k]."""
 
     @abc.abstractmethod
-    def function(self, opset: int, unpack_once: bool) -> ir.Function:
-        """The operator in standard ONNX: what runs where our library is not registered.
+    def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        """How far each answer of `run` may be from x W."""
 
-        unpack_once: ONNX Runtime may unpack all weights when it loads the model, which is fast to run but takes much
-        memory; otherwise it unpacks one layer after another in each run.
+    @abc.abstractmethod
+    def complete(
+        self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]
+    ) -> ir.Function:
+        """The operator in standard ONNX, fit for all of its nodes in this model: what runs without our library.
+
+        May give the nodes inputs that the function needs and they lack. unpack_once: ONNX Runtime may unpack all
+        weights when it loads the model, which is fast to run but takes much memory; otherwise it unpacks one layer
+        after another in each run. new_name makes a name that no value of the model has.
         """

@@ -1,131 +1,189 @@
-"""SparseAMXMatMul: bf16 weights as a bitmap and their non-zeros (the format is specified in ops/formats/bitmap.h)."""
+"""SparseAMXMatMul: bf16, int8 or int4 weights as a bitmap and their non-zeros, or dense (ops/formats/bitmap.h)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
+from ..constants import constant_tensor
+from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
-from .replacement import PackedWeight, Replacement
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
+from .sparse_amx_matmul_function import (
+    INPUTS,
+    OP_TYPE,
+    PANEL_COLUMNS,
+    TILE_ROWS,
+    Uses,
+    row_inputs,
+    sparse_amx_matmul_function,
+)
 
-OP_TYPE = "SparseAMXMatMul"
+if TYPE_CHECKING:
+    from ..quantize import Quantization
 
-# As in ops/formats/bitmap.h.
-_PANEL_COLUMNS = 16
-_TILE_INPUTS = 32
-_TILE_ROWS = 16
-_PADDING = 32
+_BF16 = 16  # weight_bits
 
+# As in ops/formats/: bytes behind the last value of a bitmap format.
+_PADDING_BYTES = 64
 # Of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
+_LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
+
+# Below this sparsity dense storage is faster, by weight_bits. Measured: README of ops/sparse_amx_matmul.
+DENSE_BELOW = {_BF16: 0.07, 8: 0.13, 4: 0.25}
+
+# Of float32 arithmetic, as a share of |x| |W|: 2^-8 for each x and each w in bf16; any order of sums.
+_BF16_ROUNDING = 1.2 * 2**-7
+_FLOAT_ROUNDING = 2**-12
 
 
 class SparseAMXMatMul(Replacement):
-    """Y = bf16(X) W + bias with fp32 sums."""
+    """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
-    rounding = 1.2 * 2**-7  # 2^-8 for each x and each w, and some for the order of fp32 sums
+    def why_not(self, weight: LayerWeight) -> str | None:
+        # NaN fails every comparison.
+        matrix = weight.matrix
+        if weight.quantized is None and not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
+            return "holds NaN, infinity or numbers beyond bfloat16"
+        return None
 
-    def pack(self, matrix: np.ndarray) -> PackedWeight:
+    def pack(self, weight: LayerWeight) -> PackedWeight:
         from ortolan import _native
 
-        masks, values, offsets = _native.pack_bitmap(np.ascontiguousarray(matrix))
-        return [
-            ("masks", masks, ir.DataType.UINT8),
-            ("values", values, ir.DataType.BFLOAT16),
-            ("offsets", offsets, ir.DataType.INT64),
+        quantized = weight.quantized
+        bits = weight_bits(weight.quantization)
+        if quantized is None:
+            source, pack = np.ascontiguousarray(weight.matrix), _native.pack_bitmap
+        else:
+            source = quantized.q.numpy()
+            pack = _native.pack_bitmap_int8 if bits == 8 else _native.pack_bitmap_int4
+        masks, values, offsets = pack(source, dense=_is_dense(source.size, int(np.count_nonzero(source)), bits))
+        types = {_BF16: ir.DataType.BFLOAT16, 8: ir.DataType.INT8, 4: ir.DataType.UINT8}
+        packed = {
+            "masks": PackedTensor(masks, ir.DataType.UINT8),
+            "values": PackedTensor(values, types[bits]),
+            "offsets": PackedTensor(offsets, ir.DataType.INT64),
+        }
+        if quantized is not None:
+            scales = _native.pack_scales(quantized.scales.numpy(), bits == 4)
+            packed["scales"] = PackedTensor(scales, ir.DataType.BFLOAT16 if bits == 4 else ir.DataType.FLOAT)
+        return packed
+
+    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+        bits = weight_bits(quantization)
+        panels, tile_inputs = -(-n // PANEL_COLUMNS), TILE_ROWS * row_inputs(bits)
+        weights = panels * PANEL_COLUMNS * -(-k // tile_inputs) * tile_inputs
+        groups = 1 if quantization is None or quantization.group_size is None else -(-k // quantization.group_size)
+        scales = {_BF16: 0, 8: 4, 4: 2}[bits] * panels * groups * PANEL_COLUMNS
+        if _is_dense(k * n, stored, bits):
+            return weights * bits // 8 + scales
+        # int4: two streams side by side, as long as the longer one; at random positions they differ little.
+        return weights // 8 + -(-stored * bits // 8) + _PADDING_BYTES + 8 * (panels + 1) + scales
+
+    def inputs(
+        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
+    ) -> list[ir.Value | None]:
+        given: dict[str, ir.Value | None] = {"X": x, **packed, "bias": bias, "residual": residual}
+        values = [given.get(name) for name in INPUTS]
+        while values[-1] is None:
+            values.pop()
+        return values
+
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation
+    ) -> list[ir.Attr]:
+        numbers = {
+            "k": k,
+            "n": n,
+            "format_version": _FORMAT_VERSION,
+            "weight_bits": weight_bits(quantization),
+            "group_size": 0 if quantization is None or quantization.group_size is None else quantization.group_size,
+            "activation": int(activation),
+        }
+        return [ir.AttrInt64(name, number) for name, number in numbers.items()]
+
+    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
+        from ortolan import _native
+
+        k, n = weight.matrix.shape
+        bitmap = (packed["masks"].array, packed["values"].array, packed["offsets"].array)
+        quantization = weight.quantization
+        if quantization is None:
+            return _native.sparse_amx_matmul(x, *bitmap, k, n)
+        if quantization.group_size is None:
+            return _native.sparse_amx_matmul_int8(x, *bitmap, packed["scales"].array, k, n)
+        return _native.sparse_amx_matmul_int4(x, *bitmap, packed["scales"].array, quantization.group_size, k, n)
+
+    def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        magnitude = np.abs(weight.matrix)
+        if weight.quantized is None:
+            return _BF16_ROUNDING * (np.abs(x) @ magnitude)
+        # Half a step of each x (ops/sparse_amx_matmul/sparse_amx_matmul_int8.h).
+        half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
+        return half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * (np.abs(x) @ magnitude)
+
+    def complete(
+        self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]
+    ) -> ir.Function:
+        nodes = [
+            node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == OP_TYPE
         ]
-
-    def packed_bytes(self, k: int, n: int, stored: int) -> int:
-        panels, tiles = -(-n // _PANEL_COLUMNS), -(-k // _TILE_INPUTS)
-        return 64 * panels * tiles + 2 * (stored + _PADDING) + 8 * (panels + 1)
-
-    def attributes(self, k: int, n: int) -> list[ir.Attr]:
-        return [ir.AttrInt64("k", k), ir.AttrInt64("n", n), ir.AttrInt64("format_version", _FORMAT_VERSION)]
-
-    def run(self, x: np.ndarray, packed: PackedWeight, k: int, n: int) -> np.ndarray:
-        from ortolan import _native
-
-        masks, values, offsets = (array for _, array, _ in packed)
-        return _native.sparse_amx_matmul(x, masks, values, offsets, k, n)
-
-    def function(self, opset: int, unpack_once: bool) -> ir.Function:
-        return sparse_amx_matmul_function(opset, unpack_once)
-
-
-def sparse_amx_matmul_function(opset: int, unpack_once: bool = True) -> ir.Function:
-    """The operator's body: unpack W to float32, then an ordinary MatMul. It serves any k, n and rank of X.
-
-    Uses only operators that mean the same from opset 13 on. It needs no offsets: they let threads start anywhere.
-
-    unpack_once: all of the unpacking has constant inputs, so ONNX Runtime does it when the session is created; while it
-    does, it keeps every intermediate result of every layer, 37 bytes a weight. False: the unpacking seems to depend on
-    X, so it is done layer by layer in each run.
-    """
-    x, masks, values, offsets, bias = (ir.val(name) for name in ("X", "masks", "values", "offsets", "bias"))
-    body = _Body()
-    op = body.op
-    k, n = body.attribute("k"), body.attribute("n")
-    panels_tiles = op("Slice", op("Shape", masks), body.ints(0), body.ints(2))
-    panels = op("Slice", panels_tiles, body.ints(0), body.ints(1))
-    tiles = op("Slice", panels_tiles, body.ints(1), body.ints(2))
-
-    # One uint8 a bit, lowest bit first: mask bit i of a row is bit i % 8 of byte i // 8.
-    mask_bytes = op("Unsqueeze", masks, body.ints(-1))
-    shifts = body.constant(np.arange(8, dtype=np.uint8))
-    if not unpack_once:
-        nothing = op("Min", op("Size", x), body.constant(np.array(0, np.int64)))
-        shifts = op("Cast", op("Add", body.ints(*range(8)), nothing), to=ir.DataType.UINT8)
-    shifted = op("BitShift", mask_bytes, shifts, direction="RIGHT")
-    bits = op("Reshape", op("Mod", shifted, body.constant(np.array(2, np.uint8))), body.ints(-1))
-
-    # Where bit i is set, the number of bits before it says which value stands there; elsewhere is a zero. (NonZero and
-    # ScatterElements would do as well, but ONNX Runtime does not precompute operators of unknown output size.)
-    before = op("CumSum", op("Cast", bits, to=ir.DataType.INT32), body.constant(np.array(0, np.int32)), exclusive=1)
-    candidates = op("Cast", op("Gather", values, before), to=ir.DataType.FLOAT)
-    is_stored = op("Cast", bits, to=ir.DataType.BOOL)
-    tile_order = op("Where", is_stored, candidates, body.constant(np.array(0, np.float32)))
-
-    # Panel, tile, row of k-pairs, column, element of the pair -> input, column of the matrix.
-    pairs = op("Reshape", tile_order, op("Concat", panels_tiles, body.ints(_TILE_ROWS, _PANEL_COLUMNS, 2), axis=0))
-    matrix_order = op("Transpose", pairs, perm=[1, 2, 4, 0, 3])
-    padded_k = op("Mul", tiles, body.ints(_TILE_INPUTS))
-    padded_n = op("Mul", panels, body.ints(_PANEL_COLUMNS))
-    padded = op("Reshape", matrix_order, op("Concat", padded_k, padded_n, axis=0))
-    w = op("Slice", padded, body.ints(0, 0), op("Concat", k, n, axis=0))
-
-    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
-    no_rows = op("ConstantOfShape", op("Concat", body.ints(1), n, axis=0), value=ir.tensor(np.zeros(1, np.float32)))
-    bias_row = op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, bias)
-    bias_vector = op("Reshape", bias_row, body.ints(-1))
-
-    rounded = op("Cast", op("Cast", x, to=ir.DataType.BFLOAT16), to=ir.DataType.FLOAT)
-    y = op("Add", op("MatMul", rounded, w), bias_vector)
-    y.name = "Y"
-    graph = ir.Graph([x, masks, values, offsets, bias], [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ("k", "n", "format_version")]
-    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+        uses = Uses(
+            weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
+            dense=any(_has_no_elements(node.inputs[INPUTS.index("masks")]) for node in nodes),
+            activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
+            residual=any(len(node.inputs) == len(INPUTS) for node in nodes),
+        )
+        neutral: dict[str, np.ndarray] = {}
+        if len(uses.weight_bits) > 1:
+            neutral["scales"] = np.zeros(0, np.float32)
+        if uses.residual:
+            neutral["residual"] = np.zeros((), np.float32)
+        given: dict[tuple[int, str], ir.Value] = {}
+        for node in nodes:
+            for name, array in neutral.items():
+                _give(node, name, array, given, new_name)
+        return sparse_amx_matmul_function(opset, uses, unpack_once)
 
 
-class _Body:
-    """Writes the nodes of a function."""
+def weight_bits(quantization: Quantization | None) -> int:
+    """Of a stored weight: 16 is bf16."""
+    return _BF16 if quantization is None else quantization.bits
 
-    def __init__(self) -> None:
-        self._tape = ir.tape.Tape()
 
-    @property
-    def nodes(self) -> tuple[ir.Node, ...]:
-        return tuple(self._tape.nodes)
+def _is_dense(size: int, stored: int, bits: int) -> bool:
+    return 1 - stored / size < DENSE_BELOW[bits]
 
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
-        return self._tape.op(op_type, inputs, attributes)  # type: ignore[arg-type]
 
-    def constant(self, array: np.ndarray) -> ir.Value:
-        return self.op("Constant", value=ir.tensor(array))
+def _has_no_elements(value: ir.Value | None) -> bool:
+    tensor = constant_tensor(value)
+    return tensor is not None and tensor.size == 0
 
-    def ints(self, *numbers: int) -> ir.Value:
-        return self.constant(np.array(numbers, np.int64))
 
-    def attribute(self, name: str) -> ir.Value:
-        """The function's attribute as an int64 [1]."""
-        reference = ir.RefAttr("value_int", name, ir.AttributeType.INT)
-        return self.op("Unsqueeze", self.op("Constant", value_int=reference), self.ints(0))
+def _give(
+    node: ir.Node,
+    name: str,
+    array: np.ndarray,
+    given: dict[tuple[int, str], ir.Value],
+    new_name: Callable[[str], str],
+) -> None:
+    """Gives the node a constant for an input that it lacks; the nodes of a graph share it."""
+    index = INPUTS.index(name)
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    if node.inputs[index] is not None:
+        return
+    graph = node.graph
+    assert graph is not None
+    key = (id(graph), name)
+    if key not in given:
+        tensor = ir.Tensor(array, name=new_name(f"no_{name}"))
+        given[key] = ir.Value(
+            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+        )
+        graph.register_initializer(given[key])
+    node.replace_input_with(index, given[key])

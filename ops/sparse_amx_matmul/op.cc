@@ -1,11 +1,19 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     X float [..., k], masks u8 [panels, tiles, 64], values bf16, offsets i64 [panels + 1], bias float [n] (optional)
-//     -> Y float [..., n];   attributes k, n, format_version;   masks, values and offsets are initializers
-//     (formats/bitmap.h)
+//     Y = activation(X W + bias) + residual
+//
+//     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], scales, residual float
+//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
+//     group_size, activation
+//
+// masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
+// which; masks and offsets without elements mean dense storage. bias, scales (for bf16) and residual are optional.
 #include <algorithm>
 
+#include "epilogue/epilogue.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
+#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
+#include "support/broadcast.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
 
@@ -22,32 +30,65 @@ constexpr int64_t kRowChunk = 256;
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_X86_KERNEL
 #undef ORTOLAN_KERNEL
+#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
+#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
+#include "sparse_amx_matmul/kernels_int8.inc"
+#undef ORTOLAN_X86_KERNEL
+#undef ORTOLAN_KERNEL
 
-enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kInputCount };
+enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kScales, kResidual, kInputCount };
+
+// The format of the weight, by the element type of values.
+const BitmapLayout& LayoutOf(ONNXTensorElementDataType values) {
+  if (values == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16) return kBf16Bitmap;
+  return values == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? kInt8Bitmap : kInt4Bitmap;
+}
 
 class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
     CheckFormatVersion(info, kFormatVersion, node_);
-    const ConstantTensor masks = ConstantInput(info, kMasks, "masks", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, node_);
-    const ConstantTensor values = ConstantInput(info, kValues, "values", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, node_);
-    const ConstantTensor offsets = ConstantInput(info, kOffsets, "offsets", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, node_);
+    const ConstantTensor masks = ConstantInput(info, kMasks, "masks", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}, node_);
+    const ConstantTensor values =
+        ConstantInput(info, kValues, "values",
+                      {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
+                       ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                      node_);
+    const ConstantTensor offsets =
+        ConstantInput(info, kOffsets, "offsets", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}, node_);
     // Copied: a file may place them at an odd address.
     offsets_.resize(static_cast<size_t>(offsets.count));
     std::copy_n(static_cast<const char*>(offsets.data), offsets.count * sizeof(int64_t),
                 reinterpret_cast<char*>(offsets_.data()));
+    layout_ = &LayoutOf(values.type);
+    const int64_t weight_bits = IntAttributeOr(info, "weight_bits", layout_->value_bits);
+    if (weight_bits != layout_->value_bits) {
+      throw OpError(ErrorText(node_, ": weight_bits is ", weight_bits, ", but values '", values.name, "' hold ",
+                              layout_->value_bits, "-bit weights. Optimize the original model again."));
+    }
     w_.k = IntAttribute(info, "k", node_);
     w_.n = IntAttribute(info, "n", node_);
-    w_.masks = static_cast<const uint8_t*>(masks.data);
     w_.values = static_cast<const uint8_t*>(values.data);
-    w_.offsets = offsets_.data();
-    const std::string problem =
-        ValidateBitmap({w_.k, w_.n, w_.masks, masks.count, values.count, w_.offsets, offsets.count});
+    if (masks.count > 0) {
+      w_.masks = static_cast<const uint8_t*>(masks.data);
+      w_.offsets = offsets_.data();
+    }
+    const std::string problem = ValidateBitmap({w_.k, w_.n, static_cast<const uint8_t*>(masks.data), masks.count,
+                                                values.count, offsets_.data(), offsets.count},
+                                               *layout_);
     if (!problem.empty()) {
       throw OpError(ErrorText(node_, ": malformed weight in tensors '", masks.name, "', '", values.name, "', '",
                               offsets.name, "': ", problem, ". Optimize the original model again."));
     }
+    ReadScales(info);
     CheckConstantVector(info, kBias, "bias", w_.n, node_);
+    const int64_t activation = IntAttributeOr(info, "activation", 0);
+    if (!IsActivation(activation)) {
+      throw OpError(ErrorText(node_, ": activation is ", activation,
+                              ", expected 0 (none), 1 (ReLU), 2 (GELU by erf), 3 (GELU by tanh) or 4 (SiLU)"));
+    }
+    activation_ = static_cast<Activation>(activation);
+    has_residual_ = HasInput(info, kResidual) && !IsConstantZero(info, kResidual);
     x_name_ = Ort::ConstKernelInfo(&info).GetInputName(kX);
   }
 
@@ -59,20 +100,37 @@ class Kernel {
                               "]. Feed the model inputs of the shapes it was exported for."));
     }
     shape.back() = w_.n;
-    SparseMatMulArgs args;
-    args.w = w_;
-    args.bias = Bias(context);
-    args.m = 1;
-    for (size_t i = 0; i + 1 < shape.size(); ++i) args.m *= shape[i];
-    args.y = context.GetOutput(0, shape).GetTensorMutableData<float>();
-    args.y_row_bytes = w_.n * static_cast<int64_t>(sizeof(float));
-    if (args.m == 0) return;
+    int64_t m = 1;
+    for (size_t i = 0; i + 1 < shape.size(); ++i) m *= shape[i];
+    const float* rows = x.GetTensorData<float>();
+    EpilogueArgs epilogue;
+    epilogue.n = w_.n;
+    epilogue.activation = activation_;
+    if (!has_residual_)
+      return Product(context, rows, m, context.GetOutput(0, shape).GetTensorMutableData<float>(), epilogue);
 
-    const SparseMatMulKernel& kernel = SelectSparseMatMul(ActiveIsa(), args.m);
-    const Scratch packed(context, static_cast<size_t>(kernel.PackedBytes(args.m, w_.k)));
-    Pack(context, kernel, x.GetTensorData<float>(), args.m, static_cast<char*>(packed.data()));
-    args.x = packed.data();
-    Multiply(context, kernel, args);
+    const Ort::ConstValue residual = context.GetInput(kResidual);
+    const std::vector<int64_t> residual_shape = residual.GetTensorTypeAndShapeInfo().GetShape();
+    const float* to_add = residual.GetTensorData<float>();
+    const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual_shape);
+    if (!sum_shape) {
+      throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual_shape), ", which does not fit X W of ",
+                              ShapeText(shape), ". Feed the model inputs of the shapes it was exported for."));
+    }
+    float* y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
+    const bool same = residual_shape == shape;
+    if (same || residual_shape == std::vector<int64_t>{w_.n}) {
+      epilogue.residual = to_add;
+      epilogue.residual_row_bytes = same ? RowBytes() : 0;
+      return Product(context, rows, m, y, epilogue);
+    }
+    if (*sum_shape == shape) {
+      Product(context, rows, m, y, epilogue);
+      return BroadcastAdd(y, shape, to_add, residual_shape, y, shape);
+    }
+    const Scratch product(context, static_cast<size_t>(m * RowBytes()));
+    Product(context, rows, m, static_cast<float*>(product.data()), epilogue);
+    BroadcastAdd(static_cast<const float*>(product.data()), shape, to_add, residual_shape, y, *sum_shape);
   }
 
  private:
@@ -81,6 +139,28 @@ class Kernel {
   // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
   static constexpr int64_t kExpandMacs = 4;
   static constexpr int64_t kPackChunkFloats = int64_t{1} << 16;
+
+  int64_t RowBytes() const { return w_.n * static_cast<int64_t>(sizeof(float)); }
+
+  void ReadScales(const OrtKernelInfo& info) {
+    group_ = IntAttributeOr(info, "group_size", kWholeColumn);
+    const bool is_int4 = layout_ == &kInt4Bitmap;
+    if (is_int4 ? !IsInt4Group(group_) : group_ != kWholeColumn) {
+      throw OpError(ErrorText(node_, ": group_size is ", group_, ", expected ",
+                              is_int4 ? "32, 64 or 128 for int4 weights" : "0 for weights that are not int4"));
+    }
+    if (layout_ == &kBf16Bitmap) return;
+    const ConstantTensor scales =
+        ConstantInput(info, kScales, "scales",
+                      {is_int4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
+    const int64_t expected = BitmapPanels(w_.n) * ScaleRows(w_.k, group_) * kPanelColumns;
+    if (scales.count != expected) {
+      throw OpError(ErrorText(node_, ": scales '", scales.name, "' has ", scales.count, " elements, expected ",
+                              expected, " (", BitmapPanels(w_.n), " panels x ", ScaleRows(w_.k, group_), " groups x ",
+                              kPanelColumns, "). Optimize the original model again."));
+    }
+    scales_ = scales.data;
+  }
 
   const float* Bias(const Ort::KernelContext& context) const {
     if (context.GetInputCount() <= kBias) return nullptr;
@@ -93,42 +173,101 @@ class Kernel {
     return bias.GetTensorData<float>();
   }
 
-  void Pack(const Ort::KernelContext& context, const SparseMatMulKernel& kernel, const float* x, int64_t m,
-            char* packed) const {
-    const int64_t packed_row_bytes = BitmapPaddedK(w_.k) * kernel.activation_bytes;
-    const int64_t blocks = std::max<int64_t>(1, kPackChunkFloats / (w_.k * kernel.row_block));
-    const int64_t rows = blocks * kernel.row_block;
-    const int64_t x_row_bytes = w_.k * static_cast<int64_t>(sizeof(float));
-    ParallelFor(context, (m + rows - 1) / rows, [&](int64_t chunk) {
-      const int64_t begin = chunk * rows;
-      kernel.pack(x + begin * w_.k, x_row_bytes, std::min(rows, m - begin), w_.k, packed + begin * packed_row_bytes);
-    });
+  // y [m, n] = the layer's output for m rows of x; `epilogue` lacks only what a chunk of y adds.
+  void Product(const Ort::KernelContext& context, const float* x, int64_t m, float* y,
+               const EpilogueArgs& epilogue) const {
+    if (m == 0) return;
+    const float* bias = Bias(context);
+    if (layout_ == &kBf16Bitmap) {
+      const SparseMatMulKernel& kernel = SelectSparseMatMul(ActiveIsa(), m);
+      SparseMatMulArgs args;
+      args.w = w_;
+      args.bias = bias;
+      Run(context, {x, m, y, kernel.row_block, kernel.PackedBytes(m, w_.k), kernel.PackedRowBytes(w_.k)}, args,
+          kernel.multiply, epilogue,
+          [&](const float* rows, int64_t count, char* to) { kernel.pack(rows, XRowBytes(), count, w_.k, to); });
+    } else {
+      const SparseInt8MatMulKernel& kernel = SelectSparseInt8MatMul(ActiveIsa(), m);
+      SparseInt8MatMulArgs args;
+      args.w = w_;
+      args.bias = bias;
+      args.group = group_;
+      args.scales = scales_;
+      Run(context,
+          {x, m, y, kernel.row_block, kernel.PackedBytes(m, w_.k, group_), kernel.PackedRowBytes(w_.k, group_)}, args,
+          layout_ == &kInt8Bitmap ? kernel.multiply_int8 : kernel.multiply_int4, epilogue,
+          [&](const float* rows, int64_t count, char* to) { kernel.pack(rows, XRowBytes(), count, w_.k, group_, to); });
+    }
   }
 
-  void Multiply(const Ort::KernelContext& context, const SparseMatMulKernel& kernel,
-                const SparseMatMulArgs& args) const {
-    const int64_t packed_row_bytes = BitmapPaddedK(w_.k) * kernel.activation_bytes;
+  int64_t XRowBytes() const { return w_.k * static_cast<int64_t>(sizeof(float)); }
+
+  struct Rows {
+    const float* x;
+    int64_t m;
+    float* y;
+    int64_t row_block;  // these three are the kernel's
+    int64_t packed_bytes;
+    int64_t packed_row_bytes;
+  };
+
+  // Packs the rows, then multiplies and ends them chunk by chunk. pack(x, rows, to); Args and multiply are those of a
+  // kernel.
+  template <typename Args, typename Pack>
+  void Run(const Ort::KernelContext& context, const Rows& rows, Args args,
+           void (*multiply)(const Args&, int64_t panel_begin, int64_t panel_end), const EpilogueArgs& epilogue,
+           const Pack& pack) const {
+    const Scratch scratch(context, static_cast<size_t>(rows.packed_bytes));
+    char* packed = static_cast<char*>(scratch.data());
+    const int64_t pack_rows = std::max<int64_t>(1, kPackChunkFloats / (w_.k * rows.row_block)) * rows.row_block;
+    ParallelFor(context, (rows.m + pack_rows - 1) / pack_rows, [&](int64_t chunk) {
+      const int64_t begin = chunk * pack_rows;
+      pack(rows.x + begin * w_.k, std::min(pack_rows, rows.m - begin), packed + begin * rows.packed_row_bytes);
+    });
+
+    const bool ends = epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
+    EpilogueFn* const end = ends ? SelectEpilogue(ActiveIsa()).run : nullptr;
     const int64_t panels = BitmapPanels(w_.n);
-    const int64_t row_chunks = (args.m + kRowChunk - 1) / kRowChunk;
-    const int64_t panel_macs = BitmapPaddedK(w_.k) * kPanelColumns * (kExpandMacs + std::min(args.m, kRowChunk));
+    const int64_t row_chunks = (rows.m + kRowChunk - 1) / kRowChunk;
+    const int64_t panel_macs = layout_->PaddedK(w_.k) * kPanelColumns * (kExpandMacs + std::min(rows.m, kRowChunk));
     const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / kMinChunkMacs, 1, panels);
     const int64_t chunk_panels = (panels + most_chunks - 1) / most_chunks;
     const int64_t panel_chunks = (panels + chunk_panels - 1) / chunk_panels;
+    args.y_row_bytes = RowBytes();
     ParallelFor(context, row_chunks * panel_chunks, [&](int64_t chunk) {
       const int64_t row = chunk / panel_chunks * kRowChunk;
       const int64_t panel = chunk % panel_chunks * chunk_panels;
-      SparseMatMulArgs rows = args;
-      rows.m = std::min(kRowChunk, args.m - row);
-      rows.x = static_cast<const char*>(args.x) + row * packed_row_bytes;
-      rows.y = args.y + row * w_.n;
-      kernel.multiply(rows, panel, std::min(panel + chunk_panels, panels));
+      const int64_t panel_end = std::min(panel + chunk_panels, panels);
+      Args part = args;
+      part.m = std::min(kRowChunk, rows.m - row);
+      part.x = packed + row * rows.packed_row_bytes;
+      part.y = rows.y + row * w_.n;
+      multiply(part, panel, panel_end);
+      if (end == nullptr) return;
+      EpilogueArgs tile = epilogue;
+      const int64_t column = panel * kPanelColumns;
+      tile.m = part.m;
+      tile.n = std::min(panel_end * kPanelColumns, w_.n) - column;
+      tile.y = part.y + column;
+      tile.y_row_bytes = RowBytes();
+      if (tile.residual != nullptr) {
+        tile.residual = reinterpret_cast<const float*>(reinterpret_cast<const char*>(tile.residual) +
+                                                       row * tile.residual_row_bytes) +
+                        column;
+      }
+      end(tile);
     });
   }
 
   std::string node_;
   std::string x_name_;
+  const BitmapLayout* layout_ = nullptr;
   std::vector<int64_t> offsets_;
   BitmapView w_;
+  int64_t group_ = kWholeColumn;
+  const void* scales_ = nullptr;  // null for bf16
+  Activation activation_ = Activation::kNone;
+  bool has_residual_ = false;
 };
 
 struct Op : OrtOp<Op, Kernel> {
@@ -140,7 +279,8 @@ struct Op : OrtOp<Op, Kernel> {
       case kMasks:
         return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
       case kValues:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+      case kScales:
+        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
       case kOffsets:
         return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
       default:
@@ -149,9 +289,11 @@ struct Op : OrtOp<Op, Kernel> {
   }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
-    return index == kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+    return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
-  static void InferShape(OrtShapeInferContext* context) { InferLastDimension(context, "n"); }
+  static void InferShape(OrtShapeInferContext* context) {
+    if (!HasMoreInputs(context, kResidual)) InferLastDimension(context, "n");
+  }
 };
 
 }  // namespace

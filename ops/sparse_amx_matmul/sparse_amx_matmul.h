@@ -43,9 +43,10 @@ struct SparseMatMulKernel {
   int64_t row_block;
   int64_t least_rows;  // from how many rows of x on it is the best of its tier
 
+  int64_t PackedRowBytes(int64_t k) const { return BitmapPaddedK(k) * activation_bytes; }
   // The size of the buffer for m packed rows: a pack function may fill the last block.
   int64_t PackedBytes(int64_t m, int64_t k) const {
-    return (m + row_block - 1) / row_block * row_block * BitmapPaddedK(k) * activation_bytes;
+    return (m + row_block - 1) / row_block * row_block * PackedRowBytes(k);
   }
 
   PackActivationsFn* pack;

@@ -1,9 +1,11 @@
 #include "support/ort_op.h"
 
+#include <algorithm>
+
 namespace ortolan {
 namespace {
 
-const char* TypeName(ONNXTensorElementDataType type) {
+std::string TypeName(ONNXTensorElementDataType type) {
   switch (type) {
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
       return "float";
@@ -43,11 +45,15 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
-                             ONNXTensorElementDataType type, const std::string& node) {
+bool HasInput(const OrtKernelInfo& info, size_t index) {
   const Ort::ConstKernelInfo kernel_info(&info);
-  if (index >= kernel_info.GetInputCount())
-    throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") is missing"));
+  return index < kernel_info.GetInputCount() && !kernel_info.GetInputName(index).empty();
+}
+
+ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
+                             std::initializer_list<ONNXTensorElementDataType> types, const std::string& node) {
+  if (!HasInput(info, index)) throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") is missing"));
+  const Ort::ConstKernelInfo kernel_info(&info);
   ConstantTensor tensor;
   tensor.name = kernel_info.GetInputName(index);
   const Ort::ConstValue value = ConstantOrNull(kernel_info, index);
@@ -56,14 +62,26 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
                             "' is computed at run time, expected an initializer"));
   }
   const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
-  if (type_and_shape.GetElementType() != type) {
-    throw OpError(ErrorText(node, ": ", meaning, " '", tensor.name, "' is ", TypeName(type_and_shape.GetElementType()),
-                            ", expected ", TypeName(type)));
+  tensor.type = type_and_shape.GetElementType();
+  if (std::find(types.begin(), types.end(), tensor.type) == types.end()) {
+    std::string expected;
+    for (const ONNXTensorElementDataType type : types) expected += (expected.empty() ? "" : " or ") + TypeName(type);
+    throw OpError(
+        ErrorText(node, ": ", meaning, " '", tensor.name, "' is ", TypeName(tensor.type), ", expected ", expected));
   }
   tensor.shape = type_and_shape.GetShape();
   tensor.count = static_cast<int64_t>(type_and_shape.GetElementCount());
   tensor.data = value.GetTensorRawData();
   return tensor;
+}
+
+bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
+  if (!HasInput(info, index)) return false;
+  const Ort::ConstValue value = ConstantOrNull(Ort::ConstKernelInfo(&info), index);
+  if (!value) return false;
+  const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
+  return type_and_shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT &&
+         type_and_shape.GetElementCount() == 1 && *value.GetTensorData<float>() == 0.0f;
 }
 
 void CheckConstantVector(const OrtKernelInfo& info, size_t index, const char* meaning, int64_t n,
@@ -86,12 +104,24 @@ int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::str
   return value;
 }
 
+int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing) {
+  int64_t value = 0;
+  const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_int64(&info, name, &value));
+  return status.IsOK() ? value : missing;
+}
+
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
   const int64_t found = IntAttribute(info, "format_version", node);
   if (found != expected) {
     throw OpError(ErrorText(node, ": format_version is ", found, ", this library reads ", expected,
                             ". Upgrade ortolan, or optimize the original model again."));
   }
+}
+
+bool HasMoreInputs(const OrtShapeInferContext* context, size_t count) {
+  size_t found = 0;
+  Ort::ThrowOnError(Ort::GetApi().ShapeInferContext_GetInputCount(context, &found));
+  return found > count;
 }
 
 void InferLastDimension(OrtShapeInferContext* context, const char* attribute) {

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -84,17 +85,27 @@ std::string DescribeNode(const OrtKernelInfo& info, const char* op_type);
 // A constant input as it lies in memory: for external data that is the mapped file itself.
 struct ConstantTensor {
   std::string name;
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   std::vector<int64_t> shape;
   const void* data = nullptr;
   int64_t count = 0;  // elements
 };
 
-// Throws OpError if the input is absent, no constant, or of another element type.
+// Whether the node has this input. Optional ones may be left out, at the end or with an empty name.
+bool HasInput(const OrtKernelInfo& info, size_t index);
+
+// Throws OpError if the input is absent, no constant, or of none of these element types.
 ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
-                             ONNXTensorElementDataType type, const std::string& node);
+                             std::initializer_list<ONNXTensorElementDataType> types, const std::string& node);
+
+// Whether the input is a constant of one element, a float 0: what stands for "nothing" in a sum.
+bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
 // Throws OpError if the attribute is missing.
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node);
+
+// The same with a value for an attribute that is missing.
+int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing);
 
 // For a vector [n] that may be absent or computed at run time: throws OpError if it is a constant of another shape, so
 // that a malformed file is refused when the session is made.
@@ -112,6 +123,9 @@ std::string ShapeText(const std::vector<int64_t>& shape);
 // Output 0 gets the shape of input 0 with its last dimension replaced. Leaves the output open where a dimension of the
 // input has neither value nor name: a -1 passed on would be taken as a literal.
 void InferLastDimension(OrtShapeInferContext* context, const char* attribute);
+
+// Whether the node has more than `count` inputs, perhaps with an empty name.
+bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);
 
 // ---- running --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -49,40 +51,48 @@ def sparse_amx_matmul_model(
     rank: int = 2,
     functions: tuple[onnx.FunctionProto, ...] = (),
     opset: int = 17,
+    scales: np.ndarray | None = None,
+    residual: np.ndarray | Sequence[int] | None = None,
+    **attributes: int,
 ) -> onnx.ModelProto:
-    """A model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n]."""
+    """A model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n].
+
+    The element type of values tells the kind of weight, uint16 being the bits of bf16, also in scales. residual: a
+    constant, or the shape of an input "residual".
+    """
     masks, values, offsets = packed
-    initializers = [
-        numpy_helper.from_array(masks, "w.masks"),
-        numpy_helper.from_array(values.view(ml_dtypes.bfloat16), "w.values"),
-        numpy_helper.from_array(offsets, "w.offsets"),
-    ]
+    tensors = {"w.masks": masks, "w.values": _typed(values), "w.offsets": offsets}
+    inputs = ["x", *tensors, "" if bias is None else "bias", "" if scales is None else "w.scales", "residual"]
     if bias is not None:
-        initializers.append(numpy_helper.from_array(bias, "bias"))
-    node = helper.make_node(
-        "SparseAMXMatMul",
-        ["x", *(i.name for i in initializers)],
-        ["y"],
-        "linear",
-        domain="ai.ortolan",
-        k=k,
-        n=n,
-        format_version=1,
-    )
+        tensors["bias"] = bias
+    if scales is not None:
+        tensors["w.scales"] = _typed(scales)
     leading = [f"d{i}" for i in range(rank - 1)]
-    graph = helper.make_graph(
-        [node],
-        "single",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [*leading, n])],
-        initializers,
+    graph_inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])]
+    if residual is None:
+        inputs.pop()
+        while not inputs[-1]:
+            inputs.pop()
+    elif isinstance(residual, np.ndarray):
+        tensors["residual"] = residual
+    else:
+        graph_inputs.append(helper.make_tensor_value_info("residual", TensorProto.FLOAT, list(residual)))
+    node = helper.make_node(
+        "SparseAMXMatMul", inputs, ["y"], "linear", domain="ai.ortolan", k=k, n=n, format_version=1, **attributes
     )
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [*leading, n] if residual is None else None)
+    initializers = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    graph = helper.make_graph([node], "single", graph_inputs, [output], initializers)
     return helper.make_model(
         graph,
         functions=list(functions),
         ir_version=8,
         opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
     )
+
+
+def _typed(array: np.ndarray) -> np.ndarray:
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
 def session(model: onnx.ModelProto, *, library: bool = True, threads: int = 1) -> ort.InferenceSession:

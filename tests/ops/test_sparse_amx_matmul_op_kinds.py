@@ -1,0 +1,296 @@
+"""SparseAMXMatMul in ORT with every kind of weight, storage, activation and residual: kernel and function body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import helper
+
+from ortolan import _native
+from ortolan.graph_passes.epilogue import Activation
+from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
+
+from .quantized import Layer, quantize_rows
+from .single_node import U, Packed, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+
+GROUPS = {"int8": None, "int4 g32": 32, "int4 g64": 64, "int4 g128": 128}
+BITS = {"bf16": 16, "int8": 8, "int4 g32": 4, "int4 g64": 4, "int4 g128": 4}
+
+
+def function(uses: Uses, opset: int = 17) -> onnx.FunctionProto:
+    proto: onnx.FunctionProto = ir.to_proto(sparse_amx_matmul_function(opset, uses))
+    return proto
+
+
+def uses(kind: str, dense: bool, activation: Activation = Activation.NONE, residual: bool = False) -> Uses:
+    return Uses(frozenset({BITS[kind]}), dense, frozenset({activation}), residual)
+
+
+def attributes(kind: str, activation: Activation = Activation.NONE) -> dict[str, int]:
+    return {"weight_bits": BITS[kind], "group_size": GROUPS.get(kind) or 0, "activation": int(activation)}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("group", GROUPS.values())
+def test_quantized_weights(group: int | None, dense: bool) -> None:
+    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    kind = next(name for name, size in GROUPS.items() if size == group)
+    rng = np.random.default_rng(0)
+    body = function(uses(kind, dense))
+    for k, n in ((1, 1), (33, 17), (64, 16), (70, 40), (200, 33), (385, 5)):
+        for sparsity in (0.0, 0.5, 1.0):
+            layer = Layer.random(rng, k, n, sparsity, group, dense=dense)
+            bias = rng.standard_normal(n, dtype=np.float32) if k % 2 else None
+            model = sparse_amx_matmul_model(
+                layer.packed, k, n, bias, functions=(body,), scales=layer.packed_scales, **attributes(kind)
+            )
+            onnx.checker.check_model(model)
+            kernel, inlined = session(model), session(model, library=False)
+            for m in (1, 3, 17):
+                x = rng.standard_normal((m, k), dtype=np.float32)
+                layer.check(kernel.run(None, {"x": x})[0], x, bias)
+                layer.check_float_sums(inlined.run(None, {"x": x})[0], x, bias)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_dense_bf16(library: bool) -> None:
+    rng = np.random.default_rng(1)
+    for k, n in ((1, 1), (33, 17), (70, 40)):
+        w, bias = sparse_weight(rng, k, n, 0.3), rng.standard_normal(n, dtype=np.float32)
+        packed = _native.pack_bitmap(w, dense=True)
+        model = sparse_amx_matmul_model(packed, k, n, bias, functions=(function(uses("bf16", True)),))
+        x = rng.standard_normal((5, k), dtype=np.float32)
+        assert_matmul_close(session(model, library=library).run(None, {"x": x})[0], x, w, bias)
+
+
+def test_a_row_of_zeros_or_with_infinity() -> None:
+    rng = np.random.default_rng(2)
+    layer = Layer.random(rng, 40, 20, 0.5, None)
+    x = rng.standard_normal((4, 40), dtype=np.float32)
+    x[0], x[1, 3], x[2, 5] = 0, np.inf, np.nan
+    model = sparse_amx_matmul_model(
+        layer.packed, 40, 20, functions=(function(uses("int8", False)),), scales=layer.packed_scales, **attributes("int8")
+    )
+    for library in (True, False):
+        y = session(model, library=library).run(None, {"x": x})[0]
+        assert (y[0] == 0).all() and np.isnan(y[1:3]).all() and np.isfinite(y[3]).all()
+
+
+def apply(activation: Activation, y: np.ndarray) -> np.ndarray:
+    y = y.astype(np.float64)
+    if activation == Activation.RELU:
+        return np.maximum(y, 0)
+    if activation == Activation.GELU:
+        return y * 0.5 * np.vectorize(math.erfc, otypes=[float])(-y / math.sqrt(2))
+    if activation == Activation.GELU_TANH:
+        return 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    return y / (1 + np.exp(-y)) if activation == Activation.SILU else y
+
+
+RESIDUALS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "same": lambda m, n: (2, m, n),
+    "row": lambda m, n: (n,),
+    "scalar": lambda m, n: (),
+    "column": lambda m, n: (m, 1),
+    "rows of one batch": lambda m, n: (m, n),
+    "a batch more": lambda m, n: (3, 1, m, n),
+    "one each": lambda m, n: (2, 1, 1),
+}
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4 g64"])
+@pytest.mark.parametrize("activation", Activation)
+def test_activation_and_residual(activation: Activation, kind: str, library: bool) -> None:
+    """Against activation(what the node without them answers) + residual in float64."""
+    k, n = 50, 37
+    rng = np.random.default_rng(3)
+    packed, scales = random_packed(rng, kind, k, n)
+    for m in (1, 20):
+        x = rng.standard_normal((2, m, k), dtype=np.float32)
+        plain = sparse_amx_matmul_model(
+            packed, k, n, rank=3, functions=(function(uses(kind, False)),), scales=scales, **attributes(kind)
+        )
+        product = session(plain, library=library).run(None, {"x": x})[0]
+        activated = apply(activation, product)
+        for shape in (None, *(make(m, n) for make in RESIDUALS.values())):
+            residual = None if shape is None else rng.standard_normal(shape).astype(np.float32)
+            body = function(uses(kind, False, activation, shape is not None))
+            model = sparse_amx_matmul_model(
+                packed, k, n, rank=3, functions=(body,), scales=scales, residual=shape, **attributes(kind, activation)
+            )
+            feeds = {"x": x} if residual is None else {"x": x, "residual": residual}
+            y = session(model, library=library).run(None, feeds)[0]
+            added = 0.0 if residual is None else residual.astype(np.float64)
+            expected = activated + added
+            assert y.shape == expected.shape
+            # What each step rounds; ORT's own Erf and Tanh are good to some units of 2^-24.
+            bound = 2.0**-20 * (np.abs(product) + np.abs(added))
+            assert np.all(np.abs(y - expected) <= bound), np.max(np.abs(y - expected) - bound)
+
+
+def random_packed(rng: np.random.Generator, kind: str, k: int, n: int) -> tuple[Packed, np.ndarray | None]:
+    if kind == "bf16":
+        return _native.pack_bitmap(sparse_weight(rng, k, n, 0.5)), None
+    layer = Layer.random(rng, k, n, 0.5, GROUPS[kind], scale=0.01)
+    return layer.packed, layer.packed_scales
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    k, n = 300, 700
+    rng = np.random.default_rng(4)
+    for kind in ("bf16", "int8", "int4 g32"):
+        packed, scales = random_packed(rng, kind, k, n)
+        model = sparse_amx_matmul_model(
+            packed, k, n, scales=scales, residual=("m", n), **attributes(kind, Activation.GELU)
+        )
+        for m in (1, 600):
+            feeds = {name: rng.standard_normal((m, size), dtype=np.float32) for name, size in (("x", k), ("residual", n))}
+            one, two, three = (session(model, threads=threads).run(None, feeds)[0] for threads in (1, 2, 3))
+            np.testing.assert_array_equal(one, two)
+            np.testing.assert_array_equal(one, three)
+
+
+def test_a_constant_zero_is_no_residual() -> None:
+    """It stands for "none" where other layers of a model have one."""
+    rng = np.random.default_rng(5)
+    packed, _ = random_packed(rng, "bf16", 40, 20)
+    x = rng.standard_normal((3, 40), dtype=np.float32)
+    zero, plain = (
+        session(sparse_amx_matmul_model(packed, 40, 20, residual=residual)).run(None, {"x": x})[0]
+        for residual in (np.zeros((), np.float32), None)
+    )
+    np.testing.assert_array_equal(zero, plain)
+
+
+def test_residuals_of_a_wrong_shape_are_refused() -> None:
+    packed, _ = random_packed(np.random.default_rng(6), "bf16", 40, 20)
+    model = sparse_amx_matmul_model(packed, 40, 20, residual=("r", "c"))
+    with pytest.raises(Exception, match=r"'linear': residual has shape \[3, 19\], which does not fit X W of \[3, 20\]"):
+        session(model).run(None, {"x": np.ones((3, 40), np.float32), "residual": np.ones((3, 19), np.float32)})
+
+
+BAD: dict[str, tuple[str, Callable[[onnx.NodeProto, dict[str, onnx.TensorProto]], None], str]] = {}
+
+
+def bad(kind: str, message: str) -> Callable[[Callable[..., None]], None]:
+    def add(change: Callable[..., None]) -> None:
+        BAD[change.__name__] = (kind, change, message)
+
+    return add
+
+
+def set_attribute(node: onnx.NodeProto, name: str, value: int) -> None:
+    for attribute in node.attribute:
+        if attribute.name == name:
+            attribute.i = value
+
+
+@bad("int8", "group_size is 32, expected 0 for weights that are not int4")
+def group_size_of_int8(node, tensors):
+    set_attribute(node, "group_size", 32)
+
+
+@bad("int4 g32", "group_size is 33, expected 32, 64 or 128 for int4 weights")
+def odd_group_size(node, tensors):
+    set_attribute(node, "group_size", 33)
+
+
+@bad("int4 g32", r"scales 'w.scales' has 192 elements, expected 96 \(3 panels x 2 groups x 16\)")
+def other_group_size(node, tensors):
+    set_attribute(node, "group_size", 64)
+
+
+@bad("int8", "activation is 5, expected 0")
+def unknown_activation(node, tensors):
+    set_attribute(node, "activation", 5)
+
+
+@bad("int8", "weight_bits is 4, but values 'w.values' hold 8-bit weights")
+def wrong_weight_bits(node, tensors):
+    set_attribute(node, "weight_bits", 4)
+
+
+@bad("int8", r"input 5 \(scales\) is missing")
+def no_scales(node, tensors):
+    del node.input[5]
+
+
+@bad("int8", "scales 'w.scales' is int8, expected float")
+def scales_of_another_type(node, tensors):
+    tensors["w.scales"].data_type = onnx.TensorProto.INT8
+    tensors["w.scales"].raw_data = b"\1" * 48
+
+
+@bad("int8", "values 'w.values' is float16, expected bfloat16 or int8 or uint8")
+def values_of_another_type(node, tensors):
+    tensors["w.values"].data_type = onnx.TensorProto.FLOAT16
+    tensors["w.values"].dims[0] //= 2
+    tensors["w.values"].raw_data = tensors["w.values"].raw_data[: 2 * tensors["w.values"].dims[0]]
+
+
+@bad("int8", "malformed weight in tensors 'w.masks'")
+def masks_without_elements(node, tensors):
+    tensors["w.masks"].ClearField("dims")
+    tensors["w.masks"].dims.append(0)
+    tensors["w.masks"].raw_data = b""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_malformed_nodes_are_refused(name: str) -> None:
+    kind, change, message = BAD[name]
+    k, n = 128, 40
+    packed, scales = random_packed(np.random.default_rng(7), kind, k, n)
+    model = sparse_amx_matmul_model(packed, k, n, scales=scales, **attributes(kind))
+    change(model.graph.node[0], {tensor.name: tensor for tensor in model.graph.initializer})
+    with pytest.raises(Exception, match="'linear': " + message):
+        session(model)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 20, 21, 23])
+@pytest.mark.parametrize("unpack_once", [True, False])
+def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> None:
+    """Weights, storage, activations and residuals of all kinds in one model."""
+    k = 48
+    rng = np.random.default_rng(opset)
+    nodes, initializers, kinds = [], [], ["bf16", "int8", "int4 g32", "int4 g64"]
+    for index in range(8):
+        kind, dense = kinds[index % 4], index >= 4
+        if kind == "bf16":
+            packed, scales = _native.pack_bitmap(sparse_weight(rng, k, k, 0.5) / 5, dense=dense), np.zeros(0, np.float32)
+        else:
+            layer = Layer.random(rng, k, k, 0.5, GROUPS[kind], scale=0.01, dense=dense)
+            packed, scales = layer.packed, layer.packed_scales
+        residual = np.zeros((), np.float32) if index % 3 == 0 else rng.standard_normal((k,), dtype=np.float32)
+        part = sparse_amx_matmul_model(
+            packed, k, k, scales=scales, residual=residual, **attributes(kind, Activation(index % 5))
+        )
+        renamed = {tensor.name: f"{tensor.name}{index}" for tensor in part.graph.initializer}
+        renamed |= {"x": "x" if index == 0 else f"h{index}", "y": "y" if index == 7 else f"h{index + 1}"}
+        for tensor in part.graph.initializer:
+            tensor.name = renamed[tensor.name]
+        node = part.graph.node[0]
+        node.name = f"linear{index}"
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed[name] for name in node.output]
+        nodes.append(node)
+        initializers += part.graph.initializer
+    everything = Uses(frozenset({16, 8, 4}), True, frozenset(Activation), True)
+    body = ir.to_proto(sparse_amx_matmul_function(opset, everything, unpack_once))
+    shape = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["m", k]) for name in ("x", "y")]
+    model = helper.make_model(
+        helper.make_graph(nodes, "all", shape[:1], shape[1:], initializers),
+        functions=[body],
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
+    )
+    onnx.checker.check_model(model)
+    x = rng.standard_normal((3, k), dtype=np.float32)
+    kernel, inlined = (session(model, library=library).run(None, {"x": x})[0] for library in (True, False))
+    # A number near the middle of two steps may be rounded up by one and down by the other.
+    assert np.linalg.norm(kernel - inlined) <= 0.02 * np.linalg.norm(kernel)
