@@ -64,7 +64,7 @@ class OptimizationReport:
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
-    # Optimized against the pruned model before its layers were replaced: what rounding to bf16 costs.
+    # Optimized against the pruned and quantized model before its layers were replaced: what operators round.
     rounding_error: list[OutputError] = field(default_factory=list)
     portable_error: list[OutputError] = field(default_factory=list)  # portable body against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
@@ -162,7 +162,7 @@ class OptimizationReport:
                 f"({largest.name})"
             )
         for label, errors, meaning in (
-            ("rounding", self.rounding_error, "of this, bf16 and the order of sums alone cost"),
+            ("rounding", self.rounding_error, "of this, rounding in the operators alone costs"),
             ("portable", self.portable_error, "without the library the answers differ by"),
         ):
             if errors:

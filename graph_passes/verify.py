@@ -1,11 +1,12 @@
 """Runs the optimized model before anything is saved, and compares its answers, on the same feeds, with those of
 
 - the original: what the user gets for the price; a limit only if the recipe sets max_error;
-- the pruned model before its layers were replaced (the original, where nothing was pruned): only rounding of weights
-  and activations to bf16 may tell them apart. A number loses at most 2^-8, 0.0016 in the root mean square, so an answer
-  of one linear layer is off by 0.0023 of its norm, and after n of them by 0.0023 sqrt(n), for errors add up as in a
-  random walk. Measured: 0.006 for all-MiniLM (n = 36), 0.019 for stories15M (n = 43), 0.05 for a random Llama with
-  n = 449. ROUNDING_ERROR allows nine times as much. What goes wrong in all layers alike makes more (lost biases 0.2 to
+- the pruned and quantized model before its layers were replaced (the original, where nothing was changed): only what
+  an operator rounds, activations above all, may tell them apart. For each layer `replace` has measured by what share of
+  the norm (bf16: 0.0023, a number loses 0.0016 in the root mean square; int8: 0.01 or more, by how far the largest number
+  of a row stands out). From layer to layer these errors add up as in a random walk, to the root of the sum of their
+  squares. Measured in bf16: 0.006 for all-MiniLM (36 layers), 0.019 for stories15M (43), 0.05 for a random Llama with
+  449. ROUNDING_FACTOR times that sum is allowed. What goes wrong in all layers alike makes more (lost biases 0.2 to
   1.3); what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
 - the optimized model without our kernels, if it is portable. Kernels and portable body compute the same formula on the
   same bf16 numbers and differ only in the order of fp32 sums; but a sum that lies near the middle of two bf16 numbers
@@ -35,7 +36,7 @@ from .options import PassOptions, takes
 from .pipeline import Outputs, PassContext, RecipePass
 from .report import OutputError
 
-ROUNDING_ERROR = 0.02  # times the square root of the number of replaced layers
+ROUNDING_FACTOR = 9.0
 PORTABLE_ERROR = 5e-2
 POOR_ERROR = 0.3  # against the original: the report warns
 PORTABLE_COSINE = 0.998
@@ -45,7 +46,7 @@ PORTABLE_COSINE = 0.998
 class VerifyOptions(PassOptions):
     # The largest relative L2 error that any output may have against the original.
     max_error: float | None = field(default=None, metadata=takes("float", low=0.0, none=True))
-    # The same against the pruned model before its layers were replaced; None: by their number.
+    # The same against the pruned and quantized model before its layers were replaced; None: by what each layer rounds.
     max_rounding_error: float | None = field(default=None, metadata=takes("float", low=0.0, none=True))
     feeds: int = field(default=8, metadata=takes("int", low=1))  # how many of the given feeds are run
     # Spent on measuring latency; 0: it is not measured.
@@ -143,12 +144,12 @@ class VerifyPass(RecipePass):
                 )
         limit = self.options.max_rounding_error
         if limit is None:
-            limit = ROUNDING_ERROR * len(report.replaced) ** 0.5
+            limit = ROUNDING_FACTOR * sum(share * share for share in self.context.rounding.values()) ** 0.5
         for error in report.rounding_error:
             if not error.relative_l2 <= limit:
                 raise VerificationError(
-                    f"output {error.name!r} has relative error {error.relative_l2:.3g} against the pruned model before "
-                    f"its layers were replaced, expected at most {limit:.3g} from rounding to bf16; nothing was saved; "
+                    f"output {error.name!r} has relative error {error.relative_l2:.3g} against the model before its "
+                    f"layers were replaced, expected at most {limit:.3g} from rounding; nothing was saved; "
                     "exclude layers from replacement, or raise verify.max_rounding_error if your task bears it; if "
                     "nothing in the model explains it, please report this"
                 )

@@ -123,6 +123,7 @@ class ReplacePass(RecipePass):
             layer.bytes_after = self._packed_bytes(linear, stored)
             return
         layer.status = "replaced"
+        self.context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantization)
         tensors = self._pack(model, linear, weight)
         layer.bytes_after = sum(value.const_value.nbytes for value in tensors.values() if value.const_value is not None)
         self._emit(model, linear, tensors, epilogue)
@@ -194,15 +195,15 @@ class ReplacePass(RecipePass):
         found = self._replacement.run(x, packed, weight)
         del packed
         release_maps([tensor for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)])
-        if (np.abs(found - x @ weight.matrix) > self._replacement.rounding_bound(x, weight)).any():
+        product = x @ weight.matrix
+        if (np.abs(found - product) > self._replacement.rounding_bound(x, weight)).any():
             raise VerificationError(
                 f"layer {linear.name!r} answers differently with its packed weight, beyond what rounding explains; "
                 "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
             )
+        self.context.rounding[layer_key(linear)] = _relative(found - product, product) or 0.0
         exact = x @ original()
-        difference = exact - found
-        norm = float(np.linalg.norm(exact))
-        return float(np.linalg.norm(difference)) / norm if norm else None
+        return _relative(exact - found, exact)
 
     def _emit(self, model: ir.Model, linear: Linear, packed: dict[str, ir.Value], epilogue: Epilogue) -> None:
         """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
@@ -260,6 +261,11 @@ class ReplacePass(RecipePass):
         reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
+
+
+def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:
+    norm = float(np.linalg.norm(of))
+    return float(np.linalg.norm(difference)) / norm if norm else None
 
 
 def _bits(tensor: ir.TensorProtocol) -> np.ndarray:

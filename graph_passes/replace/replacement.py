@@ -76,6 +76,10 @@ class Replacement(abc.ABC):
         """How far each answer of `run` may be from x W."""
 
     @abc.abstractmethod
+    def typical_rounding(self, quantization: Quantization | None) -> float:
+        """||run - x W|| / ||x W|| of an ordinary layer: what is expected where no inputs are recorded."""
+
+    @abc.abstractmethod
     def complete(
         self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]
     ) -> ir.Function:

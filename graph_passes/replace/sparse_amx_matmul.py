@@ -126,6 +126,11 @@ class SparseAMXMatMul(Replacement):
         half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         return half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * (np.abs(x) @ magnitude)
 
+    def typical_rounding(self, quantization: Quantization | None) -> float:
+        # bf16: 2^-8 / sqrt 6 for each x and each w. int8: a step of max|x| / 127 over sqrt 12, for rows whose largest
+        # number is six times their root mean square.
+        return 0.0023 if quantization is None else 0.014
+
     def complete(
         self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]
     ) -> ir.Function:

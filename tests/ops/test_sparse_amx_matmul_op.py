@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from ortolan import _native
-from ortolan.graph_passes.replace.sparse_amx_matmul import sparse_amx_matmul_function
+from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
 from ..formats.test_bitmap import malformed, mutate
 from .single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
@@ -21,7 +21,7 @@ from .test_sparse_amx_matmul_kernels import DIMENSIONS, SPARSITIES, M
 
 
 def function(opset: int = 17) -> onnx.FunctionProto:
-    proto: onnx.FunctionProto = ir.to_proto(sparse_amx_matmul_function(opset))
+    proto: onnx.FunctionProto = ir.to_proto(sparse_amx_matmul_function(opset, Uses()))
     return proto
 
 

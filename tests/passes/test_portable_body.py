@@ -14,7 +14,9 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan.graph_passes import replace
-from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul, sparse_amx_matmul_function
+from ortolan.graph_passes.replace.replacement import LayerWeight
+from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
+from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
 from .small_models import make_model, matmul_model, optimize, run
 
@@ -24,15 +26,16 @@ def node_model(
 ) -> onnx.ModelProto:
     """One SparseAMXMatMul with its function."""
     k, n = weight.shape
-    packed = SparseAMXMatMul().pack(weight)
+    packed = SparseAMXMatMul().pack(LayerWeight(weight))
+    bf16 = ir.DataType.BFLOAT16
     tensors = {
-        name: array.view(ml_dtypes.bfloat16) if dtype == ir.DataType.BFLOAT16 else array
-        for name, array, dtype in packed
+        name: part.array.view(ml_dtypes.bfloat16) if part.dtype == bf16 else part.array
+        for name, part in packed.items()
     }
     if bias is not None:
         tensors["bias"] = bias
     axes = [f"axis{index}" for index in range(rank - 1)]
-    function = ir.to_proto(sparse_amx_matmul_function(opset, unpack_once))
+    function = ir.to_proto(sparse_amx_matmul_function(opset, Uses(dense=tensors["masks"].size == 0), unpack_once))
     return make_model(
         [
             helper.make_node(

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import Recipe
 from ortolan.graph_passes import replace
+from ortolan.graph_passes.replace.replacement import LayerWeight
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.models import tiny
 
@@ -281,8 +282,10 @@ def test_size_is_predicted_exactly(size, sparsity):
     rng = np.random.default_rng(0)
     weight = random_weight(*size) * (rng.random(size) >= sparsity)
     operator = SparseAMXMatMul()
-    packed = operator.pack(weight.astype(np.float32))
-    assert operator.packed_bytes(*size, np.count_nonzero(weight)) == sum(array.nbytes for _, array, _ in packed)
+    packed = operator.pack(LayerWeight(weight.astype(np.float32)))
+    assert operator.packed_bytes(*size, np.count_nonzero(weight), None) == sum(
+        part.array.nbytes for part in packed.values()
+    )
 
 
 def test_output_error_is_that_of_the_layer():

@@ -10,7 +10,9 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import Recipe, SessionError, VerificationError
 from ortolan.graph_passes.replace import ReplacePass, sparse_amx_matmul
+from ortolan.graph_passes.replace.replacement import PackedTensor
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
+from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses
 from ortolan.graph_passes.verify import measure_errors
 from ortolan.models import tiny
 
@@ -73,8 +75,8 @@ def test_max_error(tmp_path):
 def test_a_kernel_and_a_body_that_disagree(monkeypatch, tmp_path):
     right = sparse_amx_matmul.sparse_amx_matmul_function
 
-    def wrong(opset: int, unpack_once: bool) -> ir.Function:
-        function = right(opset, unpack_once)
+    def wrong(opset: int, uses: Uses, unpack_once: bool) -> ir.Function:
+        function = right(opset, uses, unpack_once)
         for node in function:
             if node.op_type == "Transpose":
                 node.attributes["perm"] = ir.AttrInt64s("perm", [1, 4, 2, 0, 3])
@@ -89,12 +91,13 @@ def test_a_kernel_and_a_body_that_disagree(monkeypatch, tmp_path):
 def test_packed_tensors_that_no_kernel_accepts(monkeypatch, tmp_path):
     right = SparseAMXMatMul.pack
 
-    def wrong(self, matrix):
-        masks, values, (name, offsets, dtype) = right(self, matrix)
-        return [masks, values, (name, offsets + 1, dtype)]
+    def wrong(self, weight):
+        packed = right(self, weight)
+        offsets = packed["offsets"]
+        return {**packed, "offsets": PackedTensor(offsets.array + 1, offsets.dtype)}
 
     monkeypatch.setattr(SparseAMXMatMul, "pack", wrong)
-    monkeypatch.setattr(SparseAMXMatMul, "run", lambda self, x, packed, k, n: x @ random_weight(k, n))
+    monkeypatch.setattr(SparseAMXMatMul, "run", lambda self, x, packed, weight: x @ weight.matrix)
     with pytest.raises(SessionError, match="offsets"):
         optimize(matmul_model(), tmp_path / "fast.onnx", options={"sparsity": 0.0})
     assert list(tmp_path.iterdir()) == []
