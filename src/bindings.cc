@@ -15,6 +15,7 @@
 #include "formats/bitmap.h"
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
+#include "formats/scales.h"
 #include "isa/isa.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
@@ -147,6 +148,21 @@ Array<int8_t> UnpackQuantizedArray(const Array<uint8_t>& masks, const Array<type
   return q;
 }
 
+py::array PackScalesArray(const CastArray<float>& scales, bool bf16) {
+  if (scales.ndim() != 2 || scales.shape(0) < 1 || scales.shape(1) < 1) {
+    throw std::invalid_argument("scales must be [groups, n], both 1 or more");
+  }
+  const int64_t groups = scales.shape(0);
+  const int64_t n = scales.shape(1);
+  const auto pack = [&](auto packed) {
+    PackScales(scales.data(), groups, n, packed.mutable_data());
+    return packed;
+  };
+  const std::vector<py::ssize_t> shape{BitmapPanels(n), groups, kPanelColumns};
+  if (bf16) return pack(Array<uint16_t>(shape));
+  return pack(Array<float>(shape));
+}
+
 template <typename Kernel>
 const Kernel& KernelByName(std::span<const Kernel> kernels, const Kernel& best,
                            const std::optional<std::string>& name) {
@@ -208,12 +224,21 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
   return y;
 }
 
-Array<float> SparseInt8MatMul(SparseInt8MatMulArgs& args, const CastArray<float>& x,
+template <typename T>
+Array<float> SparseInt8MatMul(SparseInt8MatMulArgs& args, const CastArray<float>& x, const Array<T>& scales,
                               const std::optional<CastArray<float>>& bias,
                               const std::optional<std::string>& kernel_name) {
   const int64_t k = args.w.k;
   const int64_t n = args.w.n;
   CheckActivations(x, bias, k, n);
+  const int64_t panels = BitmapPanels(n);
+  const int64_t groups = ScaleRows(k, args.group);
+  if (scales.ndim() != 3 || scales.shape(0) != panels || scales.shape(1) != groups ||
+      scales.shape(2) != kPanelColumns) {
+    throw std::invalid_argument(
+        ErrorText("scales must be [", panels, ", ", groups, ", ", kPanelColumns, "]: pack_scales makes them"));
+  }
+  args.scales = scales.data();
   args.m = x.shape(0);
   const SparseInt8MatMulKernel& kernel =
       KernelByName(SparseInt8MatMulKernels(), SelectSparseInt8MatMul(ActiveIsa(), args.m), kernel_name);
@@ -230,18 +255,16 @@ Array<float> SparseInt8MatMul(SparseInt8MatMulArgs& args, const CastArray<float>
 }
 
 Array<float> SparseAmxMatMulInt8(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<int8_t>& values,
-                                 const Array<int64_t>& offsets, const CastArray<float>& scales, int64_t k, int64_t n,
+                                 const Array<int64_t>& offsets, const Array<float>& scales, int64_t k, int64_t n,
                                  const std::optional<CastArray<float>>& bias,
                                  const std::optional<std::string>& kernel) {
   SparseInt8MatMulArgs args;
   args.w = CheckedQuantizedView<Int8Format>(masks, values, offsets, k, n);
-  if (scales.ndim() != 1 || scales.shape(0) != n) throw std::invalid_argument(ErrorText("scales must be [", n, "]"));
-  args.scales = scales.data();
-  return SparseInt8MatMul(args, x, bias, kernel);
+  return SparseInt8MatMul(args, x, scales, bias, kernel);
 }
 
 Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint8_t>& values,
-                                 const Array<int64_t>& offsets, const CastArray<float>& scales, int64_t group_size,
+                                 const Array<int64_t>& offsets, const Array<uint16_t>& scales, int64_t group_size,
                                  int64_t k, int64_t n, const std::optional<CastArray<float>>& bias,
                                  const std::optional<std::string>& kernel) {
   SparseInt8MatMulArgs args;
@@ -249,13 +272,8 @@ Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>
   if (!IsInt4Group(group_size)) {
     throw std::invalid_argument(ErrorText("group_size is ", group_size, ", expected 32, 64 or 128"));
   }
-  const int64_t groups = ScaleRows(k, group_size);
-  if (scales.ndim() != 2 || scales.shape(0) != groups || scales.shape(1) != n) {
-    throw std::invalid_argument(ErrorText("scales must be [", groups, ", ", n, "]"));
-  }
   args.group = group_size;
-  args.scales = scales.data();
-  return SparseInt8MatMul(args, x, bias, kernel);
+  return SparseInt8MatMul(args, x, scales, bias, kernel);
 }
 
 // Reads the buffer once, an equal part a thread.
@@ -305,6 +323,9 @@ PYBIND11_MODULE(_native, module) {
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
 
+  module.def("pack_scales", &PackScalesArray, py::arg("scales"), py::arg("bf16"),
+             "Scales [groups, n] as [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");
+
   module.def(
       "sparse_amx_matmul_kernels", [] { return KernelList(SparseMatMulKernels()); },
       "The rows of the room's kernel table, best first.");
@@ -318,13 +339,15 @@ PYBIND11_MODULE(_native, module) {
       "The rows of the room's kernel table for int8 and int4 weights, best first.");
   module.def(
       "sparse_amx_matmul_int8", &SparseAmxMatMulInt8, py::arg("x"), py::arg("masks").noconvert(),
-      py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales"), py::arg("k"), py::arg("n"),
-      py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
-      "y [m, n] = quantized x [m, k] @ (W scales [n]) + bias on one thread, by the named kernel or the best one.");
+      py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales").noconvert(), py::arg("k"),
+      py::arg("n"), py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+      "y [m, n] = quantized x [m, k] @ (W scales) + bias on one thread, by the named kernel or the best one; scales "
+      "float32 [panels, 1, 16].");
   module.def("sparse_amx_matmul_int4", &SparseAmxMatMulInt4, py::arg("x"), py::arg("masks").noconvert(),
-             py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales"), py::arg("group_size"),
-             py::arg("k"), py::arg("n"), py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
-             "The same with int4 weights and scales [ceil(k / group_size), n].");
+             py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales").noconvert(),
+             py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("bias") = py::none(),
+             py::arg("kernel") = py::none(),
+             "The same with int4 weights and bf16 scales (u16 bits) [panels, ceil(k / group_size), 16].");
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,
              py::arg("prefetch_bytes") = 4096, "Read a uint8 buffer once and return a checksum: the memory's rate.");

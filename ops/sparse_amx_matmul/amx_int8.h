@@ -131,8 +131,7 @@ class AmxInt8Loop {
         int32_t at[kRows][kPanelColumns];
       } sums;
       TileStore<kTile>(&sums, sizeof(sums.at[0]));
-      const float* scales = work.args.scales + group * work.args.w.n + (work.first_panel + p) * kPanelColumns;
-      const __m512 scale = _mm512_maskz_loadu_ps(work.Columns(p), scales);
+      const __m512 scale = LoadBf16Scales(work.args.Scales(work.first_panel + p, group));
       for (int64_t r = 0; r < kRows; ++r) {
         uint8_t* to = work.waiting[row + r][p];
         const __m512 total = group == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
@@ -189,7 +188,7 @@ class AmxInt8Loop {
       const int64_t column = (work.first_panel + p) * kPanelColumns;
       const __m512 bias =
           work.args.bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(columns, work.args.bias + column);
-      const __m512 scales = kInt4 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(columns, work.args.scales + column);
+      const __m512 scales = kInt4 ? _mm512_setzero_ps() : LoadFloatScales(work.args.Scales(work.first_panel + p, 0));
       for (int64_t i = 0; i < work.args.m; ++i) {
         const char* x = static_cast<const char*>(work.args.x) + i * work.row_bytes;
         float x_scale;

@@ -70,6 +70,13 @@ inline int32_t Avx512Quantize32(const float* x, int64_t left, float factor, int8
   return _mm512_reduce_add_epi32(sum);
 }
 
+// 16 scales, as float or as bf16, at any address.
+inline __m512 LoadFloatScales(const uint8_t* from) { return _mm512_loadu_ps(from); }
+inline __m512 LoadBf16Scales(const uint8_t* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
 // The sums of PanelLoop's Simd: one register holds the 16 columns of a panel.
 struct Avx512FloatSums {
   using Accumulator = __m512;

@@ -17,6 +17,7 @@
 //     Floats Zero(), BroadcastFloat(float), ToFloats(Sums), Multiply(Floats, Floats)
 //     Floats MultiplyAdd(Floats a, Floats b, Floats c)     a b + c, one rounding or two
 //     Floats LoadWaiting(const uint8_t*), void StoreWaiting(uint8_t*, Floats)        likewise
+//     Floats LoadFloatScales(const uint8_t*), LoadBf16Scales(const uint8_t*)         all 16, at any address
 //     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
 //     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
 //     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, zeros behind `left`; their
@@ -83,7 +84,7 @@ class Int8PanelLoop {
           row_bytes(SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group)),
           masks(a.w.masks + panel * kInt8Bitmap.Tiles(a.w.k) * kInt8Bitmap.TileMaskBytes()),
           values{a.w.values + a.w.offsets[panel], a.w.values + a.w.offsets[panel]},
-          scales(a.scales + panel * kPanelColumns),
+          scales(a.Scales(panel, 0)),
           y(a.y + panel * kPanelColumns),
           bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
           columns(static_cast<int>(a.w.n - panel * kPanelColumns < kPanelColumns ? a.w.n - panel * kPanelColumns
@@ -91,6 +92,9 @@ class Int8PanelLoop {
           span_bytes((a.w.offsets[panel + 1] - a.w.offsets[panel]) / spans) {}
 
     float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
+    Floats Int4Scales(int64_t group) const {
+      return Simd::LoadBf16Scales(scales + group * kPanelColumns * int64_t{sizeof(uint16_t)});
+    }
     // The block of kRows packed rows that begins at row i.
     const int8_t* X(int64_t i) const { return static_cast<const int8_t*>(args.x) + i * row_bytes; }
 
@@ -102,7 +106,7 @@ class Int8PanelLoop {
     int64_t row_bytes;
     const uint8_t* masks;
     const uint8_t* values[2];  // move along as tiles are expanded; int8 has one stream, int4 one a parity of rows
-    const float* scales;
+    const uint8_t* scales;
     float* y;
     const float* bias;
     int columns;
@@ -183,11 +187,7 @@ class Int8PanelLoop {
         }
       }
       Floats scales = Simd::Zero();
-      if constexpr (kInt4) {
-        const float* from = p.scales + group * p.args.w.n;
-        __builtin_prefetch(from + kPanelColumns);  // the next panel's: rows of scales lie far apart
-        scales = Simd::LoadColumns(from, p.columns);
-      }
+      if constexpr (kInt4) scales = p.Int4Scales(group);
       for (int i = 0; i < kRows; ++i) {
         if constexpr (kTimes16) sums[i][1] = Simd::DivideBy16(sums[i][1]);
         Sums sum = sums[i][0];
@@ -273,7 +273,7 @@ class Int8PanelLoop {
         for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + 4 * r);
       }
       if constexpr (kInt4) {
-        const Floats scales = Simd::LoadColumns(p.scales + group * p.args.w.n, p.columns);
+        const Floats scales = p.Int4Scales(group);
         for (int r = 0; r < kRows; ++r) {
           const Floats total = group == 0 ? Simd::Zero() : Simd::LoadWaiting(waiting.bytes[i + r]);
           Simd::StoreWaiting(waiting.bytes[i + r], Simd::MultiplyAdd(Simd::ToFloats(sums[r]), scales, total));
@@ -294,7 +294,7 @@ class Int8PanelLoop {
   }
 
   static void FinishInt8(const Panel& p, float* y, Sums sum, float x_scale) {
-    const Floats scale = Simd::Multiply(Simd::LoadColumns(p.scales, p.columns), Simd::BroadcastFloat(x_scale));
+    const Floats scale = Simd::Multiply(Simd::LoadFloatScales(p.scales), Simd::BroadcastFloat(x_scale));
     Finish(p, y, Simd::ToFloats(sum), scale);
   }
 

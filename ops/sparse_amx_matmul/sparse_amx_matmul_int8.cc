@@ -6,6 +6,8 @@
 #include <iterator>
 #include <limits>
 
+#include "support/bf16.h"
+
 namespace ortolan {
 
 #if defined(__x86_64__)
@@ -45,6 +47,20 @@ class Int4Stream {
   const uint8_t* next_[2];
 };
 
+void LoadScales(const SparseInt8MatMulArgs& args, int64_t panel, int64_t group, float* scales) {
+  const int64_t bytes = ScaleBytes(args.group);
+  const uint8_t* from = args.Scales(panel, group);
+  for (int64_t j = 0; j < kPanelColumns; ++j, from += bytes) {
+    if (args.group == kWholeColumn) {
+      std::memcpy(&scales[j], from, sizeof(scales[j]));
+    } else {
+      uint16_t bits;
+      std::memcpy(&bits, from, sizeof(bits));
+      scales[j] = Bf16ToFloat(bits);
+    }
+  }
+}
+
 template <typename Stream>
 void Multiply(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   const BitmapView& w = args.w;
@@ -74,7 +90,8 @@ void Multiply(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t pan
             sums[bit >> 2] += q * weights.Next(row);
           }
         }
-        const float* scales = args.scales + group * w.n + first;
+        float scales[kPanelColumns];
+        LoadScales(args, panel, group, scales);
         for (int64_t j = 0; j < columns; ++j) {
           // The factors in the order of the formulas: their product with a sum may overflow in one and not the other.
           if (args.group == kWholeColumn) {

@@ -4,14 +4,14 @@
 //     s_i  = a_i / 127                                 NaN if the row holds an Inf or a NaN
 //     q_il = x[i, l] * (127 / a_i), rounded to the nearest integer, ties to even: -127 … 127
 //
-//     int8   y[i, j] = (sum over l of q_il W[l, j]) * (s_i scales[j])  + bias[j]
+//     int8   y[i, j] = (sum over l of q_il W[l, j]) * (s_i scales[0, j])  + bias[j]
 //     int4   y[i, j] = s_i * sum over g of scales[g, j] * (sum over the l of group g of q_il W[l, j])  + bias[j]
 //
-// i < m, l < k, j < n; group g is inputs g G … g G + G - 1, the last one may be shorter; G is 32, 64 or 128.
+// i < m, l < k, j < n; groups of inputs and the packed order of scales: formats/scales.h.
 // s, q and the rest outside of the inner sums are float32. The inner sums are exact: k is at most 2^17, so that
 // 128 * 127 * k fits an int32. What float32 adds to that (u = 2^-24, exact inner sums D):
 //
-//     int8   |y - exact| <= 4 u |D s_i scales[j]|                          + u |y|
+//     int8   |y - exact| <= 4 u |D s_i scales[0, j]|                       + u |y|
 //     int4   |y - exact| <= (groups + 4) u s_i sum over g of |scales[g, j] D_g|  + u |y|
 //
 // and results below 2^-126, where float32 loses bits. Against the product of the float row with the dequantized weights
@@ -32,29 +32,26 @@
 
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
+#include "formats/scales.h"
 #include "isa/isa.h"
 
 namespace ortolan {
 
-// G where no scale ends inside of a column: int8.
-inline constexpr int64_t kWholeColumn = 0;
-
-inline constexpr bool IsInt4Group(int64_t group) { return group == 32 || group == 64 || group == 128; }
-
-// Rows of `scales` for k inputs.
-inline constexpr int64_t ScaleRows(int64_t k, int64_t group) {
-  return group == kWholeColumn ? 1 : (k + group - 1) / group;
-}
-
 struct SparseInt8MatMulArgs {
   int64_t m = 0;
-  const void* x = nullptr;        // packed by the kernel's own pack function, with the same k and group
-  BitmapView w;                   // has passed ValidateBitmap with kInt8Bitmap or kInt4Bitmap
-  int64_t group = kWholeColumn;   // int4: 32, 64 or 128
-  const float* scales = nullptr;  // [ScaleRows(w.k, group)][w.n]
-  const float* bias = nullptr;    // [w.n], or null
-  float* y = nullptr;             // [m][w.n]; must overlap nothing else
-  int64_t y_row_bytes = 0;        // from one row of y to the next, a multiple of 4
+  const void* x = nullptr;       // packed by the kernel's own pack function, with the same k and group
+  BitmapView w;                  // has passed ValidateBitmap with kInt8Bitmap or kInt4Bitmap
+  int64_t group = kWholeColumn;  // int4: 32, 64 or 128
+  const void* scales = nullptr;  // [panels][ScaleRows(w.k, group)][16] float (int8) or bf16 (int4), at any address
+  const float* bias = nullptr;   // [w.n], or null
+  float* y = nullptr;            // [m][w.n]; must overlap nothing else
+  int64_t y_row_bytes = 0;       // from one row of y to the next, a multiple of 4
+
+  // The 16 scales of a group.
+  const uint8_t* Scales(int64_t panel, int64_t g) const {
+    return static_cast<const uint8_t*>(scales) +
+           (panel * ScaleRows(w.k, group) + g) * kPanelColumns * ScaleBytes(group);
+  }
 };
 
 // Computes y for the panels panel_begin … panel_end-1 and all m rows. The sums wait in y while it works.

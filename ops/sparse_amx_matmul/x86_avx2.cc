@@ -229,6 +229,15 @@ struct Avx2Int8Simd {
     _mm256_store_ps(out, sums.low);
     _mm256_store_ps(out + 8, sums.high);
   }
+  static Floats LoadFloatScales(const uint8_t* from) {
+    const float* in = reinterpret_cast<const float*>(from);
+    return {_mm256_loadu_ps(in), _mm256_loadu_ps(in + 8)};
+  }
+  static __m256 Bf16ToFloats(const uint8_t* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static Floats LoadBf16Scales(const uint8_t* from) { return {Bf16ToFloats(from), Bf16ToFloats(from + 16)}; }
   static Floats LoadColumns(const float* from, int columns) { return Avx2Simd::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, Floats sums) { Avx2Simd::StoreColumns(to, columns, sums); }
 

@@ -87,6 +87,8 @@ struct Avx512Int8Simd {
   static __m512 ToFloats(__m512i sums) { return _mm512_cvtepi32_ps(sums); }
   static __m512 Multiply(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
   static __m512 MultiplyAdd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+  static __m512 LoadFloatScales(const uint8_t* from) { return ortolan::LoadFloatScales(from); }
+  static __m512 LoadBf16Scales(const uint8_t* from) { return ortolan::LoadBf16Scales(from); }
   static __m512 LoadColumns(const float* from, int columns) { return Avx512Simd::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, __m512 sums) { Avx512Simd::StoreColumns(to, columns, sums); }
 

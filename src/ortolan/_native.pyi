@@ -1,6 +1,6 @@
 """Native core of Ortolan: packers, kernels for tests and benchmarks, CPU information."""
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,17 @@ def unpack_bitmap_int4(
 ) -> NDArray[np.int8]:
     """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
 
+@overload
+def pack_scales(scales: NDArray[Any], bf16: Literal[False]) -> NDArray[np.float32]:
+    """Scales [groups, n] as float32 [panels, groups, 16], zeros beyond n.
+
+    Raises ValueError unless scales is a matrix of 1 or more rows and columns.
+    """
+
+@overload
+def pack_scales(scales: NDArray[Any], bf16: Literal[True]) -> NDArray[np.uint16]:
+    """The same as bf16 bits, rounded to nearest even."""
+
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""
 
@@ -78,14 +89,15 @@ def sparse_amx_matmul_int8(
     masks: NDArray[np.uint8],
     values: NDArray[np.int8],
     offsets: NDArray[np.int64],
-    scales: NDArray[Any],
+    scales: NDArray[np.float32],
     k: int,
     n: int,
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """y [m, n] = x [m, k] quantized row by row @ (W * scales [n]) + bias on one thread, by the named or best kernel.
+    """y [m, n] = x [m, k] quantized row by row @ (W * scales) + bias on one thread, by the named or best kernel.
 
+    scales are [panels, 1, 16], as pack_scales makes them.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 
@@ -94,14 +106,14 @@ def sparse_amx_matmul_int4(
     masks: NDArray[np.uint8],
     values: NDArray[np.uint8],
     offsets: NDArray[np.int64],
-    scales: NDArray[Any],
+    scales: NDArray[np.uint16],
     group_size: int,
     k: int,
     n: int,
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """The same with int4 weights and scales [ceil(k / group_size), n]; group_size is 32, 64 or 128."""
+    """The same with int4 weights and bf16 scales [panels, ceil(k / group_size), 16]; group_size is 32, 64 or 128."""
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
     """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""

@@ -25,9 +25,10 @@ class Format:
 
     def multiply(self, x: np.ndarray, packed: Packed, k: int, n: int, kernel: str | None) -> np.ndarray:
         if self.bits == 8:
-            return _native.sparse_amx_matmul_int8(x, *packed, np.ones(n, np.float32), k, n, kernel=kernel)
-        scales = np.ones((-(-k // 32), n), np.float32)
-        return _native.sparse_amx_matmul_int4(x, *packed, scales, 32, k, n, kernel=kernel)
+            scales = _native.pack_scales(np.ones((1, n), np.float32), bf16=False)
+            return _native.sparse_amx_matmul_int8(x, *packed, scales, k, n, kernel=kernel)
+        bf16_scales = _native.pack_scales(np.ones((-(-k // 32), n), np.float32), bf16=True)
+        return _native.sparse_amx_matmul_int4(x, *packed, bf16_scales, 32, k, n, kernel=kernel)
 
 
 INT8 = Format(8, _native.pack_bitmap_int8, _native.unpack_bitmap_int8)

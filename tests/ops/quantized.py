@@ -8,7 +8,7 @@ import numpy as np
 
 from ortolan import _native
 
-from .single_node import Packed, U
+from .single_node import Packed, U, to_bf16
 
 # Below this, float32 products lose bits.
 SMALLEST = 1.2e-38
@@ -34,7 +34,7 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Quantized weights with their scales: [n] for int8 (group None), [groups, n] for int4."""
+    """Quantized weights with their scales [groups, n]: one group for int8 (group None), bf16 numbers for int4."""
 
     weights: np.ndarray
     scales: np.ndarray
@@ -46,19 +46,23 @@ class Layer:
         cls, rng: np.random.Generator, k: int, n: int, sparsity: float, group: int | None, scale: float = 1.0
     ) -> Layer:
         q = sparse_integers(rng, k, n, sparsity, 8 if group is None else 4)
-        shape = (n,) if group is None else (-(-k // group), n)
+        shape = (1 if group is None else -(-k // group), n)
         scales = ((rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale).astype(np.float32)
+        if group is not None:
+            scales = to_bf16(scales)
         return cls(q, scales, group, _native.pack_bitmap_int8(q) if group is None else _native.pack_bitmap_int4(q))
 
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
         k, n = self.weights.shape
         if self.group is None:
-            return _native.sparse_amx_matmul_int8(x, *self.packed, self.scales, k, n, bias=bias, kernel=kernel)
-        return _native.sparse_amx_matmul_int4(x, *self.packed, self.scales, self.group, k, n, bias=bias, kernel=kernel)
+            scales = _native.pack_scales(self.scales, bf16=False)
+            return _native.sparse_amx_matmul_int8(x, *self.packed, scales, k, n, bias=bias, kernel=kernel)
+        bf16_scales = _native.pack_scales(self.scales, bf16=True)
+        return _native.sparse_amx_matmul_int4(x, *self.packed, bf16_scales, self.group, k, n, bias=bias, kernel=kernel)
 
     def dense(self) -> np.ndarray:
         """The weights as float64 [k, n]."""
-        scales = self.scales[None] if self.group is None else np.repeat(self.scales, self.group, axis=0)
+        scales = self.scales if self.group is None else np.repeat(self.scales, self.group, axis=0)
         return self.weights * scales[: self.weights.shape[0]].astype(np.float64)
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> None:

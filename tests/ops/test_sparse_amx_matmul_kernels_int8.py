@@ -89,7 +89,7 @@ def test_rounds_activations_to_nearest_even(kernel: str) -> None:
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49, 3.51, -126.5]], np.float32)
     k = x.shape[1]
     packed = _native.pack_bitmap_int8(np.eye(k, dtype=np.int8))
-    y = _native.sparse_amx_matmul_int8(x, *packed, np.ones(k, np.float32), k, k, kernel=kernel)
+    y = _native.sparse_amx_matmul_int8(x, *packed, np.ones((1, 1, 16), np.float32), k, k, kernel=kernel)
     np.testing.assert_array_equal(y, [[127, 0, 2, 2, 0, -2, -2, 3, 4, -126]])
 
 
@@ -123,7 +123,7 @@ def test_the_largest_sums_are_exact(kernel: str, group: int | None) -> None:
     for weight in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
         q = np.full((k, n), weight, np.int8)
         groups = 1 if group is None else k // group
-        scales = np.ones(n, np.float32) if group is None else np.ones((groups, n), np.float32)
+        scales = np.ones((groups, n), np.float32)
         packed = _native.pack_bitmap_int8(q) if group is None else _native.pack_bitmap_int4(q)
         layer = Layer(q, scales, group, packed)
         for m in (1, 2, 5, 17):
@@ -174,7 +174,7 @@ def test_stored_zeros_are_zeros() -> None:
         masks, values, offsets = pack(q)
         values = values.copy()
         values[: offsets[-1]] = 0 if group is None else 0x88
-        zero = Layer(np.zeros_like(q), np.ones((20,) if group is None else (3, 20), np.float32), group, None)
+        zero = Layer(np.zeros_like(q), np.ones((1 if group is None else 3, 20), np.float32), group, None)
         for kernel in runnable_int8_kernels():
             layer = Layer(zero.weights, zero.scales, group, (masks, values, offsets))
             np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), np.zeros((3, 20)))
@@ -190,9 +190,15 @@ def test_wrong_shapes_and_kernels_are_refused() -> None:
         layer.multiply(x[:, 1:])
     with pytest.raises(ValueError, match="bias must be"):
         layer.multiply(x, np.ones(19, np.float32))
-    with pytest.raises(ValueError, match=r"scales must be \[20\]"):
-        _native.sparse_amx_matmul_int8(x, *layer.packed, layer.scales[1:], 70, 20)
-    with pytest.raises(ValueError, match=r"scales must be \[3, 20\]"):
-        _native.sparse_amx_matmul_int4(x, *four.packed, four.scales[1:], 32, 70, 20)
+    scales = _native.pack_scales(layer.scales, bf16=False)
+    with pytest.raises(ValueError, match=r"scales must be \[2, 1, 16\]"):
+        _native.sparse_amx_matmul_int8(x, *layer.packed, scales[1:], 70, 20)
+    with pytest.raises(TypeError):
+        _native.sparse_amx_matmul_int8(x, *layer.packed, scales.astype(np.float64), 70, 20)
+    scales = _native.pack_scales(four.scales, bf16=True)
+    with pytest.raises(ValueError, match=r"scales must be \[2, 3, 16\]"):
+        _native.sparse_amx_matmul_int4(x, *four.packed, scales[:, 1:].copy(), 32, 70, 20)
     with pytest.raises(ValueError, match="group_size is 48"):
-        _native.sparse_amx_matmul_int4(x, *four.packed, four.scales, 48, 70, 20)
+        _native.sparse_amx_matmul_int4(x, *four.packed, scales, 48, 70, 20)
+    with pytest.raises(TypeError):
+        _native.sparse_amx_matmul_int4(x, *four.packed, scales.astype(np.float32), 32, 70, 20)

@@ -1,0 +1,35 @@
+// Scales of quantized weights: what an integer weight of a bitmap format is multiplied by.
+//
+// One scale for each column and each group of inputs. Group g is inputs g G … g G + G - 1 (the last one may be
+// shorter); int8 has one group of all inputs, int4 groups of G = 32, 64 or 128.
+//
+//     int8   float32 [panels, 1, 16]
+//     int4   bf16    [panels, groups, 16]
+//
+//     panels = ceil(n / 16), groups = ceil(k / G);   columns beyond n are zero
+//
+// The scales of a panel lie together, so that a kernel reads them from front to back; rows of 16 are loaded whole.
+#pragma once
+
+#include <cstdint>
+
+namespace ortolan {
+
+// G where a group is a whole column: int8.
+inline constexpr int64_t kWholeColumn = 0;
+
+inline constexpr bool IsInt4Group(int64_t group) { return group == 32 || group == 64 || group == 128; }
+
+// Groups of k inputs.
+inline constexpr int64_t ScaleRows(int64_t k, int64_t group) {
+  return group == kWholeColumn ? 1 : (k + group - 1) / group;
+}
+
+// Of one scale.
+inline constexpr int64_t ScaleBytes(int64_t group) { return group == kWholeColumn ? 4 : 2; }
+
+// Writes scales, row-major [groups, n] floats, as [panels, groups, 16] floats or, rounded to nearest even, bf16.
+void PackScales(const float* scales, int64_t groups, int64_t n, float* packed);
+void PackScales(const float* scales, int64_t groups, int64_t n, uint16_t* packed);
+
+}  // namespace ortolan
