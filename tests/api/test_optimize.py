@@ -112,7 +112,7 @@ def test_report_as_json_and_text(bert, tmp_path):
         "48 x 48",
         "50.0 %",
         "smaller",
-        "of this, bf16",
+        "of this, rounding",
         "run time",
         "last_hidden_state",
     ):
