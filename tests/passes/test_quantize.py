@@ -78,7 +78,7 @@ def weights(draw) -> np.ndarray:
     k, n = draw(st.integers(1, 150)), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     low, high = sorted(draw(st.tuples(*[st.floats(-45, 38.5)] * 2)))
-    values = rng.standard_normal((k, n)) * 10 ** rng.uniform(low, high, n)
+    values = rng.standard_normal((k, n)) * 10 ** (low + (high - low) * rng.random(n))
     if draw(st.booleans()):  # and inside of a column
         values *= 10.0 ** rng.uniform(-8, 0, (k, n))
     values[rng.random((k, n)) < draw(st.sampled_from([0.0, 0.5, 0.97, 1.0]))] = 0
