@@ -26,7 +26,7 @@ class Rule:
     """What values an option takes. `kind` is one of float, int, str, bool, globs, numbers_by_glob."""
 
     kind: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | tuple[int, ...] = ()
     low: float = -math.inf
     below: float = math.inf
     none: bool = False
@@ -65,7 +65,8 @@ class Rule:
         elif isinstance(value, _NUMBERS[self.kind]) and not isinstance(value, bool):
             number = int(value) if isinstance(value, numbers.Integral) else float(value)
             # The comparison with the largest float refuses NaN, infinities and integers too large for a float.
-            if self.low <= number < self.below and abs(number) <= sys.float_info.max:
+            in_range = self.low <= number < self.below and abs(number) <= sys.float_info.max
+            if in_range and (not self.choices or number in self.choices):
                 return number if self.kind == "int" else float(number)
         raise RecipeError(f"{where} is {value!r}, expected {self.describe()}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,6 +25,7 @@ from .report import LayerReport, OptimizationReport, human_bytes
 from .spill import TensorSpill
 
 if TYPE_CHECKING:
+    from .quantize import Quantization, QuantizedWeight
     from .recipe import Recipe
 
 Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, which is not compared
@@ -56,6 +57,9 @@ class PassContext:
     packed_weights: int = 0  # in all matrices that were packed so far
     # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.
     why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
+    # One for each pass quantize: how it is going to quantize a layer, or None. Known before any pass runs.
+    quantizations: list[Callable[[Linear], Quantization | None]] = field(default_factory=list)
+    quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key
     feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
     reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
@@ -143,12 +147,19 @@ def run_recipe(recipe: Recipe, model: ir.Model, context: PassContext) -> None:
             raise last from None
         raise ModelError(f"{context.source.name} could not be optimized: {type(last).__name__}: {last}") from error
     _note_unmatched(recipe, context)
-    grown = [layer for layer in context.layers.values() if layer.status == "pruned" and layer.growth > 0]
+    layers = context.layers.values()
+    grown = [layer for layer in layers if layer.status in ("pruned", "quantized") and layer.growth > 0]
     if grown:
         context.note(
-            f"{len(grown)} pruned layers, such as {grown[0].name!r}, now store their weights "
-            f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them from "
-            "pruning (prune.exclude)"
+            f"{len(grown)} {grown[0].status} layers, such as {grown[0].name!r}, now store their weights "
+            f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them "
+            "(prune.exclude, quantize.exclude)"
+        )
+    rounded = [layer for layer in layers if layer.status == "quantized"]
+    if rounded:
+        context.note(
+            f"{len(rounded)} layers, such as {rounded[0].name!r}, are quantized but not replaced: their weights are "
+            "rounded, yet still stored as floats, so nothing is gained in size or speed; add pass 'replace'"
         )
 
 

@@ -7,7 +7,7 @@ row-major order go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +15,11 @@ import onnx_ir as ir
 
 from ortolan.errors import ModelError, RecipeError
 
-from .constants import lazy, remove_unused
+from .constants import lazy
 from .linear import Linear
 from .options import Globs, PassOptions, takes
 from .pipeline import RecipePass
+from .weights import WeightGroup, check_patterns, group_layers
 
 # The magnitude of a weight is compared by the bits of its float32 form without the sign: the order is the same.
 _MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
@@ -37,19 +38,8 @@ class PruneOptions(PassOptions):
 
 
 @dataclass
-class PruneGroup:
-    """Layers that share one weight: it is pruned once."""
-
-    linears: list[Linear]
-    sparsity: float | None  # None: the layer takes part in the global threshold
-
-    @property
-    def weight(self) -> ir.TensorProtocol:
-        return self.linears[0].weight
-
-    @property
-    def weight_name(self) -> str:
-        return self.linears[0].weight_names[-1]
+class PruneGroup(WeightGroup):
+    sparsity: float | None  # None: the layers take part in the global threshold
 
 
 class PrunePass(RecipePass):
@@ -88,64 +78,32 @@ class PrunePass(RecipePass):
                 for linear in group.linears:
                     self.context.layer(linear).sparsity = zeros / weight.size
                 if group.linears and zeros > tally.zeros:
-                    self._put(model, group, weight, Threshold(threshold.key, own_ties))
+                    group.put(model, self.context, pruned_tensor(weight, Threshold(threshold.key, own_ties)), "pruned")
         step()
         return ir.passes.PassResult(model, modified=bool(groups))
 
     def _group(self, linears: Sequence[Linear]) -> list[PruneGroup]:
-        selected = [linear for linear in linears if linear.matches(self.options.select)]
-        for globs, option_name in ((self.options.select, "select"), (tuple(self.options.layers), "layers")):
-            for glob in globs:
-                if linears and not any(linear.matches((glob,)) for linear in linears):
+        options = self.options
+        found = group_layers(self.context, linears, options.select, options.exclude, "prune", "pruning")
+        check_patterns(linears, "layers", tuple(options.layers), "prune")
+        groups = []
+        for group in found:
+            first = group.linears[0]
+            sparsity = self._own_sparsity(first)
+            for linear in group.linears:
+                if self._own_sparsity(linear) != sparsity:
                     raise RecipeError(
-                        f"pass 'prune': pattern {glob!r} of {option_name} matches no linear layer; they are "
-                        f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"
+                        f"pass 'prune': layers {first.name!r} and {linear.name!r} share the weight "
+                        f"{group.weight_name!r}, but their sparsities differ; select both by its name"
                     )
-        groups: dict[Hashable, PruneGroup] = {}
-        for linear in selected:
-            if linear.matches(self.options.exclude):
-                self.context.layer(linear).reason = "excluded from pruning"
-                continue
-            if not self.context.gains(linear, 0):
-                continue
-            sparsity = self._own_sparsity(linear)
-            group = groups.setdefault(linear.weight_key, PruneGroup([], sparsity))
-            if group.sparsity != sparsity:
-                raise RecipeError(
-                    f"pass 'prune': layers {group.linears[0].name!r} and {linear.name!r} share the weight "
-                    f"{linear.weight_names[-1]!r}, but their sparsities differ; select both by its name"
-                )
-            group.linears.append(linear)
-        return list(groups.values())
+            groups.append(PruneGroup(group.linears, sparsity))
+        return groups
 
     def _own_sparsity(self, linear: Linear) -> float | None:
         for glob, sparsity in self.options.layers.items():
             if linear.matches((glob,)):
                 return sparsity
         return None if self.options.scope == "global" else self.options.sparsity
-
-    def _put(self, model: ir.Model, group: PruneGroup, weight: ir.TensorProtocol, threshold: Threshold) -> None:
-        """Gives the layers of the group the pruned weight; whoever else uses the original keeps it."""
-        value = group.linears[0].weight_value
-        pruned = pruned_tensor(weight, threshold)
-        nodes = {linear.node for linear in group.linears}
-        own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
-        if value.is_initializer() and own:
-            target = value
-        else:
-            target = ir.Value(name=self.context.new_name(model, f"{value.name}_pruned"))
-            target.type, target.shape = ir.TensorType(weight.dtype), ir.Shape(weight.shape.numpy())
-        pruned.name = target.name
-        target.const_value = pruned
-        if target is not value:
-            model.graph.register_initializer(target)
-        for linear in group.linears:
-            old = linear.weight_value
-            if old is not target:
-                linear.node.replace_input_with(1, target)
-                remove_unused(old)
-            layer = self.context.layer(linear)
-            layer.status, layer.bytes_after = "pruned", weight.nbytes
 
 
 @dataclass(frozen=True)

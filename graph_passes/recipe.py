@@ -141,16 +141,18 @@ class Recipe:
         """
         if not isinstance(options, Mapping):
             raise RecipeError(f'options is a {type(options).__name__}, expected a dict such as {{"sparsity": 0.7}}')
-        steps = list(self.passes)
+        # All of a pass are changed at once: one may be allowed only with the other.
+        changes: list[dict[str, Any]] = [{} for _ in self.passes]
         for name, value in options.items():
             found = self._owners(str(name))
             if len(found) > 1:
                 choices = listing(self._full_name(index, str(name).rpartition(".")[2]) for index in found)
                 raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
-            step = steps[found[0]]
-            option_name = str(name).rpartition(".")[2]
-            values = {key: getattr(step.options, key) for key in step.options.names()} | {option_name: value}
-            steps[found[0]] = replace(step, options=read_options(type(step.options), values, f"pass {step.name!r}"))
+            changes[found[0]][str(name).rpartition(".")[2]] = value
+        steps = []
+        for step, change in zip(self.passes, changes, strict=True):
+            values = {key: getattr(step.options, key) for key in step.options.names()} | change
+            steps.append(replace(step, options=read_options(type(step.options), values, f"pass {step.name!r}")))
         return replace(self, passes=tuple(steps))
 
     def _full_name(self, index: int, option: str) -> str:

@@ -6,6 +6,7 @@ from .calibrate import CalibratePass
 from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
+from .quantize import QuantizePass
 from .replace import ReplacePass
 from .verify import VerifyPass
 
@@ -13,6 +14,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "normalize": NormalizePass,
     "calibrate": CalibratePass,
     "prune": PrunePass,
+    "quantize": QuantizePass,
     "replace": ReplacePass,
     "verify": VerifyPass,
 }

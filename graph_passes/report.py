@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
-LayerStatus = Literal["replaced", "would replace", "pruned", "kept"]
+LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
 
 
 @dataclass
@@ -35,6 +35,7 @@ class LayerReport:
     output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's Y
     status: LayerStatus = "kept"
     reason: str | None = None
+    weight_bits: int | None = None  # of a quantized weight: 8 or 4
 
     @property
     def growth(self) -> int:
@@ -101,6 +102,9 @@ class OptimizationReport:
         layers = Table(title=title, title_justify="left")
         layers.add_column("layer", overflow="fold")
         layers.add_column("op")
+        quantized = any(layer.weight_bits for layer in self.layers)
+        if quantized:
+            layers.add_column("weights")
         for column in ("k x n", "sparsity", "before", "after", "error"):
             layers.add_column(column, justify="right")
         layers.add_column("status")
@@ -113,6 +117,7 @@ class OptimizationReport:
             cells = [
                 layer.name,
                 layer.op,
+                *([f"int{layer.weight_bits}" if layer.weight_bits else ""] if quantized else []),
                 f"{layer.k} x {layer.n}",
                 _percent(layer.sparsity),
                 human_bytes(layer.bytes_before),

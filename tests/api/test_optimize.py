@@ -103,6 +103,7 @@ def test_report_as_json_and_text(bert, tmp_path):
         "output_error": layer["output_error"],
         "status": "replaced",
         "reason": None,
+        "weight_bits": None,
     }
     assert 0 < layer["bytes_after"] < 4 * 48 * 48 / 2 and 0.1 < layer["output_error"] < 0.5
     text = str(report)

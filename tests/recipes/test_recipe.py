@@ -26,6 +26,16 @@ def test_sparse_bf16_is_there():
     assert steps == ["normalize", "calibrate", "prune", "replace", "verify"]
 
 
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 128)])
+def test_sparse_int8_and_int4_are_sparse_bf16_and_quantize(bits, group_size):
+    recipe, bf16 = Recipe.load(f"sparse-int{bits}"), Recipe.load("sparse-bf16")
+    assert tuple(step for step in recipe.passes if step.name != "quantize") == bf16.passes
+    assert [step.name for step in recipe.passes][2:4] == ["prune", "quantize"]
+    assert option_of(recipe, "quantize", "bits") == bits
+    assert option_of(recipe, "quantize", "group_size") == group_size
+    assert option_of(recipe, "quantize", "exclude") == option_of(recipe, "prune", "exclude")
+
+
 def test_load_from_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(Recipe.load("sparse-bf16").to_toml())
@@ -33,6 +43,7 @@ def test_load_from_a_file(tmp_path):
 
 
 PRUNE = 'name = "r"\n[[pass]]\nname = "prune"\n'
+QUANTIZE = PRUNE.replace("prune", "quantize")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +52,7 @@ PRUNE = 'name = "r"\n[[pass]]\nname = "prune"\n'
         ("", "has no name"),
         ('name = ""', "has no name"),
         ("name = 3", "name is 3, expected a text"),
-        ('name = "r"', r"has no \[\[pass\]\]; the passes are: calibrate, normalize, prune, replace, verify"),
+        ('name = "r"', r"has no \[\[pass\]\]; the passes are: calibrate, normalize, prune, quantize, replace, verify"),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
         ('name = "r"\nsparsity = 0.5', "unknown key 'sparsity', known ones are: description, name, pass"),
@@ -56,6 +67,13 @@ PRUNE = 'name = "r"\n[[pass]]\nname = "prune"\n'
         (PRUNE + "sparsity = true", "sparsity is True"),
         (PRUNE + 'sparsity = "0.5"', "sparsity is '0.5'"),
         (PRUNE + 'method = "wanda"', "method is 'wanda', expected one of 'magnitude'"),
+        (QUANTIZE + "bits = 3", r"pass 1 \(quantize\): bits is 3, expected one of 4, 8"),
+        (QUANTIZE + "bits = 4.0", "bits is 4.0, expected one of 4, 8"),
+        (QUANTIZE + "bits = true", "bits is True"),
+        (QUANTIZE + "bits = 4\ngroup_size = 48", "group_size is 48, expected one of 32, 64, 128"),
+        (QUANTIZE + "bits = 8\ngroup_size = 128", "group_size is 128, expected none with bits = 8, .*; leave it out"),
+        (QUANTIZE + "group_size = 32", "group_size is 32, expected none with bits = 8"),
+        (QUANTIZE + 'method = "gptq"', "method is 'gptq', expected one of 'rtn'"),
         (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
         (PRUNE + "layers = { a = 2.0 }", r"layers\['a'\] is 2.0, expected a number from 0 to below 1"),
         (PRUNE + "layers = 0.5", "layers is 0.5, expected a table"),
@@ -70,12 +88,22 @@ def test_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    "names", ["prune normalize", "replace prune", "replace calibrate", "verify replace", "verify verify"]
+    "names",
+    [
+        "prune normalize",
+        "replace prune",
+        "replace quantize",
+        "quantize prune",
+        "replace calibrate",
+        "verify replace",
+        "verify verify",
+    ],
 )
 def test_passes_in_the_wrong_order(names):
     before, after = names.split()
     steps = [{"name": name} for name in ("normalize", before, after)]
-    message = f"'{after}' comes after pass '{before}', expected the order: normalize, calibrate, prune, replace, verify"
+    order = "normalize, calibrate, prune, quantize, replace, verify"
+    message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
         Recipe.from_dict({"name": "r", "pass": steps})
 
@@ -107,6 +135,18 @@ def test_with_options():
     assert option_of(changed, "prune", "layers") == {"a": 0.0}
     assert option_of(recipe, "prune", "sparsity") == 0.5
     assert recipe.with_options({}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sparse-int8", {"group_size": 32, "bits": 4}), ("sparse-int4", {"bits": 8, "group_size": None})],
+)
+def test_options_that_depend_on_each_other_are_changed_together(name, options):
+    changed = Recipe.load(name).with_options(options)
+    assert {option: option_of(changed, "quantize", option) for option in options} == options
+    (alone, value), _ = options.items()
+    with pytest.raises(RecipeError, match=r"pass 'quantize': group_size is \d+, expected none with bits = 8"):
+        Recipe.load(name).with_options({alone: value})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Chooses the layers whose weights a pass changes, and gives them the changed weight. Shared by prune and quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortolan.errors import RecipeError
+
+from .constants import remove_unused
+from .linear import Linear
+from .options import Globs
+from .pipeline import PassContext
+from .report import LayerStatus
+
+
+@dataclass
+class WeightGroup:
+    """Layers that share one weight: it is changed once."""
+
+    linears: list[Linear]
+
+    @property
+    def weight(self) -> ir.TensorProtocol:
+        return self.linears[0].weight
+
+    @property
+    def weight_name(self) -> str:
+        return self.linears[0].weight_names[-1]
+
+    def put(self, model: ir.Model, context: PassContext, tensor: ir.TensorProtocol, status: LayerStatus) -> ir.Value:
+        """Gives the layers of the group another weight; whoever else uses the old one keeps it. Returns its value."""
+        value = self.linears[0].weight_value
+        nodes = {linear.node for linear in self.linears}
+        own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
+        if value.is_initializer() and own:
+            target = value
+        else:
+            target = ir.Value(name=context.new_name(model, f"{value.name}_{status}"))
+            target.type, target.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+        tensor.name = target.name
+        target.const_value = tensor
+        if target is not value:
+            model.graph.register_initializer(target)
+        for linear in self.linears:
+            old = linear.weight_value
+            if old is not target:
+                linear.node.replace_input_with(1, target)
+                remove_unused(old)
+            layer = context.layer(linear)
+            layer.status, layer.bytes_after = status, tensor.nbytes
+        return target
+
+
+def group_layers(
+    context: PassContext, linears: Sequence[Linear], select: Globs, exclude: Globs, pass_name: str, doing: str
+) -> list[WeightGroup]:
+    """The layers that the patterns choose and that a pass `replace` gains from, by weight.
+
+    Raises RecipeError for a pattern of `select` that matches no layer.
+    """
+    check_patterns(linears, "select", select, pass_name)
+    groups: dict[Hashable, WeightGroup] = {}
+    for linear in linears:
+        if not linear.matches(select):
+            continue
+        if linear.matches(exclude):
+            context.layer(linear).reason = f"excluded from {doing}"
+        elif context.gains(linear, 0):
+            groups.setdefault(linear.weight_key, WeightGroup([])).linears.append(linear)
+    return list(groups.values())
+
+
+def check_patterns(linears: Sequence[Linear], option_name: str, globs: Globs, pass_name: str) -> None:
+    """Raises RecipeError for a pattern that matches no layer."""
+    for glob in globs:
+        if linears and not any(linear.matches((glob,)) for linear in linears):
+            raise RecipeError(
+                f"pass {pass_name!r}: pattern {glob!r} of {option_name} matches no linear layer; they are "
+                f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"
+            )
