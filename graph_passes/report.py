@@ -36,6 +36,7 @@ class LayerReport:
     status: LayerStatus = "kept"
     reason: str | None = None
     weight_bits: int | None = None  # of a quantized weight: 8 or 4
+    fused: list[str] = field(default_factory=list)  # what the new operator computes as well: "gelu", "residual", …
 
     @property
     def growth(self) -> int:

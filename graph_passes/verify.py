@@ -172,9 +172,9 @@ class VerifyPass(RecipePass):
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
-    """Runs a pruned model whose layers are about to be replaced, for a pass verify that comes later."""
-    pruned = any(layer.status == "pruned" for layer in context.layers.values())
-    if not pruned or not context.feeds_to_verify or context.reference is not None:
+    """Runs a pruned or quantized model whose layers are about to be replaced, for a pass verify that comes later."""
+    changed = any(layer.status in ("pruned", "quantized") for layer in context.layers.values())
+    if not changed or not context.feeds_to_verify or context.reference is not None:
         return
     path = context.candidate.with_name("pruned.onnx")
     write_model(model, path, lambda done, total: None)

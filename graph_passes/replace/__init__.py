@@ -117,13 +117,13 @@ class ReplacePass(RecipePass):
             return
         epilogue = self._epilogue(linear)
         layer.new_op = self.options.op
-        layer.fused = [node.op_type for node in epilogue.nodes]
+        layer.fused = _describe(epilogue)
         if self.context.dry_run:
             layer.status = "would replace"
             layer.bytes_after = self._packed_bytes(linear, stored)
             return
         layer.status = "replaced"
-        self.context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantization)
+        self.context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
         tensors = self._pack(model, linear, weight)
         layer.bytes_after = sum(value.const_value.nbytes for value in tensors.values() if value.const_value is not None)
         self._emit(model, linear, tensors, epilogue)
@@ -138,7 +138,7 @@ class ReplacePass(RecipePass):
         """How the layer's weight is quantized, or will be by a pass to come."""
         found = self.context.quantized.get(linear.weight_key)
         if found is not None:
-            return found.quantization
+            return found
         plans = (plan(linear) for plan in self.context.quantizations)
         return next((plan for plan in plans if plan is not None), None)
 
@@ -218,13 +218,12 @@ class ReplacePass(RecipePass):
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
             nodes.append(widen)
             x = widen.outputs[0]
-        quantized = self.context.quantized.get(linear.weight_key)
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
             self._replacement.inputs(x, packed, self._bias(model, linear), epilogue.residual),
             self._replacement.attributes(
-                linear.k, linear.n, None if quantized is None else quantized.quantization, epilogue.activation
+                linear.k, linear.n, self.context.quantized.get(linear.weight_key), epilogue.activation
             ),
             name=linear.name,
         )
@@ -261,6 +260,11 @@ class ReplacePass(RecipePass):
         reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
+
+
+def _describe(epilogue: Epilogue) -> list[str]:
+    activation = [] if epilogue.activation == Activation.NONE else [epilogue.activation.name.lower()]
+    return activation + (["residual"] if epilogue.residual is not None else [])
 
 
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:

@@ -52,9 +52,7 @@ class FunctionBody:
         chosen = self.attribute(attribute) if len(cases) > 1 else None
         return self._one_of(chosen, list(cases.items()))
 
-    def _one_of(
-        self, chosen: ir.Value | None, cases: list[tuple[int, Callable[[FunctionBody], ir.Value]]]
-    ) -> ir.Value:
+    def _one_of(self, chosen: ir.Value | None, cases: list[tuple[int, Callable[[FunctionBody], ir.Value]]]) -> ir.Value:
         (number, write), *others = cases
         if chosen is None or not others:
             return write(self)

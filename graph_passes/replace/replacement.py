@@ -35,10 +35,6 @@ class LayerWeight:
     matrix: np.ndarray  # W, float32 [k, n]; of a quantized weight what it stands for
     quantized: QuantizedWeight | None = None
 
-    @property
-    def quantization(self) -> Quantization | None:
-        return None if self.quantized is None else self.quantized.quantization
-
 
 class Replacement(abc.ABC):
     """y = activation(x W + bias) + residual by an operator of ours, whose weight is packed ahead of time."""
@@ -62,9 +58,7 @@ class Replacement(abc.ABC):
         """The inputs of the node, in order."""
 
     @abc.abstractmethod
-    def attributes(
-        self, k: int, n: int, quantization: Quantization | None, activation: Activation
-    ) -> list[ir.Attr]:
+    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
         """The attributes of the node."""
 
     @abc.abstractmethod
@@ -80,9 +74,7 @@ class Replacement(abc.ABC):
         """||run - x W|| / ||x W|| of an ordinary layer: what is expected where no inputs are recorded."""
 
     @abc.abstractmethod
-    def complete(
-        self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]
-    ) -> ir.Function:
+    def complete(self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]) -> ir.Function:
         """The operator in standard ONNX, fit for all of its nodes in this model: what runs without our library.
 
         May give the nodes inputs that the function needs and they lack. unpack_once: ONNX Runtime may unpack all

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ..constants import constant_tensor
 from ..epilogue import Activation
+from ..model_file import release_maps
 from ..normalize import ORTOLAN_DOMAIN
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .sparse_amx_matmul_function import (
@@ -55,7 +56,7 @@ class SparseAMXMatMul(Replacement):
         from ortolan import _native
 
         quantized = weight.quantized
-        bits = weight_bits(weight.quantization)
+        bits = weight_bits(quantized)
         if quantized is None:
             source, pack = np.ascontiguousarray(weight.matrix), _native.pack_bitmap
         else:
@@ -71,6 +72,8 @@ class SparseAMXMatMul(Replacement):
         if quantized is not None:
             scales = _native.pack_scales(quantized.scales.numpy(), bits == 4)
             packed["scales"] = PackedTensor(scales, ir.DataType.BFLOAT16 if bits == 4 else ir.DataType.FLOAT)
+            del source
+            release_maps([quantized.q, quantized.scales])
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
@@ -93,9 +96,7 @@ class SparseAMXMatMul(Replacement):
             values.pop()
         return values
 
-    def attributes(
-        self, k: int, n: int, quantization: Quantization | None, activation: Activation
-    ) -> list[ir.Attr]:
+    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
         numbers = {
             "k": k,
             "n": n,
@@ -111,12 +112,11 @@ class SparseAMXMatMul(Replacement):
 
         k, n = weight.matrix.shape
         bitmap = (packed["masks"].array, packed["values"].array, packed["offsets"].array)
-        quantization = weight.quantization
-        if quantization is None:
+        if weight.quantized is None:
             return _native.sparse_amx_matmul(x, *bitmap, k, n)
-        if quantization.group_size is None:
+        if weight.quantized.group_size is None:
             return _native.sparse_amx_matmul_int8(x, *bitmap, packed["scales"].array, k, n)
-        return _native.sparse_amx_matmul_int4(x, *bitmap, packed["scales"].array, quantization.group_size, k, n)
+        return _native.sparse_amx_matmul_int4(x, *bitmap, packed["scales"].array, weight.quantized.group_size, k, n)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)
@@ -131,12 +131,8 @@ class SparseAMXMatMul(Replacement):
         # number is six times their root mean square.
         return 0.0023 if quantization is None else 0.014
 
-    def complete(
-        self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]
-    ) -> ir.Function:
-        nodes = [
-            node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == OP_TYPE
-        ]
+    def complete(self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]) -> ir.Function:
+        nodes = [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == OP_TYPE]
         uses = Uses(
             weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
             dense=any(_has_no_elements(node.inputs[INPUTS.index("masks")]) for node in nodes),

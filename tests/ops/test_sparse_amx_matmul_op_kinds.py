@@ -74,7 +74,12 @@ def test_a_row_of_zeros_or_with_infinity() -> None:
     x = rng.standard_normal((4, 40), dtype=np.float32)
     x[0], x[1, 3], x[2, 5] = 0, np.inf, np.nan
     model = sparse_amx_matmul_model(
-        layer.packed, 40, 20, functions=(function(uses("int8", False)),), scales=layer.packed_scales, **attributes("int8")
+        layer.packed,
+        40,
+        20,
+        functions=(function(uses("int8", False)),),
+        scales=layer.packed_scales,
+        **attributes("int8"),
     )
     for library in (True, False):
         y = session(model, library=library).run(None, {"x": x})[0]
@@ -150,7 +155,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
             packed, k, n, scales=scales, residual=("m", n), **attributes(kind, Activation.GELU)
         )
         for m in (1, 600):
-            feeds = {name: rng.standard_normal((m, size), dtype=np.float32) for name, size in (("x", k), ("residual", n))}
+            feeds = {
+                name: rng.standard_normal((m, size), dtype=np.float32) for name, size in (("x", k), ("residual", n))
+            }
             one, two, three = (session(model, threads=threads).run(None, feeds)[0] for threads in (1, 2, 3))
             np.testing.assert_array_equal(one, two)
             np.testing.assert_array_equal(one, three)
@@ -262,7 +269,10 @@ def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> N
     for index in range(8):
         kind, dense = kinds[index % 4], index >= 4
         if kind == "bf16":
-            packed, scales = _native.pack_bitmap(sparse_weight(rng, k, k, 0.5) / 5, dense=dense), np.zeros(0, np.float32)
+            packed, scales = (
+                _native.pack_bitmap(sparse_weight(rng, k, k, 0.5) / 5, dense=dense),
+                np.zeros(0, np.float32),
+            )
         else:
             layer = Layer.random(rng, k, k, 0.5, GROUPS[kind], scale=0.01, dense=dense)
             packed, scales = layer.packed, layer.packed_scales

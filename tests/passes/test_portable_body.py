@@ -29,8 +29,7 @@ def node_model(
     packed = SparseAMXMatMul().pack(LayerWeight(weight))
     bf16 = ir.DataType.BFLOAT16
     tensors = {
-        name: part.array.view(ml_dtypes.bfloat16) if part.dtype == bf16 else part.array
-        for name, part in packed.items()
+        name: part.array.view(ml_dtypes.bfloat16) if part.dtype == bf16 else part.array for name, part in packed.items()
     }
     if bias is not None:
         tensors["bias"] = bias
