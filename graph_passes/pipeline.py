@@ -52,7 +52,7 @@ class PassContext:
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
-    # For each replaced layer: how far its answers are from those with the weight that was packed, ||difference|| / ||.||.
+    # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
     # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.

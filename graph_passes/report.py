@@ -117,7 +117,7 @@ class OptimizationReport:
                 continue
             cells = [
                 layer.name,
-                layer.op,
+                "+".join([layer.op, *layer.fused]),
                 *([f"int{layer.weight_bits}" if layer.weight_bits else ""] if quantized else []),
                 f"{layer.k} x {layer.n}",
                 _percent(layer.sparsity),

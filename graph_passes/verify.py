@@ -3,10 +3,10 @@
 - the original: what the user gets for the price; a limit only if the recipe sets max_error;
 - the pruned and quantized model before its layers were replaced (the original, where nothing was changed): only what
   an operator rounds, activations above all, may tell them apart. For each layer `replace` has measured by what share of
-  the norm (bf16: 0.0023, a number loses 0.0016 in the root mean square; int8: 0.01 or more, by how far the largest number
-  of a row stands out). From layer to layer these errors add up as in a random walk, to the root of the sum of their
-  squares. Measured in bf16: 0.006 for all-MiniLM (36 layers), 0.019 for stories15M (43), 0.05 for a random Llama with
-  449. ROUNDING_FACTOR times that sum is allowed. What goes wrong in all layers alike makes more (lost biases 0.2 to
+  the norm (bf16: 0.0023, a number loses 0.0016 in the root mean square; int8: 0.01 or more, by how far the largest
+  number of a row stands out). From layer to layer these errors add up as in a random walk, to the root of the sum of
+  their squares. Measured in bf16: 0.006 for all-MiniLM (36 layers), 0.019 for stories15M (43), 0.05 for a random Llama
+  with 449. ROUNDING_FACTOR times that sum is allowed. What goes wrong in all layers alike makes more (lost biases 0.2 to
   1.3); what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
 - the optimized model without our kernels, if it is portable. Kernels and portable body compute the same formula on the
   same bf16 numbers and differ only in the order of fp32 sums; but a sum that lies near the middle of two bf16 numbers

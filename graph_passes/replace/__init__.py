@@ -53,6 +53,7 @@ class ReplacePass(RecipePass):
     def __init__(self, options: PassOptions, context: PassContext) -> None:
         super().__init__(options, context)
         self._replacement = REPLACEMENTS[self.options.op]()
+        self._runs = False
         context.why_not_replace.append(self._why_not)
 
     def requires(self, model: ir.Model) -> None:
@@ -63,6 +64,7 @@ class ReplacePass(RecipePass):
             )
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        self._runs = not self.context.dry_run
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
@@ -135,10 +137,9 @@ class ReplacePass(RecipePass):
         return find_epilogue(linear.output)
 
     def _quantization(self, linear: Linear) -> Quantization | None:
-        """How the layer's weight is quantized, or will be by a pass to come."""
-        found = self.context.quantized.get(linear.weight_key)
-        if found is not None:
-            return found
+        """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
+        if self._runs:
+            return self.context.quantized.get(linear.weight_key)
         plans = (plan(linear) for plan in self.context.quantizations)
         return next((plan for plan in plans if plan is not None), None)
 
