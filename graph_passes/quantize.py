@@ -8,7 +8,7 @@ Round to nearest, symmetric. W is [k, n]. A scale belongs to a column (int8), or
     all W of a column or group zero: scale = 0, q = 0
 
 Arithmetic is float32, bf16() rounds to nearest even. No q needs clipping: |W| / scale exceeds 127 by a rounding of
-float32 at most, and 7 by 7 * 2^-8, for bf16() loses at most 2^-8 of the scale; so rint gives 127 and 7 again.
+float32 at most, and 7 by 7 * 2^-8, for bf16() loses at most 2^-8 of the scale; so rint gives 127 and 7 at most.
 
     |W - scale q| <= scale / 2 (1 + 2^-16)
 
