@@ -1,10 +1,10 @@
 """Finds what follows a linear layer and can be computed in its epilogue: Y = activation(X W + b) + residual.
 
-Exporters write one activation in many ways: TorchScript GELU as x (1 + erf(x / sqrt 2)) 0.5, ORT's fusions expect
-(x 0.5) (1 + erf(...)), tf2onnx multiplies by sqrt 0.5. We do not list these orders. The nodes behind a layer are worked
-out as polynomials in x, erf(u), tanh(u) and sigmoid(u), and the activation is told by its coefficients, so that any order
-of factors and terms is found, and nothing else. (onnxscript's rewriter needs a pattern for each association, commutes
-each into 16 for one GELU by erf and 128 for one by tanh, and does not see the numbers in Constant nodes.)
+Exporters write one activation in many ways: TorchScript GELU as x (1 + erf(x / sqrt 2)) 0.5, others as
+(x 0.5) (1 + erf(...)), tf2onnx multiplies by sqrt 0.5. These orders are not listed here. The nodes behind a layer are
+worked out as polynomials in x, erf(u), tanh(u) and sigmoid(u), and an activation is told by its coefficients, so that
+every order of factors and terms is found, and nothing else. (onnxscript's rewriter would need a pattern for each
+grouping of the factors, each of which it commutes into 8 for GELU by erf and 64 by tanh.)
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _ACTIVATIONS: dict[Activation, _Polynomial] = {
 }
 _MAXIMUM_DEGREE = 3
 
-# Room for the product of a few constants, each rounded to float32 (2^-24 = 6e-8), and for those that people write with
-# seven digits. It moves an activation by less than 3e-7, about what float32 rounds 1 + erf by; constants that were
-# rounded to float16 or bfloat16 (5e-4 and 4e-3) stay what they are.
+# Room for the product of a few numbers, each rounded to float32 (by 2^-24 = 6e-8), and for those that people write with
+# seven digits. It moves an activation by less than 1e-6 |x|, as the roundings of a formula's float32 operations do.
+# Numbers that were rounded to float16 or bfloat16 (by 5e-4, 4e-3) make another function.
 _TOLERANCE = 1e-6
 
 
@@ -90,9 +90,7 @@ def find_epilogue(output: ir.Value) -> Epilogue:
 
 
 def _element_type(output: ir.Value) -> ir.DataType | None:
-    """Of a layer's output. Models need not say, but the layer's weight or bias has the same type."""
-    if output.dtype is not None:
-        return output.dtype
+    """Of a layer's output, which has the type of the weight or bias. Models need not say it."""
     node = output.producer()
     constants = [constant_tensor(value) for value in node.inputs] if node is not None else []
     return next((constant.dtype for constant in constants if constant is not None), None)
