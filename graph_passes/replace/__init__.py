@@ -213,7 +213,8 @@ class ReplacePass(RecipePass):
         """
         graph = linear.node.graph
         assert graph is not None
-        x, nodes = linear.x, []
+        # As it is now: whatever made the layer's input may have been replaced meanwhile.
+        x, nodes = linear.node.inputs[0], []
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
