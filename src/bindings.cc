@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "epilogue/epilogue.h"
 #include "formats/bitmap.h"
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
@@ -31,6 +32,8 @@ template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 template <typename T>
 using CastArray = py::array_t<T, py::array::c_style | py::array::forcecast>;
+template <typename T>
+using StridedArray = py::array_t<T, py::array::forcecast>;
 
 template <typename T>
 Array<T> ToArray(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
@@ -276,6 +279,46 @@ Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>
   return SparseInt8MatMul(args, x, scales, bias, kernel);
 }
 
+// y and residual may have gaps between their rows: the kernel sees the row strides of both.
+StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
+                             const std::optional<StridedArray<float>>& residual,
+                             const std::optional<std::string>& kernel_name) {
+  constexpr int64_t kFloatBytes = sizeof(float);
+  if (y.ndim() != 2) throw std::invalid_argument(ErrorText("y has ", y.ndim(), " dimensions, expected 2: [m, n]"));
+  EpilogueArgs args;
+  args.m = y.shape(0);
+  args.n = y.shape(1);
+  if (!IsActivation(activation)) {
+    throw std::invalid_argument(ErrorText("activation is ", activation, ", expected 0 to 4"));
+  }
+  args.activation = static_cast<Activation>(activation);
+  if (residual) {
+    if (residual->ndim() != 2 || residual->shape(0) != args.m || residual->shape(1) != args.n) {
+      throw std::invalid_argument(ErrorText("residual must be [", args.m, ", ", args.n, "], as y"));
+    }
+    if (residual->size() > 1 &&
+        ((args.n > 1 && residual->strides(1) != kFloatBytes) || residual->strides(0) % kFloatBytes != 0)) {
+      throw std::invalid_argument("residual must have rows of contiguous float32");
+    }
+    args.residual = residual->data();
+    args.residual_row_bytes = residual->strides(0);
+  }
+  const EpilogueKernel& kernel = KernelByName(EpilogueKernels(), SelectEpilogue(ActiveIsa()), kernel_name);
+  const int64_t row = args.m > 1 ? std::max(args.n, y.strides(0) / kFloatBytes) : args.n;
+  Array<float> result({args.m, row});
+  std::fill_n(result.mutable_data(), result.size(), 0.0f);
+  for (int64_t i = 0; i < args.m; ++i) {
+    for (int64_t j = 0; j < args.n; ++j) result.mutable_at(i, j) = y.at(i, j);
+  }
+  args.y = result.mutable_data();
+  args.y_row_bytes = row * kFloatBytes;
+  {
+    py::gil_scoped_release release;
+    kernel.run(args);
+  }
+  return StridedArray<float>({args.m, args.n}, {args.y_row_bytes, kFloatBytes}, result.data(), result);
+}
+
 // Reads the buffer once, an equal part a thread.
 uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
   constexpr int kMostThreads = 256;
@@ -348,6 +391,13 @@ PYBIND11_MODULE(_native, module) {
              py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("bias") = py::none(),
              py::arg("kernel") = py::none(),
              "The same with int4 weights and bf16 scales (u16 bits) [panels, ceil(k / group_size), 16].");
+
+  module.def(
+      "epilogue_kernels", [] { return KernelList(EpilogueKernels()); },
+      "The rows of the epilogue's kernel table, best first.");
+  module.def("epilogue", &Epilogue, py::arg("y"), py::arg("activation"), py::arg("residual") = py::none(),
+             py::arg("kernel") = py::none(),
+             "activation(y) + residual [m, n] as a new array, by the named kernel or the best one.");
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,
              py::arg("prefetch_bytes") = 4096, "Read a uint8 buffer once and return a checksum: the memory's rate.");

@@ -115,5 +115,18 @@ def sparse_amx_matmul_int4(
 ) -> NDArray[np.float32]:
     """The same with int4 weights and bf16 scales [panels, ceil(k / group_size), 16]; group_size is 32, 64 or 128."""
 
+def epilogue_kernels() -> list[KernelInfo]:
+    """The rows of the epilogue's kernel table, best first."""
+
+def epilogue(
+    y: NDArray[Any], activation: int, residual: NDArray[Any] | None = None, kernel: str | None = None
+) -> NDArray[np.float32]:
+    """activation(y) + residual [m, n] as a new array, by the named kernel or the best one.
+
+    activation: 0 none, 1 ReLU, 2 GELU by erf, 3 GELU by tanh, 4 SiLU. The result keeps the gaps between the rows of y;
+    they hold zeros. Raises ValueError for other activations, wrong shapes, a residual whose rows are not contiguous,
+    and kernels that this CPU cannot run.
+    """
+
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
     """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""

@@ -1,0 +1,63 @@
+// Epilogue: the element-wise end of a linear layer, in place. A part that the matmul rooms share, no op of its own:
+// they run it on each piece of Y right after its matmul, while it is in the cache.
+//
+//     y[i, j] = activation(y[i, j]) + residual[i, j]        i < m, j < n
+//
+//     kNone      x
+//     kRelu      max(x, 0)
+//     kGelu      x Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2              ONNX Gelu, approximate="none"
+//     kGeluTanh  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2          ONNX Gelu, approximate="tanh"
+//     kSilu      x / (1 + exp(-x))
+//
+// Error, every kernel, every finite float32 x (huge, tiny, denormal), against the exact formula:
+//     kNone, kRelu                exact
+//     kGelu, kGeluTanh, kSilu     |error| <= 3 2^-24 |x| + 2^-149        (measured: README.md)
+// For x < -13.3 (kGelu), -10.1 (kGeluTanh), -88 (kSilu) the activation is zero, for x > 13.3, 10.1, 88 it is x. The
+// residual is added with one float32 rounding, 2^-24 |y| more. Where the caller's thread flushes denormals to zero,
+// 2^-126 stands for 2^-149.
+//
+// NaN gives NaN; the activations of Inf are their limits: +Inf gives +Inf, -Inf gives 0 (kNone: -Inf). Then the
+// residual is added by the rules of IEEE 754. Zero keeps its sign.
+//
+// An element's result depends on its own x and residual only, not on where it stands, m, n or the strides. Kernels
+// differ from each other in the last bits.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "isa/isa.h"
+
+namespace ortolan {
+
+// The values are those of the operators' attribute `activation`.
+enum class Activation : int64_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+
+// Whether the attribute of a model file may be cast to Activation. The caller asks: kernels do not.
+constexpr bool IsActivation(int64_t value) { return value >= 0 && value <= static_cast<int64_t>(Activation::kSilu); }
+
+struct EpilogueArgs {
+  int64_t m = 0;
+  int64_t n = 0;
+  float* y = nullptr;               // [m][n]; only these elements are read and written
+  int64_t y_row_bytes = 0;          // from one row of y to the next
+  const float* residual = nullptr;  // [m][n], or null: none. The same memory as y, or none of it
+  int64_t residual_row_bytes = 0;   // 0 adds one row to every row of y
+  Activation activation = Activation::kNone;
+};
+
+using EpilogueFn = void(const EpilogueArgs& args);
+
+struct EpilogueKernel {
+  const char* name;
+  Isa isa;
+  EpilogueFn* run;
+};
+
+// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+std::span<const EpilogueKernel> EpilogueKernels();
+
+// The best kernel on a CPU of this tier. Never fails.
+const EpilogueKernel& SelectEpilogue(Isa isa);
+
+}  // namespace ortolan

@@ -1,0 +1,147 @@
+// The formulas, once for all tiers, and the loop over rows. Included by epilogue.cc and x86_*.cc only; everything is
+// local to the including file, as in sparse_amx_matmul/panel_loop.h. Derivation and fits: README.md.
+//
+// A tier gives a struct Simd with
+//     Float, kLanes                                   kLanes floats
+//     Float Set(float), Load(const float*), LoadFirst(const float*, int64_t count)
+//     void Store(float*, Float), StoreFirst(float*, int64_t count, Float)
+//         First: `count` < kLanes lanes; no other memory is touched
+//     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
+//     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
+//     Float Abs(a)
+//     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
+#pragma once
+
+#include <cstdint>
+
+#include "epilogue/epilogue.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd>
+class VectorActivations {
+  using Float = typename Simd::Float;
+
+  static Float Set(float value) { return Simd::Set(value); }
+
+  template <int kTerms>
+  static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {  // lowest power first
+    Float sum = Set(coefficients[kTerms - 1]);
+#pragma GCC unroll 8
+    for (int i = kTerms - 2; i >= 0; --i) sum = Simd::MultiplyAdd(sum, x, Set(coefficients[i]));
+    return sum;
+  }
+
+  // 2^(a b) for -127.4 <= a b <= 0; zero below -126.5. a b is not rounded where MultiplyAdd is fused.
+  static Float Exp2(Float a, Float b) {
+    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the bias of float32's exponent.
+    // -127 meets exponent bits of zero: the flush to zero costs nothing.
+    const Float magic = Set(12582912.0f + 127.0f);
+    const Float shifted = Simd::MultiplyAdd(a, b, magic);
+    const Float fraction = Simd::MultiplyAdd(a, b, Simd::Subtract(magic, shifted));
+    // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 0.05 x 2^-24.
+    constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6af7cp-5f,
+                               0x1.3b2de0p-7f, 0x1.5f082ep-10f, 0x1.416b52p-13f};
+    return Simd::Multiply(Polynomial(fraction, kExp2), Simd::ExponentFromLowBits(shifted));
+  }
+
+  // Gates g with g(-x) = 1 - g(x): x g(x) = max(x, 0) - |x| (1 - g(|x|)). Excess(a) = a (1 - g(a)) for 0 <= a <= kMost.
+  // It vanishes for large a: at kMost its power of two is 2^-127, which counts as zero, and larger |x| are cut there.
+  struct Gelu {
+    static constexpr float kMost = 13.2687f;
+    static Float Excess(Float a) {
+      // 1 - Phi(a) = exp(-a^2 / 2) R(a); R = P / Q, minimax on 0 … 13.3: relative error 0.41 x 2^-24.
+      constexpr float kP[] = {0.5f, 0x1.bd7114p-2f, 0x1.72404ep-3f, 0x1.461612p-5f, 0x1.05aa76p-8f};
+      constexpr float kQ[] = {1.0f, 0x1.aafab8p+0f, 0x1.313dfcp+0f, 0x1.da1deep-2f, 0x1.98b828p-4f, 0x1.47f1d8p-7f};
+      constexpr float kHalfLog2E = 0.72134752f;
+      const Float e = Exp2(Simd::Multiply(a, Set(-kHalfLog2E)), a);
+      return Simd::Divide(Simd::Multiply(Simd::Multiply(a, e), Polynomial(a, kP)), Polynomial(a, kQ));
+    }
+  };
+
+  // For g(x) = 1 / (1 + exp(-x)) and the like: 1 - g(a) = e / (1 + e).
+  static Float LogisticExcess(Float a, Float e) { return Simd::Divide(Simd::Multiply(a, e), Simd::Add(e, Set(1.0f))); }
+
+  struct GeluTanh {  // (1 + tanh(t)) / 2 = 1 / (1 + exp(-2 t))
+    static constexpr float kMost = 10.0311f;
+    static Float Excess(Float a) {
+      constexpr float kLinear = 2.3022082f;  // 2 sqrt(2 / pi) log2(e)
+      constexpr float kCubic = 0.10294324f;  // that times 0.044715
+      return LogisticExcess(a, Exp2(a, Simd::MultiplyAdd(Simd::Multiply(a, a), Set(-kCubic), Set(-kLinear))));
+    }
+  };
+
+  struct Silu {
+    static constexpr float kMost = 88.0297f;
+    static Float Excess(Float a) {
+      constexpr float kLog2E = 1.44269504f;
+      return LogisticExcess(a, Exp2(a, Set(-kLog2E)));
+    }
+  };
+
+  struct Identity {
+    static Float Apply(Float x) { return x; }
+  };
+
+  struct Relu {
+    static Float Apply(Float x) { return Simd::Max(Set(0.0f), x); }
+  };
+
+  template <typename Gate>
+  struct Gated {
+    static Float Apply(Float x) {
+      const Float a = Simd::Min(Set(Gate::kMost), Simd::Abs(x));
+      return Simd::Subtract(Relu::Apply(x), Gate::Excess(a));
+    }
+  };
+
+  template <typename Function, bool kResidual>
+  static void Rows(const EpilogueArgs& args) {
+    const int64_t tail = args.n % Simd::kLanes;
+    const int64_t full = args.n - tail;
+    for (int64_t i = 0; i < args.m; ++i) {
+      float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
+      const float* residual = nullptr;
+      if constexpr (kResidual) {
+        residual =
+            reinterpret_cast<const float*>(reinterpret_cast<const char*>(args.residual) + i * args.residual_row_bytes);
+      }
+      for (int64_t j = 0; j < full; j += Simd::kLanes) {
+        Float value = Function::Apply(Simd::Load(y + j));
+        if constexpr (kResidual) value = Simd::Add(value, Simd::Load(residual + j));
+        Simd::Store(y + j, value);
+      }
+      if (tail == 0) continue;
+      Float value = Function::Apply(Simd::LoadFirst(y + full, tail));
+      if constexpr (kResidual) value = Simd::Add(value, Simd::LoadFirst(residual + full, tail));
+      Simd::StoreFirst(y + full, tail, value);
+    }
+  }
+
+  template <typename Function>
+  static void Run(const EpilogueArgs& args) {
+    if (args.residual != nullptr) return Rows<Function, true>(args);
+    Rows<Function, false>(args);
+  }
+
+ public:
+  static void Run(const EpilogueArgs& args) {
+    switch (args.activation) {
+      case Activation::kNone:
+        if (args.residual != nullptr) Rows<Identity, true>(args);
+        return;
+      case Activation::kRelu:
+        return Run<Relu>(args);
+      case Activation::kGelu:
+        return Run<Gated<Gelu>>(args);
+      case Activation::kGeluTanh:
+        return Run<Gated<GeluTanh>>(args);
+      case Activation::kSilu:
+        return Run<Gated<Silu>>(args);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ortolan
