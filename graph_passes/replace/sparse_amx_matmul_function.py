@@ -64,7 +64,8 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
         for activation in sorted(uses.activations)
     }
     y = body.one_of("activation", cases)
-    y = body.op("Add", y, inputs["residual"]) if uses.residual else body.op("Identity", y)
+    if uses.residual:
+        y = body.op("Add", y, inputs["residual"])
     y.name = "Y"
     graph = ir.Graph(inputs.values(), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]

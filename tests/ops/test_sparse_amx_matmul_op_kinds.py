@@ -15,8 +15,8 @@ from ortolan import _native
 from ortolan.graph_passes.epilogue import Activation
 from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
-from .quantized import Layer
-from .single_node import Packed, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+from .quantized import Layer, quantize_rows
+from .single_node import U, Packed, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
 
 GROUPS = {"int8": None, "int4 g32": 32, "int4 g64": 64, "int4 g128": 128}
 BITS = {"bf16": 16, "int8": 8, "int4 g32": 4, "int4 g64": 4, "int4 g128": 4}
