@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,7 +118,7 @@ class OptimizationReport:
                 continue
             cells = [
                 layer.name,
-                "+".join([layer.op, *layer.fused]),
+                layer.op,
                 *([f"int{layer.weight_bits}" if layer.weight_bits else ""] if quantized else []),
                 f"{layer.k} x {layer.n}",
                 _percent(layer.sparsity),
@@ -141,6 +142,9 @@ class OptimizationReport:
         lines = []
         if self.output:
             lines.append(f"written to    {self.output}")
+        fused = Counter(part for layer in self.layers for part in layer.fused)
+        if fused:
+            lines.append(f"fused         {', '.join(f'{count} {part}' for part, count in fused.items())}")
         if self.file_size_before and self.file_size_after:
             ratio = self.file_size_before / self.file_size_after
             lines.append(

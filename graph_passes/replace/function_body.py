@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -11,16 +12,20 @@ import onnx_ir as ir
 class FunctionBody:
     """The nodes in the order written. Uses of it read like the formulas."""
 
-    def __init__(self, opset: int) -> None:
+    def __init__(self, opset: int, numbers: Iterator[int] | None = None) -> None:
         self.opset = opset
         self._tape = ir.tape.Tape()
+        # Of values: those of a branch must not be called like those around it.
+        self._numbers = numbers or itertools.count()
 
     @property
     def nodes(self) -> tuple[ir.Node, ...]:
         return tuple(self._tape.nodes)
 
     def op(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
-        return self._tape.op(op_type, inputs, attributes)  # type: ignore[arg-type]
+        value = self._tape.op(op_type, inputs, attributes)  # type: ignore[arg-type]
+        value.name = f"value_{next(self._numbers)}"
+        return value
 
     def constant(self, array: np.ndarray) -> ir.Value:
         return self.op("Constant", value=ir.tensor(array))
@@ -64,7 +69,7 @@ class FunctionBody:
         )
 
     def _branch(self, write: Callable[[FunctionBody], ir.Value]) -> ir.Graph:
-        body = FunctionBody(self.opset)
+        body = FunctionBody(self.opset, self._numbers)
         output = write(body)
         if output.producer() not in body.nodes:
             output = body.op("Identity", output)
