@@ -11,7 +11,8 @@
 - the optimized model without our kernels, if it is portable. Kernels and portable body compute the same formula on the
   same bf16 numbers and differ only in the order of fp32 sums; but a sum that lies near the middle of two bf16 numbers
   may then be rounded up by one and down by the other in the next layer: 0.0023 in the norm of an output of a 6-layer
-  BERT, 0.017 in a 64-layer Llama. PORTABLE_ERROR allows three times the latter.
+  BERT, 0.017 in a 64-layer Llama. PORTABLE_ERROR allows three times the latter. In int8 a step is larger (0.03 for
+  all-MiniLM); past one such step the two round independently, so twice what rounding costs is allowed as well.
 """
 
 from __future__ import annotations
@@ -135,12 +136,15 @@ class VerifyPass(RecipePass):
                         f"output {name!r} of the optimized model holds NaN or infinity where the "
                         "original does not; nothing was saved; try less sparsity"
                     )
+        rounding = {error.name: error.relative_l2 for error in report.rounding_error}
         for error in report.portable_error:
-            if not (error.relative_l2 <= PORTABLE_ERROR and error.cosine >= PORTABLE_COSINE):
+            limit = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0))
+            cosine = min(PORTABLE_COSINE, 1 - limit * limit)
+            if not (error.relative_l2 <= limit and error.cosine >= cosine):
                 raise VerificationError(
                     f"output {error.name!r} differs between the native kernels and the portable operators: relative "
-                    f"error {error.relative_l2:.3g}, expected at most {PORTABLE_ERROR}; cosine {error.cosine:.5f}, "
-                    f"expected at least {PORTABLE_COSINE}; nothing was saved; please report this"
+                    f"error {error.relative_l2:.3g}, expected at most {limit:.3g}; cosine {error.cosine:.5f}, "
+                    f"expected at least {cosine:.5f}; nothing was saved; please report this"
                 )
         limit = self.options.max_rounding_error
         if limit is None:
