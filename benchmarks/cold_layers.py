@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ import onnxruntime as ort
 from onnx import StringStringEntryProto, TensorProto, helper, numpy_helper
 
 from ..session import register
+from .timing import copies_to_stay_cold
 
 Run = Callable[[], object]
 Bind = Callable[[np.ndarray], Run]
@@ -41,7 +43,20 @@ class Node:
     op_type: str
     constants: Sequence[np.ndarray | None]
     domain: str = ""
-    attributes: Mapping[str, int] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [constant for constant in self.constants if constant is not None]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def with_arrays(self, arrays: Sequence[np.ndarray]) -> Node:
+        """The same on other constants."""
+        left = iter(arrays)
+        return replace(self, constants=[None if constant is None else next(left) for constant in self.constants])
 
 
 def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = False) -> list[list[np.ndarray]]:
@@ -65,12 +80,13 @@ def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = F
     return result
 
 
-def ort_candidate(nodes: Sequence[Node], k: int, n: int) -> Candidate:
-    """One session over nodes that all read x [m, k] and write y [m, n]. ORT reads the constants where they are."""
-    stored = sum(constant.nbytes for constant in nodes[0].constants if constant is not None)
+def ort_candidate(node: Node, k: int, n: int, *, distinct: bool = False) -> Candidate:
+    """One session of copies of the node, which all read x [m, k] and write [m, n]. distinct: as in cold_copies."""
+    copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes), distinct=distinct)
+    nodes = [node.with_arrays(arrays) for arrays in copies]
 
     def open_session(threads: int) -> Bind:
-        session, values = _session(nodes, k, n, threads)
+        session, values = layers_session(nodes, k, n, threads)
 
         def bind(x: np.ndarray) -> Run:
             binding = session.io_binding()
@@ -88,11 +104,11 @@ def ort_candidate(nodes: Sequence[Node], k: int, n: int) -> Candidate:
 
         return bind
 
-    return Candidate(len(nodes), stored, open_session)
+    return Candidate(len(nodes), node.stored_bytes, open_session)
 
 
-def _session(nodes: Sequence[Node], k: int, n: int, threads: int) -> tuple[ort.InferenceSession, list[object]]:
-    """The session, and what must live as long as it."""
+def layers_session(nodes: Sequence[Node], k: int, n: int, threads: int) -> tuple[ort.InferenceSession, list[Any]]:
+    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long."""
     graph_nodes, initializers = [], []
     names: list[str] = []
     values: list[ort.OrtValue] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .cold_layers import Bind, Candidate, Node, Run, cold_copies, ort_candidate
+from .cold_layers import Bind, Candidate, Node, Run, ort_candidate
 from .timing import copies_to_stay_cold
 
 
@@ -36,7 +36,7 @@ def random_floats(rng: np.random.Generator, k: int, n: int) -> np.ndarray:
 
 
 def ort_matmul_fp32(rng: np.random.Generator, k: int, n: int) -> Candidate:
-    return _ort(Node("MatMul", [random_floats(rng, k, n)]), k, n)
+    return ort_candidate(Node("MatMul", [random_floats(rng, k, n)]), k, n, distinct=True)
 
 
 def ort_matmul_nbits(rng: np.random.Generator, k: int, n: int, bits: int, block_size: int) -> Candidate:
@@ -44,19 +44,20 @@ def ort_matmul_nbits(rng: np.random.Generator, k: int, n: int, bits: int, block_
     weights = rng.integers(0, 256, (n, blocks, block_size * bits // 8), dtype=np.uint8)
     scales = rng.random((n, blocks), dtype=np.float32)
     attributes = {"K": k, "N": n, "bits": bits, "block_size": block_size, "accuracy_level": 4}
-    return _ort(Node("MatMulNBits", [weights, scales], "com.microsoft", attributes), k, n)
+    return ort_candidate(Node("MatMulNBits", [weights, scales], "com.microsoft", attributes), k, n, distinct=True)
 
 
 def ort_dynamic_quantize_matmul(rng: np.random.Generator, k: int, n: int) -> Candidate:
     weights = rng.integers(-127, 128, (k, n), dtype=np.int8)
     scales = rng.random(n, dtype=np.float32)
-    return _ort(Node("DynamicQuantizeMatMul", [weights, scales], "com.microsoft"), k, n)
+    return ort_candidate(Node("DynamicQuantizeMatMul", [weights, scales], "com.microsoft"), k, n, distinct=True)
 
 
 def torch_bf16(rng: np.random.Generator, k: int, n: int) -> Candidate:
     torch: Any = import_module("torch")
-    first = torch.from_numpy(random_floats(rng, n, k)).to(torch.bfloat16)
+    torch.manual_seed(int(rng.integers(2**31)))
     stored = 2 * k * n
+    first = torch.empty((n, k), dtype=torch.bfloat16).uniform_(-0.5, 0.5)
     weights = [first, *(first.clone() for _ in range(copies_to_stay_cold(stored) - 1))]
 
     def open_torch(threads: int) -> Bind:
@@ -74,9 +75,3 @@ def torch_bf16(rng: np.random.Generator, k: int, n: int) -> Candidate:
         return bind
 
     return Candidate(len(weights), stored, open_torch)
-
-
-def _ort(node: Node, k: int, n: int) -> Candidate:
-    arrays = [constant for constant in node.constants if constant is not None]
-    copies = cold_copies(arrays, copies_to_stay_cold(sum(array.nbytes for array in arrays)), distinct=True)
-    return ort_candidate([Node(node.op_type, copy, node.domain, node.attributes) for copy in copies], k, n)

@@ -106,8 +106,8 @@ def summarize(
 ) -> list[SummaryRow]:
     """A row for each kind, number of threads, m, storage and sparsity that was measured against a dense peer.
 
-    rows: their case holds "kind", "m", "storage", "sparsity" and "layer", names joined by ", ". dense_peers: of each
-    kind, the peers of its precision. layers: all names, in order.
+    rows: their case holds "kind", "m", "storage", "sparsity" and, if named, "layer", names joined by ", "; each case has
+    the peer ort_matmul_fp32. dense_peers: of each kind, the peers of its precision. layers: all names, in order.
     """
     ratios: dict[tuple[str, int, int, str, float], dict[str, dict[str, float]]] = {}
     for row in rows:
@@ -122,9 +122,9 @@ def summarize(
             found = [by_layer.get(name, {}).get(peer) for peer in dense_peers[kind]]
             if measured := [ratio for ratio in found if ratio is not None]:
                 against_dense[name] = min(measured)
-        fp32 = [by_layer[name]["ort_matmul_fp32"] for name in layers if name in by_layer]
         if against_dense:
-            summary.append(SummaryRow(kind, threads, m, storage, sparsity, against_dense, geometric_mean(fp32)))
+            fp32 = geometric_mean([by_layer[name]["ort_matmul_fp32"] for name in against_dense])
+            summary.append(SummaryRow(kind, threads, m, storage, sparsity, against_dense, fp32))
     order = {kind: i for i, kind in enumerate(dense_peers)}
     return sorted(summary, key=lambda row: (order[row.kind], row.threads, row.m, row.storage, row.sparsity))
 

@@ -30,10 +30,10 @@ from .. import _native
 from ..errors import OrtolanError
 from ..progress import Progress, no_progress
 from . import dense_peers
-from .cold_layers import Bind, Candidate, Node, cold_copies, ort_candidate
+from .cold_layers import Bind, Candidate, Node, ort_candidate
 from .result import BenchOptions, BenchResult, BenchRow, summarize
 from .shapes import LLAMA_3_8B
-from .timing import StreamReader, Timing, copies_to_stay_cold, interleave, pinned
+from .timing import StreamReader, Timing, interleave, pinned
 
 OP = "SparseAMXMatMul"
 DENSE_PEERS: Mapping[str, tuple[str, ...]] = {
@@ -44,9 +44,12 @@ DENSE_PEERS: Mapping[str, tuple[str, ...]] = {
 SPARSITY = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BATCH = (1, 2, 4, 8, 16, 32)
 GROUP_SIZE = 128
-# A round of the largest layers takes up to a second: few rounds there, many elsewhere.
-SECONDS = 2.0
-QUICK_SECONDS = 0.3
+# Of one measurement, and how many rounds at least: one of the largest layers takes up to a second.
+SECONDS, ROUNDS = 2.5, 5
+QUICK_SECONDS, QUICK_ROUNDS = 0.3, 3
+
+_LEVELS = 2**16  # of the random number that decides at which sparsity a weight goes
+_MOST_QUANTIZED_INPUTS = 2**17  # ops/formats/bitmap_int8.h
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     shapes = _shapes(options)
     sparsity = options.sparsity or ((0.5,) if options.quick else SPARSITY)
     group_size = options.group_size or GROUP_SIZE
-    seconds = QUICK_SECONDS if options.quick else SECONDS
+    duration = (QUICK_SECONDS, QUICK_ROUNDS) if options.quick else (SECONDS, ROUNDS)
     result = BenchResult(notes=_notes(kinds, group_size))
     if "bf16" in kinds and dense_peers.has_torch():
         result.versions["torch"] = dense_peers.torch_version()
@@ -94,7 +97,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
                         ready = _open(setup, threads)
                         for m in shape.batch:
                             progress(f"{where}, {m} rows, threads {threads}", done, total)
-                            timings = _time(ready, setup, m, threads, seconds)
+                            timings = _time(ready, setup, m, duration)
                             result.rows += _rows(setup, timings, m, threads, one_thread)
                             done += 1
                     del ready
@@ -175,14 +178,10 @@ def _ours(
     groups = -(-k // group_size) if kind == "int4" else 1
     scales = rng.random((groups, n), dtype=np.float32)
     fate = rng.integers(0, _LEVELS, (k, n), dtype=np.uint16)
-    yield ("dense", 0.0), _our_layer(kind, weight, scales, group_size, dense=True)
+    yield ("dense", 0.0), ort_candidate(our_node(kind, weight, scales, group_size, dense=True), k, n)
     for share in sorted(set(sparsity)):
         np.copyto(weight, 0, where=fate < share * _LEVELS)
-        yield ("bitmap", share), _our_layer(kind, weight, scales, group_size, dense=False)
-
-
-_LEVELS = 2**16
-_MOST_QUANTIZED_INPUTS = 2**17
+        yield ("bitmap", share), ort_candidate(our_node(kind, weight, scales, group_size, dense=False), k, n)
 
 
 def _random_integers(rng: np.random.Generator, kind: str, k: int, n: int) -> np.ndarray:
@@ -193,8 +192,8 @@ def _random_integers(rng: np.random.Generator, kind: str, k: int, n: int) -> np.
     return q
 
 
-def _our_layer(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: int, dense: bool) -> Candidate:
-    """Pack the weight as the operator takes it."""
+def our_node(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: int, *, dense: bool) -> Node:
+    """The operator on a weight [k, n], float32 (bf16) or int8, and scales [1 or groups, n] unless bf16."""
     k, n = weight.shape
     attributes = {"k": k, "n": n, "format_version": 1}
     constants: list[np.ndarray | None]
@@ -202,20 +201,12 @@ def _our_layer(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: in
         masks, values, offsets = _native.pack_bitmap(weight, dense=dense)
         constants = [masks, values.view(ml_dtypes.bfloat16), offsets]
     elif kind == "int8":
-        packed = _native.pack_bitmap_int8(weight, dense=dense)
-        constants = [*packed, None, _native.pack_scales(scales, bf16=False)]
+        constants = [*_native.pack_bitmap_int8(weight, dense=dense), None, _native.pack_scales(scales, bf16=False)]
     else:
-        packed4 = _native.pack_bitmap_int4(weight, dense=dense)
-        constants = [*packed4, None, _native.pack_scales(scales, bf16=True).view(ml_dtypes.bfloat16)]
+        packed_scales = _native.pack_scales(scales, bf16=True).view(ml_dtypes.bfloat16)
+        constants = [*_native.pack_bitmap_int4(weight, dense=dense), None, packed_scales]
         attributes["group_size"] = group_size
-    arrays = [constant for constant in constants if constant is not None]
-    copies = cold_copies(arrays, copies_to_stay_cold(sum(array.nbytes for array in arrays)))
-    nodes = []
-    for copy in copies:
-        remaining = iter(copy)
-        placed = [None if constant is None else next(remaining) for constant in constants]
-        nodes.append(Node(OP, placed, "ai.ortolan", attributes))
-    return ort_candidate(nodes, k, n)
+    return Node(OP, constants, "ai.ortolan", attributes)
 
 
 @dataclass(frozen=True)
@@ -240,12 +231,13 @@ class _Timings:
     stream: dict[tuple[str, float], Timing]
 
 
-def _time(ready: _Ready, setup: _Setup, m: int, threads: int, seconds: float) -> _Timings:
+def _time(ready: _Ready, setup: _Setup, m: int, duration: tuple[float, int]) -> _Timings:
     x = np.random.default_rng(m).standard_normal((m, setup.shape.k), dtype=np.float32)
     calls = {f"ours {storage} {sparsity}": bind(x) for (storage, sparsity), bind in ready.ours.items()}
     calls |= {name: bind(x) for name, bind in ready.peers.items()}
     with_stream = m == 1  # more rows are bound by the core: what memory allows says nothing
-    timings = interleave(calls | (ready.stream.candidates() if with_stream else {}), seconds=seconds)
+    calls |= ready.stream.candidates() if with_stream else {}
+    timings = interleave(calls, seconds=duration[0], min_rounds=duration[1])
     ours = {
         (storage, sparsity): timings[f"ours {storage} {sparsity}"].scaled(1 / candidate.copies)
         for (storage, sparsity), candidate in setup.ours.items()
