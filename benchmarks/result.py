@@ -106,8 +106,8 @@ def summarize(
 ) -> list[SummaryRow]:
     """A row for each kind, number of threads, m, storage and sparsity that was measured against a dense peer.
 
-    rows: their case holds "kind", "m", "storage", "sparsity" and, if named, "layer", names joined by ", "; each case has
-    the peer ort_matmul_fp32. dense_peers: of each kind, the peers of its precision. layers: all names, in order.
+    rows: their case holds "kind", "m", "storage", "sparsity" and, if named, "layer", names joined by ", "; each case
+    has the peer ort_matmul_fp32. dense_peers: of each kind, the peers of its precision. layers: all names, in order.
     """
     ratios: dict[tuple[str, int, int, str, float], dict[str, dict[str, float]]] = {}
     for row in rows:

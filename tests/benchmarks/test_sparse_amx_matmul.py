@@ -1,4 +1,4 @@
-"""`ortolan bench sparse_amx_matmul`: what is measured against what, and that Ortolan's candidates compute the product."""
+"""`ortolan bench sparse_amx_matmul`: what is measured against what, and that our nodes compute the product."""
 
 import json
 
