@@ -175,9 +175,18 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and runs.")] = False,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="MxKxN", help="A shape to measure instead of the default ones. Repeatable."),
+        typer.Option(
+            metavar="NAME|MxKxN",
+            help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B, or a shape. "
+            "Repeatable.",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="M,M,...", help="Rows of input to measure the named layers with.")
     ] = None,
     sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
+    kind: Annotated[str | None, typer.Option(metavar="KIND,...", help="Kinds of weights: bf16, int8, int4.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time an operator of Ortolan side by side with ONNX Runtime's own."""
@@ -193,15 +202,26 @@ def bench(
 
     from .benchmarks.result import BenchOptions
 
+    layers, cases = _read_shapes(shape or [])
+    if batch is not None and cases and not layers:
+        raise typer.BadParameter(
+            "the given shapes have their own rows, as M of MxKxN; --batch is for named layers", param_hint="--batch"
+        )
     options = BenchOptions(
-        threads=_read_threads(threads),
+        threads=_read_numbers(threads, "--threads"),
         quick=quick,
-        cases=tuple(_read_shape(text) for text in shape) if shape else None,
+        cases=cases or None,
         sparsity=_read_shares(sparsity) if sparsity is not None else None,
+        layers=layers or None,
+        batch=_read_numbers(batch, "--batch") if batch is not None else None,
+        kinds=tuple(part.strip().lower() for part in kind.split(",")) if kind is not None else None,
+        group_size=group_size,
     )
     with _progress_bar() as progress:
         result = run(options, progress)
     _print_result(result, as_json)
+    if result.interrupted:
+        raise KeyboardInterrupt
 
 
 @app.command()
@@ -238,10 +258,10 @@ def _find_benchmark(benchmarks: Mapping[str, Benchmark], op: str) -> Benchmark |
     return next((run for name, run in benchmarks.items() if plain(name) == plain(op)), None)
 
 
-def _read_threads(text: str) -> tuple[int, ...]:
+def _read_numbers(text: str, option: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers from 1, as in 1,2", param_hint="--threads")
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers from 1, as in 1,2", param_hint=option)
     return tuple(map(int, parts))
 
 
@@ -257,12 +277,24 @@ def _read_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-def _read_shape(text: str) -> tuple[int, int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is not of the form MxKxN, as in 1x4096x14336", param_hint="--shape")
-    m, k, n = map(int, parts)
-    return m, k, n
+def _read_shapes(texts: list[str]) -> tuple[tuple[str, ...], tuple[tuple[int, int, int], ...]]:
+    """Names of layers, and (m, k, n) triples."""
+    from .benchmarks.shapes import LLAMA_3_8B
+
+    layers, cases = [], []
+    for text in (part.strip().lower() for item in texts for part in item.split(",")):
+        numbers = text.split("x")
+        if text in LLAMA_3_8B:
+            layers.append(text)
+        elif len(numbers) == 3 and all(part.isdecimal() and int(part) > 0 for part in numbers):
+            m, k, n = map(int, numbers)
+            cases.append((m, k, n))
+        else:
+            raise typer.BadParameter(
+                f"{text!r} is neither a layer ({', '.join(LLAMA_3_8B)}) nor of the form MxKxN, as in 1x4096x14336",
+                param_hint="--shape",
+            )
+    return tuple(layers), tuple(cases)
 
 
 def _print_result(result: Any, as_json: bool) -> None:

@@ -224,6 +224,9 @@ def test_inspect_knows_an_optimized_model(invoke, mlp_path):
 
 
 class FakeResult:
+    def __init__(self, interrupted=False):
+        self.interrupted = interrupted
+
     def to_json(self):
         return '{"rows": []}'
 
@@ -256,6 +259,26 @@ def test_bench_passes_its_options_on(invoke, fake_benchmark):
     result = invoke("bench", "sparse_amx_matmul", "--json", *arguments)
     assert json.loads(result.stdout) == {"rows": []}
     assert fake_benchmark == [BenchOptions((1, 4), True, ((1, 64, 32), (16, 8, 8)), (0.5, 0.7))]
+
+
+def test_bench_takes_layers_by_name(invoke, fake_benchmark):
+    arguments = ("--shape", "q,up", "--shape", "DOWN", "--batch", "1,16", "--kind", "int8, INT4", "--group-size", "64")
+    assert invoke("bench", "sparse_amx_matmul", *arguments).exit_code == 0
+    layers = ("q", "up", "down")
+    assert fake_benchmark == [BenchOptions(layers=layers, batch=(1, 16), kinds=("int8", "int4"), group_size=64)]
+    assert invoke("bench", "sparse_amx_matmul", "--shape", "v,2x3x4", "--batch", "8").exit_code == 0
+    assert fake_benchmark[1] == BenchOptions(cases=((2, 3, 4),), layers=("v",), batch=(8,))
+
+
+def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
+    interrupted = {"sparse_amx_matmul": lambda options, progress: FakeResult(interrupted=True)}
+    monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", interrupted)
+    result = invoke("bench", "sparse_amx_matmul")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "a table\n", "ortolan: interrupted\n")
+
+
+def test_bench_names_the_kinds_it_knows(invoke, assert_one_line):
+    assert_one_line(invoke("bench", "sparse_amx_matmul", "--kind", "fp8"), "'fp8'", "bf16, int8, int4")
 
 
 def test_bench_without_enough_memory(invoke, assert_one_line):
@@ -294,7 +317,8 @@ def test_bench_lists_what_it_knows(invoke, fake_benchmark, assert_one_line):
 @pytest.mark.parametrize(
     "arguments",
     [("--threads", "0"), ("--threads", "1,"), ("--threads", "two"), ("--shape", "1x2"), ("--shape", "1x0x3"),
-     ("--shape", "axbxc"), ("--sparsity", "1.5"), ("--sparsity", "half"), ("--sparsity", "nan")],
+     ("--shape", "axbxc"), ("--shape", "qkv"), ("--shape", ""), ("--batch", "0"), ("--batch", "1;2"),
+     ("--batch", "2", "--shape", "1x2x3"), ("--sparsity", "1.5"), ("--sparsity", "half"), ("--sparsity", "nan")],
 )  # fmt: skip
 def test_bench_refuses_wrong_options(invoke, fake_benchmark, arguments):
     result = invoke("bench", "sparse_amx_matmul", *arguments)

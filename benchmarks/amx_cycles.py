@@ -1,0 +1,169 @@
+"""What a tile costs the AMX kernels: an estimate from instruction counts and published throughputs, not a measurement.
+
+    python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
+
+A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Everything is counted per tile of weights and
+in cycles of one core, with its data in the caches, as x86_amx.cc and amx_int8.h go about it: a block of 16 tiles of two
+panels is expanded, then multiplied by 32 rows of x at a time.
+
+    expand  16 rows: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and, shift
+            (every other row), sub and a copy of the eights it expands into. Counted in the source, with one register
+            for each value: bound by port 5, which kmov and the two uops of vpexpand need.
+    load    the tile once per 32 rows of x, the tiles of x (shared by two panels), and the sums of a block: in and out
+    TDP     one a tile of 16 rows of x, full or not
+    scale   int4 at the end of each group: the sums leave the tile and are converted, scaled and added
+    DRAM    the stored bytes of the tile at the bandwidth a core gets: alone, or with all cores of the socket reading
+
+The load and TDP columns could overlap; expansion and multiplication of a block follow one another. The core is what
+bounds where expand + the larger of load and TDP + scale exceed DRAM.
+
+Published figures, Sapphire Rapids (Golden Cove) core:
+    TDPBF16PS, TDPBSSD one in 16 cycles, TILELOADD one in 8, TILESTORED one in 16: Intel 64 and IA-32 Architectures
+    Optimization Reference Manual, chapter on AMX.
+    vpexpandw/b zmm two uops on port 5, kmov k, r one on port 5, popcnt one on port 1, 512-bit loads two a cycle and
+    stores one a cycle, 512-bit integer arithmetic on ports 0 and 5: uops.info, Alder Lake P. Six uops issue a cycle.
+    Bandwidth: 8 channels of DDR5-4800 are 307 GB/s a socket at most. What one core gets varies; both are options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+TDP = 16.0
+TILE_LOAD = 8.0
+TILE_STORE = 16.0
+
+TILE_ROWS = 16
+COLUMNS = 16
+BLOCK_TILES = 16
+PANELS = 2
+ISSUE_WIDTH = 6
+GROUP_SIZE = 128
+
+SPARSITY = (0.0, 0.5, 0.7, 0.9)
+BATCH = (16, 32, 64)
+
+
+@dataclass(frozen=True)
+class ExpandLoop:
+    """Uops of one row of a tile, by where they run."""
+
+    port5: int  # kmov, vpexpand
+    port0_or_5: float  # 512-bit integer arithmetic
+    other: int
+
+    @property
+    def cycles(self) -> float:
+        port5_share = max(self.port5, (self.port5 + self.port0_or_5) / 2)
+        return max(port5_share, (self.port5 + self.port0_or_5 + self.other) / ISSUE_WIDTH)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Weights of one type, and how a row of their tiles is expanded."""
+
+    name: str
+    weights: int  # of a tile
+    weight_bytes: float
+    loop: ExpandLoop
+
+    @property
+    def inputs(self) -> int:
+        return self.weights // COLUMNS
+
+    def stored_bytes(self, sparsity: float) -> float:
+        """Masks, values and, for int4, the bf16 scales of the tile's columns."""
+        scales = 2 * COLUMNS * self.inputs / GROUP_SIZE if self.name == "int4" else 0
+        return self.weights / 8 + self.weights * self.weight_bytes * (1 - sparsity) + scales
+
+
+# Other: mask load, two prefetches, value load, popcnt, pointer, store. bf16 prefetches masks once a tile.
+KINDS = (
+    Kind("bf16", 512, 2, ExpandLoop(port5=3, port0_or_5=0, other=6)),
+    Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=7)),
+    Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=7)),  # and, half a shift, sub, copy of the eights
+)
+
+
+@dataclass(frozen=True)
+class TileCycles:
+    """Cycles of one tile of weights with m rows of x."""
+
+    expand: float
+    load: float
+    tdp: float
+    scale: float
+
+    @property
+    def core(self) -> float:
+        return self.expand + max(self.load, self.tdp) + self.scale
+
+
+def tile_cycles(kind: Kind, m: int) -> TileCycles:
+    row_tiles = -(-m // 16)
+    passes = -(-m // 32)
+    load = passes * TILE_LOAD + row_tiles * TILE_LOAD / PANELS
+    scale = 0.0
+    if kind.name == "int4":
+        # For each row of 16 sums two loads, a conversion, an FMA and a store: one a cycle.
+        scale = row_tiles * (TILE_STORE + TILE_ROWS) / (GROUP_SIZE / kind.inputs)
+    else:
+        load += row_tiles * (TILE_LOAD + TILE_STORE) / BLOCK_TILES
+    return TileCycles(TILE_ROWS * kind.loop.cycles, load, row_tiles * TDP, scale)
+
+
+def dram_cycles(kind: Kind, sparsity: float, clock_ghz: float, gb_s: float) -> float:
+    return kind.stored_bytes(sparsity) / gb_s * clock_ghz
+
+
+def table(clock_ghz: float, core_gb_s: float, socket_gb_s: float, cores: int) -> Table:
+    shared = min(core_gb_s, socket_gb_s / cores)
+    result = Table(
+        title=f"ESTIMATE, not measured: cycles a tile of weights on one core, AMX at {clock_ghz:g} GHz; memory "
+        f"{core_gb_s:g} GB/s for one core alone, {shared:.3g} GB/s each for {cores} cores",
+        title_justify="left",
+    )
+    for name in ("weights", "zeros", "M", "expand", "load", "TDP", "scale", "core", "DRAM alone", "DRAM shared"):
+        result.add_column(name, justify="left" if name == "weights" else "right")
+    result.add_column("bound by, alone / shared")
+    for kind in KINDS:
+        for sparsity in SPARSITY:
+            alone = dram_cycles(kind, sparsity, clock_ghz, core_gb_s)
+            together = dram_cycles(kind, sparsity, clock_ghz, shared)
+            for m in BATCH:
+                cycles = tile_cycles(kind, m)
+                bounds = ["DRAM" if dram > cycles.core else "core" for dram in (alone, together)]
+                numbers = (cycles.expand, cycles.load, cycles.tdp, cycles.scale, cycles.core, alone, together)
+                rows = "1-16" if m == 16 else str(m)  # the same tiles, full or not
+                result.add_row(kind.name, f"{sparsity:.0%}", rows, *(f"{n:.0f}" for n in numbers), " / ".join(bounds))
+        result.add_section()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clock", type=_positive, default=3.0, help="GHz while AMX runs")
+    parser.add_argument("--core-bandwidth", type=_positive, default=12.0, help="GB/s that one core reads alone")
+    parser.add_argument("--socket-bandwidth", type=_positive, default=280.0, help="GB/s that all cores read together")
+    parser.add_argument("--cores", type=int, default=32, help="that share it")
+    arguments = parser.parse_args()
+    if arguments.cores < 1:
+        parser.error("--cores: there is one at least")
+    Console(width=150).print(
+        table(arguments.clock, arguments.core_bandwidth, arguments.socket_bandwidth, arguments.cores)
+    )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    main()

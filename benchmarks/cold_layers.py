@@ -1,0 +1,156 @@
+"""A layer so many times, each with weights of its own, that no cache holds them: what a benchmark times."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime as ort
+from onnx import StringStringEntryProto, TensorProto, helper, numpy_helper
+
+from ..session import register
+from .timing import copies_to_stay_cold
+
+Run = Callable[[], object]
+Bind = Callable[[np.ndarray], Run]
+
+_ALIGNMENT = 64
+# ORT wants constants this small in the model itself.
+_INLINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a layer: `copies` layers, each of `stored_bytes` of weights.
+
+    open(threads) makes it ready once for all inputs; what it returns takes x [m, k] and gives the call that is timed,
+    which runs all copies on x.
+    """
+
+    copies: int
+    stored_bytes: int
+    open: Callable[[int], Bind]
+
+
+@dataclass(frozen=True)
+class Node:
+    """y = op_type(x, *constants). A constant None is an input left out."""
+
+    op_type: str
+    constants: Sequence[np.ndarray | None]
+    domain: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [constant for constant in self.constants if constant is not None]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def with_arrays(self, arrays: Sequence[np.ndarray]) -> Node:
+        """The same on other constants."""
+        left = iter(arrays)
+        return replace(self, constants=[None if constant is None else next(left) for constant in self.constants])
+
+
+def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = False) -> list[list[np.ndarray]]:
+    """`copies` times the arrays, each in memory of its own, aligned as in a saved model.
+
+    distinct: the first two bytes of every array number its copy, for ORT shares packed weights of equal content.
+    """
+    offsets = np.cumsum([0] + [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays])
+    # Not by numpy: it asks the system for huge pages, which neither ORT's own copies nor a mapped model get.
+    buffer = np.frombuffer(mmap.mmap(-1, max(int(offsets[-1]), _ALIGNMENT) * copies), np.uint8)
+    result = []
+    for i, memory in enumerate(buffer.reshape(copies, -1)):
+        copy = []
+        for array, offset in zip(arrays, offsets, strict=False):
+            place = memory[offset : offset + array.nbytes]
+            place[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if distinct:
+                place[:2] = (i % 256, i // 256)
+            copy.append(place.view(array.dtype).reshape(array.shape))
+        result.append(copy)
+    return result
+
+
+def ort_candidate(node: Node, k: int, n: int, *, distinct: bool = False) -> Candidate:
+    """One session of copies of the node, which all read x [m, k] and write [m, n]. distinct: as in cold_copies."""
+    copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes), distinct=distinct)
+    nodes = [node.with_arrays(arrays) for arrays in copies]
+
+    def open_session(threads: int) -> Bind:
+        session, values = layers_session(nodes, k, n, threads)
+
+        def bind(x: np.ndarray) -> Run:
+            binding = session.io_binding()
+            binding.bind_cpu_input("x", x)
+            for output in session.get_outputs():
+                # Outputs that exist already, for fresh ones cost page faults; of ones, for the pages of zeros that
+                # nobody has written are not there yet.
+                y = ort.OrtValue.ortvalue_from_numpy(np.ones((len(x), n), np.float32))
+                binding.bind_ortvalue_output(output.name, y)
+
+            def run(_keep: object = values) -> None:
+                session.run_with_iobinding(binding)
+
+            return run
+
+        return bind
+
+    return Candidate(len(nodes), node.stored_bytes, open_session)
+
+
+def layers_session(nodes: Sequence[Node], k: int, n: int, threads: int) -> tuple[ort.InferenceSession, list[Any]]:
+    """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long."""
+    graph_nodes, initializers = [], []
+    names: list[str] = []
+    values: list[ort.OrtValue] = []
+    for i, node in enumerate(nodes):
+        inputs = ["x"]
+        for j, constant in enumerate(node.constants):
+            inputs.append("" if constant is None else f"w{i}.{j}")
+            if constant is None:
+                continue
+            if constant.nbytes < _INLINE_BYTES:
+                initializers.append(numpy_helper.from_array(constant, inputs[-1]))
+                continue
+            dtype = helper.np_dtype_to_tensor_dtype(constant.dtype)
+            initializers.append(_declared(inputs[-1], dtype, constant.shape))
+            names.append(inputs[-1])
+            bits = constant.view(np.uint16) if constant.dtype == ml_dtypes.bfloat16 else constant
+            values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, dtype))
+        graph_nodes.append(helper.make_node(node.op_type, inputs, [f"y{i}"], domain=node.domain, **node.attributes))
+    graph = helper.make_graph(
+        graph_nodes,
+        "layers",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["m", k])],
+        [helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, ["m", n]) for i in range(len(nodes))],
+        initializers,
+    )
+    opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    # The threads of one candidate must not spin while another is timed.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_external_initializers(names, values)
+    register(options)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session, [values, nodes]
+
+
+_OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
+
+
+def _declared(name: str, dtype: int, shape: tuple[int, ...]) -> TensorProto:
+    """An initializer whose data the session options bring."""
+    tensor = TensorProto(name=name, data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
+    tensor.external_data.append(StringStringEntryProto(key="location", value="memory"))
+    return tensor

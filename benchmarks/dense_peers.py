@@ -1,0 +1,77 @@
+"""What a dense linear layer costs elsewhere: ORT's operators and PyTorch, as candidates of random weights.
+
+    ort_matmul_fp32              ORT MatMul on float32 weights
+    ort_matmul_nbits_<bits>      ORT MatMulNBits, accuracy_level 4: x is quantized to int8 by blocks
+    ort_dynamic_quantize_matmul  ORT DynamicQuantizeMatMul: uint8 x, int8 weights with a scale a column
+    torch_bf16                   torch.nn.functional.linear on bf16 x and weights; rounding x to bf16 is not timed
+
+What they cost does not depend on the weights' values, so zeros make no difference to them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from .cold_layers import Bind, Candidate, Node, Run, ort_candidate
+from .timing import copies_to_stay_cold
+
+
+def has_torch() -> bool:
+    return find_spec("torch") is not None
+
+
+def torch_version() -> str:
+    return str(import_module("torch").__version__)
+
+
+def random_floats(rng: np.random.Generator, k: int, n: int) -> np.ndarray:
+    """float32 [k, n] between -0.5 and 0.5."""
+    w = rng.random((k, n), dtype=np.float32)
+    w -= 0.5
+    return w
+
+
+def ort_matmul_fp32(rng: np.random.Generator, k: int, n: int) -> Candidate:
+    return ort_candidate(Node("MatMul", [random_floats(rng, k, n)]), k, n, distinct=True)
+
+
+def ort_matmul_nbits(rng: np.random.Generator, k: int, n: int, bits: int, block_size: int) -> Candidate:
+    blocks = -(-k // block_size)
+    weights = rng.integers(0, 256, (n, blocks, block_size * bits // 8), dtype=np.uint8)
+    scales = rng.random((n, blocks), dtype=np.float32)
+    attributes = {"K": k, "N": n, "bits": bits, "block_size": block_size, "accuracy_level": 4}
+    return ort_candidate(Node("MatMulNBits", [weights, scales], "com.microsoft", attributes), k, n, distinct=True)
+
+
+def ort_dynamic_quantize_matmul(rng: np.random.Generator, k: int, n: int) -> Candidate:
+    weights = rng.integers(-127, 128, (k, n), dtype=np.int8)
+    scales = rng.random(n, dtype=np.float32)
+    return ort_candidate(Node("DynamicQuantizeMatMul", [weights, scales], "com.microsoft"), k, n, distinct=True)
+
+
+def torch_bf16(rng: np.random.Generator, k: int, n: int) -> Candidate:
+    torch: Any = import_module("torch")
+    torch.manual_seed(int(rng.integers(2**31)))
+    stored = 2 * k * n
+    first = torch.empty((n, k), dtype=torch.bfloat16).uniform_(-0.5, 0.5)
+    weights = [first, *(first.clone() for _ in range(copies_to_stay_cold(stored) - 1))]
+
+    def open_torch(threads: int) -> Bind:
+        def bind(x: np.ndarray) -> Run:
+            torch.set_num_threads(threads)
+            rounded = torch.from_numpy(x).to(torch.bfloat16)
+
+            def run() -> None:
+                with torch.inference_mode():
+                    for weight in weights:
+                        torch.nn.functional.linear(rounded, weight)
+
+            return run
+
+        return bind
+
+    return Candidate(len(weights), stored, open_torch)
