@@ -36,17 +36,19 @@ class Kernel {
     offsets_.resize(static_cast<size_t>(offsets.count));
     std::copy_n(static_cast<const char*>(offsets.data), offsets.count * sizeof(int64_t),
                 reinterpret_cast<char*>(offsets_.data()));
-    w_.k = IntAttribute(info, "k", node_);
-    w_.n = IntAttribute(info, "n", node_);
-    w_.masks = static_cast<const uint8_t*>(masks.data);
-    w_.values = static_cast<const uint8_t*>(values.data);
-    w_.offsets = offsets_.data();
-    const std::string problem =
-        ValidateBitmap({w_.k, w_.n, w_.masks, masks.count, values.count, w_.offsets, offsets.count});
+    const BitmapClaim claim{IntAttribute(info, "k", node_),
+                            IntAttribute(info, "n", node_),
+                            static_cast<const uint8_t*>(masks.data),
+                            masks.count,
+                            values.count,
+                            offsets_.data(),
+                            offsets.count};
+    const std::string problem = ValidateBitmap(claim);
     if (!problem.empty()) {
       throw OpError(ErrorText(node_, ": malformed weight in tensors '", masks.name, "', '", values.name, "', '",
                               offsets.name, "': ", problem, ". Optimize the original model again."));
     }
+    w_ = claim.View(static_cast<const uint8_t*>(values.data));
     CheckConstantVector(info, kBias, "bias", w_.n, node_);
     x_name_ = Ort::ConstKernelInfo(&info).GetInputName(kX);
   }
