@@ -86,6 +86,39 @@ for dense in (False, True):
         assert emulator.live_threads_with_config() == 0
 """
 
+# 32 rows and 32 columns are 2 x 2 tiles of sums, 512 inputs one block of either kind: as many products as loads of
+# operands (SparAMX, section 4.1), the other loads and the stores are those of the four tiles of sums.
+CHECK_COUNTS_OF_2X2 = """
+import numpy as np
+from ortolan import _native
+from tests.ops.quantized import Layer
+from tests.ops.single_node import sparse_weight
+rng = np.random.default_rng(7)
+m, k, n = 32, 512, 32
+x = rng.standard_normal((m, k), dtype=np.float32)
+w = sparse_weight(rng, k, n, 0.5)
+layer = Layer.random(rng, k, n, 0.5, None)
+
+def counts_of(multiply):
+    emulator.reset_counts()
+    multiply()
+    return emulator.counts()
+
+if emulator is not None:
+    for packed in (_native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)):
+        counts = counts_of(lambda: _native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx"))
+        assert counts == {
+            "ldtilecfg": 1, "tdpbf16ps": 64, "tileloadd": 64 + 4, "tilestored": 4, "tilerelease": 1
+        }, counts
+        assert emulator.live_threads_with_config() == 0
+    for stored in (layer, layer.stored_dense()):
+        counts = counts_of(lambda: stored.multiply(x, None, "Amx"))
+        assert counts == {
+            "ldtilecfg": 1, "tdpbssd": 32, "tileloadd": 32, "tilezero": 4, "tilestored": 4, "tilerelease": 1
+        }, counts
+        assert emulator.live_threads_with_config() == 0
+"""
+
 CHECK_ORT = """
 import numpy as np
 from ortolan import _native
@@ -121,6 +154,10 @@ def test_bits_are_those_of_the_documented_order() -> None:
 
 def test_counts_of_tile_instructions_and_release() -> None:
     check(CHECK_COUNTS)
+
+
+def test_counts_of_a_block_of_2_x_2_tiles() -> None:
+    check(CHECK_COUNTS_OF_2X2)
 
 
 def test_masks_and_values_at_odd_addresses() -> None:
