@@ -51,7 +51,19 @@ py::dict CpuInfo() {
   return info;
 }
 
-py::tuple PackBitmapArray(const CastArray<float>& w) {
+constexpr Storage StorageOf(bool dense) { return dense ? Storage::kDense : Storage::kBitmap; }
+
+// [panels, tiles, bytes of a tile]; [0] if the storage is dense.
+template <typename T>
+Array<uint8_t> MaskArray(const std::vector<T>& masks, const BitmapLayout& layout, int64_t k, int64_t n) {
+  std::vector<py::ssize_t> shape{BitmapPanels(n), layout.Tiles(k), layout.TileMaskBytes()};
+  if (masks.empty()) shape = {0};
+  Array<uint8_t> array(std::move(shape));
+  if (!masks.empty()) std::memcpy(array.mutable_data(), masks.data(), masks.size() * sizeof(T));
+  return array;
+}
+
+py::tuple PackBitmapArray(const CastArray<float>& w, bool dense) {
   if (w.ndim() != 2) throw std::invalid_argument(ErrorText("w has ", w.ndim(), " dimensions, expected 2: [k, n]"));
   const int64_t k = w.shape(0);
   const int64_t n = w.shape(1);
@@ -60,21 +72,20 @@ py::tuple PackBitmapArray(const CastArray<float>& w) {
   }
   const BitmapMatrix packed = [&] {
     py::gil_scoped_release release;
-    return PackBitmap(w.data(), n, k, n);
+    return PackBitmap(w.data(), n, k, n, StorageOf(dense));
   }();
-  Array<uint8_t> masks({BitmapPanels(n), BitmapTiles(k), kTileMaskBytes});
-  std::memcpy(masks.mutable_data(), packed.masks.data(), packed.masks.size() * sizeof(uint32_t));
-  return py::make_tuple(masks, ToArray(packed.values, {static_cast<py::ssize_t>(packed.values.size())}),
+  return py::make_tuple(MaskArray(packed.masks, kBf16Bitmap, k, n),
+                        ToArray(packed.values, {static_cast<py::ssize_t>(packed.values.size())}),
                         ToArray(packed.offsets, {static_cast<py::ssize_t>(packed.offsets.size())}));
 }
 
 // The one way from Python arrays to a view that kernels may use.
 BitmapView CheckedView(const Array<uint8_t>& masks, const Array<uint16_t>& values, const Array<int64_t>& offsets,
                        int64_t k, int64_t n) {
-  const std::string problem =
-      ValidateBitmap({k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()});
+  const BitmapClaim claim{k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()};
+  const std::string problem = ValidateBitmap(claim);
   if (!problem.empty()) throw std::invalid_argument(problem);
-  return {k, n, masks.data(), reinterpret_cast<const uint8_t*>(values.data()), offsets.data()};
+  return claim.View(reinterpret_cast<const uint8_t*>(values.data()));
 }
 
 Array<float> UnpackBitmapArray(const Array<uint8_t>& masks, const Array<uint16_t>& values,
@@ -105,7 +116,7 @@ struct Int4Format {
 };
 
 template <typename Format>
-py::tuple PackQuantizedArray(const Array<int8_t>& q) {
+py::tuple PackQuantizedArray(const Array<int8_t>& q, bool dense) {
   if (q.ndim() != 2) throw std::invalid_argument(ErrorText("q has ", q.ndim(), " dimensions, expected 2: [k, n]"));
   const int64_t k = q.shape(0);
   const int64_t n = q.shape(1);
@@ -122,22 +133,21 @@ py::tuple PackQuantizedArray(const Array<int8_t>& q) {
   }
   const QuantizedBitmapMatrix packed = [&] {
     py::gil_scoped_release release;
-    return Format::kPack(data, n, k, n);
+    return Format::kPack(data, n, k, n, StorageOf(dense));
   }();
-  Array<uint8_t> masks({BitmapPanels(n), Format::kLayout.Tiles(k), Format::kLayout.TileMaskBytes()});
-  std::memcpy(masks.mutable_data(), packed.masks.data(), packed.masks.size() * sizeof(uint64_t));
   Array<typename Format::Value> values(static_cast<py::ssize_t>(packed.values.size()));
   std::memcpy(values.mutable_data(), packed.values.data(), packed.values.size());
-  return py::make_tuple(masks, values, ToArray(packed.offsets, {static_cast<py::ssize_t>(packed.offsets.size())}));
+  return py::make_tuple(MaskArray(packed.masks, Format::kLayout, k, n), values,
+                        ToArray(packed.offsets, {static_cast<py::ssize_t>(packed.offsets.size())}));
 }
 
 template <typename Format>
 BitmapView CheckedQuantizedView(const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
                                 const Array<int64_t>& offsets, int64_t k, int64_t n) {
-  const std::string problem = ValidateBitmap(
-      {k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()}, Format::kLayout);
+  const BitmapClaim claim{k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()};
+  const std::string problem = ValidateBitmap(claim, Format::kLayout);
   if (!problem.empty()) throw std::invalid_argument(problem);
-  return {k, n, masks.data(), reinterpret_cast<const uint8_t*>(values.data()), offsets.data()};
+  return claim.View(reinterpret_cast<const uint8_t*>(values.data()));
 }
 
 template <typename Format>
@@ -349,19 +359,21 @@ PYBIND11_MODULE(_native, module) {
   module.def("cpu_info", &CpuInfo,
              "The CPU's name, the ISA tier in use, the one detected, and what is wrong with ORTOLAN_ISA.");
 
-  module.def("pack_bitmap", &PackBitmapArray, py::arg("w"),
-             "Round w [k, n] to bf16 and pack it: masks u8 [panels, tiles, 64], values u16 (bf16 bits), offsets i64.");
+  module.def("pack_bitmap", &PackBitmapArray, py::arg("w"), py::arg("dense") = false,
+             "Round w [k, n] to bf16 and pack it: masks u8 [panels, tiles, 64], values u16 (bf16 bits), offsets i64; "
+             "dense: every weight is stored, masks and offsets are [0].");
   module.def("unpack_bitmap", &UnpackBitmapArray, py::arg("masks").noconvert(), py::arg("values").noconvert(),
              py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              "The dense float32 [k, n] matrix. Raises ValueError if the tensors are malformed.");
 
-  module.def("pack_bitmap_int8", &PackQuantizedArray<Int8Format>, py::arg("q"),
-             "Pack int8 q [k, n]: masks u8 [panels, tiles, 128], values i8, offsets i64.");
+  module.def("pack_bitmap_int8", &PackQuantizedArray<Int8Format>, py::arg("q"), py::arg("dense") = false,
+             "Pack int8 q [k, n]: masks u8 [panels, tiles, 128], values i8, offsets i64; dense as in pack_bitmap.");
   module.def("unpack_bitmap_int8", &UnpackQuantizedArray<Int8Format>, py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
-  module.def("pack_bitmap_int4", &PackQuantizedArray<Int4Format>, py::arg("q"),
-             "Pack int8 q [k, n] that holds -8 to 7: masks u8 [panels, tiles, 128], values u8 (nibbles), offsets i64.");
+  module.def("pack_bitmap_int4", &PackQuantizedArray<Int4Format>, py::arg("q"), py::arg("dense") = false,
+             "Pack int8 q [k, n] that holds -8 to 7: masks u8 [panels, tiles, 128], values u8 (nibbles), offsets i64; "
+             "dense as in pack_bitmap.");
   module.def("unpack_bitmap_int4", &UnpackQuantizedArray<Int4Format>, py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");

@@ -25,43 +25,49 @@ T Load(const uint8_t* bytes) {
 
 }  // namespace
 
-BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n) {
+BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
+  const bool dense = storage == Storage::kDense;
   const int64_t panels = BitmapPanels(n);
   const int64_t tiles = BitmapTiles(k);
   BitmapMatrix packed;
   packed.k = k;
   packed.n = n;
-  packed.masks.resize(static_cast<size_t>(panels * tiles * kTileRows));
-  packed.offsets.reserve(static_cast<size_t>(panels + 1));
-  packed.offsets.push_back(0);
-  uint32_t* mask = packed.masks.data();
+  if (dense) {
+    packed.values.reserve(static_cast<size_t>(panels * tiles * kBf16Bitmap.TileEntries()));
+  } else {
+    packed.masks.reserve(static_cast<size_t>(panels * tiles * kTileRows));
+    packed.offsets.reserve(static_cast<size_t>(panels + 1));
+    packed.offsets.push_back(0);
+  }
   for (int64_t panel = 0; panel < panels; ++panel) {
-    const int64_t columns = std::min(kPanelColumns, n - panel * kPanelColumns);
-    for (int64_t row = 0; row < tiles * kTileRows; ++row, ++mask) {
+    for (int64_t row = 0; row < tiles * kTileRows; ++row) {
       uint32_t bits = 0;
-      for (int64_t bit = 0; bit < 2 * columns; ++bit) {
+      for (int64_t bit = 0; bit < kRowValues; ++bit) {
         const int64_t input = InputOf(row, bit);
-        if (input >= k) continue;
-        const uint16_t value = RoundToBf16(w[input * row_stride + panel * kPanelColumns + ColumnOf(bit)]);
-        if ((value & 0x7fffu) == 0) continue;
+        const int64_t column = panel * kPanelColumns + ColumnOf(bit);
+        uint16_t value = input < k && column < n ? RoundToBf16(w[input * row_stride + column]) : uint16_t{0};
+        if ((value & 0x7fffu) == 0) {
+          if (!dense) continue;
+          value = 0;
+        }
         bits |= uint32_t{1} << bit;
         packed.values.push_back(value);
       }
-      *mask = bits;
+      if (!dense) packed.masks.push_back(bits);
     }
-    packed.offsets.push_back(static_cast<int64_t>(packed.values.size()));
+    if (!dense) packed.offsets.push_back(static_cast<int64_t>(packed.values.size()));
   }
-  packed.values.resize(packed.values.size() + kBitmapPadding, 0);
+  if (!dense) packed.values.resize(packed.values.size() + kBitmapPadding, 0);
   return packed;
 }
 
 void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride) {
   const int64_t rows = BitmapTiles(view.k) * kTileRows;
   for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
-    const uint8_t* masks = view.masks + panel * rows * sizeof(uint32_t);
-    const uint8_t* value = view.values + view.offsets[panel] * kValueBytes;
+    const uint8_t* masks = view.PanelMasks(kBf16Bitmap, panel);
+    const uint8_t* value = view.PanelValues(kBf16Bitmap, panel);
     for (int64_t row = 0; row < rows; ++row) {
-      const uint32_t mask = Load<uint32_t>(masks + row * sizeof(uint32_t));
+      const uint32_t mask = view.IsDense() ? ~uint32_t{0} : Load<uint32_t>(masks + row * sizeof(uint32_t));
       for (int64_t bit = 0; bit < kRowValues; ++bit) {
         const int64_t input = InputOf(row, bit);
         const int64_t column = panel * kPanelColumns + ColumnOf(bit);
@@ -85,6 +91,13 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
   const int64_t tiles = layout.Tiles(claim.k);
   const int64_t mask_bytes = panels * tiles * layout.TileMaskBytes();
   const int64_t padding = layout.Padding();
+  if (claim.IsDense()) {
+    const int64_t entries = panels * tiles * layout.TileEntries();
+    if (claim.value_count == entries) return {};
+    return ErrorText("without masks and offsets values hold ", claim.value_count, " entries, expected ", entries, " (",
+                     panels, " panels x ", tiles, " tiles x ", layout.TileEntries(), ") for k=", claim.k,
+                     ", n=", claim.n);
+  }
   if (claim.mask_bytes != mask_bytes) {
     return ErrorText("masks hold ", claim.mask_bytes, " bytes, expected ", mask_bytes, " (", panels, " panels x ",
                      tiles, " tiles x ", layout.TileMaskBytes(), ") for k=", claim.k, ", n=", claim.n);

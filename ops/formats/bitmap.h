@@ -20,6 +20,15 @@
 //
 // The offsets let any thread start at any panel: the number of threads is not part of the format.
 //
+// Dense storage is the case in which every weight is stored, zeros too and those outside of the matrix, and no mask is
+// needed: masks and offsets are empty, values are what they would be if every mask bit were set, without padding
+// behind.
+//
+//     masks    u8  [0]
+//     values   bf16 [panels * tiles * 512]   tile after tile, panel after panel; a row of a tile is 64 bytes
+//     offsets  i64 [0]
+//     bytes    2 a weight; less than the bitmap's where fewer than one weight in 16 is zero
+//
 // bitmap_int8.h and bitmap_int4.h are the same idea with smaller values: rows of k-quads, so tiles of 64 inputs.
 // BitmapLayout says what differs.
 #pragma once
@@ -29,6 +38,8 @@
 #include <vector>
 
 namespace ortolan {
+
+enum class Storage { kBitmap, kDense };
 
 inline constexpr int64_t kPanelColumns = 16;
 inline constexpr int64_t kTileRows = 16;
@@ -48,7 +59,9 @@ struct BitmapLayout {
   constexpr int64_t Tiles(int64_t k) const { return (k + TileInputs() - 1) / TileInputs(); }
   constexpr int64_t PaddedK(int64_t k) const { return Tiles(k) * TileInputs(); }
   constexpr int64_t EntryBytes() const { return value_bits == 16 ? 2 : 1; }
-  // Entries behind the last one. They let a kernel load 64 bytes at any position.
+  // Entries of a tile in dense storage.
+  constexpr int64_t TileEntries() const { return kTileRows * RowBits() * value_bits / 8 / EntryBytes(); }
+  // Entries behind the last one of a bitmap. They let a kernel load 64 bytes at any position.
   constexpr int64_t Padding() const { return 64 / EntryBytes(); }
 };
 
@@ -69,11 +82,21 @@ inline constexpr int64_t BitmapPaddedK(int64_t k) { return kBf16Bitmap.PaddedK(k
 struct BitmapView {
   int64_t k = 0;
   int64_t n = 0;
-  const uint8_t* masks = nullptr;    // [panels][tiles][16] masks: u32 for bf16, u64 for int8 and int4
-  const uint8_t* values = nullptr;   // [offsets[panels] + padding] entries
-  const int64_t* offsets = nullptr;  // [panels + 1], in entries
+  const uint8_t* masks = nullptr;    // [panels][tiles][16] masks: u32 for bf16, u64 for int8 and int4; null: dense
+  const uint8_t* values = nullptr;   // [offsets[panels] + padding] entries; dense: [panels][tiles][TileEntries()]
+  const int64_t* offsets = nullptr;  // [panels + 1], in entries; null: dense
+
+  constexpr bool IsDense() const { return masks == nullptr; }
+  // Where the masks of a panel begin; null if the storage is dense.
+  constexpr const uint8_t* PanelMasks(const BitmapLayout& layout, int64_t panel) const {
+    return IsDense() ? nullptr : masks + panel * layout.Tiles(k) * layout.TileMaskBytes();
+  }
+  constexpr const uint8_t* PanelValues(const BitmapLayout& layout, int64_t panel) const {
+    return values + (IsDense() ? panel * layout.Tiles(k) * layout.TileEntries() : offsets[panel]) * layout.EntryBytes();
+  }
 };
 
+// masks and offsets are empty if the storage is dense.
 struct BitmapMatrix {
   int64_t k = 0;
   int64_t n = 0;
@@ -83,8 +106,8 @@ struct BitmapMatrix {
 };
 
 // Rounds w, row-major [k, n] floats with rows `row_stride` floats apart, to bf16 and packs what is not zero after
-// rounding. Needs 1 <= k, n <= kMaxDimension.
-BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n);
+// rounding (dense: all; zeros are +0). Needs 1 <= k, n <= kMaxDimension.
+BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage = Storage::kBitmap);
 
 // Writes the dense matrix, row-major [k, n], rows `row_stride` floats apart. The view must have passed ValidateBitmap.
 void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride);
@@ -98,11 +121,20 @@ struct BitmapClaim {
   int64_t value_count = 0;
   const int64_t* offsets = nullptr;
   int64_t offset_count = 0;
+
+  // Neither masks nor offsets.
+  bool IsDense() const { return mask_bytes == 0 && offset_count == 0; }
+  // Of a claim that ValidateBitmap has passed. (Where a tensor is empty, its address says nothing.)
+  BitmapView View(const uint8_t* values) const {
+    return {k, n, IsDense() ? nullptr : masks, values, IsDense() ? nullptr : offsets};
+  }
 };
 
 // Empty if kernels may run on it; otherwise one sentence that names the tensor, what was found and what was expected.
 // Checks sizes, offsets (start at 0, never fall, stay inside), the entries that each panel's masks need against its
-// offsets, and that no bit stands outside of the k x n matrix. Never reads past the given counts.
+// offsets, and that no bit stands outside of the k x n matrix; of dense storage the number of values. Never reads past
+// the given counts. What dense storage holds outside of the matrix is not looked at: in a file that breaks the format
+// it may spoil results (an Inf there makes NaN), and nothing else.
 std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

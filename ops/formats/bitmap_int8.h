@@ -14,6 +14,8 @@
 //     panels = ceil(n / 16), tiles = ceil(k / 64)
 //     bytes  = 128 panels tiles + values + 64 + 8 (panels + 1);   (1 - sparsity) + 1/8 a weight
 //
+// Dense storage as in formats/bitmap.h: values i8 [panels * tiles * 1024].
+//
 // k is at most 2^17: an int32 then holds the sum of k products of an int8 and one of -127 … 127.
 #pragma once
 
@@ -26,7 +28,7 @@ namespace ortolan {
 
 inline constexpr BitmapLayout kInt8Bitmap{4, 8, int64_t{1} << 17};
 
-// int8 and int4 weights, packed.
+// int8 and int4 weights, packed. masks and offsets are empty if the storage is dense.
 struct QuantizedBitmapMatrix {
   int64_t k = 0;
   int64_t n = 0;
@@ -35,9 +37,10 @@ struct QuantizedBitmapMatrix {
   std::vector<int64_t> offsets;
 };
 
-// Packs what is not zero of q, row-major [k, n] with rows `row_stride` weights apart. Needs 1 <= k <= 2^17 and
-// 1 <= n <= kMaxDimension.
-QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_t k, int64_t n);
+// Packs what is not zero (dense: all) of q, row-major [k, n] with rows `row_stride` weights apart. Needs
+// 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.
+QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_t k, int64_t n,
+                                     Storage storage = Storage::kBitmap);
 
 // Writes the dense matrix, row-major [k, n]. The view must have passed ValidateBitmap with kInt8Bitmap.
 void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride);

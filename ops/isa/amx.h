@@ -87,6 +87,13 @@ constexpr bool AreProductTiles() {
   return 0 <= kC && kC < kTiles && 0 <= kA && kA < kTiles && 0 <= kB && kB < kTiles && kC != kA && kC != kB && kA != kB;
 }
 
+// Asks for the lines of a full tile whose rows lie one behind the other.
+inline void PrefetchTile(const void* base) {
+  for (int row = 0; row < kMaxTileRows; ++row) {
+    __builtin_prefetch(static_cast<const char*>(base) + row * kMaxTileColsb);
+  }
+}
+
 // float C += bf16 A x bf16 B. For each element, one chain of fused multiply-adds over the even k and one over the odd
 // k, both from +0; C + (even + odd). Rounded to nearest even; denormals are zero, read and written, whatever MXCSR
 // says.

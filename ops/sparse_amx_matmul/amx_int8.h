@@ -29,6 +29,7 @@ struct AmxInt8Rows {
 template <int kBits>
 class AmxInt8Loop {
   static constexpr bool kInt4 = kBits == 4;
+  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
 
  public:
   static void Run(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
@@ -71,8 +72,8 @@ class AmxInt8Loop {
           group_quads(a.group == kWholeColumn ? quads : a.group / kInt8Bitmap.row_inputs),
           row_bytes(SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group)) {
       for (int p = 0; p < count; ++p) {
-        masks[p] = a.w.masks + (first + p) * quads * kInt8Bitmap.RowMaskBytes();
-        values[p][0] = values[p][1] = a.w.values + a.w.offsets[first + p];
+        masks[p] = a.w.PanelMasks(kLayout, first + p);
+        values[p][0] = values[p][1] = a.w.PanelValues(kLayout, first + p);
       }
     }
     __mmask16 Columns(int p) const { return FirstLanes(args.w.n - (first_panel + p) * kPanelColumns); }
@@ -84,9 +85,10 @@ class AmxInt8Loop {
     int64_t step_quads;
     int64_t group_quads;
     int64_t row_bytes;
-    const uint8_t* masks[kPanels] = {};  // these move along as rows are expanded
+    const uint8_t* masks[kPanels] = {};  // these move along from block to block
     const uint8_t* values[kPanels][2] = {};
-    alignas(64) uint8_t block[kPanels][kBlockQuads][kMaxTileColsb];
+    const uint8_t* block[kPanels] = {};  // the rows to multiply: in expanded, or where they are stored
+    alignas(64) uint8_t expanded[kPanels][kBlockQuads][kMaxTileColsb];
     alignas(64) uint8_t waiting[kMostRows][kPanels][kMaxTileColsb];  // int32 (int8) or float (int4)
   };
 
@@ -107,7 +109,26 @@ class AmxInt8Loop {
           row = ExpandBytes(mask, values);
         }
         values += __builtin_popcountll(mask);
-        _mm512_store_si512(work.block[p][quad], row);
+        _mm512_store_si512(work.expanded[p][quad], row);
+      }
+      work.block[p] = work.expanded[p][0];
+    }
+  }
+
+  // int8 weights are B tiles as they are stored, int4 weights take the bytes of two rows apart.
+  static void FindDenseBlock(Work& work, int64_t quads) {
+    for (int p = 0; p < work.count; ++p) {
+      const uint8_t*& values = work.values[p][0];
+      if constexpr (!kInt4) {
+        work.block[p] = values;
+        values += quads * kMaxTileColsb;
+      } else {
+        for (int64_t quad = 0; quad < quads; quad += 2, values += kMaxTileColsb) {
+          __builtin_prefetch(values + kPrefetchBytes);
+          _mm512_store_si512(work.expanded[p][quad], _mm512_sub_epi8(LowNibbles(values), EachByte(kInt4Bias)));
+          _mm512_store_si512(work.expanded[p][quad + 1], _mm512_sub_epi8(HighNibbles(values), EachByte(kInt4Bias)));
+        }
+        work.block[p] = work.expanded[p][0];
       }
     }
   }
@@ -140,7 +161,7 @@ class AmxInt8Loop {
     }
   }
 
-  // Quads first … first+quads-1 of the expanded block, which are of one group in int4, times kRowTiles x 16 rows of x.
+  // Quads first … first+quads-1 of the block, which are of one group in int4, times kRowTiles x 16 rows of x.
   template <int kRowTiles, int kCount>
   static void MultiplySteps(Work& work, int64_t row, int64_t block_first, int64_t first, int64_t quads) {
     const bool zero = kInt4 || block_first == 0;
@@ -150,12 +171,17 @@ class AmxInt8Loop {
     if constexpr (kRowTiles > 1 && kCount > 1) StartSums<3>(work, row + kRows, 1, zero);
     const int64_t stride = work.row_bytes;
     const char* x = static_cast<const char*>(work.args.x) + row * stride + 4 * (block_first + first);
+    // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
+    const bool fetch = !kInt4 && work.args.w.IsDense() && row == 0;
     for (int64_t quad = first; quad < first + quads; quad += work.step_quads, x += 4 * work.step_quads) {
+      if (fetch) {
+        for (int p = 0; p < kCount; ++p) PrefetchTile(work.block[p] + quad * kMaxTileColsb + kPrefetchBytes);
+      }
       TileLoad<4>(x, stride);
-      TileLoad<6>(work.block[0][quad], kMaxTileColsb);
+      TileLoad<6>(work.block[0] + quad * kMaxTileColsb, kMaxTileColsb);
       TileDpBssd<0, 4, 6>();
       if constexpr (kCount > 1) {
-        TileLoad<7>(work.block[1][quad], kMaxTileColsb);
+        TileLoad<7>(work.block[1] + quad * kMaxTileColsb, kMaxTileColsb);
         TileDpBssd<1, 4, 7>();
       }
       if constexpr (kRowTiles > 1) {
@@ -212,7 +238,11 @@ class AmxInt8Loop {
     Work work(args, panel, kCount);
     for (int64_t block = 0; block < work.quads; block += kBlockQuads) {
       const int64_t quads = work.quads - block < kBlockQuads ? work.quads - block : kBlockQuads;
-      ExpandBlock(work, quads);
+      if (args.w.IsDense()) {
+        FindDenseBlock(work, quads);
+      } else {
+        ExpandBlock(work, quads);
+      }
       int64_t row = 0;
       for (; row + kRows < args.m; row += 2 * kRows) MultiplyBlock<2, kCount>(work, row, block, quads);
       if (row < args.m) MultiplyBlock<1, kCount>(work, row, block, quads);

@@ -66,20 +66,19 @@ class Kernel {
       throw OpError(ErrorText(node_, ": weight_bits is ", weight_bits, ", but values '", values.name, "' hold ",
                               layout_->value_bits, "-bit weights. Optimize the original model again."));
     }
-    w_.k = IntAttribute(info, "k", node_);
-    w_.n = IntAttribute(info, "n", node_);
-    w_.values = static_cast<const uint8_t*>(values.data);
-    if (masks.count > 0) {
-      w_.masks = static_cast<const uint8_t*>(masks.data);
-      w_.offsets = offsets_.data();
-    }
-    const std::string problem = ValidateBitmap({w_.k, w_.n, static_cast<const uint8_t*>(masks.data), masks.count,
-                                                values.count, offsets_.data(), offsets.count},
-                                               *layout_);
+    const BitmapClaim claim{IntAttribute(info, "k", node_),
+                            IntAttribute(info, "n", node_),
+                            static_cast<const uint8_t*>(masks.data),
+                            masks.count,
+                            values.count,
+                            offsets_.data(),
+                            offsets.count};
+    const std::string problem = ValidateBitmap(claim, *layout_);
     if (!problem.empty()) {
       throw OpError(ErrorText(node_, ": malformed weight in tensors '", masks.name, "', '", values.name, "', '",
                               offsets.name, "': ", problem, ". Optimize the original model again."));
     }
+    w_ = claim.View(static_cast<const uint8_t*>(values.data));
     ReadScales(info);
     CheckConstantVector(info, kBias, "bias", w_.n, node_);
     const int64_t activation = IntAttributeOr(info, "activation", 0);

@@ -1,12 +1,14 @@
-// The loop that the x86 kernels share: walk the tiles of a panel, expand each row of 32 weights to a register, multiply
-// it with a pair of activations of every row of x. Included by x86_*.cc only; everything is local to the including file
-// (an inline function compiled for one ISA tier must never be linked in place of another's).
+// The loop that the x86 kernels share: walk the tiles of a panel, expand (dense storage: load) each row of 32 weights
+// to a register, multiply it with a pair of activations of every row of x. Included by x86_*.cc only; everything is
+// local to the including file (an inline function compiled for one ISA tier must never be linked in place of
+// another's).
 //
 // A tier gives a struct Simd with
 //     Activation, kRowBlock (rows of x whose accumulators fit the registers)
 //     void Round(const float* x, int64_t left, Activation* to)  32 activations, of which `left` or more are x's
 //     Weights                                       32 expanded weights, ready to multiply
 //     Weights Expand(uint32_t mask, const uint8_t* values)     may load 64 bytes from values
+//     Weights Expand(const uint8_t* values)         all 32 are stored, in 64 bytes at any address
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*), kStoredBytes
 //     Accumulator                                   16 columns of sums
 //     Accumulator Zero(), Add(Accumulator, Accumulator), LoadColumns(const float*, int columns)
@@ -22,33 +24,36 @@
 namespace ortolan {
 namespace {
 
+// Packed activations: blocks of kRowBlock rows (the last one may have fewer), in a block of r rows [k-pair][r][2]: the
+// pairs that one row of weights meets lie side by side, behind one pointer.
 template <typename Simd>
-class PanelLoop {
+void PackPairs(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
   using Activation = typename Simd::Activation;
-  using Accumulator = typename Simd::Accumulator;
-  using Weights = typename Simd::Weights;
-
- public:
-  // Packed activations: blocks of kRowBlock rows (the last one may have fewer), in a block of r rows [k-pair][r][2]:
-  // the pairs that one row of weights meets lie side by side, behind one pointer.
-  static void Pack(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-    Activation* out = static_cast<Activation*>(packed);
-    const int64_t padded_k = BitmapPaddedK(k);
-    for (int64_t first = 0; first < m; first += Simd::kRowBlock) {
-      const int64_t rows = m - first < Simd::kRowBlock ? m - first : Simd::kRowBlock;
-      for (int64_t l = 0; l < padded_k; l += kTileInputs, out += kTileInputs * rows) {
-        for (int64_t i = 0; i < rows; ++i) {
-          const char* row = reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes;
-          alignas(64) Activation rounded[kTileInputs];
-          Simd::Round(reinterpret_cast<const float*>(row) + l, k - l, rounded);
-          for (int64_t pair = 0; pair < kTileRows; ++pair) {
-            std::memcpy(out + 2 * (pair * rows + i), rounded + 2 * pair, 2 * sizeof(Activation));
-          }
+  Activation* out = static_cast<Activation*>(packed);
+  const int64_t padded_k = BitmapPaddedK(k);
+  for (int64_t first = 0; first < m; first += Simd::kRowBlock) {
+    const int64_t rows = m - first < Simd::kRowBlock ? m - first : Simd::kRowBlock;
+    for (int64_t l = 0; l < padded_k; l += kTileInputs, out += kTileInputs * rows) {
+      for (int64_t i = 0; i < rows; ++i) {
+        const char* row = reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes;
+        alignas(64) Activation rounded[kTileInputs];
+        Simd::Round(reinterpret_cast<const float*>(row) + l, k - l, rounded);
+        for (int64_t pair = 0; pair < kTileRows; ++pair) {
+          std::memcpy(out + 2 * (pair * rows + i), rounded + 2 * pair, 2 * sizeof(Activation));
         }
       }
     }
   }
+}
 
+template <typename Simd, Storage kStorage>
+class PanelLoop {
+  using Activation = typename Simd::Activation;
+  using Accumulator = typename Simd::Accumulator;
+  using Weights = typename Simd::Weights;
+  static constexpr bool kDense = kStorage == Storage::kDense;
+
+ public:
   static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       Panel p(args, panel);
@@ -65,14 +70,16 @@ class PanelLoop {
   static constexpr int64_t kBufferTiles = 16;
   // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
   static constexpr int64_t kPrefetchBytes = 12288;
+  // Of masks, from one tile to the next.
+  static constexpr int64_t kMaskStep = kDense ? 0 : kTileMaskBytes;
 
   struct Panel {
     Panel(const SparseMatMulArgs& a, int64_t panel)
         : args(a),
           tiles(BitmapTiles(a.w.k)),
           padded_k(BitmapPaddedK(a.w.k)),
-          masks(a.w.masks + panel * tiles * kTileMaskBytes),
-          values(a.w.values + a.w.offsets[panel] * kValueBytes),
+          masks(a.w.PanelMasks(kBf16Bitmap, panel)),
+          values(a.w.PanelValues(kBf16Bitmap, panel)),
           x(static_cast<const Activation*>(a.x)),
           y(a.y + panel * kPanelColumns),
           bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
@@ -92,10 +99,19 @@ class PanelLoop {
     int columns;
   };
 
-  static uint32_t LoadMask(const uint8_t* masks, int row) {
-    uint32_t mask;
-    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-    return mask;
+  // Row `row` of the tile whose masks are given; moves values on to the next row.
+  static Weights NextRow([[maybe_unused]] const uint8_t* masks, [[maybe_unused]] int row, const uint8_t*& values) {
+    const uint8_t* from = values;
+    __builtin_prefetch(from + kPrefetchBytes);
+    if constexpr (kDense) {
+      values += kRowValues * kValueBytes;
+      return Simd::Expand(from);
+    } else {
+      uint32_t mask;
+      std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+      values += __builtin_popcount(mask) * kValueBytes;
+      return Simd::Expand(mask, from);
+    }
   }
 
   // Few rows of x: each row of weights is expanded into a register and used at once.
@@ -110,14 +126,11 @@ class PanelLoop {
     const uint8_t* values = p.values;
     const uint8_t* masks = p.masks;
     const Activation* x = p.x;
-    for (int64_t tile = 0; tile < p.tiles; ++tile, masks += kTileMaskBytes, x += kTileInputs * kRows) {
-      __builtin_prefetch(masks + kPrefetchBytes);
+    for (int64_t tile = 0; tile < p.tiles; ++tile, masks += kMaskStep, x += kTileInputs * kRows) {
+      if constexpr (!kDense) __builtin_prefetch(masks + kPrefetchBytes);
 #pragma GCC unroll 16
       for (int row = 0; row < kTileRows; ++row) {
-        const uint32_t mask = LoadMask(masks, row);
-        __builtin_prefetch(values + kPrefetchBytes);
-        const Weights weights = Simd::Expand(mask, values);
-        values += __builtin_popcount(mask) * kValueBytes;
+        const Weights weights = NextRow(masks, row, values);
 #pragma GCC unroll 16
         for (int i = 0; i < kRows; ++i) {
           sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + 2 * (row * kRows + i));
@@ -146,20 +159,17 @@ class PanelLoop {
       const int64_t tiles = p.tiles - tile < kBufferTiles ? p.tiles - tile : kBufferTiles;
       uint8_t* out = buffer;
       for (int64_t t = tile; t < tile + tiles; ++t) {
-        const uint8_t* masks = p.masks + t * kTileMaskBytes;
-        __builtin_prefetch(masks + kPrefetchBytes);
+        const uint8_t* masks = p.masks + t * kMaskStep;
+        if constexpr (!kDense) __builtin_prefetch(masks + kPrefetchBytes);
         for (int row = 0; row < kTileRows; ++row, out += Simd::kStoredBytes) {
-          const uint32_t mask = LoadMask(masks, row);
-          __builtin_prefetch(p.values + kPrefetchBytes);
-          Simd::Store(Simd::Expand(mask, p.values), out);
-          p.values += __builtin_popcount(mask) * kValueBytes;
+          Simd::Store(NextRow(masks, row, p.values), out);
         }
       }
       const bool first = tile == 0;
       const bool last = tile + tiles == p.tiles;
       int64_t i = 0;
       for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
-        DenseRows<Simd::kRowBlock>(p, buffer, tile, tiles, i, first, last);
+        ExpandedRows<Simd::kRowBlock>(p, buffer, tile, tiles, i, first, last);
       }
       TailRows<Simd::kRowBlock - 1>(p, buffer, tile, tiles, i, first, last);
     }
@@ -169,14 +179,14 @@ class PanelLoop {
   static void TailRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
                        bool last) {
     if constexpr (kRows > 0) {
-      if (p.args.m - i == kRows) return DenseRows<kRows>(p, buffer, tile, tiles, i, first, last);
+      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, tile, tiles, i, first, last);
       TailRows<kRows - 1>(p, buffer, tile, tiles, i, first, last);
     }
   }
 
   template <int kRows>
-  static void DenseRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
-                        bool last) {
+  static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
+                           bool last) {
     Accumulator sums[kRows];
     for (int r = 0; r < kRows; ++r) sums[r] = first ? Simd::Zero() : Simd::LoadColumns(p.YRow(i + r), p.columns);
     const Activation* x = p.x + i * p.padded_k + tile * kTileInputs * kRows;
@@ -199,6 +209,15 @@ class PanelLoop {
     Simd::StoreColumns(y, p.columns, sum);
   }
 };
+
+template <typename Simd>
+void RunPanelLoop(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  if (args.w.IsDense()) {
+    PanelLoop<Simd, Storage::kDense>::Run(args, panel_begin, panel_end);
+  } else {
+    PanelLoop<Simd, Storage::kBitmap>::Run(args, panel_begin, panel_end);
+  }
+}
 
 }  // namespace
 }  // namespace ortolan

@@ -8,6 +8,7 @@
 //     Weights ExpandInt8(uint64_t mask, const uint8_t* values)              each may load 64 bytes from values
 //     Weights ExpandLow, ExpandHigh(uint64_t mask, const uint8_t* values)   int4, from low or high nibbles
 //     Weights ExpandHighTimes16(…)                                          ExpandHigh, all of it times 16
+//     Weights ExpandInt8, …(const uint8_t* values)      the four again if all 64 are stored: 64 bytes at any address
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*)
 //     Sums                          16 columns of int32
 //     Sums Broadcast(int32_t), Add(Sums, Sums), DivideBy16(Sums)
@@ -20,8 +21,7 @@
 //     Floats LoadFloatScales(const uint8_t*), LoadBf16Scales(const uint8_t*)         all 16, at any address
 //     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
 //     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
-//     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, zeros behind `left`; their
-//     sum
+//     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, 0 behind `left`; their sum
 #pragma once
 
 #include <cstdint>
@@ -38,12 +38,14 @@ constexpr int64_t kSpanInputs = 32;
 constexpr int kSpanRows = 8;
 
 // kBits: of a weight, 8 or 4.
-template <typename Simd, int kBits>
+template <typename Simd, int kBits, Storage kStorage>
 class Int8PanelLoop {
   using Sums = typename Simd::Sums;
   using Floats = typename Simd::Floats;
   using Weights = typename Simd::Weights;
   static constexpr bool kInt4 = kBits == 4;
+  static constexpr bool kDense = kStorage == Storage::kDense;
+  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
 
  public:
   static void Run(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
@@ -71,6 +73,8 @@ class Int8PanelLoop {
   // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
   static constexpr int64_t kValuesAhead = kInt4 ? 6144 : 12288;
   static constexpr int64_t kMasksAhead = kInt4 ? 3072 : 12288;
+  // Of masks, from one span to the next.
+  static constexpr int64_t kMaskStep = kDense ? 0 : kSpanRows * static_cast<int64_t>(sizeof(uint64_t));
 
   static constexpr int64_t kLineBytes = 64;
 
@@ -82,14 +86,14 @@ class Int8PanelLoop {
           group_spans(a.group == kWholeColumn ? spans : a.group / kSpanInputs),
           padded_k(kInt8Bitmap.PaddedK(a.w.k)),
           row_bytes(SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group)),
-          masks(a.w.masks + panel * kInt8Bitmap.Tiles(a.w.k) * kInt8Bitmap.TileMaskBytes()),
-          values{a.w.values + a.w.offsets[panel], a.w.values + a.w.offsets[panel]},
+          masks(a.w.PanelMasks(kLayout, panel)),
+          values{a.w.PanelValues(kLayout, panel), a.w.PanelValues(kLayout, panel)},
           scales(a.Scales(panel, 0)),
           y(a.y + panel * kPanelColumns),
           bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
           columns(static_cast<int>(a.w.n - panel * kPanelColumns < kPanelColumns ? a.w.n - panel * kPanelColumns
                                                                                  : kPanelColumns)),
-          span_bytes((a.w.offsets[panel + 1] - a.w.offsets[panel]) / spans) {}
+          span_bytes(kDense ? 0 : (a.w.offsets[panel + 1] - a.w.offsets[panel]) / spans) {}
 
     float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
     Floats Int4Scales(int64_t group) const {
@@ -110,7 +114,7 @@ class Int8PanelLoop {
     float* y;
     const float* bias;
     int columns;
-    int64_t span_bytes;  // of values, on average
+    int64_t span_bytes;  // of a bitmap's values, on average
   };
 
   // What stands behind the q of a block of rows: see PackQuantizedRows.
@@ -132,17 +136,33 @@ class Int8PanelLoop {
     return mask;
   }
 
-  // Expands row `row` of a span and moves its stream along.
-  template <bool kTimes16>
-  static Weights Expand(uint64_t mask, int row, const uint8_t*& even, const uint8_t*& odd) {
-    const uint8_t*& stream = kInt4 && row % 2 == 1 ? odd : even;
-    const uint8_t* values = stream;
-    stream += __builtin_popcountll(mask);
+  // mask_and_values: values alone if all weights are stored.
+  template <bool kTimes16, typename... MaskAndValues>
+  static Weights Expand(int row, MaskAndValues... mask_and_values) {
     if constexpr (!kInt4) {
-      return Simd::ExpandInt8(mask, values);
+      return Simd::ExpandInt8(mask_and_values...);
     } else {
-      if (row % 2 == 0) return Simd::ExpandLow(mask, values);
-      return kTimes16 ? Simd::ExpandHighTimes16(mask, values) : Simd::ExpandHigh(mask, values);
+      if (row % 2 == 0) return Simd::ExpandLow(mask_and_values...);
+      return kTimes16 ? Simd::ExpandHighTimes16(mask_and_values...) : Simd::ExpandHigh(mask_and_values...);
+    }
+  }
+
+  // Row `row` of the span whose masks are given; moves its stream on to the next row.
+  template <bool kTimes16>
+  static Weights NextRow([[maybe_unused]] const uint8_t* masks, int row, const uint8_t*& even,
+                         [[maybe_unused]] const uint8_t*& odd) {
+    if constexpr (kDense) {
+      // int4: the same bytes hold an even and an odd row.
+      const uint8_t* values = even;
+      if (!kInt4 || row % 2 == 0) __builtin_prefetch(values + kValuesAhead);
+      if (!kInt4 || row % 2 == 1) even += kLineBytes;
+      return Expand<kTimes16>(row, values);
+    } else {
+      const uint64_t mask = LoadMask(masks, row);
+      const uint8_t*& stream = kInt4 && row % 2 == 1 ? odd : even;
+      const uint8_t* values = stream;
+      stream += __builtin_popcountll(mask);
+      return Expand<kTimes16>(row, mask, values);
     }
   }
 
@@ -161,7 +181,7 @@ class Int8PanelLoop {
     // int8: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
     // with more values than others leaves no line out. int4: a line every two or four rows, as many as it takes.
     const int64_t burst_bytes = p.span_bytes + p.span_bytes / 4 + kLineBytes;
-    const bool dense = p.span_bytes > 5 * kLineBytes / 2;
+    const bool many_bytes = p.span_bytes > 5 * kLineBytes / 2;
     Floats totals[kRows];
     int64_t span = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
@@ -171,15 +191,17 @@ class Int8PanelLoop {
         for (int c = 1; c < kChains; ++c) sums[i][c] = Simd::Broadcast(0);
       }
       const int64_t group_end = span + p.group_spans < p.spans ? span + p.group_spans : p.spans;
-      for (; span < group_end; ++span, masks += kSpanRows * sizeof(uint64_t), x += kSpanInputs * kRows) {
-        __builtin_prefetch(masks + kMasksAhead);
-        if constexpr (!kInt4) {
+      for (; span < group_end; ++span, masks += kMaskStep, x += kSpanInputs * kRows) {
+        if constexpr (!kDense) __builtin_prefetch(masks + kMasksAhead);
+        if constexpr (!kDense && !kInt4) {
           for (int64_t line = 0; line < burst_bytes; line += kLineBytes) __builtin_prefetch(even + kValuesAhead + line);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < kSpanRows; ++row) {
-          if (kInt4 && (row % 4 == 0 || (row % 2 == 0 && dense))) __builtin_prefetch(even + kValuesAhead);
-          const Weights weights = Expand<kTimes16>(LoadMask(masks, row), row, even, odd);
+          if (!kDense && kInt4 && (row % 4 == 0 || (row % 2 == 0 && many_bytes))) {
+            __builtin_prefetch(even + kValuesAhead);
+          }
+          const Weights weights = NextRow<kTimes16>(masks, row, even, odd);
 #pragma GCC unroll 16
           for (int i = 0; i < kRows; ++i) {
             sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + 4 * (row * kRows + i));
@@ -226,17 +248,17 @@ class Int8PanelLoop {
     for (int64_t first = 0; first < p.spans; first += kBufferSpans) {
       const int64_t end = p.spans - first < kBufferSpans ? p.spans : first + kBufferSpans;
       uint8_t* out = buffer;
-      for (int64_t span = first; span < end; ++span, p.masks += kSpanRows * sizeof(uint64_t)) {
-        __builtin_prefetch(p.masks + kMasksAhead);
+      for (int64_t span = first; span < end; ++span, p.masks += kMaskStep) {
+        if constexpr (!kDense) __builtin_prefetch(p.masks + kMasksAhead);
 #pragma GCC unroll 8
         for (int row = 0; row < kSpanRows; ++row, out += Simd::kStoredBytes) {
-          if (!kInt4 || row % 2 == 0) __builtin_prefetch(p.values[0] + kValuesAhead);
-          Simd::Store(Expand<false>(LoadMask(p.masks, row), row, p.values[0], p.values[1]), out);
+          if (!kDense && (!kInt4 || row % 2 == 0)) __builtin_prefetch(p.values[0] + kValuesAhead);
+          Simd::Store(NextRow<false>(p.masks, row, p.values[0], p.values[1]), out);
         }
       }
       int64_t i = 0;
       for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
-        DenseRows<Simd::kRowBlock>(p, buffer, first, end, i, waiting);
+        ExpandedRows<Simd::kRowBlock>(p, buffer, first, end, i, waiting);
       }
       TailRows<Simd::kRowBlock - 1>(p, buffer, first, end, i, waiting);
     }
@@ -246,15 +268,15 @@ class Int8PanelLoop {
   static void TailRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
                        WaitingSums& waiting) {
     if constexpr (kRows > 0) {
-      if (p.args.m - i == kRows) return DenseRows<kRows>(p, buffer, first, end, i, waiting);
+      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, first, end, i, waiting);
       TailRows<kRows - 1>(p, buffer, first, end, i, waiting);
     }
   }
 
   // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.
   template <int kRows>
-  static void DenseRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
-                        WaitingSums& waiting) {
+  static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
+                           WaitingSums& waiting) {
     const BlockEnd<kRows> block(p, i);
     const int8_t* x = p.X(i) + first * kSpanInputs * kRows;
     for (int64_t span = first; span < end;) {
@@ -308,6 +330,15 @@ class Int8PanelLoop {
     Simd::StoreColumns(y, p.columns, result);
   }
 };
+
+template <typename Simd, int kBits>
+void RunInt8PanelLoop(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  if (args.w.IsDense()) {
+    Int8PanelLoop<Simd, kBits, Storage::kDense>::Run(args, panel_begin, panel_end);
+  } else {
+    Int8PanelLoop<Simd, kBits, Storage::kBitmap>::Run(args, panel_begin, panel_end);
+  }
+}
 
 }  // namespace
 }  // namespace ortolan

@@ -37,12 +37,12 @@ void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t p
     const int64_t first = panel * kPanelColumns;
     const int64_t columns = std::min(kPanelColumns, w.n - first);
     for (int64_t i = 0; i < args.m; ++i) {
-      const uint8_t* masks = w.masks + panel * rows * sizeof(uint32_t);
-      const uint8_t* value = w.values + w.offsets[panel] * kValueBytes;
+      const uint8_t* masks = w.PanelMasks(kBf16Bitmap, panel);
+      const uint8_t* value = w.PanelValues(kBf16Bitmap, panel);
       float sums[kPanelColumns] = {};
       for (int64_t row = 0; row < rows; ++row) {
-        uint32_t mask;
-        std::memcpy(&mask, masks + row * sizeof(uint32_t), sizeof(mask));
+        uint32_t mask = ~uint32_t{0};
+        if (!w.IsDense()) std::memcpy(&mask, masks + row * sizeof(mask), sizeof(mask));
         const float* pair = x + i * BitmapPaddedK(w.k) + 2 * row;
         for (int64_t bit = 0; bit < kRowValues; ++bit) {
           float weight = 0.0f;

@@ -22,7 +22,7 @@ namespace ortolan {
 struct SparseMatMulArgs {
   int64_t m = 0;
   const void* x = nullptr;      // packed rows: [m][BitmapPaddedK(w.k)] of the kernel's activation type
-  BitmapView w;                 // has passed ValidateBitmap
+  BitmapView w;                 // has passed ValidateBitmap; bitmap or dense storage, with the same result bit by bit
   const float* bias = nullptr;  // [w.n], or null
   float* y = nullptr;           // [m][w.n]; must overlap nothing else
   int64_t y_row_bytes = 0;      // from one row of y to the next

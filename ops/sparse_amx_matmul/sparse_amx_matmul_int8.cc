@@ -28,6 +28,7 @@ namespace {
 // The next stored weight of a row, in the order of its mask bits.
 class Int8Stream {
  public:
+  static constexpr const BitmapLayout& kLayout = kInt8Bitmap;
   explicit Int8Stream(const uint8_t* values) : next_(values) {}
   int32_t Next(int64_t) { return static_cast<int8_t>(*next_++); }
 
@@ -37,6 +38,7 @@ class Int8Stream {
 
 class Int4Stream {
  public:
+  static constexpr const BitmapLayout& kLayout = kInt4Bitmap;
   explicit Int4Stream(const uint8_t* values) : next_{values, values} {}
   int32_t Next(int64_t row) {
     const int byte = *next_[row & 1]++;
@@ -74,16 +76,16 @@ void Multiply(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t pan
           static_cast<const uint8_t*>(args.x) + i * SparseInt8MatMulKernel::PackedRowBytes(w.k, args.group);
       float x_scale;
       std::memcpy(&x_scale, x + kInt8Bitmap.PaddedK(w.k), sizeof(x_scale));
-      const uint8_t* masks = w.masks + panel * rows * kInt8Bitmap.RowMaskBytes();
-      Stream weights(w.values + w.offsets[panel]);
+      const uint8_t* masks = w.PanelMasks(Stream::kLayout, panel);
+      Stream weights(w.PanelValues(Stream::kLayout, panel));
       float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes) + first;
       float totals[kPanelColumns] = {};
       for (int64_t group = 0; group < ScaleRows(w.k, args.group); ++group) {
         int32_t sums[kPanelColumns] = {};
         const int64_t end = std::min(rows, (group + 1) * group_rows);
-        for (int64_t row = group * group_rows; row < end; ++row, masks += sizeof(uint64_t)) {
-          uint64_t mask;
-          std::memcpy(&mask, masks, sizeof(mask));
+        for (int64_t row = group * group_rows; row < end; ++row) {
+          uint64_t mask = ~uint64_t{0};
+          if (!w.IsDense()) std::memcpy(&mask, masks + row * kInt8Bitmap.RowMaskBytes(), sizeof(mask));
           for (; mask != 0; mask &= mask - 1) {
             const int bit = __builtin_ctzll(mask);
             const int32_t q = static_cast<int8_t>(x[4 * row + (bit & 3)]);

@@ -40,7 +40,7 @@ namespace ortolan {
 struct SparseInt8MatMulArgs {
   int64_t m = 0;
   const void* x = nullptr;       // packed by the kernel's own pack function, with the same k and group
-  BitmapView w;                  // has passed ValidateBitmap with kInt8Bitmap or kInt4Bitmap
+  BitmapView w;                  // has passed ValidateBitmap with kInt8Bitmap or kInt4Bitmap; bitmap or dense storage
   int64_t group = kWholeColumn;  // int4: 32, 64 or 128
   const void* scales = nullptr;  // [panels][ScaleRows(w.k, group)][16] float (int8) or bf16 (int4), at any address
   const float* bias = nullptr;   // [w.n], or null

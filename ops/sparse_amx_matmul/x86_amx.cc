@@ -1,4 +1,5 @@
 // AMX: weights are expanded to AMX's B tiles in a buffer, then multiplied tile by tile (SparAMX, sections 4.1 and 4.3).
+// In dense storage of bf16 and int8 they are B tiles already, and are loaded from where they are stored.
 //
 // Two tiles of 16 rows of x times two panels make four tiles of sums, so that each loaded tile is used twice. A block
 // of weights is expanded as a whole before the first of its tiles is loaded: there is no store forwarding into a tile
@@ -31,13 +32,13 @@ struct alignas(64) Sums {
   float at[kRowTile][kPanelColumns];
 };
 
-// The panels that are multiplied together, their expanded block of tiles, and where y takes their sums.
+// The panels that are multiplied together, a block of their tiles, and where y takes their sums.
 struct PanelPair {
   PanelPair(const SparseMatMulArgs& a, int64_t first, int count_)
       : args(a), first_panel(first), count(count_), tiles(BitmapTiles(a.w.k)), padded_k(BitmapPaddedK(a.w.k)) {
     for (int p = 0; p < count; ++p) {
-      masks[p] = a.w.masks + (first + p) * tiles * kTileMaskBytes;
-      values[p] = a.w.values + a.w.offsets[first + p] * kValueBytes;
+      masks[p] = a.w.PanelMasks(kBf16Bitmap, first + p);
+      values[p] = a.w.PanelValues(kBf16Bitmap, first + p);
       columns[p] = static_cast<int>(
           a.w.n - (first + p) * kPanelColumns < kPanelColumns ? a.w.n - (first + p) * kPanelColumns : kPanelColumns);
       const float* from = a.bias == nullptr ? nullptr : a.bias + (first + p) * kPanelColumns;
@@ -58,10 +59,11 @@ struct PanelPair {
   int64_t tiles;
   int64_t padded_k;
   const uint8_t* masks[kPanelBlock] = {};
-  const uint8_t* values[kPanelBlock] = {};  // move along as tiles are expanded
+  const uint8_t* values[kPanelBlock] = {};  // move along from block to block
+  const uint8_t* block[kPanelBlock] = {};   // the tiles to multiply: in expanded, or where they are stored
   int columns[kPanelBlock] = {};
   alignas(64) float bias[kPanelBlock][kPanelColumns] = {};
-  alignas(64) uint8_t block[kPanelBlock][kBlockTiles][kTileBytes];
+  alignas(64) uint8_t expanded[kPanelBlock][kBlockTiles][kTileBytes];
 };
 
 void ExpandBlock(PanelPair& pair, int64_t first_tile, int64_t tiles) {
@@ -69,7 +71,7 @@ void ExpandBlock(PanelPair& pair, int64_t first_tile, int64_t tiles) {
     const uint8_t* values = pair.values[p];
     for (int64_t t = 0; t < tiles; ++t) {
       const uint8_t* masks = pair.masks[p] + (first_tile + t) * kTileMaskBytes;
-      uint8_t* to = pair.block[p][t];
+      uint8_t* to = pair.expanded[p][t];
       __builtin_prefetch(masks + kPrefetchBytes);
       for (int row = 0; row < kTileRows; ++row) {
         uint32_t mask;
@@ -80,6 +82,14 @@ void ExpandBlock(PanelPair& pair, int64_t first_tile, int64_t tiles) {
       }
     }
     pair.values[p] = values;
+    pair.block[p] = pair.expanded[p][0];
+  }
+}
+
+void FindDenseBlock(PanelPair& pair, int64_t tiles) {
+  for (int p = 0; p < pair.count; ++p) {
+    pair.block[p] = pair.values[p];
+    pair.values[p] += tiles * kTileBytes;
   }
 }
 
@@ -113,7 +123,7 @@ void StoreSums(const PanelPair& pair, int64_t row, int p) {
   }
 }
 
-// All the expanded tiles times kRowTiles x 16 rows of x.
+// All the tiles of the block times kRowTiles x 16 rows of x.
 template <int kRowTiles, int kPanels>
 void MultiplyBlock(const PanelPair& pair, int64_t row, int64_t first_tile, int64_t tiles) {
   const bool first = first_tile == 0;
@@ -124,12 +134,17 @@ void MultiplyBlock(const PanelPair& pair, int64_t row, int64_t first_tile, int64
 
   const int64_t x_row_bytes = pair.padded_k * static_cast<int64_t>(sizeof(uint16_t));
   const char* x = static_cast<const char*>(pair.args.x) + row * x_row_bytes + first_tile * kMaxTileColsb;
+  // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
+  const bool fetch = pair.args.w.IsDense() && row == 0;
   for (int64_t t = 0; t < tiles; ++t, x += kMaxTileColsb) {
+    if (fetch) {
+      for (int p = 0; p < kPanels; ++p) PrefetchTile(pair.block[p] + t * kTileBytes + kPrefetchBytes);
+    }
     TileLoad<4>(x, x_row_bytes);
-    TileLoad<6>(pair.block[0][t], kMaxTileColsb);
+    TileLoad<6>(pair.block[0] + t * kTileBytes, kMaxTileColsb);
     TileDpBf16<0, 4, 6>();
     if constexpr (kPanels > 1) {
-      TileLoad<7>(pair.block[1][t], kMaxTileColsb);
+      TileLoad<7>(pair.block[1] + t * kTileBytes, kMaxTileColsb);
       TileDpBf16<1, 4, 7>();
     }
     if constexpr (kRowTiles > 1) {
@@ -150,7 +165,11 @@ void MultiplyPanels(const SparseMatMulArgs& args, int64_t panel) {
   PanelPair pair(args, panel, kPanels);
   for (int64_t tile = 0; tile < pair.tiles; tile += kBlockTiles) {
     const int64_t tiles = pair.tiles - tile < kBlockTiles ? pair.tiles - tile : kBlockTiles;
-    ExpandBlock(pair, tile, tiles);
+    if (args.w.IsDense()) {
+      FindDenseBlock(pair, tiles);
+    } else {
+      ExpandBlock(pair, tile, tiles);
+    }
     int64_t row = 0;
     for (; row + kRowTile < args.m; row += 2 * kRowTile) MultiplyBlock<2, kPanels>(pair, row, tile, tiles);
     if (row < args.m) MultiplyBlock<1, kPanels>(pair, row, tile, tiles);

@@ -74,10 +74,14 @@ struct Avx2Simd {
     const uint8_t* second = values + __builtin_popcount(mask & 0xffu) * kValueBytes;
     const uint8_t* third = values + __builtin_popcount(mask & 0xffffu) * kValueBytes;
     const uint8_t* fourth = values + __builtin_popcount(mask & 0xffffffu) * kValueBytes;
-    const __m256i low = _mm256_set_m128i(Expand8(mask >> 8, second), Expand8(mask, values));
-    const __m256i high = _mm256_set_m128i(Expand8(mask >> 24, fourth), Expand8(mask >> 16, third));
-    return {Even(low), Odd(low), Even(high), Odd(high)};
+    return Split(_mm256_set_m128i(Expand8(mask >> 8, second), Expand8(mask, values)),
+                 _mm256_set_m128i(Expand8(mask >> 24, fourth), Expand8(mask >> 16, third)));
   }
+  static Weights Expand(const uint8_t* values) {
+    const __m256i* in = reinterpret_cast<const __m256i*>(values);
+    return Split(_mm256_loadu_si256(in), _mm256_loadu_si256(in + 1));
+  }
+  static Weights Split(__m256i low, __m256i high) { return {Even(low), Odd(low), Even(high), Odd(high)}; }
   static void Store(const Weights& weights, uint8_t* to) {
     float* out = reinterpret_cast<float*>(to);
     _mm256_store_ps(out, weights.even_low);
@@ -181,6 +185,28 @@ struct Avx2Int8Simd {
       return _mm_sub_epi8(_mm_and_si128(stored, EachByte(0xf0)), EachByte(ortolan::kInt4Bias << 4));
     });
   }
+  static Weights ExpandInt8(const uint8_t* values) {
+    const __m256i* in = reinterpret_cast<const __m256i*>(values);
+    return {_mm256_loadu_si256(in), _mm256_loadu_si256(in + 1)};
+  }
+  // Each byte's bits of `nibble` less those of 8.
+  static __m256i Nibbles(__m256i bytes, int nibble, int bias) {
+    return _mm256_sub_epi8(_mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(nibble))),
+                           _mm256_set1_epi8(static_cast<char>(bias)));
+  }
+  static Weights ExpandLow(const uint8_t* values) {
+    const Weights bytes = ExpandInt8(values);
+    return {Nibbles(bytes.low, 0x0f, ortolan::kInt4Bias), Nibbles(bytes.high, 0x0f, ortolan::kInt4Bias)};
+  }
+  static Weights ExpandHigh(const uint8_t* values) {
+    const Weights bytes = ExpandInt8(values);
+    return {Nibbles(_mm256_srli_epi16(bytes.low, 4), 0x0f, ortolan::kInt4Bias),
+            Nibbles(_mm256_srli_epi16(bytes.high, 4), 0x0f, ortolan::kInt4Bias)};
+  }
+  static Weights ExpandHighTimes16(const uint8_t* values) {
+    const Weights bytes = ExpandInt8(values);
+    return {Nibbles(bytes.low, 0xf0, ortolan::kInt4Bias << 4), Nibbles(bytes.high, 0xf0, ortolan::kInt4Bias << 4)};
+  }
   static void Store(const Weights& weights, uint8_t* to) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to), weights.low);
     _mm256_store_si256(reinterpret_cast<__m256i*>(to) + 1, weights.high);
@@ -276,19 +302,19 @@ void PackInt8Avx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int
 }
 
 void MultiplyInt8Avx2(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  Int8PanelLoop<Avx2Int8Simd, 8>::Run(args, panel_begin, panel_end);
+  RunInt8PanelLoop<Avx2Int8Simd, 8>(args, panel_begin, panel_end);
 }
 
 void MultiplyInt4Avx2(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  Int8PanelLoop<Avx2Int8Simd, 4>::Run(args, panel_begin, panel_end);
+  RunInt8PanelLoop<Avx2Int8Simd, 4>(args, panel_begin, panel_end);
 }
 
 void PackAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PanelLoop<Avx2Simd>::Pack(x, x_row_bytes, m, k, packed);
+  PackPairs<Avx2Simd>(x, x_row_bytes, m, k, packed);
 }
 
 void MultiplyAvx2(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  PanelLoop<Avx2Simd>::Run(args, panel_begin, panel_end);
+  RunPanelLoop<Avx2Simd>(args, panel_begin, panel_end);
 }
 
 }  // namespace ortolan

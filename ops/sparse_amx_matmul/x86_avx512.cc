@@ -29,8 +29,9 @@ struct Avx512Simd : Avx512FloatSums {
     _mm512_store_si512(to, RoundToBf16(_mm512_maskz_loadu_ps(FirstLanes(left), x)));
     _mm512_store_si512(to + 16, RoundToBf16(_mm512_maskz_loadu_ps(FirstLanes(left - 16), x + 16)));
   }
-  static Weights Expand(uint32_t mask, const uint8_t* values) {
-    const __m512i pairs = ExpandBf16(mask, values);
+  static Weights Expand(uint32_t mask, const uint8_t* values) { return Split(ExpandBf16(mask, values)); }
+  static Weights Expand(const uint8_t* values) { return Split(_mm512_loadu_si512(values)); }
+  static Weights Split(__m512i pairs) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
             _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
   }
@@ -61,8 +62,15 @@ struct Avx512Int8Simd {
   static __m512i ExpandLow(uint64_t mask, const uint8_t* values) { return ExpandLowNibbles(mask, values); }
   static __m512i ExpandHigh(uint64_t mask, const uint8_t* values) { return ExpandHighNibbles(mask, values); }
   static __m512i ExpandHighTimes16(uint64_t mask, const uint8_t* values) {
-    const __m512i nibbles = _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0xf0));
-    return _mm512_mask_expand_epi8(EachByte(kInt4Bias << 4), _cvtu64_mask64(mask), nibbles);
+    return _mm512_mask_expand_epi8(EachByte(kInt4Bias << 4), _cvtu64_mask64(mask), ExpandHighTimes16(values));
+  }
+  static __m512i ExpandInt8(const uint8_t* values) {
+    return _mm512_xor_si512(_mm512_loadu_si512(values), EachByte(0x80));
+  }
+  static __m512i ExpandLow(const uint8_t* values) { return LowNibbles(values); }
+  static __m512i ExpandHigh(const uint8_t* values) { return HighNibbles(values); }
+  static __m512i ExpandHighTimes16(const uint8_t* values) {
+    return _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0xf0));
   }
   static void Store(__m512i weights, uint8_t* to) { _mm512_store_si512(to, weights); }
   static __m512i Load(const uint8_t* from) { return _mm512_load_si512(from); }
@@ -105,19 +113,19 @@ void PackInt8Avx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, i
 }
 
 void MultiplyInt8Avx512(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  Int8PanelLoop<Avx512Int8Simd, 8>::Run(args, panel_begin, panel_end);
+  RunInt8PanelLoop<Avx512Int8Simd, 8>(args, panel_begin, panel_end);
 }
 
 void MultiplyInt4Avx512(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  Int8PanelLoop<Avx512Int8Simd, 4>::Run(args, panel_begin, panel_end);
+  RunInt8PanelLoop<Avx512Int8Simd, 4>(args, panel_begin, panel_end);
 }
 
 void PackAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PanelLoop<Avx512Simd>::Pack(x, x_row_bytes, m, k, packed);
+  PackPairs<Avx512Simd>(x, x_row_bytes, m, k, packed);
 }
 
 void MultiplyAvx512(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  PanelLoop<Avx512Simd>::Run(args, panel_begin, panel_end);
+  RunPanelLoop<Avx512Simd>(args, panel_begin, panel_end);
 }
 
 }  // namespace ortolan

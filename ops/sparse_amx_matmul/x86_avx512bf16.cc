@@ -14,6 +14,7 @@ struct Avx512Bf16Simd : Avx512FloatSums {
 
   static void Round(const float* x, int64_t left, uint16_t* to) { _mm512_store_si512(to, RoundToBf16(x, left)); }
   static __m512i Expand(uint32_t mask, const uint8_t* values) { return ExpandBf16(mask, values); }
+  static __m512i Expand(const uint8_t* values) { return _mm512_loadu_si512(values); }
   static void Store(__m512i weights, uint8_t* to) { _mm512_store_si512(to, weights); }
   static __m512i Load(const uint8_t* from) { return _mm512_load_si512(from); }
 
@@ -27,11 +28,11 @@ struct Avx512Bf16Simd : Avx512FloatSums {
 }  // namespace
 
 void PackAvx512Bf16(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PanelLoop<Avx512Bf16Simd>::Pack(x, x_row_bytes, m, k, packed);
+  PackPairs<Avx512Bf16Simd>(x, x_row_bytes, m, k, packed);
 }
 
 void MultiplyAvx512Bf16(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  PanelLoop<Avx512Bf16Simd>::Run(args, panel_begin, panel_end);
+  RunPanelLoop<Avx512Bf16Simd>(args, panel_begin, panel_end);
 }
 
 }  // namespace ortolan

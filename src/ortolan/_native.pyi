@@ -19,9 +19,12 @@ class KernelInfo(TypedDict):
 def cpu_info() -> CpuInfo:
     """The CPU's name, the ISA tier in use, the one detected, and what is wrong with ORTOLAN_ISA ("" if nothing)."""
 
-def pack_bitmap(w: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.int64]]:
+def pack_bitmap(
+    w: NDArray[Any], dense: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.int64]]:
     """Round w [k, n] to bf16 and pack it: masks [panels, tiles, 64], values (bf16 bits), offsets [panels + 1].
 
+    dense: every weight is stored, masks and offsets are [0].
     Raises ValueError unless w is a matrix of 1 to 2^28 rows and columns.
     """
 
@@ -30,8 +33,10 @@ def unpack_bitmap(
 ) -> NDArray[np.float32]:
     """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
 
-def pack_bitmap_int8(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int64]]:
-    """Pack q [k, n]: masks [panels, tiles, 128], values, offsets [panels + 1].
+def pack_bitmap_int8(
+    q: NDArray[np.int8], dense: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int64]]:
+    """Pack q [k, n]: masks [panels, tiles, 128], values, offsets [panels + 1]; dense as in pack_bitmap.
 
     Raises ValueError unless q is a matrix of 1 to 2^17 rows and 1 to 2^28 columns.
     """
@@ -41,9 +46,12 @@ def unpack_bitmap_int8(
 ) -> NDArray[np.int8]:
     """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
 
-def pack_bitmap_int4(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+def pack_bitmap_int4(
+    q: NDArray[np.int8], dense: bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
     """Pack q [k, n], which holds -8 to 7: masks [panels, tiles, 128], values (nibbles), offsets [panels + 1] in bytes.
 
+    dense as in pack_bitmap.
     Raises ValueError for other values, and unless q is a matrix of 1 to 2^17 rows and 1 to 2^28 columns.
     """
 

@@ -7,14 +7,14 @@ from .emulator import run_python
 CHECK_SHAPES = """
 import numpy as np
 from ortolan import _native
-from tests.ops.single_node import assert_matmul_close, sparse_weight
+from tests.ops.single_node import assert_matmul_close, assert_same_bits, sparse_weight
 assert _native.cpu_info()["isa"] == "amx"
 rng = np.random.default_rng(5)
 for k in (1, 31, 33, 100, 544, 1000):
     for n in (1, 16, 17, 40, 64):
         for sparsity in (0.0, 0.5, 1.0):
             w, bias = sparse_weight(rng, k, n, sparsity), rng.standard_normal(n, dtype=np.float32)
-            packed = _native.pack_bitmap(w)
+            packed, dense = _native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)
             x = rng.standard_normal((33, k), dtype=np.float32)
             for m in (1, 2, 7, 16, 17, 32, 33):
                 if k * n * m > 500_000:
@@ -22,6 +22,8 @@ for k in (1, 31, 33, 100, 544, 1000):
                 b = bias if m % 2 else None
                 y = _native.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx")
                 assert_matmul_close(y, x[:m], w, b)
+                if sparsity == 0.5:
+                    assert_same_bits(_native.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="Amx"), y)
 """
 
 # Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
@@ -30,7 +32,7 @@ import ml_dtypes
 import numpy as np
 from ortolan import _native
 from tests.amx import reference
-from tests.ops.single_node import sparse_weight
+from tests.ops.single_node import assert_same_bits, sparse_weight
 rng = np.random.default_rng(6)
 k, n, m = 96, 16, 16
 w = sparse_weight(rng, k, n, 0.4)
@@ -40,8 +42,23 @@ for tile in range(0, k, 32):
     a = x[:, tile : tile + 32].astype(ml_dtypes.bfloat16)
     b = w[tile : tile + 32].astype(ml_dtypes.bfloat16)
     expected = reference.tdpbf16ps(expected, a, b)
-y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, kernel="Amx")
-np.testing.assert_array_equal(y.view(np.uint32), expected.view(np.uint32))
+for dense in (False, True):
+    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel="Amx")
+    assert_same_bits(y, expected)
+"""
+
+CHECK_ODD_ADDRESSES = """
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import assert_same_bits, at_odd_address, sparse_weight
+rng = np.random.default_rng(9)
+k, n, m = 600, 40, 20
+w = sparse_weight(rng, k, n, 0.5)
+x = rng.standard_normal((m, k), dtype=np.float32)
+for dense in (False, True):
+    masks, values, offsets = _native.pack_bitmap(w, dense)
+    y = _native.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel="Amx")
+    assert_same_bits(y, _native.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="Amx"))
 """
 
 # 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs two blocks.
@@ -51,20 +68,55 @@ from ortolan import _native
 from tests.ops.single_node import sparse_weight
 rng = np.random.default_rng(7)
 m, k, n = 40, 600, 48
-packed = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5))
+w = sparse_weight(rng, k, n, 0.5)
 x = rng.standard_normal((m, k), dtype=np.float32)
-if emulator is not None:
+for dense in (False, True):
+    packed = _native.pack_bitmap(w, dense)
+    if emulator is not None:
+        emulator.reset_counts()
+    _native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx")
+    if emulator is not None:
+        k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2
+        assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
+        # Rows of x once for each group of panels, weights once for each group of row tiles, sums once a block.
+        loads = k_tiles * row_tiles * 2 + k_tiles * panels * 2 + row_tiles * panels * blocks
+        assert emulator.count("tileloadd") == loads, emulator.counts()
+        assert emulator.count("tilestored") == row_tiles * panels * blocks
+        assert emulator.count("ldtilecfg") == emulator.count("tilerelease") == 1
+        assert emulator.live_threads_with_config() == 0
+"""
+
+# 32 rows and 32 columns are 2 x 2 tiles of sums, 512 inputs one block of either kind: as many products as loads of
+# operands (SparAMX, section 4.1), the other loads and the stores are those of the four tiles of sums.
+CHECK_COUNTS_OF_2X2 = """
+import numpy as np
+from ortolan import _native
+from tests.ops.quantized import Layer
+from tests.ops.single_node import sparse_weight
+rng = np.random.default_rng(7)
+m, k, n = 32, 512, 32
+x = rng.standard_normal((m, k), dtype=np.float32)
+w = sparse_weight(rng, k, n, 0.5)
+layer = Layer.random(rng, k, n, 0.5, None)
+
+def counts_of(multiply):
     emulator.reset_counts()
-_native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx")
+    multiply()
+    return emulator.counts()
+
 if emulator is not None:
-    k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2
-    assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
-    # Rows of x once for each group of panels, weights once for each group of row tiles, sums once a block.
-    loads = k_tiles * row_tiles * 2 + k_tiles * panels * 2 + row_tiles * panels * blocks
-    assert emulator.count("tileloadd") == loads, emulator.counts()
-    assert emulator.count("tilestored") == row_tiles * panels * blocks
-    assert emulator.count("ldtilecfg") == emulator.count("tilerelease") == 1
-    assert emulator.live_threads_with_config() == 0
+    for packed in (_native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)):
+        counts = counts_of(lambda: _native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx"))
+        assert counts == {
+            "ldtilecfg": 1, "tdpbf16ps": 64, "tileloadd": 64 + 4, "tilestored": 4, "tilerelease": 1
+        }, counts
+        assert emulator.live_threads_with_config() == 0
+    for stored in (layer, layer.stored_dense()):
+        counts = counts_of(lambda: stored.multiply(x, None, "Amx"))
+        assert counts == {
+            "ldtilecfg": 1, "tdpbssd": 32, "tileloadd": 32, "tilezero": 4, "tilestored": 4, "tilerelease": 1
+        }, counts
+        assert emulator.live_threads_with_config() == 0
 """
 
 CHECK_ORT = """
@@ -102,6 +154,14 @@ def test_bits_are_those_of_the_documented_order() -> None:
 
 def test_counts_of_tile_instructions_and_release() -> None:
     check(CHECK_COUNTS)
+
+
+def test_counts_of_a_block_of_2_x_2_tiles() -> None:
+    check(CHECK_COUNTS_OF_2X2)
+
+
+def test_masks_and_values_at_odd_addresses() -> None:
+    check(CHECK_ODD_ADDRESSES)
 
 
 def test_in_onnx_runtime_on_its_threads() -> None:

@@ -8,6 +8,7 @@ CHECK_SHAPES = """
 import numpy as np
 from ortolan import _native
 from tests.ops.quantized import Layer
+from tests.ops.single_node import assert_same_bits, at_odd_address
 assert _native.cpu_info()["isa"] == "amx"
 rng = np.random.default_rng(5)
 for group in (None, 32, 64, 128):
@@ -20,11 +21,21 @@ for group in (None, 32, 64, 128):
                     if k * n * m > 500_000:
                         continue  # a tile instruction takes 10 us under the emulator
                     b = bias if m % 2 else None
-                    layer.check(layer.multiply(x[:m], b, "Amx"), x[:m], b)
+                    y = layer.multiply(x[:m], b, "Amx")
+                    layer.check(y, x[:m], b)
+                    if sparsity == 0.5:
+                        assert_same_bits(layer.stored_dense().multiply(x[:m], b, "Amx"), y)
     layer = Layer.random(rng, 70, 20, 0.5, group)
     x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
     x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
-    layer.check(layer.multiply(x, None, "Amx"), x)
+    y = layer.multiply(x, None, "Amx")
+    layer.check(y, x)
+    assert_same_bits(layer.stored_dense().multiply(x, None, "Amx"), y)
+    for stored in (layer, layer.stored_dense()):
+        masks, values, offsets = stored.packed
+        packed = (at_odd_address(masks), at_odd_address(values), offsets)
+        odd = layer.multiply_packed(x, packed, at_odd_address(layer.packed_scales()), None, "Amx")
+        assert_same_bits(odd, y)
 """
 
 # The same bits as the portable kernel: integer sums are exact, and with scales of one so are the float ones.
@@ -32,13 +43,15 @@ CHECK_BITS = """
 import numpy as np
 from ortolan import _native
 from tests.ops.quantized import Layer
+from tests.ops.single_node import assert_same_bits
 rng = np.random.default_rng(6)
 for group in (None, 32, 64, 128):
     layer = Layer.random(rng, 1500, 40, 0.4, group)
     x = rng.standard_normal((20, 1500), dtype=np.float32)
     layer = Layer(layer.weights, np.ones_like(layer.scales), group, layer.packed)
-    y, expected = layer.multiply(x, None, "Amx"), layer.multiply(x, None, "Scalar")
-    np.testing.assert_array_equal(y.view(np.uint32), expected.view(np.uint32))
+    expected = layer.multiply(x, None, "Scalar")
+    assert_same_bits(layer.multiply(x, None, "Amx"), expected)
+    assert_same_bits(layer.stored_dense().multiply(x, None, "Amx"), expected)
 """
 
 # 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
@@ -51,11 +64,12 @@ m, k, n = 40, 1216, 48
 row_tiles, panels = 3, 3
 x = rng.standard_normal((m, k), dtype=np.float32)
 for group in (None, 32, 64, 128):
-    layer = Layer.random(rng, k, n, 0.5, group)
-    if emulator is not None:
+    bitmap = Layer.random(rng, k, n, 0.5, group)
+    for layer in (bitmap, bitmap.stored_dense()):
+        if emulator is None:
+            break
         emulator.reset_counts()
-    layer.multiply(x, None, "Amx")
-    if emulator is not None:
+        layer.multiply(x, None, "Amx")
         steps = k // min(group or 64, 64)
         ends = 2 if group is None else -(-k // group)  # sums leave the tiles after a block, or after a group
         assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from ..ops.single_node import Packed
 @dataclass(frozen=True)
 class Format:
     bits: int
-    pack: Callable[[Any], Packed]
+    pack: Callable[..., Packed]
     unpack: Callable[..., np.ndarray]
 
     def multiply(self, x: np.ndarray, packed: Packed, k: int, n: int, kernel: str | None) -> np.ndarray:
@@ -86,6 +85,36 @@ def test_round_trip(form: Format, k: int, n: int, sparsity: float, seed: int) ->
         assert offsets[-1] == np.count_nonzero(q)
 
 
+def test_dense_int8_values_of_a_small_matrix() -> None:
+    masks, values, offsets = _native.pack_bitmap_int8(small_matrix(), dense=True)
+    assert masks.shape == offsets.shape == (0,)
+    expected = np.zeros((2, 2, 16, 64), np.int8)  # panel, tile, row, weight
+    expected[0, 0, 0, [0, 3, 5]] = 1, -2, 3
+    expected[0, 0, 1, 60] = -4
+    expected[0, 0, 2, 0] = 7
+    expected[0, 1, 1, 1] = 5
+    expected[1, 0, 0, 2] = -8
+    np.testing.assert_array_equal(values, expected.reshape(-1))
+
+
+def test_dense_int4_values_of_a_small_matrix() -> None:
+    masks, values, offsets = _native.pack_bitmap_int4(small_matrix(), dense=True)
+    assert masks.shape == offsets.shape == (0,)
+    int8 = _native.pack_bitmap_int8(small_matrix(), dense=True)[1].reshape(2, 2, 8, 2, 64)
+    expected = (int8[:, :, :, 0] + 8) + 16 * (int8[:, :, :, 1] + 8).astype(np.uint8)
+    np.testing.assert_array_equal(values, expected.astype(np.uint8).reshape(-1))
+
+
+@each_format
+@settings(deadline=None, max_examples=200)
+@given(k=st.integers(1, 200), n=st.integers(1, 70), sparsity=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
+def test_dense_round_trip(form: Format, k: int, n: int, sparsity: float, seed: int) -> None:
+    q = sparse_integers(np.random.default_rng(seed), k, n, sparsity, form.bits)
+    masks, values, offsets = form.pack(q, dense=True)
+    assert values.size == -(-n // 16) * -(-k // 64) * 128 * form.bits
+    np.testing.assert_array_equal(form.unpack(masks, values, offsets, k, n), q)
+
+
 def test_size_of_int4_is_half_a_byte_a_weight() -> None:
     q = sparse_integers(np.random.default_rng(2), 4096, 64, 0.5, 4)
     _, _, offsets = INT4.pack(q)
@@ -109,6 +138,7 @@ def malformed(form: Format) -> dict[str, tuple[Packed, int, int, str]]:
     """Name -> (tensors, k, n, what the message must say)."""
     k, n = 133, 40
     masks, values, offsets = form.pack(sparse_integers(np.random.default_rng(1), k, n, 0.5, form.bits))
+    none, every, no_offsets = form.pack(form.unpack(masks, values, offsets, k, n), dense=True)
     popcount = masks.copy()
     popcount[1, 0, :8] = popcount[1, 0, 8:16] = 0
     outside = masks.copy()
@@ -141,6 +171,15 @@ def malformed(form: Format) -> dict[str, tuple[Packed, int, int, str]]:
         "n negative": ((masks, values, offsets), k, -1, "k and n"),
         "k huge": ((masks, values, offsets), 2**17 + 1, n, "k and n"),
         "other k": ((masks, values, offsets), 200, n, "masks hold"),
+        "masks empty, offsets not": ((none, every, offsets), k, n, "masks hold 0 bytes, expected"),
+        "offsets empty, masks not": ((masks, every, no_offsets), k, n, "offsets hold 0 entries, expected"),
+        "values of a bitmap without it": ((none, values, no_offsets), k, n, "values hold .* expected"),
+        "dense values short": ((none, every[:-1].copy(), no_offsets), k, n, "values hold .* expected"),
+        "dense values long": ((none, np.append(every, every[:1]), no_offsets), k, n, "values hold .* expected"),
+        "dense values empty": ((none, every[:0].copy(), no_offsets), k, n, "values hold 0 entries, expected"),
+        "dense with other k": ((none, every, no_offsets), 200, n, "values hold .* expected"),
+        "dense with k zero": ((none, every, no_offsets), 0, n, "k and n"),
+        "dense with k huge": ((none, every, no_offsets), 2**17 + 1, n, "k and n"),
     }
 
 
@@ -177,13 +216,14 @@ def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Pa
 
 
 @each_format
-def test_ten_thousand_mutations_neither_crash_nor_slip_through(form: Format) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_ten_thousand_mutations_neither_crash_nor_slip_through(form: Format, dense: bool) -> None:
     rng = np.random.default_rng(20)
     kernels = [row["name"] for row in _native.sparse_amx_matmul_int8_kernels() if row["runs_here"]]
     refused = accepted = 0
     for i in range(10_000):
         k, n = int(rng.integers(1, 200)), int(rng.integers(1, 50))
-        packed = form.pack(sparse_integers(rng, k, n, rng.random(), form.bits))
+        packed = form.pack(sparse_integers(rng, k, n, rng.random(), form.bits), dense)
         tensors, k, n = mutate(rng, packed, k, n)
         try:
             w = form.unpack(*tensors, k, n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,13 +52,31 @@ class Layer:
             scales = to_bf16(scales)
         return cls(q, scales, group, _native.pack_bitmap_int8(q) if group is None else _native.pack_bitmap_int4(q))
 
+    def stored_dense(self) -> Layer:
+        """The same layer in dense storage."""
+        pack = _native.pack_bitmap_int8 if self.group is None else _native.pack_bitmap_int4
+        return replace(self, packed=pack(self.weights, dense=True))
+
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
+        return self.multiply_packed(x, self.packed, self.packed_scales(), bias, kernel)
+
+    def packed_scales(self) -> np.ndarray:
+        if self.group is None:
+            return _native.pack_scales(self.scales, bf16=False)
+        return _native.pack_scales(self.scales, bf16=True)
+
+    def multiply_packed(
+        self,
+        x: np.ndarray,
+        packed: Packed,
+        scales: np.ndarray,
+        bias: np.ndarray | None = None,
+        kernel: str | None = None,
+    ) -> np.ndarray:
         k, n = self.weights.shape
         if self.group is None:
-            scales = _native.pack_scales(self.scales, bf16=False)
-            return _native.sparse_amx_matmul_int8(x, *self.packed, scales, k, n, bias=bias, kernel=kernel)
-        bf16_scales = _native.pack_scales(self.scales, bf16=True)
-        return _native.sparse_amx_matmul_int4(x, *self.packed, bf16_scales, self.group, k, n, bias=bias, kernel=kernel)
+            return _native.sparse_amx_matmul_int8(x, *packed, scales, k, n, bias=bias, kernel=kernel)
+        return _native.sparse_amx_matmul_int4(x, *packed, scales, self.group, k, n, bias=bias, kernel=kernel)
 
     def dense(self) -> np.ndarray:
         """The weights as float64 [k, n]."""

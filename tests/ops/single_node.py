@@ -105,6 +105,20 @@ def session(model: onnx.ModelProto, *, library: bool = True, threads: int = 1) -
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def assert_same_bits(y: np.ndarray, expected: np.ndarray) -> None:
+    """Two float32 arrays are equal bit by bit: zeros in their signs, NaNs in their payloads."""
+    np.testing.assert_array_equal(y.view(np.uint32), expected.view(np.uint32))
+
+
+def at_odd_address(a: np.ndarray) -> np.ndarray:
+    """A copy of a that begins at an odd address and ends where its memory ends."""
+    memory = np.empty(a.nbytes + 1, np.uint8)
+    copy = np.frombuffer(memory.data, a.dtype, offset=1).reshape(a.shape)
+    copy[...] = a
+    assert copy.ctypes.data % 2 == 1
+    return copy
+
+
 def runnable_kernels() -> list[str]:
     """Names of the kernel table's rows that this CPU can run."""
     return [row["name"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]]

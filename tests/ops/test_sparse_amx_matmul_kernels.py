@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 
 from ortolan import _native
 
-from .single_node import assert_matmul_close, runnable_kernels, sparse_weight, to_bf16
+from .single_node import (
+    assert_matmul_close,
+    assert_same_bits,
+    at_odd_address,
+    runnable_kernels,
+    sparse_weight,
+    to_bf16,
+)
 
 M = (1, 2, 3, 7, 16, 33)
 DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 288, 384, 1000)
 SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
+# Dense storage is the same work at any of them.
+DENSE_SPARSITIES = (0.0, 0.5)
 
 
 def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
@@ -30,14 +39,18 @@ def test_shapes(kernel: str, n: int) -> None:
     for k in DIMENSIONS:
         for sparsity in SPARSITIES:
             w = sparse_weight(rng, k, n, sparsity)
-            packed = _native.pack_bitmap(w)
+            packed, dense = _native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)
             x = rng.standard_normal((max(M), k), dtype=np.float32)
             bias = rng.standard_normal(n, dtype=np.float32)
             for m in M:
                 y = _native.sparse_amx_matmul(x[:m], *packed, k, n, kernel=kernel)
                 assert_matmul_close(y, x[:m], w)
+                if sparsity in DENSE_SPARSITIES:
+                    assert_same_bits(_native.sparse_amx_matmul(x[:m], *dense, k, n, kernel=kernel), y)
             y = _native.sparse_amx_matmul(x, *packed, k, n, bias=bias, kernel=kernel)
             assert_matmul_close(y, x, w, bias)
+            if sparsity in DENSE_SPARSITIES:
+                assert_same_bits(_native.sparse_amx_matmul(x, *dense, k, n, bias=bias, kernel=kernel), y)
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
@@ -58,8 +71,22 @@ def test_any_shape(
     w = sparse_weight(rng, k, n, sparsity)
     x = rng.standard_normal((m, k), dtype=np.float32) * np.float32(scale)
     bias = rng.standard_normal(n, dtype=np.float32) if with_bias else None
-    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, bias=bias, kernel=kernel)
+    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense=True), k, n, bias=bias, kernel=kernel)
     assert_matmul_close(y, x, w, bias)
+    assert_same_bits(_native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, bias=bias, kernel=kernel), y)
+
+
+@pytest.mark.parametrize("kernel", runnable_kernels())
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_masks_and_values_at_odd_addresses(kernel: str, dense: bool, m: int) -> None:
+    k, n = 100, 40
+    rng = np.random.default_rng(m)
+    packed = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5), dense)
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    masks, values, offsets = packed
+    y = _native.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel=kernel)
+    assert_same_bits(y, _native.sparse_amx_matmul(x, *packed, k, n, kernel=kernel))
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
@@ -74,14 +101,15 @@ def test_rounds_activations_to_nearest_even(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("m", [1, 3, 20])
-def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, m: int) -> None:
+def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, dense: bool, m: int) -> None:
     k, n = 70, 40
     rng = np.random.default_rng(m)
     w = sparse_weight(rng, k, n, 0.5)
     x = rng.standard_normal((m, k), dtype=np.float32)
     x[0, 5], x[m - 1, 11] = np.inf, np.nan
-    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, kernel=kernel)
+    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel=kernel)
     with np.errstate(invalid="ignore"):
         expected = to_bf16(x) @ to_bf16(w)
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from ortolan import _native
 
 from .quantized import Layer, quantize_rows, runnable_int8_kernels
+from .single_node import assert_same_bits, at_odd_address
 
 M = (1, 2, 3, 7, 16, 33)
 DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 288, 384, 1000)
 SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
+# Dense storage is the same work at any of them.
+DENSE_SPARSITIES = (0.0, 0.5)
 GROUPS = (None, 32, 64, 128)  # None: int8
 
 each_kernel = pytest.mark.parametrize("kernel", runnable_int8_kernels())
@@ -35,11 +38,18 @@ def test_shapes(kernel: str, group: int | None, n: int) -> None:
     for k in DIMENSIONS:
         for sparsity in SPARSITIES:
             layer = Layer.random(rng, k, n, sparsity, group)
+            dense = layer.stored_dense()
             x = rng.standard_normal((max(M), k), dtype=np.float32)
             bias = rng.standard_normal(n, dtype=np.float32)
             for m in M:
-                layer.check(layer.multiply(x[:m], kernel=kernel), x[:m])
-            layer.check(layer.multiply(x, bias, kernel), x, bias)
+                y = layer.multiply(x[:m], kernel=kernel)
+                layer.check(y, x[:m])
+                if sparsity in DENSE_SPARSITIES:
+                    assert_same_bits(dense.multiply(x[:m], kernel=kernel), y)
+            y = layer.multiply(x, bias, kernel)
+            layer.check(y, x, bias)
+            if sparsity in DENSE_SPARSITIES:
+                assert_same_bits(dense.multiply(x, bias, kernel), y)
 
 
 @each_kernel
@@ -69,7 +79,23 @@ def test_any_shape(
     layer = Layer.random(rng, k, n, sparsity, group, scale=1e-3)
     x = rng.standard_normal((m, k), dtype=np.float32) * np.float32(scale)
     bias = rng.standard_normal(n, dtype=np.float32) if with_bias else None
-    layer.check(layer.multiply(x, bias, kernel), x, bias)
+    y = layer.stored_dense().multiply(x, bias, kernel)
+    layer.check(y, x, bias)
+    assert_same_bits(layer.multiply(x, bias, kernel), y)
+
+
+@each_kernel
+@each_group
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_tensors_at_odd_addresses(kernel: str, group: int | None, dense: bool, m: int) -> None:
+    rng = np.random.default_rng(m)
+    layer = Layer.random(rng, 200, 40, 0.5, group)
+    masks, values, offsets = (layer.stored_dense() if dense else layer).packed
+    x = rng.standard_normal((m, 200), dtype=np.float32)
+    packed = (at_odd_address(masks), at_odd_address(values), offsets)
+    y = layer.multiply_packed(x, packed, at_odd_address(layer.packed_scales()), None, kernel)
+    assert_same_bits(y, layer.multiply(x, None, kernel))
 
 
 @each_kernel
@@ -80,7 +106,9 @@ def test_many_rows(kernel: str, group: int | None, m: int) -> None:
     rng = np.random.default_rng(m)
     layer = Layer.random(rng, 1100, 37, 0.5, group)
     x = rng.standard_normal((m, 1100), dtype=np.float32)
-    layer.check(layer.multiply(x, kernel=kernel), x)
+    y = layer.multiply(x, kernel=kernel)
+    layer.check(y, x)
+    assert_same_bits(layer.stored_dense().multiply(x, kernel=kernel), y)
 
 
 @each_kernel
