@@ -201,10 +201,15 @@ def our_node(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: int,
         masks, values, offsets = _native.pack_bitmap(weight, dense=dense)
         constants = [masks, values.view(ml_dtypes.bfloat16), offsets]
     elif kind == "int8":
-        constants = [*_native.pack_bitmap_int8(weight, dense=dense), None, _native.pack_scales(scales, bf16=False)]
+        constants = [
+            *_native.pack_bitmap_int8(weight, dense=dense),
+            None,
+            None,
+            _native.pack_scales(scales, bf16=False),
+        ]
     else:
         packed_scales = _native.pack_scales(scales, bf16=True).view(ml_dtypes.bfloat16)
-        constants = [*_native.pack_bitmap_int4(weight, dense=dense), None, packed_scales]
+        constants = [*_native.pack_bitmap_int4(weight, dense=dense), None, None, packed_scales]
         attributes["group_size"] = group_size
     return Node(OP, constants, "ai.ortolan", attributes)
 

@@ -85,13 +85,12 @@ class ReplacePass(RecipePass):
                 "Runtime (1.24, for one) give an operator only the constants of its own branch"
             )
         if not context.dry_run:
+            self._replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
             model.opset_imports[ORTOLAN_DOMAIN] = 1
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
             if context.portable:
                 unpack_once = context.packed_weights <= _UNPACK_ONCE_LIMIT
-                function = self._replacement.complete(
-                    model, model.opset_imports[""], unpack_once, lambda wanted: context.new_name(model, wanted)
-                )
+                function = self._replacement.function(model, model.opset_imports[""], unpack_once)
                 if not unpack_once:
                     context.note(
                         "without the library, this model unpacks its weights anew in each run: that takes seconds"
@@ -202,7 +201,8 @@ class ReplacePass(RecipePass):
                 f"layer {linear.name!r} answers differently with its packed weight, beyond what rounding explains; "
                 "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
             )
-        self.context.rounding[layer_key(linear)] = _relative(found - product, product) or 0.0
+        key = layer_key(linear)
+        self.context.rounding[key] = max(self.context.rounding[key], _relative(found - product, product) or 0.0)
         exact = x @ original()
         return _relative(exact - found, exact)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -12,20 +11,16 @@ import onnx_ir as ir
 class FunctionBody:
     """The nodes in the order written. Uses of it read like the formulas."""
 
-    def __init__(self, opset: int, numbers: Iterator[int] | None = None) -> None:
-        self.opset = opset
+    def __init__(self, opset: int) -> None:
+        self._opset = opset
         self._tape = ir.tape.Tape()
-        # Of values: those of a branch must not be called like those around it.
-        self._numbers = numbers or itertools.count()
 
     @property
     def nodes(self) -> tuple[ir.Node, ...]:
         return tuple(self._tape.nodes)
 
     def op(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
-        value = self._tape.op(op_type, inputs, attributes)  # type: ignore[arg-type]
-        value.name = f"value_{next(self._numbers)}"
-        return value
+        return self._tape.op(op_type, inputs, attributes)  # type: ignore[arg-type]
 
     def constant(self, array: np.ndarray) -> ir.Value:
         return self.op("Constant", value=ir.tensor(array))
@@ -39,38 +34,34 @@ class FunctionBody:
     def float(self, number: float) -> ir.Value:
         return self.constant(np.array(number, np.float32))
 
+    def vector(self, scalar: ir.Value) -> ir.Value:
+        return self.op("Unsqueeze", scalar, self.ints(0))
+
+    def shape(self, *parts: ir.Value | int) -> ir.Value:
+        """A shape of numbers and int64 scalars."""
+        return self.op(
+            "Concat", *(self.ints(part) if isinstance(part, int) else self.vector(part) for part in parts), axis=0
+        )
+
+    def divided_up(self, number: ir.Value, by: ir.Value) -> ir.Value:
+        return self.op("Div", self.op("Add", number, self.op("Sub", by, self.int(1))), by)
+
     def attribute(self, name: str) -> ir.Value:
         """The function's integer attribute as an int64 scalar."""
         return self.op("Constant", value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT))
 
     def reduce_max(self, x: ir.Value, axis: int) -> ir.Value:
         """The maximum over an axis, which stays with length 1."""
-        if self.opset >= 18:
+        if self._opset >= 18:
             return self.op("ReduceMax", x, self.ints(axis), keepdims=1)
         return self.op("ReduceMax", x, axes=[axis], keepdims=1)
 
-    def one_of(self, attribute: str, cases: Mapping[int, Callable[[FunctionBody], ir.Value]]) -> ir.Value:
-        """What the case of the attribute's number writes: an If, for a function of ONNX has no other way to look at it.
+    def by_attribute(self, name: str, values: Mapping[int, ir.Value]) -> ir.Value:
+        """The value that belongs to the attribute's number. All of them are computed.
 
-        Of one case alone, the nodes stand in the function itself.
+        (No If: ONNX Runtime 1.24 fails on constants in its branches, and computes those of both anyway.)
         """
-        chosen = self.attribute(attribute) if len(cases) > 1 else None
-        return self._one_of(chosen, list(cases.items()))
-
-    def _one_of(self, chosen: ir.Value | None, cases: list[tuple[int, Callable[[FunctionBody], ir.Value]]]) -> ir.Value:
-        (number, write), *others = cases
-        if chosen is None or not others:
-            return write(self)
-        return self.op(
-            "If",
-            self.op("Equal", chosen, self.int(number)),
-            then_branch=self._branch(write),
-            else_branch=self._branch(lambda body: body._one_of(chosen, others)),
-        )
-
-    def _branch(self, write: Callable[[FunctionBody], ir.Value]) -> ir.Graph:
-        body = FunctionBody(self.opset, self._numbers)
-        output = write(body)
-        if output.producer() not in body.nodes:
-            output = body.op("Identity", output)
-        return ir.Graph([], [output], nodes=body.nodes, name="branch")
+        *others, (_, chosen) = values.items()
+        for number, value in others:
+            chosen = self.op("Where", self.op("Equal", self.attribute(name), self.int(number)), value, chosen)
+        return chosen

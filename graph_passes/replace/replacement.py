@@ -74,10 +74,18 @@ class Replacement(abc.ABC):
         """||run - x W|| / ||x W|| of an ordinary layer: what is expected where no inputs are recorded."""
 
     @abc.abstractmethod
-    def complete(self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]) -> ir.Function:
-        """The operator in standard ONNX, fit for all of its nodes in this model: what runs without our library.
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Gives the operator's nodes constants that change nothing, for inputs that they lack and must have.
 
-        May give the nodes inputs that the function needs and they lack. unpack_once: ONNX Runtime may unpack all
-        weights when it loads the model, which is fast to run but takes much memory; otherwise it unpacks one layer
-        after another in each run. new_name makes a name that no value of the model has.
+        An ONNX function cannot ask whether an input is there, so what one layer of a model has, all must have; and ONNX
+        Runtime up to 1.21 crashes where one is left out in front of another. new_name makes a name that no value of the
+        model has.
+        """
+
+    @abc.abstractmethod
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """The operator in standard ONNX, for all of its nodes in this model: what runs without our library.
+
+        unpack_once: ONNX Runtime may unpack all weights when it loads the model, which is fast to run but takes much
+        memory; otherwise it unpacks one layer after another in each run.
         """

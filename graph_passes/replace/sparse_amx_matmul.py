@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +62,8 @@ class SparseAMXMatMul(Replacement):
         else:
             source = quantized.q.numpy()
             pack = _native.pack_bitmap_int8 if bits == 8 else _native.pack_bitmap_int4
-        masks, values, offsets = pack(source, dense=_is_dense(source.size, int(np.count_nonzero(source)), bits))
+        stored = int(np.count_nonzero(source))
+        masks, values, offsets = pack(source, dense=_is_dense(*source.shape, stored, bits))
         types = {_BF16: ir.DataType.BFLOAT16, 8: ir.DataType.INT8, 4: ir.DataType.UINT8}
         packed = {
             "masks": PackedTensor(masks, ir.DataType.UINT8),
@@ -78,14 +79,11 @@ class SparseAMXMatMul(Replacement):
 
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
         bits = weight_bits(quantization)
-        panels, tile_inputs = -(-n // PANEL_COLUMNS), TILE_ROWS * row_inputs(bits)
-        weights = panels * PANEL_COLUMNS * -(-k // tile_inputs) * tile_inputs
         groups = 1 if quantization is None or quantization.group_size is None else -(-k // quantization.group_size)
-        scales = {_BF16: 0, 8: 4, 4: 2}[bits] * panels * groups * PANEL_COLUMNS
-        if _is_dense(k * n, stored, bits):
-            return weights * bits // 8 + scales
-        # int4: two streams side by side, as long as the longer one; at random positions they differ little.
-        return weights // 8 + -(-stored * bits // 8) + _PADDING_BYTES + 8 * (panels + 1) + scales
+        scales = {_BF16: 0, 8: 4, 4: 2}[bits] * -(-n // PANEL_COLUMNS) * groups * PANEL_COLUMNS
+        if _is_dense(k, n, stored, bits):
+            return _dense_bytes(k, n, bits) + scales
+        return _bitmap_bytes(k, n, stored, bits) + scales
 
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
@@ -131,24 +129,27 @@ class SparseAMXMatMul(Replacement):
         # number is six times their root mean square.
         return 0.0023 if quantization is None else 0.014
 
-    def complete(self, model: ir.Model, opset: int, unpack_once: bool, new_name: Callable[[str], str]) -> ir.Function:
-        nodes = [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == OP_TYPE]
-        uses = Uses(
-            weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
-            dense=any(_has_no_elements(node.inputs[INPUTS.index("masks")]) for node in nodes),
-            activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
-            residual=any(len(node.inputs) == len(INPUTS) for node in nodes),
-        )
-        neutral: dict[str, np.ndarray] = {}
-        if len(uses.weight_bits) > 1:
-            neutral["scales"] = np.zeros(0, np.float32)
-        if uses.residual:
-            neutral["residual"] = np.zeros((), np.float32)
-        given: dict[tuple[int, str], ir.Value] = {}
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        nodes = _nodes(model)
+        uses = _uses(nodes)
+        made: dict[Hashable, ir.Value] = {}
         for node in nodes:
+            n = node.attributes["n"].as_int()
+            neutral = {
+                "bias": np.zeros(n, np.float32),
+                "residual": np.zeros(1, np.float32),
+                "scales": np.ones((-(-n // PANEL_COLUMNS), 1, PANEL_COLUMNS), np.float32),
+            }
+            needed = {"residual"} if uses.residual else set()
+            if len(uses.weight_bits) > 1:
+                needed.add("scales")
+            last = max([len(node.inputs), *(INPUTS.index(name) + 1 for name in needed)])
             for name, array in neutral.items():
-                _give(node, name, array, given, new_name)
-        return sparse_amx_matmul_function(opset, uses, unpack_once)
+                if INPUTS.index(name) < last:
+                    _give(node, name, array, made, new_name)
+
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        return sparse_amx_matmul_function(opset, _uses(_nodes(model)), unpack_once)
 
 
 def weight_bits(quantization: Quantization | None) -> int:
@@ -156,35 +157,65 @@ def weight_bits(quantization: Quantization | None) -> int:
     return _BF16 if quantization is None else quantization.bits
 
 
-def _is_dense(size: int, stored: int, bits: int) -> bool:
-    return 1 - stored / size < DENSE_BELOW[bits]
+def _is_dense(k: int, n: int, stored: int, bits: int) -> bool:
+    """Whether dense storage is the better one: it needs no masks, but stores all of a tile."""
+    return 1 - stored / (k * n) < DENSE_BELOW[bits] and _dense_bytes(k, n, bits) <= _bitmap_bytes(k, n, stored, bits)
 
 
-def _has_no_elements(value: ir.Value | None) -> bool:
+def _padded_weights(k: int, n: int, bits: int) -> int:
+    tile_inputs = TILE_ROWS * row_inputs(bits)
+    return -(-n // PANEL_COLUMNS) * PANEL_COLUMNS * -(-k // tile_inputs) * tile_inputs
+
+
+def _dense_bytes(k: int, n: int, bits: int) -> int:
+    return _padded_weights(k, n, bits) * bits // 8
+
+
+def _bitmap_bytes(k: int, n: int, stored: int, bits: int) -> int:
+    # int4: two streams side by side, as long as the longer one; at random positions they differ little.
+    masks, offsets = _padded_weights(k, n, bits) // 8, 8 * (-(-n // PANEL_COLUMNS) + 1)
+    return masks + -(-stored * bits // 8) + _PADDING_BYTES + offsets
+
+
+def _nodes(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == OP_TYPE]
+
+
+def _uses(nodes: list[ir.Node]) -> Uses:
+    return Uses(
+        weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
+        dense=any(_is_empty(_input(node, "masks")) for node in nodes),
+        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
+        residual=any(_input(node, "residual") is not None for node in nodes),
+    )
+
+
+def _input(node: ir.Node, name: str) -> ir.Value | None:
+    index = INPUTS.index(name)
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _is_empty(value: ir.Value | None) -> bool:
     tensor = constant_tensor(value)
     return tensor is not None and tensor.size == 0
 
 
 def _give(
-    node: ir.Node,
-    name: str,
-    array: np.ndarray,
-    given: dict[tuple[int, str], ir.Value],
-    new_name: Callable[[str], str],
+    node: ir.Node, name: str, array: np.ndarray, made: dict[Hashable, ir.Value], new_name: Callable[[str], str]
 ) -> None:
     """Gives the node a constant for an input that it lacks; the nodes of a graph share it."""
-    index = INPUTS.index(name)
-    if len(node.inputs) <= index:
-        node.resize_inputs(index + 1)
-    if node.inputs[index] is not None:
+    if _input(node, name) is not None:
         return
     graph = node.graph
     assert graph is not None
-    key = (id(graph), name)
-    if key not in given:
+    key = (id(graph), name, array.shape)
+    if key not in made:
         tensor = ir.Tensor(array, name=new_name(f"no_{name}"))
-        given[key] = ir.Value(
+        made[key] = ir.Value(
             name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
         )
-        graph.register_initializer(given[key])
-    node.replace_input_with(index, given[key])
+        graph.register_initializer(made[key])
+    index = INPUTS.index(name)
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, made[key])

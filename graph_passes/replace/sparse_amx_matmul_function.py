@@ -4,13 +4,12 @@ It uses only operators that mean the same from opset 13 on (but for ReduceMax), 
 formats of the weight are specified in ops/formats/bitmap.h and its like.
 
 A function sees its node's attributes, not which of its inputs are there or what types they have. So it holds what the
-layers of one model need (Uses), and where they differ it looks at attributes; an input that some of them lack is given
-to these as a neutral element (SparseAMXMatMul.complete).
+layers of one model need (Uses), and where they differ it computes both and takes one by an attribute. Whatever it then
+computes for a layer in vain must be valid all the same: indices are kept in bounds, and numbers of another type cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from ..normalize import ORTOLAN_DOMAIN
 from .function_body import FunctionBody
 
 OP_TYPE = "SparseAMXMatMul"
-INPUTS = ("X", "masks", "values", "offsets", "bias", "scales", "residual")
+INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales")
 ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation")
 
 # As in ops/formats/bitmap.h.
@@ -29,7 +28,7 @@ PANEL_COLUMNS = 16
 TILE_ROWS = 16
 INT4_BIAS = 8
 
-SMALLEST_MAXIMUM = 2.0**-100  # as in ops/sparse_amx_matmul/sparse_amx_matmul_int8.h
+_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/sparse_amx_matmul/sparse_amx_matmul_int8.h
 
 
 def row_inputs(weight_bits: int) -> int:
@@ -56,14 +55,11 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     """
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
-    writer = _Writer(inputs, uses, body, unpack_once)
-    y = body.one_of("weight_bits", writer.products())
-    y = writer.add_bias(body, y)
-    cases: dict[int, Callable[[FunctionBody], ir.Value]] = {
-        int(activation): lambda body, y=y, activation=activation: _activate(body, y, activation)  # type: ignore[misc]
-        for activation in sorted(uses.activations)
-    }
-    y = body.one_of("activation", cases)
+    weight = _Weight(body, inputs, uses, unpack_once).matrix()
+    y = body.op("Add", _product(body, inputs["X"], weight, uses), _bias(body, inputs["bias"]))
+    y = body.by_attribute(
+        "activation", {int(activation): _activate(body, y, activation) for activation in sorted(uses.activations)}
+    )
     if uses.residual:
         y = body.op("Add", y, inputs["residual"])
     y.name = "Y"
@@ -72,67 +68,69 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 
-class _Writer:
-    """Writes X W for each kind of weight."""
+class _Weight:
+    """Unpacks W to float32."""
 
-    def __init__(self, inputs: dict[str, ir.Value], uses: Uses, body: FunctionBody, unpack_once: bool) -> None:
+    def __init__(self, body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> None:
+        self._body = body
         self._inputs = inputs
         self._uses = uses
         self._k, self._n = body.attribute("k"), body.attribute("n")
-        # Here, because a branch of an If cannot see attributes.
-        self._group_size = body.attribute("group_size") if 4 in uses.weight_bits else None
         # A zero that is constant, or that seems to depend on X.
         self._zero = body.int(0)
         if not unpack_once:
             self._zero = body.op("Min", body.op("Size", inputs["X"]), self._zero)
-        self._panels = _divided_up(body, self._n, PANEL_COLUMNS)
+        self._row_inputs = body.by_attribute(
+            "weight_bits", {bits: body.int(row_inputs(bits)) for bits in sorted(uses.weight_bits)}
+        )
+        self._panels = body.divided_up(self._n, body.int(PANEL_COLUMNS))
+        self._row_weights = body.op("Mul", self._row_inputs, body.int(PANEL_COLUMNS))
 
-    def products(self) -> dict[int, Callable[[FunctionBody], ir.Value]]:
-        writers = {16: self._bf16_product, 8: self._int8_product, 4: self._int4_product}
-        return {bits: writers[bits] for bits in sorted(self._uses.weight_bits)}
+    def matrix(self) -> ir.Value:
+        """W [k, n], scales included."""
+        body, op = self._body, self._body.op
+        # Panel, tile, row, column, input of the row -> input, column.
+        by_tiles = body.shape(self._panels, -1, TILE_ROWS, PANEL_COLUMNS, self._row_inputs)
+        matrix_order = op("Transpose", op("Reshape", self._in_tile_order(), by_tiles), perm=[1, 2, 4, 0, 3])
+        padded_n = op("Mul", self._panels, body.int(PANEL_COLUMNS))
+        padded = op("Reshape", matrix_order, body.shape(-1, padded_n))
+        if self._uses.weight_bits != {16}:
+            padded = op("Mul", padded, self._scales(op("Shape", padded), padded_n))
+        return op("Slice", padded, body.ints(0, 0), body.shape(self._k, self._n))
 
-    def add_bias(self, body: FunctionBody, y: ir.Value) -> ir.Value:
-        # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
-        shape = body.op("Concat", body.ints(1), _vector(body, self._n), axis=0)
-        no_rows = body.op("ConstantOfShape", shape, value=ir.tensor(np.zeros(1, np.float32)))
-        row = body.op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, self._inputs["bias"])
-        return body.op("Add", y, body.op("Reshape", row, body.ints(-1)))
+    def _in_tile_order(self) -> ir.Value:
+        """The weights as float32, zero where none is stored: [panels, pairs of rows, 2, weights of a row].
 
-    def _bf16_product(self, body: FunctionBody) -> ir.Value:
-        bits = self._bits(body, 16)
-        w = self._matrix(body, self._in_tile_order(body, bits, self._inputs["values"]), 16)
-        rounded = body.op("Cast", self._inputs["X"], to=ir.DataType.BFLOAT16)
-        return body.op("MatMul", body.op("Cast", rounded, to=ir.DataType.FLOAT), self._cut(body, w))
+        The number of bits before a bit says which value stands there. (NonZero and ScatterElements would do as well,
+        but ONNX Runtime does not precompute operators of unknown output size.)
+        """
+        body, op = self._body, self._body.op
+        flat = op("Cast", self._bits(), to=ir.DataType.INT32)
+        by_pairs = body.shape(self._panels, -1, 2, self._row_weights)
+        stored = op("Reshape", flat, by_pairs)
+        places = {}
+        if self._uses.weight_bits != {4}:
+            places[16] = places[8] = op("Reshape", op("CumSum", flat, body.int(0), exclusive=1), by_pairs)
+        if 4 in self._uses.weight_bits:
+            places[4] = self._int4_places(stored)
+        weights = {}
+        values = self._values_at(self._by_bits(places))
+        if self._uses.weight_bits != {4}:
+            weights[16] = weights[8] = op("Cast", values, to=ir.DataType.FLOAT)
+        if 4 in self._uses.weight_bits:
+            shifts = body.constant(np.array([[0], [4]], np.uint8))  # low nibbles in even rows, high ones in odd rows
+            shifted = op("BitShift", op("Cast", values, to=ir.DataType.UINT8), shifts, direction="RIGHT")
+            nibbles = op("Mod", shifted, body.constant(np.array(16, np.uint8)))
+            weights[4] = op("Sub", op("Cast", nibbles, to=ir.DataType.FLOAT), body.float(INT4_BIAS))
+        return op("Where", op("Cast", stored, to=ir.DataType.BOOL), self._by_bits(weights), body.float(0))
 
-    def _int8_product(self, body: FunctionBody) -> ir.Value:
-        bits = self._bits(body, 8)
-        w = self._matrix(body, self._in_tile_order(body, bits, self._inputs["values"]), 8)
-        return self._quantized_product(body, body.op("Mul", w, self._scale_rows(body)))
+    def _by_bits(self, values: dict[int, ir.Value]) -> ir.Value:
+        used = {bits: values[bits] for bits in sorted(self._uses.weight_bits)}
+        return used.popitem()[1] if len(set(used.values())) == 1 else self._body.by_attribute("weight_bits", used)
 
-    def _int4_product(self, body: FunctionBody) -> ir.Value:
-        op = body.op
-        # Even and odd rows are two streams side by side: counted apart, from the start of each panel.
-        by_pairs = op("Concat", _vector(body, self._panels), body.ints(-1, 2, 4 * PANEL_COLUMNS), axis=0)
-        pairs = op("Transpose", op("Reshape", self._bits(body, 4), by_pairs), perm=[0, 2, 1, 3])
-        streams = op("Concat", _vector(body, self._panels), body.ints(2, -1), axis=0)
-        stored = op("Cast", op("Reshape", pairs, streams), to=ir.DataType.INT32)
-        before = op("CumSum", stored, body.int(2), exclusive=1)
-        lengths = body.reduce_max(op("Add", before, stored), 2)
-        panel_bytes = body.reduce_max(lengths, 1)
-        at = op("Add", before, op("CumSum", panel_bytes, body.int(0), exclusive=1))
-        byte = op("Gather", self._inputs["values"], at)
-        shifts = body.constant(np.array([[0], [4]], np.uint8))
-        nibble = op("Mod", op("BitShift", byte, shifts, direction="RIGHT"), body.constant(np.array(16, np.uint8)))
-        weight = op("Sub", op("Cast", nibble, to=ir.DataType.FLOAT), body.float(INT4_BIAS))
-        weight = op("Where", op("Cast", stored, to=ir.DataType.BOOL), weight, body.float(0))
-        by_streams = op("Concat", _vector(body, self._panels), body.ints(2, -1, 4 * PANEL_COLUMNS), axis=0)
-        in_order = op("Transpose", op("Reshape", weight, by_streams), perm=[0, 2, 1, 3])
-        w = self._matrix(body, in_order, 4)
-        return self._quantized_product(body, op("Mul", w, self._scales_of_inputs(body)))
-
-    def _bits(self, body: FunctionBody, weight_bits: int) -> ir.Value:
-        """Whether each weight is stored, uint8 [panels x tiles x weights of a tile], in the order of the format."""
-        op = body.op
+    def _bits(self) -> ir.Value:
+        """Whether each weight is stored, uint8, in the order of the format."""
+        body, op = self._body, self._body.op
         # Lowest bit first: mask bit i of a row is bit i % 8 of byte i // 8.
         mask_bytes = op("Unsqueeze", self._inputs["masks"], body.ints(-1))
         shifts = op("Cast", op("Add", body.ints(*range(8)), self._zero), to=ir.DataType.UINT8)
@@ -140,58 +138,73 @@ class _Writer:
         bits = op("Reshape", op("Mod", shifted, body.constant(np.array(2, np.uint8))), body.ints(-1))
         if not self._uses.dense:
             return bits
-        tiles = _divided_up(body, self._k, TILE_ROWS * row_inputs(weight_bits))
-        tile_weights = TILE_ROWS * PANEL_COLUMNS * row_inputs(weight_bits)
-        weights = op("Mul", op("Mul", self._panels, tiles), body.int(tile_weights))
-        missing = _vector(body, op("Sub", weights, op("Size", bits)))
-        ones = op("ConstantOfShape", missing, value=ir.tensor(np.ones(1, np.uint8)))
+        tiles = body.divided_up(self._k, op("Mul", self._row_inputs, body.int(TILE_ROWS)))
+        panel_weights = op("Mul", op("Mul", tiles, body.int(TILE_ROWS)), self._row_weights)
+        missing = op("Sub", op("Mul", self._panels, panel_weights), op("Size", bits))
+        ones = op("ConstantOfShape", body.vector(missing), value=ir.tensor(np.ones(1, np.uint8)))
         return op("Concat", bits, ones, axis=0)
 
-    def _in_tile_order(self, body: FunctionBody, bits: ir.Value, values: ir.Value) -> ir.Value:
-        """The weights as float32, zero where none is stored.
+    def _int4_places(self, stored: ir.Value) -> ir.Value:
+        """The byte of each weight: even and odd rows of a panel are two streams side by side, from the same start."""
+        body, op = self._body, self._body.op
+        streams = op("Transpose", stored, perm=[0, 2, 1, 3])
+        one_axis = op("Reshape", streams, body.shape(self._panels, 2, -1))
+        before = op("CumSum", one_axis, body.int(2), exclusive=1)
+        panel_bytes = body.reduce_max(body.reduce_max(op("Add", before, one_axis), 2), 1)
+        places = op("Add", before, op("CumSum", panel_bytes, body.int(0), exclusive=1))
+        return op("Transpose", op("Reshape", places, op("Shape", streams)), perm=[0, 2, 1, 3])
 
-        The number of bits before a bit says which value stands there. (NonZero and ScatterElements would do as well,
-        but ONNX Runtime does not precompute operators of unknown output size.)
-        """
-        before = body.op("CumSum", body.op("Cast", bits, to=ir.DataType.INT32), body.int(0), exclusive=1)
-        candidates = body.op("Cast", body.op("Gather", values, before), to=ir.DataType.FLOAT)
-        return body.op("Where", body.op("Cast", bits, to=ir.DataType.BOOL), candidates, body.float(0))
+    def _values_at(self, places: ir.Value) -> ir.Value:
+        body, values = self._body, self._inputs["values"]
+        if len(self._uses.weight_bits) > 1:
+            last = body.op("Sub", body.op("Shape", values), body.int(1))  # ONNX Runtime's Size takes no bf16
+            places = body.op("Min", places, body.op("Cast", last, to=ir.DataType.INT32))
+        return body.op("Gather", values, places)
 
-    def _matrix(self, body: FunctionBody, in_tile_order: ir.Value, weight_bits: int) -> ir.Value:
-        """Panel, tile, row, column, input of the row -> [padded k, padded n]."""
-        op, inputs = body.op, row_inputs(weight_bits)
-        shape = op("Concat", _vector(body, self._panels), body.ints(-1, TILE_ROWS, PANEL_COLUMNS, inputs), axis=0)
-        matrix_order = op("Transpose", op("Reshape", in_tile_order, shape), perm=[1, 2, 4, 0, 3])
-        padded_n = op("Mul", _vector(body, self._panels), body.ints(PANEL_COLUMNS))
-        return op("Reshape", matrix_order, op("Concat", body.ints(-1), padded_n, axis=0))
+    def _scales(self, padded_shape: ir.Value, padded_n: ir.Value) -> ir.Value:
+        """[panels, groups, 16] -> [padded k, padded n], or one row for all inputs. Behind the last group: any."""
+        body, op = self._body, self._body.op
+        by_groups = op("Transpose", op("Cast", self._inputs["scales"], to=ir.DataType.FLOAT), perm=[1, 0, 2])
+        rows = op("Reshape", by_groups, body.shape(-1, padded_n))
+        if 4 not in self._uses.weight_bits:
+            return rows
+        # Where the weight is not int4, a group_size of 0 and a single group.
+        group_size = op("Max", body.attribute("group_size"), body.int(1))
+        padded_k = op("Squeeze", op("Slice", padded_shape, body.ints(0), body.ints(1)), body.ints(0))
+        groups = op("Div", op("Range", body.int(0), padded_k, body.int(1)), group_size)
+        last = op("Sub", op("Slice", op("Shape", rows), body.ints(0), body.ints(1)), body.int(1))
+        return op("Gather", rows, op("Min", groups, last))
 
-    def _cut(self, body: FunctionBody, padded: ir.Value) -> ir.Value:
-        ends = body.op("Concat", _vector(body, self._k), _vector(body, self._n), axis=0)
-        return body.op("Slice", padded, body.ints(0, 0), ends)
 
-    def _scale_rows(self, body: FunctionBody) -> ir.Value:
-        """[panels, groups, 16] -> [groups, padded n]."""
-        scales = body.op("Cast", self._inputs["scales"], to=ir.DataType.FLOAT)
-        rows = body.op("Transpose", scales, perm=[1, 0, 2])
-        padded_n = body.op("Mul", _vector(body, self._panels), body.ints(PANEL_COLUMNS))
-        return body.op("Reshape", rows, body.op("Concat", body.ints(-1), padded_n, axis=0))
-
-    def _scales_of_inputs(self, body: FunctionBody) -> ir.Value:
-        """The scale of each input's group: [padded k, padded n]. Behind the last group, where W is zero, any."""
-        op = body.op
-        tile_inputs = TILE_ROWS * row_inputs(4)
-        padded_k = op("Mul", _divided_up(body, self._k, tile_inputs), body.int(tile_inputs))
-        assert self._group_size is not None
-        group = op("Div", op("Range", body.int(0), padded_k, body.int(1)), self._group_size)
-        last = op("Div", op("Sub", self._k, body.int(1)), self._group_size)
-        return op("Gather", self._scale_rows(body), op("Min", group, last))
-
-    def _quantized_product(self, body: FunctionBody, padded: ir.Value) -> ir.Value:
-        """Rows of X as int8 with a scale each, times W."""
-        op, x = body.op, self._inputs["X"]
-        largest = op("Max", body.reduce_max(op("Abs", x), -1), body.float(SMALLEST_MAXIMUM))
+def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Value:
+    """X W with X rounded to bf16, or row by row to int8 with a scale."""
+    op = body.op
+    rounded, scales = {}, {}
+    if 16 in uses.weight_bits:
+        rounded[16] = op("Cast", op("Cast", x, to=ir.DataType.BFLOAT16), to=ir.DataType.FLOAT)
+        scales[16] = body.float(1)
+    if uses.weight_bits != {16}:
+        largest = op("Max", body.reduce_max(op("Abs", x), -1), body.float(_SMALLEST_MAXIMUM))
         q = op("Round", op("Mul", x, op("Div", body.float(127), largest)))
-        return op("Mul", op("MatMul", q, self._cut(body, padded)), op("Div", largest, body.float(127)))
+        scale = op("Div", largest, body.float(127))
+        rounded[8] = rounded[4] = q
+        scales[8] = scales[4] = scale
+    if uses.weight_bits == {16}:
+        return op("MatMul", rounded[16], w)
+    if 16 not in uses.weight_bits:
+        return op("Mul", op("MatMul", rounded[8], w), scales[8])
+    kinds = sorted(uses.weight_bits)
+    x = body.by_attribute("weight_bits", {bits: rounded[bits] for bits in kinds})
+    return op("Mul", op("MatMul", x, w), body.by_attribute("weight_bits", {bits: scales[bits] for bits in kinds}))
+
+
+def _bias(body: FunctionBody, bias: ir.Value) -> ir.Value:
+    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
+    zeros = ir.tensor(np.zeros(1, np.float32))
+    no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
+    return body.op(
+        "Reshape", body.op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, bias), body.ints(-1)
+    )
 
 
 def _activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Value:
@@ -209,11 +222,3 @@ def _activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Val
     else:
         return y
     return op("Mul", op("Mul", y, body.float(0.5)), twice_phi)
-
-
-def _divided_up(body: FunctionBody, number: ir.Value, by: int) -> ir.Value:
-    return body.op("Div", body.op("Add", number, body.int(by - 1)), body.int(by))
-
-
-def _vector(body: FunctionBody, scalar: ir.Value) -> ir.Value:
-    return body.op("Unsqueeze", scalar, body.ints(0))

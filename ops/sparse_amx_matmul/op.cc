@@ -2,13 +2,16 @@
 //
 //     Y = activation(X W + bias) + residual
 //
-//     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], scales, residual float
+//     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
 //     group_size, activation
 //
 // masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
-// which; masks and offsets without elements mean dense storage. bias, scales (for bf16) and residual are optional.
+// which; masks and offsets without elements mean dense storage. bias and residual are optional, and scales for bf16,
+// where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
+// there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.)
 #include <algorithm>
+#include <cstring>
 
 #include "epilogue/epilogue.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
@@ -36,7 +39,7 @@ constexpr int64_t kRowChunk = 256;
 #undef ORTOLAN_X86_KERNEL
 #undef ORTOLAN_KERNEL
 
-enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kScales, kResidual, kInputCount };
+enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kResidual, kScales, kInputCount };
 
 // The format of the weight, by the element type of values.
 const BitmapLayout& LayoutOf(ONNXTensorElementDataType values) {
@@ -148,7 +151,8 @@ class Kernel {
       throw OpError(ErrorText(node_, ": group_size is ", group_, ", expected ",
                               is_int4 ? "32, 64 or 128 for int4 weights" : "0 for weights that are not int4"));
     }
-    if (layout_ == &kBf16Bitmap) return;
+    const bool is_bf16 = layout_ == &kBf16Bitmap;
+    if (is_bf16 && !HasInput(info, kScales)) return;
     const ConstantTensor scales =
         ConstantInput(info, kScales, "scales",
                       {is_int4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
@@ -159,6 +163,15 @@ class Kernel {
                               kPanelColumns, "). Optimize the original model again."));
     }
     scales_ = scales.data;
+    if (!is_bf16) return;
+    for (int64_t i = 0; i < scales.count; ++i) {
+      float scale;
+      std::memcpy(&scale, static_cast<const char*>(scales.data) + i * sizeof(scale), sizeof(scale));
+      if (scale != 1.0f) {
+        throw OpError(ErrorText(node_, ": scales '", scales.name, "' holds ", scale,
+                                ", expected 1 everywhere for bf16 weights. Optimize the original model again."));
+      }
+    }
   }
 
   const float* Bias(const Ort::KernelContext& context) const {
@@ -264,7 +277,7 @@ class Kernel {
   std::vector<int64_t> offsets_;
   BitmapView w_;
   int64_t group_ = kWholeColumn;
-  const void* scales_ = nullptr;  // null for bf16
+  const void* scales_ = nullptr;
   Activation activation_ = Activation::kNone;
   bool has_residual_ = false;
 };
@@ -291,7 +304,8 @@ struct Op : OrtOp<Op, Kernel> {
     return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
   static void InferShape(OrtShapeInferContext* context) {
-    if (!HasMoreInputs(context, kResidual)) InferLastDimension(context, "n");
+    // Broadcasting with a residual may add dimensions, except where it is one number, which stands for none.
+    if (!HasMoreInputs(context, kResidual) || IsOneNumber(context, kResidual)) InferLastDimension(context, "n");
   }
 };
 

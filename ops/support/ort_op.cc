@@ -124,6 +124,17 @@ bool HasMoreInputs(const OrtShapeInferContext* context, size_t count) {
   return found > count;
 }
 
+bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* input = nullptr;
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
+  size_t rank = 0;
+  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
+  int64_t dimension = 0;
+  if (rank == 1) Ort::ThrowOnError(api.GetDimensions(input, &dimension, rank));
+  return dimension == 1;
+}
+
 void InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   const OrtApi& api = Ort::GetApi();
   OrtTensorTypeAndShapeInfo* input = nullptr;

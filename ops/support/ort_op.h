@@ -127,6 +127,9 @@ void InferLastDimension(OrtShapeInferContext* context, const char* attribute);
 // Whether the node has more than `count` inputs, perhaps with an empty name.
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);
 
+// Whether the input is known to have the shape [1].
+bool IsOneNumber(const OrtShapeInferContext* context, size_t index);
+
 // ---- running --------------------------------------------------------------------------------------------------------
 
 // Scratch memory from ORT's own arena, given back at the end of the scope.

@@ -62,20 +62,19 @@ def sparse_amx_matmul_model(
     """
     masks, values, offsets = packed
     tensors = {"w.masks": masks, "w.values": _typed(values), "w.offsets": offsets}
-    inputs = ["x", *tensors, "" if bias is None else "bias", "" if scales is None else "w.scales", "residual"]
+    inputs = ["x", *tensors, "" if bias is None else "bias", "" if residual is None else "residual"]
     if bias is not None:
         tensors["bias"] = bias
     if scales is not None:
+        inputs.append("w.scales")
         tensors["w.scales"] = _typed(scales)
+    while not inputs[-1]:
+        inputs.pop()
     leading = [f"d{i}" for i in range(rank - 1)]
     graph_inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])]
-    if residual is None:
-        inputs.pop()
-        while not inputs[-1]:
-            inputs.pop()
-    elif isinstance(residual, np.ndarray):
+    if isinstance(residual, np.ndarray):
         tensors["residual"] = residual
-    else:
+    elif residual is not None:
         graph_inputs.append(helper.make_tensor_value_info("residual", TensorProto.FLOAT, list(residual)))
     node = helper.make_node(
         "SparseAMXMatMul", inputs, ["y"], "linear", domain="ai.ortolan", k=k, n=n, format_version=1, **attributes

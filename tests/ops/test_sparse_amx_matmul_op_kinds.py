@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from ortolan import _native
 from ortolan.graph_passes.epilogue import Activation
 from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
 from .quantized import Layer, quantize_rows
-from .single_node import U, Packed, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+from .single_node import Packed, U, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
 
 GROUPS = {"int8": None, "int4 g32": 32, "int4 g64": 64, "int4 g128": 128}
 BITS = {"bf16": 16, "int8": 8, "int4 g32": 4, "int4 g64": 4, "int4 g128": 4}
@@ -238,6 +238,16 @@ def other_group_size(node, tensors):
     set_attribute(node, "group_size", 64)
 
 
+@bad("bf16", "scales 'w.offsets' is int64, expected float")
+def scales_of_bf16_and_of_another_type(node, tensors):
+    node.input.extend(["", "", "w.offsets"])
+
+
+@bad("bf16", "scales 'twos' holds 2, expected 1 everywhere for bf16 weights")
+def scales_of_bf16(node, tensors):
+    node.input.extend(["", "", "twos"])
+
+
 @bad("int8", "activation is 5, expected 0")
 def unknown_activation(node, tensors):
     set_attribute(node, "activation", 5)
@@ -248,9 +258,9 @@ def wrong_weight_bits(node, tensors):
     set_attribute(node, "weight_bits", 4)
 
 
-@bad("int8", r"input 5 \(scales\) is missing")
+@bad("int8", r"input 6 \(scales\) is missing")
 def no_scales(node, tensors):
-    del node.input[5]
+    del node.input[6]
 
 
 @bad("int8", "scales 'w.scales' is int8, expected float")
@@ -279,6 +289,7 @@ def test_malformed_nodes_are_refused(name: str) -> None:
     k, n = 128, 40
     weight, weight_scales = random_packed(np.random.default_rng(7), kind, k, n)
     model = sparse_amx_matmul_model(weight, k, n, scales=weight_scales, **attributes(kind))
+    model.graph.initializer.append(numpy_helper.from_array(np.full(48, 2, np.float32), "twos"))
     change(model.graph.node[0], {tensor.name: tensor for tensor in model.graph.initializer})
     with pytest.raises(Exception, match="'linear': " + message):
         session(model)
@@ -295,7 +306,7 @@ def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> N
         kind, dense = kinds[index % 4], index >= 4
         if kind == "bf16":
             weight = _native.pack_bitmap(sparse_weight(rng, k, k, 0.5) / 5, dense=dense)
-            weight_scales = np.zeros(0, np.float32)
+            weight_scales = np.ones((3, 1, 16), np.float32)
         else:
             layer = Layer.random(rng, k, k, 0.5, GROUPS[kind], scale=0.01)
             weight, weight_scales = packed(layer, dense), scales(layer)
