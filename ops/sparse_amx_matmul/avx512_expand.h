@@ -29,6 +29,20 @@ inline __m512i ExpandBytes(uint64_t mask, const uint8_t* values) {
   return row;
 }
 
+// The dword `which` of each 128 bits, repeated in them. `which` is a constant where this is unrolled.
+inline __m512i RepeatDword(__m512i dwords, int which) {
+  switch (which) {
+    case 0:
+      return _mm512_shuffle_epi32(dwords, _MM_PERM_AAAA);
+    case 1:
+      return _mm512_shuffle_epi32(dwords, _MM_PERM_BBBB);
+    case 2:
+      return _mm512_shuffle_epi32(dwords, _MM_PERM_CCCC);
+    default:
+      return _mm512_shuffle_epi32(dwords, _MM_PERM_DDDD);
+  }
+}
+
 inline __m512i EachByte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
 // 64 int4 weights (formats/bitmap_int4.h), increased by 8: 0 … 15.

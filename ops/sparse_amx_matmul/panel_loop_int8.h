@@ -12,7 +12,7 @@
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*)
 //     Sums                          16 columns of int32
 //     Sums Broadcast(int32_t), Add(Sums, Sums), DivideBy16(Sums)
-//     Sums MultiplyAdd(Sums, Weights, const int8_t* quad)
+//     Sums MultiplyAdd(Sums, Weights, const int8_t* quad), kMostHeld, Held, …     see activations.h
 //     Sums LoadWaitingSums(const uint8_t*), void StoreWaitingSums(uint8_t*, Sums)    all 16, aligned
 //     Floats                        16 columns of float
 //     Floats Zero(), BroadcastFloat(float), ToFloats(Sums), Multiply(Floats, Floats)
@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "sparse_amx_matmul/activations.h"
 #include "sparse_amx_matmul/quantize_rows.h"
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 
@@ -45,6 +46,8 @@ class Int8PanelLoop {
   using Weights = typename Simd::Weights;
   static constexpr bool kInt4 = kBits == 4;
   static constexpr bool kDense = kStorage == Storage::kDense;
+  template <int kRows>
+  using Quads = Activations<Simd, int8_t, 4, kRows>;
   static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
 
  public:
@@ -196,15 +199,19 @@ class Int8PanelLoop {
         if constexpr (!kDense && !kInt4) {
           for (int64_t line = 0; line < burst_bytes; line += kLineBytes) __builtin_prefetch(even + kValuesAhead + line);
         }
-#pragma GCC unroll 8
-        for (int row = 0; row < kSpanRows; ++row) {
-          if (!kDense && kInt4 && (row % 4 == 0 || (row % 2 == 0 && many_bytes))) {
-            __builtin_prefetch(even + kValuesAhead);
-          }
-          const Weights weights = NextRow<kTimes16>(masks, row, even, odd);
+#pragma GCC unroll 2
+        for (int four = 0; four < kSpanRows; four += kFourRows) {
+          const Quads<kRows> quads(x + kInt8Bitmap.row_inputs * four * kRows);
+#pragma GCC unroll 4
+          for (int row = four; row < four + kFourRows; ++row) {
+            if (!kDense && kInt4 && (row % 4 == 0 || (row % 2 == 0 && many_bytes))) {
+              __builtin_prefetch(even + kValuesAhead);
+            }
+            const Weights weights = NextRow<kTimes16>(masks, row, even, odd);
 #pragma GCC unroll 16
-          for (int i = 0; i < kRows; ++i) {
-            sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + 4 * (row * kRows + i));
+            for (int i = 0; i < kRows; ++i) {
+              sums[i][row % kChains] = quads.MultiplyAdd(sums[i][row % kChains], weights, row - four, i);
+            }
           }
         }
       }
@@ -289,10 +296,14 @@ class Int8PanelLoop {
         sums[r] = kInt4 || first == 0 ? Simd::Broadcast(block.Correction(group, r))
                                       : Simd::LoadWaitingSums(waiting.bytes[i + r]);
       }
-      for (int64_t row = 0; row < (group_end - span) * kSpanRows; ++row, buffer += Simd::kStoredBytes, x += 4 * kRows) {
-        const Weights weights = Simd::Load(buffer);
+      for (int64_t left = (group_end - span) * kSpanRows; left > 0; left -= kFourRows, x += Quads<kRows>::kElements) {
+        const Quads<kRows> quads(x);
+#pragma GCC unroll 4
+        for (int row = 0; row < kFourRows; ++row, buffer += Simd::kStoredBytes) {
+          const Weights weights = Simd::Load(buffer);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + 4 * r);
+          for (int r = 0; r < kRows; ++r) sums[r] = quads.MultiplyAdd(sums[r], weights, row, r);
+        }
       }
       if constexpr (kInt4) {
         const Floats scales = p.Int4Scales(group);

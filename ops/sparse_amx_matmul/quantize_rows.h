@@ -26,13 +26,14 @@ inline RowScale ScaleOfRow(uint32_t max_abs_bits) {
 }
 
 // Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
-//     q            i8  [k-quad][r][4]   the quads that one row of weights meets lie side by side, behind one pointer
+//     q            i8  [k-quad / 4][r][4][4]   in the order of activations.h
 //     scales       f32 [r]
 //     corrections  i32 [groups][r]      - (bias of the weights) x (sum of q over the group)
 // A row that is not finite has a scale of NaN; its q are zero.
 template <typename Simd>
 void PackQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
   constexpr int64_t kInputs = 32;
+  constexpr int64_t kFourQuads = 16;
   const int64_t padded_k = kInt8Bitmap.PaddedK(k);
   const int64_t row_bytes = SparseInt8MatMulKernel::PackedRowBytes(k, group);
   const int64_t groups = ScaleRows(k, group);
@@ -47,14 +48,16 @@ void PackQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k
       const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row, k));
       scales[i] = scale.scale;
       for (int64_t g = 0; g < groups; ++g) corrections[g * rows + i] = 0;
-      char* out = block + 4 * i;
+      char* out = block + kFourQuads * i;
       for (int64_t l = 0; l < padded_k; l += kInputs) {
         alignas(64) int8_t q[kInputs] = {};
         if (l < k && scale.factor != 0.0f) {
           const uint32_t sum = static_cast<uint32_t>(Simd::Quantize32(row + l, k - l, scale.factor, q));
           corrections[(group == kWholeColumn ? 0 : l / group) * rows + i] -= bias * sum;
         }
-        for (int64_t quad = 0; quad < kInputs / 4; ++quad, out += 4 * rows) std::memcpy(out, q + 4 * quad, 4);
+        for (int64_t four = 0; four < kInputs; four += kFourQuads, out += kFourQuads * rows) {
+          std::memcpy(out, q + four, kFourQuads);
+        }
       }
     }
   }

@@ -141,6 +141,8 @@ struct Avx2Int8Simd {
     __m256i low, high;
   };
   using Floats = Avx2Simd::Accumulator;
+  static constexpr int kMostHeld = 0;
+  struct Held {};
   static constexpr int kRowBlock = 4;
   static constexpr int kStoredBytes = 64;
   static constexpr uint32_t kInt8Bias = 0;

@@ -85,6 +85,15 @@ struct Avx512Int8Simd {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(_mm512_set1_epi32(bits)));
     return sums;
   }
+  static constexpr int kMostHeld = 4;
+  using Held = __m512i;
+  static __m512i Hold(const int8_t* quads) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(quads)));
+  }
+  static __m512i MultiplyAdd(__m512i sums, __m512i weights, __m512i held, int row) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(RepeatDword(held, row)));
+    return sums;
+  }
   static __m512i LoadWaitingSums(const uint8_t* from) { return _mm512_load_si512(from); }
   static void StoreWaitingSums(uint8_t* to, __m512i sums) { _mm512_store_si512(to, sums); }
   static __m512 LoadWaiting(const uint8_t* from) { return _mm512_load_ps(from); }
