@@ -13,22 +13,24 @@
 //     Accumulator                                   16 columns of sums
 //     Accumulator Zero(), Add(Accumulator, Accumulator), LoadColumns(const float*, int columns)
 //     void StoreColumns(float*, int columns, Accumulator)
-//     Accumulator MultiplyAdd(Accumulator, Weights, const Activation* pair)
+//     Accumulator MultiplyAdd(Accumulator, Weights, const Activation* pair), kMostHeld, Held, …     see activations.h
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
+#include "sparse_amx_matmul/activations.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {
 namespace {
 
-// Packed activations: blocks of kRowBlock rows (the last one may have fewer), in a block of r rows [k-pair][r][2]: the
-// pairs that one row of weights meets lie side by side, behind one pointer.
+// Packed activations: blocks of kRowBlock rows (the last one may have fewer), in a block of r rows [k-pair /
+// 4][r][4][2]: the order of activations.h.
 template <typename Simd>
 void PackPairs(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
   using Activation = typename Simd::Activation;
+  constexpr int64_t kFourPairs = 8;
   Activation* out = static_cast<Activation*>(packed);
   const int64_t padded_k = BitmapPaddedK(k);
   for (int64_t first = 0; first < m; first += Simd::kRowBlock) {
@@ -38,8 +40,8 @@ void PackPairs(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* 
         const char* row = reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes;
         alignas(64) Activation rounded[kTileInputs];
         Simd::Round(reinterpret_cast<const float*>(row) + l, k - l, rounded);
-        for (int64_t pair = 0; pair < kTileRows; ++pair) {
-          std::memcpy(out + 2 * (pair * rows + i), rounded + 2 * pair, 2 * sizeof(Activation));
+        for (int64_t four = 0; four < kTileInputs; four += kFourPairs) {
+          std::memcpy(out + four * rows + kFourPairs * i, rounded + four, kFourPairs * sizeof(Activation));
         }
       }
     }
@@ -51,16 +53,24 @@ class PanelLoop {
   using Activation = typename Simd::Activation;
   using Accumulator = typename Simd::Accumulator;
   using Weights = typename Simd::Weights;
+  template <int kRows>
+  using Pairs = Activations<Simd, Activation, 2, kRows>;
   static constexpr bool kDense = kStorage == Storage::kDense;
 
  public:
   static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      Panel p(args, panel);
-      if (args.m <= Simd::kRowBlock) {
-        FusedForRows<Simd::kRowBlock>(p, args.m);
-      } else {
-        Buffered(p);
+    SparseMatMulArgs part = args;
+    for (int64_t row = 0; row < args.m; row += kMostRows) {
+      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
+      part.x = static_cast<const Activation*>(args.x) + row * BitmapPaddedK(args.w.k);
+      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        Panel p(part, panel);
+        if (part.m <= Simd::kRowBlock) {
+          FusedForRows<Simd::kRowBlock>(p, part.m);
+        } else {
+          Buffered(p);
+        }
       }
     }
   }
@@ -68,6 +78,8 @@ class PanelLoop {
  private:
   // Expanded tiles kept while all rows of x pass over them: half of a 32 KB L1 cache or less.
   static constexpr int64_t kBufferTiles = 16;
+  // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
+  static constexpr int64_t kMostRows = 256;
   // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
   static constexpr int64_t kPrefetchBytes = 12288;
   // Of masks, from one tile to the next.
@@ -128,12 +140,16 @@ class PanelLoop {
     const Activation* x = p.x;
     for (int64_t tile = 0; tile < p.tiles; ++tile, masks += kMaskStep, x += kTileInputs * kRows) {
       if constexpr (!kDense) __builtin_prefetch(masks + kPrefetchBytes);
+#pragma GCC unroll 4
+      for (int four = 0; four < kTileRows; four += kFourRows) {
+        const Pairs<kRows> pairs(x + kBf16Bitmap.row_inputs * four * kRows);
+#pragma GCC unroll 4
+        for (int row = 0; row < kFourRows; ++row) {
+          const Weights weights = NextRow(masks, four + row, values);
 #pragma GCC unroll 16
-      for (int row = 0; row < kTileRows; ++row) {
-        const Weights weights = NextRow(masks, row, values);
-#pragma GCC unroll 16
-        for (int i = 0; i < kRows; ++i) {
-          sums[i][row % kChains] = Simd::MultiplyAdd(sums[i][row % kChains], weights, x + 2 * (row * kRows + i));
+          for (int i = 0; i < kRows; ++i) {
+            sums[i][row % kChains] = pairs.MultiplyAdd(sums[i][row % kChains], weights, row, i);
+          }
         }
       }
     }
@@ -152,9 +168,15 @@ class PanelLoop {
     }
   }
 
-  // Many rows of x: expand some tiles once, let all rows pass over them, go on with the next tiles. The sums wait in y.
+  struct alignas(64) WaitingSums {
+    float at[kMostRows][kPanelColumns];
+  };
+
+  // Many rows of x: expand some tiles once, let all rows pass over them, go on with the next tiles. The sums of 16
+  // columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the cache.
   static void Buffered(Panel& p) {
     alignas(64) uint8_t buffer[kBufferTiles * kTileRows * Simd::kStoredBytes];
+    WaitingSums waiting;
     for (int64_t tile = 0; tile < p.tiles; tile += kBufferTiles) {
       const int64_t tiles = p.tiles - tile < kBufferTiles ? p.tiles - tile : kBufferTiles;
       uint8_t* out = buffer;
@@ -165,41 +187,45 @@ class PanelLoop {
           Simd::Store(NextRow(masks, row, p.values), out);
         }
       }
-      const bool first = tile == 0;
-      const bool last = tile + tiles == p.tiles;
       int64_t i = 0;
       for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
-        ExpandedRows<Simd::kRowBlock>(p, buffer, tile, tiles, i, first, last);
+        ExpandedRows<Simd::kRowBlock>(p, buffer, tile, tiles, i, waiting);
       }
-      TailRows<Simd::kRowBlock - 1>(p, buffer, tile, tiles, i, first, last);
+      TailRows<Simd::kRowBlock - 1>(p, buffer, tile, tiles, i, waiting);
     }
   }
 
   template <int kRows>
-  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
-                       bool last) {
+  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i,
+                       WaitingSums& waiting) {
     if constexpr (kRows > 0) {
-      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, tile, tiles, i, first, last);
-      TailRows<kRows - 1>(p, buffer, tile, tiles, i, first, last);
+      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, tile, tiles, i, waiting);
+      TailRows<kRows - 1>(p, buffer, tile, tiles, i, waiting);
     }
   }
 
   template <int kRows>
-  static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i, bool first,
-                           bool last) {
+  static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i,
+                           WaitingSums& waiting) {
     Accumulator sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = first ? Simd::Zero() : Simd::LoadColumns(p.YRow(i + r), p.columns);
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = tile == 0 ? Simd::Zero() : Simd::LoadColumns(waiting.at[i + r], kPanelColumns);
+    }
     const Activation* x = p.x + i * p.padded_k + tile * kTileInputs * kRows;
-    for (int64_t row = 0; row < tiles * kTileRows; ++row, buffer += Simd::kStoredBytes, x += 2 * kRows) {
-      const Weights weights = Simd::Load(buffer);
+    for (int64_t left = tiles * kTileRows; left > 0; left -= kFourRows, x += Pairs<kRows>::kElements) {
+      const Pairs<kRows> pairs(x);
+#pragma GCC unroll 4
+      for (int row = 0; row < kFourRows; ++row, buffer += Simd::kStoredBytes) {
+        const Weights weights = Simd::Load(buffer);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) sums[r] = Simd::MultiplyAdd(sums[r], weights, x + 2 * r);
+        for (int r = 0; r < kRows; ++r) sums[r] = pairs.MultiplyAdd(sums[r], weights, row, r);
+      }
     }
     for (int r = 0; r < kRows; ++r) {
-      if (last) {
+      if (tile + tiles == p.tiles) {
         Finish(p, p.YRow(i + r), sums[r]);
       } else {
-        Simd::StoreColumns(p.YRow(i + r), p.columns, sums[r]);
+        Simd::StoreColumns(waiting.at[i + r], kPanelColumns, sums[r]);
       }
     }
   }

@@ -38,6 +38,8 @@ struct Avx2Simd {
     __m256 even_low, odd_low, even_high, odd_high;
   };
   static constexpr int kRowBlock = 4;
+  static constexpr int kMostHeld = 0;
+  struct Held {};
   static constexpr int kStoredBytes = 128;
 
   // Lane i is on if i < count.

@@ -15,6 +15,8 @@ struct Avx512Simd : Avx512FloatSums {
   struct Weights {
     __m512 even, odd;
   };
+  static constexpr int kMostHeld = 0;
+  struct Held {};
   static constexpr int kStoredBytes = 128;
 
   static __m512i RoundToBf16(__m512 value) {

@@ -23,6 +23,15 @@ struct Avx512Bf16Simd : Avx512FloatSums {
     __builtin_memcpy(&bits, pair, sizeof(bits));
     return _mm512_dpbf16_ps(sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
   }
+
+  static constexpr int kMostHeld = 4;
+  using Held = __m512i;
+  static __m512i Hold(const uint16_t* pairs) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs)));
+  }
+  static __m512 MultiplyAdd(__m512 sums, __m512i weights, __m512i held, int row) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)weights, (__m512bh)RepeatDword(held, row));
+  }
 };
 
 }  // namespace
