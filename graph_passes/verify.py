@@ -6,8 +6,8 @@
   the norm (bf16: 0.0023, a number loses 0.0016 in the root mean square; int8: 0.01 or more, by how far the largest
   number of a row stands out). From layer to layer these errors add up as in a random walk, to the root of the sum of
   their squares. Measured in bf16: 0.006 for all-MiniLM (36 layers), 0.019 for stories15M (43), 0.05 for a random Llama
-  with 449. ROUNDING_FACTOR times that sum is allowed. What goes wrong in all layers alike makes more (lost biases 0.2 to
-  1.3); what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
+  with 449. ROUNDING_FACTOR times that sum is allowed. What goes wrong in all layers alike makes more (lost biases 0.2
+  to 1.3); what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
 - the optimized model without our kernels, if it is portable. Kernels and portable body compute the same formula on the
   same bf16 numbers and differ only in the order of fp32 sums; but a sum that lies near the middle of two bf16 numbers
   may then be rounded up by one and down by the other in the next layer: 0.0023 in the norm of an output of a 6-layer
@@ -138,12 +138,12 @@ class VerifyPass(RecipePass):
                     )
         rounding = {error.name: error.relative_l2 for error in report.rounding_error}
         for error in report.portable_error:
-            limit = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0))
-            cosine = min(PORTABLE_COSINE, 1 - limit * limit)
-            if not (error.relative_l2 <= limit and error.cosine >= cosine):
+            most = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0))
+            cosine = min(PORTABLE_COSINE, 1 - most * most)
+            if not (error.relative_l2 <= most and error.cosine >= cosine):
                 raise VerificationError(
                     f"output {error.name!r} differs between the native kernels and the portable operators: relative "
-                    f"error {error.relative_l2:.3g}, expected at most {limit:.3g}; cosine {error.cosine:.5f}, "
+                    f"error {error.relative_l2:.3g}, expected at most {most:.3g}; cosine {error.cosine:.5f}, "
                     f"expected at least {cosine:.5f}; nothing was saved; please report this"
                 )
         limit = self.options.max_rounding_error

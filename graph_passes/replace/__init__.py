@@ -215,6 +215,7 @@ class ReplacePass(RecipePass):
         assert graph is not None
         # As it is now: whatever made the layer's input may have been replaced meanwhile.
         x, nodes = linear.node.inputs[0], []
+        assert x is not None
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")

@@ -28,10 +28,10 @@ class FunctionBody:
     def ints(self, *numbers: int) -> ir.Value:
         return self.constant(np.array(numbers, np.int64))
 
-    def int(self, number: int) -> ir.Value:
+    def integer(self, number: int) -> ir.Value:
         return self.constant(np.array(number, np.int64))
 
-    def float(self, number: float) -> ir.Value:
+    def number(self, number: float) -> ir.Value:
         return self.constant(np.array(number, np.float32))
 
     def vector(self, scalar: ir.Value) -> ir.Value:
@@ -44,7 +44,7 @@ class FunctionBody:
         )
 
     def divided_up(self, number: ir.Value, by: ir.Value) -> ir.Value:
-        return self.op("Div", self.op("Add", number, self.op("Sub", by, self.int(1))), by)
+        return self.op("Div", self.op("Add", number, self.op("Sub", by, self.integer(1))), by)
 
     def attribute(self, name: str) -> ir.Value:
         """The function's integer attribute as an int64 scalar."""
@@ -63,5 +63,5 @@ class FunctionBody:
         """
         *others, (_, chosen) = values.items()
         for number, value in others:
-            chosen = self.op("Where", self.op("Equal", self.attribute(name), self.int(number)), value, chosen)
+            chosen = self.op("Where", self.op("Equal", self.attribute(name), self.integer(number)), value, chosen)
         return chosen

@@ -35,7 +35,7 @@ _FORMAT_VERSION = 1
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
 # Below this sparsity dense storage is faster, by weight_bits. Measured: README of ops/sparse_amx_matmul.
-DENSE_BELOW = {_BF16: 0.07, 8: 0.13, 4: 0.25}
+DENSE_BELOW = {_BF16: 0.08, 8: 0.09, 4: 0.22}
 
 # Of float32 arithmetic, as a share of |x| |W|: 2^-8 for each x and each w in bf16; any order of sums.
 _BF16_ROUNDING = 1.2 * 2**-7
@@ -55,26 +55,24 @@ class SparseAMXMatMul(Replacement):
     def pack(self, weight: LayerWeight) -> PackedWeight:
         from ortolan import _native
 
+        k, n = weight.matrix.shape
         quantized = weight.quantized
-        bits = weight_bits(quantized)
         if quantized is None:
-            source, pack = np.ascontiguousarray(weight.matrix), _native.pack_bitmap
+            dense = _is_dense(k, n, int(np.count_nonzero(weight.matrix)), _BF16)
+            masks, values, offsets = _native.pack_bitmap(np.ascontiguousarray(weight.matrix), dense=dense)
+            return _bitmap(masks, PackedTensor(values, ir.DataType.BFLOAT16), offsets)
+        q, scales = quantized.q.numpy(), quantized.scales.numpy()
+        dense = _is_dense(k, n, int(np.count_nonzero(q)), quantized.bits)
+        if quantized.bits == 8:
+            masks, int8, offsets = _native.pack_bitmap_int8(q, dense=dense)
+            packed = _bitmap(masks, PackedTensor(int8, ir.DataType.INT8), offsets)
+            packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=False), ir.DataType.FLOAT)
         else:
-            source = quantized.q.numpy()
-            pack = _native.pack_bitmap_int8 if bits == 8 else _native.pack_bitmap_int4
-        stored = int(np.count_nonzero(source))
-        masks, values, offsets = pack(source, dense=_is_dense(*source.shape, stored, bits))
-        types = {_BF16: ir.DataType.BFLOAT16, 8: ir.DataType.INT8, 4: ir.DataType.UINT8}
-        packed = {
-            "masks": PackedTensor(masks, ir.DataType.UINT8),
-            "values": PackedTensor(values, types[bits]),
-            "offsets": PackedTensor(offsets, ir.DataType.INT64),
-        }
-        if quantized is not None:
-            scales = _native.pack_scales(quantized.scales.numpy(), bits == 4)
-            packed["scales"] = PackedTensor(scales, ir.DataType.BFLOAT16 if bits == 4 else ir.DataType.FLOAT)
-            del source
-            release_maps([quantized.q, quantized.scales])
+            masks, nibbles, offsets = _native.pack_bitmap_int4(q, dense=dense)
+            packed = _bitmap(masks, PackedTensor(nibbles, ir.DataType.UINT8), offsets)
+            packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=True), ir.DataType.BFLOAT16)
+        del q, scales
+        release_maps([quantized.q, quantized.scales])
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
@@ -109,20 +107,23 @@ class SparseAMXMatMul(Replacement):
         from ortolan import _native
 
         k, n = weight.matrix.shape
-        bitmap = (packed["masks"].array, packed["values"].array, packed["offsets"].array)
+        masks, values, offsets = packed["masks"].array, packed["values"].array, packed["offsets"].array
         if weight.quantized is None:
-            return _native.sparse_amx_matmul(x, *bitmap, k, n)
-        if weight.quantized.group_size is None:
-            return _native.sparse_amx_matmul_int8(x, *bitmap, packed["scales"].array, k, n)
-        return _native.sparse_amx_matmul_int4(x, *bitmap, packed["scales"].array, weight.quantized.group_size, k, n)
+            return _native.sparse_amx_matmul(x, masks, values, offsets, k, n)
+        scales, group_size = packed["scales"].array, weight.quantized.group_size
+        if group_size is None:
+            return _native.sparse_amx_matmul_int8(x, masks, values, offsets, scales, k, n)
+        return _native.sparse_amx_matmul_int4(x, masks, values, offsets, scales, group_size, k, n)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)
+        product: np.ndarray = np.abs(x) @ magnitude
         if weight.quantized is None:
-            return _BF16_ROUNDING * (np.abs(x) @ magnitude)
+            return _BF16_ROUNDING * product
         # Half a step of each x (ops/sparse_amx_matmul/sparse_amx_matmul_int8.h).
         half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
-        return half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * (np.abs(x) @ magnitude)
+        steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        return steps + _FLOAT_ROUNDING * product
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         # bf16: 2^-8 / sqrt 6 for each x and each w. int8: a step of max|x| / 127 over sqrt 12, for rows whose largest
@@ -155,6 +156,14 @@ class SparseAMXMatMul(Replacement):
 def weight_bits(quantization: Quantization | None) -> int:
     """Of a stored weight: 16 is bf16."""
     return _BF16 if quantization is None else quantization.bits
+
+
+def _bitmap(masks: np.ndarray, values: PackedTensor, offsets: np.ndarray) -> dict[str, PackedTensor]:
+    return {
+        "masks": PackedTensor(masks, ir.DataType.UINT8),
+        "values": values,
+        "offsets": PackedTensor(offsets, ir.DataType.INT64),
+    }
 
 
 def _is_dense(k: int, n: int, stored: int, bits: int) -> bool:

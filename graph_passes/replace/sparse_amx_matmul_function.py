@@ -63,7 +63,7 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     if uses.residual:
         y = body.op("Add", y, inputs["residual"])
     y.name = "Y"
-    graph = ir.Graph(inputs.values(), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
+    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
@@ -77,14 +77,14 @@ class _Weight:
         self._uses = uses
         self._k, self._n = body.attribute("k"), body.attribute("n")
         # A zero that is constant, or that seems to depend on X.
-        self._zero = body.int(0)
+        self._zero = body.integer(0)
         if not unpack_once:
             self._zero = body.op("Min", body.op("Size", inputs["X"]), self._zero)
         self._row_inputs = body.by_attribute(
-            "weight_bits", {bits: body.int(row_inputs(bits)) for bits in sorted(uses.weight_bits)}
+            "weight_bits", {bits: body.integer(row_inputs(bits)) for bits in sorted(uses.weight_bits)}
         )
-        self._panels = body.divided_up(self._n, body.int(PANEL_COLUMNS))
-        self._row_weights = body.op("Mul", self._row_inputs, body.int(PANEL_COLUMNS))
+        self._panels = body.divided_up(self._n, body.integer(PANEL_COLUMNS))
+        self._row_weights = body.op("Mul", self._row_inputs, body.integer(PANEL_COLUMNS))
 
     def matrix(self) -> ir.Value:
         """W [k, n], scales included."""
@@ -92,7 +92,7 @@ class _Weight:
         # Panel, tile, row, column, input of the row -> input, column.
         by_tiles = body.shape(self._panels, -1, TILE_ROWS, PANEL_COLUMNS, self._row_inputs)
         matrix_order = op("Transpose", op("Reshape", self._in_tile_order(), by_tiles), perm=[1, 2, 4, 0, 3])
-        padded_n = op("Mul", self._panels, body.int(PANEL_COLUMNS))
+        padded_n = op("Mul", self._panels, body.integer(PANEL_COLUMNS))
         padded = op("Reshape", matrix_order, body.shape(-1, padded_n))
         if self._uses.weight_bits != {16}:
             padded = op("Mul", padded, self._scales(op("Shape", padded), padded_n))
@@ -110,7 +110,7 @@ class _Weight:
         stored = op("Reshape", flat, by_pairs)
         places = {}
         if self._uses.weight_bits != {4}:
-            places[16] = places[8] = op("Reshape", op("CumSum", flat, body.int(0), exclusive=1), by_pairs)
+            places[16] = places[8] = op("Reshape", op("CumSum", flat, body.integer(0), exclusive=1), by_pairs)
         if 4 in self._uses.weight_bits:
             places[4] = self._int4_places(stored)
         weights = {}
@@ -121,8 +121,8 @@ class _Weight:
             shifts = body.constant(np.array([[0], [4]], np.uint8))  # low nibbles in even rows, high ones in odd rows
             shifted = op("BitShift", op("Cast", values, to=ir.DataType.UINT8), shifts, direction="RIGHT")
             nibbles = op("Mod", shifted, body.constant(np.array(16, np.uint8)))
-            weights[4] = op("Sub", op("Cast", nibbles, to=ir.DataType.FLOAT), body.float(INT4_BIAS))
-        return op("Where", op("Cast", stored, to=ir.DataType.BOOL), self._by_bits(weights), body.float(0))
+            weights[4] = op("Sub", op("Cast", nibbles, to=ir.DataType.FLOAT), body.number(INT4_BIAS))
+        return op("Where", op("Cast", stored, to=ir.DataType.BOOL), self._by_bits(weights), body.number(0))
 
     def _by_bits(self, values: dict[int, ir.Value]) -> ir.Value:
         used = {bits: values[bits] for bits in sorted(self._uses.weight_bits)}
@@ -138,8 +138,8 @@ class _Weight:
         bits = op("Reshape", op("Mod", shifted, body.constant(np.array(2, np.uint8))), body.ints(-1))
         if not self._uses.dense:
             return bits
-        tiles = body.divided_up(self._k, op("Mul", self._row_inputs, body.int(TILE_ROWS)))
-        panel_weights = op("Mul", op("Mul", tiles, body.int(TILE_ROWS)), self._row_weights)
+        tiles = body.divided_up(self._k, op("Mul", self._row_inputs, body.integer(TILE_ROWS)))
+        panel_weights = op("Mul", op("Mul", tiles, body.integer(TILE_ROWS)), self._row_weights)
         missing = op("Sub", op("Mul", self._panels, panel_weights), op("Size", bits))
         ones = op("ConstantOfShape", body.vector(missing), value=ir.tensor(np.ones(1, np.uint8)))
         return op("Concat", bits, ones, axis=0)
@@ -149,15 +149,15 @@ class _Weight:
         body, op = self._body, self._body.op
         streams = op("Transpose", stored, perm=[0, 2, 1, 3])
         one_axis = op("Reshape", streams, body.shape(self._panels, 2, -1))
-        before = op("CumSum", one_axis, body.int(2), exclusive=1)
+        before = op("CumSum", one_axis, body.integer(2), exclusive=1)
         panel_bytes = body.reduce_max(body.reduce_max(op("Add", before, one_axis), 2), 1)
-        places = op("Add", before, op("CumSum", panel_bytes, body.int(0), exclusive=1))
+        places = op("Add", before, op("CumSum", panel_bytes, body.integer(0), exclusive=1))
         return op("Transpose", op("Reshape", places, op("Shape", streams)), perm=[0, 2, 1, 3])
 
     def _values_at(self, places: ir.Value) -> ir.Value:
         body, values = self._body, self._inputs["values"]
         if len(self._uses.weight_bits) > 1:
-            last = body.op("Sub", body.op("Shape", values), body.int(1))  # ONNX Runtime's Size takes no bf16
+            last = body.op("Sub", body.op("Shape", values), body.integer(1))  # ONNX Runtime's Size takes no bf16
             places = body.op("Min", places, body.op("Cast", last, to=ir.DataType.INT32))
         return body.op("Gather", values, places)
 
@@ -169,10 +169,10 @@ class _Weight:
         if 4 not in self._uses.weight_bits:
             return rows
         # Where the weight is not int4, a group_size of 0 and a single group.
-        group_size = op("Max", body.attribute("group_size"), body.int(1))
+        group_size = op("Max", body.attribute("group_size"), body.integer(1))
         padded_k = op("Squeeze", op("Slice", padded_shape, body.ints(0), body.ints(1)), body.ints(0))
-        groups = op("Div", op("Range", body.int(0), padded_k, body.int(1)), group_size)
-        last = op("Sub", op("Slice", op("Shape", rows), body.ints(0), body.ints(1)), body.int(1))
+        groups = op("Div", op("Range", body.integer(0), padded_k, body.integer(1)), group_size)
+        last = op("Sub", op("Slice", op("Shape", rows), body.ints(0), body.ints(1)), body.integer(1))
         return op("Gather", rows, op("Min", groups, last))
 
 
@@ -182,11 +182,11 @@ def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Val
     rounded, scales = {}, {}
     if 16 in uses.weight_bits:
         rounded[16] = op("Cast", op("Cast", x, to=ir.DataType.BFLOAT16), to=ir.DataType.FLOAT)
-        scales[16] = body.float(1)
+        scales[16] = body.number(1)
     if uses.weight_bits != {16}:
-        largest = op("Max", body.reduce_max(op("Abs", x), -1), body.float(_SMALLEST_MAXIMUM))
-        q = op("Round", op("Mul", x, op("Div", body.float(127), largest)))
-        scale = op("Div", largest, body.float(127))
+        largest = op("Max", body.reduce_max(op("Abs", x), -1), body.number(_SMALLEST_MAXIMUM))
+        q = op("Round", op("Mul", x, op("Div", body.number(127), largest)))
+        scale = op("Div", largest, body.number(127))
         rounded[8] = rounded[4] = q
         scales[8] = scales[4] = scale
     if uses.weight_bits == {16}:
@@ -214,11 +214,11 @@ def _activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Val
     if activation == Activation.SILU:
         return op("Mul", y, op("Sigmoid", y))
     if activation == Activation.GELU:
-        twice_phi = op("Add", op("Erf", op("Mul", y, body.float(0.5**0.5))), body.float(1))
+        twice_phi = op("Add", op("Erf", op("Mul", y, body.number(0.5**0.5))), body.number(1))
     elif activation == Activation.GELU_TANH:
-        cube = op("Mul", op("Mul", y, y), op("Mul", y, body.float(0.044715)))
-        inner = op("Mul", op("Add", y, cube), body.float((2 / np.pi) ** 0.5))
-        twice_phi = op("Add", op("Tanh", inner), body.float(1))
+        cube = op("Mul", op("Mul", y, y), op("Mul", y, body.number(0.044715)))
+        inner = op("Mul", op("Add", y, cube), body.number((2 / np.pi) ** 0.5))
+        twice_phi = op("Add", op("Tanh", inner), body.number(1))
     else:
         return y
-    return op("Mul", op("Mul", y, body.float(0.5)), twice_phi)
+    return op("Mul", op("Mul", y, body.number(0.5)), twice_phi)
