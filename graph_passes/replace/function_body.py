@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from ..epilogue import Activation
+
 
 class FunctionBody:
     """The nodes in the order written. Uses of it read like the formulas."""
@@ -65,3 +67,30 @@ class FunctionBody:
         for number, value in others:
             chosen = self.op("Where", self.op("Equal", self.attribute(name), self.integer(number)), value, chosen)
         return chosen
+
+
+def bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
+    """The function's input bias [n], or zeros where there is none; n is an attribute."""
+    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
+    zeros = ir.tensor(np.zeros(1, np.float32))
+    no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
+    return body.op(
+        "Reshape", body.op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, bias), body.ints(-1)
+    )
+
+
+def activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Value:
+    op = body.op
+    if activation == Activation.RELU:
+        return op("Relu", y)
+    if activation == Activation.SILU:
+        return op("Mul", y, op("Sigmoid", y))
+    if activation == Activation.GELU:
+        twice_phi = op("Add", op("Erf", op("Mul", y, body.number(0.5**0.5))), body.number(1))
+    elif activation == Activation.GELU_TANH:
+        cube = op("Mul", op("Mul", y, y), op("Mul", y, body.number(0.044715)))
+        inner = op("Mul", op("Add", y, cube), body.number((2 / np.pi) ** 0.5))
+        twice_phi = op("Add", op("Tanh", inner), body.number(1))
+    else:
+        return y
+    return op("Mul", op("Mul", y, body.number(0.5)), twice_phi)

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
-from .function_body import FunctionBody
+from .function_body import FunctionBody, activate, bias_or_zeros
 
 OP_TYPE = "SparseAMXMatMul"
 INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales")
@@ -56,9 +56,9 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     weight = _Weight(body, inputs, uses, unpack_once).matrix()
-    y = body.op("Add", _product(body, inputs["X"], weight, uses), _bias(body, inputs["bias"]))
+    y = body.op("Add", _product(body, inputs["X"], weight, uses), bias_or_zeros(body, inputs["bias"]))
     y = body.by_attribute(
-        "activation", {int(activation): _activate(body, y, activation) for activation in sorted(uses.activations)}
+        "activation", {int(activation): activate(body, y, activation) for activation in sorted(uses.activations)}
     )
     if uses.residual:
         y = body.op("Add", y, inputs["residual"])
@@ -196,29 +196,3 @@ def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Val
     kinds = sorted(uses.weight_bits)
     x = body.by_attribute("weight_bits", {bits: rounded[bits] for bits in kinds})
     return op("Mul", op("MatMul", x, w), body.by_attribute("weight_bits", {bits: scales[bits] for bits in kinds}))
-
-
-def _bias(body: FunctionBody, bias: ir.Value) -> ir.Value:
-    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
-    zeros = ir.tensor(np.zeros(1, np.float32))
-    no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
-    return body.op(
-        "Reshape", body.op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, bias), body.ints(-1)
-    )
-
-
-def _activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Value:
-    op = body.op
-    if activation == Activation.RELU:
-        return op("Relu", y)
-    if activation == Activation.SILU:
-        return op("Mul", y, op("Sigmoid", y))
-    if activation == Activation.GELU:
-        twice_phi = op("Add", op("Erf", op("Mul", y, body.number(0.5**0.5))), body.number(1))
-    elif activation == Activation.GELU_TANH:
-        cube = op("Mul", op("Mul", y, y), op("Mul", y, body.number(0.044715)))
-        inner = op("Mul", op("Add", y, cube), body.number((2 / np.pi) ** 0.5))
-        twice_phi = op("Add", op("Tanh", inner), body.number(1))
-    else:
-        return y
-    return op("Mul", op("Mul", y, body.number(0.5)), twice_phi)

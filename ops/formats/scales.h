@@ -13,6 +13,8 @@
 
 #include <cstdint>
 
+#include "formats/bitmap.h"
+
 namespace ortolan {
 
 // G where a group is a whole column: int8.
@@ -27,6 +29,19 @@ inline constexpr int64_t ScaleRows(int64_t k, int64_t group) {
 
 // Of one scale.
 inline constexpr int64_t ScaleBytes(int64_t group) { return group == kWholeColumn ? 4 : 2; }
+
+// Writes rows, row-major [groups, n], as [panels, groups, 16]; columns beyond n are zero. For scales that are to keep
+// their bits, and for zero points.
+template <typename T>
+void PackGroupRows(const T* rows, int64_t groups, int64_t n, T* packed) {
+  for (int64_t panel = 0; panel < BitmapPanels(n); ++panel) {
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t j = panel * kPanelColumns; j < (panel + 1) * kPanelColumns; ++j) {
+        *packed++ = j < n ? rows[group * n + j] : T{0};
+      }
+    }
+  }
+}
 
 // Writes scales, row-major [groups, n] floats, as [panels, groups, 16] floats or, rounded to nearest even, bf16.
 void PackScales(const float* scales, int64_t groups, int64_t n, float* packed);
