@@ -1,12 +1,13 @@
 // 4-bit weights in groups with scales and zero points, every weight stored (EGEMV, "Memory Layout": each cache line is
 // read once, in order).
 //
-// W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column, the last one may be shorter;
-// G is 32, 64 or 128.
+// W is [k, n]: k inputs, n outputs, y = x W. Group g is inputs g G … g G + G - 1 of a column, the last one may be
+// shorter; G is 32, 64 or 128.
 //
 //     W[l, j] = scales[g, j] (q[l, j] - zero_points[g, j])        q, zero_points 0 … 15;   g = l / G
 //
-//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h, whose nibble is q: panels of 16
+//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h, whose nibble is q: panels
+//     of 16
 //                  columns; a row of a tile is 4 inputs of 16 columns; two rows share 64 bytes, low and high nibbles
 //     scales       float32 or float16 [panels, groups, 16]
 //     zero_points  u8 [panels, groups, 16], or none: 8 everywhere

@@ -38,24 +38,24 @@ namespace {
 constexpr int64_t kSpanInputs = 32;
 constexpr int kSpanRows = 8;
 
-// kBits: of a weight, 8 or 4.
-template <typename Simd, int kBits, Storage kStorage>
+// Format: SparseInt8Format<bits of a weight, storage> (here) or GroupInt4Format (w4a8_matmul/group_int4_format.h).
+template <typename Simd, typename Format>
 class Int8PanelLoop {
+  using Args = typename Format::Args;
   using Sums = typename Simd::Sums;
   using Floats = typename Simd::Floats;
   using Weights = typename Simd::Weights;
-  static constexpr bool kInt4 = kBits == 4;
-  static constexpr bool kDense = kStorage == Storage::kDense;
+  static constexpr bool kInt4 = Format::kInt4;
+  static constexpr bool kDense = Format::kDense;
   template <int kRows>
   using Quads = Activations<Simd, int8_t, 4, kRows>;
-  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
 
  public:
-  static void Run(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    SparseInt8MatMulArgs part = args;
+  static void Run(const Args& args, int64_t panel_begin, int64_t panel_end) {
+    Args part = args;
     for (int64_t row = 0; row < args.m; row += kMostRows) {
       part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
-      part.x = static_cast<const char*>(args.x) + row * SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
+      part.x = static_cast<const char*>(args.x) + row * Format::PackedRowBytes(args);
       part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
@@ -82,30 +82,33 @@ class Int8PanelLoop {
   static constexpr int64_t kLineBytes = 64;
 
   struct Panel {
-    Panel(const SparseInt8MatMulArgs& a, int64_t panel)
+    Panel(const Args& a, int64_t index_)
         : args(a),
+          index(index_),
           spans(kInt8Bitmap.PaddedK(a.w.k) / kSpanInputs),
-          groups(ScaleRows(a.w.k, a.group)),
-          group_spans(a.group == kWholeColumn ? spans : a.group / kSpanInputs),
+          groups(ScaleRows(a.w.k, Format::Group(a))),
+          group_spans(Format::Group(a) == kWholeColumn ? spans : Format::Group(a) / kSpanInputs),
           padded_k(kInt8Bitmap.PaddedK(a.w.k)),
-          row_bytes(SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group)),
-          masks(a.w.PanelMasks(kLayout, panel)),
-          values{a.w.PanelValues(kLayout, panel), a.w.PanelValues(kLayout, panel)},
-          scales(a.Scales(panel, 0)),
-          y(a.y + panel * kPanelColumns),
-          bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
-          columns(static_cast<int>(a.w.n - panel * kPanelColumns < kPanelColumns ? a.w.n - panel * kPanelColumns
+          row_bytes(Format::PackedRowBytes(a)),
+          masks(Format::Masks(a, index)),
+          values{Format::Values(a, index), Format::Values(a, index)},
+          y(a.y + index * kPanelColumns),
+          bias(a.bias == nullptr ? nullptr : a.bias + index * kPanelColumns),
+          columns(static_cast<int>(a.w.n - index * kPanelColumns < kPanelColumns ? a.w.n - index * kPanelColumns
                                                                                  : kPanelColumns)),
-          span_bytes(kDense ? 0 : (a.w.offsets[panel + 1] - a.w.offsets[panel]) / spans) {}
+          span_bytes(Format::ValueBytes(a, index) / spans) {}
 
     float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
-    Floats Int4Scales(int64_t group) const {
-      return Simd::LoadBf16Scales(scales + group * kPanelColumns * int64_t{sizeof(uint16_t)});
-    }
     // The block of kRows packed rows that begins at row i.
     const int8_t* X(int64_t i) const { return static_cast<const int8_t*>(args.x) + i * row_bytes; }
+    // What stands behind its q.
+    template <int kRows>
+    typename Format::template Block<Simd, kRows> Block(int64_t i) const {
+      return {X(i) + padded_k * kRows, groups};
+    }
 
-    const SparseInt8MatMulArgs& args;
+    const Args& args;
+    int64_t index;
     int64_t spans;
     int64_t groups;
     int64_t group_spans;
@@ -113,24 +116,10 @@ class Int8PanelLoop {
     int64_t row_bytes;
     const uint8_t* masks;
     const uint8_t* values[2];  // move along as tiles are expanded; int8 has one stream, int4 one a parity of rows
-    const uint8_t* scales;
     float* y;
     const float* bias;
     int columns;
     int64_t span_bytes;  // of a bitmap's values, on average
-  };
-
-  // What stands behind the q of a block of rows: see PackQuantizedRows.
-  template <int kRows>
-  struct BlockEnd {
-    BlockEnd(const Panel& p, int64_t i)
-        : scales(reinterpret_cast<const float*>(p.X(i) + p.padded_k * kRows)),
-          corrections(reinterpret_cast<const int32_t*>(scales + kRows)) {}
-    float Scale(int row) const { return scales[row]; }
-    int32_t Correction(int64_t group, int row) const { return corrections[group * kRows + row]; }
-
-    const float* scales;
-    const int32_t* corrections;
   };
 
   static uint64_t LoadMask(const uint8_t* masks, int row) {
@@ -176,7 +165,7 @@ class Int8PanelLoop {
     // rows then hold 16 times their sums, which saves a shift of each row of weights.
     constexpr int kChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
     constexpr bool kTimes16 = kInt4 && kChains == 2;
-    const BlockEnd<kRows> end(p, 0);
+    const auto block = p.template Block<kRows>(0);
     const uint8_t* even = p.values[0];
     const uint8_t* odd = p.values[1];
     const uint8_t* masks = p.masks;
@@ -186,11 +175,12 @@ class Int8PanelLoop {
     const int64_t burst_bytes = p.span_bytes + p.span_bytes / 4 + kLineBytes;
     const bool many_bytes = p.span_bytes > 5 * kLineBytes / 2;
     Floats totals[kRows];
+    for (int i = 0; i < kRows; ++i) totals[i] = Simd::Zero();
     int64_t span = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
       Sums sums[kRows][kChains];
       for (int i = 0; i < kRows; ++i) {
-        sums[i][0] = Simd::Broadcast(end.Correction(group, i));
+        sums[i][0] = block.Start(group, i);
         for (int c = 1; c < kChains; ++c) sums[i][c] = Simd::Broadcast(0);
       }
       const int64_t group_end = span + p.group_spans < p.spans ? span + p.group_spans : p.spans;
@@ -215,23 +205,15 @@ class Int8PanelLoop {
           }
         }
       }
-      Floats scales = Simd::Zero();
-      if constexpr (kInt4) scales = p.Int4Scales(group);
+      const typename Format::template Scales<Simd> scales(p.args, p.index, group);
       for (int i = 0; i < kRows; ++i) {
         if constexpr (kTimes16) sums[i][1] = Simd::DivideBy16(sums[i][1]);
         Sums sum = sums[i][0];
         for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[i][c]);
-        if constexpr (!kInt4) {
-          FinishInt8(p, p.YRow(i), sum, end.Scale(i));
-        } else {
-          totals[i] = group == 0 ? Simd::Multiply(Simd::ToFloats(sum), scales)
-                                 : Simd::MultiplyAdd(Simd::ToFloats(sum), scales, totals[i]);
-        }
+        totals[i] = block.Add(totals[i], sum, scales, group, i);
       }
     }
-    if constexpr (kInt4) {
-      for (int i = 0; i < kRows; ++i) FinishInt4(p, p.YRow(i), totals[i], end.Scale(i));
-    }
+    for (int i = 0; i < kRows; ++i) Finish(p, p.YRow(i), totals[i], block, i);
   }
 
   template <int kRows>
@@ -284,7 +266,7 @@ class Int8PanelLoop {
   template <int kRows>
   static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
                            WaitingSums& waiting) {
-    const BlockEnd<kRows> block(p, i);
+    const auto block = p.template Block<kRows>(i);
     const int8_t* x = p.X(i) + first * kSpanInputs * kRows;
     for (int64_t span = first; span < end;) {
       const int64_t group = kInt4 ? span / p.group_spans : 0;
@@ -293,8 +275,7 @@ class Int8PanelLoop {
       const int64_t group_end = kInt4 && end - span > p.group_spans ? span + p.group_spans : end;
       Sums sums[kRows];
       for (int r = 0; r < kRows; ++r) {
-        sums[r] = kInt4 || first == 0 ? Simd::Broadcast(block.Correction(group, r))
-                                      : Simd::LoadWaitingSums(waiting.bytes[i + r]);
+        sums[r] = kInt4 || first == 0 ? block.Start(group, r) : Simd::LoadWaitingSums(waiting.bytes[i + r]);
       }
       for (int64_t left = (group_end - span) * kSpanRows; left > 0; left -= kFourRows, x += Quads<kRows>::kElements) {
         const Quads<kRows> quads(x);
@@ -306,10 +287,10 @@ class Int8PanelLoop {
         }
       }
       if constexpr (kInt4) {
-        const Floats scales = p.Int4Scales(group);
+        const typename Format::template Scales<Simd> scales(p.args, p.index, group);
         for (int r = 0; r < kRows; ++r) {
           const Floats total = group == 0 ? Simd::Zero() : Simd::LoadWaiting(waiting.bytes[i + r]);
-          Simd::StoreWaiting(waiting.bytes[i + r], Simd::MultiplyAdd(Simd::ToFloats(sums[r]), scales, total));
+          Simd::StoreWaiting(waiting.bytes[i + r], block.Add(total, sums[r], scales, group, r));
         }
       } else {
         for (int r = 0; r < kRows; ++r) Simd::StoreWaitingSums(waiting.bytes[i + r], sums[r]);
@@ -319,35 +300,77 @@ class Int8PanelLoop {
     if (end < p.spans) return;
     for (int r = 0; r < kRows; ++r) {
       if constexpr (kInt4) {
-        FinishInt4(p, p.YRow(i + r), Simd::LoadWaiting(waiting.bytes[i + r]), block.Scale(r));
+        Finish(p, p.YRow(i + r), Simd::LoadWaiting(waiting.bytes[i + r]), block, r);
       } else {
-        FinishInt8(p, p.YRow(i + r), Simd::LoadWaitingSums(waiting.bytes[i + r]), block.Scale(r));
+        const typename Format::template Scales<Simd> scales(p.args, p.index, 0);
+        const Sums sum = Simd::LoadWaitingSums(waiting.bytes[i + r]);
+        Finish(p, p.YRow(i + r), block.Add(Simd::Zero(), sum, scales, 0, r), block, r);
       }
     }
   }
 
-  static void FinishInt8(const Panel& p, float* y, Sums sum, float x_scale) {
-    const Floats scale = Simd::Multiply(Simd::LoadFloatScales(p.scales), Simd::BroadcastFloat(x_scale));
-    Finish(p, y, Simd::ToFloats(sum), scale);
+  template <typename Block>
+  static void Finish(const Panel& p, float* y, Floats total, const Block& block, int row) {
+    total = block.End(total, row);
+    if (p.bias != nullptr) total = Simd::Add(total, Simd::LoadColumns(p.bias, p.columns));
+    Simd::StoreColumns(y, p.columns, total);
+  }
+};
+
+// Weights of SparseAMXMatMul; kBits: 8 or 4.
+template <int kBits, Storage kStorage>
+struct SparseInt8Format {
+  using Args = SparseInt8MatMulArgs;
+  static constexpr bool kInt4 = kBits == 4;
+  static constexpr bool kDense = kStorage == Storage::kDense;
+  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
+
+  static int64_t Group(const Args& a) { return a.group; }
+  static int64_t PackedRowBytes(const Args& a) { return SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group); }
+  static const uint8_t* Masks(const Args& a, int64_t panel) { return a.w.PanelMasks(kLayout, panel); }
+  static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelValues(kLayout, panel); }
+  static int64_t ValueBytes(const Args& a, int64_t panel) {
+    return kDense ? 0 : a.w.offsets[panel + 1] - a.w.offsets[panel];
   }
 
-  static void FinishInt4(const Panel& p, float* y, Floats total, float x_scale) {
-    Finish(p, y, total, Simd::BroadcastFloat(x_scale));
-  }
+  // Of a group of a panel.
+  template <typename Simd>
+  struct Scales {
+    Scales(const Args& a, int64_t panel, int64_t group)
+        : floats(kInt4 ? Simd::LoadBf16Scales(a.Scales(panel, group)) : Simd::LoadFloatScales(a.Scales(panel, group))) {
+    }
+    typename Simd::Floats floats;
+  };
 
-  static void Finish(const Panel& p, float* y, Floats sum, Floats scale) {
-    const Floats result = p.bias == nullptr ? Simd::Multiply(sum, scale)
-                                            : Simd::MultiplyAdd(sum, scale, Simd::LoadColumns(p.bias, p.columns));
-    Simd::StoreColumns(y, p.columns, result);
-  }
+  // What PackQuantizedRows puts behind the q of a block of rows.
+  template <typename Simd, int kRows>
+  struct Block {
+    using Sums = typename Simd::Sums;
+    using Floats = typename Simd::Floats;
+
+    Block(const int8_t* end, int64_t)
+        : scales(reinterpret_cast<const float*>(end)), corrections(reinterpret_cast<const int32_t*>(scales + kRows)) {}
+
+    Sums Start(int64_t group, int row) const { return Simd::Broadcast(corrections[group * kRows + row]); }
+    Floats Add(Floats total, Sums sum, const Scales<Simd>& of, int64_t, int row) const {
+      if constexpr (kInt4) return Simd::MultiplyAdd(Simd::ToFloats(sum), of.floats, total);
+      return Simd::Multiply(Simd::ToFloats(sum), Simd::Multiply(of.floats, Simd::BroadcastFloat(scales[row])));
+    }
+    Floats End(Floats total, int row) const {
+      return kInt4 ? Simd::Multiply(total, Simd::BroadcastFloat(scales[row])) : total;
+    }
+
+    const float* scales;
+    const int32_t* corrections;
+  };
 };
 
 template <typename Simd, int kBits>
 void RunInt8PanelLoop(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   if (args.w.IsDense()) {
-    Int8PanelLoop<Simd, kBits, Storage::kDense>::Run(args, panel_begin, panel_end);
+    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kDense>>::Run(args, panel_begin, panel_end);
   } else {
-    Int8PanelLoop<Simd, kBits, Storage::kBitmap>::Run(args, panel_begin, panel_end);
+    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "sparse_amx_matmul/avx512_expand.h"
+#include "sparse_amx_matmul/avx512_int8.h"
 #include "sparse_amx_matmul/panel_loop.h"
 #include "sparse_amx_matmul/panel_loop_int8.h"
 
@@ -46,74 +47,6 @@ struct Avx512Simd : Avx512FloatSums {
   static __m512 MultiplyAdd(__m512 sums, Weights weights, const float* pair) {
     sums = _mm512_fmadd_ps(_mm512_set1_ps(pair[0]), weights.even, sums);
     return _mm512_fmadd_ps(_mm512_set1_ps(pair[1]), weights.odd, sums);
-  }
-};
-
-struct Avx512Int8Simd {
-  using Weights = __m512i;
-  using Sums = __m512i;
-  using Floats = __m512;
-  static constexpr int kRowBlock = 16;
-  static constexpr int kStoredBytes = 64;
-  static constexpr uint32_t kInt8Bias = 128;
-  static constexpr uint32_t kInt4Bias = ortolan::kInt4Bias;
-
-  static __m512i ExpandInt8(uint64_t mask, const uint8_t* values) {
-    return _mm512_xor_si512(ExpandBytes(mask, values), EachByte(0x80));
-  }
-  static __m512i ExpandLow(uint64_t mask, const uint8_t* values) { return ExpandLowNibbles(mask, values); }
-  static __m512i ExpandHigh(uint64_t mask, const uint8_t* values) { return ExpandHighNibbles(mask, values); }
-  static __m512i ExpandHighTimes16(uint64_t mask, const uint8_t* values) {
-    return _mm512_mask_expand_epi8(EachByte(kInt4Bias << 4), _cvtu64_mask64(mask), ExpandHighTimes16(values));
-  }
-  static __m512i ExpandInt8(const uint8_t* values) {
-    return _mm512_xor_si512(_mm512_loadu_si512(values), EachByte(0x80));
-  }
-  static __m512i ExpandLow(const uint8_t* values) { return LowNibbles(values); }
-  static __m512i ExpandHigh(const uint8_t* values) { return HighNibbles(values); }
-  static __m512i ExpandHighTimes16(const uint8_t* values) {
-    return _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0xf0));
-  }
-  static void Store(__m512i weights, uint8_t* to) { _mm512_store_si512(to, weights); }
-  static __m512i Load(const uint8_t* from) { return _mm512_load_si512(from); }
-
-  static __m512i Broadcast(int32_t value) { return _mm512_set1_epi32(value); }
-  static __m512i Add(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
-  static __m512i DivideBy16(__m512i sums) { return _mm512_srai_epi32(sums, 4); }
-  static __m512i MultiplyAdd(__m512i sums, __m512i weights, const int8_t* quad) {
-    int32_t bits;
-    __builtin_memcpy(&bits, quad, sizeof(bits));
-    // By hand: gcc 12 copies the sums around each of its own.
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(_mm512_set1_epi32(bits)));
-    return sums;
-  }
-  static constexpr int kMostHeld = 4;
-  using Held = __m512i;
-  static __m512i Hold(const int8_t* quads) {
-    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(quads)));
-  }
-  static __m512i MultiplyAdd(__m512i sums, __m512i weights, __m512i held, int row) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(RepeatDword(held, row)));
-    return sums;
-  }
-  static __m512i LoadWaitingSums(const uint8_t* from) { return _mm512_load_si512(from); }
-  static void StoreWaitingSums(uint8_t* to, __m512i sums) { _mm512_store_si512(to, sums); }
-  static __m512 LoadWaiting(const uint8_t* from) { return _mm512_load_ps(from); }
-  static void StoreWaiting(uint8_t* to, __m512 sums) { _mm512_store_ps(to, sums); }
-
-  static __m512 Zero() { return _mm512_setzero_ps(); }
-  static __m512 BroadcastFloat(float value) { return _mm512_set1_ps(value); }
-  static __m512 ToFloats(__m512i sums) { return _mm512_cvtepi32_ps(sums); }
-  static __m512 Multiply(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
-  static __m512 MultiplyAdd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-  static __m512 LoadFloatScales(const uint8_t* from) { return ortolan::LoadFloatScales(from); }
-  static __m512 LoadBf16Scales(const uint8_t* from) { return ortolan::LoadBf16Scales(from); }
-  static __m512 LoadColumns(const float* from, int columns) { return Avx512Simd::LoadColumns(from, columns); }
-  static void StoreColumns(float* to, int columns, __m512 sums) { Avx512Simd::StoreColumns(to, columns, sums); }
-
-  static uint32_t MaxAbsBits(const float* x, int64_t k) { return Avx512MaxAbsBits(x, k); }
-  static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
-    return Avx512Quantize32(x, left, factor, q);
   }
 };
 

@@ -76,8 +76,7 @@ void MultiplyW4A8Scalar(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t
     const int64_t first = panel * kPanelColumns;
     const int64_t columns = std::min(kPanelColumns, w.n - first);
     for (int64_t i = 0; i < args.m; ++i) {
-      const uint8_t* x =
-          static_cast<const uint8_t*>(args.x) + i * W4A8MatMulKernel::PackedRowBytes(w.k, w.group);
+      const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * W4A8MatMulKernel::PackedRowBytes(w.k, w.group);
       const float* x_scales = reinterpret_cast<const float*>(x + padded_k);
       float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes) + first;
       for (int64_t j = 0; j < columns; ++j) {

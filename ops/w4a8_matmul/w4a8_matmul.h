@@ -44,9 +44,9 @@ struct W4A8MatMulArgs {
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.
 using W4A8MatMulFn = void(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end);
 
-// Quantizes m rows of k floats, k <= 2^17: q and, for each group, s and the sum of q, in an order that is the kernel's own
-// but for this: row i, a multiple of row_block, begins at byte i x PackedRowBytes(k, group). Writes PackedBytes(m, k,
-// group) or less; packed is aligned to 4 bytes or more.
+// Quantizes m rows of k floats, k <= 2^17: q and, for each group, s and the sum of q, in an order that is the kernel's
+// own but for this: row i, a multiple of row_block, begins at byte i x PackedRowBytes(k, group). Writes PackedBytes(m,
+// k, group) or less; packed is aligned to 4 bytes or more.
 using PackW4A8ActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group,
                                    void* packed);
 
