@@ -81,11 +81,11 @@ class Kind:
         return self.weights / 8 + self.weights * self.weight_bytes * (1 - sparsity) + scales
 
 
-# Other: mask load, two prefetches, value load, popcnt, pointer, store. bf16 prefetches masks once a tile.
+# Other: mask load, prefetch, value load, popcnt, pointer, store. Masks are prefetched once a line.
 KINDS = (
     Kind("bf16", 512, 2, ExpandLoop(port5=3, port0_or_5=0, other=6)),
-    Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=7)),
-    Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=7)),  # and, half a shift, sub, copy of the eights
+    Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=6)),
+    Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=6)),  # and, half a shift, sub, copy of the eights
 )
 
 

@@ -184,7 +184,9 @@ def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Val
         rounded[16] = op("Cast", op("Cast", x, to=ir.DataType.BFLOAT16), to=ir.DataType.FLOAT)
         scales[16] = body.number(1)
     if uses.weight_bits != {16}:
-        largest = op("Max", body.reduce_max(op("Abs", x), -1), body.number(_SMALLEST_MAXIMUM))
+        # ONNX Runtime's reductions leave an x of no rows as wide as it was: the Slice is for that alone.
+        most = op("Slice", body.reduce_max(op("Abs", x), -1), body.ints(0), body.ints(1), body.ints(-1))
+        largest = op("Max", most, body.number(_SMALLEST_MAXIMUM))
         q = op("Round", op("Mul", x, op("Div", body.number(127), largest)))
         scale = op("Div", largest, body.number(127))
         rounded[8] = rounded[4] = q

@@ -59,6 +59,7 @@ class AmxInt8Loop {
   // Their sums wait on the stack: 32 KB.
   static constexpr int64_t kMostRows = 256;
   static constexpr int64_t kPrefetchBytes = 12288;
+  static constexpr int64_t kLineBytes = 64;
 
   static constexpr int StepQuads(int64_t group) { return group == 32 ? 8 : 16; }
 
@@ -92,25 +93,41 @@ class AmxInt8Loop {
     alignas(64) uint8_t waiting[kMostRows][kPanels][kMaxTileColsb];  // int32 (int8) or float (int4)
   };
 
+  // Row `quad` of the tile whose masks are given, to the same row of `to`; moves values on to the next of its rows.
+  template <bool kHigh>
+  static void ExpandRow(const uint8_t* masks, int quad, const uint8_t*& values, uint8_t* to) {
+    uint64_t mask;
+    __builtin_memcpy(&mask, masks + quad * static_cast<int>(sizeof(mask)), sizeof(mask));
+    __builtin_prefetch(values + kPrefetchBytes);
+    __m512i row;
+    if constexpr (kInt4) {
+      row = kHigh ? ExpandHighNibbles(mask, values) : ExpandLowNibbles(mask, values);
+      row = _mm512_sub_epi8(row, EachByte(kInt4Bias));
+    } else {
+      row = ExpandBytes(mask, values);
+    }
+    values += __builtin_popcountll(mask);
+    _mm512_store_si512(to + quad * kMaxTileColsb, row);
+  }
+
+  // The streams are kept in locals: a store of 64 bytes might change what `work` points to, for all a compiler knows.
   static void ExpandBlock(Work& work, int64_t quads) {
     for (int p = 0; p < work.count; ++p) {
-      for (int64_t quad = 0; quad < quads; ++quad, work.masks[p] += kInt8Bitmap.RowMaskBytes()) {
-        uint64_t mask;
-        __builtin_memcpy(&mask, work.masks[p], sizeof(mask));
-        const bool high = kInt4 && quad % 2 == 1;
-        const uint8_t*& values = work.values[p][high ? 1 : 0];
-        __builtin_prefetch(work.masks[p] + kPrefetchBytes);
-        __builtin_prefetch(values + kPrefetchBytes);
-        __m512i row;
-        if constexpr (kInt4) {
-          row = high ? ExpandHighNibbles(mask, values) : ExpandLowNibbles(mask, values);
-          row = _mm512_sub_epi8(row, EachByte(kInt4Bias));
-        } else {
-          row = ExpandBytes(mask, values);
+      const uint8_t* masks = work.masks[p];
+      const uint8_t* even = work.values[p][0];
+      const uint8_t* odd = work.values[p][1];
+      uint8_t* to = work.expanded[p][0];
+      for (int64_t tile = 0; tile < quads; tile += kTileRows, to += kTileBytes, masks += kInt8Bitmap.TileMaskBytes()) {
+        __builtin_prefetch(masks + kPrefetchBytes);
+        __builtin_prefetch(masks + kPrefetchBytes + kLineBytes);
+        for (int quad = 0; quad < kTileRows; quad += 2) {
+          ExpandRow<false>(masks, quad, even, to);
+          ExpandRow<true>(masks, quad + 1, kInt4 ? odd : even, to);
         }
-        values += __builtin_popcountll(mask);
-        _mm512_store_si512(work.expanded[p][quad], row);
       }
+      work.masks[p] = masks;
+      work.values[p][0] = even;
+      work.values[p][1] = odd;
       work.block[p] = work.expanded[p][0];
     }
   }

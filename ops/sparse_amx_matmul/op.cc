@@ -120,6 +120,7 @@ class Kernel {
                               ShapeText(shape), ". Feed the model inputs of the shapes it was exported for."));
     }
     float* y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
+    if (std::find(sum_shape->begin(), sum_shape->end(), 0) != sum_shape->end()) return;
     const bool same = residual_shape == shape;
     if (same || residual_shape == std::vector<int64_t>{w_.n}) {
       epilogue.residual = to_add;

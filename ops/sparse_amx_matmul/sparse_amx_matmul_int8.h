@@ -54,7 +54,7 @@ struct SparseInt8MatMulArgs {
   }
 };
 
-// Computes y for the panels panel_begin … panel_end-1 and all m rows. The sums wait in y while it works.
+// Computes y for the panels panel_begin … panel_end-1 and all m rows.
 using SparseInt8MatMulFn = void(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end);
 
 // Quantizes m rows of k floats, k <= 2^17: q, s and, for each group, a sum of q where the kernel wants one, in an order

@@ -200,6 +200,38 @@ def test_a_constant_zero_is_no_residual() -> None:
     np.testing.assert_array_equal(zero, plain)
 
 
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize(
+    "leading, residual, expected",
+    [
+        ((3,), (1, 1, 1), (1, 3, 20)),  # zeros alone, but they add a dimension
+        ((), (2, 1, 20), (2, 1, 20)),
+        ((0,), (1,), (0, 20)),
+        ((0,), (4, 1, 20), (4, 0, 20)),
+        ((3,), (0, 1, 20), (0, 3, 20)),
+    ],
+)
+def test_residuals_give_the_sum_its_shape(
+    leading: tuple[int, ...], residual: tuple[int, ...], expected: tuple[int, ...], library: bool
+) -> None:
+    rng = np.random.default_rng(8)
+    layer = Layer.random(rng, 40, 20, 0.5, None)
+    x = rng.standard_normal((*leading, 40), dtype=np.float32)
+    model = sparse_amx_matmul_model(
+        layer.packed,
+        40,
+        20,
+        rank=len(leading) + 1,
+        functions=(function(uses("int8", False, residual=True)),),
+        scales=scales(layer),
+        residual=np.zeros(residual, np.float32),
+        **attributes("int8"),
+    )
+    y = session(model, library=library).run(None, {"x": x})[0]
+    assert y.shape == expected
+    assert np.any(y) == (y.size > 0)
+
+
 def test_residuals_of_a_wrong_shape_are_refused() -> None:
     weight, _ = random_packed(np.random.default_rng(6), "bf16", 40, 20)
     model = sparse_amx_matmul_model(weight, 40, 20, residual=("r", "c"))
