@@ -59,11 +59,9 @@ class PanelLoop {
 
  public:
   static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    SparseMatMulArgs part = args;
+    const int64_t row_bytes = BitmapPaddedK(args.w.k) * static_cast<int64_t>(sizeof(Activation));
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
-      part.x = static_cast<const Activation*>(args.x) + row * BitmapPaddedK(args.w.k);
-      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      const SparseMatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {

@@ -52,11 +52,9 @@ class Int8PanelLoop {
 
  public:
   static void Run(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    SparseInt8MatMulArgs part = args;
+    const int64_t row_bytes = SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
-      part.x = static_cast<const char*>(args.x) + row * SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
-      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      const SparseInt8MatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {

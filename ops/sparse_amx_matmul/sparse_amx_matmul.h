@@ -25,8 +25,20 @@ struct SparseMatMulArgs {
   BitmapView w;                 // has passed ValidateBitmap; bitmap or dense storage, with the same result bit by bit
   const float* bias = nullptr;  // [w.n], or null
   float* y = nullptr;           // [m][w.n]; must overlap nothing else
-  int64_t y_row_bytes = 0;      // from one row of y to the next
+  int64_t y_row_bytes = 0;      // from one row of y to the next, a multiple of 4
+
+  float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * y_row_bytes); }
 };
+
+// The part of the work that rows first … first+most-1 are, or as many as there are of them. first is a multiple of
+// row_block.
+template <typename Args>
+Args RowsOf(Args args, int64_t first, int64_t most, int64_t packed_row_bytes) {
+  args.m = args.m - first < most ? args.m - first : most;
+  args.x = static_cast<const char*>(args.x) + first * packed_row_bytes;
+  args.y = args.YRow(first);
+  return args;
+}
 
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.
 using SparseMatMulFn = void(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end);
