@@ -81,7 +81,8 @@ bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
   if (!value) return false;
   const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
   return type_and_shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT &&
-         type_and_shape.GetElementCount() == 1 && *value.GetTensorData<float>() == 0.0f;
+         type_and_shape.GetElementCount() == 1 && type_and_shape.GetDimensionsCount() <= 1 &&
+         *value.GetTensorData<float>() == 0.0f;
 }
 
 void CheckConstantVector(const OrtKernelInfo& info, size_t index, const char* meaning, int64_t n,

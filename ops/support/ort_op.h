@@ -98,7 +98,8 @@ bool HasInput(const OrtKernelInfo& info, size_t index);
 ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
                              std::initializer_list<ONNXTensorElementDataType> types, const std::string& node);
 
-// Whether the input is a constant of one element, a float 0: what stands for "nothing" in a sum.
+// Whether the input is a constant of one element, a float 0: what stands for "nothing" in a sum. Of two axes or more it
+// is not nothing: by broadcasting it may add axes.
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
 // Throws OpError if the attribute is missing.
