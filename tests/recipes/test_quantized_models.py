@@ -1,4 +1,4 @@
-"""The recipes sparse-int8 and sparse-int4 on whole models, against the rounded models that the layers were made from."""
+"""The recipes sparse-int8 and sparse-int4 on whole models, against the rounded models they were made from."""
 
 from __future__ import annotations
 
