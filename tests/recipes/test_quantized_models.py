@@ -72,7 +72,7 @@ def check(
     model: onnx.ModelProto, report: OptimizationReport, recipe: str, feeds: Mapping[str, np.ndarray], **options: Any
 ) -> list[np.ndarray]:
     """With the library ≈ without it ≈ the rounded model; the model is a valid one. Returns the answers."""
-    onnx.checker.check_model(report.model)
+    onnx.checker.check_model(report.model, full_check=True)
     kernels = run(report.model, feeds, library=True)
     alone = run(report.model, feeds)
     reference = run(rounded(model, recipe, FAST | options), feeds)
