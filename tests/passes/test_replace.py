@@ -138,6 +138,23 @@ def test_add_of_another_activation_is_taken_for_a_residual():
     assert op_types(optimize(model, options={"fuse": False}).model) == ["SparseAMXMatMul", "Add"]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (2, 1, 1, 24)])
+@pytest.mark.parametrize("number", [0.0, 1.5])
+def test_constant_residuals_of_any_rank(shape, number):
+    """Zeros add nothing but axes."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "W"], ["p"], name="linear"),
+        helper.make_node("Add", ["c", "p"], ["y"]),
+    ]
+    weights = {"W": random_weight(20, 24), "c": np.full(shape, number, np.float32)}
+    size = [2, 1, 3, 24] if len(shape) == 4 else [1] * (len(shape) - 2) + [3, 24]
+    model = make_model(nodes, {"x": (FLOAT, ["batch", 20])}, {"y": (FLOAT, [None] * len(size))}, weights)
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x})
+    assert op_types(optimized) == ["SparseAMXMatMul"]
+    assert run(optimized, {"x": x}, library=True)[0].shape == tuple(size)
+
+
 def test_layers_with_and_without_an_epilogue_share_one_function():
     """A function of ONNX cannot ask whether an input is there, so the layer without a residual gets a zero."""
     nodes = [
