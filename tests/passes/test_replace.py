@@ -333,6 +333,21 @@ def test_output_error_is_that_of_the_layer():
     assert report.layers[0].output_error == pytest.approx(relative_error(x @ weight, x @ pruned), rel=0.02)
 
 
+@pytest.mark.parametrize("x_scale", [1e-30, 1.0, 1e3])
+@pytest.mark.parametrize("column_scale", [1e-36, 1e-38, 1e-40, 1e-44])
+@pytest.mark.parametrize("recipe", ["sparse-bf16", "sparse-int8", "sparse-int4"])
+def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
+    """Training with weight decay leaves columns of denormals, which some kernels take for zeros."""
+    weight = random_weight(64, 24)
+    weight[:, 3] *= np.float32(column_scale)
+    x = np.random.default_rng(0).standard_normal((4, 3, 64)).astype(np.float32) * np.float32(x_scale)
+    options = {"seconds": 0, "may_grow": True, "sparsity": 0.0}
+    report = ortolan.optimize_onnx(
+        matmul_model(64, weight=weight), recipe=recipe, options=options, calibration={"x": x}
+    )
+    assert [layer.status for layer in report.layers] == ["replaced"]
+
+
 def recipe_of(*steps: dict) -> Recipe:
     return Recipe.from_dict({"name": "r", "pass": list(steps)})
 
