@@ -234,7 +234,9 @@ def _count_stored(masks: np.ndarray, values: np.ndarray, kind: str) -> int:
 def _is_nothing(residual: ir.Value | None) -> bool:
     """Whether it is left out, or the zero of layers without one where others have one."""
     tensor = constant_tensor(residual)
-    return residual is None or (tensor is not None and tensor.size == 1 and not tensor.numpy().any())
+    if tensor is None or len(tensor.shape) > 1:
+        return residual is None
+    return tensor.size == 1 and not tensor.numpy().any()
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:

@@ -153,6 +153,8 @@ def test_constant_residuals_of_any_rank(shape, number):
     optimized = check_same_answers(model, {"x": x})
     assert op_types(optimized) == ["SparseAMXMatMul"]
     assert run(optimized, {"x": x}, library=True)[0].shape == tuple(size)
+    nothing = number == 0 and len(shape) < 2
+    assert ortolan.inspect_onnx(optimized).linears[0].fused == ([] if nothing else ["residual"])
 
 
 def test_layers_with_and_without_an_epilogue_share_one_function():
