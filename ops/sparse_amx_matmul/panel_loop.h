@@ -110,9 +110,10 @@ class PanelLoop {
   };
 
   // Row `row` of the tile whose masks are given; moves values on to the next row.
+  template <bool kPrefetch>
   static Weights NextRow([[maybe_unused]] const uint8_t* masks, [[maybe_unused]] int row, const uint8_t*& values) {
     const uint8_t* from = values;
-    __builtin_prefetch(from + kPrefetchBytes);
+    if constexpr (kPrefetch) __builtin_prefetch(from + kPrefetchBytes);
     if constexpr (kDense) {
       values += kRowValues * kValueBytes;
       return Simd::Expand(from);
@@ -129,6 +130,8 @@ class PanelLoop {
   static void Fused(Panel& p) {
     // With few rows, one sum a row would wait for itself: several chains, added at the end.
     constexpr int kChains = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+    // Where nothing but one stream without gaps is read, the hardware's own prefetch is better.
+    constexpr bool kPrefetch = !kDense || kRows > 1;
     Accumulator sums[kRows][kChains];
     for (int i = 0; i < kRows; ++i) {
       for (int c = 0; c < kChains; ++c) sums[i][c] = Simd::Zero();
@@ -143,7 +146,7 @@ class PanelLoop {
         const Pairs<kRows> pairs(x + kBf16Bitmap.row_inputs * four * kRows);
 #pragma GCC unroll 4
         for (int row = 0; row < kFourRows; ++row) {
-          const Weights weights = NextRow(masks, four + row, values);
+          const Weights weights = NextRow<kPrefetch>(masks, four + row, values);
 #pragma GCC unroll 16
           for (int i = 0; i < kRows; ++i) {
             sums[i][row % kChains] = pairs.MultiplyAdd(sums[i][row % kChains], weights, row, i);
@@ -182,7 +185,7 @@ class PanelLoop {
         const uint8_t* masks = p.masks + t * kMaskStep;
         if constexpr (!kDense) __builtin_prefetch(masks + kPrefetchBytes);
         for (int row = 0; row < kTileRows; ++row, out += Simd::kStoredBytes) {
-          Simd::Store(NextRow(masks, row, p.values), out);
+          Simd::Store(NextRow<true>(masks, row, p.values), out);
         }
       }
       int64_t i = 0;
