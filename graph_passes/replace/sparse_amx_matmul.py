@@ -35,7 +35,7 @@ _FORMAT_VERSION = 1
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
 # Below this sparsity dense storage is faster, by weight_bits. Measured: README of ops/sparse_amx_matmul.
-DENSE_BELOW = {_BF16: 0.08, 8: 0.09, 4: 0.22}
+DENSE_BELOW = {_BF16: 0.07, 8: 0.11, 4: 0.3}
 
 # Of float32 arithmetic, as a share of |x| |W|: 2^-8 for each x and each w in bf16; any order of sums.
 _BF16_ROUNDING = 1.2 * 2**-7
@@ -175,8 +175,9 @@ def _bitmap(masks: np.ndarray, values: PackedTensor, offsets: np.ndarray) -> dic
 
 
 def _is_dense(k: int, n: int, stored: int, bits: int) -> bool:
-    """Whether dense storage is the better one: it needs no masks, but stores all of a tile."""
-    return 1 - stored / (k * n) < DENSE_BELOW[bits] and _dense_bytes(k, n, bits) <= _bitmap_bytes(k, n, stored, bits)
+    """Whether dense storage is the faster one, and not much larger: it needs no masks, but stores all of a tile."""
+    larger = _dense_bytes(k, n, bits) > 1.1 * _bitmap_bytes(k, n, stored, bits)
+    return 1 - stored / (k * n) < DENSE_BELOW[bits] and not larger
 
 
 def _padded_weights(k: int, n: int, bits: int) -> int:
