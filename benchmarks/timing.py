@@ -28,8 +28,8 @@ class Timing:
         return Timing(self.min_ms * factor, self.median_ms * factor)
 
 
-# After other work, a layer bound by memory needs this long until it runs as fast as it goes on to (Zen 5, virtual machine:
-# 1.4 times as long at first, 1.1 times after 20 ms), as it would in a decode loop.
+# After other work, a layer bound by memory needs this long until it runs as fast as it goes on to, as it would in a
+# decode loop (Zen 5, virtual machine: 1.4 times as long at first, 1.1 times after 20 ms).
 _WARM_UP_SECONDS = 0.08
 _TIMED_CALLS = 3
 

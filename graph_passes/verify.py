@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -178,7 +179,7 @@ class VerifyPass(RecipePass):
 
     def _rounding_of_layers(self) -> float:
         """What all layers round, added up as in a random walk."""
-        return sum(share * share for share in self.context.rounding.values()) ** 0.5
+        return math.sqrt(sum(share * share for share in self.context.rounding.values()))
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
