@@ -43,6 +43,12 @@ class Epilogue:
     output: ir.Value  # that of the last node, or of the layer if there is none
 
 
+def describe_epilogue(activation: Activation, residual: ir.Value | None) -> list[str]:
+    """For people: ["gelu", "residual"]."""
+    parts = [] if activation == Activation.NONE else [activation.name.lower()]
+    return parts + (["residual"] if residual is not None else [])
+
+
 # A sum of products: factors, sorted -> coefficient. "x" is the layer's value, a function's name stands for its value at
 # the one argument that activations have, below; () is the constant term.
 _Polynomial = dict[tuple[str, ...], float]

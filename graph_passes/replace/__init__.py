@@ -12,7 +12,7 @@ import onnx_ir as ir
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
 from ..constants import constant_tensor, remove_unused
-from ..epilogue import Activation, Epilogue, find_epilogue
+from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
@@ -118,7 +118,7 @@ class ReplacePass(RecipePass):
             return
         epilogue = self._epilogue(linear)
         layer.new_op = self.options.op
-        layer.fused = _describe(epilogue)
+        layer.fused = describe_epilogue(epilogue.activation, epilogue.residual)
         if self.context.dry_run:
             layer.status = "would replace"
             layer.bytes_after = self._packed_bytes(linear, stored)
@@ -263,11 +263,6 @@ class ReplacePass(RecipePass):
         reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
-
-
-def _describe(epilogue: Epilogue) -> list[str]:
-    activation = [] if epilogue.activation == Activation.NONE else [epilogue.activation.name.lower()]
-    return activation + (["residual"] if epilogue.residual is not None else [])
 
 
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:

@@ -49,7 +49,8 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
-        """The size of what `pack` returns for `stored` weights that are not zero."""
+        """The size of what `pack` returns for `stored` weights that are not zero. What hangs on where they are may be
+        estimated, to some per cent."""
 
     @abc.abstractmethod
     def inputs(

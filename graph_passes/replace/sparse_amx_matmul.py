@@ -35,11 +35,13 @@ _FORMAT_VERSION = 1
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
 # Below this sparsity dense storage is faster, by weight_bits. Measured: README of ops/sparse_amx_matmul.
-DENSE_BELOW = {_BF16: 0.08, 8: 0.09, 4: 0.22}
+DENSE_BELOW = {_BF16: 0.07, 8: 0.11, 4: 0.3}
 
 # Of float32 arithmetic, as a share of |x| |W|: 2^-8 for each x and each w in bf16; any order of sums.
 _BF16_ROUNDING = 1.2 * 2**-7
 _FLOAT_ROUNDING = 2**-12
+# Of numbers below it, which processors may take for zero, as the bf16 instructions do. Dead neurons have such weights.
+_SMALLEST_NORMAL = 2.0**-126
 
 
 class SparseAMXMatMul(Replacement):
@@ -118,12 +120,18 @@ class SparseAMXMatMul(Replacement):
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)
         product: np.ndarray = np.abs(x) @ magnitude
+        k = len(magnitude)
         if weight.quantized is None:
-            return _BF16_ROUNDING * product
+            # Each weight, each x w, each sum.
+            lost = _SMALLEST_NORMAL * (np.abs(x).sum(axis=1, keepdims=True) + 2 * k)
+            bound: np.ndarray = _BF16_ROUNDING * product + lost
+            return bound
         # Half a step of each x (ops/sparse_amx_matmul/sparse_amx_matmul_int8.h).
         half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
-        return steps + _FLOAT_ROUNDING * product
+        # The scale of x times that of w.
+        lost = _SMALLEST_NORMAL * 127 * 127 * k
+        return steps + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         # bf16: 2^-8 / sqrt 6 for each x and each w. int8: a step of max|x| / 127 over sqrt 12, for rows whose largest
@@ -167,8 +175,9 @@ def _bitmap(masks: np.ndarray, values: PackedTensor, offsets: np.ndarray) -> dic
 
 
 def _is_dense(k: int, n: int, stored: int, bits: int) -> bool:
-    """Whether dense storage is the better one: it needs no masks, but stores all of a tile."""
-    return 1 - stored / (k * n) < DENSE_BELOW[bits] and _dense_bytes(k, n, bits) <= _bitmap_bytes(k, n, stored, bits)
+    """Whether dense storage is the faster one, and not much larger: it needs no masks, but stores all of a tile."""
+    larger = _dense_bytes(k, n, bits) > 1.1 * _bitmap_bytes(k, n, stored, bits)
+    return 1 - stored / (k * n) < DENSE_BELOW[bits] and not larger
 
 
 def _padded_weights(k: int, n: int, bits: int) -> int:

@@ -39,11 +39,9 @@ class AmxInt8Loop {
     for (int tile = 4; tile < 6; ++tile) config.Set(tile, kMaxTileRows, 4 * step_quads);
     for (int tile = 6; tile < 8; ++tile) config.Set(tile, step_quads, kMaxTileColsb);
     LoadTileConfig(config);
-    SparseInt8MatMulArgs part = args;
+    const int64_t row_bytes = SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
-      part.x = static_cast<const char*>(args.x) + row * SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
-      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      const SparseInt8MatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
       int64_t panel = panel_begin;
       for (; panel + kPanels <= panel_end; panel += kPanels) Panels<kPanels>(part, panel);
       if (panel < panel_end) Panels<1>(part, panel);
@@ -244,8 +242,7 @@ class AmxInt8Loop {
           sum = _mm512_cvtepi32_ps(_mm512_load_si512(work.waiting[i][p]));
           scale = _mm512_mul_ps(scales, scale);
         }
-        float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(work.args.y) + i * work.args.y_row_bytes) + column;
-        _mm512_mask_storeu_ps(y, columns, _mm512_fmadd_ps(sum, scale, bias));
+        _mm512_mask_storeu_ps(work.args.YRow(i) + column, columns, _mm512_fmadd_ps(sum, scale, bias));
       }
     }
   }

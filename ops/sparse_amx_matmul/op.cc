@@ -246,15 +246,15 @@ class Kernel {
     const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / kMinChunkMacs, 1, panels);
     const int64_t chunk_panels = (panels + most_chunks - 1) / most_chunks;
     const int64_t panel_chunks = (panels + chunk_panels - 1) / chunk_panels;
+    args.m = rows.m;
+    args.x = packed;
+    args.y = rows.y;
     args.y_row_bytes = RowBytes();
     ParallelFor(context, row_chunks * panel_chunks, [&](int64_t chunk) {
       const int64_t row = chunk / panel_chunks * kRowChunk;
       const int64_t panel = chunk % panel_chunks * chunk_panels;
       const int64_t panel_end = std::min(panel + chunk_panels, panels);
-      Args part = args;
-      part.m = std::min(kRowChunk, rows.m - row);
-      part.x = packed + row * rows.packed_row_bytes;
-      part.y = rows.y + row * w_.n;
+      const Args part = RowsOf(args, row, kRowChunk, rows.packed_row_bytes);
       multiply(part, panel, panel_end);
       if (end == nullptr) return;
       EpilogueArgs tile = epilogue;

@@ -59,11 +59,9 @@ class PanelLoop {
 
  public:
   static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    SparseMatMulArgs part = args;
+    const int64_t row_bytes = BitmapPaddedK(args.w.k) * static_cast<int64_t>(sizeof(Activation));
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
-      part.x = static_cast<const Activation*>(args.x) + row * BitmapPaddedK(args.w.k);
-      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      const SparseMatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {
@@ -112,9 +110,10 @@ class PanelLoop {
   };
 
   // Row `row` of the tile whose masks are given; moves values on to the next row.
+  template <bool kPrefetch>
   static Weights NextRow([[maybe_unused]] const uint8_t* masks, [[maybe_unused]] int row, const uint8_t*& values) {
     const uint8_t* from = values;
-    __builtin_prefetch(from + kPrefetchBytes);
+    if constexpr (kPrefetch) __builtin_prefetch(from + kPrefetchBytes);
     if constexpr (kDense) {
       values += kRowValues * kValueBytes;
       return Simd::Expand(from);
@@ -131,6 +130,8 @@ class PanelLoop {
   static void Fused(Panel& p) {
     // With few rows, one sum a row would wait for itself: several chains, added at the end.
     constexpr int kChains = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+    // Where nothing but one stream without gaps is read, the hardware's own prefetch is better.
+    constexpr bool kPrefetch = !kDense || kRows > 1;
     Accumulator sums[kRows][kChains];
     for (int i = 0; i < kRows; ++i) {
       for (int c = 0; c < kChains; ++c) sums[i][c] = Simd::Zero();
@@ -145,7 +146,7 @@ class PanelLoop {
         const Pairs<kRows> pairs(x + kBf16Bitmap.row_inputs * four * kRows);
 #pragma GCC unroll 4
         for (int row = 0; row < kFourRows; ++row) {
-          const Weights weights = NextRow(masks, four + row, values);
+          const Weights weights = NextRow<kPrefetch>(masks, four + row, values);
 #pragma GCC unroll 16
           for (int i = 0; i < kRows; ++i) {
             sums[i][row % kChains] = pairs.MultiplyAdd(sums[i][row % kChains], weights, row, i);
@@ -184,7 +185,7 @@ class PanelLoop {
         const uint8_t* masks = p.masks + t * kMaskStep;
         if constexpr (!kDense) __builtin_prefetch(masks + kPrefetchBytes);
         for (int row = 0; row < kTileRows; ++row, out += Simd::kStoredBytes) {
-          Simd::Store(NextRow(masks, row, p.values), out);
+          Simd::Store(NextRow<true>(masks, row, p.values), out);
         }
       }
       int64_t i = 0;

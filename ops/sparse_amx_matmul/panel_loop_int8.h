@@ -52,11 +52,9 @@ class Int8PanelLoop {
 
  public:
   static void Run(const Args& args, int64_t panel_begin, int64_t panel_end) {
-    Args part = args;
+    const int64_t row_bytes = Format::PackedRowBytes(args);
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      part.m = args.m - row < kMostRows ? args.m - row : kMostRows;
-      part.x = static_cast<const char*>(args.x) + row * Format::PackedRowBytes(args);
-      part.y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes);
+      const Args part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {
@@ -140,13 +138,13 @@ class Int8PanelLoop {
   }
 
   // Row `row` of the span whose masks are given; moves its stream on to the next row.
-  template <bool kTimes16>
+  template <bool kTimes16, bool kPrefetch>
   static Weights NextRow([[maybe_unused]] const uint8_t* masks, int row, const uint8_t*& even,
                          [[maybe_unused]] const uint8_t*& odd) {
     if constexpr (kDense) {
       // int4: the same bytes hold an even and an odd row.
       const uint8_t* values = even;
-      if (!kInt4 || row % 2 == 0) __builtin_prefetch(values + kValuesAhead);
+      if (kPrefetch && (!kInt4 || row % 2 == 0)) __builtin_prefetch(values + kValuesAhead);
       if (!kInt4 || row % 2 == 1) even += kLineBytes;
       return Expand<kTimes16>(row, values);
     } else {
@@ -165,6 +163,8 @@ class Int8PanelLoop {
     // rows then hold 16 times their sums, which saves a shift of each row of weights.
     constexpr int kChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
     constexpr bool kTimes16 = kInt4 && kChains == 2;
+    // Where nothing but one stream without gaps is read, the hardware's own prefetch is better; not so for int4.
+    constexpr bool kPrefetch = !kDense || kInt4 || kRows > 1;
     const auto block = p.template Block<kRows>(0);
     const uint8_t* even = p.values[0];
     const uint8_t* odd = p.values[1];
@@ -197,7 +197,7 @@ class Int8PanelLoop {
             if (!kDense && kInt4 && (row % 4 == 0 || (row % 2 == 0 && many_bytes))) {
               __builtin_prefetch(even + kValuesAhead);
             }
-            const Weights weights = NextRow<kTimes16>(masks, row, even, odd);
+            const Weights weights = NextRow<kTimes16, kPrefetch>(masks, row, even, odd);
 #pragma GCC unroll 16
             for (int i = 0; i < kRows; ++i) {
               sums[i][row % kChains] = quads.MultiplyAdd(sums[i][row % kChains], weights, row - four, i);
@@ -242,7 +242,7 @@ class Int8PanelLoop {
 #pragma GCC unroll 8
         for (int row = 0; row < kSpanRows; ++row, out += Simd::kStoredBytes) {
           if (!kDense && (!kInt4 || row % 2 == 0)) __builtin_prefetch(p.values[0] + kValuesAhead);
-          Simd::Store(NextRow<false>(p.masks, row, p.values[0], p.values[1]), out);
+          Simd::Store(NextRow<false, true>(p.masks, row, p.values[0], p.values[1]), out);
         }
       }
       int64_t i = 0;

@@ -55,7 +55,7 @@ void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t p
           sums[bit >> 1] += pair[bit & 1] * weight;
         }
       }
-      float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes) + first;
+      float* y = args.YRow(i) + first;
       for (int64_t j = 0; j < columns; ++j) y[j] = sums[j] + (args.bias != nullptr ? args.bias[first + j] : 0.0f);
     }
   }

@@ -16,16 +16,13 @@
 
 #include "formats/bitmap.h"
 #include "isa/isa.h"
+#include "support/matmul_args.h"
 
 namespace ortolan {
 
-struct SparseMatMulArgs {
-  int64_t m = 0;
-  const void* x = nullptr;      // packed rows: [m][BitmapPaddedK(w.k)] of the kernel's activation type
-  BitmapView w;                 // has passed ValidateBitmap; bitmap or dense storage, with the same result bit by bit
-  const float* bias = nullptr;  // [w.n], or null
-  float* y = nullptr;           // [m][w.n]; must overlap nothing else
-  int64_t y_row_bytes = 0;      // from one row of y to the next
+// x: packed rows, [m][BitmapPaddedK(w.k)] of the kernel's activation type.
+struct SparseMatMulArgs : MatMulArgs {
+  BitmapView w;  // has passed ValidateBitmap; bitmap or dense storage, with the same result bit by bit
 };
 
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.

@@ -78,7 +78,7 @@ void Multiply(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t pan
       std::memcpy(&x_scale, x + kInt8Bitmap.PaddedK(w.k), sizeof(x_scale));
       const uint8_t* masks = w.PanelMasks(Stream::kLayout, panel);
       Stream weights(w.PanelValues(Stream::kLayout, panel));
-      float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes) + first;
+      float* y = args.YRow(i) + first;
       float totals[kPanelColumns] = {};
       for (int64_t group = 0; group < ScaleRows(w.k, args.group); ++group) {
         int32_t sums[kPanelColumns] = {};

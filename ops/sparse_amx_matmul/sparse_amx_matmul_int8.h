@@ -34,18 +34,15 @@
 #include "formats/bitmap_int8.h"
 #include "formats/scales.h"
 #include "isa/isa.h"
+#include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {
 
-struct SparseInt8MatMulArgs {
-  int64_t m = 0;
-  const void* x = nullptr;       // packed by the kernel's own pack function, with the same k and group
-  BitmapView w;                  // has passed ValidateBitmap with kInt8Bitmap or kInt4Bitmap; bitmap or dense storage
+// x is packed by the kernel's own pack function, with the same k and group; w has passed ValidateBitmap with
+// kInt8Bitmap or kInt4Bitmap.
+struct SparseInt8MatMulArgs : SparseMatMulArgs {
   int64_t group = kWholeColumn;  // int4: 32, 64 or 128
   const void* scales = nullptr;  // [panels][ScaleRows(w.k, group)][16] float (int8) or bf16 (int4), at any address
-  const float* bias = nullptr;   // [w.n], or null
-  float* y = nullptr;            // [m][w.n]; must overlap nothing else
-  int64_t y_row_bytes = 0;       // from one row of y to the next, a multiple of 4
 
   // The 16 scales of a group.
   const uint8_t* Scales(int64_t panel, int64_t g) const {

@@ -46,10 +46,7 @@ struct PanelPair {
     }
   }
 
-  float* Y(int64_t row, int p) const {
-    return reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + row * args.y_row_bytes) +
-           (first_panel + p) * kPanelColumns;
-  }
+  float* Y(int64_t row, int p) const { return args.YRow(row) + (first_panel + p) * kPanelColumns; }
   // Whether the sums of this tile may be loaded from and stored to y as they are.
   bool IsWhole(int64_t row, int p) const { return columns[p] == kPanelColumns && args.m - row >= kRowTile; }
 

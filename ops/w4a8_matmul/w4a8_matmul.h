@@ -29,16 +29,12 @@
 
 #include "formats/int4_group.h"
 #include "isa/isa.h"
+#include "support/matmul_args.h"
 
 namespace ortolan {
 
-struct W4A8MatMulArgs {
-  int64_t m = 0;
-  const void* x = nullptr;      // packed by the kernel's own pack function, with the same k and group
-  Int4GroupView w;              // has passed ValidateInt4Group
-  const float* bias = nullptr;  // [w.n], or null
-  float* y = nullptr;           // [m][w.n]; must overlap nothing else
-  int64_t y_row_bytes = 0;      // from one row of y to the next, a multiple of 4
+struct W4A8MatMulArgs : MatMulArgs {
+  Int4GroupView w;  // has passed ValidateInt4Group
 };
 
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.

@@ -10,22 +10,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor, stored_bytes
+from ortolan.graph_passes.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
 from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
 from ortolan.graph_passes.normalize import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY, inline_functions, optimized_with
+from ortolan.graph_passes.replace.sparse_amx_matmul_function import ATTRIBUTES, INPUTS, INT4_BIAS, OP_TYPE
 from ortolan.graph_passes.report import as_text, human_bytes
 
 from .errors import ModelError, OrtolanError
 
 if TYPE_CHECKING:
     import onnx
-    import onnx_ir as ir
     from rich.console import Group
 
 
 _REPLACED = "already replaced"
+_KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of values
 
 
 @dataclass
@@ -46,10 +49,12 @@ class LinearInfo:
     k: int | None = None
     n: int | None = None
     weight_bytes: int | None = None
-    weight_format: str | None = None  # FLOAT, FLOAT16, …, or "bitmap + bf16" where Ortolan packed it
+    # FLOAT, FLOAT16, …; where Ortolan packed it "bitmap + int8", "dense int4, groups of 128", …
+    weight_format: str | None = None
     sparsity: float | None = None
     replaceable: bool = False
     reason: str | None = None  # why it is not replaceable
+    fused: list[str] = field(default_factory=list)  # what our operator computes as well: "gelu", "residual", …
 
 
 @dataclass
@@ -88,6 +93,9 @@ class Inspection:
         table.add_column("op")
         for column in ("k x n", "weight", "bytes", "sparsity"):
             table.add_column(column, justify="right")
+        fused = any(layer.fused for layer in self.linears)
+        if fused:
+            table.add_column("fused")
         reasons: dict[str, list[str]] = {}
         for layer in self.linears:
             if layer.reason is not None and layer.reason != _REPLACED:
@@ -100,6 +108,7 @@ class Inspection:
                     layer.weight_format or "",
                     human_bytes(layer.weight_bytes),
                     "" if layer.sparsity is None else f"{100 * layer.sparsity:.1f} %",
+                    *([", ".join(layer.fused)] if fused else []),
                 ]
                 table.add_row(*(Text(cell) for cell in cells))
         replaceable = sum(layer.replaceable for layer in self.linears)
@@ -186,15 +195,48 @@ def _inspect(file: ModelFile) -> Inspection:
 def _packed_info(node: ir.Node) -> LinearInfo:
     """A layer that one of our operators computes."""
     sizes = {name: node.attributes[name].as_int() for name in ("k", "n") if name in node.attributes}
-    k, n = sizes.get("k"), sizes.get("n")
-    tensors = [constant_tensor(value) for value in node.inputs[1:4]]
+    tensors = [constant_tensor(value) for value in node.inputs[1:]]
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    info = LinearInfo(node_name(node), op_name(node), k, n, size, "packed", reason=_REPLACED)
-    offsets = tensors[2] if node.op_type == "SparseAMXMatMul" and len(tensors) == 3 else None
-    if offsets is not None and offsets.size and k and n:
-        info.weight_format = "bitmap + bf16"
-        info.sparsity = 1 - int(offsets.numpy().reshape(-1)[-1]) / (k * n)
+    info = LinearInfo(node_name(node), op_name(node), sizes.get("k"), sizes.get("n"), size, "packed", reason=_REPLACED)
+    if node.op_type == OP_TYPE:
+        _add_sparse_amx_matmul(info, node)
     return info
+
+
+def _add_sparse_amx_matmul(info: LinearInfo, node: ir.Node) -> None:
+    numbers = {name: node.attributes[name].as_int() for name in ATTRIBUTES if name in node.attributes}
+    tensors = {name: constant_tensor(value) for name, value in zip(INPUTS, node.inputs, strict=False)}
+    masks, values = tensors.get("masks"), tensors.get("values")
+    kind = _KINDS.get(values.dtype) if values is not None else None
+    # Where other layers have scales, those of bf16 are ones and no part of the weight.
+    weight = ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
+    info.weight_bytes = sum(tensor.nbytes for name in weight if (tensor := tensors.get(name)) is not None)
+    if masks is not None and values is not None and kind is not None:
+        group_size = numbers.get("group_size")
+        storage = "dense " if masks.size == 0 else "bitmap + "
+        info.weight_format = storage + kind + (f", groups of {group_size}" if group_size else "")
+        if info.k and info.n:
+            info.sparsity = 1 - _count_stored(masks.numpy(), values.numpy(), kind) / (info.k * info.n)
+    activation = Activation(numbers.get("activation", 0))
+    residual = node.inputs[INPUTS.index("residual")] if len(node.inputs) > INPUTS.index("residual") else None
+    info.fused = describe_epilogue(activation, None if _is_nothing(residual) else residual)
+
+
+def _count_stored(masks: np.ndarray, values: np.ndarray, kind: str) -> int:
+    """The weights that are not zero."""
+    if masks.size:
+        return int.from_bytes(masks.tobytes(), "little").bit_count()
+    if kind == "int4":
+        return int(np.count_nonzero(values % 16 != INT4_BIAS) + np.count_nonzero(values // 16 != INT4_BIAS))
+    return int(np.count_nonzero(values.view(np.uint16) if kind == "bf16" else values))
+
+
+def _is_nothing(residual: ir.Value | None) -> bool:
+    """Whether it is left out, or the zero of layers without one where others have one."""
+    tensor = constant_tensor(residual)
+    if tensor is None or len(tensor.shape) > 1:
+        return residual is None
+    return tensor.size == 1 and not tensor.numpy().any()
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:

@@ -50,6 +50,37 @@ def test_an_optimized_model():
     assert "optimized by Ortolan" in str(found)
 
 
+@pytest.mark.parametrize("sparsity", [0.0, 0.75])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("sparse-bf16", "bf16"), ("sparse-int8", "int8"), ("sparse-int4", "int4, groups of 128")]
+)
+def test_kinds_of_packed_weights(recipe, kind, sparsity):
+    """bf16 layers between quantized ones too; no column for what is fused where nothing is."""
+    options = {"seconds": 0, "sparsity": sparsity, "may_grow": True}
+    options |= {"quantize.exclude": ["*layers.1*"]} if kind != "bf16" else {}
+    report = ortolan.optimize_onnx(
+        ir.to_proto(tiny.mlp((64, 128, 192, 16), "matmul_add")), recipe=recipe, options=options
+    )
+    found = ortolan.inspect_onnx(report.model)
+    storage = "bitmap + " if sparsity else "dense "
+    assert [layer.weight_format for layer in found.linears] == [storage + kind, storage + "bf16", storage + kind]
+    for layer, reported in zip(found.linears, report.layers, strict=True):
+        assert layer.weight_bytes == reported.bytes_after
+        assert layer.sparsity == pytest.approx(reported.sparsity) and layer.sparsity >= sparsity
+        assert layer.fused == reported.fused
+    assert [layer.fused for layer in found.linears] == [["relu"], ["relu"], []]
+    assert "fused" in str(found) and kind in str(found)
+    assert "fused" not in str(ortolan.inspect_onnx(ir.to_proto(tiny.mlp())))
+
+
+def test_fused_parts_are_told():
+    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe="sparse-int4", options={"seconds": 0})
+    fused = {layer.name: layer.fused for layer in ortolan.inspect_onnx(report.model).linears}
+    assert fused["/encoder/layer.0/intermediate/dense/MatMul"] == ["gelu"]
+    assert fused["/encoder/layer.0/output/dense/MatMul"] == ["residual"]
+    assert fused["/encoder/layer.0/attention/self/query/MatMul"] == []
+
+
 def test_functions_and_fusions():
     body = [
         helper.make_node("Constant", [], ["W"], value=numpy_helper.from_array(np.ones((8, 8), np.float32))),

@@ -220,6 +220,31 @@ def test_inspect_knows_an_optimized_model(invoke, mlp_path):
     assert "SparseAMXMatMul" in result.stdout
 
 
+@pytest.mark.parametrize("recipe", ["sparse-int8", "sparse-int4"])
+def test_quantized_models(invoke, bert_path, recipe):
+    kind = recipe.removeprefix("sparse-")
+    result = invoke("optimize", bert_path, "--recipe", recipe, "--set", "seconds=0")
+    assert result.exit_code == 0, result.stderr
+    assert "replaced 12 of 16" in result.stdout and kind in result.stdout
+    assert "2 gelu" in result.stdout and "4 residual" in result.stdout
+    optimized = bert_path.with_name("bert.ortolan.onnx")
+    shown = invoke("inspect", optimized)
+    assert shown.exit_code == 0, shown.stderr
+    assert f"bitmap + {kind}" in shown.stdout and "gelu" in shown.stdout and "residual" in shown.stdout
+    table = json.loads(invoke("inspect", optimized, "--json").stdout)
+    assert table["optimized"] == recipe
+    assert sum(layer["fused"] == ["gelu"] for layer in table["linears"]) == 2
+
+
+@pytest.mark.parametrize("change", ["quantize.group_size=48", "bits=5", "bits=8"])
+def test_quantization_that_there_is_none_of(invoke, assert_one_line, mlp_path, change):
+    result = invoke("optimize", mlp_path, "--recipe", "sparse-int4", "--set", change)
+    assert_one_line(
+        result, "quantize", change.partition("=")[0].rpartition(".")[2] if change != "bits=8" else "bits = 8"
+    )
+    assert not mlp_path.with_name("mlp.ortolan.onnx").exists()
+
+
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -94,14 +95,15 @@ def _typed(array: np.ndarray) -> np.ndarray:
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
-def session(model: onnx.ModelProto, *, library: bool = True, threads: int = 1) -> ort.InferenceSession:
-    """An ORT session over the model, with or without Ortolan's library registered."""
+def session(model: onnx.ModelProto | Path, *, library: bool = True, threads: int = 1) -> ort.InferenceSession:
+    """An ORT session over the model, given or in a file, with or without Ortolan's library registered."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
     if library:
         options.register_custom_ops_library(str(ortolan.get_library_path()))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def assert_same_bits(y: np.ndarray, expected: np.ndarray) -> None:

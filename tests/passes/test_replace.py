@@ -138,6 +138,25 @@ def test_add_of_another_activation_is_taken_for_a_residual():
     assert op_types(optimize(model, options={"fuse": False}).model) == ["SparseAMXMatMul", "Add"]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (2, 1, 1, 24)])
+@pytest.mark.parametrize("number", [0.0, 1.5])
+def test_constant_residuals_of_any_rank(shape, number):
+    """Zeros add nothing but axes."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "W"], ["p"], name="linear"),
+        helper.make_node("Add", ["c", "p"], ["y"]),
+    ]
+    weights = {"W": random_weight(20, 24), "c": np.full(shape, number, np.float32)}
+    size = [2, 1, 3, 24] if len(shape) == 4 else [1] * (len(shape) - 2) + [3, 24]
+    model = make_model(nodes, {"x": (FLOAT, ["batch", 20])}, {"y": (FLOAT, [None] * len(size))}, weights)
+    x = np.random.default_rng(0).standard_normal((3, 20)).astype(np.float32)
+    optimized = check_same_answers(model, {"x": x})
+    assert op_types(optimized) == ["SparseAMXMatMul"]
+    assert run(optimized, {"x": x}, library=True)[0].shape == tuple(size)
+    nothing = number == 0 and len(shape) < 2
+    assert ortolan.inspect_onnx(optimized).linears[0].fused == ([] if nothing else ["residual"])
+
+
 def test_layers_with_and_without_an_epilogue_share_one_function():
     """A function of ONNX cannot ask whether an input is there, so the layer without a residual gets a zero."""
     nodes = [
@@ -314,6 +333,21 @@ def test_output_error_is_that_of_the_layer():
     report = optimize(matmul_model(weight=weight), calibration={"x": x}, options={"sparsity": 0.6})
     pruned = np.where(np.abs(weight) > np.sort(np.abs(weight).ravel())[round(0.6 * weight.size) - 1], weight, 0)
     assert report.layers[0].output_error == pytest.approx(relative_error(x @ weight, x @ pruned), rel=0.02)
+
+
+@pytest.mark.parametrize("x_scale", [1e-30, 1.0, 1e3])
+@pytest.mark.parametrize("column_scale", [1e-36, 1e-38, 1e-40, 1e-44])
+@pytest.mark.parametrize("recipe", ["sparse-bf16", "sparse-int8", "sparse-int4"])
+def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
+    """Training with weight decay leaves columns of denormals, which some kernels take for zeros."""
+    weight = random_weight(64, 24)
+    weight[:, 3] *= np.float32(column_scale)
+    x = np.random.default_rng(0).standard_normal((4, 3, 64)).astype(np.float32) * np.float32(x_scale)
+    options = {"seconds": 0, "may_grow": True, "sparsity": 0.0}
+    report = ortolan.optimize_onnx(
+        matmul_model(64, weight=weight), recipe=recipe, options=options, calibration={"x": x}
+    )
+    assert [layer.status for layer in report.layers] == ["replaced"]
 
 
 def recipe_of(*steps: dict) -> Recipe:

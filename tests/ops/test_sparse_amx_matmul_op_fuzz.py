@@ -1,0 +1,227 @@
+"""SparseAMXMatMul in ORT on damaged models: an error or an answer, never a crash.
+
+`make asan` runs this as well, where a wrong access or undefined operation ends the run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from ortolan import _native
+from ortolan.graph_passes.epilogue import Activation
+
+from .quantized import Layer
+from .single_node import session, sparse_amx_matmul_model, sparse_weight
+from .test_sparse_amx_matmul_op_kinds import GROUPS, apply, attributes, packed, scales
+
+KINDS = ["bf16", *GROUPS]
+TYPES = [TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT8, TensorProto.INT64, TensorProto.BFLOAT16]
+ITEM_BYTES = {TensorProto.FLOAT: 4, TensorProto.UINT8: 1, TensorProto.INT8: 1, TensorProto.INT64: 8, 16: 2}
+
+
+def valid_model(rng: np.random.Generator, kind: str, dense: bool) -> onnx.ModelProto:
+    """A node with everything: bias, residual, scales, activation."""
+    k, n = int(rng.integers(1, 150)), int(rng.integers(1, 50))
+    if kind == "bf16":
+        weight, weight_scales = _native.pack_bitmap(sparse_weight(rng, k, n, rng.random()), dense), None
+    else:
+        layer = Layer.random(rng, k, n, rng.random(), GROUPS[kind])
+        weight, weight_scales = packed(layer, dense), scales(layer)
+    chosen = attributes(kind, Activation(rng.integers(5)))
+    bias = rng.standard_normal(n, dtype=np.float32) if rng.random() < 0.7 else None
+    residual = rng.standard_normal((3, n), dtype=np.float32) if rng.random() < 0.7 else None
+    return sparse_amx_matmul_model(weight, k, n, bias, scales=weight_scales, residual=residual, **chosen)
+
+
+def set_length(tensor: onnx.TensorProto, length: int) -> None:
+    """Makes it a vector, cut or filled with zeros."""
+    size = length * ITEM_BYTES[tensor.data_type]
+    tensor.raw_data = (tensor.raw_data + bytes(max(0, size - len(tensor.raw_data))))[:size]
+    tensor.dims[:] = [length]
+
+
+def damage_bytes(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
+    content = bytearray(tensor.raw_data)
+    for _ in range(rng.integers(1, 5) if content else 0):
+        content[rng.integers(len(content))] = rng.integers(256)
+    tensor.raw_data = bytes(content)
+
+
+def damage_length(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
+    count = len(tensor.raw_data) // ITEM_BYTES[tensor.data_type]
+    set_length(tensor, int(max(0, rng.choice([0, 1, count - 1, count + 1, rng.integers(2 * count + 1)]))))
+
+
+def damage_shape(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
+    """The same elements in another shape."""
+    count = len(tensor.raw_data) // ITEM_BYTES[tensor.data_type]
+    tensor.dims[:] = [[count], [1, count], [count, 1], [1, 1, count, 1]][rng.integers(4)]
+
+
+def damage_type(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
+    tensor.data_type = TYPES[rng.integers(len(TYPES))]
+    set_length(tensor, len(tensor.raw_data) // ITEM_BYTES[tensor.data_type])
+
+
+def damage_integers(rng: np.random.Generator, tensor: onnx.TensorProto) -> None:
+    if tensor.data_type == TensorProto.INT64 and tensor.raw_data:
+        numbers = numpy_helper.to_array(tensor).copy()
+        extreme = [-(2**63), 2**63 - 1, -1, 0, 1 << 40]
+        place = rng.integers(numbers.size)
+        change = int(rng.integers(-40, 41))
+        numbers.reshape(-1)[place] = (
+            extreme[rng.integers(5)] if rng.random() < 0.3 else numbers.reshape(-1)[place] + change
+        )
+        tensor.raw_data = numbers.tobytes()
+
+
+def damage_attribute(rng: np.random.Generator, node: onnx.NodeProto) -> None:
+    attribute = node.attribute[rng.integers(len(node.attribute))]
+    near = [attribute.i + change for change in range(-3, 4) if abs(attribute.i + change) < 2**62]
+    extreme = [-(2**63), 2**63 - 1, -1, 0, 1, 8, 16, 32, 2**31, 1 << 17, (1 << 17) + 1]
+    chosen = near if near and rng.random() < 0.5 else extreme
+    attribute.i = chosen[rng.integers(len(chosen))]
+
+
+def damage_inputs(rng: np.random.Generator, node: onnx.NodeProto) -> None:
+    a, b = rng.integers(1, len(node.input), 2)
+    match rng.integers(3):
+        case 0:
+            node.input[a], node.input[b] = node.input[b], node.input[a]
+        case 1:
+            node.input[a] = node.input[b]
+        case _:
+            del node.input[max(4, a) :]
+
+
+TENSOR_DAMAGES = [damage_bytes, damage_length, damage_shape, damage_type, damage_integers]
+
+
+def damage(rng: np.random.Generator, model: onnx.ModelProto) -> None:
+    node, tensors = model.graph.node[0], model.graph.initializer
+    for _ in range(rng.integers(1, 4)):
+        place = rng.integers(8)
+        if place == 0:
+            damage_attribute(rng, node)
+        elif place == 1:
+            damage_inputs(rng, node)
+        else:
+            TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_models_give_an_error_or_an_answer(kind: str, dense: bool) -> None:
+    rng = np.random.default_rng([KINDS.index(kind), dense])
+    refused = answered = 0
+    for _ in range(300):
+        model = valid_model(rng, kind, dense)
+        k = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
+        damage(rng, model)
+        try:
+            (y,) = session(model).run(None, {"x": np.ones((3, k), np.float32)})
+        except Exception:
+            refused += 1
+        else:
+            assert y.dtype == np.float32
+            answered += 1
+    assert refused > 50 and answered > 10
+
+
+def broadcast_shapes(sizes: list[int], rank: int) -> st.SearchStrategy[list[int]]:
+    """Shapes of at most this rank that broadcast with `sizes`, more often than not."""
+    return st.integers(0, rank).flatmap(
+        lambda length: st.tuples(
+            *(
+                st.sampled_from([1, sizes[axis - length], sizes[axis - length], 2, 0])
+                if length - axis <= len(sizes)
+                else st.sampled_from([1, 2, 0])
+                for axis in range(length)
+            )
+        ).map(list)
+    )
+
+
+LEADING = st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3)
+
+
+@settings(deadline=None, max_examples=150)
+@given(LEADING.flatmap(lambda leading: st.tuples(st.just(leading), broadcast_shapes([*leading, 19], 5))), st.booleans())
+def test_residuals_broadcast_as_in_numpy(shapes: tuple[list[int], list[int]], constant: bool) -> None:
+    leading, shape = shapes
+    rng = np.random.default_rng(0)
+    k, n = 5, 19
+    weight = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5))
+    x = rng.standard_normal((*leading, k), dtype=np.float32)
+    residual = rng.standard_normal(shape).astype(np.float32)
+    rank = len(leading) + 1
+    product = session(sparse_amx_matmul_model(weight, k, n, rank=rank)).run(None, {"x": x})[0]
+    activated = apply(Activation.RELU, product).astype(np.float32)
+    feeds = {"x": x} if constant else {"x": x, "residual": residual}
+    model = sparse_amx_matmul_model(
+        weight, k, n, rank=rank, residual=residual if constant else [None] * len(shape), activation=1
+    )
+    try:
+        expected = activated + residual
+    except ValueError:
+        with pytest.raises(Exception, match="residual has shape"):
+            session(model).run(None, feeds)
+    else:
+        np.testing.assert_array_equal(session(model).run(None, feeds)[0], expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_constant_zero_of_any_rank(rank: int, shape: tuple[int, ...]) -> None:
+    """It adds nothing but axes."""
+    k, n = 5, 19
+    weight = _native.pack_bitmap(sparse_weight(np.random.default_rng(1), k, n, 0.5))
+    x = np.ones((2,) * (rank - 1) + (k,), np.float32)
+    plain = session(sparse_amx_matmul_model(weight, k, n, rank=rank)).run(None, {"x": x})[0]
+    model = sparse_amx_matmul_model(weight, k, n, rank=rank, residual=np.zeros(shape, np.float32))
+    y = session(model).run(None, {"x": x})[0]
+    expected = plain + np.zeros(shape, np.float32)
+    assert y.shape == expected.shape
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_x_without_axes_is_refused() -> None:
+    weight = _native.pack_bitmap(np.ones((1, 3), np.float32))
+    for residual in (None, np.ones((1,), np.float32)):
+        model = sparse_amx_matmul_model(weight, 1, 3, residual=residual)
+        model.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, []))
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+        with pytest.raises(Exception, match=r"X 'x' has shape \[\], expected \[..., 1\]"):
+            session(model).run(None, {"x": np.array(1, np.float32)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_at_odd_places_of_a_file(kind: str, tmp_path: Path) -> None:
+    """External data need not be aligned, and the operator gets what is mapped."""
+    rng = np.random.default_rng(2)
+    for dense in (False, True):
+        model = valid_model(rng, kind, dense)
+        k = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
+        x = rng.standard_normal((3, k), dtype=np.float32)
+        (expected,) = session(model).run(None, {"x": x})
+        content = b"!"
+        for tensor in model.graph.initializer:
+            if tensor.raw_data:
+                place, size = len(content), len(tensor.raw_data)
+                content += tensor.raw_data
+                content += bytes(1 - len(content) % 2)
+                tensor.ClearField("raw_data")
+                tensor.data_location = TensorProto.EXTERNAL
+                for key, value in (("location", "data"), ("offset", place), ("length", size)):
+                    tensor.external_data.add(key=key, value=str(value))
+        (tmp_path / "data").write_bytes(content)
+        (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+        (y,) = session(tmp_path / "model.onnx").run(None, {"x": x})
+        np.testing.assert_array_equal(y, expected)
