@@ -212,7 +212,8 @@ def _as_outputs(model: ir.Model, wanted: dict[str, Linear]) -> Iterator[None]:
     try:
         yield
     finally:
-        del outputs[count:]
+        while len(outputs) > count:  # a slice deleted at once would leave the values marked as outputs
+            outputs.pop()
 
 
 def _group(computed: dict[str, Linear], feeds: Sequence[Feeds]) -> list[list[str]]:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from .calibrate import InputRecorder
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, remove_unused
-from .linear import Linear, linears_in, node_name, op_name
+from .linear import Linear, linears_in, op_name
 from .pipeline import PassContext, layer_key
 from .quantizers.awq import search_scales
 from .quantizers.grid import Quantization
@@ -68,7 +68,8 @@ def scale_inputs(
 
     Layers whose inputs cannot be scaled stay as they are; a note in the report says why.
     """
-    linears = {linear.output: linear for linear in linears_in(model)}
+    # A weight that is quantized already is left alone.
+    linears = {linear.output: linear for linear in linears_in(model) if context.layer(linear).weight_bits is None}
     by_value: dict[ir.Value, list[WeightGroup]] = {}
     for group in groups:
         by_value.setdefault(group.linears[0].x, []).append(group)
@@ -90,8 +91,8 @@ def scale_inputs(
             context.release()
     context.progress("scale", done, len(sites))
     for reason, names in refused.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        context.note(f"the inputs of {names[0]!r}{more} are not scaled: {reason}")
+        layers = f"{len(names)} layers, such as {names[0]!r}," if len(names) > 1 else f"layer {names[0]!r}"
+        context.note(f"the inputs of {layers} are not scaled: {reason}")
 
 
 def _batches(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
@@ -134,31 +135,31 @@ def _find_divisions(
 
 def _search(value: ir.Value, takers: set[ir.Node], k: int, linears: dict[ir.Value, Linear]) -> list[Division] | str:
     if value.is_graph_output():
-        return f"{value.name!r} is an output of the model"
+        return "they are an output of the model, or made from one"
     for taker in value.consumers():
         if taker not in takers:
-            return f"{value.name!r} also goes into {_describe(taker)}"
+            return f"they, or what they are made from, also go into {op_name(taker)}"
     node = value.producer()
     if node is None:
-        return f"{value.name!r} is an input of the model"
+        return "they are made from an input of the model"
     if value in linears:
         return _of_linear(linears[value], k)
     if node.op_type in _NORMS and value is node.outputs[0]:
         return _of_norm(node, k)
     if node.domain not in DEFAULT_DOMAINS:
-        return f"{value.name!r} is made by {_describe(node)}"
+        return _made_by(node)
     inputs = [source for source in node.inputs if source is not None]
     if node.op_type in ("Relu", "Identity", "Div"):
-        return _search(inputs[0], {node}, k, linears) if inputs[0] not in inputs[1:] else _made_by(value, node)
+        return _search(inputs[0], {node}, k, linears) if inputs[0] not in inputs[1:] else _made_by(node)
     if node.op_type not in ("Mul", "Add") or inputs[0] is inputs[1]:
-        return _made_by(value, node)
+        return _made_by(node)
     constants = [constant_tensor(source) for source in inputs]
     if node.op_type == "Add":
         if (constants[0] is None) == (constants[1] is None):
-            return _made_by(value, node)
+            return _made_by(node)
         index = 0 if constants[0] is not None else 1
         if not _is_vector(constants[index], k):
-            return _made_by(value, node)
+            return _made_by(node)
         found = _search(inputs[1 - index], {node}, k, linears)
         return found if isinstance(found, str) else [*found, Division(node, index)]
     for index, tensor in enumerate(constants):
@@ -171,14 +172,14 @@ def _search(value: ir.Value, takers: set[ir.Node], k: int, linears: dict[ir.Valu
             if not isinstance(found, str):
                 return found
             reason = found
-    return reason or _made_by(value, node)
+    return reason or _made_by(node)
 
 
 def _of_linear(linear: Linear, k: int) -> list[Division] | str:
     if linear.n != k:
-        return _made_by(linear.output, linear.node)
+        return _made_by(linear.node)
     if len(list(linear.weight_value.uses())) > 1:
-        return f"the weight of {linear.name!r}, which makes them, is used elsewhere"
+        return "the weight of the layer that makes them is used elsewhere"
     divisions = [Division(linear.node, 1, first_axis=linear.transposed, linear=linear)]
     if linear.bias_value is not None:
         node = linear.add or linear.node
@@ -193,7 +194,7 @@ def _of_norm(node: ir.Node, k: int) -> list[Division] | str:
         if value is None and index != _NORMS[node.op_type][0]:  # no bias
             continue
         if not _is_vector(constant_tensor(value), k):
-            return f"the weight of {_describe(node)} is no constant of {k} numbers"
+            return f"the weight of {op_name(node)} is no constant of one number a channel"
         divisions.append(Division(node, index))
     return divisions
 
@@ -205,12 +206,8 @@ def _is_vector(tensor: ir.TensorProtocol | None, k: int) -> bool:
     return bool(shape) and shape[-1] == k and tensor.size == k
 
 
-def _made_by(value: ir.Value, node: ir.Node) -> str:
-    return f"{value.name!r} is made by {_describe(node)}"
-
-
-def _describe(node: ir.Node) -> str:
-    return f"{op_name(node)} {node_name(node)!r}"
+def _made_by(node: ir.Node) -> str:
+    return f"they are made by {op_name(node)}, into which a scale cannot be folded"
 
 
 def _scale(model: ir.Model, context: PassContext, site: _Site, rows: np.ndarray, quantization: Quantization) -> None:
