@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,10 @@ from .model_file import to_bytes
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
 
+OnRun = Callable[[int, int], None]  # on_run(done, total)
+
 _CAPTURE_BYTES = 256 * 1024**2  # of recorded inputs that one run may return
+_HESSIAN_ROWS = 8192  # that are converted and multiplied at once
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
     if context.feeds is None:
         session = session or open_original(context)
         context.feeds, context.report.feeds = make_up_feeds(context.source.model, session)
+        context.feeds_made_up = True
     return context.feeds
 
 
@@ -113,41 +117,80 @@ def capture_inputs(
     feeds: Sequence[Feeds],
     max_rows: int,
     data_folder: Path | None,
-    on_run: Any = lambda done, total: None,
+    on_run: OnRun = lambda done, total: None,
 ) -> dict[ir.Value, np.ndarray]:
-    """Up to max_rows inputs of each layer as float32 [rows, k], by layer_key.
+    """Up to max_rows inputs of each layer as float32 [rows, k], by layer_key; layers in subgraphs are left out."""
+    recorder = InputRecorder(
+        model, linears, feeds, lambda: open_session(to_bytes(model), quiet_options(), data_folder=data_folder)
+    )
+    kept = recorder.some_rows(recorder.names, max_rows, on_run)
+    return {layer_key(linear): kept[linear.x.name] for linear in linears if linear.x.name in kept}
+
+
+class InputRecorder:
+    """Runs a model, as it was when this was made, and hands out what goes into its layers.
 
     Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers a
-    run, and by keeping few rows of each.
+    run.
     """
-    wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
-    rows: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
-    quota = -(-max_rows // len(feeds))
-    computed = {name: linear for name, linear in wanted.items() if not linear.x.is_graph_input()}
-    with _as_outputs(model, computed):
-        content = to_bytes(model)
-    options = quiet_options()
-    session = open_session(content, options, data_folder=data_folder)
-    del content
-    groups = _group(computed, feeds)
-    for number, one in enumerate(feeds):
-        for name in wanted.keys() - computed.keys():
-            if name in one:
-                rows[name].append(_some_rows(one[name], wanted[name].k, quota))
-        for index, group in enumerate(groups):
-            on_run(number * len(groups) + index, len(feeds) * len(groups))
-            try:
-                arrays = session.run(group, one)
-            except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
-                raise CalibrationError(
-                    f"the original model does not run on calibration feeds {number + 1}: {one_line(error)}; "
-                    "check their shapes and types"
-                ) from error
-            for name, array in zip(group, arrays, strict=True):
-                rows[name].append(_some_rows(array, wanted[name].k, quota))
-    on_run(len(feeds) * len(groups), len(feeds) * len(groups))
-    kept = {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
-    return {layer_key(linear): kept[linear.x.name] for linear in linears if linear.x.name in kept}
+
+    def __init__(
+        self, model: ir.Model, linears: Sequence[Linear], feeds: Sequence[Feeds], open_model: Callable[[], Any]
+    ) -> None:
+        """open_model makes the session; it is called while the wanted values are outputs of the model."""
+        self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
+        self._computed = {name: linear for name, linear in self._wanted.items() if not linear.x.is_graph_input()}
+        self._feeds = feeds
+        with _as_outputs(model, self._computed):
+            self._session = open_model()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the values that can be recorded."""
+        return list(self._wanted)
+
+    def record(self, names: Sequence[str], take: Callable[[str, np.ndarray], None], on_run: OnRun) -> None:
+        """Calls take(name, inputs [rows, k]) for each of the values and each of the feeds. Keep no inputs."""
+        groups = _group({name: self._computed[name] for name in names if name in self._computed}, self._feeds)
+        total = len(self._feeds) * len(groups)
+        for number, one in enumerate(self._feeds):
+            for name in names:
+                if name not in self._computed and name in one:
+                    take(name, one[name].reshape(-1, self._wanted[name].k))
+            for index, group in enumerate(groups):
+                on_run(number * len(groups) + index, total)
+                try:
+                    arrays = self._session.run(group, one)
+                except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                    raise CalibrationError(
+                        f"the original model does not run on calibration feeds {number + 1}: {one_line(error)}; "
+                        "check their shapes and types"
+                    ) from error
+                for name, array in zip(group, arrays, strict=True):
+                    take(name, array.reshape(-1, self._wanted[name].k))
+        on_run(total, total)
+
+    def some_rows(self, names: Sequence[str], max_rows: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """Up to max_rows inputs for each value as float32 [rows, k], about as many of each of the feeds."""
+        rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        quota = -(-max_rows // len(self._feeds))
+        self.record(names, lambda name, inputs: rows[name].append(_some_rows(inputs, quota)), on_run)
+        return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
+
+    def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """X^T X, float32 [k, k], over all inputs X of each value, and how many those are. Keeps no inputs."""
+        sums: dict[str, np.ndarray] = {}
+        counts: dict[str, int] = {}
+
+        def add(name: str, inputs: np.ndarray) -> None:
+            for start in range(0, len(inputs), _HESSIAN_ROWS):
+                part = inputs[start : start + _HESSIAN_ROWS].astype(np.float32, copy=False)
+                product = part.T @ part
+                sums[name] = np.add(sums[name], product, out=sums[name]) if name in sums else product
+            counts[name] = counts.get(name, 0) + len(inputs)
+
+        self.record(names, add, on_run)
+        return sums, counts
 
 
 def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
@@ -169,7 +212,8 @@ def _as_outputs(model: ir.Model, wanted: dict[str, Linear]) -> Iterator[None]:
     try:
         yield
     finally:
-        del outputs[count:]
+        while len(outputs) > count:  # a slice deleted at once would leave the values marked as outputs
+            outputs.pop()
 
 
 def _group(computed: dict[str, Linear], feeds: Sequence[Feeds]) -> list[list[str]]:
@@ -187,9 +231,8 @@ def _group(computed: dict[str, Linear], feeds: Sequence[Feeds]) -> list[list[str
     return groups
 
 
-def _some_rows(array: np.ndarray, k: int, count: int) -> np.ndarray:
-    """Up to `count` rows of [..., k], evenly spread, so that all sequences and positions take part."""
-    flat = array.reshape(-1, k)
-    if len(flat) > count:
-        flat = flat[np.linspace(0, len(flat) - 1, count).astype(int)]
-    return flat.astype(np.float32)
+def _some_rows(inputs: np.ndarray, count: int) -> np.ndarray:
+    """Up to `count` of the rows, evenly spread, so that all sequences and positions take part."""
+    if len(inputs) > count:
+        inputs = inputs[np.linspace(0, len(inputs) - 1, count).astype(int)]
+    return inputs.astype(np.float32)

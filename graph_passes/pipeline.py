@@ -44,6 +44,7 @@ class PassContext:
     candidate: Path  # where the optimized model is written: in a folder on the output's disk, removed at the end
     spill: TensorSpill
     feeds: list[Feeds] | None = None  # given by the user, or made up by the first pass that needs some
+    feeds_made_up: bool = False
     portable: bool = True
     dry_run: bool = False
     progress: Progress = no_progress

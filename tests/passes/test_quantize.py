@@ -26,8 +26,8 @@ from ortolan.graph_passes.quantize import (
     QuantizeOptions,
     QuantizePass,
     dequantized_tensor,
-    round_to_nearest,
 )
+from ortolan.graph_passes.quantizers.grid import round_to_nearest
 from ortolan.graph_passes.spill import TensorSpill
 from ortolan.models import tiny
 
@@ -89,7 +89,8 @@ def weights(draw) -> np.ndarray:
 @settings(deadline=None, max_examples=300)
 @given(weights(), st.sampled_from([INT8, *INT4]))
 def test_every_weight_is_within_half_a_step(weight, quantization):
-    q, scales = round_to_nearest(weight, "w", quantization)
+    rounded = round_to_nearest(weight, quantization)
+    q, scales = rounded.q, rounded.scales
     k, n = weight.shape
     most = 127 if quantization.bits == 8 else 7
     assert q.dtype == np.int8 and q.shape == (k, n) and scales.dtype == np.float32
@@ -116,7 +117,8 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
 def test_the_lazy_weight_is_finite_and_as_near_as_its_type_allows(tmp_path_factory, dtype, weight, quantization, turn):
     limit = np.float32(dtype.max)
     weight = np.clip(weight, -limit, limit).astype(dtype.numpy()).astype(np.float32)
-    q, scales = round_to_nearest(weight, "w", quantization)
+    rounded = round_to_nearest(weight, quantization)
+    q, scales = rounded.q, rounded.scales
     with TensorSpill(tmp_path_factory.mktemp("spill")) as spill:
         stored = QuantizedWeight(
             quantization.bits,
@@ -144,7 +146,8 @@ def test_extreme_magnitudes(bits, magnitude):
     weight = (np.linspace(-1, 1, 33)[:, None] * np.float64(magnitude)).astype(np.float32)
     quantization = Quantization(bits, None if bits == 8 else 32)
     with np.errstate(all="raise", under="ignore"):
-        q, scales = round_to_nearest(weight, "w", quantization)
+        rounded = round_to_nearest(weight, quantization)
+    q, scales = rounded.q, rounded.scales
     steps = spread(scales, quantization, 33)
     assert np.isfinite(scales).all() and (scales[0] >= 2.0**-126).all()
     assert (np.abs(weight - steps * q) <= BOUND * steps).all()
@@ -154,7 +157,7 @@ def test_memory_stays_below_one_layer():
     weight = random_weight(4096, 4096)
     for quantization in (INT8, INT4[2]):
         tracemalloc.start()
-        round_to_nearest(weight, "w", quantization)
+        round_to_nearest(weight, quantization)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < weight.nbytes
@@ -243,9 +246,9 @@ def check_stored(context: PassContext, linear: Linear, original: np.ndarray, qua
     assert (weight.q.dtype, tuple(weight.q.shape)) == (ir.DataType.INT8, (k, n))
     groups = -(-k // (quantization.group_size or k))
     assert (weight.scales.dtype, tuple(weight.scales.shape)) == (ir.DataType.FLOAT, (groups, n))
-    q, scales = round_to_nearest(original, "w", quantization)
-    np.testing.assert_array_equal(weight.q.numpy(), q)
-    np.testing.assert_array_equal(weight.scales.numpy(), scales)
+    rounded = round_to_nearest(original, quantization)
+    np.testing.assert_array_equal(weight.q.numpy(), rounded.q)
+    np.testing.assert_array_equal(weight.scales.numpy(), rounded.scales)
     np.testing.assert_array_equal(linear.matrix(), weight.matrix())
 
 

@@ -73,7 +73,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (QUANTIZE + "bits = 4\ngroup_size = 48", "group_size is 48, expected one of 32, 64, 128"),
         (QUANTIZE + "bits = 8\ngroup_size = 128", "group_size is 128, expected none with bits = 8, .*; leave it out"),
         (QUANTIZE + "group_size = 32", "group_size is 32, expected none with bits = 8"),
-        (QUANTIZE + 'method = "gptq"', "method is 'gptq', expected one of 'rtn'"),
+        (QUANTIZE + 'method = "obq"', "method is 'obq', expected one of 'rtn', 'gptq'"),
         (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
         (PRUNE + "layers = { a = 2.0 }", r"layers\['a'\] is 2.0, expected a number from 0 to below 1"),
         (PRUNE + "layers = 0.5", "layers is 0.5, expected a table"),

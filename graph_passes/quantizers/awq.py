@@ -1,0 +1,46 @@
+"""AWQ: makes the inputs that matter most finer, by a scale of each input that the layer in front takes back.
+
+Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han: AWQ (MLSys 2024, arXiv:2306.00978), section 3.2. Since
+XW = (X diag(s)^-1) (diag(s) W), the error of rounding diag(s) W weighs less where s is large. With x_i the mean
+magnitude of input i,
+
+    s = x^a / sqrt(max(x^a) min(x^a)),    a in {0, 1/20, …, 19/20} by the least sum ||XW - (X / s) round(s W)||^2
+
+over all layers W that take X. a = 0, which is s = 1, is plain rounding. Weights are not clipped (the paper's second
+search). Who divides by s is found in ..fold_scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .grid import Quantization, dequantize, round_to_nearest
+
+_STEPS = 20
+_SMALLEST_SHARE = 1e-4  # of the largest mean magnitude: inputs that are never seen get a finite scale
+
+
+def search_scales(
+    x: np.ndarray, matrices: Sequence[np.ndarray], quantization: Quantization
+) -> tuple[np.ndarray, float, float]:
+    """s, float32 [k], for inputs X, float32 [rows, k], and the layers W, float32 [k, n], that take them; and the sum of
+    squared errors with it and without it."""
+    magnitude = np.abs(x).mean(axis=0)
+    magnitude = np.maximum(magnitude, magnitude.max() * np.float32(_SMALLEST_SHARE))
+    best, least, plain = np.ones(x.shape[1], np.float32), np.inf, np.inf
+    products = [x @ matrix for matrix in matrices]
+    for step in range(_STEPS if magnitude.max() > 0 else 1):
+        scales = magnitude ** np.float32(step / _STEPS) if step else best
+        scales = scales / np.sqrt(scales.max() * scales.min())
+        error = 0.0
+        for matrix, product in zip(matrices, products, strict=True):
+            rounded = round_to_nearest(matrix * scales[:, None], quantization)
+            difference = (x / scales) @ dequantize(rounded, quantization.group_size) - product
+            error += float(np.vdot(difference, difference))
+        if step == 0:
+            plain = error
+        if error < least:
+            best, least = scales, error
+    return best, least, plain

@@ -1,0 +1,149 @@
+"""The numbers that a quantized weight may be, and rounding to the nearest of them.
+
+W is float32 [k, n], and finite. Groups are runs of group_size inputs of a column (the last may be shorter); without
+a group_size, a whole column. Of each group:
+
+    symmetric 8    scale = max(max |W| / 127, 2^-126)                    q = rint(W / scale), in -127 … 127
+    symmetric 4    scale = max(bf16(max |W| / 7), 2^-126)                q = rint(W / scale), in -7 … 7
+    asymmetric 4   scale = max(bf16((high - low) / 15), 2^-126)          q = clip(rint(W / scale) + zero, 0, 15)
+                   zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
+    all W of a group zero: scale = 0, zero = 0, q = 0
+
+A weight stands for scale (q - zero), with zero = 0 if symmetric. Zero is always among these numbers, so what was pruned
+stays zero. Arithmetic is float32; bf16() rounds to nearest even, so that scales are exact in bfloat16 and float32, and
+in float16 unless they leave its range.
+
+    |W - scale (q - zero)| <= scale / 2 (1 + 2^-16)             symmetric
+                           <= scale / 2 (1 + 2^-16) + scale / 17    asymmetric
+
+Symmetric: 1/2 from rint, and |W| / scale * 2^-24 < 2^-17 from the division; nothing is clipped, for |W| / scale exceeds
+127 by a rounding of float32 at most, and 7 by 7 * 2^-8 (bf16() loses at most 2^-8 of the scale), so rint gives 127 and
+7 at most. Asymmetric: the clip takes away what bf16() lost, 15 * 2^-8 < 1/17 of a step. 2^-126 is the smallest normal
+number: scales below it are coarse themselves, which would break the bounds, and arithmetic that flushes denormals would
+take them for zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+SMALLEST_SCALE = np.float32(2.0**-126)
+LEVELS = 15  # the largest q of an asymmetric weight
+_CHUNK = 1 << 22  # weights that are rounded at once
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a weight is stored: whole numbers of so many bits, and a scale a group of inputs (None: a column)."""
+
+    bits: int
+    group_size: int | None
+    symmetric: bool = field(default=True, kw_only=True)  # False: each group also has a zero point; 4 bits only
+
+    def rows(self, k: int) -> int:
+        """The inputs of a group."""
+        return self.group_size or k
+
+    def groups(self, k: int) -> int:
+        return -(-k // self.rows(k))
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """W = scales (q - zero_points), each group of rows with its row of scales."""
+
+    q: np.ndarray  # [k, n]; int8, asymmetric: uint8
+    scales: np.ndarray  # float32 [groups, n]
+    zero_points: np.ndarray | None  # uint8 [groups, n]; symmetric: None
+
+    @classmethod
+    def empty(cls, k: int, n: int, quantization: Quantization) -> Rounded:
+        shape = (quantization.groups(k), n)
+        if quantization.symmetric:
+            return cls(np.empty((k, n), np.int8), np.empty(shape, np.float32), None)
+        return cls(np.empty((k, n), np.uint8), np.empty(shape, np.float32), np.empty(shape, np.uint8))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Of one group: the scale and zero point of each column."""
+
+    bits: int
+    scale: np.ndarray  # float32 [n]; 0 where all weights are
+    zero: np.ndarray | None  # float32 [n], whole numbers 0 … 15; symmetric: None
+
+    def round(self, part: np.ndarray) -> np.ndarray:
+        """q, as float32, for weights [rows, n] or [n]."""
+        q: np.ndarray = part / np.where(self.scale > 0, self.scale, 1)
+        np.rint(q, out=q)
+        if self.zero is None:
+            most = 2 ** (self.bits - 1) - 1
+            return np.clip(q, -most, most, out=q)
+        q += self.zero
+        return np.clip(q, 0, LEVELS, out=q)
+
+    def weights(self, q: np.ndarray) -> np.ndarray:
+        """What q stands for, float32."""
+        result: np.ndarray = self.scale * (q if self.zero is None else q - self.zero)
+        return result
+
+    def store(self, into: Rounded, group: int) -> None:
+        into.scales[group] = self.scale
+        if into.zero_points is not None:
+            into.zero_points[group] = self.zero
+
+
+def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
+    """The grid of a group, W float32 [rows, n], by its smallest and largest weights; see the top of this file."""
+    low, high = part.min(axis=0), part.max(axis=0)
+    if quantization.symmetric:
+        largest = np.maximum(high, -low)
+        scale = largest / np.float32(2 ** (quantization.bits - 1) - 1)
+        if quantization.bits == 4:
+            scale = bf16(scale)
+        return Grid(quantization.bits, np.where(largest > 0, np.maximum(scale, SMALLEST_SCALE), 0), None)
+    low, high = np.minimum(low, 0), np.maximum(high, 0)
+    # Each divided first: their difference may be beyond float32.
+    scale = np.maximum(bf16(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
+    scale = np.where(high > low, scale, 0)
+    zero = np.clip(np.rint(-low / np.where(scale > 0, scale, 1)), 0, LEVELS)
+    return Grid(quantization.bits, scale, zero)
+
+
+def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:
+    """Each weight of W, float32 [k, n], becomes the nearest number of its group's grid."""
+    k, n = matrix.shape
+    result = Rounded.empty(k, n, quantization)
+    rows = quantization.rows(k)
+    for group, start in enumerate(range(0, k, rows)):
+        part = matrix[start : start + rows]
+        grid = fit_grid(part, quantization)
+        grid.store(result, group)
+        step = max(1, _CHUNK // n)
+        for first in range(0, len(part), step):
+            q = grid.round(part[first : first + step])
+            result.q[start + first : start + first + len(q)] = q
+    return result
+
+
+def dequantize(rounded: Rounded, group_size: int | None) -> np.ndarray:
+    """scales (q - zero_points) as float32 [k, n]; what would overflow is infinite."""
+    weights = np.empty(rounded.q.shape, np.float32)
+    rows = group_size or len(rounded.q)
+    with np.errstate(over="ignore"):
+        for group, start in enumerate(range(0, len(rounded.q), rows)):
+            part = weights[start : start + rows]
+            part[:] = rounded.q[start : start + rows]
+            if rounded.zero_points is not None:
+                part -= rounded.zero_points[group]
+            part *= rounded.scales[group]
+    return weights
+
+
+def bf16(array: np.ndarray) -> np.ndarray:
+    """float32 rounded to bfloat16, nearest even, as float32 again."""
+    rounded: np.ndarray = array.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return rounded

@@ -1,0 +1,97 @@
+"""HQQ: finds zero points and scales by half-quadratic splitting, in which outliers weigh less. Needs no inputs.
+
+Badri, Shaji: Half-Quadratic Quantization of Large Machine Learning Models (Mobius Labs, 2023),
+https://mobiusml.github.io/hqq_blog. For each group, with q = clip(rint(W / s) + z, 0, 15), in turn:
+
+    E = shrink(W - s (q - z))                   shrink(x) = sign(x) max(|x| - |x|^(p - 1) / beta, 0), p = 0.7
+    z = rint(mean(q - (W - E) / s)), in 0 … 15
+    s = bf16(sum (W - E)(q - z) / sum (q - z)^2)
+
+with beta growing by a factor an iteration, and errors counted in steps of round-to-nearest's scale, so that the result
+does not depend on the magnitude of W. Differences from the paper:
+
+    Its zero points are fractions and its scales stay. The format has whole zero points, which alone only shift where
+    the grid ends; so the scale is fitted as well, by least squares, and the search starts from several ranges, each a
+    share of that of round-to-nearest.
+    Of all iterates, and round-to-nearest itself, each column takes the one with the least sum of squared errors (the
+    paper stops by the mean of |error|): it is never worse than round-to-nearest by that sum. Choosing by sum |error|^p
+    cuts off outliers, and made the root of that sum 13 to 18 % larger on the layers of stories15M; this, 4 to 6 % less.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .grid import LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, bf16, fit_grid
+
+_POWER = 0.7
+_BETA, _BETA_GROWTH = 10.0, 1.1
+_ITERATIONS = 8
+_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
+
+
+def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> Rounded:
+    """W, float32 [k, n], finite, to 4 bits with zero points."""
+    k, n = matrix.shape
+    result = Rounded.empty(k, n, quantization)
+    rows = quantization.rows(k)
+    for group, start in enumerate(range(0, k, rows)):
+        part = matrix[start : start + rows]
+        grid = _best_grid(part, quantization)
+        grid.store(result, group)
+        result.q[start : start + rows] = grid.round(part)
+    return result
+
+
+def _best_grid(part: np.ndarray, quantization: Quantization) -> Grid:
+    """For one group, W float32 [rows, n]."""
+    first = fit_grid(part, quantization)
+    assert first.zero is not None
+    # In units of the first scale: an error of a half is what round-to-nearest makes at most.
+    unit = np.where(first.scale > 0, first.scale, 1)
+    best_scale, best_zero = first.scale.copy(), first.zero.copy()
+    least = _squared_error(part, first, unit)
+    for share in _RANGES:
+        scale = np.where(first.scale > 0, np.maximum(bf16(first.scale * np.float32(share)), SMALLEST_SCALE), 0)
+        grid = Grid(quantization.bits, scale, first.zero)
+        beta = _BETA
+        for _ in range(_ITERATIONS):
+            grid = _step(part, grid, unit, beta)
+            beta *= _BETA_GROWTH
+            loss = _squared_error(part, grid, unit)
+            better = loss < least
+            if not better.any():
+                break
+            assert grid.zero is not None
+            least = np.where(better, loss, least)
+            best_scale = np.where(better, grid.scale, best_scale)
+            best_zero = np.where(better, grid.zero, best_zero)
+    return Grid(quantization.bits, best_scale, best_zero)
+
+
+def _step(part: np.ndarray, grid: Grid, unit: np.ndarray, beta: float) -> Grid:
+    q = grid.round(part)
+    error = (part - grid.weights(q)) / unit
+    target = part - _shrink(error, beta) * unit
+    divisor = np.where(grid.scale > 0, grid.scale, 1)
+    zero = np.clip(np.rint((q - target / divisor).mean(axis=0)), 0, LEVELS)
+    steps = q - zero
+    squares = (steps * steps).sum(axis=0)
+    # Of a group whose q are all the zero point there is no better scale to tell.
+    fitted = bf16(((target / unit) * steps).sum(axis=0) / np.where(squares > 0, squares, 1) * unit)
+    scale = np.where((squares > 0) & (fitted >= SMALLEST_SCALE) & np.isfinite(fitted), fitted, grid.scale)
+    return Grid(grid.bits, scale, zero)
+
+
+def _shrink(error: np.ndarray, beta: float) -> np.ndarray:
+    magnitude = np.abs(error)
+    # |x|^(p - 1) of tiny x is huge; all of them shrink to zero.
+    shrunk = magnitude - np.maximum(magnitude, 1e-6) ** (_POWER - 1) / beta
+    result: np.ndarray = np.sign(error) * np.maximum(shrunk, 0)
+    return result
+
+
+def _squared_error(part: np.ndarray, grid: Grid, unit: np.ndarray) -> np.ndarray:
+    error = (part - grid.weights(grid.round(part))) / unit
+    total: np.ndarray = (error * error).sum(axis=0)
+    return total

@@ -1,0 +1,223 @@
+"""The quantizers on plain arrays: grids with zero points, GPTQ, AWQ's scales, HQQ."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan.graph_passes.quantizers import gptq as gptq_module
+from ortolan.graph_passes.quantizers.awq import search_scales
+from ortolan.graph_passes.quantizers.gptq import gptq, inverse_factor
+from ortolan.graph_passes.quantizers.grid import Quantization, Rounded, dequantize, round_to_nearest
+from ortolan.graph_passes.quantizers.hqq import half_quadratic
+
+from .small_models import random_weight, relative_error
+from .test_quantize import INT4, INT8, spread, weights
+
+ASYMMETRIC = [Quantization(4, size, symmetric=False) for size in (32, 64, 128)]
+
+
+def correlated(rows: int, k: int, correlation: float = 0.99, seed: int = 0) -> np.ndarray:
+    """Inputs of which neighbours are alike: x_j = correlation x_{j-1} + noise, each of variance 1."""
+    noise = np.random.default_rng(seed).standard_normal((rows, k))
+    x = noise.copy()
+    for j in range(1, k):
+        x[:, j] = correlation * x[:, j - 1] + np.sqrt(1 - correlation**2) * noise[:, j]
+    return x.astype(np.float32)
+
+
+def output_error(x: np.ndarray, weight: np.ndarray, rounded: Rounded, quantization: Quantization) -> float:
+    return relative_error(x @ weight, x @ dequantize(rounded, quantization.group_size))
+
+
+def check_in_range(rounded: Rounded, weight: np.ndarray, quantization: Quantization) -> None:
+    k, n = weight.shape
+    groups = -(-k // (quantization.group_size or k))
+    assert rounded.q.shape == (k, n) and rounded.scales.shape == (groups, n) and rounded.scales.dtype == np.float32
+    assert np.isfinite(rounded.scales).all() and (rounded.scales >= 0).all()
+    if quantization.bits == 4:
+        np.testing.assert_array_equal(rounded.scales.astype(ml_dtypes.bfloat16).astype(np.float32), rounded.scales)
+    if quantization.symmetric:
+        assert rounded.zero_points is None and rounded.q.dtype == np.int8
+        assert np.abs(rounded.q.astype(int)).max() <= (127 if quantization.bits == 8 else 7)
+    else:
+        assert rounded.zero_points is not None and rounded.zero_points.shape == (groups, n)
+        assert rounded.q.dtype == rounded.zero_points.dtype == np.uint8
+        assert rounded.q.max() <= 15 and rounded.zero_points.max() <= 15
+    assert (dequantize(rounded, quantization.group_size)[weight == 0] == 0).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(weights(), st.sampled_from(ASYMMETRIC), st.sampled_from([-1.0, 0.0, 1.0]))
+def test_zero_points_keep_every_weight_within_its_bound(weight, quantization, side):
+    weight = np.abs(weight) * np.float32(side) if side else weight
+    rounded = round_to_nearest(weight, quantization)
+    check_in_range(rounded, weight, quantization)
+    k = len(weight)
+    steps = spread(rounded.scales, quantization, k)
+    zeros = spread(rounded.zero_points, quantization, k)
+    error = np.abs(weight - steps * (rounded.q - zeros))
+    assert (error <= (0.5 * (1 + 2**-16) + 1 / 17) * steps).all()
+    # The step is no larger than the range asks for.
+    for group, start in enumerate(range(0, k, quantization.group_size)):
+        part = weight[start : start + quantization.group_size].astype(np.float64)
+        width = np.maximum(part.max(axis=0), 0) - np.minimum(part.min(axis=0), 0)
+        assert ((rounded.scales[group] == 0) == (width == 0)).all()
+        assert (rounded.scales[group] <= np.maximum(width / 15 * (1 + 2**-7), 2.0**-126)).all()
+
+
+def test_zero_points_help_where_a_group_leans_to_one_side():
+    weight = random_weight(256, 64) + np.float32(0.1)
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    errors = [output_error(x, weight, round_to_nearest(weight, q), q) for q in (INT4[0], ASYMMETRIC[0])]
+    assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("quantization", [INT4[0], ASYMMETRIC[0]], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_on_correlated_inputs(quantization, act_order):
+    weight = random_weight(256, 128)
+    x, unseen = np.split(correlated(4096, 256), 2)
+    nearest = output_error(unseen, weight, round_to_nearest(weight, quantization), quantization)
+    rounded = gptq(weight, x.T @ x, quantization, act_order=act_order)
+    check_in_range(rounded, weight, quantization)
+    assert output_error(unseen, weight, rounded, quantization) <= 0.3 * nearest
+
+
+def lower_factor(hessian: np.ndarray, damping: float) -> np.ndarray:
+    return inverse_factor(hessian, damping).T
+
+
+def upside_down(hessian: np.ndarray, damping: float) -> np.ndarray:
+    return np.triu(np.linalg.inv(inverse_factor(hessian, damping)).T.copy()).astype(np.float32)
+
+
+@pytest.mark.parametrize("broken", [lower_factor, upside_down])
+def test_the_error_would_tell_a_wrong_factor(monkeypatch, broken):
+    monkeypatch.setattr(gptq_module, "inverse_factor", broken)
+    weight = random_weight(256, 128)
+    x = correlated(2048, 256)
+    nearest = output_error(x, weight, round_to_nearest(weight, INT4[0]), INT4[0])
+    assert output_error(x, weight, gptq(weight, x.T @ x, INT4[0]), INT4[0]) > 0.9 * nearest
+
+
+def test_the_factor_of_the_inverse():
+    x = correlated(500, 70).astype(np.float64)
+    hessian = x.T @ x
+    factor = inverse_factor(hessian, 0.01).astype(np.float64)
+    assert (np.tril(factor, -1) == 0).all()
+    damped = hessian / hessian.diagonal().mean() + 0.01 * np.eye(70)
+    np.testing.assert_allclose(factor.T @ factor, np.linalg.inv(damped), rtol=1e-4, atol=1e-4)
+
+
+def one_by_one(weight: np.ndarray, hessian: np.ndarray, quantization: Quantization) -> np.ndarray:
+    """GPTQ as optimal brain surgery defines it: after each input the inverse Hessian of the rest is computed anew."""
+    rest, done = weight.astype(np.float64), np.zeros(weight.shape)
+    damped = hessian.astype(np.float64) + 0.01 * hessian.diagonal().mean() * np.eye(len(hessian))
+    grid = None
+    for i in range(len(weight)):
+        if i % quantization.group_size == 0:
+            grid = round_to_nearest(rest[i : i + quantization.group_size].astype(np.float32), quantization)
+        scale = grid.scales[0].astype(np.float64)
+        done[i] = np.clip(np.rint(rest[i] / scale), -7, 7) * scale
+        inverse = np.linalg.inv(damped[i:, i:])
+        rest[i:] -= np.outer(inverse[:, 0] / inverse[0, 0], rest[i] - done[i])
+    return done
+
+
+def test_gptq_is_optimal_brain_surgery_with_a_fixed_order():
+    weight, x = random_weight(200, 8), correlated(600, 200, 0.9)
+    found = dequantize(gptq(weight, x.T @ x, INT4[0]), 32)
+    expected = one_by_one(weight, x.T @ x, INT4[0])
+    # A rounding of float32 may tip a weight over to the next step, and then all that follow in its column.
+    same = np.isclose(found, expected, rtol=1e-3, atol=1e-5).all(axis=0)
+    assert same.mean() >= 0.75
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("quantization", [INT8, INT4[0], INT4[2], ASYMMETRIC[1]])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (20, 3), (33, 5), (130, 17), (300, 4)])
+def test_gptq_of_any_size_keeps_zeros(k, n, quantization, act_order):
+    rng = np.random.default_rng(k)
+    weight = random_weight(k, n)
+    weight[rng.random((k, n)) < 0.5] = 0
+    weight[:32] = 0  # whole groups
+    x = correlated(50, k)
+    x[:, k // 2] = 0  # an input that is never seen
+    check_in_range(gptq(weight, x.T @ x, quantization, act_order=act_order), weight, quantization)
+
+
+def test_gptq_passes_on_the_error_of_pruned_weights():
+    weight = random_weight(256, 64)
+    weight[np.random.default_rng(0).random(weight.shape) < 0.5] = 0
+    x, unseen = np.split(correlated(4096, 256), 2)
+    nearest = output_error(unseen, weight, round_to_nearest(weight, INT4[0]), INT4[0])
+    rounded = gptq(weight, x.T @ x, INT4[0])
+    check_in_range(rounded, weight, INT4[0])
+    assert output_error(unseen, weight, rounded, INT4[0]) < 0.5 * nearest
+
+
+def test_gptq_without_any_input_rounds_to_nearest():
+    weight = random_weight(100, 7)
+    for quantization in (INT8, INT4[0], ASYMMETRIC[0]):
+        found, expected = gptq(weight, np.zeros((100, 100)), quantization), round_to_nearest(weight, quantization)
+        np.testing.assert_array_equal(found.q, expected.q)
+        np.testing.assert_array_equal(found.scales, expected.scales)
+
+
+def test_act_order_helps_where_inputs_differ_in_energy():
+    weight = random_weight(256, 128)
+    x = correlated(2048, 256, 0.9)
+    x *= (10.0 ** np.random.default_rng(0).uniform(-1.5, 0.5, 256)).astype(np.float32)
+    errors = [
+        output_error(x, weight, gptq(weight, x.T @ x, INT4[0], act_order=act_order), INT4[0])
+        for act_order in (False, True)
+    ]
+    assert errors[1] < 0.95 * errors[0]
+
+
+@pytest.mark.parametrize("quantization", [INT4[0], ASYMMETRIC[0]])
+def test_awq_on_outlier_channels(quantization):
+    weight = random_weight(256, 64)
+    x = np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32)
+    x[:, ::37] *= 30
+    scales, least, plain = search_scales(x, [weight], quantization)
+    assert scales.dtype == np.float32 and least < 0.5**2 * plain
+    rounded = round_to_nearest(weight * scales[:, None], quantization)
+    assert relative_error(x @ weight, (x / scales) @ dequantize(rounded, quantization.group_size)) < 0.5 * output_error(
+        x, weight, round_to_nearest(weight, quantization), quantization
+    )
+
+
+def test_awq_leaves_alone_what_it_cannot_improve():
+    weight = random_weight(64, 16)
+    for x in (np.zeros((8, 64), np.float32), np.ones((8, 64), np.float32)):
+        scales, least, plain = search_scales(x, [weight], INT4[0])
+        assert (scales == 1).all() and least == plain
+
+
+@settings(deadline=None, max_examples=100)
+@given(weights(), st.sampled_from(ASYMMETRIC))
+def test_hqq_is_never_worse_than_nearest(weight, quantization):
+    rounded = half_quadratic(weight, quantization)
+    check_in_range(rounded, weight, quantization)
+    best, nearest = (
+        (weight.astype(np.float64) - spread(one.scales, quantization, len(weight)) * (
+            one.q.astype(int) - spread(one.zero_points, quantization, len(weight))
+        )) for one in (rounded, round_to_nearest(weight, quantization))
+    )  # fmt: skip
+    assert ((best**2).sum(axis=0) <= (nearest**2).sum(axis=0) * (1 + 1e-4) + 1e-70).all()
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_hqq_finds_a_better_grid(outliers):
+    weight = random_weight(256, 64)
+    if outliers:
+        weight[::32] *= 6
+    x = np.random.default_rng(1).standard_normal((2048, 256)).astype(np.float32)
+    quantization = ASYMMETRIC[2]
+    nearest = output_error(x, weight, round_to_nearest(weight, quantization), quantization)
+    assert output_error(x, weight, half_quadratic(weight, quantization), quantization) < 0.97 * nearest
