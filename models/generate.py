@@ -25,7 +25,7 @@ class Decoder:
       are; but inside the graph, the node that appends (Concat, or GroupQueryAttention) copies all of it at each step.
     - shared (graphs of GroupQueryAttention only): one buffer, which is both past and present, is written in place.
 
-    length: the number of tokens in the cache.
+    length: the number of tokens in the cache. session: the one given.
     """
 
     def __init__(self, session: ort.InferenceSession, cache_length: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Decoder:
 
         Raises OrtolanError when the session has other inputs, or no cache of known size.
         """
-        self._session = session
+        self.session = session
         inputs = {value.name: value for value in session.get_inputs()}
         self._outputs = {value.name: value for value in session.get_outputs()}
         self._past = [name for name in inputs if name.startswith(_PAST)]
@@ -64,7 +64,7 @@ class Decoder:
         import onnxruntime as ort
 
         self.length = 0
-        self._binding: Any = self._session.io_binding()
+        self._binding: Any = self.session.io_binding()
         self._values: list[Any] = [
             ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, self.cache_length or 0, size), dtype))
             for heads, size, dtype in self._caches
@@ -104,7 +104,7 @@ class Decoder:
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
                 binding.bind_ortvalue_input(past, value)
                 binding.bind_output(present, "cpu")
-        self._session.run_with_iobinding(binding)
+        self.session.run_with_iobinding(binding)
         if self.cache_length is None:
             # In the order in which they were bound first.
             self._values = binding.get_outputs()[1:]

@@ -122,11 +122,16 @@ def build_llama(
     The graph always rotates halves, as Hugging Face's does: interleaved weights get their rows reordered, which changes
     the order inside the cached keys and nothing else.
 
-    Raises ModelBuildError when a weight is missing or has another shape than the configuration says, or when
-    `attention` is unknown.
+    Raises ModelBuildError when a weight is missing or has another shape than the configuration says; when `attention`
+    is unknown, or is "gqa" and head_dim no multiple of 16.
     """
     if attention not in get_args(AttentionForm):
         raise ModelBuildError(f"attention is {attention!r}; expected one of {', '.join(get_args(AttentionForm))}")
+    if attention == "gqa" and config.head_size % 16:
+        raise ModelBuildError(
+            f"head_dim is {config.head_size}; GroupQueryAttention wants a multiple of 16: build with "
+            "attention='standard'"
+        )
     shapes = llama_weight_shapes(config)
     check_weights(weights, shapes)
     arrays = {key: np.asarray(weights[key], dtype=np.float32) for key in shapes}
