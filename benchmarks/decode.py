@@ -20,7 +20,7 @@ import onnxruntime as ort
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import OrtolanError
+from ..errors import OrtolanError, VerificationError
 from ..models import get_model
 from ..models.generate import Decoder, shares_cache
 from ..optimize import optimize_onnx
@@ -149,7 +149,11 @@ def make_variants(arguments: argparse.Namespace, folder: Path, console: Console)
             path = folder / f"{source.stem} {name}.onnx".replace(" ", "-")
             if not path.is_file():
                 console.print(f"making {path.name}")
-                write(path)
+                try:
+                    write(path)
+                except VerificationError as error:
+                    console.print(f"left out: {error}")
+                    return
             variants[f"{name}{suffix}"] = path
 
         for name, (block_size, level) in PEERS.items():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 _PAST, _PRESENT = "past_key_values.", "present."
-_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+_TYPES: dict[str, type[np.floating]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 class Decoder:
@@ -52,7 +52,7 @@ class Decoder:
                 f"{_PAST}N.key and .value, and the outputs logits, {_PRESENT}N.key and .value"
             )
         self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
-        # Two lists, key and value of each layer: the head sizes of keys and values may differ.
+        # Heads, head size and type of each one: those of keys and values may differ.
         self._caches = [(_dimension(inputs[n], 1), _dimension(inputs[n], 3), _dtype(inputs[n])) for n in self._past]
         self.vocabulary = _dimension(self._outputs["logits"], 2)
         self._logits_dtype = _dtype(self._outputs["logits"])
@@ -91,7 +91,7 @@ class Decoder:
             )
         binding = self._binding
         # The binding refers to these arrays' memory; they live until the run is over.
-        logits = np.empty((1, count, self.vocabulary), self._logits_dtype)
+        logits: np.ndarray = np.empty((1, count, self.vocabulary), self._logits_dtype)
         feeds = {"input_ids": tokens}
         if self._has_mask:
             feeds["attention_mask"] = np.ones((1, total), np.int64)
@@ -109,7 +109,7 @@ class Decoder:
             # In the order in which they were bound first.
             self._values = binding.get_outputs()[1:]
         self.length = total
-        return logits[0]
+        return logits.reshape(count, self.vocabulary)
 
 
 def _dimension(value: Any, axis: int) -> int:
@@ -121,7 +121,7 @@ def _dimension(value: Any, axis: int) -> int:
     return size
 
 
-def _dtype(value: Any) -> type[np.generic]:
+def _dtype(value: Any) -> type[np.floating]:
     if value.type not in _TYPES:
         raise OrtolanError(f"{value.name!r} is a {value.type}, expected one of {', '.join(_TYPES)}")
     return _TYPES[value.type]

@@ -167,7 +167,7 @@ class _LlamaBuilder:
         total = "past_sequence + sequence"
         input_ids = tensor_value("input_ids", ir.DataType.INT64, ["batch", "sequence"])
         attention_mask = tensor_value("attention_mask", ir.DataType.INT64, ["batch", total])
-        cache = ["batch", config.num_key_value_heads, "past_sequence", config.head_size]
+        cache: list[int | str] = ["batch", config.num_key_value_heads, "past_sequence", config.head_size]
         past = [
             tensor_value(f"past_key_values.{layer}.{part}", ir.DataType.FLOAT, cache)
             for layer in range(config.num_hidden_layers)
