@@ -131,6 +131,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=PATH", help="an ONNX file to score too")
     arguments = parser.parse_args()
+    for variant in arguments.variant:
+        if not Path(variant.partition("=")[2]).is_file():
+            parser.error(f"--variant: expected NAME=PATH of an ONNX file, found {variant!r}")
+    if arguments.text and not arguments.text.is_file():
+        parser.error(f"--text: file {str(arguments.text)!r} does not exist")
 
     files = get_model(arguments.model)
     if files.tokenizer is None:

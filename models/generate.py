@@ -22,7 +22,8 @@ class Decoder:
 
     The cache never passes through numpy. It is kept in one of two ways:
     - growing (any decoder): each step's present.N.* outputs are the next step's past_key_values.N.* inputs, as they
-      are; but inside the graph, the node that appends (Concat, or GroupQueryAttention) copies all of it at each step.
+      are; but inside the graph, the node that appends (Concat, or GroupQueryAttention) copies all of it at each step,
+      and each step binds every input and output anew.
     - shared (graphs of GroupQueryAttention only): one buffer, which is both past and present, is written in place.
 
     length: the number of tokens in the cache. session: the one given.

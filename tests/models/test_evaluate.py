@@ -1,6 +1,8 @@
 """Cross-entropy over text against plain numpy, and on text sampled from the model."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import onnx_ir as ir
@@ -92,3 +94,13 @@ def test_too_little_text_is_refused():
         score_texts(SESSIONS["standard"], [])
     with pytest.raises(OrtolanError, match="1 tokens in windows of 8"):
         sample_texts(SESSIONS["standard"], 1, 1, window=8)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [(("--text", "none.txt"), "'none.txt'"), (("--variant", "x=none.onnx"), "'x=none.onnx'")]
+)
+def test_files_must_exist(option, message):
+    command = [sys.executable, "-P", "-m", "ortolan.models.evaluate", *option]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert f"error: {option[0]}" in result.stderr and message in result.stderr
