@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -13,8 +14,12 @@ import onnx_ir as ir
 from ..errors import OrtolanError
 from .bert import BertConfig, build_bert
 from .fetch import Progress, fetch, working_folder
-from .llama import build_llama, read_llama2c
+from .gguf import read_gguf, read_gguf_tokenizer
+from .llama import AttentionForm, build_llama, read_llama2c
 from .manifest import ManifestError, ModelEntry, find_entry
+
+# Bytes of weights inside an ONNX file; more lie beside it, where ONNX Runtime maps them in place of reading.
+_LARGEST_EMBEDDED = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,18 @@ class ModelFiles:
     architecture: str
 
 
+@dataclass(frozen=True)
+class _Source:
+    """How a model becomes ONNX: the published file's name, or a builder from the folder of its files.
+
+    decoder: a builder that also takes the form of attention. tokenizer: a file's name, or what writes one.
+    """
+
+    onnx: str | Callable[[Path], ir.Model] | None = None
+    decoder: Callable[[Path, AttentionForm], ir.Model] | None = None
+    tokenizer: str | Callable[[Path, Path], None] | None = None
+
+
 def _build_minilm(folder: Path) -> ir.Model:
     try:
         from safetensors.numpy import load_file
@@ -39,16 +56,28 @@ def _build_minilm(folder: Path) -> ir.Model:
     return build_bert(load_file(folder / "model.safetensors"), config, name="all-minilm-l6-v2")
 
 
-def _build_stories(folder: Path) -> ir.Model:
+def _build_stories(folder: Path, attention: AttentionForm) -> ir.Model:
     config, weights = read_llama2c(folder / "stories15M.bin")
-    return build_llama(weights, config, name="stories15m")
+    return build_llama(weights, config, "stories15m", attention)
 
 
-# How a model becomes ONNX: a builder, or the published file. The second item is the tokenizer's file.
-_CATALOG: dict[str, tuple[Callable[[Path], ir.Model] | str, str | None]] = {
-    "all-minilm-l6-v2": (_build_minilm, "tokenizer.json"),
-    "paraphrase-minilm-l3-v2": ("paraphrase-minilm-l3-v2.onnx", None),
-    "stories15m": (_build_stories, "tokenizer.bin"),
+_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _build_smollm2(folder: Path, attention: AttentionForm) -> ir.Model:
+    config, weights = read_gguf(folder / _SMOLLM2)
+    return build_llama(weights, config, "smollm2-135m-instruct", attention)
+
+
+def _write_smollm2_tokenizer(folder: Path, path: Path) -> None:
+    read_gguf_tokenizer(folder / _SMOLLM2).save(str(path))
+
+
+_CATALOG: dict[str, _Source] = {
+    "all-minilm-l6-v2": _Source(_build_minilm, tokenizer="tokenizer.json"),
+    "paraphrase-minilm-l3-v2": _Source("paraphrase-minilm-l3-v2.onnx"),
+    "stories15m": _Source(decoder=_build_stories, tokenizer="tokenizer.bin"),
+    "smollm2-135m-instruct": _Source(decoder=_build_smollm2, tokenizer=_write_smollm2_tokenizer),
 }
 
 
@@ -58,43 +87,80 @@ def list_models() -> list[str]:
 
 
 def get_model(
-    name: str, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None
+    name: str,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    attention: AttentionForm = "standard",
 ) -> ModelFiles:
     """Fetches a model, builds its ONNX file where needed, and says where the files are. Later calls are instant.
 
     name: one of list_models().
     cache_dir: the cache folder; `$ORTOLAN_CACHE` or the platform's when None.
     progress: called with one line of text at each step.
+    attention: the form of a decoder's graph, see build_llama.
 
-    Raises ManifestError for an unknown name, FetchError when fetching fails, OrtolanError when a package is missing.
+    Raises ManifestError for an unknown name, or a form of attention that the model does not come in; FetchError when
+    fetching fails, OrtolanError when a package is missing.
     """
     if name not in _CATALOG:
         raise ManifestError(f"no ONNX model {name!r}; known models: {', '.join(_CATALOG)}")
     entry = find_entry(name)
-    source, tokenizer = _CATALOG[name]
+    source = _CATALOG[name]
+    if attention != "standard" and source.decoder is None:
+        decoders = ", ".join(known for known, other in _CATALOG.items() if other.decoder)
+        raise ManifestError(f"{name!r} comes in one form, not with attention={attention!r}; these do: {decoders}")
     folder = fetch(name, cache_dir, progress)
-    if isinstance(source, str):
-        onnx = folder / source
-    else:
-        # The name holds a digest of the builders: after an upgrade the model is built anew.
-        onnx = folder / f"{name}-{_builders_digest()}.onnx"
-        if not onnx.is_file():
+    # Names hold a digest of the builders: after an upgrade the files are made anew.
+    digest = _builders_digest()
+
+    def make(file: Path, write: Callable[[Path], None]) -> Path:
+        if not file.is_file():
             if progress is not None:
-                progress(f"{name}: building {onnx.name}")
-            _save(source(folder), onnx, entry)
-    return ModelFiles(name, onnx, folder / tokenizer if tokenizer else None, entry.licence, entry.architecture)
+                progress(f"{name}: building {file.name}")
+            _make_file(file, write)
+        return file
+
+    if isinstance(source.onnx, str):
+        onnx = folder / source.onnx
+    else:
+        suffix = "" if attention == "standard" else f"-{attention}"
+        onnx = make(
+            folder / f"{name}{suffix}-{digest}.onnx", lambda path: _save(source, folder, attention, path, entry)
+        )
+    tokenizer = source.tokenizer
+    if isinstance(tokenizer, str):
+        tokenizer_path = folder / tokenizer
+    elif tokenizer is not None:
+        tokenizer_path = make(folder / f"tokenizer-{digest}.json", partial(tokenizer, folder))
+    else:
+        tokenizer_path = None
+    return ModelFiles(name, onnx, tokenizer_path, entry.licence, entry.architecture)
 
 
-def _save(model: ir.Model, path: Path, entry: ModelEntry) -> None:
+def _make_file(file: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` write the file, and what belongs to it, in a folder of its own; then moves them to their places."""
+    with working_folder(file.parent.parent) as work:
+        write(work / file.name)
+        # The file itself last: it says that the others are there.
+        for made in sorted(work.iterdir(), key=lambda path: path.name == file.name):
+            made.replace(file.parent / made.name)
+
+
+def _save(source: _Source, folder: Path, attention: AttentionForm, path: Path, entry: ModelEntry) -> None:
+    if source.decoder is not None:
+        model = source.decoder(folder, attention)
+    else:
+        assert callable(source.onnx)
+        model = source.onnx(folder)
     model.metadata_props["source"] = ", ".join(f"{package.package} {package.version}" for package in entry.packages)
     model.metadata_props["licence"] = entry.licence
-    with working_folder(path.parent.parent) as work:
-        unfinished = work / path.name
-        ir.save(model, unfinished)
-        unfinished.replace(path)
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
+    ir.save(model, path, external_data=f"{path.name}.data" if weights > _LARGEST_EMBEDDED else None)
 
 
 def _builders_digest() -> str:
     folder = Path(__file__).parent
-    sources = b"".join((folder / module).read_bytes() for module in ("graph_builder.py", "bert.py", "llama.py"))
+    sources = b"".join(
+        (folder / module).read_bytes() for module in ("graph_builder.py", "bert.py", "gguf.py", "llama.py")
+    )
     return hashlib.sha256(sources).hexdigest()[:8]

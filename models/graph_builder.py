@@ -18,6 +18,8 @@ IR_VERSION = 8  # the one of ONNX 1.12, which introduced opset 17
 # would turn into NaN in Softmax.
 MASKED = np.float32(np.finfo(np.float32).min)
 
+MICROSOFT_DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
+
 Shape = tuple[int, ...]
 
 
@@ -60,13 +62,15 @@ class GraphBuilder:
         finally:
             self._modules.pop()
 
-    def node(self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, **attributes: object) -> ir.Value:
+    def node(
+        self, op_type: str, *inputs: ir.Value | None, outputs: int = 1, domain: str = "", **attributes: object
+    ) -> ir.Value:
         """Adds a node and returns its (first) output; the others are at `.producer().outputs`."""
         path = "/" + "/".join([*self._modules, op_type])
         count = self._uses[path]
         self._uses[path] += 1
         name = f"{path}_{count}" if count else path
-        values = self._tape.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, name=name)  # type: ignore[arg-type]
+        values = self._tape.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, domain=domain, name=name)  # type: ignore[arg-type]
         for index, value in enumerate(values):
             value.name = f"{name}_output_{index}"
         return values[0]
@@ -111,12 +115,13 @@ class GraphBuilder:
         """The finished model. Output values are renamed to the keys of `outputs`; their types must be set."""
         for output_name, value in outputs.items():
             value.name = output_name
+        domains = {node.domain for node in self._tape.nodes}
         graph = ir.Graph(
             inputs,
             list(outputs.values()),
             nodes=self._tape.nodes,
             initializers=self._tape.initializers,
-            opset_imports={"": OPSET},
+            opset_imports={"": OPSET} | ({MICROSOFT_DOMAIN: 1} if MICROSOFT_DOMAIN in domains else {}),
             name=name,
         )
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="ortolan.models")

@@ -8,12 +8,21 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from .graph_builder import MASKED, GraphBuilder, ModelBuildError, Shape, check_weights, set_type, tensor_value
+from .graph_builder import (
+    MASKED,
+    MICROSOFT_DOMAIN,
+    GraphBuilder,
+    ModelBuildError,
+    Shape,
+    check_weights,
+    set_type,
+    tensor_value,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_style: Literal["half", "interleaved"] = "half"
     tie_word_embeddings: bool = True
+    max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -84,22 +94,44 @@ def llama_weight_shapes(config: LlamaConfig) -> dict[str, Shape]:
     return shapes
 
 
-def build_llama(weights: Mapping[str, np.ndarray], config: LlamaConfig, name: str = "llama") -> ir.Model:
+AttentionForm = Literal["standard", "gqa"]
+
+
+def build_llama(
+    weights: Mapping[str, np.ndarray],
+    config: LlamaConfig,
+    name: str = "llama",
+    attention: AttentionForm = "standard",
+) -> ir.Model:
     """Builds a Llama decoder with cache inputs and outputs, opset 17, named as Optimum's exports are.
 
     weights: Hugging Face names -> arrays of any float dtype, stored as float32; see llama_weight_shapes.
+    attention: "standard": operators of ONNX alone, as Optimum exports. "gqa": ONNX Runtime's GroupQueryAttention (with
+        the rotary embedding inside, q_proj, k_proj and v_proj packed into one qkv_proj) and its fused norms, as its
+        GenAI model builder writes them; for max_position_embeddings tokens at most.
 
     Inputs: input_ids int64 [batch, sequence]; attention_mask int64 [batch, past_sequence + sequence] (1 = attend);
     position_ids int64 [batch, sequence]; for each layer N, past_key_values.N.key and .value float32
     [batch, num_key_value_heads, past_sequence, head_dim], where past_sequence may be 0.
     Outputs: logits float32 [batch, sequence, vocab_size]; for each layer, present.N.key and .value float32
     [batch, num_key_value_heads, past_sequence + sequence, head_dim].
+    With "gqa" there is no position_ids input, zeros of attention_mask may only stand at the end of a row, and the cache
+    may be shared: where one buffer for at least past_sequence + sequence tokens is given as past and as present,
+    the new keys and values are written behind the old ones, and nothing is copied.
 
     The graph always rotates halves, as Hugging Face's does: interleaved weights get their rows reordered, which changes
     the order inside the cached keys and nothing else.
 
-    Raises ModelBuildError when a weight is missing or has another shape than the configuration says.
+    Raises ModelBuildError when a weight is missing or has another shape than the configuration says; when `attention`
+    is unknown, or is "gqa" and head_dim no multiple of 16.
     """
+    if attention not in get_args(AttentionForm):
+        raise ModelBuildError(f"attention is {attention!r}; expected one of {', '.join(get_args(AttentionForm))}")
+    if attention == "gqa" and config.head_size % 16:
+        raise ModelBuildError(
+            f"head_dim is {config.head_size}; GroupQueryAttention wants a multiple of 16: build with "
+            "attention='standard'"
+        )
     shapes = llama_weight_shapes(config)
     check_weights(weights, shapes)
     arrays = {key: np.asarray(weights[key], dtype=np.float32) for key in shapes}
@@ -109,13 +141,19 @@ def build_llama(weights: Mapping[str, np.ndarray], config: LlamaConfig, name: st
                 key = f"model.layers.{layer}.self_attn.{projection}.weight"
                 arrays[key] = _interleaved_to_half(arrays[key], config.head_size)
         config = replace(config, rope_style="half")
-    return _LlamaBuilder(arrays, config).build(name)
+    builder = _GroupQueryLlamaBuilder if attention == "gqa" else _LlamaBuilder
+    return builder(arrays, config).build(name)
 
 
 def _interleaved_to_half(weight: np.ndarray, head_size: int) -> np.ndarray:
     """Reorders the rows of each head from (0, 1, 2, 3, …) to (0, 2, …, 1, 3, …)."""
     rows, columns = weight.shape
     return weight.reshape(-1, head_size // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _rotary_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians a position, of each rotated pair."""
+    return np.asarray(config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size))
 
 
 class _LlamaBuilder:
@@ -129,37 +167,45 @@ class _LlamaBuilder:
         total = "past_sequence + sequence"
         input_ids = tensor_value("input_ids", ir.DataType.INT64, ["batch", "sequence"])
         attention_mask = tensor_value("attention_mask", ir.DataType.INT64, ["batch", total])
-        position_ids = tensor_value("position_ids", ir.DataType.INT64, ["batch", "sequence"])
+        cache: list[int | str] = ["batch", config.num_key_value_heads, "past_sequence", config.head_size]
         past = [
-            tensor_value(
-                f"past_key_values.{layer}.{part}",
-                ir.DataType.FLOAT,
-                ["batch", config.num_key_value_heads, "past_sequence", config.head_size],
-            )
+            tensor_value(f"past_key_values.{layer}.{part}", ir.DataType.FLOAT, cache)
             for layer in range(config.num_hidden_layers)
             for part in ("key", "value")
         ]
-        outputs: dict[str, ir.Value] = {}
-
         with graph.module("model"):
             with graph.module("embed_tokens"):
-                hidden = graph.node("Gather", self.weight("model.embed_tokens.weight"), input_ids, axis=0)
-            mask = self.additive_mask(input_ids, attention_mask, past[0])
-            with graph.module("rotary_emb"):
-                rotation = self.rotation(position_ids)
-            for layer in range(config.num_hidden_layers):
-                with graph.module(f"layers.{layer}"):
-                    hidden, key, value = self.layer(hidden, mask, rotation, past[2 * layer : 2 * layer + 2], layer)
-                outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
-            with graph.module("norm"):
-                hidden = self.rms_norm(hidden, "model.norm.weight")
+                embedded = graph.node("Gather", self.weight("model.embed_tokens.weight"), input_ids, axis=0)
+            hidden, present, positions = self.decode(embedded, input_ids, attention_mask, past)
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         logits = graph.linear(hidden, "lm_head", self.weights[head])
 
         set_type(logits, ir.DataType.FLOAT, ["batch", "sequence", config.vocab_size])
-        for value in outputs.values():
-            set_type(value, ir.DataType.FLOAT, ["batch", config.num_key_value_heads, total, config.head_size])
-        return graph.model(name, [input_ids, attention_mask, position_ids, *past], {"logits": logits, **outputs})
+        cache[2] = total
+        outputs = {"logits": logits}
+        for before, value in zip(past, present, strict=True):
+            outputs[(before.name or "").replace("past_key_values", "present")] = set_type(
+                value, ir.DataType.FLOAT, cache
+            )
+        return graph.model(name, [input_ids, attention_mask, *positions, *past], outputs)
+
+    def decode(
+        self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+        """Embedded tokens -> normed hidden state; also the present cache, and the inputs that positions need."""
+        graph = self.graph
+        position_ids = tensor_value("position_ids", ir.DataType.INT64, ["batch", "sequence"])
+        mask = self.additive_mask(input_ids, attention_mask, past[0])
+        with graph.module("rotary_emb"):
+            rotation = self.rotation(position_ids)
+        present: list[ir.Value] = []
+        for layer in range(self.config.num_hidden_layers):
+            with graph.module(f"layers.{layer}"):
+                hidden, *cached = self.layer(hidden, mask, rotation, past[2 * layer : 2 * layer + 2], layer)
+            present += cached
+        with graph.module("norm"):
+            hidden = self.rms_norm(hidden, "model.norm.weight")
+        return hidden, present, [position_ids]
 
     def weight(self, key: str) -> ir.Value:
         return self.graph.weight(key, self.weights[key])
@@ -180,8 +226,7 @@ class _LlamaBuilder:
     def rotation(self, position_ids: ir.Value) -> tuple[ir.Value, ir.Value]:
         """cos and sin of position * frequency, float32 [batch, 1, sequence, head_dim]; both halves are equal."""
         graph, config = self.graph, self.config
-        exponents = np.arange(0, config.head_size, 2) / config.head_size
-        frequencies = (config.rope_theta**-exponents).astype(np.float32)
+        frequencies = _rotary_frequencies(config).astype(np.float32)
         positions = graph.unsqueeze(graph.node("Cast", position_ids, to=ir.DataType.FLOAT), 1, 3)
         angles = graph.node("Mul", positions, graph.constant(frequencies))
         angles = graph.node("Concat", angles, angles, axis=-1)
@@ -204,13 +249,16 @@ class _LlamaBuilder:
         hidden = graph.node("Add", hidden, attended)
         with graph.module("post_attention_layernorm"):
             normed = self.rms_norm(hidden, f"{prefix}.post_attention_layernorm.weight")
+        return graph.node("Add", hidden, self.mlp(normed, prefix)), key, value
+
+    def mlp(self, normed: ir.Value, prefix: str) -> ir.Value:
+        graph = self.graph
         with graph.module("mlp"):
             gate = self.linear(normed, f"{prefix}.mlp.gate_proj")
             with graph.module("act_fn"):
                 gate = graph.node("Mul", gate, graph.node("Sigmoid", gate))
             inner = graph.node("Mul", gate, self.linear(normed, f"{prefix}.mlp.up_proj"))
-            inner = self.linear(inner, f"{prefix}.mlp.down_proj")
-        return graph.node("Add", hidden, inner), key, value
+            return self.linear(inner, f"{prefix}.mlp.down_proj")
 
     def attention(
         self,
@@ -271,6 +319,95 @@ class _LlamaBuilder:
         return graph.node("Mul", self.weight(key), normed)
 
 
+class _GroupQueryLlamaBuilder(_LlamaBuilder):
+    """The graph that ONNX Runtime's GenAI model builder writes for CPUs: few nodes, most of them fused operators."""
+
+    def decode(
+        self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+        graph, config = self.graph, self.config
+        with graph.module("attn_mask_reformat"):
+            lengths = self.lengths(attention_mask)
+        angles = np.arange(config.max_position_embeddings)[:, None] * _rotary_frequencies(config)
+        rotation = [
+            self.graph.weight("cos_cache", np.cos(angles).astype(np.float32)),
+            self.graph.weight("sin_cache", np.sin(angles).astype(np.float32)),
+        ]
+        present: list[ir.Value] = []
+        # The last layer's output, still to be added to the hidden state: the next norm does both at once.
+        delta: ir.Value | None = None
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            with graph.module(f"layers.{layer}"):
+                with graph.module("input_layernorm"):
+                    normed, hidden = self.add_and_norm(hidden, delta, f"{prefix}.input_layernorm.weight")
+                with graph.module("self_attn"):
+                    attended, *cached = self.group_query_attention(
+                        normed, lengths, rotation, past[2 * layer : 2 * layer + 2], f"{prefix}.self_attn"
+                    )
+                present += cached
+                with graph.module("post_attention_layernorm"):
+                    normed, hidden = self.add_and_norm(hidden, attended, f"{prefix}.post_attention_layernorm.weight")
+                delta = self.mlp(normed, prefix)
+        with graph.module("norm"):
+            hidden, _ = self.add_and_norm(hidden, delta, "model.norm.weight")
+        return hidden, present, []
+
+    def lengths(self, attention_mask: ir.Value) -> list[ir.Value]:
+        """What GroupQueryAttention wants of the mask, int32: the last key's index [batch], the number of keys."""
+        graph = self.graph
+        tokens = graph.node("ReduceSum", attention_mask, graph.constant([1]), keepdims=0)
+        last = graph.node("Cast", graph.node("Sub", tokens, graph.constant([1])), to=ir.DataType.INT32)
+        return [last, graph.node("Cast", graph.shape_of(attention_mask, 1), to=ir.DataType.INT32)]
+
+    def add_and_norm(self, hidden: ir.Value, delta: ir.Value | None, key: str) -> tuple[ir.Value, ir.Value]:
+        """The norm of hidden + delta, and the sum."""
+        graph, weight, epsilon = self.graph, self.weight(key), self.config.rms_norm_eps
+        if delta is None:
+            return graph.node("SimplifiedLayerNormalization", hidden, weight, axis=-1, epsilon=epsilon), hidden
+        normed = graph.node(
+            "SkipSimplifiedLayerNormalization",
+            hidden,
+            delta,
+            weight,
+            outputs=4,
+            domain=MICROSOFT_DOMAIN,
+            epsilon=epsilon,
+        )
+        _, mean, deviation, total = normed.producer().outputs  # type: ignore[union-attr]
+        mean.name = deviation.name = ""  # optional outputs that nobody wants
+        return normed, total
+
+    def group_query_attention(
+        self,
+        hidden: ir.Value,
+        lengths: list[ir.Value],
+        rotation: list[ir.Value],
+        past: list[ir.Value],
+        prefix: str,
+    ) -> list[ir.Value]:
+        """The layer's output, present key and present value."""
+        graph, config = self.graph, self.config
+        packed = np.concatenate([self.weights[f"{prefix}.{part}_proj.weight"] for part in "qkv"])
+        qkv = graph.linear(hidden, f"{prefix}.qkv_proj", packed)
+        context = graph.node(
+            "GroupQueryAttention",
+            qkv,
+            None,
+            None,
+            *past,
+            *lengths,
+            *rotation,
+            outputs=3,
+            domain=MICROSOFT_DOMAIN,
+            num_heads=config.num_attention_heads,
+            kv_num_heads=config.num_key_value_heads,
+            do_rotary=1,
+        )
+        _, key, value = context.producer().outputs  # type: ignore[union-attr]
+        return [self.linear(context, f"{prefix}.o_proj"), key, value]
+
+
 def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, np.ndarray]]:
     """Reads a checkpoint in llama2.c's first format: 7 int32, then the float32 weights in a fixed order.
 
@@ -298,6 +435,7 @@ def read_llama2c(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, n
         num_key_value_heads=kv_heads,
         rope_style="interleaved",
         tie_word_embeddings=tied,
+        max_position_embeddings=max_positions,
     )
 
     shapes = llama_weight_shapes(config)

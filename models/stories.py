@@ -1,25 +1,20 @@
-"""Text in and out of the stories15m model: llama2.c's tokenizer and greedy generation with a key/value cache."""
+"""Text in and out of the stories15m model: llama2.c's tokenizer."""
 
 from __future__ import annotations
 
 import os
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ..errors import OrtolanError
-
-if TYPE_CHECKING:
-    import onnxruntime as ort
 
 BOS = 1
 EOS = 2
 _FIRST_BYTE_TOKEN = 3
 _FIRST_TEXT_TOKEN = _FIRST_BYTE_TOKEN + 256
+_GONE = -1
 
 
 class TokenizerError(OrtolanError):
@@ -28,6 +23,9 @@ class TokenizerError(OrtolanError):
 
 class Llama2cTokenizer:
     """The byte-pair tokenizer of llama2.c (its tokenizer.bin): 3 control tokens, 256 byte tokens, then text."""
+
+    start = BOS
+    stop = frozenset({BOS, EOS})
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Reads tokenizer.bin. Raises TokenizerError when it is cut short or too small."""
@@ -58,16 +56,36 @@ class Llama2cTokenizer:
             raw = character.encode()
             known = self._ids.get(raw)
             ids += [known] if known is not None else [byte + _FIRST_BYTE_TOKEN for byte in raw]
-        while True:
-            merges = [
-                (index, merged)
-                for index, (left, right) in enumerate(pairwise(ids))
-                if (merged := self._ids.get(self.pieces[left] + self.pieces[right])) is not None
-            ]
-            if not merges:
-                return [BOS, *ids]
-            index, merged = max(merges, key=lambda merge: self.scores[merge[1]])
-            ids[index : index + 2] = [merged]
+        return [BOS, *self._merge(ids)]
+
+    def _merge(self, ids: list[int]) -> list[int]:
+        """Merges the pair with the best score, the leftmost of equals, until none is left."""
+        following = [*range(1, len(ids)), -1]
+        preceding = list(range(-1, len(ids) - 1))
+        # (-score, position, left id, right id, merged id): where the ids at the position have changed, it is stale.
+        heap: list[tuple[float, int, int, int, int]] = []
+
+        def push(left: int) -> None:
+            if left < 0 or (right := following[left]) < 0:
+                return
+            merged = self._ids.get(self.pieces[ids[left]] + self.pieces[ids[right]])
+            if merged is not None:
+                heappush(heap, (-self.scores[merged], left, ids[left], ids[right], merged))
+
+        for position in range(len(ids) - 1):
+            push(position)
+        while heap:
+            _, left, left_id, right_id, merged = heappop(heap)
+            right = following[left]
+            if ids[left] != left_id or right < 0 or ids[right] != right_id:
+                continue
+            ids[left], ids[right] = merged, _GONE
+            following[left] = following[right]
+            if following[right] >= 0:
+                preceding[following[right]] = left
+            push(preceding[left])
+            push(left)
+        return [index for index in ids if index != _GONE]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens left out; after BOS, the space that encode put there is left out too.
@@ -81,32 +99,3 @@ class Llama2cTokenizer:
         )
         text = raw.decode(errors="replace")
         return text.removeprefix(" ") if ids and ids[0] == BOS else text
-
-
-def generate(session: ort.InferenceSession, prompt: Sequence[int], max_new_tokens: int = 200) -> list[int]:
-    """Continues `prompt` with the most likely tokens, until BOS or EOS comes or `max_new_tokens` are made.
-
-    session: a decoder with inputs and outputs as build_llama makes them.
-    prompt: at least one token id. Returns the new ids only, without the BOS or EOS.
-    """
-    past = {
-        value.name: np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
-        for value in session.get_inputs()
-        if value.name.startswith("past_key_values.")
-    }
-    outputs = ["logits", *(name.replace("past_key_values", "present") for name in past)]
-    step = np.array([prompt], np.int64)
-    seen = 0
-    made: list[int] = []
-    while len(made) < max_new_tokens:
-        positions = np.arange(seen, seen + step.shape[1], dtype=np.int64)[None, :]
-        seen += step.shape[1]
-        feeds = {"input_ids": step, "position_ids": positions, "attention_mask": np.ones((1, seen), np.int64)}
-        logits, *present = session.run(outputs, feeds | past)
-        token = int(logits[0, -1].argmax())
-        if token in (BOS, EOS):
-            break
-        made.append(token)
-        past = dict(zip(past, present, strict=True))
-        step = np.array([[token]], np.int64)
-    return made

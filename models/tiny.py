@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from .bert import BertConfig, bert_weight_shapes, build_bert
 from .graph_builder import GraphBuilder, ModelBuildError, Shape, set_type, tensor_value
-from .llama import LlamaConfig, build_llama, llama_weight_shapes
+from .llama import AttentionForm, LlamaConfig, build_llama, llama_weight_shapes
 
 LinearForm = Literal["matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"]
 
@@ -61,13 +61,13 @@ def tiny_bert(seed: int = 0, **overrides: Any) -> ir.Model:
     return build_bert(random_weights(bert_weight_shapes(config), seed), config, name="tiny_bert")
 
 
-def tiny_llama(seed: int = 0, **overrides: Any) -> ir.Model:
+def tiny_llama(seed: int = 0, attention: AttentionForm = "standard", **overrides: Any) -> ir.Model:
     """A Llama decoder with cache as build_llama makes it, of configuration TINY_LLAMA with `overrides`.
 
     Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
     """
     config = LlamaConfig(**{**vars(TINY_LLAMA), **overrides})
-    return build_llama(random_weights(llama_weight_shapes(config), seed), config, name="tiny_llama")
+    return build_llama(random_weights(llama_weight_shapes(config), seed), config, "tiny_llama", attention)
 
 
 def mlp(

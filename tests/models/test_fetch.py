@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from importlib import import_module
 
+import onnx_ir as ir
 import pytest
 
 from ortolan.errors import OrtolanError
@@ -223,7 +224,9 @@ def test_unknown_names_list_the_known_ones():
     with pytest.raises(ManifestError, match=r"known models: .*all-minilm-l6-v2.*stories15m"):
         fetching.fetch("all-minilm")
     with pytest.raises(OrtolanError, match="known models: all-minilm-l6-v2"):
-        catalog.get_model("smollm2-135m-instruct")
+        catalog.get_model("all-mpnet-base-v2")
+    with pytest.raises(ManifestError, match=r"'all-minilm-l6-v2' comes in one form.*these do: stories15m"):
+        catalog.get_model("all-minilm-l6-v2", attention="gqa")
 
 
 def test_the_manifest_is_well_formed():
@@ -250,10 +253,30 @@ def test_a_model_is_built_once(entry, cache, downloads, monkeypatch):
     monkeypatch.setattr(catalog, "find_entry", lambda name: entry)
     monkeypatch.setattr(catalog, "fetch", lambda name, cache_dir, progress: fetching.fetch_entry(entry, cache_dir))
     build = lambda folder: built.append(folder) or tiny.mlp()  # noqa: E731
-    monkeypatch.setitem(catalog._CATALOG, "fake-model", (build, "tokenizer.json"))
+    monkeypatch.setitem(catalog._CATALOG, "fake-model", catalog._Source(build, tokenizer="tokenizer.json"))
     files = [catalog.get_model("fake-model", cache) for _ in range(2)]
     assert files[0] == files[1]
     assert files[0].onnx.is_file() and files[0].tokenizer.is_file()
     assert files[0].licence == "MIT"
     assert len(built) == 1
     assert list(cache.iterdir()) == [files[0].onnx.parent]
+
+
+def test_forms_of_a_decoder_and_written_tokenizers(entry, cache, downloads, monkeypatch):
+    from ortolan.models import tiny
+
+    monkeypatch.setattr(catalog, "find_entry", lambda name: entry)
+    monkeypatch.setattr(catalog, "fetch", lambda name, cache_dir, progress: fetching.fetch_entry(entry, cache_dir))
+    source = catalog._Source(
+        decoder=lambda folder, attention: tiny.tiny_llama(attention=attention, head_dim=16),
+        tokenizer=lambda folder, path: path.write_text(str((folder / "tokenizer.json").stat().st_size)),
+    )
+    monkeypatch.setitem(catalog._CATALOG, "fake-model", source)
+    monkeypatch.setattr(catalog, "_LARGEST_EMBEDDED", 0)
+    standard = catalog.get_model("fake-model", cache)
+    gqa = catalog.get_model("fake-model", cache, attention="gqa")
+    assert standard.onnx != gqa.onnx and standard.tokenizer == gqa.tokenizer
+    assert standard.tokenizer.read_text().isdigit()
+    for files, op_type in ((standard, "Softmax"), (gqa, "GroupQueryAttention")):
+        assert files.onnx.stat().st_size < files.onnx.with_name(f"{files.onnx.name}.data").stat().st_size
+        assert op_type in {node.op_type for node in ir.load(files.onnx).graph}

@@ -33,6 +33,7 @@ class Decoder:
         if positions is None:
             positions = np.broadcast_to(np.arange(start, self.mask.shape[1]), ids.shape)
         feeds = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions, **self.past}
+        feeds = {value.name: feeds[value.name] for value in self.session.get_inputs()}
         names = ["logits", *(name.replace("past_key_values", "present") for name in self.past)]
         logits, *present = self.session.run(names, feeds)
         self.past = dict(zip(self.past, present, strict=True))
@@ -96,12 +97,15 @@ def random_ids(batch: int, sequence: int) -> np.ndarray:
     return np.random.default_rng(3).integers(0, tiny.TINY_LLAMA.vocab_size, (batch, sequence))
 
 
+@pytest.mark.parametrize("attention", ["standard", "gqa"])
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
-def test_equals_numpy(overrides):
+def test_equals_numpy(overrides, attention):
     config = replace(tiny.TINY_LLAMA, **overrides)
+    if attention == "gqa":
+        config = replace(config, head_dim=48 if "head_dim" in overrides else 16)
     weights = tiny.random_weights(llama_weight_shapes(config), seed=7)
     ids = random_ids(2, 9)
-    found = Decoder(tiny.tiny_llama(seed=7, **overrides), config, batch=2).step(ids)
+    found = Decoder(build_llama(weights, config, attention=attention), config, batch=2).step(ids)
     np.testing.assert_allclose(found, [reference_llama(weights, config, row) for row in ids], atol=1e-4)
 
 
@@ -129,6 +133,24 @@ def test_left_padding_changes_nothing():
     np.testing.assert_allclose(logits[:, 3:], Decoder(model, config).step(ids), atol=1e-4)
 
 
+def test_group_query_attention_with_a_cache_and_rows_of_two_lengths():
+    config = replace(tiny.TINY_LLAMA, head_dim=16)
+    weights = tiny.random_weights(llama_weight_shapes(config), seed=2)
+    model = build_llama(weights, config, attention="gqa")
+    assert [node.op_type for node in model.graph].count("GroupQueryAttention") == config.num_hidden_layers
+    ids = random_ids(2, 9)
+    cached = Decoder(model, config, batch=2)
+    first = cached.step(ids[:, :8])
+    expected = [reference_llama(weights, config, row) for row in ids]
+    np.testing.assert_allclose(np.concatenate([first, cached.step(ids[:, 8:])], axis=1), expected, atol=1e-4)
+    # Padding stands at the end.
+    mask = np.ones_like(ids)
+    mask[1, 5:] = 0
+    found = Decoder(model, config, batch=2).step(ids, mask)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
+    np.testing.assert_allclose(found[1, :5], expected[1][:5], atol=1e-4)
+
+
 def test_passes_the_checker_and_names_values_like_optimum():
     proto = ir.to_proto(tiny.tiny_llama())
     onnx.checker.check_model(proto, full_check=True)
@@ -148,6 +170,8 @@ def test_passes_the_checker_and_names_values_like_optimum():
         ({"hidden_size": 50}, "give head_dim"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"rope_style": "quarter"}, "rope_style is 'quarter'"),
+        ({"attention": "flash"}, "attention is 'flash'; expected one of standard, gqa"),
+        ({"attention": "gqa"}, "head_dim is 12; GroupQueryAttention wants a multiple of 16"),
     ],
 )
 def test_impossible_configurations_are_refused(overrides, message):
@@ -155,7 +179,8 @@ def test_impossible_configurations_are_refused(overrides, message):
         tiny.tiny_llama(**overrides)
 
 
-def write_llama2c(path, config, weights, positions=16):
+def write_llama2c(path, config, weights):
+    positions = config.max_position_embeddings
     order = ["input_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo"), "post_attention_layernorm"]
     order += [f"mlp.{name}_proj" for name in ("gate", "down", "up")]
     arrays = [weights["model.embed_tokens.weight"]]
@@ -172,7 +197,7 @@ def write_llama2c(path, config, weights, positions=16):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama2c_checkpoint_round_trip(tmp_path, tied):
-    config = replace(tiny.TINY_LLAMA, rope_style="interleaved", tie_word_embeddings=tied)
+    config = replace(tiny.TINY_LLAMA, rope_style="interleaved", tie_word_embeddings=tied, max_position_embeddings=16)
     weights = tiny.random_weights(llama_weight_shapes(config))
     write_llama2c(tmp_path / "model.bin", config, weights)
     found_config, found = read_llama2c(tmp_path / "model.bin")

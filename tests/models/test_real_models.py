@@ -7,7 +7,9 @@ import pytest
 
 from ortolan.models import get_model
 from ortolan.models.embed import SentenceEncoder
-from ortolan.models.stories import Llama2cTokenizer, generate
+from ortolan.models.evaluate import sample_texts, score_texts, score_tokens
+from ortolan.models.generate import Decoder, generate
+from ortolan.models.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.network
 
@@ -40,9 +42,49 @@ def test_minilm_is_a_valid_model(minilm):
     assert make_session(minilm.onnx).run(None, feeds)[0].shape == (1, 3, 384)
 
 
-def test_stories15m_tells_a_story():
-    files = get_model("stories15m")
-    tokenizer = Llama2cTokenizer(files.tokenizer)
+@pytest.mark.parametrize("attention", ["standard", "gqa"])
+def test_stories15m_tells_a_story(attention):
+    files = get_model("stories15m", attention=attention)
+    tokenizer = load_tokenizer(files.tokenizer)
     prompt = tokenizer.encode("Once upon a time")
-    story = tokenizer.decode(prompt + generate(make_session(files.onnx), prompt, max_new_tokens=40))
+    story = tokenizer.decode(prompt + generate(make_session(files.onnx), prompt, 40, stop=tokenizer.stop))
     assert story.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside")
+
+
+def test_stories15m_predicts_stories():
+    files = get_model("stories15m")
+    session = make_session(files.onnx)
+    tokenizer = load_tokenizer(files.tokenizer)
+    text = "Once upon a time, there was a little dog. He loved to play with his ball. One day, the ball was gone."
+    own = score_texts(session, sample_texts(session, tokenizer.start, 512))
+    assert score_tokens(session, tokenizer.encode(text)).cross_entropy < 2
+    assert 0.8 < own.cross_entropy < 1.6
+    assert (
+        score_tokens(session, tokenizer.encode("Quarterly revenue fell short of the board's guidance.")).perplexity > 50
+    )
+
+
+@pytest.fixture(scope="module", params=["standard", "gqa"])
+def smollm2(request):
+    pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    files = get_model("smollm2-135m-instruct", attention=request.param)
+    return make_session(files.onnx), load_tokenizer(files.tokenizer), 256 if request.param == "gqa" else None
+
+
+def test_smollm2_answers(smollm2):
+    session, tokenizer, cache_length = smollm2
+    prompt = tokenizer.encode("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    answer = tokenizer.decode(generate(Decoder(session, cache_length), prompt, 30, stop=tokenizer.stop))
+    assert answer == "The capital of France is Paris."
+
+
+def test_smollm2_predicts_english(smollm2):
+    session, tokenizer, _ = smollm2
+    text = "The Roman Empire was one of the largest empires in the history of the world. At its height it covered "
+    text += "much of Europe, North Africa and the Middle East, and it was ruled by an emperor from the city of Rome."
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert score_tokens(session, ids).perplexity < 12
+    shuffled = np.random.default_rng(0).permutation(ids).tolist()
+    assert score_tokens(session, shuffled).perplexity > 500

@@ -1,14 +1,11 @@
-"""llama2.c's tokenizer on a small vocabulary, and greedy generation on a random model."""
+"""llama2.c's tokenizer on a small vocabulary."""
 
 import struct
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
-from ortolan.models import tiny
-from ortolan.models.stories import BOS, Llama2cTokenizer, TokenizerError, generate
+from ortolan.models.stories import BOS, Llama2cTokenizer, TokenizerError
 
 TEXT_PIECES = [" ", "a", "b", "c", "é", "ab", "bc", " a", "abc", " abc"]
 
@@ -60,22 +57,23 @@ def test_broken_files_are_refused(tokenizer_path):
             Llama2cTokenizer(tokenizer_path)
 
 
-def test_generation_is_greedy_and_uses_the_cache():
-    session = ort.InferenceSession(
-        ir.to_proto(tiny.tiny_llama()).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    prompt = [1, 20, 30]
-    made = generate(session, prompt, max_new_tokens=6)
-    config = tiny.TINY_LLAMA
-    empty = np.zeros((1, config.num_key_value_heads, 0, config.head_size), np.float32)
-    past = {f"past_key_values.{layer}.{part}": empty for layer in range(2) for part in ("key", "value")}
-    expected = list(prompt)
-    while len(expected) < len(prompt) + 6:
-        ids = np.array([expected])
-        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
-        token = int(session.run(["logits"], feeds | past)[0][0, -1].argmax())
-        if token in (1, 2):
-            break
-        expected.append(token)
-    assert made == expected[len(prompt) :]
-    assert made
+def merge_one_at_a_time(tokenizer, ids):
+    """llama2.c's loop: merge the leftmost pair of the best score, until there is none."""
+    pieces, scores = tokenizer.pieces, tokenizer.scores
+    known = {piece: index for index, piece in enumerate(pieces) if index >= 259}
+    while True:
+        pairs = [(i, known.get(pieces[ids[i]] + pieces[ids[i + 1]])) for i in range(len(ids) - 1)]
+        pairs = [pair for pair in pairs if pair[1] is not None]
+        if not pairs:
+            return ids
+        index, merged = max(pairs, key=lambda pair: scores[pair[1]])
+        ids = [*ids[:index], merged, *ids[index + 2 :]]
+
+
+def test_long_texts_merge_as_in_llama2c(tokenizer_path):
+    tokenizer = Llama2cTokenizer(tokenizer_path)
+    text = "".join(np.random.default_rng(0).choice(list("  aabbccé\n"), 400))
+    singles = [id for character in " " + text for id in (ids_of(character) if character != "\n" else [3 + 0x0A])]
+    expected = merge_one_at_a_time(tokenizer, singles)
+    assert tokenizer.encode(text) == [BOS, *expected]
+    assert len(expected) < len(singles) - 20

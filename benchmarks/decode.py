@@ -1,0 +1,263 @@
+"""A decoder, whole: tokens a second of prompt processing and of decoding, fp32 against 4-bit peers and recipes.
+
+python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--variant NAME=PATH …] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import OrtolanError, VerificationError
+from ..models import get_model
+from ..models.generate import Decoder, shares_cache
+from ..optimize import optimize_onnx
+from ..session import create_session
+from .matmul_nbits import make_matmul_nbits
+from .result import versions_line
+from .timing import pinned
+
+PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds: prompt [rounds], decode [rounds, steps]. The same step has the same length of context in each round."""
+
+    prompt_tokens: int
+    prompt: np.ndarray
+    decode: np.ndarray
+
+    @property
+    def prompt_rates(self) -> tuple[float, float]:
+        """Tokens a second, by the fastest round and by the median one."""
+        return self.prompt_tokens / float(self.prompt.min()), self.prompt_tokens / float(np.median(self.prompt))
+
+    @property
+    def decode_rates(self) -> tuple[float, float]:
+        """Tokens a second over all steps, of each step the fastest or the median round: a step that the system
+        interrupts spoils itself, not its round."""
+        steps = self.decode.shape[1]
+        best, median = self.decode.min(axis=0).sum(), np.median(self.decode, axis=0).sum()
+        return steps / float(best), steps / float(median)
+
+
+def measure(
+    decoders: Mapping[str, Decoder], prompt: Sequence[int], decode_tokens: int, rounds: int
+) -> dict[str, Speed]:
+    """Times prompt and decode steps (greedy), the decoders in turn, after a round that does not count."""
+    times: dict[str, list[list[float]]] = {name: [] for name in decoders}
+    for _ in range(rounds + 1):
+        for name, decoder in decoders.items():
+            decoder.reset()
+            tokens: Sequence[int] = prompt
+            stamps = [time.perf_counter()]
+            for _ in range(1 + decode_tokens):
+                tokens = [int(decoder.step(tokens)[-1].argmax())]
+                stamps.append(time.perf_counter())
+            times[name].append(np.diff(stamps).tolist())
+    speeds = {}
+    for name, rows in times.items():
+        seconds = np.array(rows[1:])
+        speeds[name] = Speed(len(prompt), seconds[:, 0], seconds[:, 1:])
+    return speeds
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """What nodes of one operator, in modules of one name ("gate_proj"), take of a decode step."""
+
+    op_type: str
+    module: str
+    nodes: int
+    microseconds: float
+
+
+def profile_decode(
+    open_decoder: Callable[[ort.SessionOptions], Decoder],
+    options: ort.SessionOptions,
+    prompt: Sequence[int],
+    steps: int,
+    folder: Path,
+) -> tuple[list[ProfileRow], float]:
+    """Where a decode step's time goes, by ONNX Runtime's profiler; also the microseconds of a whole step.
+
+    The profiler itself costs time between the nodes, so the step is slower than an unprofiled one.
+    """
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "decode")
+    decoder = open_decoder(options)
+    token = int(decoder.step(prompt)[-1].argmax())
+    for _ in range(steps + 1):
+        token = int(decoder.step([token])[-1].argmax())
+    return read_profile(decoder.session.end_profiling(), skip_runs=2)
+
+
+def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], float]:
+    """A typical run in one of the profiler's files, without the first runs: the sums, by operator and module, of each
+    node's median time, and the median time of a run, in microseconds.
+
+    Raises OrtolanError when there are not so many runs.
+    """
+    events = json.loads(Path(path).read_text())
+    runs = [event for event in events if event["name"] == "model_run"][skip_runs:]
+    if not runs:
+        raise OrtolanError(f"{path} holds no runs after the first {skip_runs}; run the model more often")
+    durations: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= runs[0]["ts"]:
+            durations[event["args"]["op_name"], event["name"].removesuffix("_kernel_time")].append(event["dur"])
+    medians: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for (op_type, node), found in durations.items():
+        parts = node.split("/")
+        medians[op_type, parts[-2] if len(parts) > 1 else ""].append(statistics.median(found))
+    rows = [ProfileRow(*key, nodes=len(found), microseconds=sum(found)) for key, found in medians.items()]
+    return sorted(rows, key=lambda row: -row.microseconds), statistics.median(run["dur"] for run in runs)
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    return options
+
+
+def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
+    return Decoder(create_session(path, options), cache_length if shares_cache(path) else None)
+
+
+def make_variants(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[str, Path]:
+    """Name -> ONNX file, made in `folder` unless already there."""
+    variants: dict[str, Path] = {}
+    for attention in arguments.attention:
+        suffix = f" {attention}" if len(arguments.attention) > 1 else ""
+        source = get_model(arguments.model, progress=console.print, attention=attention).onnx
+        variants[f"fp32{suffix}"] = source
+
+        def make(name: str, write: Callable[[Path], object], source: Path = source, suffix: str = suffix) -> None:
+            path = folder / f"{source.stem} {name}.onnx".replace(" ", "-")
+            if not path.is_file():
+                console.print(f"making {path.name}")
+                try:
+                    write(path)
+                except VerificationError as error:
+                    console.print(f"left out: {error}")
+                    return
+            variants[f"{name}{suffix}"] = path
+
+        for name, (block_size, level) in PEERS.items():
+            make(name, lambda path, s=source, b=block_size, a=level: make_matmul_nbits(s, path, b, a))  # type: ignore[misc]
+        for recipe in arguments.recipe:
+            for sparsity in arguments.sparsity:
+                make(
+                    f"{recipe} {sparsity:.0%}",
+                    lambda path, s=source, r=recipe, z=sparsity: optimize_onnx(  # type: ignore[misc]
+                        s, path, recipe=r, options={"sparsity": z}
+                    ),
+                )
+    for variant in arguments.variant:
+        name, _, path = variant.partition("=")
+        variants[name] = Path(path)
+    return variants
+
+
+def file_megabytes(path: Path) -> float:
+    data = path.with_name(f"{path.name}.data")
+    return (path.stat().st_size + (data.stat().st_size if data.is_file() else 0)) / 1e6
+
+
+def speed_table(title: str, speeds: Mapping[str, Speed], variants: Mapping[str, Path], against: str) -> Table:
+    table = Table(title=title, title_justify="left", caption=f"ratios: to {against}; tokens/s: best / median")
+    for column in ("", "MB", "prompt, tokens/s", "ratio", "decode, tokens/s", "ratio"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    yardstick = speeds[against]
+    for name, speed in speeds.items():
+        cells = []
+        for rates, others in (
+            (speed.prompt_rates, yardstick.prompt_rates),
+            (speed.decode_rates, yardstick.decode_rates),
+        ):
+            cells += [f"{rates[0]:.1f} / {rates[1]:.1f}", f"{rates[0] / others[0]:.2f}x"]
+        table.add_row(name, f"{file_megabytes(variants[name]):.0f}", *cells)
+    return table
+
+
+def profile_table(name: str, rows: Sequence[ProfileRow], whole: float) -> Table:
+    table = Table(title=f"{name}: a decode step by node, profiled", title_justify="left")
+    for column in ("operator", "module", "nodes", "us", "share"):
+        table.add_column(column, justify="left" if column in ("operator", "module") else "right")
+    outside = whole - sum(row.microseconds for row in rows)
+    for row in [*rows, ProfileRow("(between the nodes)", "", 0, outside)]:
+        if row.microseconds >= 0.002 * whole:
+            table.add_row(
+                row.op_type, row.module, str(row.nodes), f"{row.microseconds:.0f}", f"{row.microseconds / whole:.1%}"
+            )
+    table.add_row("step", "", str(sum(row.nodes for row in rows)), f"{whole:.0f}", "")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a decoder that get_model knows")
+    parser.add_argument(
+        "--attention", nargs="+", default=["gqa"], choices=["standard", "gqa"], help="form of the graph"
+    )
+    parser.add_argument("--recipe", nargs="*", default=["sparse-int4", "sparse-int8", "sparse-bf16"])
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.0, 0.5])
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME=PATH", help="an ONNX file to time too")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--decode-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="keeps the files made, for the next run; a temporary one else")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a decode step goes")
+    arguments = parser.parse_args()
+    for variant in arguments.variant:
+        if not Path(variant.partition("=")[2]).is_file():
+            parser.error(f"--variant: expected NAME=PATH of an ONNX file, found {variant!r}")
+
+    console = Console(width=140)
+    with tempfile.TemporaryDirectory() as temporary, pinned(arguments.threads):
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        variants = make_variants(arguments, folder, console)
+        cache_length = arguments.prompt_tokens + arguments.decode_tokens
+        decoders = {
+            name: open_decoder(path, session_options(arguments.threads), cache_length)
+            for name, path in variants.items()
+        }
+        vocabulary = min(decoder.vocabulary for decoder in decoders.values())
+        prompt = np.random.default_rng(0).integers(0, vocabulary, arguments.prompt_tokens).tolist()
+        speeds = measure(decoders, prompt, arguments.decode_tokens, arguments.rounds)
+        title = (
+            f"{versions_line()} · {arguments.model} · threads {arguments.threads} · prompt {arguments.prompt_tokens}, "
+            f"decode {arguments.decode_tokens} tokens, {arguments.rounds} rounds"
+        )
+        against = next((name for name in variants if name.startswith("MatMulNBits g32")), next(iter(variants)))
+        console.print(speed_table(title, speeds, variants, against))
+        if arguments.profile:
+            del decoders
+            for name, path in variants.items():
+                rows, whole = profile_decode(
+                    lambda options, p=path: open_decoder(p, options, cache_length),  # type: ignore[misc]
+                    session_options(arguments.threads),
+                    prompt,
+                    arguments.decode_tokens - 1,
+                    Path(temporary),
+                )
+                console.print(profile_table(name, rows, whole))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The peer of 4-bit layers: a model's linear layers in ONNX Runtime's own form, MatMulNBits."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+
+def make_matmul_nbits(
+    model_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    block_size: int,
+    accuracy_level: int,
+    *,
+    symmetric: bool = True,
+) -> None:
+    """Rounds every MatMul with constant weights to 4 bits (round to nearest), as ONNX Runtime's own quantizer does it.
+
+    block_size: weights to a scale, 16, 32, 64, 128 or 256. accuracy_level: 0 computes in fp32, 4 with activations
+    rounded to int8. symmetric: no zero points. Weights go to `<out_path>.data`.
+    """
+    import onnx
+    from onnxruntime.quantization import matmul_nbits_quantizer
+
+    logging.getLogger(matmul_nbits_quantizer.__name__).setLevel(logging.WARNING)  # it tells of every node
+    out_path = Path(out_path)
+    quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
+        onnx.load(os.fspath(model_path)),
+        bits=4,
+        block_size=block_size,
+        is_symmetric=symmetric,
+        accuracy_level=accuracy_level,
+    )
+    quantizer.process()
+    data = out_path.with_name(f"{out_path.name}.data")
+    data.unlink(missing_ok=True)  # the writer appends
+    quantizer.model.save_model_to_file(str(out_path), use_external_data_format=True)

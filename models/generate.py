@@ -1,0 +1,195 @@
+"""Runs decoders that keep a key/value cache: token by token, greedily or by sampling, without copying the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import OrtolanError
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+_PAST, _PRESENT = "past_key_values.", "present."
+_TYPES: dict[str, type[np.floating]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class Decoder:
+    """One sequence being decoded by an ONNX Runtime session, and its cache.
+
+    The cache never passes through numpy. It is kept in one of two ways:
+    - growing (any decoder): each step's present.N.* outputs are the next step's past_key_values.N.* inputs, as they
+      are; but inside the graph, the node that appends (Concat, or GroupQueryAttention) copies all of it at each step,
+      and each step binds every input and output anew.
+    - shared (graphs of GroupQueryAttention only): one buffer, which is both past and present, is written in place.
+
+    length: the number of tokens in the cache. session: the one given.
+    """
+
+    def __init__(self, session: ort.InferenceSession, cache_length: int | None = None) -> None:
+        """session: a decoder with inputs and outputs as Optimum and ONNX Runtime GenAI name them: input_ids int64
+            [batch, sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim], optionally
+            attention_mask int64 [batch, past_sequence + sequence] and position_ids int64 [batch, sequence]; logits
+            [batch, sequence, vocabulary], present.N.key and .value.
+        cache_length: None: a growing cache. A number: a shared one for that many tokens; only for graphs in which
+            GroupQueryAttention keeps the cache (see shares_cache).
+
+        Raises OrtolanError when the session has other inputs, or no cache of known size.
+        """
+        self.session = session
+        inputs = {value.name: value for value in session.get_inputs()}
+        self._outputs = {value.name: value for value in session.get_outputs()}
+        self._past = [name for name in inputs if name.startswith(_PAST)]
+        self._present = [name.replace(_PAST, _PRESENT, 1) for name in self._past]
+        unknown = inputs.keys() - {"input_ids", "attention_mask", "position_ids", *self._past}
+        missing = {"logits", *self._present} - self._outputs.keys()
+        if unknown or missing or not self._past or "input_ids" not in inputs:
+            raise OrtolanError(
+                f"the model is no decoder with a cache: inputs {', '.join(inputs)}, outputs "
+                f"{', '.join(self._outputs)}; expected input_ids, attention_mask, position_ids, "
+                f"{_PAST}N.key and .value, and the outputs logits, {_PRESENT}N.key and .value"
+            )
+        self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
+        # Heads, head size and type of each one: those of keys and values may differ.
+        self._caches = [(_dimension(inputs[n], 1), _dimension(inputs[n], 3), _dtype(inputs[n])) for n in self._past]
+        self.vocabulary = _dimension(self._outputs["logits"], 2)
+        self._logits_dtype = _dtype(self._outputs["logits"])
+        self.cache_length = cache_length
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        import onnxruntime as ort
+
+        self.length = 0
+        self._binding: Any = self.session.io_binding()
+        self._values: list[Any] = [
+            ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, self.cache_length or 0, size), dtype))
+            for heads, size, dtype in self._caches
+        ]
+        if self.cache_length is not None:
+            for past, present, value in zip(self._past, self._present, self._values, strict=True):
+                self._binding.bind_ortvalue_input(past, value)
+                self._binding.bind_ortvalue_output(present, value)
+
+    def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller.
+
+        Raises OrtolanError when there are no tokens, or more than fit into a shared cache.
+        """
+        tokens = np.ascontiguousarray(ids, np.int64).reshape(1, -1)
+        count = tokens.shape[1]
+        total = self.length + count
+        if count == 0:
+            raise OrtolanError("no tokens to decode; give at least one")
+        if self.cache_length is not None and total > self.cache_length:
+            raise OrtolanError(
+                f"the cache is for {self.cache_length} tokens; {self.length} are in it, and {count} more do not fit: "
+                "give a larger cache_length"
+            )
+        binding = self._binding
+        # The binding refers to these arrays' memory; they live until the run is over.
+        logits: np.ndarray = np.empty((1, count, self.vocabulary), self._logits_dtype)
+        feeds = {"input_ids": tokens}
+        if self._has_mask:
+            feeds["attention_mask"] = np.ones((1, total), np.int64)
+        if self._has_positions:
+            feeds["position_ids"] = np.arange(self.length, total, dtype=np.int64)[None]
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("logits", "cpu", 0, self._logits_dtype, logits.shape, logits.ctypes.data)
+        if self.cache_length is None:
+            for past, present, value in zip(self._past, self._present, self._values, strict=True):
+                binding.bind_ortvalue_input(past, value)
+                binding.bind_output(present, "cpu")
+        self.session.run_with_iobinding(binding)
+        if self.cache_length is None:
+            # In the order in which they were bound first.
+            self._values = binding.get_outputs()[1:]
+        self.length = total
+        return logits.reshape(count, self.vocabulary)
+
+
+def _dimension(value: Any, axis: int) -> int:
+    size = value.shape[axis] if len(value.shape) > axis else None
+    if not isinstance(size, int):
+        raise OrtolanError(
+            f"{value.name!r} has shape {value.shape}, expected a number at axis {axis}; export the model with it fixed"
+        )
+    return size
+
+
+def _dtype(value: Any) -> type[np.floating]:
+    if value.type not in _TYPES:
+        raise OrtolanError(f"{value.name!r} is a {value.type}, expected one of {', '.join(_TYPES)}")
+    return _TYPES[value.type]
+
+
+def shares_cache(path: str | os.PathLike[str]) -> bool:
+    """Whether a model file's cache may be shared between past and present: only GroupQueryAttention writes in place."""
+    import onnx
+
+    graph = onnx.load(os.fspath(path), load_external_data=False).graph
+    return any(node.op_type == "GroupQueryAttention" for node in graph.node)
+
+
+def sample(
+    logits: np.ndarray, rng: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> int:
+    """Draws a token from softmax(logits / temperature), of the likeliest ones only.
+
+    logits: [vocabulary]. temperature: 0 takes the likeliest token. top_k: among so many (0: all). top_p: among the
+    fewest whose probabilities sum to at least this, after top_k.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / temperature
+    # Stable: equal logits keep the order of their ids, on every machine.
+    order = np.argsort(-scaled, kind="stable")[: top_k or None]
+    probabilities = np.exp(scaled[order] - scaled[order[0]])
+    probabilities /= probabilities.sum()
+    kept = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
+    probabilities = probabilities[:kept] / probabilities[:kept].sum()
+    return int(rng.choice(order[:kept], p=probabilities))
+
+
+def generate(
+    session: ort.InferenceSession | Decoder,
+    ids: Sequence[int],
+    max_new_tokens: int = 200,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Collection[int] = (),
+) -> list[int]:
+    """Continues `ids`, greedily unless a temperature is given, until a token of `stop` comes or enough are made.
+
+    session: as Decoder takes it; or a Decoder, which is continued: its cache holds `ids` and the new tokens but the
+        last afterwards.
+    ids: at least one token. temperature, top_k, top_p: see `sample`. seed: the same one gives the same tokens.
+    stop: tokens that end the text, such as a tokenizer's `stop`.
+
+    Returns the new tokens, without the one that ended the text. Raises OrtolanError as Decoder does, and for a
+    temperature below 0, top_k below 0, or top_p outside of (0, 1].
+    """
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise OrtolanError(
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}; expected temperature >= 0, top_k >= 0, "
+            "0 < top_p <= 1"
+        )
+    decoder = session if isinstance(session, Decoder) else Decoder(session)
+    rng = np.random.default_rng(seed)
+    made: list[int] = []
+    step = ids
+    while len(made) < max_new_tokens:
+        token = sample(decoder.step(step)[-1], rng, temperature, top_k, top_p)
+        if token in stop:
+            break
+        made.append(token)
+        step = made[-1:]
+    return made

@@ -1,0 +1,86 @@
+"""The decode benchmark's parts on a tiny model: the peer's file, speeds, the profile."""
+
+import subprocess
+import sys
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from ortolan.benchmarks.decode import Speed, measure, open_decoder, profile_decode, read_profile, session_options
+from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
+from ortolan.errors import OrtolanError
+from ortolan.models import tiny
+
+PROMPT = [1, 20, 30, 4]
+
+
+@pytest.fixture(params=["standard", "gqa"])
+def model(request, tmp_path):
+    path = tmp_path / "model.onnx"
+    ir.save(tiny.tiny_llama(attention=request.param, hidden_size=64, intermediate_size=128, head_dim=16), path)
+    return path
+
+
+def logits(path):
+    return open_decoder(path, session_options(1), 8).step(PROMPT)
+
+
+@pytest.mark.parametrize(("block_size", "accuracy_level"), [(32, 0), (32, 4), (128, 4)])
+def test_the_peer_is_the_same_model_in_4_bits(model, tmp_path, block_size, accuracy_level):
+    path = tmp_path / "quantized.onnx"
+    for _ in range(2):  # a second time: nothing is left of the first
+        make_matmul_nbits(model, path, block_size, accuracy_level)
+    nodes = [node for node in ir.load(path).graph if node.op_type == "MatMulNBits"]
+    assert len(nodes) == sum(len(value.shape) == 2 and value.name.endswith("weight_t") for value in weights_of(model))
+    for node in nodes:
+        options = {name: attribute.value for name, attribute in node.attributes.items()}
+        assert (options["bits"], options["block_size"]) == (4, block_size)
+        assert options.get("accuracy_level", 0) == accuracy_level
+        assert len(node.inputs) == 3  # no zero points
+    error = np.abs(logits(path) - logits(model))
+    assert 0 < error.max() < 0.5 * np.abs(logits(model)).max()
+
+
+def weights_of(path):
+    return ir.load(path).graph.initializers.values()
+
+
+def test_measure_counts_every_round_but_the_first(model):
+    decoders = {name: open_decoder(model, session_options(1), 8) for name in "ab"}
+    speeds = measure(decoders, PROMPT, decode_tokens=3, rounds=2)
+    assert list(speeds) == ["a", "b"]
+    for speed in speeds.values():
+        assert speed.prompt.shape == (2,) and speed.decode.shape == (2, 3)
+        assert (speed.decode > 0).all() and (speed.prompt > 0).all()
+    assert all(decoder.length == len(PROMPT) + 3 for decoder in decoders.values())
+
+
+def test_rates_by_hand():
+    speed = Speed(10, np.array([2.0, 1.0, 4.0]), np.array([[1.0, 8.0], [2.0, 2.0], [3.0, 4.0]]))
+    assert speed.prompt_rates == (10, 5)
+    assert speed.decode_rates == (2 / 3, 2 / 6)
+
+
+def test_the_profile_adds_up(model, tmp_path):
+    options = session_options(1)
+    rows, whole = profile_decode(lambda o: open_decoder(model, o, 16), options, PROMPT, 4, tmp_path)
+    by_name = {(row.op_type, row.module): row for row in rows}
+    assert by_name["MatMul", "lm_head"].nodes == 1
+    assert by_name["MatMul", "down_proj"].nodes == tiny.TINY_LLAMA.num_hidden_layers
+    # Medians of nodes do not add up to the median of the runs, but come near it.
+    assert 0 < sum(row.microseconds for row in rows) < 2 * whole
+
+
+def test_a_profile_without_runs_is_refused(tmp_path):
+    (tmp_path / "profile.json").write_text('[{"name": "model_run", "cat": "Session", "ts": 1, "dur": 5}]')
+    with pytest.raises(OrtolanError, match="holds no runs after the first 2"):
+        read_profile(tmp_path / "profile.json", skip_runs=2)
+    assert read_profile(tmp_path / "profile.json", skip_runs=0) == ([], 5)
+
+
+def test_variants_must_exist():
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.decode", "--variant", "mine=none.onnx"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "expected NAME=PATH of an ONNX file, found 'mine=none.onnx'" in result.stderr

@@ -1,0 +1,162 @@
+"""Decoding with a cache that is never copied to numpy; sampling."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from ortolan.errors import OrtolanError
+from ortolan.models import tiny
+from ortolan.models.generate import Decoder, generate, sample, shares_cache
+
+VOCABULARY = tiny.TINY_LLAMA.vocab_size
+PROMPT = [1, 20, 30, 4, 4, 90]
+
+
+def make_session(model):
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+SESSIONS = {
+    "standard": (make_session(tiny.tiny_llama(head_dim=16)), None),
+    "gqa": (make_session(tiny.tiny_llama(attention="gqa", head_dim=16)), None),
+    "gqa shared": (make_session(tiny.tiny_llama(attention="gqa", head_dim=16)), 24),
+}
+
+
+@pytest.fixture(params=SESSIONS)
+def decoder(request):
+    session, cache_length = SESSIONS[request.param]
+    return Decoder(session, cache_length)
+
+
+def logits_without_cache(ids):
+    session, _ = SESSIONS["standard"]
+    past = {
+        value.name: np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past")
+    }
+    ids = np.array([ids])
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
+    return session.run(["logits"], feeds | past)[0][0]
+
+
+@pytest.mark.parametrize("cuts", [(), (5,), (1, 2, 3, 4, 5), (2, 4)], ids=str)
+def test_steps_of_any_length_give_the_logits_of_the_whole(decoder, cuts):
+    found = []
+    for part in np.split(np.array(PROMPT), cuts):
+        found.append(decoder.step(part))
+    assert decoder.length == len(PROMPT)
+    np.testing.assert_allclose(np.concatenate(found), logits_without_cache(PROMPT), atol=1e-4)
+
+
+def test_a_reset_decoder_forgets(decoder):
+    first = decoder.step(PROMPT)
+    kept = first.copy()
+    decoder.step([5, 6])
+    np.testing.assert_array_equal(first, kept)
+    decoder.reset()
+    np.testing.assert_allclose(decoder.step(PROMPT), kept, atol=1e-6)
+
+
+def test_a_shared_cache_is_written_in_place():
+    session, cache_length = SESSIONS["gqa shared"]
+    decoder = Decoder(session, cache_length)
+    pointers = [value.data_ptr() for value in decoder._values]
+    decoder.step(PROMPT)
+    decoder.step([7])
+    assert [value.data_ptr() for value in decoder._values] == pointers
+    for value in decoder._values:
+        cache = value.numpy()
+        assert cache.shape[2] == cache_length
+        assert np.abs(cache[:, :, : len(PROMPT) + 1]).min(axis=(1, 3)).max() > 0
+        assert not cache[:, :, len(PROMPT) + 1 :].any()
+
+
+def test_a_full_cache_is_refused():
+    session, _ = SESSIONS["gqa shared"]
+    decoder = Decoder(session, 7)
+    decoder.step(PROMPT)
+    decoder.step([1])
+    with pytest.raises(OrtolanError, match=r"the cache is for 7 tokens; 7 are in it, and 1 more"):
+        decoder.step([1])
+    with pytest.raises(OrtolanError, match="no tokens"):
+        decoder.step([])
+
+
+def test_mask_and_positions_are_optional():
+    model = tiny.tiny_llama(head_dim=16)
+    for name in ("attention_mask", "position_ids"):
+        value = next(value for value in model.graph.inputs if value.name == name)
+        model.graph.inputs.remove(value)
+        constant = ir.node("Constant", [], {"value": ir.tensor(np.arange(len(PROMPT))[None], name=name)})
+        if name == "attention_mask":
+            constant = ir.node("Constant", [], {"value": ir.tensor(np.ones((1, len(PROMPT)), np.int64), name=name)})
+        constant.outputs[0].name = f"{name}_constant"
+        model.graph.insert_before(model.graph[0], constant)
+        value.replace_all_uses_with(constant.outputs[0])
+    found = Decoder(make_session(model)).step(PROMPT)
+    np.testing.assert_allclose(found, logits_without_cache(PROMPT), atol=1e-5)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(OrtolanError, match=r"no decoder with a cache: inputs x, outputs y"):
+        Decoder(make_session(tiny.mlp()))
+    model = tiny.tiny_llama(head_dim=16)
+    model.graph.inputs[3].shape = ir.Shape(["batch", "heads", "past_sequence", 16])
+    with pytest.raises(OrtolanError, match=r"'past_key_values.0.key' has shape .*expected a number at axis 1"):
+        Decoder(make_session(model))
+
+
+def test_a_file_tells_whether_its_cache_may_be_shared(tmp_path):
+    for attention in ("standard", "gqa"):
+        ir.save(tiny.tiny_llama(attention=attention, head_dim=16), tmp_path / f"{attention}.onnx")
+    assert not shares_cache(tmp_path / "standard.onnx")
+    assert shares_cache(tmp_path / "gqa.onnx")
+
+
+def test_greedy_generation(decoder):
+    made = generate(decoder, PROMPT, max_new_tokens=8)
+    expected = list(PROMPT)
+    while len(expected) < len(PROMPT) + 8:
+        expected.append(int(logits_without_cache(expected)[-1].argmax()))
+    assert made == expected[len(PROMPT) :]
+    assert decoder.length == len(PROMPT) + 7
+    stop = made[3]
+    decoder.reset()
+    assert generate(decoder, PROMPT, max_new_tokens=8, stop={stop}) == made[: made.index(stop)]
+
+
+def test_seeds_choose_the_text():
+    session, _ = SESSIONS["standard"]
+    texts = [generate(session, PROMPT, 12, temperature=1.0, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert generate(session, PROMPT, 6, temperature=2.0, top_k=1, seed=3) == generate(session, PROMPT, 6)
+
+
+@pytest.mark.parametrize("option", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_impossible_options_are_refused(option):
+    with pytest.raises(OrtolanError, match="expected temperature >= 0"):
+        generate(SESSIONS["standard"][0], PROMPT, 1, **option)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.1, 0.4, 0.2, 0.3]),
+        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.65}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.75}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"top_k": 3, "top_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),  # 0.4 + 0.3 of 0.9 is 0.78
+        ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        ({"temperature": 0.0}, [0, 1, 0, 0]),
+    ],
+    ids=str,
+)
+def test_frequencies_of_samples(options, expected):
+    logits = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32)) + 50
+    rng = np.random.default_rng(0)
+    counts = np.bincount([sample(logits, rng, **options) for _ in range(4000)], minlength=4)
+    np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
+    np.testing.assert_array_equal(counts == 0, np.array(expected) == 0)
