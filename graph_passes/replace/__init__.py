@@ -22,11 +22,15 @@ from ..report import human_bytes
 from ..verify import keep_reference
 from .replacement import LayerWeight, PackedTensor, Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
+from .w4a8_matmul import W4A8MatMul
 
 if TYPE_CHECKING:
     from ..quantize import Quantization
 
-REPLACEMENTS: dict[str, type[Replacement]] = {"SparseAMXMatMul": SparseAMXMatMul}
+REPLACEMENTS: dict[str, type[Replacement]] = {
+    "SparseAMXMatMul": SparseAMXMatMul,
+    "W4A8MatMul": W4A8MatMul,
+}
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
 _UNPACK_ONCE_LIMIT = 32 * 1024**2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
+from ..normalize import ORTOLAN_DOMAIN
 
 if TYPE_CHECKING:
     from ..quantize import Quantization, QuantizedWeight
@@ -90,3 +91,53 @@ class Replacement(abc.ABC):
         unpack_once: ONNX Runtime may unpack all weights when it loads the model, which is fast to run but takes much
         memory; otherwise it unpacks one layer after another in each run.
         """
+
+
+def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
+    """A node's inputs by the operator's order; those left out at the end are not listed."""
+    values = [given.get(name) for name in names]
+    while values[-1] is None:
+        values.pop()
+    return values
+
+
+def nodes_of(model: ir.Model, op_type: str) -> list[ir.Node]:
+    """The nodes of an operator of ours, those in subgraphs included."""
+    return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == op_type]
+
+
+def input_of(node: ir.Node, names: Sequence[str], name: str) -> ir.Value | None:
+    """A node's input by its name in the operator's order."""
+    index = names.index(name)
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def fill_missing(
+    nodes: Sequence[ir.Node],
+    names: Sequence[str],
+    needed: Collection[str],
+    neutral: Callable[[ir.Node], Mapping[str, np.ndarray]],
+    new_name: Callable[[str], str],
+) -> None:
+    """Gives nodes the neutral constants of the inputs that are needed, or stand in front of one that they have.
+
+    Nodes of one graph share constants of the same name and shape.
+    """
+    made: dict[Hashable, ir.Value] = {}
+    for node in nodes:
+        graph = node.graph
+        assert graph is not None
+        count = max([len(node.inputs), *(names.index(name) + 1 for name in needed)])
+        node.resize_inputs(count)
+        for name, array in neutral(node).items():
+            index = names.index(name)
+            if index >= count or node.inputs[index] is not None:
+                continue
+            key = (id(graph), name, array.shape)
+            if key not in made:
+                tensor = ir.Tensor(array, name=new_name(f"no_{name}"))
+                made[key] = ir.Value(
+                    name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+                )
+                graph.register_initializer(made[key])
+            node.replace_input_with(index, made[key])

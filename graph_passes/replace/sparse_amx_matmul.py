@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +11,16 @@ import onnx_ir as ir
 from ..constants import constant_tensor
 from ..epilogue import Activation
 from ..model_file import release_maps
-from ..normalize import ORTOLAN_DOMAIN
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
+from .replacement import (
+    LayerWeight,
+    PackedTensor,
+    PackedWeight,
+    Replacement,
+    fill_missing,
+    in_order,
+    input_of,
+    nodes_of,
+)
 from .sparse_amx_matmul_function import (
     INPUTS,
     OP_TYPE,
@@ -90,11 +98,7 @@ class SparseAMXMatMul(Replacement):
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
-        given: dict[str, ir.Value | None] = {"X": x, **packed, "bias": bias, "residual": residual}
-        values = [given.get(name) for name in INPUTS]
-        while values[-1] is None:
-            values.pop()
-        return values
+        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
         numbers = {
@@ -141,26 +145,22 @@ class SparseAMXMatMul(Replacement):
         return 0.0023 if quantization is None else 0.014
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
-        nodes = _nodes(model)
+        nodes = nodes_of(model, OP_TYPE)
         uses = _uses(nodes)
-        made: dict[Hashable, ir.Value] = {}
-        for node in nodes:
+
+        def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n = node.attributes["n"].as_int()
-            neutral = {
+            return {
                 "bias": np.zeros(n, np.float32),
                 "residual": np.zeros(1, np.float32),
                 "scales": np.ones((-(-n // PANEL_COLUMNS), 1, PANEL_COLUMNS), np.float32),
             }
-            needed = {"residual"} if uses.residual else set()
-            if len(uses.weight_bits) > 1:
-                needed.add("scales")
-            last = max([len(node.inputs), *(INPUTS.index(name) + 1 for name in needed)])
-            for name, array in neutral.items():
-                if INPUTS.index(name) < last:
-                    _give(node, name, array, made, new_name)
+
+        needed = {name for name, used in (("residual", uses.residual), ("scales", len(uses.weight_bits) > 1)) if used}
+        fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
-        return sparse_amx_matmul_function(opset, _uses(_nodes(model)), unpack_once)
+        return sparse_amx_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
 def weight_bits(quantization: Quantization | None) -> int:
@@ -197,45 +197,15 @@ def _bitmap_bytes(k: int, n: int, stored: int, bits: int) -> int:
     return masks + -(-stored * bits // 8) + _PADDING_BYTES + offsets
 
 
-def _nodes(model: ir.Model) -> list[ir.Node]:
-    return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == OP_TYPE]
-
-
 def _uses(nodes: list[ir.Node]) -> Uses:
     return Uses(
         weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
-        dense=any(_is_empty(_input(node, "masks")) for node in nodes),
+        dense=any(_is_empty(input_of(node, INPUTS, "masks")) for node in nodes),
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
-        residual=any(_input(node, "residual") is not None for node in nodes),
+        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
     )
-
-
-def _input(node: ir.Node, name: str) -> ir.Value | None:
-    index = INPUTS.index(name)
-    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def _is_empty(value: ir.Value | None) -> bool:
     tensor = constant_tensor(value)
     return tensor is not None and tensor.size == 0
-
-
-def _give(
-    node: ir.Node, name: str, array: np.ndarray, made: dict[Hashable, ir.Value], new_name: Callable[[str], str]
-) -> None:
-    """Gives the node a constant for an input that it lacks; the nodes of a graph share it."""
-    if _input(node, name) is not None:
-        return
-    graph = node.graph
-    assert graph is not None
-    key = (id(graph), name, array.shape)
-    if key not in made:
-        tensor = ir.Tensor(array, name=new_name(f"no_{name}"))
-        made[key] = ir.Value(
-            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-        )
-        graph.register_initializer(made[key])
-    index = INPUTS.index(name)
-    if len(node.inputs) <= index:
-        node.resize_inputs(index + 1)
-    node.replace_input_with(index, made[key])

@@ -9,8 +9,16 @@ import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
-from ..model_file import release_maps
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, fill_missing, input_of, nodes_of
+from .replacement import (
+    LayerWeight,
+    PackedTensor,
+    PackedWeight,
+    Replacement,
+    fill_missing,
+    in_order,
+    input_of,
+    nodes_of,
+)
 from .w4a8_matmul_function import (
     INPUTS,
     MIDDLE_ZERO_POINT,
@@ -35,7 +43,7 @@ class W4A8MatMul(Replacement):
     def why_not(self, weight: LayerWeight) -> str | None:
         quantized = weight.quantized
         if quantized is None or quantized.bits != 4:
-            return "is not quantized to 4 bits; put [[pass]] name = \"quantize\", bits = 4 before this one"
+            return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
         return None
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
@@ -50,13 +58,12 @@ class W4A8MatMul(Replacement):
             "weights": PackedTensor(_native.pack_int4_group(np.ascontiguousarray(q)), ir.DataType.UINT8),
             "scales": _packed_scales(scales),
         }
-        mapped = [quantized.q, quantized.scales]
         if quantized.zero_points is not None:
             zero_points = _native.pack_group_rows(quantized.zero_points.numpy())
             packed["zero_points"] = PackedTensor(zero_points, ir.DataType.UINT8)
-            mapped.append(quantized.zero_points)
+            del zero_points
         del q, scales
-        release_maps(mapped)
+        quantized.release()
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
@@ -70,11 +77,7 @@ class W4A8MatMul(Replacement):
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
-        given: dict[str, ir.Value | None] = {"X": x, **packed, "bias": bias, "residual": residual}
-        values = [given.get(name) for name in INPUTS]
-        while values[-1] is None:
-            values.pop()
-        return values
+        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
         assert quantization is not None and quantization.group_size is not None
