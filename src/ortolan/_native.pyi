@@ -138,3 +138,32 @@ def epilogue(
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
     """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""
+
+def pack_int4_group(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pack q [k, n] that holds 0 to 15: weights [panels, pairs of rows, 64] (ops/formats/int4_group.h)."""
+
+def unpack_int4_group(weights: NDArray[np.uint8], k: int, n: int) -> NDArray[np.uint8]:
+    """The [k, n] matrix of pack_int4_group."""
+
+def pack_group_rows(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows [groups, n] as [panels, groups, 16], columns beyond n zero: float32, uint16 or uint8."""
+
+def w4a8_matmul_kernels() -> list[KernelInfo]:
+    """The rows of the room's kernel table, best first."""
+
+def w4a8_matmul(
+    x: NDArray[Any],
+    weights: NDArray[np.uint8],
+    scales: NDArray[Any],
+    group_size: int,
+    k: int,
+    n: int,
+    zero_points: NDArray[np.uint8] | None = None,
+    bias: NDArray[Any] | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """y [m, n] = x [m, k] quantized group by group @ W + bias on one thread, by the named kernel or the best one.
+
+    scales [panels, groups, 16] are float32, or the bits of float16 as uint16.
+    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
+    """

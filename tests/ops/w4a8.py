@@ -24,7 +24,7 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     finite = np.isfinite(parts).all(axis=2, keepdims=True)
     parts = np.where(finite, parts, np.float32(0))
     largest = np.maximum(np.abs(parts).max(axis=2, keepdims=True), np.float32(2.0**-100))
-    q = np.rint(parts * (np.float32(127) / largest)).astype(np.int64).reshape(m, -1)[:, :k]
+    q = np.rint(parts * (np.float32(127) / largest)).astype(np.int64).reshape(m, groups * group)[:, :k]
     return q, np.where(finite, largest / np.float32(127), np.float32(np.nan))[:, :, 0]
 
 

@@ -1,0 +1,220 @@
+"""W4A8MatMul as ORT runs it: against the oracle and its own ONNX function, and on bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ortolan import _native
+from ortolan.graph_passes.epilogue import Activation
+from ortolan.graph_passes.replace.w4a8_matmul_function import Uses, w4a8_matmul_function
+
+from .single_node import session
+from .test_sparse_amx_matmul_op_kinds import RESIDUALS, apply
+from .w4a8 import GroupLayer
+
+
+def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.FunctionProto:
+    proto: onnx.FunctionProto = ir.to_proto(w4a8_matmul_function(opset, uses, unpack_once))
+    return proto
+
+
+def node_model(
+    layer: GroupLayer,
+    bias: np.ndarray | None = None,
+    rank: int = 2,
+    uses: Uses | None = None,
+    opset: int = 17,
+    residual: Sequence[int] | None = None,
+    activation: Activation = Activation.NONE,
+    unpack_once: bool = True,
+) -> onnx.ModelProto:
+    """One W4A8MatMul node "linear" with its function: input x [d0, …, k], output y. residual: the shape of an input."""
+    k, n = layer.q.shape
+    tensors = {"weights": _native.pack_int4_group(layer.q), "scales": layer.packed_scales}
+    if layer.scales.dtype == np.float16:
+        tensors["scales"] = tensors["scales"].view(np.float16)
+    tensors["bias"] = np.zeros(n, np.float32) if bias is None else bias
+    inputs = ["x", "weights", "scales", "bias"]
+    leading = [f"d{i}" for i in range(rank - 1)]
+    graph_inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])]
+    if residual is not None:
+        graph_inputs.append(helper.make_tensor_value_info("residual", TensorProto.FLOAT, list(residual)))
+        inputs.append("residual")
+    if layer.zero_points is not None:
+        if residual is None:
+            tensors["none"] = np.zeros(1, np.float32)
+            inputs.append("none")
+        tensors["zero_points"] = _native.pack_group_rows(layer.zero_points)
+        inputs.append("zero_points")
+    uses = uses or Uses(layer.zero_points is not None, frozenset({activation}), residual is not None)
+    node = helper.make_node(
+        "W4A8MatMul",
+        inputs,
+        ["y"],
+        "linear",
+        domain="ai.ortolan",
+        k=k,
+        n=n,
+        format_version=1,
+        group_size=layer.group,
+        activation=int(activation),
+    )
+    shape = [*leading, n] if residual is None else None
+    graph = helper.make_graph(
+        [node],
+        "single",
+        graph_inputs,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
+    )
+    return helper.make_model(
+        graph,
+        functions=[function(uses, opset, unpack_once)],
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
+    )
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("zero_points", [True, False])
+def test_kernel_and_function_body_agree(group: int, zero_points: bool) -> None:
+    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    rng = np.random.default_rng(group)
+    for k, n in ((1, 1), (33, 17), (128, 16), (200, 40)):
+        layer = GroupLayer.random(rng, k, n, group, half=k % 2 == 0, zero_points=zero_points)
+        bias = rng.standard_normal(n, dtype=np.float32)
+        model = node_model(layer, bias)
+        onnx.checker.check_model(model)
+        kernel, inlined = session(model), session(model, library=False)
+        for m in (1, 5, 40):
+            x = rng.standard_normal((m, k), dtype=np.float32)
+            layer.check(kernel.run(None, {"x": x})[0], x, bias)
+            layer.check(inlined.run(None, {"x": x})[0], x, bias, float_sums=True)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
+@pytest.mark.parametrize("unpack_once", [True, False])
+def test_function_body_serves_every_opset(opset: int, unpack_once: bool) -> None:
+    rng = np.random.default_rng(opset)
+    layer = GroupLayer.random(rng, 100, 30, 32)
+    model = node_model(layer, opset=opset, unpack_once=unpack_once)
+    x = rng.standard_normal((4, 100), dtype=np.float32)
+    for library in (True, False):
+        layer.check(session(model, library=library).run(None, {"x": x})[0], x, float_sums=not library)
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (1, 2, 2), (0,), (300,)])
+def test_batched_inputs_of_any_rank(leading: tuple[int, ...], library: bool) -> None:
+    rng = np.random.default_rng(len(leading))
+    layer = GroupLayer.random(rng, 70, 40, 64)
+    x = rng.standard_normal((*leading, 70), dtype=np.float32)
+    y = session(node_model(layer, rank=len(leading) + 1), library=library).run(None, {"x": x})[0]
+    assert y.shape == (*leading, 40)
+    layer.check(y.reshape(-1, 40), x.reshape(-1, 70), float_sums=not library)
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("activation", Activation)
+def test_activation_and_residual(activation: Activation, library: bool) -> None:
+    """Against activation(what the node without them answers) + residual in float64."""
+    rng = np.random.default_rng(3)
+    layer = GroupLayer.random(rng, 50, 37, 32, scale=0.01)
+    x = rng.standard_normal((2, 20, 50), dtype=np.float32)
+    product = session(node_model(layer, rank=3), library=library).run(None, {"x": x})[0]
+    activated = apply(activation, product)
+    for make in RESIDUALS.values():
+        shape = make(20, 37)
+        residual = rng.standard_normal(shape).astype(np.float32)
+        model = node_model(layer, rank=3, residual=shape, activation=activation)
+        y = session(model, library=library).run(None, {"x": x, "residual": residual})[0]
+        expected = activated + residual.astype(np.float64)
+        assert y.shape == expected.shape
+        assert np.all(np.abs(y - expected) <= 2.0**-20 * (np.abs(product) + np.abs(residual)))
+
+
+BAD: dict[str, tuple[Callable[[onnx.NodeProto, dict[str, onnx.TensorProto]], None], str]] = {}
+
+
+def bad(message: str) -> Callable[[Callable[..., None]], None]:
+    def add(change: Callable[..., None]) -> None:
+        BAD[change.__name__] = (change, message)
+
+    return add
+
+
+@bad("group_size is 48, expected 32, 64 or 128")
+def odd_group_size(node, tensors):
+    next(a for a in node.attribute if a.name == "group_size").i = 48
+
+
+@bad("scales have 96 elements, expected 48")
+def other_group_size(node, tensors):
+    next(a for a in node.attribute if a.name == "group_size").i = 64
+
+
+@bad("activation is 9, expected 0")
+def unknown_activation(node, tensors):
+    next(a for a in node.attribute if a.name == "activation").i = 9
+
+
+@bad("zero_points hold 16, expected 0 to 15")
+def zero_point_out_of_range(node, tensors):
+    tensors["zero_points"].raw_data = b"\x10" + tensors["zero_points"].raw_data[1:]
+
+
+@bad("weights hold 1024 bytes, expected 1536")
+def weights_cut_short(node, tensors):
+    tensors["weights"].dims[0] = 2
+    tensors["weights"].raw_data = tensors["weights"].raw_data[:1024]
+
+
+@bad("scales 'scales' is uint8, expected float or float16")
+def scales_of_another_type(node, tensors):
+    tensors["scales"].data_type = TensorProto.UINT8
+    tensors["scales"].raw_data = tensors["scales"].raw_data[:96]
+
+
+@bad("format_version is 7, this library reads 1")
+def another_version(node, tensors):
+    next(a for a in node.attribute if a.name == "format_version").i = 7
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_malformed_nodes_are_refused(name: str) -> None:
+    change, message = BAD[name]
+    model = node_model(GroupLayer.random(np.random.default_rng(7), 64, 40, 32))
+    change(model.graph.node[0], {tensor.name: tensor for tensor in model.graph.initializer})
+    with pytest.raises(Exception, match="'linear': .*" + message):
+        session(model)
+
+
+def test_damaged_weights_never_crash() -> None:
+    rng = np.random.default_rng(8)
+    model = node_model(GroupLayer.random(rng, 100, 20, 32))
+    original = model.SerializeToString()
+    for _ in range(300):
+        damaged = onnx.ModelProto.FromString(original)
+        tensor = damaged.graph.initializer[rng.integers(len(damaged.graph.initializer))]
+        data = bytearray(tensor.raw_data)
+        if rng.random() < 0.5 and data:
+            data[rng.integers(len(data))] = rng.integers(256)
+        else:
+            cut = int(rng.integers(len(data) + 1)) // np.dtype(np.float32).itemsize * 4
+            del data[cut:]
+            del tensor.dims[:]
+            tensor.dims.append(cut // {TensorProto.UINT8: 1, TensorProto.FLOAT16: 2}.get(tensor.data_type, 4))
+        tensor.raw_data = bytes(data)
+        for attribute in damaged.graph.node[0].attribute:
+            if rng.random() < 0.1:
+                attribute.i = int(rng.choice([-1, 0, 1, 31, 2**31, 2**62]))
+        try:
+            session(damaged).run(None, {"x": np.ones((2, 100), np.float32)})
+        except Exception as error:
+            assert str(error)
