@@ -196,7 +196,7 @@ class BenchResult:
         from rich.table import Table
 
         names = list(dict.fromkeys(name for row in self.summary for name in row.ratios))
-        title = "Times faster than the fastest dense peer of the same precision; last: than ORT fp32, geometric mean"
+        title = "Times faster than the fastest dense peer (bf16: or our dense storage); last: ORT fp32, geometric mean"
         table = Table(title=title, title_justify="left")
         table.add_column("weights")
         for name in ("threads", "batch", "zeros", *names, "geomean", "fp32"):

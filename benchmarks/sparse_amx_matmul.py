@@ -119,6 +119,14 @@ def _kinds(options: BenchOptions) -> tuple[str, ...]:
             raise OrtolanError(f"--kind: there are no {kind!r} weights; known kinds: {', '.join(DENSE_PEERS)}")
     if options.group_size not in (None, 32, 64, 128):
         raise OrtolanError(f"--group-size: int4 weights have groups of 32, 64 or 128, not of {options.group_size}")
+    if options.group_size is not None and "int4" not in kinds:
+        raise OrtolanError("--group-size is for int4 weights; add int4 to --kind, or leave it out")
+    most = max((k for _, k, _ in options.cases or ()), default=0)
+    if most > _MOST_QUANTIZED_INPUTS and set(kinds) != {"bf16"}:
+        raise OrtolanError(
+            f"--shape: k is {most}; int8 and int4 weights have at most {_MOST_QUANTIZED_INPUTS} inputs, "
+            "so measure --kind bf16"
+        )
     return kinds
 
 

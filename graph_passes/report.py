@@ -119,7 +119,11 @@ class OptimizationReport:
             cells = [
                 layer.name,
                 layer.op,
-                *([f"int{layer.weight_bits}" if layer.weight_bits else ""] if quantized else []),
+                *(
+                    [f"int{layer.weight_bits}" if layer.weight_bits else "bf16" if layer.new_op else ""]
+                    if quantized
+                    else []
+                ),
                 f"{layer.k} x {layer.n}",
                 _percent(layer.sparsity),
                 human_bytes(layer.bytes_before),

@@ -187,12 +187,14 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     changed = any(layer.status in ("pruned", "quantized") for layer in context.layers.values())
     if not changed or not context.feeds_to_verify or context.reference is not None:
         return
-    path = context.candidate.with_name("pruned.onnx")
+    path = context.candidate.with_name("reference.onnx")
     write_model(model, path, lambda done, total: None)
     context.release()
     feeds = feeds_for(context)[: context.feeds_to_verify]
     session = open_session(path, quiet_options())
-    context.reference = [_run(session, one, "the pruned model", VerificationError) for one in feeds]
+    context.reference = [
+        _run(session, one, "the model before its layers were replaced", VerificationError) for one in feeds
+    ]
     del session
     for file in (path, data_path(path)):
         file.unlink(missing_ok=True)

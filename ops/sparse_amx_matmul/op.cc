@@ -101,11 +101,10 @@ class Kernel {
     const ConstantTensor scales =
         ConstantInput(info, kScales, "scales",
                       {is_int4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
-    const int64_t expected = BitmapPanels(w_.n) * ScaleRows(w_.k, group_) * kPanelColumns;
-    if (scales.count != expected) {
-      throw OpError(ErrorText(node_, ": scales '", scales.name, "' has ", scales.count, " elements, expected ",
-                              expected, " (", BitmapPanels(w_.n), " panels x ", ScaleRows(w_.k, group_), " groups x ",
-                              kPanelColumns, "). Optimize the original model again."));
+    const std::vector<int64_t> expected{BitmapPanels(w_.n), ScaleRows(w_.k, group_), kPanelColumns};
+    if (scales.shape != expected) {
+      throw OpError(ErrorText(node_, ": scales '", scales.name, "' has shape ", ShapeText(scales.shape), ", expected ",
+                              ShapeText(expected), " (panels, groups, columns). Optimize the original model again."));
     }
     scales_ = scales.data;
     if (!is_bf16) return;

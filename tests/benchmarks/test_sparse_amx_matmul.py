@@ -48,7 +48,9 @@ def peers_by_case(result):
 
 @pytest.mark.parametrize("kind", PEERS)
 def test_every_kind_meets_its_peers(short, kind):
-    options = BenchOptions((1,), True, ((1, 70, 33), (5, 70, 33)), (0.7, 0.5), kinds=(kind,), group_size=32)
+    options = BenchOptions(
+        (1,), True, ((1, 70, 33), (5, 70, 33)), (0.7, 0.5), kinds=(kind,), group_size=32 if kind == "int4" else None
+    )
     result = sparse_amx_matmul.run(options)
     assert {row.case["kind"] for row in result.rows} == {kind}
     assert {(row.case["k"], row.case["n"]) for row in result.rows} == {(70, 33)}
@@ -108,6 +110,7 @@ def test_all_layers_and_kinds_are_the_default():
     [
         (BenchOptions(kinds=("fp8",)), ["--kind", "'fp8'", "bf16, int8, int4"]),
         (BenchOptions(group_size=100), ["--group-size", "100", "32, 64 or 128"]),
+        (BenchOptions(group_size=32, kinds=("bf16",)), ["--group-size", "int4", "--kind"]),
         (BenchOptions(quick=True, cases=((1, 131073, 1),), kinds=("int8",)), ["131073", "131072", "--kind bf16"]),
     ],
 )
