@@ -177,11 +177,6 @@ def _ours(
     rng: np.random.Generator, kind: str, k: int, n: int, sparsity: Sequence[float], group_size: int
 ) -> Iterator[tuple[tuple[str, float], Candidate]]:
     """One weight in dense storage, then pruned more and more."""
-    if kind != "bf16" and k > _MOST_QUANTIZED_INPUTS:
-        raise OrtolanError(
-            f"k is {k}, {kind} weights have at most {_MOST_QUANTIZED_INPUTS} inputs: choose a smaller --shape or "
-            "--kind bf16"
-        )
     weight = dense_peers.random_floats(rng, k, n) if kind == "bf16" else _random_integers(rng, kind, k, n)
     groups = -(-k // group_size) if kind == "int4" else 1
     scales = rng.random((groups, n), dtype=np.float32)
