@@ -43,8 +43,8 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function and the residual Add behind a layer, and another layer
-    # of the same input whose output is multiplied with that.
+    # Whether the operator also takes over the activation function and the residual Add behind a layer, and a layer of
+    # the same input whose output is multiplied with that.
     fuse: bool = field(default=True, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -119,7 +119,7 @@ class ReplacePass(RecipePass):
         other = self._gated.get(linear)
         if other is not None:
             other_weight = self._accepted(other)
-            if other_weight is not None and can_join(weight, other_weight):
+            if other_weight is not None and can_join(self._quantization(linear), self._quantization(other)):
                 gate, up = (linear, other) if linear in self._gates else (other, linear)
                 weights = (weight, other_weight) if gate is linear else (other_weight, weight)
                 return self._replace_gated(model, gate, up, *weights)
@@ -141,7 +141,7 @@ class ReplacePass(RecipePass):
             layer.reason = self._why_not(linear, 0)
             return None
         weight = LayerWeight(linear.matrix(), self.context.quantized.get(linear.weight_key))
-        problem = self._replacement.why_not(weight)
+        problem = self._replacement.why_not(weight, self._quantization(linear))
         if problem:
             layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ..epilogue import find_epilogue
 from ..linear import Linear
-from ..quantize import QuantizedWeight
+from ..quantize import Quantization, QuantizedWeight
 from ..spill import TensorSpill
 from .function_body import PANEL_COLUMNS
 from .replacement import LayerWeight
@@ -41,15 +41,13 @@ def padded_columns(n: int) -> int:
     return -(-n // PANEL_COLUMNS) * PANEL_COLUMNS
 
 
-def can_join(gate: LayerWeight, up: LayerWeight) -> bool:
-    """Whether one operator can hold both: of one kind, and of one size."""
-    kinds = [
-        None
-        if weight.quantized is None
-        else (weight.quantized.bits, weight.quantized.group_size, weight.quantized.symmetric)
-        for weight in (gate, up)
-    ]
-    return kinds[0] == kinds[1] and gate.matrix.shape == up.matrix.shape
+def can_join(gate: Quantization | None, up: Quantization | None) -> bool:
+    """Whether one operator can hold two weights that are quantized like this."""
+    return _kind(gate) == _kind(up)
+
+
+def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool] | None:
+    return None if quantization is None else (quantization.bits, quantization.group_size, quantization.symmetric)
 
 
 def join_weights(gate: LayerWeight, up: LayerWeight, spill: TensorSpill, name: str) -> LayerWeight:

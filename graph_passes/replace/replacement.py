@@ -41,8 +41,11 @@ class Replacement(abc.ABC):
     """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
     @abc.abstractmethod
-    def why_not(self, weight: LayerWeight) -> str | None:
-        """Why the operator cannot hold this weight, if it cannot."""
+    def why_not(self, weight: LayerWeight, quantization: Quantization | None) -> str | None:
+        """Why the operator cannot hold this weight, quantized like this, if it cannot.
+
+        In a dry run the weight is not quantized yet, so weight.quantized is None.
+        """
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:

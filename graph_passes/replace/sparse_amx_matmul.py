@@ -55,12 +55,12 @@ _SMALLEST_NORMAL = 2.0**-126
 class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
-    def why_not(self, weight: LayerWeight) -> str | None:
-        if weight.quantized is not None and not weight.quantized.symmetric:
+    def why_not(self, weight: LayerWeight, quantization: Quantization | None) -> str | None:
+        if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
         # NaN fails every comparison.
         matrix = weight.matrix
-        if weight.quantized is None and not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
+        if quantization is None and not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
             return "holds NaN, infinity or numbers beyond bfloat16"
         return None
 

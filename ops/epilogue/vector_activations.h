@@ -100,6 +100,14 @@ class VectorActivations {
     return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + i * row_bytes);
   }
 
+  template <bool kFactor, bool kResidual>
+  static Float End(Float value, Float factor, Float residual) {
+    if constexpr (kFactor && kResidual) return Simd::MultiplyAdd(value, factor, residual);
+    if constexpr (kFactor) return Simd::Multiply(value, factor);
+    if constexpr (kResidual) return Simd::Add(value, residual);
+    return value;
+  }
+
   template <typename Function, bool kFactor, bool kResidual>
   static void Rows(const EpilogueArgs& args) {
     const int64_t tail = args.n % Simd::kLanes;
@@ -111,14 +119,14 @@ class VectorActivations {
       const float* residual = kResidual ? Row(args.residual, i, args.residual_row_bytes) : nullptr;
       for (int64_t j = 0; j < full; j += Simd::kLanes) {
         Float value = Function::Apply(Simd::Load(x + j));
-        if constexpr (kFactor) value = Simd::Multiply(value, Simd::Load(factor + j));
-        if constexpr (kResidual) value = Simd::Add(value, Simd::Load(residual + j));
+        value = End<kFactor, kResidual>(value, kFactor ? Simd::Load(factor + j) : value,
+                                        kResidual ? Simd::Load(residual + j) : value);
         Simd::Store(y + j, value);
       }
       if (tail == 0) continue;
       Float value = Function::Apply(Simd::LoadFirst(x + full, tail));
-      if constexpr (kFactor) value = Simd::Multiply(value, Simd::LoadFirst(factor + full, tail));
-      if constexpr (kResidual) value = Simd::Add(value, Simd::LoadFirst(residual + full, tail));
+      value = End<kFactor, kResidual>(value, kFactor ? Simd::LoadFirst(factor + full, tail) : value,
+                                      kResidual ? Simd::LoadFirst(residual + full, tail) : value);
       Simd::StoreFirst(y + full, tail, value);
     }
   }
