@@ -44,10 +44,10 @@ class Epilogue:
     factor: ir.Value | None = None  # of the value's shape
 
 
-def describe_epilogue(activation: Activation, residual: ir.Value | None) -> list[str]:
-    """For people: ["gelu", "residual"]."""
-    parts = [] if activation == Activation.NONE else [activation.name.lower()]
-    return parts + (["residual"] if residual is not None else [])
+def describe_epilogue(activation: Activation, residual: ir.Value | None, gated: bool = False) -> list[str]:
+    """For people: ["silu", "gated", "residual"]."""
+    parts = {activation.name.lower(): activation != Activation.NONE, "gated": gated, "residual": residual is not None}
+    return [part for part, there in parts.items() if there]
 
 
 # A sum of products: factors, sorted -> coefficient. "x" is the layer's value, a function's name stands for its value at

@@ -157,14 +157,11 @@ class ReplacePass(RecipePass):
         """Puts the operator in the place of a layer, or of gate and up."""
         context, gate = self.context, linears[0]
         epilogue = self._epilogue(*linears)
-        fused = [describe_epilogue(epilogue.activation, epilogue.residual), *([] for _ in linears[1:])]
-        for up in linears[1:]:
-            fused[0].insert(-1 if epilogue.residual is not None else len(fused[0]), f"times {up.name}")
-            fused[1].append(f"into {gate.name}")
-        for linear, parts in zip(linears, fused, strict=True):
+        for linear in linears:
             layer = context.layer(linear)
-            layer.new_op, layer.fused = self.options.op, parts
-            layer.status = "would replace" if context.dry_run else "replaced"
+            layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"
+            layer.fused = [f"into {gate.name}"]
+        context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
         if context.dry_run:
             return
         for linear in linears:
@@ -283,13 +280,13 @@ class ReplacePass(RecipePass):
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
             nodes.append(widen)
             x = widen.outputs[0]
+        k, n = weight.matrix.shape
+        gated_columns = linear.n if len(linears) == 2 else 0
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
             self._replacement.inputs(x, packed, self._bias(model, linears), epilogue.residual),
-            self._replacement.attributes(
-                *weight.matrix.shape, weight.quantized, epilogue.activation, linear.n if len(linears) == 2 else 0
-            ),
+            self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns),
             name=linear.name,
         )
         nodes.append(node)

@@ -57,8 +57,8 @@ class LinearOp {
   void Run(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
            void (*multiply)(const Args&, int64_t, int64_t), const Pack& pack) const;
 
-  // Y's shape: that of X with another last dimension. Left open where a residual may add dimensions by broadcasting: one
-  // number, which stands for none, does not.
+  // Y's shape: that of X with another last dimension. Left open where a residual may add dimensions by broadcasting:
+  // one number, which stands for none, does not.
   static void InferShape(OrtShapeInferContext* context, size_t residual);
 
   int64_t XRowBytes() const { return k_ * static_cast<int64_t>(sizeof(float)); }

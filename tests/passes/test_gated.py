@@ -148,7 +148,7 @@ def test_report(dry_run: bool) -> None:
     options = FAST | RECIPES["int4"]
     report = ortolan.optimize_onnx(model, recipe="int4", options=options, dry_run=dry_run)
     by_name = {layer.name: layer for layer in report.layers}
-    assert by_name["gate_proj"].fused == ["silu", "times up_proj"]
+    assert by_name["gate_proj"].fused == ["silu", "gated"]
     assert by_name["up_proj"].fused == ["into gate_proj"]
     for layer in report.layers:
         assert layer.status == ("would replace" if dry_run else "replaced") and layer.new_op == "W4A8MatMul"
@@ -176,4 +176,8 @@ def test_llama() -> None:
     model = tiny.tiny_llama()
     report = optimize(ir.to_proto(model), recipe="int4", options=RECIPES["int4"])
     gates = [layer for layer in report.layers if "gate_proj" in layer.name]
-    assert gates and all(any(part.startswith("times") for part in layer.fused) for layer in gates)
+    assert gates and all("gated" in layer.fused for layer in gates)
+    packed = [layer for layer in ortolan.inspect_onnx(report.model).linears if "gated" in layer.fused]
+    assert len(packed) == len(gates)
+    assert packed[0].weight_format == "int4, groups of 32, zero points"
+    assert (packed[0].k, packed[0].n) == (gates[0].k, 2 * gates[0].n)
