@@ -85,9 +85,9 @@ def last_level_cache_bytes() -> int:
 def copies_to_stay_cold(bytes_each: int) -> int:
     """How many copies of a weight, used in turn, are never found in a cache: at least 4 and four times the L3.
 
-    At most 512, for the sake of layers that any cache would hold.
+    At most 2048, for the sake of layers that any cache would hold.
     """
-    return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 512)
+    return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
 
 
 class StreamReader:
