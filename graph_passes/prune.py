@@ -1,5 +1,8 @@
 """Sets the smallest weights of linear layers to zero, except where no pass `replace` would gain from it.
 
+What goes is a weight by itself (pattern "unstructured"), or a block of weights of one input and four consecutive
+outputs ("4x1"), by the sum of their magnitudes.
+
 The new weights are lazy: a layer is pruned anew each time its array is asked for, from the original in the mapped file
 and one threshold, so no copy is kept. The number of zeros is exact: of weights as large as the threshold, the first in
 row-major order go.
@@ -31,8 +34,11 @@ _CHUNK = 1 << 22
 class PruneOptions(PassOptions):
     method: str = field(default="magnitude", metadata=takes("str", choices=("magnitude",)))
     scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global")))
+    pattern: str = field(default="unstructured", metadata=takes("str", choices=("unstructured", "4x1")))
     sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
     layers: dict[str, float] = field(default_factory=dict, metadata=takes("numbers_by_glob", low=0.0, below=1.0))
+    # Layers of which this share is zero already, by the pattern, were pruned by training: they stay as they are.
+    keep_sparse: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -43,7 +49,7 @@ class PruneGroup(WeightGroup):
 
 
 class PrunePass(RecipePass):
-    """Magnitude pruning, unstructured, with a threshold for each layer or one for all of them."""
+    """Magnitude pruning with a threshold for each layer or one for all of them."""
 
     options_type = PruneOptions
     options: PruneOptions
@@ -59,28 +65,54 @@ class PrunePass(RecipePass):
             self.context.release()
             steps += 1
 
+        groups = [group for group in groups if not self._is_sparse(group)]
         together = [group for group in groups if group.sparsity is None]
         for batch in [[group] for group in groups if group.sparsity is not None] + ([together] if together else []):
             share = batch[0].sparsity if batch[0].sparsity is not None else self.options.sparsity
-            weights = [group.weight for group in batch]
+            scores = [self._scores(group) for group in batch]
             names = [group.weight_name for group in batch]
-            count = round(share * sum(weight.size for weight in weights))
-            threshold = find_threshold(weights, names, count)
+            count = round(share * sum(score.size for score in scores))
+            threshold = find_threshold(scores, names, count)
             ties = threshold.ties
-            for group, weight in zip(batch, weights, strict=True):
+            for group, score in zip(batch, scores, strict=True):
                 step()
-                tally = tally_weight(weight, threshold.key)
+                tally = tally_weight(score, threshold.key)
                 own_ties = min(ties, tally.equal)
                 ties -= own_ties
                 # A key of 0 is a weight that was zero before.
                 zeros = max(tally.zeros, tally.below + own_ties)
-                group.linears = [linear for linear in group.linears if self.context.gains(linear, weight.size - zeros)]
+                kept = round((1 - zeros / score.size) * group.weight.size)
+                group.linears = [linear for linear in group.linears if self.context.gains(linear, kept)]
                 for linear in group.linears:
-                    self.context.layer(linear).sparsity = zeros / weight.size
+                    self.context.layer(linear).sparsity = zeros / score.size
                 if group.linears and zeros > tally.zeros:
-                    group.put(model, self.context, pruned_tensor(weight, Threshold(threshold.key, own_ties)), "pruned")
+                    pruned = pruned_tensor(score, Threshold(threshold.key, own_ties))
+                    if self.options.pattern == "4x1":
+                        pruned = _without_blocks(group.weight, pruned, group.linears[0].transposed)
+                    group.put(model, self.context, pruned, "pruned")
         step()
         return ir.passes.PassResult(model, modified=bool(groups))
+
+    def _scores(self, group: PruneGroup) -> ir.TensorProtocol:
+        """What the weights, or blocks of them, are compared by: by magnitude."""
+        if self.options.pattern == "4x1":
+            return block_sums(group.weight, group.linears[0].transposed)
+        return group.weight
+
+    def _is_sparse(self, group: PruneGroup) -> bool:
+        """Whether the layers stay as they are; the report then says so."""
+        if self.options.keep_sparse is None:
+            return False
+        scores = self._scores(group)
+        share = tally_weight(scores, 0).zeros / scores.size
+        if share < self.options.keep_sparse or share == 0:
+            return False
+        for linear in group.linears:
+            self.context.layer(linear).sparsity = share
+        self.context.note(
+            f"layers that are sparse already, such as {group.linears[0].name!r}, were not pruned further (keep_sparse)"
+        )
+        return True
 
     def _group(self, linears: Sequence[Linear]) -> list[PruneGroup]:
         options = self.options
@@ -174,6 +206,34 @@ def pruned_tensor(weight: ir.TensorProtocol, threshold: Threshold) -> ir.LazyTen
             chunk[keys < threshold.key] = 0
             chunk[equal] = 0
         return result
+
+    return lazy(compute, weight.dtype, ir.Shape(weight.shape.numpy()))
+
+
+BLOCK_OUTPUTS = 4
+
+
+def block_sums(weight: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
+    """A quarter of sum |w| of each block of four outputs, float32 [k, ceil(n / 4)]; computed when it is asked for."""
+    n, k = weight.shape.numpy() if transposed else reversed(weight.shape.numpy())
+
+    def compute() -> np.ndarray:
+        matrix = np.asarray(weight.numpy())
+        magnitudes = np.abs((matrix.T if transposed else matrix).astype(np.float32)) / BLOCK_OUTPUTS
+        padded = np.pad(magnitudes, ((0, 0), (0, -n % BLOCK_OUTPUTS)))
+        return padded.reshape(k, -1, BLOCK_OUTPUTS).sum(axis=2)
+
+    return lazy(compute, ir.DataType.FLOAT, ir.Shape([k, -(-n // BLOCK_OUTPUTS)]))
+
+
+def _without_blocks(weight: ir.TensorProtocol, sums: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
+    """The weight without the blocks whose sum is zero."""
+
+    def compute() -> np.ndarray:
+        matrix = np.asarray(weight.numpy())
+        n = matrix.shape[0 if transposed else 1]
+        kept = np.repeat(sums.numpy() != 0, BLOCK_OUTPUTS, axis=1)[:, :n]
+        return np.where(kept.T if transposed else kept, matrix, matrix.dtype.type(0))
 
     return lazy(compute, weight.dtype, ir.Shape(weight.shape.numpy()))
 

@@ -180,3 +180,41 @@ def test_a_weight_that_is_an_output_of_the_model_is_copied_first():
     model.graph.output.append(helper.make_tensor_value_info("W", FLOAT, [20, 24]))
     weights = prune(model, sparsity=0.5)
     assert (zeros(weights["W"]), zeros(weights["W_pruned"])) == (0, 240)
+
+
+def blocks(weight: np.ndarray) -> np.ndarray:
+    """[k, n] -> [k, blocks, 4], the last block filled with zeros."""
+    padded = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 4)))
+    return padded.reshape(len(weight), -1, 4)
+
+
+@pytest.mark.parametrize("form", ["gemm", "gemm_trans_b"])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8])
+def test_blocks_of_one_input_and_four_outputs_go_together(form, sparsity):
+    """The smallest sums of magnitudes go, and nothing of the others changes."""
+    model = ir.to_proto(tiny.mlp(widths=(24, 42), forms=form))
+    before = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    after = prune(model, pattern="4x1", sparsity=sparsity)
+    (name,) = [name for name, array in before.items() if array.ndim == 2]
+    old, new = (array if form == "gemm" else array.T for array in (before[name], after[name]))
+    old, new = blocks(old), blocks(new)
+    gone = ~new.any(axis=2)
+    assert np.count_nonzero(gone) == round(sparsity * gone.size)
+    np.testing.assert_array_equal(new[~gone], old[~gone])
+    sums = np.abs(old).sum(axis=2)
+    assert sums[gone].max(initial=0) <= sums[~gone].min() * (1 + 1e-6)
+
+
+def test_layers_that_are_sparse_already_stay_as_they_are():
+    weight = random_weight(32, 24)
+    weight[np.random.default_rng(0).random((32, 6)).repeat(4, axis=1) < 0.6] = 0
+    share = np.mean(weight == 0)
+    for keep_sparse, pruned in ((None, True), (0.5, False), (0.9, True)):
+        found = prune(matmul_model(32, 24, weight=weight), pattern="4x1", sparsity=0.8, keep_sparse=keep_sparse)["W"]
+        assert (np.mean(found == 0) > share) == pruned
+    recipe = Recipe.from_dict(
+        {"name": "prune", "pass": [{"name": "normalize"}, {"name": "prune", "pattern": "4x1", "keep_sparse": 0.5}]}
+    )
+    report = ortolan.optimize_onnx(matmul_model(32, 24, weight=weight), recipe=recipe)
+    assert any("sparse already" in note for note in report.notes)
+    assert report.layers[0].sparsity == pytest.approx(share)
