@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,16 @@ import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
-from ..constants import constant_tensor, remove_unused
+from ..constants import constant_tensor, remove_unused, stored_bytes
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
+from ..quantized_weight import QuantizedWeight
 from ..report import human_bytes
+from ..stored_int4 import StoredInt4, rounds_inputs
 from ..verify import keep_reference
 from .replacement import LayerWeight, PackedTensor, Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
@@ -59,6 +61,7 @@ class ReplacePass(RecipePass):
         self._replacement = REPLACEMENTS[self.options.op]()
         self._runs = False
         context.why_not_replace.append(self._why_not)
+        context.adopts.append(lambda linear: self._stored_int4(linear) is not None)
 
     def requires(self, model: ir.Model) -> None:
         if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
@@ -75,11 +78,20 @@ class ReplacePass(RecipePass):
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
+        # Asked while the nodes are there.
+        weights = {linear: linear.weight_values for linear in linears}
+        stored = [linear for linear in linears if isinstance(self._quantization(linear), StoredInt4)]
+        rounds = {linear: rounds_inputs(linear.node) for linear in stored}
         for number, linear in enumerate(linears):
             context.progress("replace", number, len(linears))
             self._replace(model, linear)
             context.release()
         context.progress("replace", len(linears), len(linears))
+        adopted = [linear for linear in stored if context.layer(linear).new_op]
+        self._note_adopted(adopted, sum(rounds[linear] for linear in adopted))
+        if not context.dry_run:
+            replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
+            self._note_stored_twice([value for linear in replaced for value in weights[linear]])
         if not context.report.replaced:
             raise NothingToReplaceError(self._why_nothing())
         copies = len(self._packed) - len({weight for weight, _ in self._packed})
@@ -110,17 +122,26 @@ class ReplacePass(RecipePass):
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             layer.reason = self._why_not(linear, 0)
             return
-        weight = LayerWeight(linear.matrix(), self.context.quantized.get(linear.weight_key))
-        problem = self._replacement.why_not(weight)
+        quantization = self._quantization(linear)
+        problem = self._replacement.why_not(quantization)
+        if problem and isinstance(linear.int4, str):
+            problem += f" (it is stored in 4 bits, but {linear.int4})"
+        if isinstance(quantization, StoredInt4):
+            quantization.check_scales()
+        matrix = linear.matrix()
+        if quantization is None:
+            problem = problem or self._replacement.why_not_matrix(matrix)
         if problem:
             layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return
-        stored = int(np.count_nonzero(weight.matrix))
-        layer.sparsity = 1 - stored / weight.matrix.size
+        stored = int(np.count_nonzero(matrix))
+        layer.sparsity = 1 - stored / matrix.size
         layer.reason = self._why_not(linear, stored)
         if layer.reason:
             return
         epilogue = self._epilogue(linear)
+        if isinstance(quantization, StoredInt4):
+            layer.weight_bits = quantization.bits
         layer.new_op = self.options.op
         layer.fused = describe_epilogue(epilogue.activation, epilogue.residual)
         if self.context.dry_run:
@@ -128,10 +149,11 @@ class ReplacePass(RecipePass):
             layer.bytes_after = self._packed_bytes(linear, stored)
             return
         layer.status = "replaced"
-        self.context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
+        self.context.rounding[layer_key(linear)] = self._replacement.typical_rounding(quantization)
+        weight = LayerWeight(matrix, quantization if isinstance(quantization, QuantizedWeight) else None)
         tensors = self._pack(model, linear, weight)
         layer.bytes_after = sum(value.const_value.nbytes for value in tensors.values() if value.const_value is not None)
-        self._emit(model, linear, tensors, epilogue)
+        self._emit(model, linear, quantization, tensors, epilogue)
 
     def _epilogue(self, linear: Linear) -> Epilogue:
         """What follows the layer and the operator computes as well. It computes on float32."""
@@ -141,10 +163,43 @@ class ReplacePass(RecipePass):
 
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
-        if self._runs:
-            return self.context.quantized.get(linear.weight_key)
-        plans = (plan(linear) for plan in self.context.quantizations)
-        return next((plan for plan in plans if plan is not None), None)
+        found: Quantization | None = self.context.quantized.get(linear.weight_key)
+        if not self._runs:
+            plans = (plan(linear) for plan in self.context.quantizations)
+            found = next((plan for plan in plans if plan is not None), None)
+        return self._stored_int4(linear) if found is None else found
+
+    def _stored_int4(self, linear: Linear) -> StoredInt4 | None:
+        """The 4-bit numbers that the model stores for the layer, if the operator takes them over."""
+        if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
+            return None
+        int4 = linear.int4
+        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(int4) is None else None
+
+    def _note_adopted(self, adopted: Sequence[Linear], rounding: int) -> None:
+        """rounding: of how many of them the original rounds the inputs, too."""
+        if not adopted:
+            return
+        layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
+        text = f"{layers} the 4-bit weights that the model stores, number by number"
+        if rounding:
+            text += (
+                f"; the original rounds inputs of {rounding} to int8 in much the same way (accuracy_level 4), so the "
+                "errors against it are smaller than what this rounding costs"
+            )
+        self.context.note(text)
+
+    def _note_stored_twice(self, weights: Sequence[ir.Value]) -> None:
+        """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
+        used = {value for value in weights if value.uses() or value.is_graph_output()}
+        size = sum(stored_bytes(value) for value in used)
+        if used:
+            names = sorted(value.name or "" for value in used)
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(
+                f"{names[0]!r}{others} also serve nodes that stay, such as an embedding, so {human_bytes(size)} of "
+                "weights are now stored twice"
+            )
 
     def _packed_bytes(self, linear: Linear, stored: int) -> int:
         return self._replacement.packed_bytes(linear.k, linear.n, stored, self._quantization(linear))
@@ -160,7 +215,9 @@ class ReplacePass(RecipePass):
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self._packed_bytes(linear, stored)
         now = self.context.layer(linear).bytes_before or 0
-        if packed > now and not self.options.may_grow:
+        # Stored 4-bit weights grow by no more than whole panels and tiles, which is little, or of little.
+        adopted = isinstance(self._quantization(linear), StoredInt4)
+        if packed > now and not adopted and not self.options.may_grow:
             return (
                 f"packed, its weight would take {human_bytes(packed)}, more than the {human_bytes(now)} it takes now "
                 "(may_grow=true replaces it all the same)"
@@ -210,15 +267,23 @@ class ReplacePass(RecipePass):
         exact = x @ original()
         return _relative(exact - found, exact)
 
-    def _emit(self, model: ir.Model, linear: Linear, packed: dict[str, ir.Value], epilogue: Epilogue) -> None:
+    def _emit(
+        self,
+        model: ir.Model,
+        linear: Linear,
+        quantization: Quantization | None,
+        packed: dict[str, ir.Value],
+        epilogue: Epilogue,
+    ) -> None:
         """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
 
         With an epilogue it stands where that ended: behind whatever computes the residual.
         """
         graph = linear.node.graph
         assert graph is not None
-        # As it is now: whatever made the layer's input may have been replaced meanwhile.
+        # As they are now: whatever made the layer's input may have been replaced meanwhile.
         x, nodes = linear.node.inputs[0], []
+        old_weight = linear.weight_values
         assert x is not None
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
@@ -229,9 +294,7 @@ class ReplacePass(RecipePass):
             ORTOLAN_DOMAIN,
             self.options.op,
             self._replacement.inputs(x, packed, self._bias(model, linear), epilogue.residual),
-            self._replacement.attributes(
-                linear.k, linear.n, self.context.quantized.get(linear.weight_key), epilogue.activation
-            ),
+            self._replacement.attributes(linear.k, linear.n, quantization, epilogue.activation),
             name=linear.name,
         )
         nodes.append(node)
@@ -244,7 +307,7 @@ class ReplacePass(RecipePass):
         ir.convenience.replace_nodes_and_values(
             graph, old_nodes[-1], old_nodes, nodes, [epilogue.output], [nodes[-1].outputs[0]]
         )
-        for value in (linear.weight_value, linear.bias_value, *constants):
+        for value in (*old_weight, linear.bias_value, *constants):
             if value is not None:
                 remove_unused(value)
 

@@ -41,8 +41,12 @@ class Replacement(abc.ABC):
     """y = activation(x W + bias) + residual by an operator of ours, whose weight is packed ahead of time."""
 
     @abc.abstractmethod
-    def why_not(self, weight: LayerWeight) -> str | None:
-        """Why the operator cannot hold this weight, if it cannot."""
+    def why_not(self, quantization: Quantization | None) -> str | None:
+        """Why the operator cannot hold a weight that is quantized so, or is not, if it cannot."""
+
+    def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
+        return None
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:
