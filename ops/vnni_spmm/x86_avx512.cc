@@ -169,6 +169,16 @@ struct PanelScales {
   void Store(float* to, __m512i sums, float scale) const { _mm512_mask_storeu_ps(to, outputs, ToFloat(sums, scale)); }
 };
 
+// Rows of y often lie a multiple of 4096 bytes apart: written panel by panel they would drive each other out of the
+// cache before a line is whole. So some panels are gathered, then written row by row.
+inline constexpr int64_t kPanelsAtOnce = 4;
+
+inline void StoreFloats(float* to, const float* from, int64_t count) {
+  int64_t j = 0;
+  for (; j + kFloats <= count; j += kFloats) _mm512_storeu_ps(to + j, _mm512_load_ps(from + j));
+  if (j < count) _mm512_mask_storeu_ps(to + j, First16(count - j), _mm512_load_ps(from + j));
+}
+
 // `count` tokens, at most a block: packed by PackBlock.
 template <typename Tokens>
 void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64_t panel_begin, int64_t panel_end) {
@@ -179,24 +189,27 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
   const int32_t* minus_zeros = reinterpret_cast<const int32_t*>(x_scales + Tokens::kWidth);
   __m512i zeros[kVectors];
   for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(minus_zeros, v);
-  PanelSums<Tokens> sums;
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    for (int64_t g = 0; g < kPanelGroups; ++g) {
+  PanelSums<Tokens> sums[kPanelsAtOnce];
+  for (int64_t panel = panel_begin; panel < panel_end; panel += kPanelsAtOnce) {
+    const int64_t panels = panel_end - panel < kPanelsAtOnce ? panel_end - panel : kPanelsAtOnce;
+    for (int64_t g = 0; g < panels * kPanelGroups; ++g) {
       const int64_t group = panel * kPanelGroups + g;
       if (group >= w.Groups()) break;  // what the sums hold there is not stored
-      SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums.of + g * kGroupOutputs);
+      SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums[0].of + g * kGroupOutputs);
     }
-    const PanelScales scales(args, panel);
     for (int v = 0; v < kVectors; ++v) {
-      __m512i of_tokens[16];
+      for (int64_t p = 0; p < panels; ++p) {
+        const PanelScales scales(args, panel + p);
+        __m512i of_tokens[16];
 #pragma GCC unroll 16
-      for (int o = 0; o < 16; ++o) of_tokens[o] = sums.of[o][v];
-      Transpose16(of_tokens);
+        for (int o = 0; o < 16; ++o) of_tokens[o] = sums[p].of[o][v];
+        Transpose16(of_tokens);
 #pragma GCC unroll 16
-      for (int lane = 0; lane < 16; ++lane) {
-        const int token = Tokens::TokenOf(v, lane);
-        if (token >= count) continue;
-        scales.Store(args.YRow(first + token) + panel * kPanelOutputs, of_tokens[lane], x_scales[token]);
+        for (int lane = 0; lane < 16; ++lane) {
+          const int token = Tokens::TokenOf(v, lane);
+          if (token >= count) continue;
+          scales.Store(args.YRow(first + token) + (panel + p) * kPanelOutputs, of_tokens[lane], x_scales[token]);
+        }
       }
     }
   }
