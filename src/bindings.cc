@@ -16,6 +16,7 @@
 #include "formats/bitmap.h"
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
+#include "formats/block_sparse_4x1.h"
 #include "formats/int4_group.h"
 #include "formats/scales.h"
 #include "isa/isa.h"
@@ -23,6 +24,7 @@
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 #include "stream_read.h"
 #include "support/error_text.h"
+#include "vnni_spmm/vnni_spmm.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace py = pybind11;
@@ -424,6 +426,71 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
   return y;
 }
 
+py::tuple PackBlockSparseArray(const Array<int8_t>& q) {
+  if (q.ndim() != 2) throw std::invalid_argument(ErrorText("q has ", q.ndim(), " dimensions, expected 2: [k, n]"));
+  const int64_t k = q.shape(0);
+  const int64_t n = q.shape(1);
+  if (k < 1 || n < 1 || k > kMostSparseInputs || n > kMostSparseOutputs) {
+    throw std::invalid_argument(
+        ErrorText("q is ", k, " x ", n, ", expected 1 to ", kMostSparseInputs, " x 1 to ", kMostSparseOutputs));
+  }
+  const BlockSparseMatrix packed = [&] {
+    py::gil_scoped_release release;
+    return PackBlockSparse(q.data(), n, k, n);
+  }();
+  const int64_t quads = packed.starts.back();
+  return py::make_tuple(ToArray(packed.values, {quads, kGroupOutputs, kQuadInputs}),
+                        ToArray(packed.indices, {quads, kQuadInputs}),
+                        ToArray(packed.starts, {static_cast<py::ssize_t>(packed.starts.size())}));
+}
+
+BlockSparseView CheckedBlockSparse(const Array<int8_t>& values, const Array<uint16_t>& indices,
+                                   const Array<int64_t>& starts, int64_t k, int64_t n, int64_t scale_count) {
+  const BlockSparseView view{k, n, values.data(), reinterpret_cast<const uint8_t*>(indices.data()), starts.data()};
+  const std::string problem =
+      ValidateBlockSparse({view, values.size(), indices.size(), starts.size(), scale_count});
+  if (!problem.empty()) throw std::invalid_argument(problem);
+  return view;
+}
+
+Array<int8_t> UnpackBlockSparseArray(const Array<int8_t>& values, const Array<uint16_t>& indices,
+                                     const Array<int64_t>& starts, int64_t k, int64_t n) {
+  const BlockSparseView view = CheckedBlockSparse(values, indices, starts, k, n, n);
+  Array<int8_t> q({k, n});
+  int8_t* out = q.mutable_data();
+  py::gil_scoped_release release;
+  UnpackBlockSparse(view, out, n);
+  return q;
+}
+
+Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, const Array<uint16_t>& indices,
+                      const Array<int64_t>& starts, const Array<float>& scales, int64_t k, int64_t n,
+                      const std::optional<CastArray<float>>& bias, const std::optional<std::string>& kernel_name) {
+  VnniSpmmArgs args;
+  args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
+  CheckActivations(x, bias, k, n);
+  args.scales = scales.data();
+  args.m = x.shape(0);
+  const VnniSpmmKernel& kernel =
+      KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), args.m, k), kernel_name);
+  if (k > kernel.most_inputs) {
+    throw std::invalid_argument(
+        ErrorText("kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", k));
+  }
+  args.bias = bias ? bias->data() : nullptr;
+  Array<float> y({args.m, n});
+  args.y = y.mutable_data();
+  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  py::gil_scoped_release release;
+  const std::vector<int32_t> sums = SumsOfOutputs(args.w);
+  args.sums = sums.data();
+  std::vector<char> packed(static_cast<size_t>(kernel.PackedBytes(args.m, k)));
+  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, packed.data());
+  args.x = packed.data();
+  kernel.multiply(args, 0, BitmapPanels(n));
+  return y;
+}
+
 // Reads the buffer once, an equal part a thread.
 uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
   constexpr int kMostThreads = 256;
@@ -492,6 +559,20 @@ PYBIND11_MODULE(_native, module) {
   };
   define_w4a8(&W4A8MatMul<float>);
   define_w4a8(&W4A8MatMul<uint16_t>);
+
+  module.def("pack_block_sparse", &PackBlockSparseArray, py::arg("q").noconvert(),
+             "Pack int8 q [k, n] in blocks of 4 outputs x 1 input: values i8 [quads, 4, 4], indices u16 [quads, 4], "
+             "starts i64.");
+  module.def("unpack_block_sparse", &UnpackBlockSparseArray, py::arg("values").noconvert(),
+             py::arg("indices").noconvert(), py::arg("starts").noconvert(), py::arg("k"), py::arg("n"),
+             "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
+  module.def(
+      "vnni_spmm_kernels", [] { return KernelList(VnniSpmmKernels()); },
+      "The rows of the room's kernel table, best first.");
+  module.def("vnni_spmm", &VnniSpmm, py::arg("x"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
+             py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
+             py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+             "y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named or best kernel.");
 
   module.def("pack_scales", &PackScalesArray, py::arg("scales"), py::arg("bf16"),
              "Scales [groups, n] as [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");

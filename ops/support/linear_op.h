@@ -42,6 +42,7 @@ class LinearOp {
     int64_t row_block;
     int64_t bytes;
     int64_t row_bytes;
+    int64_t row_chunk = kRowChunk;  // rows of a piece of work, a multiple of row_block and at most kRowChunk
   };
 
   // Reads the attributes activation and gated_columns; checks bias. Throws OpError.
@@ -153,9 +154,9 @@ void LinearOp::Run(const Rows& rows, const Packing& packing, int64_t padded_k, A
   const bool ends = IsGated() || epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
   EpilogueFn* const end = ends ? SelectEpilogue(ActiveIsa()).run : nullptr;
   const int64_t panels = BitmapPanels(y_n_);
-  const int64_t row_chunks = (rows.m + kRowChunk - 1) / kRowChunk;
+  const int64_t row_chunks = (rows.m + packing.row_chunk - 1) / packing.row_chunk;
   const int64_t panel_macs =
-      padded_k * kPanelColumns * (kExpandMacs + std::min(rows.m, kRowChunk)) * (IsGated() ? 2 : 1);
+      padded_k * kPanelColumns * (kExpandMacs + std::min(rows.m, packing.row_chunk)) * (IsGated() ? 2 : 1);
   const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / kMinChunkMacs, 1, panels);
   const int64_t chunk_panels = (panels + most_chunks - 1) / most_chunks;
   const int64_t panel_chunks = (panels + chunk_panels - 1) / chunk_panels;
@@ -164,10 +165,10 @@ void LinearOp::Run(const Rows& rows, const Packing& packing, int64_t padded_k, A
   args.y = rows.y;
   args.y_row_bytes = YRowBytes();
   ParallelFor(rows.context, row_chunks * panel_chunks, [&](int64_t chunk) {
-    const int64_t row = chunk / panel_chunks * kRowChunk;
+    const int64_t row = chunk / panel_chunks * packing.row_chunk;
     const int64_t panel = chunk % panel_chunks * chunk_panels;
     const int64_t panel_end = std::min(panel + chunk_panels, panels);
-    const Args part = RowsOf(args, row, kRowChunk, packing.row_bytes);
+    const Args part = RowsOf(args, row, packing.row_chunk, packing.row_bytes);
     if (IsGated()) return MultiplyGated(part, row, panel, panel_end, multiply, epilogue, end);
     multiply(part, panel, panel_end);
     if (end != nullptr) end(Piece(epilogue, part, row, panel, panel_end));

@@ -1,0 +1,144 @@
+// Quantization of tokens by AVX-512. Included by x86_*.cc only; local to each.
+#pragma once
+
+#include <immintrin.h>
+
+#include "vnni_spmm/token_range.h"
+
+namespace ortolan {
+namespace {
+
+inline constexpr int64_t kFloats = 16;  // of a vector
+inline constexpr int64_t kInputs = 64;  // that a vector of bytes holds
+
+// A mask of the first `count` lanes; of all if there are more.
+inline __mmask16 First16(int64_t count) {
+  return static_cast<__mmask16>(_bzhi_u32(0xffff, count < 0 ? 0 : count > 16 ? 16 : static_cast<uint32_t>(count)));
+}
+
+inline TokenRange RangeOfToken(const float* x, int64_t k) {
+  const __m512 zero = _mm512_setzero_ps();
+  __m512 least[2] = {zero, zero}, most[2] = {zero, zero}, nan[2] = {zero, zero};
+  const auto add = [&](int i, __m512 v) {
+    least[i] = _mm512_min_ps(v, least[i]);
+    most[i] = _mm512_max_ps(v, most[i]);
+    nan[i] = _mm512_fmadd_ps(v, zero, nan[i]);  // NaN from Inf or NaN on
+  };
+  int64_t l = 0;
+  for (; l + 2 * kFloats <= k; l += 2 * kFloats) {
+    add(0, _mm512_loadu_ps(x + l));
+    add(1, _mm512_loadu_ps(x + l + kFloats));
+  }
+  for (; l < k; l += kFloats) add(0, _mm512_maskz_loadu_ps(First16(k - l), x + l));
+  const __m512 sum = _mm512_add_ps(nan[0], nan[1]);
+  const bool finite = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) == 0;
+  return RangeOfToken(_mm512_reduce_min_ps(_mm512_min_ps(least[0], least[1])),
+                      _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1])), finite);
+}
+
+// 64 inputs, of which `left` exist; behind them z. A row that is not finite gives anything.
+inline __m512i Quantize64(const float* x, int64_t left, __m512 factor, __m512i zero_point) {
+  __m512i q[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 v = left >= kInputs ? _mm512_loadu_ps(x + i * kFloats)
+                                     : _mm512_maskz_loadu_ps(First16(left - i * kFloats), x + i * kFloats);
+    q[i] = _mm512_add_epi32(
+        _mm512_cvt_roundps_epi32(_mm512_mul_ps(v, factor), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), zero_point);
+  }
+  // Lanes of 4: the packing leaves them as 0, 4, 8, 12, 1, …
+  const __m512i packed = _mm512_packus_epi16(_mm512_packus_epi32(q[0], q[1]), _mm512_packus_epi32(q[2], q[3]));
+  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(in_order, packed);
+}
+
+// 16 vectors of 16 dwords: v[i] lane j becomes v[j] lane i.
+inline void Transpose16(__m512i (&v)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i a = _mm512_unpacklo_epi32(v[i], v[i + 1]), b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(a, c);
+    t[i + 1] = _mm512_unpackhi_epi64(a, c);
+    t[i + 2] = _mm512_unpacklo_epi64(b, d);
+    t[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88), b = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+    const __m512i d = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+    v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+    v[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+    v[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+}
+
+inline const float* RowAt(const float* x, int64_t row_bytes, int64_t i) {
+  return reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * row_bytes);
+}
+
+// A block of kWidth tokens, of which `count` exist:
+//     q  u8 [k][kWidth]     then, from kWidth PaddedK on, s f32 [kWidth] and -z i32 [kWidth]
+template <int kWidth>
+void PackBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, uint8_t* block) {
+  float* scales = reinterpret_cast<float*>(block + (k + 127) / 128 * 128 * kWidth);
+  int32_t* minus_zeros = reinterpret_cast<int32_t*>(scales + kWidth);
+  // Of 4 tokens x 4 dwords of 4 inputs to 4 inputs x 16 tokens.
+  alignas(64) uint8_t order[64];
+  for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(i % 16 * 4 + i / 16);
+  const __m512i to_inputs = _mm512_load_si512(order);
+  for (int64_t first = 0; first < kWidth; first += 16) {
+    float factors[16];
+    for (int i = 0; i < 16; ++i) {
+      const TokenRange range =
+          first + i < count ? RangeOfToken(RowAt(x, x_row_bytes, first + i), k) : TokenRange{0.0f, 0.0f, 0};
+      factors[i] = range.factor;
+      scales[first + i] = range.scale;
+      minus_zeros[first + i] = -range.zero_point;
+    }
+    for (int64_t l = 0; l < k; l += kInputs) {
+      __m512i q[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        q[i] = first + i < count ? Quantize64(RowAt(x, x_row_bytes, first + i) + l, k - l, _mm512_set1_ps(factors[i]),
+                                              _mm512_set1_epi32(-minus_zeros[first + i]))
+                                 : _mm512_setzero_si512();
+      }
+      Transpose16(q);
+      uint8_t* to = block + l * kWidth + first;
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        if (l + 4 * i >= k) break;
+        const __m512i inputs = _mm512_permutexvar_epi8(to_inputs, q[i]);
+        uint8_t* at = to + 4 * i * kWidth;
+        const auto store = [at](int64_t input, __m128i tokens) {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(at + input * kWidth), tokens);
+        };
+        store(0, _mm512_castsi512_si128(inputs));
+        // Those of inputs from k on fall into the padding: k is padded to a multiple of 128.
+        store(1, _mm512_extracti32x4_epi32(inputs, 1));
+        store(2, _mm512_extracti32x4_epi32(inputs, 2));
+        store(3, _mm512_extracti32x4_epi32(inputs, 3));
+      }
+    }
+  }
+}
+
+// One token after the other: q [k], padded, then its range.
+inline void PackRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, uint8_t* packed) {
+  for (int64_t i = 0; i < m; ++i, packed += VnniSpmmKernel::PackedRowBytes(k)) {
+    const float* row = RowAt(x, x_row_bytes, i);
+    const TokenRange range = RangeOfToken(row, k);
+    const __m512 factor = _mm512_set1_ps(range.factor);
+    const __m512i zero_point = _mm512_set1_epi32(range.zero_point);
+    for (int64_t l = 0; l < k; l += kInputs) {
+      _mm512_storeu_si512(packed + l, Quantize64(row + l, k - l, factor, zero_point));
+    }
+    StoreRowRange(packed, k, range);
+  }
+}
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,42 @@
+// A token's quantization, the same on every tier. Local to each file that includes it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vnni_spmm/vnni_spmm.h"
+
+namespace ortolan {
+namespace {
+
+inline constexpr int64_t kPanelOutputs = 16;
+inline constexpr int64_t kPanelGroups = kPanelOutputs / kGroupOutputs;
+
+struct TokenRange {
+  float factor;  // of x, before rounding
+  float scale;   // of q - zero_point
+  int32_t zero_point;
+};
+
+// least <= 0 <= most; without meaning where the row is not finite.
+inline TokenRange RangeOfToken(float least, float most, bool finite) {
+  if (!finite) return {0.0f, __builtin_nanf(""), 0};
+  float half = most * 0.5f - least * 0.5f;
+  if (half < 0x1p-100f) half = 0x1p-100f;
+  const float factor = 127.5f / half;
+  return {factor, half / 127.5f, static_cast<int32_t>(__builtin_nearbyintf(-least * factor))};
+}
+
+// Of kernels that keep a row together: behind its numbers.
+inline void StoreRowRange(uint8_t* row, int64_t k, const TokenRange& range) {
+  std::memcpy(row + (k + 127) / 128 * 128, &range, sizeof(range));
+}
+
+inline TokenRange LoadRowRange(const uint8_t* row, int64_t k) {
+  TokenRange range;
+  std::memcpy(&range, row + (k + 127) / 128 * 128, sizeof(range));
+  return range;
+}
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,351 @@
+// AVX-512 VNNI. Many tokens: a vector holds the same four inputs of 16 tokens, which vpdpbusd multiplies with the four
+// weights of an output, broadcast. Few tokens: a vector holds the 16 weights of four quads.
+#include "vnni_spmm/avx512_tokens.h"
+
+namespace ortolan {
+namespace {
+
+// By hand: gcc 12 copies the sums around each of its own.
+inline __m512i Dot(__m512i sums, __m512i tokens, __m512i weights) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(tokens), "v"(weights));
+  return sums;
+}
+
+inline __m512i DotBroadcast(__m512i sums, __m512i tokens, const int8_t* weights) {
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+          : "+v"(sums)
+          : "v"(tokens), "m"(*reinterpret_cast<const int8_t (*)[4]>(weights)));
+  return sums;
+}
+
+inline __m512i Broadcast4(const int8_t* weights) {
+  int32_t bits;
+  __builtin_memcpy(&bits, weights, sizeof(bits));
+  return _mm512_set1_epi32(bits);
+}
+
+// The four rows of a quad's inputs.
+template <int kWidth>
+struct QuadRows {
+  const uint8_t* row[4];
+  QuadRows(const uint8_t* x, const uint8_t* indices) {
+    uint64_t bits;
+    __builtin_memcpy(&bits, indices, sizeof(bits));
+    for (int i = 0; i < 4; ++i) row[i] = x + (bits >> (16 * i) & 0xffff) * kWidth;
+  }
+};
+
+// Blocks of tokens. Interleave gives vectors of 16 tokens x 4 inputs; TokenOf says which lane is which token.
+struct Tokens64 {
+  static constexpr int kWidth = 64;
+  static void Interleave(const QuadRows<kWidth>& rows, __m512i (&tokens)[4]) {
+    const __m512i r0 = _mm512_loadu_si512(rows.row[0]), r1 = _mm512_loadu_si512(rows.row[1]);
+    const __m512i r2 = _mm512_loadu_si512(rows.row[2]), r3 = _mm512_loadu_si512(rows.row[3]);
+    const __m512i a = _mm512_unpacklo_epi8(r0, r1), b = _mm512_unpackhi_epi8(r0, r1);
+    const __m512i c = _mm512_unpacklo_epi8(r2, r3), d = _mm512_unpackhi_epi8(r2, r3);
+    tokens[0] = _mm512_unpacklo_epi16(a, c);
+    tokens[1] = _mm512_unpackhi_epi16(a, c);
+    tokens[2] = _mm512_unpacklo_epi16(b, d);
+    tokens[3] = _mm512_unpackhi_epi16(b, d);
+  }
+  static constexpr int TokenOf(int vector, int lane) { return lane / 4 * 16 + vector * 4 + lane % 4; }
+  static __m512i Load(const int32_t* of_tokens, int vector) {
+    const auto four = [&](int i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_tokens + 16 * i + 4 * vector));
+    };
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(2)), four(3), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+};
+
+struct Tokens32 {
+  static constexpr int kWidth = 32;
+  static __m512i TwoRows(const uint8_t* a, const uint8_t* b) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a))),
+                              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+  }
+  static void Interleave(const QuadRows<kWidth>& rows, __m512i (&tokens)[2]) {
+    const __m512i a = TwoRows(rows.row[0], rows.row[2]), b = TwoRows(rows.row[1], rows.row[3]);
+    // Lanes: rows 0, 0, 2, 2 with 1, 1, 3, 3.
+    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+    // Then words of rows 0, 1 and of rows 2, 3: 256 bits apart.
+    const __m512i even = _mm512_shuffle_i32x4(low, high, 0x44), odd = _mm512_shuffle_i32x4(low, high, 0xee);
+    tokens[0] = _mm512_unpacklo_epi16(even, odd);
+    tokens[1] = _mm512_unpackhi_epi16(even, odd);
+  }
+  static constexpr int TokenOf(int vector, int lane) {
+    return lane / 4 % 2 * 16 + lane / 8 * 8 + vector * 4 + lane % 4;
+  }
+  static __m512i Load(const int32_t* of_tokens, int vector) {
+    const auto four = [&](int i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_tokens + TokenOf(vector, 4 * i)));
+    };
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(2)), four(3), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+};
+
+struct Tokens16 {
+  static constexpr int kWidth = 16;
+  static void Interleave(const QuadRows<kWidth>& rows, __m512i (&tokens)[1]) {
+    const auto load = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows.row[i])); };
+    const __m128i r0 = load(0), r1 = load(1), r2 = load(2), r3 = load(3);
+    const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(r0), r1, 1);
+    const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(r2), r3, 1);
+    alignas(64) static constexpr struct Order {
+      uint8_t at[64];
+      constexpr Order() : at() {
+        for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(i % 4 * 16 + i / 4);
+      }
+    } kOrder;
+    tokens[0] =
+        _mm512_permutexvar_epi8(_mm512_load_si512(kOrder.at), _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+  }
+  static constexpr int TokenOf(int, int lane) { return lane; }
+  static __m512i Load(const int32_t* of_tokens, int) { return _mm512_loadu_si512(of_tokens); }
+};
+
+// The sums of a panel: 16 outputs, of each all tokens in the order of TokenOf.
+template <typename Tokens>
+struct PanelSums {
+  static constexpr int kVectors = Tokens::kWidth / 16;
+  __m512i of[kPanelOutputs][kVectors];
+};
+
+// Four outputs.
+template <typename Tokens>
+void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, const uint8_t* x,
+              const __m512i* minus_zeros, __m512i (*to)[PanelSums<Tokens>::kVectors]) {
+  constexpr int kVectors = PanelSums<Tokens>::kVectors;
+  __m512i total[kGroupOutputs][kVectors];
+#pragma GCC unroll 4
+  for (int o = 0; o < kGroupOutputs; ++o) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      total[o][v] = _mm512_mullo_epi32(minus_zeros[v], _mm512_set1_epi32(sums[o]));
+    }
+  }
+  const int8_t* values = w.Values(w.starts[group]);
+  const int8_t* end = w.Values(w.starts[group + 1]);
+  const uint8_t* indices = w.Indices(w.starts[group]);
+  for (; values != end; values += kQuadBytes, indices += 2 * kQuadInputs) {
+    __m512i tokens[kVectors];
+    Tokens::Interleave(QuadRows<Tokens::kWidth>(x, indices), tokens);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      if constexpr (kVectors == 1) {
+        total[o][0] = DotBroadcast(total[o][0], tokens[0], values + o * kQuadInputs);
+      } else {
+        const __m512i weights = Broadcast4(values + o * kQuadInputs);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) total[o][v] = Dot(total[o][v], tokens[v], weights);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int o = 0; o < kGroupOutputs; ++o) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
+  }
+}
+
+// What a panel's outputs are scaled with, and moved by.
+struct PanelScales {
+  __mmask16 outputs;
+  __m512 scales;
+  __m512 bias;
+
+  PanelScales(const VnniSpmmArgs& args, int64_t panel) {
+    const int64_t first = panel * kPanelOutputs;
+    outputs = First16(args.w.n - first);
+    scales = _mm512_maskz_loadu_ps(outputs, args.scales + first);
+    bias = args.bias == nullptr ? _mm512_set1_ps(-0.0f) : _mm512_maskz_loadu_ps(outputs, args.bias + first);
+  }
+  __m512 ToFloat(__m512i sums, float scale) const {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(_mm512_set1_ps(scale), scales), bias);
+  }
+  void Store(float* to, __m512i sums, float scale) const { _mm512_mask_storeu_ps(to, outputs, ToFloat(sums, scale)); }
+};
+
+// Rows of y often lie a multiple of 4096 bytes apart: written panel by panel they would drive each other out of the
+// cache before a line is whole. So some panels are gathered, then written row by row.
+inline constexpr int64_t kPanelsAtOnce = 4;
+
+inline void StoreFloats(float* to, const float* from, int64_t count) {
+  int64_t j = 0;
+  for (; j + kFloats <= count; j += kFloats) _mm512_storeu_ps(to + j, _mm512_load_ps(from + j));
+  if (j < count) _mm512_mask_storeu_ps(to + j, First16(count - j), _mm512_load_ps(from + j));
+}
+
+// `count` tokens, at most a block: packed by PackBlock.
+template <typename Tokens>
+void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64_t panel_begin, int64_t panel_end) {
+  constexpr int kVectors = PanelSums<Tokens>::kVectors;
+  const BlockSparseView& w = args.w;
+  const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
+  const float* x_scales = reinterpret_cast<const float*>(x + (w.k + 127) / 128 * 128 * Tokens::kWidth);
+  const int32_t* minus_zeros = reinterpret_cast<const int32_t*>(x_scales + Tokens::kWidth);
+  __m512i zeros[kVectors];
+  for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(minus_zeros, v);
+  PanelSums<Tokens> sums[kPanelsAtOnce];
+  for (int64_t panel = panel_begin; panel < panel_end; panel += kPanelsAtOnce) {
+    const int64_t panels = panel_end - panel < kPanelsAtOnce ? panel_end - panel : kPanelsAtOnce;
+    for (int64_t g = 0; g < panels * kPanelGroups; ++g) {
+      const int64_t group = panel * kPanelGroups + g;
+      if (group >= w.Groups()) break;  // what the sums hold there is not stored
+      SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums[0].of + g * kGroupOutputs);
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      for (int64_t p = 0; p < panels; ++p) {
+        const PanelScales scales(args, panel + p);
+        __m512i of_tokens[16];
+#pragma GCC unroll 16
+        for (int o = 0; o < 16; ++o) of_tokens[o] = sums[p].of[o][v];
+        Transpose16(of_tokens);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < 16; ++lane) {
+          const int token = Tokens::TokenOf(v, lane);
+          if (token >= count) continue;
+          scales.Store(args.YRow(first + token) + (panel + p) * kPanelOutputs, of_tokens[lane], x_scales[token]);
+        }
+      }
+    }
+  }
+}
+
+// Calls body(width, first token, tokens) for blocks of 64 and, for the rest, 32 and 16.
+template <typename Body>
+void ForEachBlock(int64_t m, const Body& body) {
+  int64_t first = 0;
+  while (first < m) {
+    const int64_t left = m - first;
+    if (left > 48) {
+      body(Tokens64{}, first, left < 64 ? left : 64);
+      first += 64;
+    } else if (left > 16) {
+      body(Tokens32{}, first, left < 32 ? left : 32);
+      first += 32;
+    } else {
+      body(Tokens16{}, first, left);
+      first += 16;
+    }
+  }
+}
+
+// Up to kTokens rows, packed one after the other. Weights are multiplied where they lie: four quads, 16 weights of four
+// outputs each; their activations are looked up, 64 at a time, in registers of 128 inputs.
+template <int kTokens>
+void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+  const BlockSparseView& w = args.w;
+  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(w.k);
+  const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * row_bytes;
+  TokenRange ranges[kTokens];
+  for (int t = 0; t < kTokens; ++t) ranges[t] = LoadRowRange(x + t * row_bytes, w.k);
+  alignas(64) uint8_t even[64];  // of 64 words in two registers, the low bytes
+  for (int i = 0; i < 64; ++i) even[i] = static_cast<uint8_t>(2 * i);
+  const __m512i low_bytes = _mm512_load_si512(even);
+  const __m512i one = _mm512_set1_epi8(1);
+  const __m512i quad_0 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    __m512i totals[kPanelGroups][kTokens];
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < kPanelGroups; ++g) {
+      const int64_t group = panel * kPanelGroups + g;
+      __m512i total[kTokens];
+      for (int t = 0; t < kTokens; ++t) total[t] = _mm512_setzero_si512();
+      const int64_t end = group < w.Groups() ? w.starts[group + 1] : 0;
+      for (int64_t quad = group < w.Groups() ? w.starts[group] : 0; quad < end; quad += 16) {
+        const int64_t quads = end - quad < 16 ? end - quad : 16;
+        const uint8_t* at = w.Indices(quad);
+        __m512i words[2];
+        if (quads == 16) {
+          words[0] = _mm512_loadu_si512(at);
+          words[1] = _mm512_loadu_si512(at + 64);
+        } else {
+          const uint64_t some = (uint64_t{1} << (4 * quads)) - 1;
+          words[0] = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some), at);
+          words[1] = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(some >> 32), at + 64);
+        }
+        const __m512i index = _mm512_permutex2var_epi8(words[0], low_bytes, words[1]);  // its lowest 7 bits count
+        const __m512i pair =
+            _mm512_permutex2var_epi8(_mm512_srli_epi16(words[0], 7), low_bytes, _mm512_srli_epi16(words[1], 7));
+        __m512i tokens[kTokens];
+        for (int t = 0; t < kTokens; ++t) tokens[t] = index;
+        // Indices ascend.
+        const int64_t last = w.Index(quad + quads - 1, kQuadInputs - 1) / 128;
+        int64_t p = w.Index(quad, 0) / 128;
+        __m512i this_pair = _mm512_set1_epi8(static_cast<char>(p));
+        for (; p <= last; ++p, this_pair = _mm512_add_epi8(this_pair, one)) {
+          const __mmask64 here = _mm512_cmpeq_epi8_mask(pair, this_pair);
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t) {
+            const uint8_t* inputs = x + t * row_bytes + p * 128;
+            tokens[t] = _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(inputs), tokens[t], here,
+                                                       _mm512_loadu_si512(inputs + 64));
+          }
+        }
+        __m512i order = quad_0;
+        for (int64_t four = 0; four < quads; four += 4, order = _mm512_add_epi32(order, _mm512_set1_epi32(4))) {
+          const int8_t* from = w.Values(quad + four);
+          const __m512i weights = quads - four >= 4 ? _mm512_loadu_si512(from)
+                                                    : _mm512_maskz_loadu_epi32(First16(4 * (quads - four)), from);
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t) {
+            total[t] = Dot(total[t], _mm512_permutexvar_epi32(order, tokens[t]), weights);
+          }
+        }
+      }
+      for (int t = 0; t < kTokens; ++t) totals[g][t] = total[t];
+    }
+    const PanelScales scales(args, panel);
+    const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      // The four lanes of each group's totals are quads, all of the same outputs.
+      const auto halves = [](__m512i a, __m512i b) {
+        return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
+      };
+      const __m512i a = halves(totals[0][t], totals[1][t]), b = halves(totals[2][t], totals[3][t]);
+      const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+      const __m512i zero = _mm512_mullo_epi32(_mm512_set1_epi32(ranges[t].zero_point), weight_sums);
+      scales.Store(args.YRow(first + t) + panel * kPanelOutputs, _mm512_sub_epi32(sums, zero), ranges[t].scale);
+    }
+  }
+}
+
+}  // namespace
+
+void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+  ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
+    PackBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k,
+                                        static_cast<uint8_t*>(packed) + first * VnniSpmmKernel::PackedRowBytes(k));
+  });
+}
+
+void MultiplyBlockSparseAvx512(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+  ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
+    MultiplyBlock<decltype(tokens)>(args, first, count, panel_begin, panel_end);
+  });
+}
+
+void PackTokensAvx512FewTokens(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+  PackRows(x, x_row_bytes, m, k, static_cast<uint8_t*>(packed));
+}
+
+void MultiplyBlockSparseAvx512FewTokens(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+  int64_t first = 0;
+  for (; args.m - first >= 4; first += 4) MultiplyFew<4>(args, first, panel_begin, panel_end);
+  switch (args.m - first) {
+    case 3:
+      return MultiplyFew<3>(args, first, panel_begin, panel_end);
+    case 2:
+      return MultiplyFew<2>(args, first, panel_begin, panel_end);
+    case 1:
+      return MultiplyFew<1>(args, first, panel_begin, panel_end);
+  }
+}
+
+}  // namespace ortolan

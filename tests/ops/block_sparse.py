@@ -1,0 +1,84 @@
+"""int8 weights in blocks of 4 outputs x 1 input, and a numpy oracle of their product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ortolan import _native
+
+from .single_node import U
+
+# Below this, float32 products lose bits.
+SMALLEST = 1.2e-38
+
+
+def quantize_tokens(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """q - z int64 [m, k] and s float32 [m, 1]; s is NaN and q - z zero for rows that are not finite."""
+    finite = np.isfinite(x).all(axis=1, keepdims=True)
+    x = np.where(finite, x, np.float32(0))
+    least = np.minimum(x.min(axis=1, keepdims=True), np.float32(0))
+    most = np.maximum(x.max(axis=1, keepdims=True), np.float32(0))
+    half = np.maximum(most * np.float32(0.5) - least * np.float32(0.5), np.float32(2.0**-100))
+    factor = np.float32(127.5) / half
+    zero = np.rint(-least * factor).astype(np.int64)
+    q = np.minimum(np.rint(x * factor).astype(np.int64) + zero, 255)
+    assert q.min() >= 0 and zero.max() <= 255
+    return q - zero, np.where(finite, half / np.float32(127.5), np.float32(np.nan))
+
+
+def random_blocks(rng: np.random.Generator, k: int, n: int, sparsity: float) -> np.ndarray:
+    """int8 [k, n] of which about `sparsity` of the blocks are zero; weights are any, zeros among them."""
+    q = rng.integers(-128, 128, (k, n), dtype=np.int8)
+    kept = rng.random((k, -(-n // 4))) >= sparsity
+    q[~np.repeat(kept, 4, axis=1)[:, :n]] = 0
+    return q
+
+
+@dataclass(frozen=True)
+class BlockSparseLayer:
+    """q int8 [k, n] and scales float32 [n]."""
+
+    q: np.ndarray
+    scales: np.ndarray
+
+    @classmethod
+    def random(cls, rng: np.random.Generator, k: int, n: int, sparsity: float, scale: float = 1.0) -> BlockSparseLayer:
+        scales = (rng.random(n) + 0.1) * rng.choice([-1, 1], n) * scale
+        return cls(random_blocks(rng, k, n, sparsity), scales.astype(np.float32))
+
+    def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
+        packed = _native.pack_block_sparse(self.q)
+        return _native.vnni_spmm(x, *packed, self.scales, *self.q.shape, bias=bias, kernel=kernel)
+
+    def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
+        """y is the product of the quantized rows, and of x itself, within the bounds of the contract.
+
+        float_sums: the inner sums may be float32 ones in any order, as in the ONNX function.
+        """
+        q, s = quantize_tokens(x)
+        rows = np.isfinite(s[:, 0])
+        sums = q @ self.q.astype(np.int64)
+        added = 0.0 if bias is None else bias.astype(np.float64)
+        if bias is None and not float_sums:  # one order of two products: the same bits everywhere
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                expected = sums.astype(np.float32) * (s * self.scales)
+            np.testing.assert_array_equal(y, expected)
+        s64, w = s.astype(np.float64), self.q * self.scales.astype(np.float64)
+        exact = s64 * sums * self.scales + added
+        magnitude = np.abs(q) @ np.abs(self.q.astype(np.int64)) if float_sums else np.abs(sums)
+        count = len(self.q) + 8 if float_sums else 4
+        rounding = count * U * (np.abs(s64 * magnitude * self.scales) + (np.abs(added) if float_sums else 0))
+        rounding = rounding + U * np.abs(exact) * 1.01 + SMALLEST * (1 + np.abs(self.q.astype(np.int64)).sum(axis=0))
+        assert y.shape == exact.shape and y.dtype == np.float32
+        assert np.isnan(y[~rows]).all()
+        assert np.all(np.abs(y - exact)[rows] <= rounding[rows])
+        steps = s64 / 2 * (1 + 2.0**-14) * np.abs(w).sum(axis=0) + rounding
+        ideal = x.astype(np.float64)[rows] @ w + added
+        assert np.all(np.abs(y[rows] - ideal) <= steps[rows])
+
+
+def runnable_kernels() -> list[str]:
+    """Names of the table's rows that this CPU can run."""
+    return list(dict.fromkeys(row["name"] for row in _native.vnni_spmm_kernels() if row["runs_here"]))
