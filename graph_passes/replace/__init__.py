@@ -25,6 +25,7 @@ from ..verify import keep_reference
 from .gated import can_join, find_gated, join_columns, join_weights, split_columns
 from .replacement import LayerWeight, PackedTensor, Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
+from .vnni_spmm import VNNISpMM
 from .w4a8_matmul import W4A8MatMul
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 REPLACEMENTS: dict[str, type[Replacement]] = {
     "SparseAMXMatMul": SparseAMXMatMul,
+    "VNNISpMM": VNNISpMM,
     "W4A8MatMul": W4A8MatMul,
 }
 
@@ -153,7 +155,7 @@ class ReplacePass(RecipePass):
             layer.reason = self._why_not(linear, 0)
             return None
         quantization = self._quantization(linear)
-        problem = self._replacement.why_not(quantization)
+        problem = self._replacement.why_not(linear.k, quantization)
         if problem and isinstance(linear.int4, str):
             problem += f" (it is stored in 4 bits, but {linear.int4})"
         if isinstance(quantization, StoredInt4):
@@ -213,7 +215,7 @@ class ReplacePass(RecipePass):
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             return None
         int4 = linear.int4
-        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(int4) is None else None
+        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(linear.k, int4) is None else None
 
     def _note_adopted(self, adopted: Sequence[Linear], rounding: int) -> None:
         """rounding: of how many of them the original rounds the inputs, too."""

@@ -41,8 +41,8 @@ class Replacement(abc.ABC):
     """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
     @abc.abstractmethod
-    def why_not(self, quantization: Quantization | None) -> str | None:
-        """Why the operator cannot hold a weight that is quantized so, or is not, if it cannot."""
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        """Why the operator cannot hold a weight of k inputs that is quantized so, or is not, if it cannot."""
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
         """Why the operator cannot hold these weights, which are not quantized, if it cannot."""

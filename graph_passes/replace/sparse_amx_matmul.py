@@ -55,7 +55,7 @@ _SMALLEST_NORMAL = 2.0**-126
 class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
-    def why_not(self, quantization: Quantization | None) -> str | None:
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if isinstance(quantization, StoredInt4):
             return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
         if quantization is not None and not quantization.symmetric:

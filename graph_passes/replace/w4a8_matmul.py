@@ -40,7 +40,7 @@ _FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|: any or
 class W4A8MatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
 
-    def why_not(self, quantization: Quantization | None) -> str | None:
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 4:
             return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
         return None

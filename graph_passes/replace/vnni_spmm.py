@@ -1,0 +1,117 @@
+"""VNNISpMM: int8 weights in blocks of 4 outputs x 1 input (the format: ops/formats/block_sparse_4x1.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from ..epilogue import Activation
+from .replacement import (
+    LayerWeight,
+    PackedTensor,
+    PackedWeight,
+    Replacement,
+    fill_missing,
+    in_order,
+    input_of,
+    nodes_of,
+)
+from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, vnni_spmm_function
+
+if TYPE_CHECKING:
+    from ..quantize import Quantization
+
+# Of the packed tensors; the kernel refuses any other.
+_FORMAT_VERSION = 1
+_MOST_INPUTS = 1 << 16  # as kMostSparseInputs in ops/formats/block_sparse_4x1.h
+_FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class VNNISpMM(Replacement):
+    """Y = activation(X W + bias) + residual; X is rounded to 256 steps of its own, row by row."""
+
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        if quantization is None or quantization.bits != 8:
+            return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+        return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM" if k > _MOST_INPUTS else None
+
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        from ortolan import _native
+
+        quantized = weight.quantized
+        assert quantized is not None
+        values, indices, starts = _native.pack_block_sparse(np.ascontiguousarray(quantized.q.numpy()))
+        scales = np.array(quantized.scales.numpy(), np.float32).reshape(-1)
+        quantized.release()
+        return {
+            "values": PackedTensor(values, ir.DataType.INT8),
+            "indices": PackedTensor(indices, ir.DataType.UINT16),
+            "starts": PackedTensor(starts, ir.DataType.INT64),
+            "scales": PackedTensor(scales, ir.DataType.FLOAT),
+        }
+
+    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+        groups = -(-n // GROUP_OUTPUTS)
+        # Whole blocks; the last quad of a group is filled up, by half on the average.
+        quads = stored / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored else 0
+        return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
+
+    def inputs(
+        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
+    ) -> list[ir.Value | None]:
+        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
+
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
+        numbers = {
+            "k": k,
+            "n": n,
+            "format_version": _FORMAT_VERSION,
+            "activation": int(activation),
+            "gated_columns": gated_columns,
+        }
+        return [ir.AttrInt64(name, number) for name, number in numbers.items()]
+
+    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
+        from ortolan import _native
+
+        k, n = weight.matrix.shape
+        values, indices, starts, scales = (packed[name].array for name in ("values", "indices", "starts", "scales"))
+        return _native.vnni_spmm(x, values, indices, starts, scales, k, n)
+
+    def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        magnitude = np.abs(weight.matrix)
+        # Half a step of each x (ops/vnni_spmm/vnni_spmm.h).
+        half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
+        steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
+        return steps + _FLOAT_ROUNDING * (np.abs(x) @ magnitude) + lost
+
+    def typical_rounding(self, quantization: Quantization | None) -> float:
+        # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their root mean square.
+        return 0.014
+
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        nodes = nodes_of(model, OP_TYPE)
+
+        def neutral(node: ir.Node) -> dict[str, np.ndarray]:
+            n = node.attributes["n"].as_int()
+            return {"bias": np.zeros(n, np.float32), "residual": np.zeros(1, np.float32)}
+
+        fill_missing(nodes, INPUTS, {"residual"} if _uses(nodes).residual else (), neutral, new_name)
+
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
+
+
+def _uses(nodes: list[ir.Node]) -> Uses:
+    return Uses(
+        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
+        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+    )
