@@ -67,7 +67,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     (folder / "zeros.onnx").write_bytes(bytes(1000))
     return {
         "missing": (folder / "none.onnx", r"none\.onnx' does not exist"),
-        "folder": (folder, "is a folder, expected an ONNX file"),
+        "folder": (folder, "holds no ONNX file, expected one"),
         "text": (folder / "text.onnx", "is not an ONNX model"),
         "empty": (folder / "empty.onnx", "is not an ONNX model: it holds no graph"),
         "half": (folder / "half.onnx", "is not an ONNX model, or it is cut short"),

@@ -127,8 +127,9 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(run_cli, assert_one_
 
 
 @pytest.mark.parametrize("name", [".", ""])
-def test_a_folder_is_no_model(invoke, assert_one_line, name):
-    assert_one_line(invoke("optimize", name), "'.' is a folder, expected an ONNX file")
+def test_a_folder_without_a_model(invoke, assert_one_line, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(invoke("optimize", name), "folder '.' holds no ONNX file")
 
 
 def test_errors_as_json(invoke, mlp_path):
