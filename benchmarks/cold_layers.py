@@ -74,7 +74,7 @@ def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = F
             place = memory[offset : offset + array.nbytes]
             place[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if distinct:
-                place[:2] = (i % 256, i // 256)
+                place[:2] = (i % 256, i // 256)[: array.nbytes]
             copy.append(place.view(array.dtype).reshape(array.shape))
         result.append(copy)
     return result

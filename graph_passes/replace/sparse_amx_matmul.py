@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ..constants import constant_tensor
 from ..epilogue import Activation
 from ..stored_int4 import StoredInt4
+from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
     PackedTensor,
@@ -24,7 +25,6 @@ from .replacement import (
 from .sparse_amx_matmul_function import (
     INPUTS,
     OP_TYPE,
-    PANEL_COLUMNS,
     TILE_ROWS,
     Uses,
     row_inputs,
@@ -104,7 +104,9 @@ class SparseAMXMatMul(Replacement):
     ) -> list[ir.Value | None]:
         return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
-    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
         numbers = {
             "k": k,
             "n": n,
@@ -112,6 +114,7 @@ class SparseAMXMatMul(Replacement):
             "weight_bits": weight_bits(quantization),
             "group_size": 0 if quantization is None or quantization.group_size is None else quantization.group_size,
             "activation": int(activation),
+            "gated_columns": gated_columns,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -207,6 +210,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         dense=any(_is_empty(input_of(node, INPUTS, "masks")) for node in nodes),
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
     )
 
 

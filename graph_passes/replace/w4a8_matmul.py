@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
+from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
     PackedTensor,
@@ -23,7 +24,6 @@ from .w4a8_matmul_function import (
     INPUTS,
     MIDDLE_ZERO_POINT,
     OP_TYPE,
-    PANEL_COLUMNS,
     TILE_INPUTS,
     Uses,
     w4a8_matmul_function,
@@ -78,7 +78,9 @@ class W4A8MatMul(Replacement):
     ) -> list[ir.Value | None]:
         return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
-    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
         assert quantization is not None and quantization.group_size is not None
         numbers = {
             "k": k,
@@ -86,6 +88,7 @@ class W4A8MatMul(Replacement):
             "format_version": _FORMAT_VERSION,
             "group_size": quantization.group_size,
             "activation": int(activation),
+            "gated_columns": gated_columns,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -159,4 +162,5 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         zero_points=any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
     )

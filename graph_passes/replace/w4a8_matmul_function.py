@@ -13,14 +13,13 @@ import onnx_ir as ir
 
 from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
-from .function_body import FunctionBody, activate, bias_or_zeros
+from .function_body import PANEL_COLUMNS, FunctionBody, end_of_layer
 
 OP_TYPE = "W4A8MatMul"
 INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points")
-ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation")
+ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation", "gated_columns")
 
 # As in ops/formats/int4_group.h.
-PANEL_COLUMNS = 16
 ROW_INPUTS = 4
 TILE_INPUTS = 64
 MIDDLE_ZERO_POINT = 8
@@ -35,6 +34,7 @@ class Uses:
     zero_points: bool = False
     activations: frozenset[Activation] = frozenset({Activation.NONE})
     residual: bool = False
+    gated: bool = False
 
 
 def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -42,13 +42,7 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     product = body.op("MatMul", _rounded(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
-    y = body.op("Add", product, bias_or_zeros(body, inputs["bias"]))
-    y = body.by_attribute(
-        "activation", {int(activation): activate(body, y, activation) for activation in sorted(uses.activations)}
-    )
-    if uses.residual:
-        y = body.op("Add", y, inputs["residual"])
-    y.name = "Y"
+    y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)

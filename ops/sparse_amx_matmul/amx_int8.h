@@ -7,9 +7,8 @@
 #include <immintrin.h>
 
 #include "isa/amx.h"
-#include "sparse_amx_matmul/avx512_expand.h"
-#include "sparse_amx_matmul/quantize_rows.h"
-#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
+#include "panels/avx512.h"
+#include "sparse_amx_matmul/sparse_int8_format.h"
 
 namespace ortolan {
 namespace {

@@ -1,7 +1,7 @@
 // W4A8MatMul's weights and activations as Int8PanelLoop wants them. Included by x86_*.cc only; local to each.
 #pragma once
 
-#include "sparse_amx_matmul/panel_loop_int8.h"
+#include "panels/panel_loop_int8.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
@@ -14,38 +14,23 @@ namespace {
 // A group that is not finite has a scale of NaN; its q are zero.
 template <typename Simd>
 void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  constexpr int64_t kInputs = 32;
-  constexpr int64_t kFourQuads = 16;
   const int64_t padded_k = kInt4Bitmap.PaddedK(k);
-  const int64_t row_bytes = W4A8MatMulKernel::PackedRowBytes(k, group);
   const int64_t groups = ScaleRows(k, group);
-  for (int64_t first = 0; first < m; first += Simd::kRowBlock) {
-    const int64_t rows = m - first < Simd::kRowBlock ? m - first : Simd::kRowBlock;
-    char* block = static_cast<char*>(packed) + first * row_bytes;
+  const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
     float* scales = reinterpret_cast<float*>(block + rows * padded_k);
     float* sums = scales + groups * rows;
-    for (int64_t i = 0; i < rows; ++i) {
-      const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes);
-      char* out = block + kFourQuads * i;
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = g * group;
-        const int64_t length = k - begin < group ? k - begin : group;
-        const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
-        int32_t sum = 0;
-        // The last group ends with the padding.
-        const int64_t end = g + 1 == groups ? padded_k : begin + group;
-        for (int64_t l = begin; l < end; l += kInputs) {
-          alignas(64) int8_t q[kInputs] = {};
-          if (l < k && scale.factor != 0.0f) sum += Simd::Quantize32(row + l, k - l, scale.factor, q);
-          for (int64_t four = 0; four < kInputs; four += kFourQuads, out += kFourQuads * rows) {
-            std::memcpy(out, q + four, kFourQuads);
-          }
-        }
-        scales[g * rows + i] = scale.scale;
-        sums[g * rows + i] = static_cast<float>(sum);
-      }
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = g * group;
+      const int64_t length = k - begin < group ? k - begin : group;
+      const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
+      // The last group ends with the padding.
+      const int64_t end = g + 1 == groups ? padded_k : begin + group;
+      const int32_t sum = QuantizeInputs<Simd>(row, k, begin, end, scale.factor, block, rows, i);
+      scales[g * rows + i] = scale.scale;
+      sums[g * rows + i] = static_cast<float>(sum);
     }
-  }
+  };
+  PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, W4A8MatMulKernel::PackedRowBytes(k, group), pack);
 }
 
 struct GroupInt4Format {

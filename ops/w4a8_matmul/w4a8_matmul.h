@@ -60,7 +60,7 @@ struct W4A8MatMulKernel {
   }
   // A pack function may fill the last block.
   int64_t PackedBytes(int64_t m, int64_t k, int64_t group) const {
-    return (m + row_block - 1) / row_block * row_block * PackedRowBytes(k, group);
+    return PackedRows(m, row_block) * PackedRowBytes(k, group);
   }
 };
 

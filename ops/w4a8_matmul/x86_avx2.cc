@@ -1,5 +1,5 @@
 // AVX2: nibbles times int8 by pmaddubsw.
-#include "sparse_amx_matmul/avx2_int8.h"
+#include "panels/avx2_int8.h"
 #include "w4a8_matmul/group_int4_format.h"
 
 namespace ortolan {

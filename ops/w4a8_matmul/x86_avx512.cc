@@ -1,5 +1,5 @@
 // AVX-512 VNNI: nibbles times int8 by vpdpbusd.
-#include "sparse_amx_matmul/avx512_int8.h"
+#include "panels/avx512_int8.h"
 #include "w4a8_matmul/group_int4_format.h"
 
 namespace ortolan {

@@ -195,7 +195,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME|MxKxN",
-            help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B, or a shape. "
+            help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B; "
+            "smollm2:… or minilm:…, as in smollm2:down; llama, smollm2 or minilm, all its layers; or a shape. "
             "Repeatable.",
         ),
     ] = None,
@@ -203,7 +204,13 @@ def bench(
         str | None, typer.Option(metavar="M,M,...", help="Rows of input to measure the named layers with.")
     ] = None,
     sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND,...", help="Kinds of weights: bf16, int8, int4.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND,...",
+            help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul.",
+        ),
+    ] = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -297,19 +304,21 @@ def _read_shares(text: str) -> tuple[float, ...]:
 
 def _read_shapes(texts: list[str]) -> tuple[tuple[str, ...], tuple[tuple[int, int, int], ...]]:
     """Names of layers, and (m, k, n) triples."""
-    from .benchmarks.shapes import LLAMA_3_8B
+    from .benchmarks.shapes import LAYERS, MODELS, find_layers
 
-    layers, cases = [], []
+    layers: list[str] = []
+    cases = []
     for text in (part.strip().lower() for item in texts for part in item.split(",")):
         numbers = text.split("x")
-        if text in LLAMA_3_8B:
-            layers.append(text)
+        if found := find_layers(text):
+            layers += found
         elif len(numbers) == 3 and all(part.isdecimal() and int(part) > 0 for part in numbers):
             m, k, n = map(int, numbers)
             cases.append((m, k, n))
         else:
             raise typer.BadParameter(
-                f"{text!r} is neither a layer ({', '.join(LLAMA_3_8B)}) nor of the form MxKxN, as in 1x4096x14336",
+                f"{text!r} is neither a layer ({', '.join(LAYERS)}), nor a model with all its layers "
+                f"({', '.join(MODELS)}), nor of the form MxKxN, as in 1x4096x14336",
                 param_hint="--shape",
             )
     return tuple(layers), tuple(cases)

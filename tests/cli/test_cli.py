@@ -294,6 +294,15 @@ def test_bench_takes_layers_by_name(invoke, fake_benchmark):
     assert fake_benchmark[1] == BenchOptions(cases=((2, 3, 4),), layers=("v",), batch=(8,))
 
 
+def test_bench_takes_models_by_name(invoke, fake_benchmark):
+    assert invoke("bench", "sparse_amx_matmul", "--shape", "SmolLM2:down,minilm", "--shape", "llama:up").exit_code == 0
+    layers = ("smollm2:down", *(f"minilm:{name}" for name in ("q", "k", "v", "o", "ffn_up", "ffn_down")), "up")
+    assert fake_benchmark == [BenchOptions(layers=layers)]
+    text = " ".join(invoke("bench", "sparse_amx_matmul", "--shape", "minilm:up").stderr.replace("│", "").split())
+    for words in ("'minilm:up' is neither a layer", "minilm:ffn_up", "(llama, smollm2, minilm)", "1x4096x14336"):
+        assert words in text
+
+
 def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
     interrupted = {"sparse_amx_matmul": lambda options, progress: FakeResult(interrupted=True)}
     monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", interrupted)
@@ -303,6 +312,7 @@ def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
 
 def test_bench_names_the_kinds_it_knows(invoke, assert_one_line):
     assert_one_line(invoke("bench", "sparse_amx_matmul", "--kind", "fp8"), "'fp8'", "bf16, int8, int4")
+    assert_one_line(invoke("bench", "w4a8_matmul", "--kind", "int4"), "'int4'", "symmetric, zero_points")
 
 
 def test_bench_without_enough_memory(invoke, assert_one_line):

@@ -1,5 +1,4 @@
-// What the AVX-512 and AMX kernels share. Included by x86_avx512*.cc and x86_amx.cc only: local to each, as
-// panel_loop.h.
+// What the AVX-512 and AMX kernels share. Included by x86_avx512*.cc and x86_amx.cc only: local to each.
 #pragma once
 
 #include <immintrin.h>
@@ -11,18 +10,11 @@
 namespace ortolan {
 namespace {
 
-// Spreads the next stored values to the places whose mask bit is set, zero elsewhere. Loads 64 bytes.
+// Spreads the next stored bytes to the places whose mask bit is set, zero elsewhere. Loads 64 bytes.
 //
-// In place, by hand: on Zen 5 vpexpandw waits for the old value of its destination even with {z} (1.11 against 0.22 ns
+// In place, by hand: on Zen 5 vpexpand waits for the old value of its destination even with {z} (1.11 against 0.22 ns
 // when every expansion names one register, as gcc's do), and on Zen 4 its memory form is slow. Expanding the register
 // just loaded has neither fault.
-inline __m512i ExpandBf16(uint32_t mask, const uint8_t* values) {
-  __m512i row = _mm512_loadu_si512(values);
-  __asm__("vpexpandw %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu32_mask32(mask)));
-  return row;
-}
-
-// The same for the next stored bytes.
 inline __m512i ExpandBytes(uint64_t mask, const uint8_t* values) {
   __m512i row = _mm512_loadu_si512(values);
   __asm__("vpexpandb %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu64_mask64(mask)));
@@ -109,15 +101,6 @@ struct Avx512FloatSums {
     _mm512_mask_storeu_ps(to, FirstLanes(columns), sums);
   }
 };
-
-#if defined(__AVX512BF16__)
-// 32 activations, of which `left` or more are x's, as bf16; the others are zero.
-inline __m512i RoundToBf16(const float* x, int64_t left) {
-  const __m512 low = _mm512_maskz_loadu_ps(FirstLanes(left), x);
-  const __m512 high = _mm512_maskz_loadu_ps(FirstLanes(left - 16), x + 16);
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-#endif
 
 }  // namespace
 }  // namespace ortolan

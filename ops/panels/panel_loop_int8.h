@@ -1,5 +1,7 @@
-// The loop that the x86 kernels for int8 and int4 weights share: panel_loop.h for int8 products. Included by x86_*.cc
-// only; everything is local to the including file.
+// The loop that the x86 kernels for int8 and int4 weights share: walk the rows of a panel, expand (dense storage: load)
+// each to a register, multiply it with four activations of every row of x. Included by x86_*.cc only; everything is
+// local to the including file (an inline function compiled for one ISA tier must never be linked in place of
+// another's).
 //
 // A tier gives a struct Simd with
 //     kRowBlock                     rows of x whose sums fit the registers
@@ -27,9 +29,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "sparse_amx_matmul/activations.h"
-#include "sparse_amx_matmul/quantize_rows.h"
-#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
+#include "formats/bitmap_int8.h"
+#include "formats/scales.h"
+#include "panels/activations.h"
+#include "panels/panel_output.h"
+#include "panels/quantize_rows.h"
 
 namespace ortolan {
 namespace {
@@ -38,7 +42,8 @@ namespace {
 constexpr int64_t kSpanInputs = 32;
 constexpr int kSpanRows = 8;
 
-// Format: SparseInt8Format<bits of a weight, storage> (here) or GroupInt4Format (w4a8_matmul/group_int4_format.h).
+// Format: how a room stores weights, scales and packed activations: SparseInt8Format (sparse_amx_matmul) and
+// GroupInt4Format (w4a8_matmul).
 template <typename Simd, typename Format>
 class Int8PanelLoop {
   using Args = typename Format::Args;
@@ -58,7 +63,7 @@ class Int8PanelLoop {
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {
-          FusedForRows<Simd::kRowBlock>(p, part.m);
+          WithRowCount<Simd::kRowBlock>(part.m, [&]<int kRows>() { Fused<kRows>(p); });
         } else {
           Buffered(p);
         }
@@ -71,7 +76,7 @@ class Int8PanelLoop {
   static constexpr int64_t kBufferTiles = 16;
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
   static constexpr int64_t kMostRows = 256;
-  // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
+  // How far ahead of the loads the streams are prefetched. Measured: sparse_amx_matmul/README.md.
   static constexpr int64_t kValuesAhead = kInt4 ? 6144 : 12288;
   static constexpr int64_t kMasksAhead = kInt4 ? 3072 : 12288;
   // Of masks, from one span to the next.
@@ -90,13 +95,9 @@ class Int8PanelLoop {
           row_bytes(Format::PackedRowBytes(a)),
           masks(Format::Masks(a, index)),
           values{Format::Values(a, index), Format::Values(a, index)},
-          y(a.y + index * kPanelColumns),
-          bias(a.bias == nullptr ? nullptr : a.bias + index * kPanelColumns),
-          columns(static_cast<int>(a.w.n - index * kPanelColumns < kPanelColumns ? a.w.n - index * kPanelColumns
-                                                                                 : kPanelColumns)),
+          output(a, a.w.n, index),
           span_bytes(Format::ValueBytes(a, index) / spans) {}
 
-    float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
     // The block of kRows packed rows that begins at row i.
     const int8_t* X(int64_t i) const { return static_cast<const int8_t*>(args.x) + i * row_bytes; }
     // What stands behind its q.
@@ -114,9 +115,7 @@ class Int8PanelLoop {
     int64_t row_bytes;
     const uint8_t* masks;
     const uint8_t* values[2];  // move along as tiles are expanded; int8 has one stream, int4 one a parity of rows
-    float* y;
-    const float* bias;
-    int columns;
+    PanelOutput output;
     int64_t span_bytes;  // of a bitmap's values, on average
   };
 
@@ -213,15 +212,7 @@ class Int8PanelLoop {
         totals[i] = block.Add(totals[i], sum, scales, group, i);
       }
     }
-    for (int i = 0; i < kRows; ++i) Finish(p, p.YRow(i), totals[i], block, i);
-  }
-
-  template <int kRows>
-  static void FusedForRows(Panel& p, int64_t m) {
-    if constexpr (kRows > 0) {
-      if (m == kRows) return Fused<kRows>(p);
-      FusedForRows<kRows - 1>(p, m);
-    }
+    for (int i = 0; i < kRows; ++i) p.output.template Store<Simd>(i, block.End(totals[i], i));
   }
 
   struct alignas(64) WaitingSums {
@@ -249,16 +240,8 @@ class Int8PanelLoop {
       for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
         ExpandedRows<Simd::kRowBlock>(p, buffer, first, end, i, waiting);
       }
-      TailRows<Simd::kRowBlock - 1>(p, buffer, first, end, i, waiting);
-    }
-  }
-
-  template <int kRows>
-  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
-                       WaitingSums& waiting) {
-    if constexpr (kRows > 0) {
-      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, first, end, i, waiting);
-      TailRows<kRows - 1>(p, buffer, first, end, i, waiting);
+      WithRowCount<Simd::kRowBlock - 1>(p.args.m - i,
+                                        [&]<int kRows>() { ExpandedRows<kRows>(p, buffer, first, end, i, waiting); });
     }
   }
 
@@ -300,79 +283,15 @@ class Int8PanelLoop {
     if (end < p.spans) return;
     for (int r = 0; r < kRows; ++r) {
       if constexpr (kInt4) {
-        Finish(p, p.YRow(i + r), Simd::LoadWaiting(waiting.bytes[i + r]), block, r);
+        p.output.template Store<Simd>(i + r, block.End(Simd::LoadWaiting(waiting.bytes[i + r]), r));
       } else {
         const typename Format::template Scales<Simd> scales(p.args, p.index, 0);
         const Sums sum = Simd::LoadWaitingSums(waiting.bytes[i + r]);
-        Finish(p, p.YRow(i + r), block.Add(Simd::Zero(), sum, scales, 0, r), block, r);
+        p.output.template Store<Simd>(i + r, block.End(block.Add(Simd::Zero(), sum, scales, 0, r), r));
       }
     }
   }
-
-  template <typename Block>
-  static void Finish(const Panel& p, float* y, Floats total, const Block& block, int row) {
-    total = block.End(total, row);
-    if (p.bias != nullptr) total = Simd::Add(total, Simd::LoadColumns(p.bias, p.columns));
-    Simd::StoreColumns(y, p.columns, total);
-  }
 };
-
-// Weights of SparseAMXMatMul; kBits: 8 or 4.
-template <int kBits, Storage kStorage>
-struct SparseInt8Format {
-  using Args = SparseInt8MatMulArgs;
-  static constexpr bool kInt4 = kBits == 4;
-  static constexpr bool kDense = kStorage == Storage::kDense;
-  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
-
-  static int64_t Group(const Args& a) { return a.group; }
-  static int64_t PackedRowBytes(const Args& a) { return SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group); }
-  static const uint8_t* Masks(const Args& a, int64_t panel) { return a.w.PanelMasks(kLayout, panel); }
-  static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelValues(kLayout, panel); }
-  static int64_t ValueBytes(const Args& a, int64_t panel) {
-    return kDense ? 0 : a.w.offsets[panel + 1] - a.w.offsets[panel];
-  }
-
-  // Of a group of a panel.
-  template <typename Simd>
-  struct Scales {
-    Scales(const Args& a, int64_t panel, int64_t group)
-        : floats(kInt4 ? Simd::LoadBf16Scales(a.Scales(panel, group)) : Simd::LoadFloatScales(a.Scales(panel, group))) {
-    }
-    typename Simd::Floats floats;
-  };
-
-  // What PackQuantizedRows puts behind the q of a block of rows.
-  template <typename Simd, int kRows>
-  struct Block {
-    using Sums = typename Simd::Sums;
-    using Floats = typename Simd::Floats;
-
-    Block(const int8_t* end, int64_t)
-        : scales(reinterpret_cast<const float*>(end)), corrections(reinterpret_cast<const int32_t*>(scales + kRows)) {}
-
-    Sums Start(int64_t group, int row) const { return Simd::Broadcast(corrections[group * kRows + row]); }
-    Floats Add(Floats total, Sums sum, const Scales<Simd>& of, int64_t, int row) const {
-      if constexpr (kInt4) return Simd::MultiplyAdd(Simd::ToFloats(sum), of.floats, total);
-      return Simd::Multiply(Simd::ToFloats(sum), Simd::Multiply(of.floats, Simd::BroadcastFloat(scales[row])));
-    }
-    Floats End(Floats total, int row) const {
-      return kInt4 ? Simd::Multiply(total, Simd::BroadcastFloat(scales[row])) : total;
-    }
-
-    const float* scales;
-    const int32_t* corrections;
-  };
-};
-
-template <typename Simd, int kBits>
-void RunInt8PanelLoop(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.w.IsDense()) {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kDense>>::Run(args, panel_begin, panel_end);
-  } else {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
-  }
-}
 
 }  // namespace
 }  // namespace ortolan

@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "sparse_amx_matmul/avx512_expand.h"
+#include "panels/avx512.h"
 
 namespace ortolan {
 namespace {

@@ -36,26 +36,25 @@ struct Avx2FloatSums {
   }
 };
 
-// For each byte of mask bits: pshufb control that moves the next stored byte to every place whose bit is set, and zero
-// elsewhere (a control byte with its top bit set gives zero).
-struct ExpandByteShuffles {
-  alignas(64) uint8_t control[256][8];
-};
-
-constexpr ExpandByteShuffles MakeExpandByteShuffles() {
-  ExpandByteShuffles table{};
-  for (int mask = 0; mask < 256; ++mask) {
-    int next = 0;
-    for (int place = 0; place < 8; ++place) {
-      const bool stored = ((mask >> place) & 1) != 0;
-      table.control[mask][place] = static_cast<uint8_t>(stored ? next : 0x80);
-      next += stored ? 1 : 0;
+// For each byte of mask bits: pshufb control that moves the next stored value, of kBytes bytes, to every place whose
+// bit is set, and zero elsewhere (a control byte with its top bit set gives zero).
+template <int kBytes>
+struct ExpandShuffles {
+  constexpr ExpandShuffles() {
+    for (int mask = 0; mask < 256; ++mask) {
+      int next = 0;
+      for (int place = 0; place < 8; ++place) {
+        const bool stored = ((mask >> place) & 1) != 0;
+        for (int i = 0; i < kBytes; ++i) {
+          control[mask][place * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
+        }
+      }
     }
   }
-  return table;
-}
+  alignas(64) uint8_t control[256][8 * kBytes] = {};
+};
 
-constexpr ExpandByteShuffles kExpandByteShuffles = MakeExpandByteShuffles();
+constexpr ExpandShuffles<1> kExpandByteShuffles;
 
 struct Avx2Int8Simd {
   struct Weights {
