@@ -229,7 +229,7 @@ def _remove_stale(parent: Path, prefix: str) -> None:
     with suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.startswith(prefix):
-                written = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
+                written = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
                 if time.time() - written > _STALE_SECONDS:
                     shutil.rmtree(folder)
 
