@@ -26,7 +26,7 @@ from rich.table import Table
 from ..errors import OrtolanError, RecipeError, VerificationError
 from ..graph_passes.recipe import Recipe, parse_setting
 from ..models import get_model
-from ..models.generate import Decoder, shares_cache
+from ..models.generate import Decoder, read_head_size, shares_cache
 from ..optimize import optimize_onnx
 from ..session import create_session
 from .matmul_nbits import make_matmul_nbits
@@ -140,7 +140,8 @@ def session_options(threads: int) -> ort.SessionOptions:
 
 
 def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
-    return Decoder(create_session(path, options), cache_length if shares_cache(path) else None)
+    session = create_session(path, options)
+    return Decoder(session, cache_length if shares_cache(path) else None, read_head_size(path))
 
 
 def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:

@@ -58,9 +58,10 @@ def is_matmul_nbits(node: ir.Node) -> bool:
 
 
 def rounds_inputs(node: ir.Node) -> bool:
-    """Whether ONNX Runtime rounds the inputs of this node to int8."""
-    level = node.attributes.get("accuracy_level")
-    return is_matmul_nbits(node) and level is not None and level.value == 4
+    """Whether ONNX Runtime rounds the inputs of this node to int8; with zero points of a float type it never does."""
+    level, zero_points = node.attributes.get("accuracy_level"), constant_tensor(_input(node, 3))
+    whole = zero_points is None or zero_points.dtype == ir.DataType.UINT8
+    return is_matmul_nbits(node) and level is not None and level.value == 4 and whole
 
 
 def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
@@ -72,8 +73,10 @@ def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
 
 
 def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | None:
-    """The weight behind a layer's constant input, which is [k, n], or [n, k] if transposed. The input may be the output
-    of a DequantizeLinear, with a Transpose or Identity between. None: it is no such weight of 4 bits."""
+    """The weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be taken over.
+
+    None: the input is not made by a DequantizeLinear of 4-bit numbers, with at most Transpose and Identity between.
+    """
     node = value.producer()
     while node is not None and node.op_type in ("Identity", "Transpose") and node.domain in DEFAULT_DOMAINS:
         transposed ^= node.op_type == "Transpose" and not _keeps_order(node)
@@ -94,13 +97,14 @@ def _keeps_order(transpose: ir.Node) -> bool:
 
 
 def _matmul_nbits(node: ir.Node) -> StoredInt4:
-    """Numbers uint8 [n, blocks, block_size / 2], two to a byte, the first one low; scales [n, blocks], zero points
-    uint8 [n, ceil(blocks / 2)], packed likewise, or unpacked in the type of the scales; the last two also flat."""
+    """Numbers uint8 [n, blocks, block_size / 2], two to a byte, the first one low; scales [n, blocks]; zero points
+    uint8 [n, ceil(blocks / 2)], packed likewise, or [n, blocks] in the type of the scales. The last two may be flat.
+    """
     k, n, block_size = (_number(node, name) for name in ("K", "N", "block_size"))
     _expect(_number(node, "bits", 4) == 4, f"its weight is stored in {_number(node, 'bits', 4)} bits, expected 4")
     _expect(_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
     _check_size(k, n)
-    _expect(block_size >= 2 and block_size % 2 == 0, f"its block_size is {block_size}, expected 32 or more")
+    _expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
     blocks = -(-k // block_size)
     packed = _constant(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block_size // 2))
     scales = _constant(node, 2, "scales", _SCALE_TYPES, (n, blocks), (n * blocks,))
@@ -174,7 +178,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
     shapes: list[tuple[int, ...]]
     if block_size:
         _expect(along_inputs, "its blocks lie along the outputs, expected along the inputs")
-        _expect(block_size > 0, f"its block_size is {block_size}, expected 32 or more")
+        _expect(block_size > 0, f"its block_size is {block_size}, expected a multiple of 32")
         blocks = -(-k // block_size)
         shapes = [(n, blocks) if transposed else (blocks, n)]
     else:
@@ -204,7 +208,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
         return numbers.T if transposed else numbers
 
     def zeros() -> np.ndarray:
-        return spread(np.zeros((), np.uint8) if zero_points is None else unsigned(zero_points))
+        return np.zeros((-(-k // group_size), n), np.uint8) if zero_points is None else spread(unsigned(zero_points))
 
     return _stored(k, n, group_size, q, scales, lambda: spread(_scale_array(scales)), None if symmetric else zeros)
 
@@ -244,12 +248,14 @@ def _scale_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def _group_size(k: int, block_size: int) -> int:
-    """The largest group of W4A8MatMul of which none lies in two blocks."""
+    """The group of W4A8MatMul that is the block, or the largest of which none lies in two blocks."""
+    if block_size in _GROUP_SIZES:
+        return block_size
+    if block_size >= k:  # there is but one block
+        return _GROUP_SIZES[0]
     for size in _GROUP_SIZES:
         if block_size % size == 0:
             return size
-    if block_size >= k:  # there is but one block
-        return _GROUP_SIZES[0]
     raise _Unfit(f"its block_size is {block_size}, expected a multiple of 32")
 
 

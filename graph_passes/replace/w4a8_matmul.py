@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
+from ..stored_int4 import StoredInt4
 from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
@@ -71,7 +72,9 @@ class W4A8MatMul(Replacement):
         panels = -(-n // PANEL_COLUMNS)
         weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS // 2
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
-        return weights + groups * (2 if quantization.symmetric else 3)
+        # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
+        wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
+        return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
 
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
