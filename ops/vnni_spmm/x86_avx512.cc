@@ -197,7 +197,9 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
       if (group >= w.Groups()) break;  // what the sums hold there is not stored
       SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums[0].of + g * kGroupOutputs);
     }
+    const int64_t column = panel * kPanelOutputs;
     for (int v = 0; v < kVectors; ++v) {
+      alignas(64) float y[16][kPanelsAtOnce * kPanelOutputs];
       for (int64_t p = 0; p < panels; ++p) {
         const PanelScales scales(args, panel + p);
         __m512i of_tokens[16];
@@ -206,10 +208,14 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
         Transpose16(of_tokens);
 #pragma GCC unroll 16
         for (int lane = 0; lane < 16; ++lane) {
-          const int token = Tokens::TokenOf(v, lane);
-          if (token >= count) continue;
-          scales.Store(args.YRow(first + token) + (panel + p) * kPanelOutputs, of_tokens[lane], x_scales[token]);
+          _mm512_store_ps(y[lane] + p * kPanelOutputs,
+                          scales.ToFloat(of_tokens[lane], x_scales[Tokens::TokenOf(v, lane)]));
         }
+      }
+      const int64_t columns = w.n - column < panels * kPanelOutputs ? w.n - column : panels * kPanelOutputs;
+      for (int lane = 0; lane < 16; ++lane) {
+        const int token = Tokens::TokenOf(v, lane);
+        if (token < count) StoreFloats(args.YRow(first + token) + column, y[lane], columns);
       }
     }
   }
