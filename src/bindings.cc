@@ -447,8 +447,7 @@ py::tuple PackBlockSparseArray(const Array<int8_t>& q) {
 BlockSparseView CheckedBlockSparse(const Array<int8_t>& values, const Array<uint16_t>& indices,
                                    const Array<int64_t>& starts, int64_t k, int64_t n, int64_t scale_count) {
   const BlockSparseView view{k, n, values.data(), reinterpret_cast<const uint8_t*>(indices.data()), starts.data()};
-  const std::string problem =
-      ValidateBlockSparse({view, values.size(), indices.size(), starts.size(), scale_count});
+  const std::string problem = ValidateBlockSparse({view, values.size(), indices.size(), starts.size(), scale_count});
   if (!problem.empty()) throw std::invalid_argument(problem);
   return view;
 }
@@ -471,8 +470,7 @@ Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, co
   CheckActivations(x, bias, k, n);
   args.scales = scales.data();
   args.m = x.shape(0);
-  const VnniSpmmKernel& kernel =
-      KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), args.m, k), kernel_name);
+  const VnniSpmmKernel& kernel = KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), args.m, k), kernel_name);
   if (k > kernel.most_inputs) {
     throw std::invalid_argument(
         ErrorText("kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", k));

@@ -5,8 +5,8 @@
 //     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, activation, gated_columns
 //
-// values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional; where
-// they must not be missing, they are zeros and one zero (see SparseAMXMatMul's adapter).
+// values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
+// where they must not be missing, they are zeros and one zero (see SparseAMXMatMul's adapter).
 #include <optional>
 
 #include "support/linear_op.h"
@@ -45,11 +45,11 @@ class Kernel {
     args_.w.indices = static_cast<const uint8_t*>(indices.data);
     args_.w.starts = static_cast<const int64_t*>(starts.data);
     args_.scales = static_cast<const float*>(scales.data);
-    const std::string problem =
-        ValidateBlockSparse({args_.w, values.count, indices.count, starts.count, scales.count});
+    const std::string problem = ValidateBlockSparse({args_.w, values.count, indices.count, starts.count, scales.count});
     if (!problem.empty()) {
       throw OpError(ErrorText(node_, ": malformed weight in tensors '", values.name, "', '", indices.name, "', '",
-                              starts.name, "', '", scales.name, "': ", problem, ". Optimize the original model again."));
+                              starts.name, "', '", scales.name, "': ", problem,
+                              ". Optimize the original model again."));
     }
     sums_ = SumsOfOutputs(args_.w);
     args_.sums = sums_.data();
@@ -63,8 +63,7 @@ class Kernel {
       VnniSpmmArgs args = args_;
       args.bias = bias;
       const int64_t stored_inputs = w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1;
-      linear_->Run(rows,
-                   {kernel.row_block, kernel.PackedBytes(rows.m, w.k), kernel.PackedRowBytes(w.k), kTokenChunk},
+      linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(rows.m, w.k), kernel.PackedRowBytes(w.k), kTokenChunk},
                    stored_inputs, args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
                      kernel.pack(x, linear_->XRowBytes(), count, w.k, to);
                    });

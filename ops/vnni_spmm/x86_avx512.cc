@@ -59,6 +59,17 @@ struct Tokens64 {
   }
 };
 
+// Of four rows of kWidth bytes, byte 4 t + i: token t's of row i.
+template <int kWidth>
+struct TokensFirst {
+  alignas(64) uint8_t at[kWidth / 16][64];
+  constexpr TokensFirst() : at() {
+    for (int i = 0; i < 4 * kWidth; ++i) at[i / 64][i % 64] = static_cast<uint8_t>(i % 4 * kWidth + i / 4);
+  }
+};
+template <int kWidth>
+constexpr TokensFirst<kWidth> kTokensFirst;
+
 struct Tokens32 {
   static constexpr int kWidth = 32;
   static __m512i TwoRows(const uint8_t* a, const uint8_t* b) {
@@ -66,25 +77,12 @@ struct Tokens32 {
                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
   }
   static void Interleave(const QuadRows<kWidth>& rows, __m512i (&tokens)[2]) {
-    const __m512i a = TwoRows(rows.row[0], rows.row[2]), b = TwoRows(rows.row[1], rows.row[3]);
-    // Lanes: rows 0, 0, 2, 2 with 1, 1, 3, 3.
-    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-    // Then words of rows 0, 1 and of rows 2, 3: 256 bits apart.
-    const __m512i even = _mm512_shuffle_i32x4(low, high, 0x44), odd = _mm512_shuffle_i32x4(low, high, 0xee);
-    tokens[0] = _mm512_unpacklo_epi16(even, odd);
-    tokens[1] = _mm512_unpackhi_epi16(even, odd);
+    const __m512i a = TwoRows(rows.row[0], rows.row[1]), b = TwoRows(rows.row[2], rows.row[3]);
+    tokens[0] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kTokensFirst<kWidth>.at[0]), b);
+    tokens[1] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kTokensFirst<kWidth>.at[1]), b);
   }
-  static constexpr int TokenOf(int vector, int lane) {
-    return lane / 4 % 2 * 16 + lane / 8 * 8 + vector * 4 + lane % 4;
-  }
-  static __m512i Load(const int32_t* of_tokens, int vector) {
-    const auto four = [&](int i) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_tokens + TokenOf(vector, 4 * i)));
-    };
-    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
-    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(2)), four(3), 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-  }
+  static constexpr int TokenOf(int vector, int lane) { return 16 * vector + lane; }
+  static __m512i Load(const int32_t* of_tokens, int vector) { return _mm512_loadu_si512(of_tokens + 16 * vector); }
 };
 
 struct Tokens16 {
@@ -94,14 +92,8 @@ struct Tokens16 {
     const __m128i r0 = load(0), r1 = load(1), r2 = load(2), r3 = load(3);
     const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(r0), r1, 1);
     const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(r2), r3, 1);
-    alignas(64) static constexpr struct Order {
-      uint8_t at[64];
-      constexpr Order() : at() {
-        for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(i % 4 * 16 + i / 4);
-      }
-    } kOrder;
-    tokens[0] =
-        _mm512_permutexvar_epi8(_mm512_load_si512(kOrder.at), _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+    tokens[0] = _mm512_permutexvar_epi8(_mm512_load_si512(kTokensFirst<kWidth>.at[0]),
+                                        _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
   }
   static constexpr int TokenOf(int, int lane) { return lane; }
   static __m512i Load(const int32_t* of_tokens, int) { return _mm512_loadu_si512(of_tokens); }
@@ -169,8 +161,8 @@ struct PanelScales {
   void Store(float* to, __m512i sums, float scale) const { _mm512_mask_storeu_ps(to, outputs, ToFloat(sums, scale)); }
 };
 
-// Rows of y often lie a multiple of 4096 bytes apart: written panel by panel they would drive each other out of the
-// cache before a line is whole. So some panels are gathered, then written row by row.
+// Rows of y often lie a multiple of 4096 bytes apart: what is written to many of them at once meets in one set of the
+// cache. So 16 rows of some panels are gathered, then written one after the other.
 inline constexpr int64_t kPanelsAtOnce = 4;
 
 inline void StoreFloats(float* to, const float* from, int64_t count) {
@@ -197,7 +189,9 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
       if (group >= w.Groups()) break;  // what the sums hold there is not stored
       SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums[0].of + g * kGroupOutputs);
     }
+    const int64_t column = panel * kPanelOutputs;
     for (int v = 0; v < kVectors; ++v) {
+      alignas(64) float y[16][kPanelsAtOnce * kPanelOutputs];
       for (int64_t p = 0; p < panels; ++p) {
         const PanelScales scales(args, panel + p);
         __m512i of_tokens[16];
@@ -206,10 +200,14 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
         Transpose16(of_tokens);
 #pragma GCC unroll 16
         for (int lane = 0; lane < 16; ++lane) {
-          const int token = Tokens::TokenOf(v, lane);
-          if (token >= count) continue;
-          scales.Store(args.YRow(first + token) + (panel + p) * kPanelOutputs, of_tokens[lane], x_scales[token]);
+          _mm512_store_ps(y[lane] + p * kPanelOutputs,
+                          scales.ToFloat(of_tokens[lane], x_scales[Tokens::TokenOf(v, lane)]));
         }
+      }
+      const int64_t columns = w.n - column < panels * kPanelOutputs ? w.n - column : panels * kPanelOutputs;
+      for (int lane = 0; lane < 16; ++lane) {
+        const int token = Tokens::TokenOf(v, lane);
+        if (token < count) StoreFloats(args.YRow(first + token) + column, y[lane], columns);
       }
     }
   }

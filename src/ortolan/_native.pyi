@@ -171,3 +171,35 @@ def w4a8_matmul(
     scales [panels, groups, 16] are float32, or the bits of float16 as uint16.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
+
+def pack_block_sparse(q: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.uint16], NDArray[np.int64]]:
+    """Pack q [k, n] in blocks of 4 outputs x 1 input (ops/formats/block_sparse_4x1.h).
+
+    values [quads, 4, 4], indices [quads, 4], starts [ceil(n / 4) + 1].
+    Raises ValueError unless q is a matrix of 1 to 2^16 rows and 1 to 2^28 columns.
+    """
+
+def unpack_block_sparse(
+    values: NDArray[np.int8], indices: NDArray[np.uint16], starts: NDArray[np.int64], k: int, n: int
+) -> NDArray[np.int8]:
+    """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
+
+def vnni_spmm_kernels() -> list[KernelInfo]:
+    """The rows of the room's kernel table, best first."""
+
+def vnni_spmm(
+    x: NDArray[Any],
+    values: NDArray[np.int8],
+    indices: NDArray[np.uint16],
+    starts: NDArray[np.int64],
+    scales: NDArray[np.float32],
+    k: int,
+    n: int,
+    bias: NDArray[Any] | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named kernel or the best one.
+
+    Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run or that k is too large
+    for.
+    """
