@@ -107,10 +107,10 @@ class FuseLutPass(RecipePass):
         for start in list(graph):
             if start.op_type not in _STARTS or start in replaced:
                 continue
-            for x in dict.fromkeys(data_inputs(start)):
-                if x in seen or constant_tensor(x) is not None:
-                    continue
-                seen.add(x)
+            # Asked at once: constants of a chain that is replaced go.
+            sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and constant_tensor(x) is None]
+            seen.update(sources)
+            for x in sources:
                 for lookup in self._lookups(model, start, find_cone(x, graph, order)):
                     found += 1
                     replaced.update(lookup.saved)
