@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -161,7 +162,7 @@ def _call(model: onnx.ModelProto, x: np.ndarray, y_type: type, threads: int) -> 
     return call
 
 
-def _qlinear(op_type: str, **attributes: float) -> NodeProto:
+def _qlinear(op_type: str, **attributes: Any) -> NodeProto:
     return helper.make_node(op_type, ["x", "s", "zx", "t", "zy"], ["y"], domain="com.microsoft", **attributes)
 
 

@@ -157,11 +157,10 @@ def code_type(x: ir.Value) -> ir.DataType | None:
             return zero_point.dtype
     if x.dtype is not None:
         return x.dtype
-    node = x.producer()
-    if node is not None and node.op_type == "QuantizeLinear":
-        zero_point = constant_tensor(node.inputs[2]) if len(node.inputs) > 2 else None
-        if zero_point is not None:
-            return zero_point.dtype
+    maker = x.producer()
+    if maker is not None and maker.op_type == "QuantizeLinear" and len(maker.inputs) > 2:
+        zero_point = constant_tensor(maker.inputs[2])
+        return None if zero_point is None else zero_point.dtype
     return None
 
 
