@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from ortolan.errors import RecipeError
 
-from .constants import constant_tensor, remove_unused
+from .constants import remove_unused
 from .lut import (
     CODE_TYPES,
     Chain,
@@ -30,6 +30,7 @@ from .lut import (
     data_inputs,
     find_cone,
     graph_order,
+    is_constant,
     make_table,
     seen_outside,
 )
@@ -108,7 +109,7 @@ class FuseLutPass(RecipePass):
             if start.op_type not in _STARTS or start in replaced:
                 continue
             # Asked at once: constants of a chain that is replaced go.
-            sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and constant_tensor(x) is None]
+            sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and not is_constant(x)]
             seen.update(sources)
             for x in sources:
                 for lookup in self._lookups(model, start, find_cone(x, graph, order)):
@@ -188,7 +189,7 @@ class FuseLutPass(RecipePass):
             name=last.name,
         )
         used = [value for old in lookup.saved for value in old.inputs if value is not None]
-        constants = [value for value in used if constant_tensor(value) is not None]
+        constants = [value for value in used if is_constant(value)]
         ir.convenience.replace_nodes_and_values(graph, last, lookup.saved, [node], [chain.output], [node.outputs[0]])
         for value in constants:
             remove_unused(value)

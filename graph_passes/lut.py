@@ -148,6 +148,11 @@ def data_inputs(node: ir.Node) -> list[ir.Value]:
     return [value for index, value in enumerate(node.inputs) if value is not None and index not in parameters]
 
 
+def is_constant(value: ir.Value) -> bool:
+    """Whether no input of the model changes it, as far as chains are concerned."""
+    return _constant_shape(value) is not None
+
+
 def code_type(x: ir.Value) -> ir.DataType | None:
     """The element type of a value that DequantizeLinear or an operator on quantized numbers takes, if it is known."""
     for node in _consumers(x):
@@ -219,11 +224,10 @@ def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.
     for index, value in enumerate(node.inputs):
         if value is None or (value in known and index not in parameters):
             continue
-        tensor = constant_tensor(value)
-        if tensor is None:
-            return f"{op_type} takes {value.name!r}, which is neither a constant nor computed from {x.name!r} alone"
-        shape = tensor.shape.numpy()
-        if tensor.size != 1:
+        shape = _constant_shape(value)
+        if shape is None:
+            return f"{op_type} also takes a value that is neither a constant nor computed from the same one"
+        if any(length != 1 for length in shape):
             return f"{op_type} takes {value.name!r} of shape {list(shape)}, expected one number: " + (
                 "it is quantized per axis" if index in parameters else "it computes another function at each place"
             )
@@ -233,6 +237,25 @@ def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.
             known_rank = "of unknown rank" if x.shape is None else f"of rank {rank}"
             return f"{op_type} takes {value.name!r} of shape {list(shape)}, expected []: {x.name!r} is {known_rank}"
     return None
+
+
+def _constant_shape(value: ir.Value) -> tuple[int, ...] | None:
+    """The shape of a constant, or of a number that is computed from others: quantizers quantize numbers as well."""
+    tensor = constant_tensor(value)
+    if tensor is not None:
+        return tuple(tensor.shape.numpy())
+    node = value.producer()
+    if node is None or _key(node) not in _ELEMENT_WISE:
+        return None
+    parameters = _ELEMENT_WISE[_key(node)]
+    longest: tuple[int, ...] = ()
+    for index, operand in enumerate(node.inputs):
+        shape = () if operand is None else _constant_shape(operand)
+        if shape is None or any(length != 1 for length in shape):
+            return None
+        if index not in parameters:
+            longest = max(longest, shape, key=len)
+    return longest
 
 
 def _all_codes(dtype: ir.DataType) -> np.ndarray:
@@ -259,25 +282,29 @@ def _node(op_type: str, inputs: list[ir.Value], output: str) -> ir.Node:
 def _copy(chain: Chain, x: ir.Value) -> tuple[list[ir.Node], ir.Value]:
     """The chain's nodes again, with x as input; and their output."""
     values: dict[ir.Value, ir.Value] = {chain.input: x}
+    nodes: list[ir.Node] = []
 
     def copied(value: ir.Value | None) -> ir.Value | None:
-        if value is None:
-            return None
-        if value not in values:
-            tensor = constant_tensor(value)
-            assert tensor is not None
+        if value is None or value in values:
+            return None if value is None else values[value]
+        tensor = constant_tensor(value)
+        if tensor is not None:
             # Not the model's own tensor: it takes the name that the value is given.
             own = ir.Tensor(tensor.numpy(), dtype=tensor.dtype)
             values[value] = ir.Value(type=ir.TensorType(own.dtype), shape=own.shape, const_value=own)
+        else:
+            node = value.producer()
+            assert node is not None
+            copy(node)
         return values[value]
 
-    nodes = []
-    for index, node in enumerate(chain.nodes):
+    def copy(node: ir.Node) -> None:
         inputs = [copied(value) for value in node.inputs]
-        values[node.outputs[0]] = ir.Value(name=f"y{index}")
-        nodes.append(
-            ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=[values[node.outputs[0]]])
-        )
+        values[node.outputs[0]] = y = ir.Value(name=f"y{len(nodes)}")
+        nodes.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=[y]))
+
+    for node in chain.nodes:
+        copy(node)
     return nodes, values[chain.output]
 
 

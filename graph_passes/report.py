@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import onnx
     from rich.console import Group
 
+_REASONS_SHOWN = 5  # why there is no lookup
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
@@ -211,8 +212,11 @@ class OptimizationReport:
         for one in self.lookups:
             if one.reason:
                 kept.setdefault(one.reason, []).append(one.name)
-        for reason, names in kept.items():
+        shown = list(kept.items())[:_REASONS_SHOWN]
+        for reason, names in shown:
             lines.append(f"no lookup     {reason}: {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
+        if len(kept) > len(shown):
+            lines.append(f"no lookup     {len(kept) - len(shown)} more reasons; to_json() has all of them")
         return lines
 
 

@@ -164,6 +164,15 @@ CHAINS: dict[str, list[NodeProto]] = {
         node("Mul", "a2 d", "b"),
         node("QuantizeLinear", "b y_scale y_zero", "y"),
     ],
+    "quantized_numbers": [  # as ONNX Runtime's quantizer writes them
+        node("DequantizeLinear", "x scale zero", "a"),
+        node("QuantizeLinear", "two y_scale y_zero", "t"),
+        node("DequantizeLinear", "t y_scale y_zero", "u"),
+        node("Div", "a u", "c"),
+        node("Sqrt", "u", "r"),
+        node("Add", "r c", "b"),
+        node("QuantizeLinear", "b y_scale y_zero", "y"),
+    ],
     "qlinear_sigmoid": [microsoft("QLinearSigmoid", "x scale zero y_scale y_zero", "y")],
     "qlinear_leaky_relu": [microsoft("QLinearLeakyRelu", "x scale zero y_scale y_zero", "y", alpha=0.2)],
     "qlinear_swish": [
@@ -190,7 +199,8 @@ def test_one_lookup_answers_what_the_chain_answered(name: str, x_type: type) -> 
     last = CHAINS[name][-1]
     assert [one.name for one in report.model.graph.node] == [last.name]
     assert [(one.name, one.status, one.entries) for one in report.lookups] == [(last.name, "replaced", 256)]
-    assert report.lookups[0].operators == [one.op_type for one in CHAINS[name]]
+    constant = {"n_t", "n_u", "n_r"} if name == "quantized_numbers" else set()
+    assert report.lookups[0].operators == [one.op_type for one in CHAINS[name] if one.name not in constant]
     assert len(report.model.graph.initializer) == 1  # nothing of the chain is left
     assert_same_answers(model, report.model, x_type)
 
@@ -380,15 +390,13 @@ def test_operand_that_is_computed_from_something_else() -> None:
     model = code_model(between(node("Mul", "a factor", "b")), constants={"factor": np.array(2, np.float32)})
     model.graph.initializer.remove(next(one for one in model.graph.initializer if one.name == "factor"))
     model.graph.input.append(helper.make_tensor_value_info("factor", TensorProto.FLOAT, []))
-    assert "Mul takes 'factor', which is neither a constant nor computed from 'x' alone" in str(
-        fuse_only(model).lookups[0].reason
-    )
+    assert "Mul also takes a value that is neither a constant nor" in str(fuse_only(model).lookups[0].reason)
 
 
 def test_initializers_that_callers_may_override_are_no_constants() -> None:
     model = code_model(CHAINS["tanh"])
     model.graph.input.append(helper.make_tensor_value_info("scale", TensorProto.FLOAT, []))
-    assert "takes 'scale', which is neither a constant" in str(fuse_only(model).lookups[0].reason)
+    assert "also takes a value that is neither a constant" in str(fuse_only(model).lookups[0].reason)
 
 
 def test_stored_weights_are_left_to_others() -> None:
