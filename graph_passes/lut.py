@@ -228,14 +228,14 @@ def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.
         if shape is None:
             return f"{op_type} also takes a value that is neither a constant nor computed from the same one"
         if any(length != 1 for length in shape):
-            return f"{op_type} takes {value.name!r} of shape {list(shape)}, expected one number: " + (
+            return f"{op_type} takes a constant of shape {list(shape)}, expected one number: " + (
                 "it is quantized per axis" if index in parameters else "it computes another function at each place"
             )
         # More axes than x has would give the result more.
         rank = 1 if index in parameters else 0 if x.shape is None else len(x.shape)
         if len(shape) > rank:
             known_rank = "of unknown rank" if x.shape is None else f"of rank {rank}"
-            return f"{op_type} takes {value.name!r} of shape {list(shape)}, expected []: {x.name!r} is {known_rank}"
+            return f"{op_type} takes a number of shape {list(shape)}, expected []: {x.name!r} is {known_rank}"
     return None
 
 

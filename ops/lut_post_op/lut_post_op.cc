@@ -12,17 +12,29 @@ namespace ortolan {
 
 namespace {
 
+// By memcpy throughout: nothing need be aligned.
+template <typename Index, typename Entry, int kCount>
+void LookupSome(const char* x, const char* table, char* y) {
+  Entry found[kCount];
+  for (int i = 0; i < kCount; ++i) {
+    Index index;
+    std::memcpy(&index, x + i * sizeof(Index), sizeof(Index));
+    std::memcpy(&found[i], table + index * sizeof(Entry), sizeof(Entry));
+  }
+  std::memcpy(y, found, sizeof(found));
+}
+
 template <typename Index, typename Entry>
 void Lookup(const LutArgs& args) {
+  constexpr int64_t kBatch = 8;
   const char* x = static_cast<const char*>(args.x);
   const char* table = static_cast<const char*>(args.table);
   char* y = static_cast<char*>(args.y);
-  for (int64_t i = 0; i < args.count; ++i) {
-    // By memcpy: nothing need be aligned.
-    Index index;
-    std::memcpy(&index, x + i * static_cast<int64_t>(sizeof(Index)), sizeof(Index));
-    std::memcpy(y + i * static_cast<int64_t>(sizeof(Entry)), table + index * sizeof(Entry), sizeof(Entry));
+  int64_t left = args.count;
+  for (; left >= kBatch; left -= kBatch, x += kBatch * sizeof(Index), y += kBatch * sizeof(Entry)) {
+    LookupSome<Index, Entry, kBatch>(x, table, y);
   }
+  for (; left > 0; --left, x += sizeof(Index), y += sizeof(Entry)) LookupSome<Index, Entry, 1>(x, table, y);
 }
 
 constexpr LutKernel kKernels[] = {
