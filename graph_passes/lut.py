@@ -53,6 +53,9 @@ _ELEMENT_WISE: Mapping[tuple[str, str], frozenset[int]] = {
 _RANDOM = ("Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike")
 _TEXT = ir.DataType.STRING
 
+# By how many operators, one behind the other, a number may be computed from constants.
+_DEEPEST_NUMBER = 8
+
 
 class NoTableError(Exception):
     """Why a chain has no table."""
@@ -239,18 +242,18 @@ def _why_not(node: ir.Node, graph: ir.Graph, known: Collection[ir.Value], x: ir.
     return None
 
 
-def _constant_shape(value: ir.Value) -> tuple[int, ...] | None:
+def _constant_shape(value: ir.Value, depth: int = _DEEPEST_NUMBER) -> tuple[int, ...] | None:
     """The shape of a constant, or of a number that is computed from others: quantizers quantize numbers as well."""
     tensor = constant_tensor(value)
     if tensor is not None:
         return tuple(tensor.shape.numpy())
     node = value.producer()
-    if node is None or _key(node) not in _ELEMENT_WISE:
+    if node is None or _key(node) not in _ELEMENT_WISE or depth == 0:
         return None
     parameters = _ELEMENT_WISE[_key(node)]
     longest: tuple[int, ...] = ()
     for index, operand in enumerate(node.inputs):
-        shape = () if operand is None else _constant_shape(operand)
+        shape = () if operand is None else _constant_shape(operand, depth - 1)
         if shape is None or any(length != 1 for length in shape):
             return None
         if index not in parameters:

@@ -442,6 +442,30 @@ def test_not_portable_keeps_no_function() -> None:
     assert report.model is not None and not report.model.functions
 
 
+def test_long_chains() -> None:
+    """Deeper than Python's stack, behind a product and behind a quantized value."""
+    nodes = [node("MatMul", "w weight", "v0")]
+    nodes += [node("Add", f"v{i} half", f"v{i + 1}") for i in range(1500)]
+    model = make_model(
+        [*nodes, *between(node("Mul", "a v1500", "b"))],
+        {"x": (TensorProto.UINT8, ["rows", 17]), "w": (TensorProto.FLOAT, ["rows", 17])},
+        {"y": (TensorProto.UINT8, ["rows", 17])},
+        {
+            **{name: NUMBERS[name] for name in ("half", "scale", "y_scale")},
+            **dict.fromkeys(("zero", "y_zero"), np.array(128, np.uint8)),
+            "weight": np.ones((17, 17), np.float32),
+        },
+    )
+    assert "Mul also takes a value" in str(fuse_only(model).lookups[0].reason)
+    chain = [node("DequantizeLinear", "x scale zero", "v0")]
+    chain += [node("Add" if i % 2 else "Sub", f"v{i} half", f"v{i + 1}") for i in range(1500)]
+    chain.append(node("QuantizeLinear", "v1500 y_scale y_zero", "y"))
+    model = code_model(chain)
+    optimized = fuse_only(model).model
+    assert optimized is not None and op_types(optimized) == ["LutPostOp"]
+    assert_same_answers(model, optimized, np.uint8)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_graphs(seed: int) -> None:
     """Element-wise graphs with outputs at any place. Where several values of one formula are needed, ORT may compute
