@@ -26,7 +26,7 @@ from rich.table import Table
 from ..errors import OrtolanError, RecipeError, VerificationError
 from ..graph_passes.recipe import Recipe, parse_setting
 from ..models import get_model
-from ..models.generate import Decoder, shares_cache
+from ..models.generate import Decoder, read_head_size, shares_cache
 from ..optimize import optimize_onnx
 from ..session import create_session
 from .matmul_nbits import make_matmul_nbits
@@ -140,7 +140,8 @@ def session_options(threads: int) -> ort.SessionOptions:
 
 
 def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
-    return Decoder(create_session(path, options), cache_length if shares_cache(path) else None)
+    session = create_session(path, options)
+    return Decoder(session, cache_length if shares_cache(path) else None, read_head_size(path))
 
 
 def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:
@@ -185,10 +186,13 @@ def make_variants(
                     console.print(f"left out: {error}")
                     continue
             variants[f"{name}{suffix}"] = path
-    for variant in arguments.variant:
-        name, _, path = variant.partition("=")
-        variants[name] = Path(path)
-    return variants
+    return variants | dict(map(read_variant, arguments.variant))
+
+
+def read_variant(text: str) -> tuple[str, Path]:
+    """NAME=PATH; the path of a folder stands for its model.onnx."""
+    name, _, path = text.partition("=")
+    return name, Path(path) / "model.onnx" if Path(path).is_dir() else Path(path)
 
 
 def file_megabytes(path: Path) -> float:
@@ -236,7 +240,13 @@ def main() -> None:
         "--recipe", nargs="*", default=RECIPES, metavar="NAME[:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
     )
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.0, 0.5], help="for recipes that prune")
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME=PATH", help="an ONNX file to time too")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="an ONNX file or a model's folder, timed too",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--decode-tokens", type=int, default=64)
@@ -245,7 +255,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time of a decode step goes")
     arguments = parser.parse_args()
     for variant in arguments.variant:
-        if not Path(variant.partition("=")[2]).is_file():
+        if not read_variant(variant)[1].is_file():
             parser.error(f"--variant: expected NAME=PATH of an ONNX file, found {variant!r}")
     try:
         recipes = read_recipes(arguments.recipe, arguments.sparsity)

@@ -101,7 +101,9 @@ def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember_json)]
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX file.", show_default=False)]
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="The ONNX file, or the folder that it lies in.", show_default=False)
+]
 
 
 @app.command()
@@ -110,12 +112,19 @@ def optimize(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to write. Without it: next to MODEL, as its name with .ortolan.onnx."
+            "--output",
+            "-o",
+            help="Where to write: a file, or of a folder a new folder. Without it: next to MODEL, as its name with "
+            ".ortolan.onnx, or .ortolan for a folder.",
         ),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="A built-in recipe or a TOML file; an unknown name lists the built-in ones.")
-    ] = "sparse-bf16",
+        str | None,
+        typer.Option(
+            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. Without it: adopt for a "
+            "model that stores 4-bit weights, else sparse-bf16."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,8 +150,8 @@ def optimize(
     from . import optimize_onnx
     from .graph_passes.recipe import parse_setting
 
-    if output is None and not dry_run and model.name:  # a folder without a name is refused as a model
-        output = model.with_name(f"{model.stem}.ortolan.onnx")
+    if output is None and not dry_run:
+        output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
     with _progress_bar() as progress:
         report = optimize_onnx(
@@ -156,6 +165,15 @@ def optimize(
             progress=progress,
         )
     _print_result(report, as_json)
+
+
+def _output_beside(model: Path) -> Path:
+    if not model.is_dir():
+        return model.with_name(f"{model.stem}.ortolan.onnx")
+    folder = model.absolute()
+    if not folder.name or model.name == "..":
+        raise OrtolanError(f"folder {str(model)!r} has no name to call the new one after; give --output")
+    return folder.with_name(f"{folder.name}.ortolan")
 
 
 @app.command()

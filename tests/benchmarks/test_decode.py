@@ -113,25 +113,24 @@ def test_recipes_with_settings():
 
 def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "get_model", lambda *names, **options: SimpleNamespace(onnx=model))
-    arguments = argparse.Namespace(model="tiny", attention=["gqa"], variant=[])
+    arguments = argparse.Namespace(model="tiny", attention=["gqa"], variant=[f"mine={model.parent}"])
     recipes = read_recipes(decode.RECIPES, [])
     variants = make_variants(arguments, recipes, tmp_path, Console(quiet=True))
-    assert list(variants) == ["fp32", *decode.PEERS, "int4 group_size=32,symmetric=true", "int4"]
+    assert list(variants) == ["fp32", *decode.PEERS, "int4 group_size=32,symmetric=true", "int4", "mine"]
+    assert variants.pop("mine") == model
     for name, path in variants.items():
-        nodes = [node for node in ir.load(path).graph if node.op_type in ("MatMulNBits", "W4A8MatMul")]
-        sizes = [node.attributes.get("block_size") or node.attributes.get("group_size") for node in nodes]
+        nodes = list(ir.load(path).graph)
+        found = [node.attributes.get("block_size") or node.attributes.get("group_size") for node in nodes]
         size = {"fp32": None, "MatMulNBits g32": 32, "int4 group_size=32,symmetric=true": 32}.get(name, 128)
-        assert {found.as_int() for found in sizes} == ({size} if size else set())
-        # The head too, in all of them. Gate and up projections are one node.
-        layers = sum(
-            1 + ("gated_columns" in node.attributes and node.attributes["gated_columns"].as_int() > 0) for node in nodes
-        )
-        assert layers == (sum(value.name.endswith("weight_t") for value in weights_of(model)) if size else 0)
+        assert {attribute.as_int() for attribute in found if attribute} == ({size} if size else set())
+        # The head too, in all of them.
+        dense = [node for node in nodes if node.op_type == "MatMul" and node.inputs[1].is_initializer()]
+        assert bool(dense) == (name == "fp32")
         error = np.abs(logits(path) - logits(model))
         assert error.max() < 0.5 * np.abs(logits(model)).max()
     for maker in ("optimize_onnx", "make_matmul_nbits"):
         monkeypatch.setattr(decode, maker, lambda *names, **options: pytest.fail("made again"))
-    assert make_variants(arguments, recipes, tmp_path, Console(quiet=True)) == variants
+    assert make_variants(arguments, recipes, tmp_path, Console(quiet=True)) == variants | {"mine": model}
 
 
 @pytest.mark.parametrize(
