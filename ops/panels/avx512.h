@@ -38,20 +38,16 @@ inline __m512i RepeatDword(__m512i dwords, int which) {
 inline __m512i EachByte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
 // 64 int4 weights (formats/bitmap_int4.h), increased by 8: 0 … 15.
-inline __m512i LowNibbles(const uint8_t* values) {
-  return _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0x0f));
-}
-inline __m512i HighNibbles(const uint8_t* values) {
-  return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(values), 4), EachByte(0x0f));
-}
+inline __m512i LowNibbles(__m512i bytes) { return _mm512_and_si512(bytes, EachByte(0x0f)); }
+inline __m512i HighNibbles(__m512i bytes) { return LowNibbles(_mm512_srli_epi16(bytes, 4)); }
 
 // Spreads the next of them to the places whose mask bit is set, 8 elsewhere. Not in place: the register expanded into
 // is where the 8 come from, so the dependency is real, and harmless.
 inline __m512i ExpandLowNibbles(uint64_t mask, const uint8_t* values) {
-  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), LowNibbles(values));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), LowNibbles(_mm512_loadu_si512(values)));
 }
 inline __m512i ExpandHighNibbles(uint64_t mask, const uint8_t* values) {
-  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), HighNibbles(values));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), HighNibbles(_mm512_loadu_si512(values)));
 }
 
 // The mask of lanes 0 … count-1; none for a negative count, all from 16 on.
