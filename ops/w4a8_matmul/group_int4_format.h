@@ -2,6 +2,7 @@
 #pragma once
 
 #include "panels/panel_loop_int8.h"
+#include "panels/prefetch.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
@@ -9,8 +10,8 @@ namespace {
 
 // What stands behind the q of r packed rows: three numbers for each group of each row.
 //     scales      f32 [groups][r]
-//     starts      i32 [groups][r]   - 8 (sum of q over the group): the sums begin here, so that q w is q (w - 8)
-//     minus_sums  i32 [groups][r]   - (sum of q), for other zero points; an int16 would hold it
+//     starts      i32 [groups][r]   - kInt4Bias (sum of q): where sums begin, to end as those of q (w - 8)
+//     minus_sums  i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 127, an int16
 // A group that is not finite has a scale of NaN; its q are zero.
 struct GroupNumbers {
   GroupNumbers(const void* end_of_q, int64_t groups, int64_t rows)
@@ -42,7 +43,7 @@ void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int6
       const int64_t end = g + 1 == groups ? padded_k : begin + group;
       const int32_t sum = QuantizeInputs<Simd>(row, k, begin, end, scale.factor, block, rows, i);
       scales[g * rows + i] = scale.scale;
-      starts[g * rows + i] = -kMiddleZeroPoint * sum;
+      starts[g * rows + i] = -static_cast<int32_t>(Simd::kInt4Bias) * sum;
       minus_sums[g * rows + i] = -sum;
     }
   };
@@ -73,12 +74,18 @@ struct GroupInt4Format {
           scales(a.w.scales + panel * groups * kPanelColumns * (is_f16 ? 2 : 4)),
           zero_points(a.w.zero_points == nullptr ? nullptr : a.w.zero_points + panel * groups * kPanelColumns) {}
 
-    // Always inline: called for each group, by many copies of the loop, it would else become a function.
+    // Always inline: gcc makes a function of what many copies of a loop call for each group.
     __attribute__((always_inline)) Scales Of(int64_t group) const {
       const int64_t first = group * kPanelColumns;
       return {is_f16 ? Simd::LoadF16Scales(scales + 2 * first) : Simd::LoadFloatScales(scales + 4 * first),
               zero_points != nullptr,
               zero_points == nullptr ? Simd::Broadcast(0) : Simd::LoadWordsLess8(zero_points + first)};
+    }
+
+    // Always inline: see PrefetchLines.
+    __attribute__((always_inline)) void Prefetch(int64_t groups) const {
+      PrefetchLines(scales, groups * kPanelColumns * (is_f16 ? 2 : 4));
+      if (zero_points != nullptr) PrefetchLines(zero_points, groups * kPanelColumns);
     }
 
     bool is_f16;
@@ -90,7 +97,6 @@ struct GroupInt4Format {
   struct Block : GroupNumbers {
     using Sums = typename Simd::Sums;
     using Floats = typename Simd::Floats;
-    static_assert(Simd::kInt4Bias == kMiddleZeroPoint, "expanded weights are those that are stored");
 
     Block(const int8_t* end, int64_t groups) : GroupNumbers(end, groups, kRows) {}
 

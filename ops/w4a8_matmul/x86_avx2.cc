@@ -66,7 +66,7 @@ void PackW4A8Avx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int
 }
 
 void MultiplyW4A8Avx2(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.m == 1) return RunOneRow<Avx2NibbleSimd>(args, panel_begin, panel_end);
+  if (args.m == 1) return MultiplyOneRow<Avx2NibbleSimd>(args, panel_begin, panel_end);
   Int8PanelLoop<Avx2NibbleSimd, GroupInt4Format>::Run(args, panel_begin, panel_end);
 }
 
