@@ -1,4 +1,4 @@
-"""Finds what follows a linear layer and can be computed in its epilogue: Y = activation(X W + b) + residual.
+"""Finds what follows a linear layer and can be computed in its epilogue: Y = activation(X W + b) factor + residual.
 
 Exporters write one activation in many ways: TorchScript GELU as x (1 + erf(x / sqrt 2)) 0.5, others as
 (x 0.5) (1 + erf(...)), tf2onnx multiplies by sqrt 0.5. These orders are not listed here. The nodes behind a layer are
@@ -10,7 +10,7 @@ grouping of the factors, each of which it commutes into 8 for GELU by erf and 64
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -31,7 +31,7 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """activation(value) + residual, by the rules of ONNX Add: the residual may broadcast against the value.
+    """activation(value) factor + residual, by the rules of ONNX Add: the residual may broadcast against the value.
 
     Whoever puts one operator in the place of layer and epilogue must put it where the last of `nodes` stands: the
     residual may be computed between the layer and there. Constants of the nodes may be without use afterwards.
@@ -41,12 +41,13 @@ class Epilogue:
     residual: ir.Value | None
     nodes: tuple[ir.Node, ...]  # what it takes the place of, in graph order
     output: ir.Value  # that of the last node, or of the layer if there is none
+    factor: ir.Value | None = None  # of the value's shape
 
 
-def describe_epilogue(activation: Activation, residual: ir.Value | None) -> list[str]:
-    """For people: ["gelu", "residual"]."""
-    parts = [] if activation == Activation.NONE else [activation.name.lower()]
-    return parts + (["residual"] if residual is not None else [])
+def describe_epilogue(activation: Activation, residual: ir.Value | None, gated: bool = False) -> list[str]:
+    """For people: ["silu", "gated", "residual"]."""
+    parts = {activation.name.lower(): activation != Activation.NONE, "gated": gated, "residual": residual is not None}
+    return [part for part, there in parts.items() if there]
 
 
 # A sum of products: factors, sorted -> coefficient. "x" is the layer's value, a function's name stands for its value at
@@ -73,8 +74,9 @@ _MAXIMUM_DEGREE = 3
 _TOLERANCE = 1e-6
 
 
-def find_epilogue(output: ir.Value) -> Epilogue:
-    """The longest epilogue of the linear layer whose output is `output`: an activation, an addition, both, or nothing.
+def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
+    """The longest epilogue of the linear layer whose output is `output`: an activation, a multiplication by one of
+    `factors`, an addition, some of these in this order, or nothing. factors: values of the same shape as `output`.
 
     Only float32, only nodes of the layer's own graph, and only where nothing else sees a value in between: none has
     another consumer or is an output of the graph. Changes nothing, and asks the graph as it is now, so a layer whose
@@ -86,20 +88,27 @@ def find_epilogue(output: ir.Value) -> Epilogue:
         return Epilogue(Activation.NONE, None, (), output)
     activation, nodes = _find_activation(output)
     value = nodes[-1].outputs[0] if nodes else output
+    factor = None
+    multiply = _only_consumer(value)
+    if multiply is not None and multiply.op_type == "Mul" and multiply.domain in DEFAULT_DOMAINS:
+        other = multiply.inputs[1] if multiply.inputs[0] is value else multiply.inputs[0]
+        if other is not None and other in factors and _only_consumer(other) is multiply:
+            factor, nodes, value = other, [*nodes, multiply], multiply.outputs[0]
     residual = None
     add = _only_consumer(value)
     if add is not None and add.op_type == "Add" and add.domain in DEFAULT_DOMAINS:
         # The value is used once, so that nothing else, and so not the other operand, is computed from it.
         residual = add.inputs[1] if add.inputs[0] is value else add.inputs[0]
         nodes, value = [*nodes, add], add.outputs[0]
-    return Epilogue(activation, residual, tuple(_in_graph_order(nodes)), value)
+    return Epilogue(activation, residual, tuple(_in_graph_order(nodes)), value, factor)
 
 
 def _element_type(output: ir.Value) -> ir.DataType | None:
-    """Of a layer's output, which has the type of the weight or bias. Models need not say it."""
+    """Of a layer's output, which has the type of the weight, its scales or the bias. Models need not say it."""
     node = output.producer()
     constants = [constant_tensor(value) for value in node.inputs] if node is not None else []
-    return next((constant.dtype for constant in constants if constant is not None), None)
+    types = (constant.dtype for constant in constants if constant is not None)
+    return next((dtype for dtype in types if dtype.is_floating_point()), None)
 
 
 def _only_consumer(value: ir.Value) -> ir.Node | None:

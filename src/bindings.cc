@@ -292,9 +292,21 @@ Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>
 }
 
 // y and residual may have gaps between their rows: the kernel sees the row strides of both.
+// Checks that another operand of the epilogue is [m, n] with rows of contiguous floats, as the kernels read them.
+void CheckEpilogueOperand(const StridedArray<float>& operand, const char* name, const EpilogueArgs& args) {
+  constexpr int64_t kFloatBytes = sizeof(float);
+  if (operand.ndim() != 2 || operand.shape(0) != args.m || operand.shape(1) != args.n) {
+    throw std::invalid_argument(ErrorText(name, " must be [", args.m, ", ", args.n, "], as y"));
+  }
+  if (operand.size() > 1 &&
+      ((args.n > 1 && operand.strides(1) != kFloatBytes) || operand.strides(0) % kFloatBytes != 0)) {
+    throw std::invalid_argument(ErrorText(name, " must have rows of contiguous float32"));
+  }
+}
+
 StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
                              const std::optional<StridedArray<float>>& residual,
-                             const std::optional<std::string>& kernel_name) {
+                             const std::optional<Array<float>>& factor, const std::optional<std::string>& kernel_name) {
   constexpr int64_t kFloatBytes = sizeof(float);
   if (y.ndim() != 2) throw std::invalid_argument(ErrorText("y has ", y.ndim(), " dimensions, expected 2: [m, n]"));
   EpilogueArgs args;
@@ -305,13 +317,7 @@ StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
   }
   args.activation = static_cast<Activation>(activation);
   if (residual) {
-    if (residual->ndim() != 2 || residual->shape(0) != args.m || residual->shape(1) != args.n) {
-      throw std::invalid_argument(ErrorText("residual must be [", args.m, ", ", args.n, "], as y"));
-    }
-    if (residual->size() > 1 &&
-        ((args.n > 1 && residual->strides(1) != kFloatBytes) || residual->strides(0) % kFloatBytes != 0)) {
-      throw std::invalid_argument("residual must have rows of contiguous float32");
-    }
+    CheckEpilogueOperand(*residual, "residual", args);
     args.residual = residual->data();
     args.residual_row_bytes = residual->strides(0);
   }
@@ -324,6 +330,19 @@ StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
   }
   args.y = result.mutable_data();
   args.y_row_bytes = row * kFloatBytes;
+  args.x = args.y;
+  args.x_row_bytes = args.y_row_bytes;
+  // x and the factor share the distance between rows, and x is then apart from y.
+  std::vector<float> x;
+  if (factor) {
+    CheckEpilogueOperand(*factor, "factor", args);
+    for (int64_t i = 0; i < args.m; ++i) {
+      for (int64_t j = 0; j < args.n; ++j) x.push_back(y.at(i, j));
+    }
+    args.x = x.data();
+    args.factor = factor->data();
+    args.x_row_bytes = args.n * kFloatBytes;
+  }
   {
     py::gil_scoped_release release;
     kernel.run(args);
@@ -504,8 +523,8 @@ PYBIND11_MODULE(_native, module) {
       "epilogue_kernels", [] { return KernelList(EpilogueKernels()); },
       "The rows of the epilogue's kernel table, best first.");
   module.def("epilogue", &Epilogue, py::arg("y"), py::arg("activation"), py::arg("residual") = py::none(),
-             py::arg("kernel") = py::none(),
-             "activation(y) + residual [m, n] as a new array, by the named kernel or the best one.");
+             py::arg("factor") = py::none(), py::arg("kernel") = py::none(),
+             "activation(y) factor + residual [m, n] as a new array, by the named kernel or the best one.");
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,
              py::arg("prefetch_bytes") = 4096, "Read a uint8 buffer once and return a checksum: the memory's rate.");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,18 @@ import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
-from ..constants import constant_tensor, remove_unused
+from ..constants import constant_tensor, remove_unused, stored_bytes
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
+from ..quantized_weight import QuantizedWeight
 from ..report import human_bytes
+from ..stored_int4 import StoredInt4, rounds_inputs
 from ..verify import keep_reference
+from .gated import can_join, find_gated, join_columns, join_weights, split_columns
 from .replacement import LayerWeight, PackedTensor, Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
 from .w4a8_matmul import W4A8MatMul
@@ -42,7 +45,8 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function and the residual Add behind a layer.
+    # Whether the operator also takes over the activation function and the residual Add behind a layer, and a layer of
+    # the same input whose output is multiplied with that.
     fuse: bool = field(default=True, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -59,6 +63,7 @@ class ReplacePass(RecipePass):
         self._replacement = REPLACEMENTS[self.options.op]()
         self._runs = False
         context.why_not_replace.append(self._why_not)
+        context.adopts.append(lambda linear: self._stored_int4(linear) is not None)
 
     def requires(self, model: ir.Model) -> None:
         if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
@@ -70,19 +75,33 @@ class ReplacePass(RecipePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._runs = not self.context.dry_run
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
+        self._gated: dict[Linear, Linear] = {}  # both ways
         context = self.context
         linears = context.survey(model)
+        if self.options.fuse:
+            pairs = find_gated(linears)
+            self._gated = pairs | {up: gate for gate, up in pairs.items()}
+            self._gates = set(pairs)
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
+        # Asked while the nodes are there.
+        weights = {linear: linear.weight_values for linear in linears}
+        stored = [linear for linear in linears if isinstance(self._quantization(linear), StoredInt4)]
+        rounds = {linear: rounds_inputs(linear.node) for linear in stored}
         for number, linear in enumerate(linears):
             context.progress("replace", number, len(linears))
             self._replace(model, linear)
             context.release()
         context.progress("replace", len(linears), len(linears))
+        adopted = [linear for linear in stored if context.layer(linear).new_op]
+        self._note_adopted(adopted, sum(rounds[linear] for linear in adopted))
+        if not context.dry_run:
+            replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
+            self._note_stored_twice([value for linear in replaced for value in weights[linear]])
         if not context.report.replaced:
             raise NothingToReplaceError(self._why_nothing())
-        copies = len(self._packed) - len({weight for weight, _ in self._packed})
+        copies = len(self._packed) - len({weights for weights, _ in self._packed})
         if copies:
             context.note(
                 f"{copies} packed weights are stored again for another branch of the model: many versions of ONNX "
@@ -103,48 +122,123 @@ class ReplacePass(RecipePass):
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _replace(self, model: ir.Model, linear: Linear) -> None:
-        """Replaces one layer, or says in the report why not."""
-        layer = self.context.layer(linear)
-        if layer.status == "would replace":  # by another pass of this kind, in a dry run
+        """Replaces one layer, perhaps with the one it is gated with, or says in the report why not."""
+        if self.context.layer(linear).new_op:  # by another pass of this kind, in a dry run, or with another layer
             return
+        weight = self._accepted(linear)
+        if weight is None:
+            return
+        other = self._gated.get(linear)
+        if other is not None:
+            other_weight = self._accepted(other)
+            if other_weight is not None and can_join(self._quantization(linear), self._quantization(other)):
+                gate, up = (linear, other) if linear in self._gates else (other, linear)
+                weights = (weight, other_weight) if gate is linear else (other_weight, weight)
+                return self._replace_gated(model, gate, up, *weights)
+        self._put(model, [linear], weight)
+
+    def _replace_gated(
+        self, model: ir.Model, gate: Linear, up: Linear, gate_weight: LayerWeight, up_weight: LayerWeight
+    ) -> None:
+        if self.context.dry_run:
+            self._put(model, [gate, up], gate_weight)
+        else:
+            name = f"{gate.weight_value.name}.gated"
+            self._put(model, [gate, up], join_weights(gate_weight, up_weight, self.context.spill, name))
+
+    def _accepted(self, linear: Linear) -> LayerWeight | None:
+        """The weight that the operator takes over, or None and, in the report, why not."""
+        layer = self.context.layer(linear)
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             layer.reason = self._why_not(linear, 0)
-            return
-        weight = LayerWeight(linear.matrix(), self.context.quantized.get(linear.weight_key))
-        problem = self._replacement.why_not(weight)
+            return None
+        quantization = self._quantization(linear)
+        problem = self._replacement.why_not(quantization)
+        if problem and isinstance(linear.int4, str):
+            problem += f" (it is stored in 4 bits, but {linear.int4})"
+        if isinstance(quantization, StoredInt4):
+            quantization.check_scales()
+        matrix = linear.matrix()
+        if quantization is None:
+            problem = problem or self._replacement.why_not_matrix(matrix)
         if problem:
             layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
-            return
-        stored = int(np.count_nonzero(weight.matrix))
-        layer.sparsity = 1 - stored / weight.matrix.size
+            return None
+        stored = int(np.count_nonzero(matrix))
+        layer.sparsity = 1 - stored / matrix.size
         layer.reason = self._why_not(linear, stored)
         if layer.reason:
-            return
-        epilogue = self._epilogue(linear)
-        layer.new_op = self.options.op
-        layer.fused = describe_epilogue(epilogue.activation, epilogue.residual)
-        if self.context.dry_run:
-            layer.status = "would replace"
-            layer.bytes_after = self._packed_bytes(linear, stored)
-            return
-        layer.status = "replaced"
-        self.context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
-        tensors = self._pack(model, linear, weight)
-        layer.bytes_after = sum(value.const_value.nbytes for value in tensors.values() if value.const_value is not None)
-        self._emit(model, linear, tensors, epilogue)
+            return None
+        layer.bytes_after = self._packed_bytes(linear, stored)
+        return LayerWeight(matrix, quantization if isinstance(quantization, QuantizedWeight) else None)
 
-    def _epilogue(self, linear: Linear) -> Epilogue:
+    def _put(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> None:
+        """Puts the operator in the place of a layer, or of gate and up."""
+        context, gate = self.context, linears[0]
+        epilogue = self._epilogue(*linears)
+        for linear in linears:
+            layer = context.layer(linear)
+            layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"
+            quantization = self._quantization(linear)
+            if isinstance(quantization, StoredInt4):
+                layer.weight_bits = quantization.bits
+            layer.fused = ["into the gate"]
+        context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
+        if context.dry_run:
+            return
+        for linear in linears:
+            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
+        tensors = self._pack(model, linears, weight)
+        sizes = [value.const_value.nbytes for value in tensors.values() if value.const_value is not None]
+        for linear in linears:
+            context.layer(linear).bytes_after = sum(sizes) // len(linears)
+        self._emit(model, linears, weight, tensors, epilogue)
+
+    def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
         """What follows the layer and the operator computes as well. It computes on float32."""
         if not self.options.fuse or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
-        return find_epilogue(linear.output)
+        return find_epilogue(linear.output, [factor.output for factor in factors])
 
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
-        if self._runs:
-            return self.context.quantized.get(linear.weight_key)
-        plans = (plan(linear) for plan in self.context.quantizations)
-        return next((plan for plan in plans if plan is not None), None)
+        found: Quantization | None = self.context.quantized.get(linear.weight_key)
+        if not self._runs:
+            plans = (plan(linear) for plan in self.context.quantizations)
+            found = next((plan for plan in plans if plan is not None), None)
+        return self._stored_int4(linear) if found is None else found
+
+    def _stored_int4(self, linear: Linear) -> StoredInt4 | None:
+        """The 4-bit numbers that the model stores for the layer, if the operator takes them over."""
+        if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
+            return None
+        int4 = linear.int4
+        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(int4) is None else None
+
+    def _note_adopted(self, adopted: Sequence[Linear], rounding: int) -> None:
+        """rounding: of how many of them the original rounds the inputs, too."""
+        if not adopted:
+            return
+        layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
+        text = f"{layers} the 4-bit weights that the model stores, number by number"
+        if rounding:
+            text += (
+                f"; the original rounds inputs of {rounding} to int8 in much the same way (accuracy_level 4), so the "
+                "errors against it are smaller than what this rounding costs"
+            )
+        self.context.note(text)
+
+    def _note_stored_twice(self, weights: Sequence[ir.Value]) -> None:
+        """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
+        used = {value for value in weights if value.uses() or value.is_graph_output()}
+        size = sum(stored_bytes(value) for value in used)
+        if used:
+            names = sorted(value.name or "" for value in used)
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(
+                f"{names[0]!r}{others} also serve nodes that stay, such as an embedding, so {human_bytes(size)} of "
+                "weights are now stored twice"
+            )
 
     def _packed_bytes(self, linear: Linear, stored: int) -> int:
         return self._replacement.packed_bytes(linear.k, linear.n, stored, self._quantization(linear))
@@ -160,24 +254,27 @@ class ReplacePass(RecipePass):
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self._packed_bytes(linear, stored)
         now = self.context.layer(linear).bytes_before or 0
-        if packed > now and not self.options.may_grow:
+        # Stored 4-bit weights grow by no more than whole panels and tiles, which is little, or of little.
+        adopted = isinstance(self._quantization(linear), StoredInt4)
+        if packed > now and not adopted and not self.options.may_grow:
             return (
                 f"packed, its weight would take {human_bytes(packed)}, more than the {human_bytes(now)} it takes now "
                 "(may_grow=true replaces it all the same)"
             )
         return None
 
-    def _pack(self, model: ir.Model, linear: Linear, weight: LayerWeight) -> dict[str, ir.Value]:
+    def _pack(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> dict[str, ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""
-        key = (linear.weight_key, id(linear.node.graph))
+        first = linears[0]
+        key = (tuple(linear.weight_key for linear in linears), id(first.node.graph))
         if key not in self._packed:
             values = {}
             for part, packed in self._replacement.pack(weight).items():
-                name = self.context.new_name(model, f"{linear.weight_value.name}.{part}")
-                values[part] = _initializer(linear, self._stored(name, packed))
+                name = self.context.new_name(model, f"{first.weight_value.name}.{part}")
+                values[part] = _initializer(first, self._stored(name, packed))
             self._packed[key] = values
             self.context.packed_weights += weight.matrix.size
-        self.context.layer(linear).output_error = self._output_error(linear, weight, self._packed[key])
+        self._measure(linears, weight, self._packed[key])
         return self._packed[key]
 
     def _stored(self, name: str, packed: PackedTensor) -> ir.TensorProtocol:
@@ -185,15 +282,16 @@ class ReplacePass(RecipePass):
             return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
         return self.context.spill.add(name, packed.array, packed.dtype)
 
-    def _output_error(self, linear: Linear, weight: LayerWeight, values: dict[str, ir.Value]) -> float | None:
-        """||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.
+    def _measure(self, linears: Sequence[Linear], weight: LayerWeight, values: dict[str, ir.Value]) -> None:
+        """Reports ||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.
 
         Raises VerificationError if Y is more than a rounding away from the product with what was packed.
         """
-        x = self.context.captured.get(layer_key(linear))
-        original = self.context.originals.get(layer_key(linear))
-        if x is None or original is None:
-            return None
+        context, name = self.context, linears[0].name
+        x = context.captured.get(layer_key(linears[0]))
+        originals = [context.originals.get(layer_key(linear)) for linear in linears]
+        if x is None or None in originals:
+            return
         tensors = {part: value.const_value for part, value in values.items() if value.const_value is not None}
         packed = {part: PackedTensor(_bits(tensor), tensor.dtype) for part, tensor in tensors.items()}
         found = self._replacement.run(x, packed, weight)
@@ -202,36 +300,51 @@ class ReplacePass(RecipePass):
         product = x @ weight.matrix
         if (np.abs(found - product) > self._replacement.rounding_bound(x, weight)).any():
             raise VerificationError(
-                f"layer {linear.name!r} answers differently with its packed weight, beyond what rounding explains; "
+                f"layer {name!r} answers differently with its packed weight, beyond what rounding explains; "
                 "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
             )
-        key = layer_key(linear)
-        self.context.rounding[key] = max(self.context.rounding[key], _relative(found - product, product) or 0.0)
-        exact = x @ original()
-        return _relative(exact - found, exact)
+        parts = [(found, product)]
+        if len(linears) == 2:
+            n = linears[0].n
+            parts = list(zip(split_columns(found, n), split_columns(product, n), strict=True))
+        for linear, original, (y, xw) in zip(linears, originals, parts, strict=True):
+            assert original is not None
+            key = layer_key(linear)
+            context.rounding[key] = max(context.rounding[key], _relative(y - xw, xw) or 0.0)
+            exact = x @ original()
+            context.layer(linear).output_error = _relative(exact - y, exact)
 
-    def _emit(self, model: ir.Model, linear: Linear, packed: dict[str, ir.Value], epilogue: Epilogue) -> None:
+    def _emit(
+        self,
+        model: ir.Model,
+        linears: Sequence[Linear],
+        weight: LayerWeight,
+        packed: dict[str, ir.Value],
+        epilogue: Epilogue,
+    ) -> None:
         """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
 
         With an epilogue it stands where that ended: behind whatever computes the residual.
         """
+        linear = linears[0]
         graph = linear.node.graph
         assert graph is not None
-        # As it is now: whatever made the layer's input may have been replaced meanwhile.
+        # As they are now: whatever made the layer's input may have been replaced meanwhile.
         x, nodes = linear.node.inputs[0], []
+        weights = [value for layer in linears for value in (*layer.weight_values, layer.bias_value)]
         assert x is not None
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
             nodes.append(widen)
             x = widen.outputs[0]
+        k, n = weight.matrix.shape
+        gated_columns = linear.n if len(linears) == 2 else 0
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
-            self._replacement.inputs(x, packed, self._bias(model, linear), epilogue.residual),
-            self._replacement.attributes(
-                linear.k, linear.n, self.context.quantized.get(linear.weight_key), epilogue.activation
-            ),
+            self._replacement.inputs(x, packed, self._bias(model, linears), epilogue.residual),
+            self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns),
             name=linear.name,
         )
         nodes.append(node)
@@ -239,25 +352,38 @@ class ReplacePass(RecipePass):
             nodes.append(ir.node("Cast", node.outputs, {"to": linear.dtype}, name=f"{linear.name}/from_float"))
         for made in nodes[:-1]:
             made.outputs[0].name = self.context.new_name(model, f"{made.name}_output")
-        old_nodes = [old for old in (linear.node, linear.add, *epilogue.nodes) if old is not None]
+        own = [old for layer in linears for old in (layer.node, layer.add) if old is not None]
         constants = [value for old in epilogue.nodes for value in old.inputs if value is not epilogue.residual]
         ir.convenience.replace_nodes_and_values(
-            graph, old_nodes[-1], old_nodes, nodes, [epilogue.output], [nodes[-1].outputs[0]]
+            graph,
+            epilogue.nodes[-1] if epilogue.nodes else own[-1],
+            [*own, *epilogue.nodes],
+            nodes,
+            [epilogue.output],
+            [nodes[-1].outputs[0]],
         )
-        for value in (linear.weight_value, linear.bias_value, *constants):
+        for value in (*weights, *constants):
             if value is not None:
                 remove_unused(value)
 
-    def _bias(self, model: ir.Model, linear: Linear) -> ir.Value | None:
-        """The bias as a float32 [n] initializer: the model's own if it is one."""
-        value, array = linear.bias_value, linear.bias()
-        tensor = constant_tensor(value)
-        if value is None or array is None or tensor is None:
+    def _bias(self, model: ir.Model, linears: Sequence[Linear]) -> ir.Value | None:
+        """The bias as a float32 initializer of the weight's columns: the model's own if it is one."""
+        first, biases = linears[0], [linear.bias() for linear in linears]
+        if all(bias is None for bias in biases):
             return None
-        if value.is_initializer() and tensor.dtype == ir.DataType.FLOAT and list(tensor.shape) == [linear.n]:
+        value, tensor = first.bias_value, constant_tensor(first.bias_value)
+        if (
+            len(linears) == 1
+            and value is not None
+            and tensor is not None
+            and value.is_initializer()
+            and tensor.dtype == ir.DataType.FLOAT
+            and list(tensor.shape) == [first.n]
+        ):
             return value
-        name = self.context.new_name(model, f"{linear.name}.bias")
-        return _initializer(linear, ir.Tensor(np.array(array, np.float32), name=name))
+        arrays = [np.zeros(first.n, np.float32) if bias is None else np.array(bias, np.float32) for bias in biases]
+        name = self.context.new_name(model, f"{first.name}.bias")
+        return _initializer(first, ir.Tensor(arrays[0] if len(linears) == 1 else join_columns(*arrays), name=name))
 
     def _why_nothing(self) -> str:
         layers = self.context.report.layers

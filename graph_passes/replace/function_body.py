@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
+
+PANEL_COLUMNS = 16  # as in ops/formats
 
 
 class FunctionBody:
@@ -69,7 +71,39 @@ class FunctionBody:
         return chosen
 
 
-def bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
+def end_of_layer(
+    body: FunctionBody,
+    product: ir.Value,
+    inputs: Mapping[str, ir.Value],
+    activations: Collection[Activation],
+    gated: bool,
+    residual: bool,
+) -> ir.Value:
+    """What ops/support/linear_op.h makes of X W, for all nodes of a model: with those activations; gated: some of them
+    have gated_columns; residual: all have one."""
+    op = body.op
+    p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))
+    if gated:
+        # Where nothing is gated, the factors are ones behind all columns.
+        n, gated_columns = body.attribute("n"), body.attribute("gated_columns")
+        is_gated = op("Cast", gated_columns, to=ir.DataType.BOOL)
+        columns = op("Where", is_gated, gated_columns, n)
+        begin = op("Where", is_gated, op("Div", n, body.integer(2)), n)
+        ones = op("ConstantOfShape", op("Shape", p), value=ir.tensor(np.ones(1, np.float32)))
+        last = body.ints(-1)
+        end = op("Add", begin, columns)
+        factor = op("Slice", op("Concat", p, ones, axis=-1), body.vector(begin), body.vector(end), last)
+        p = op("Slice", p, body.ints(0), body.vector(columns), last)
+    y = body.by_attribute("activation", {int(kind): activate(body, p, kind) for kind in sorted(activations)})
+    if gated:
+        y = op("Mul", y, factor)
+    if residual:
+        y = op("Add", y, inputs["residual"])
+    y.name = "Y"
+    return y
+
+
+def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
     """The function's input bias [n], or zeros where there is none; n is an attribute."""
     # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
     zeros = ir.tensor(np.zeros(1, np.float32))

@@ -38,11 +38,15 @@ class LayerWeight:
 
 
 class Replacement(abc.ABC):
-    """y = activation(x W + bias) + residual by an operator of ours, whose weight is packed ahead of time."""
+    """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
     @abc.abstractmethod
-    def why_not(self, weight: LayerWeight) -> str | None:
-        """Why the operator cannot hold this weight, if it cannot."""
+    def why_not(self, quantization: Quantization | None) -> str | None:
+        """Why the operator cannot hold a weight that is quantized so, or is not, if it cannot."""
+
+    def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
+        return None
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:
@@ -60,8 +64,10 @@ class Replacement(abc.ABC):
         """The inputs of the node, in order."""
 
     @abc.abstractmethod
-    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
-        """The attributes of the node."""
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
+        """The attributes of the node, for a weight [k, n]. gated_columns: see gated.py; 0 otherwise."""
 
     @abc.abstractmethod
     def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:

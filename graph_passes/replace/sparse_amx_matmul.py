@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from ..constants import constant_tensor
 from ..epilogue import Activation
-from ..model_file import release_maps
+from ..stored_int4 import StoredInt4
+from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
     PackedTensor,
@@ -24,7 +25,6 @@ from .replacement import (
 from .sparse_amx_matmul_function import (
     INPUTS,
     OP_TYPE,
-    PANEL_COLUMNS,
     TILE_ROWS,
     Uses,
     row_inputs,
@@ -55,14 +55,18 @@ _SMALLEST_NORMAL = 2.0**-126
 class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
-    def why_not(self, weight: LayerWeight) -> str | None:
-        if weight.quantized is not None and not weight.quantized.symmetric:
+    def why_not(self, quantization: Quantization | None) -> str | None:
+        if isinstance(quantization, StoredInt4):
+            return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
+        if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
-        # NaN fails every comparison.
-        matrix = weight.matrix
-        if weight.quantized is None and not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
-            return "holds NaN, infinity or numbers beyond bfloat16"
         return None
+
+    def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        # NaN fails every comparison.
+        if matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16:
+            return None
+        return "holds NaN, infinity or numbers beyond bfloat16"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
         from ortolan import _native
@@ -84,7 +88,7 @@ class SparseAMXMatMul(Replacement):
             packed = _bitmap(masks, PackedTensor(nibbles, ir.DataType.UINT8), offsets)
             packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=True), ir.DataType.BFLOAT16)
         del q, scales
-        release_maps([quantized.q, quantized.scales])
+        quantized.release()
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
@@ -100,7 +104,9 @@ class SparseAMXMatMul(Replacement):
     ) -> list[ir.Value | None]:
         return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
-    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
         numbers = {
             "k": k,
             "n": n,
@@ -108,6 +114,7 @@ class SparseAMXMatMul(Replacement):
             "weight_bits": weight_bits(quantization),
             "group_size": 0 if quantization is None or quantization.group_size is None else quantization.group_size,
             "activation": int(activation),
+            "gated_columns": gated_columns,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -203,6 +210,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         dense=any(_is_empty(input_of(node, INPUTS, "masks")) for node in nodes),
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
     )
 
 

@@ -17,14 +17,13 @@ import onnx_ir as ir
 
 from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
-from .function_body import FunctionBody, activate, bias_or_zeros
+from .function_body import PANEL_COLUMNS, FunctionBody, end_of_layer
 
 OP_TYPE = "SparseAMXMatMul"
 INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales")
-ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation")
+ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation", "gated_columns")
 
 # As in ops/formats/bitmap.h.
-PANEL_COLUMNS = 16
 TILE_ROWS = 16
 INT4_BIAS = 8
 
@@ -44,6 +43,7 @@ class Uses:
     dense: bool = False
     activations: frozenset[Activation] = frozenset({Activation.NONE})
     residual: bool = False
+    gated: bool = False
 
 
 def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -56,13 +56,8 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     weight = _Weight(body, inputs, uses, unpack_once).matrix()
-    y = body.op("Add", _product(body, inputs["X"], weight, uses), bias_or_zeros(body, inputs["bias"]))
-    y = body.by_attribute(
-        "activation", {int(activation): activate(body, y, activation) for activation in sorted(uses.activations)}
-    )
-    if uses.residual:
-        y = body.op("Add", y, inputs["residual"])
-    y.name = "Y"
+    product = _product(body, inputs["X"], weight, uses)
+    y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)

@@ -9,6 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
+from ..stored_int4 import StoredInt4
+from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
     PackedTensor,
@@ -23,7 +25,6 @@ from .w4a8_matmul_function import (
     INPUTS,
     MIDDLE_ZERO_POINT,
     OP_TYPE,
-    PANEL_COLUMNS,
     TILE_INPUTS,
     Uses,
     w4a8_matmul_function,
@@ -41,9 +42,8 @@ _SMALLEST_NORMAL = 2.0**-126
 class W4A8MatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
 
-    def why_not(self, weight: LayerWeight) -> str | None:
-        quantized = weight.quantized
-        if quantized is None or quantized.bits != 4:
+    def why_not(self, quantization: Quantization | None) -> str | None:
+        if quantization is None or quantization.bits != 4:
             return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
         return None
 
@@ -73,14 +73,18 @@ class W4A8MatMul(Replacement):
         panels = -(-n // PANEL_COLUMNS)
         weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS // 2
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
-        return weights + groups * (2 if quantization.symmetric else 3)
+        # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
+        wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
+        return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
 
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
         return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
-    def attributes(self, k: int, n: int, quantization: Quantization | None, activation: Activation) -> list[ir.Attr]:
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
         assert quantization is not None and quantization.group_size is not None
         numbers = {
             "k": k,
@@ -88,6 +92,7 @@ class W4A8MatMul(Replacement):
             "format_version": _FORMAT_VERSION,
             "group_size": quantization.group_size,
             "activation": int(activation),
+            "gated_columns": gated_columns,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -118,7 +123,7 @@ class W4A8MatMul(Replacement):
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The scale of x times that of W, which multiplies a sum of q (w - zero point).
-        lost = _SMALLEST_NORMAL * 127 * 15 * len(magnitude)
+        lost = _SMALLEST_NORMAL * 128 * 15 * len(magnitude)
         return steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
@@ -163,4 +168,5 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         zero_points=any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
     )

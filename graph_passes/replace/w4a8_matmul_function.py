@@ -13,14 +13,13 @@ import onnx_ir as ir
 
 from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
-from .function_body import FunctionBody, activate, bias_or_zeros
+from .function_body import PANEL_COLUMNS, FunctionBody, end_of_layer
 
 OP_TYPE = "W4A8MatMul"
 INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points")
-ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation")
+ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation", "gated_columns")
 
 # As in ops/formats/int4_group.h.
-PANEL_COLUMNS = 16
 ROW_INPUTS = 4
 TILE_INPUTS = 64
 MIDDLE_ZERO_POINT = 8
@@ -35,6 +34,7 @@ class Uses:
     zero_points: bool = False
     activations: frozenset[Activation] = frozenset({Activation.NONE})
     residual: bool = False
+    gated: bool = False
 
 
 def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -42,13 +42,7 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     product = body.op("MatMul", _rounded(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
-    y = body.op("Add", product, bias_or_zeros(body, inputs["bias"]))
-    y = body.by_attribute(
-        "activation", {int(activation): activate(body, y, activation) for activation in sorted(uses.activations)}
-    )
-    if uses.residual:
-        y = body.op("Add", y, inputs["residual"])
-    y.name = "Y"
+    y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
@@ -99,7 +93,13 @@ def _rounded(body: FunctionBody, x: ir.Value) -> ir.Value:
     padded = op("Pad", x, op("Concat", zeros, body.vector(missing), axis=0))
     leading = op("Slice", op("Shape", x), body.ints(0), body.ints(-1))
     by_groups = op("Reshape", padded, op("Concat", leading, body.shape(groups, group_size), axis=0))
-    largest = op("Max", body.reduce_max(op("Abs", by_groups), -1), body.number(_SMALLEST_MAXIMUM))
-    q = op("Round", op("Mul", by_groups, op("Div", body.number(127), largest)))
-    rounded = op("Reshape", op("Mul", q, op("Div", largest, body.number(127))), op("Shape", padded))
+    zero, most_negative, most_positive = body.number(0), body.number(128), body.number(127.49)
+    p = op("Max", body.reduce_max(by_groups, -1), zero)
+    n = op("Max", body.reduce_max(op("Neg", by_groups), -1), zero)
+    a, b = op("Max", p, n, body.number(_SMALLEST_MAXIMUM)), op("Min", p, n)
+    sign = op("Where", op("GreaterOrEqual", p, n), body.number(-1), body.number(1))
+    factor = op("Mul", sign, op("Min", op("Div", most_negative, a), op("Div", most_positive, b)))
+    scale = op("Mul", sign, op("Max", op("Div", a, most_negative), op("Div", b, most_positive)))
+    q = op("Round", op("Mul", by_groups, factor))
+    rounded = op("Reshape", op("Mul", q, scale), op("Shape", padded))
     return op("Slice", rounded, body.ints(0), body.vector(k), body.ints(-1))

@@ -1,7 +1,7 @@
-// Epilogue: the element-wise end of a linear layer, in place. A part that the matmul rooms share, no op of its own:
-// they run it on each piece of Y right after its matmul, while it is in the cache.
+// Epilogue: the element-wise end of a linear layer. A part that the matmul rooms share, no op of its own: they run it
+// on each piece of the product right after its matmul, while it is in the cache.
 //
-//     y[i, j] = activation(y[i, j]) + residual[i, j]        i < m, j < n
+//     y[i, j] = activation(x[i, j]) factor[i, j] + residual[i, j]        i < m, j < n;   factor and residual: or none
 //
 //     kNone      x
 //     kRelu      max(x, 0)
@@ -13,14 +13,14 @@
 //     kNone, kRelu                exact
 //     kGelu, kGeluTanh, kSilu     |error| <= 3 2^-24 |x| + 2^-149        (measured: README.md)
 // For x < -13.3 (kGelu), -10.1 (kGeluTanh), -88 (kSilu) the activation is zero, for x > 13.3, 10.1, 88 it is x. The
-// residual is added with one float32 rounding, 2^-24 |y| more. Where the caller's thread flushes denormals to zero,
-// 2^-126 stands for 2^-149.
+// product with the factor and the sum with the residual are each one float32 rounding more, or both together one
+// (fused). Where the caller's thread flushes denormals to zero, 2^-126 stands for 2^-149.
 //
-// NaN gives NaN; the activations of Inf are their limits: +Inf gives +Inf, -Inf gives 0 (kNone: -Inf). Then the
-// residual is added by the rules of IEEE 754. Zero keeps its sign.
+// NaN gives NaN; the activations of Inf are their limits: +Inf gives +Inf, -Inf gives 0 (kNone: -Inf). Factor and
+// residual are applied by the rules of IEEE 754. Zero keeps its sign.
 //
-// An element's result depends on its own x and residual only, not on where it stands, m, n or the strides. Kernels
-// differ from each other in the last bits.
+// An element's result depends on its own x, factor and residual only, not on where it stands, m, n or the strides.
+// Kernels differ from each other in the last bits.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +39,11 @@ constexpr bool IsActivation(int64_t value) { return value >= 0 && value <= stati
 struct EpilogueArgs {
   int64_t m = 0;
   int64_t n = 0;
-  float* y = nullptr;               // [m][n]; only these elements are read and written
+  float* y = nullptr;               // [m][n]; only these elements are written
   int64_t y_row_bytes = 0;          // from one row of y to the next
+  const float* x = nullptr;         // [m][n]; the same memory as y, or none of it
+  const float* factor = nullptr;    // [m][n], or null: none. None of y's memory
+  int64_t x_row_bytes = 0;          // of x and factor
   const float* residual = nullptr;  // [m][n], or null: none. The same memory as y, or none of it
   int64_t residual_row_bytes = 0;   // 0 adds one row to every row of y
   Activation activation = Activation::kNone;

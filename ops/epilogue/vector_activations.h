@@ -96,41 +96,56 @@ class VectorActivations {
     }
   };
 
-  template <typename Function, bool kResidual>
+  static const float* Row(const float* from, int64_t i, int64_t row_bytes) {
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + i * row_bytes);
+  }
+
+  template <bool kFactor, bool kResidual>
+  static Float End(Float value, Float factor, Float residual) {
+    if constexpr (kFactor && kResidual) return Simd::MultiplyAdd(value, factor, residual);
+    if constexpr (kFactor) return Simd::Multiply(value, factor);
+    if constexpr (kResidual) return Simd::Add(value, residual);
+    return value;
+  }
+
+  template <typename Function, bool kFactor, bool kResidual>
   static void Rows(const EpilogueArgs& args) {
     const int64_t tail = args.n % Simd::kLanes;
     const int64_t full = args.n - tail;
     for (int64_t i = 0; i < args.m; ++i) {
       float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
-      const float* residual = nullptr;
-      if constexpr (kResidual) {
-        residual =
-            reinterpret_cast<const float*>(reinterpret_cast<const char*>(args.residual) + i * args.residual_row_bytes);
-      }
+      const float* x = Row(args.x, i, args.x_row_bytes);
+      const float* factor = kFactor ? Row(args.factor, i, args.x_row_bytes) : nullptr;
+      const float* residual = kResidual ? Row(args.residual, i, args.residual_row_bytes) : nullptr;
       for (int64_t j = 0; j < full; j += Simd::kLanes) {
-        Float value = Function::Apply(Simd::Load(y + j));
-        if constexpr (kResidual) value = Simd::Add(value, Simd::Load(residual + j));
+        Float value = Function::Apply(Simd::Load(x + j));
+        value = End<kFactor, kResidual>(value, kFactor ? Simd::Load(factor + j) : value,
+                                        kResidual ? Simd::Load(residual + j) : value);
         Simd::Store(y + j, value);
       }
       if (tail == 0) continue;
-      Float value = Function::Apply(Simd::LoadFirst(y + full, tail));
-      if constexpr (kResidual) value = Simd::Add(value, Simd::LoadFirst(residual + full, tail));
+      Float value = Function::Apply(Simd::LoadFirst(x + full, tail));
+      value = End<kFactor, kResidual>(value, kFactor ? Simd::LoadFirst(factor + full, tail) : value,
+                                      kResidual ? Simd::LoadFirst(residual + full, tail) : value);
       Simd::StoreFirst(y + full, tail, value);
     }
   }
 
   template <typename Function>
   static void Run(const EpilogueArgs& args) {
-    if (args.residual != nullptr) return Rows<Function, true>(args);
-    Rows<Function, false>(args);
+    if (args.factor != nullptr) {
+      if (args.residual != nullptr) return Rows<Function, true, true>(args);
+      return Rows<Function, true, false>(args);
+    }
+    if (args.residual != nullptr) return Rows<Function, false, true>(args);
+    Rows<Function, false, false>(args);
   }
 
  public:
   static void Run(const EpilogueArgs& args) {
     switch (args.activation) {
       case Activation::kNone:
-        if (args.residual != nullptr) Rows<Identity, true>(args);
-        return;
+        return Run<Identity>(args);
       case Activation::kRelu:
         return Run<Relu>(args);
       case Activation::kGelu:

@@ -1,10 +1,10 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     Y = activation(X W + bias) + residual
+//     Y = activation(X W + bias) + residual, perhaps gated (support/linear_op.h)
 //
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
-//     group_size, activation
+//     group_size, activation, gated_columns
 //
 // masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
 // which; masks and offsets without elements mean dense storage. bias and residual are optional, and scales for bf16,
@@ -172,10 +172,7 @@ struct Op : OrtOp<Op, Kernel> {
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
     return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
-  static void InferShape(OrtShapeInferContext* context) {
-    // Broadcasting with a residual may add dimensions, except where it is one number, which stands for none.
-    if (!HasMoreInputs(context, kResidual) || IsOneNumber(context, kResidual)) InferLastDimension(context, "n");
-  }
+  static void InferShape(OrtShapeInferContext* context) { LinearOp::InferShape(context, kResidual); }
 };
 
 }  // namespace

@@ -5,7 +5,7 @@
 namespace ortolan {
 
 LinearOp::LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, int64_t k, int64_t n)
-    : node_(std::move(node)), inputs_(inputs), k_(k), n_(n) {
+    : node_(std::move(node)), inputs_(inputs), k_(k), n_(n), y_n_(n) {
   CheckConstantVector(info, inputs_.bias, "bias", n_, node_);
   const int64_t activation = IntAttributeOr(info, "activation", 0);
   if (!IsActivation(activation)) {
@@ -13,6 +13,16 @@ LinearOp::LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, i
                             ", expected 0 (none), 1 (ReLU), 2 (GELU by erf), 3 (GELU by tanh) or 4 (SiLU)"));
   }
   activation_ = static_cast<Activation>(activation);
+  const int64_t gated = IntAttributeOr(info, "gated_columns", 0);
+  if (gated != 0) {
+    if (gated < 1 || gated > n_ || n_ != 2 * kPanelColumns * BitmapPanels(gated)) {
+      throw OpError(ErrorText(node_, ": gated_columns is ", gated, " with ", n_,
+                              " columns of weights, expected 0, or half as many but for the padding of each half to a "
+                              "multiple of ",
+                              kPanelColumns, ". Optimize the original model again."));
+    }
+    y_n_ = gated;
+  }
   has_residual_ = HasInput(info, inputs_.residual) && !IsConstantZero(info, inputs_.residual);
   x_name_ = Ort::ConstKernelInfo(&info).GetInputName(inputs_.x);
 }
@@ -26,6 +36,28 @@ const float* LinearOp::Bias(const Ort::KernelContext& context) const {
     throw OpError(ErrorText(node_, ": bias has shape ", ShapeText(shape), ", expected [", n_, "]"));
   }
   return bias.GetTensorData<float>();
+}
+
+EpilogueArgs LinearOp::Piece(EpilogueArgs epilogue, const MatMulArgs& rows, int64_t row, int64_t panel_begin,
+                             int64_t panel_end) const {
+  const int64_t column = panel_begin * kPanelColumns;
+  epilogue.m = rows.m;
+  epilogue.n = std::min(panel_end * kPanelColumns, y_n_) - column;
+  epilogue.y = rows.y + column;
+  epilogue.y_row_bytes = YRowBytes();
+  epilogue.x = epilogue.y;
+  epilogue.x_row_bytes = epilogue.y_row_bytes;
+  if (epilogue.residual != nullptr) {
+    epilogue.residual = reinterpret_cast<const float*>(reinterpret_cast<const char*>(epilogue.residual) +
+                                                       row * epilogue.residual_row_bytes) +
+                        column;
+  }
+  return epilogue;
+}
+
+void LinearOp::InferShape(OrtShapeInferContext* context, size_t residual) {
+  if (HasMoreInputs(context, residual) && !IsOneNumber(context, residual)) return;
+  if (!InferLastDimension(context, "gated_columns")) InferLastDimension(context, "n");
 }
 
 }  // namespace ortolan

@@ -1,5 +1,11 @@
-// What the adapters of linear layers share: inputs and outputs of Y = activation(X W + bias) + residual, the epilogue,
-// and how the work is divided among ORT's threads. A room's kernel class has one and gives it the product.
+// What the adapters of linear layers share: inputs, outputs and attributes of
+//
+//     P = X W + bias
+//     Y = activation(P) + residual                                    gated_columns 0
+//     Y = activation(P[.., : c]) P[.., n / 2 : n / 2 + c] + residual   gated_columns c (GLU: two layers of one input)
+//
+// the epilogue, and how the work is divided among ORT's threads. W has n columns; with c they are those of both layers,
+// each padded to whole panels: n is 2 x 16 ceil(c / 16). A room's kernel class has one and gives it the product.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +44,7 @@ class LinearOp {
     int64_t row_bytes;
   };
 
-  // Reads the attribute activation; checks bias. Throws OpError.
+  // Reads the attributes activation and gated_columns; checks bias. Throws OpError.
   LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, int64_t k, int64_t n);
 
   // Calls product(rows, bias) for all rows of X; not for none.
@@ -51,6 +57,10 @@ class LinearOp {
   void Run(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
            void (*multiply)(const Args&, int64_t, int64_t), const Pack& pack) const;
 
+  // Y's shape: that of X with another last dimension. Left open where a residual may add dimensions by broadcasting:
+  // one number, which stands for none, does not.
+  static void InferShape(OrtShapeInferContext* context, size_t residual);
+
   int64_t XRowBytes() const { return k_ * static_cast<int64_t>(sizeof(float)); }
 
  private:
@@ -59,15 +69,27 @@ class LinearOp {
   // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
   static constexpr int64_t kExpandMacs = 4;
   static constexpr int64_t kPackChunkFloats = int64_t{1} << 16;
+  // Of P, kept until it is gated: two panels of gate and two of factor for a chunk of rows. On the stack.
+  static constexpr int64_t kGatedFloats = kRowChunk * 4 * kPanelColumns;
 
-  int64_t YRowBytes() const { return n_ * static_cast<int64_t>(sizeof(float)); }
+  bool IsGated() const { return y_n_ != n_; }
+  // The epilogue, in place, of some panels of rows of Y; `row` is the first of them.
+  EpilogueArgs Piece(EpilogueArgs epilogue, const MatMulArgs& rows, int64_t row, int64_t panel_begin,
+                     int64_t panel_end) const;
+  template <typename Args>
+  void MultiplyGated(const Args& part, int64_t row, int64_t panel_begin, int64_t panel_end,
+                     void (*multiply)(const Args&, int64_t, int64_t), const EpilogueArgs& epilogue,
+                     EpilogueFn* end) const;
+
+  int64_t YRowBytes() const { return y_n_ * static_cast<int64_t>(sizeof(float)); }
   const float* Bias(const Ort::KernelContext& context) const;
 
   std::string node_;
   Inputs inputs_;
   std::string x_name_;
   int64_t k_;
-  int64_t n_;
+  int64_t n_;    // of W
+  int64_t y_n_;  // of Y
   Activation activation_ = Activation::kNone;
   bool has_residual_ = false;
 };
@@ -80,10 +102,10 @@ void LinearOp::Compute(Ort::KernelContext& context, const Product& product) cons
     throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(shape), ", expected [..., ", k_,
                             "]. Feed the model inputs of the shapes it was exported for."));
   }
-  shape.back() = n_;
+  shape.back() = y_n_;
   Rows rows{context, x.GetTensorData<float>(), 1, nullptr, {}};
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows.m *= shape[i];
-  rows.epilogue.n = n_;
+  rows.epilogue.n = y_n_;
   rows.epilogue.activation = activation_;
   const auto multiply_into = [&](float* y) {
     rows.y = y;
@@ -102,7 +124,7 @@ void LinearOp::Compute(Ort::KernelContext& context, const Product& product) cons
   float* y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
   if (std::find(sum_shape->begin(), sum_shape->end(), 0) != sum_shape->end()) return;
   const bool same = residual_shape == shape;
-  if (same || residual_shape == std::vector<int64_t>{n_}) {
+  if (same || residual_shape == std::vector<int64_t>{y_n_}) {
     rows.epilogue.residual = to_add;
     rows.epilogue.residual_row_bytes = same ? YRowBytes() : 0;
     return multiply_into(y);
@@ -128,11 +150,12 @@ void LinearOp::Run(const Rows& rows, const Packing& packing, int64_t padded_k, A
   });
 
   const EpilogueArgs& epilogue = rows.epilogue;
-  const bool ends = epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
+  const bool ends = IsGated() || epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
   EpilogueFn* const end = ends ? SelectEpilogue(ActiveIsa()).run : nullptr;
-  const int64_t panels = BitmapPanels(n_);
+  const int64_t panels = BitmapPanels(y_n_);
   const int64_t row_chunks = (rows.m + kRowChunk - 1) / kRowChunk;
-  const int64_t panel_macs = padded_k * kPanelColumns * (kExpandMacs + std::min(rows.m, kRowChunk));
+  const int64_t panel_macs =
+      padded_k * kPanelColumns * (kExpandMacs + std::min(rows.m, kRowChunk)) * (IsGated() ? 2 : 1);
   const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / kMinChunkMacs, 1, panels);
   const int64_t chunk_panels = (panels + most_chunks - 1) / most_chunks;
   const int64_t panel_chunks = (panels + chunk_panels - 1) / chunk_panels;
@@ -145,21 +168,35 @@ void LinearOp::Run(const Rows& rows, const Packing& packing, int64_t padded_k, A
     const int64_t panel = chunk % panel_chunks * chunk_panels;
     const int64_t panel_end = std::min(panel + chunk_panels, panels);
     const Args part = RowsOf(args, row, kRowChunk, packing.row_bytes);
+    if (IsGated()) return MultiplyGated(part, row, panel, panel_end, multiply, epilogue, end);
     multiply(part, panel, panel_end);
-    if (end == nullptr) return;
-    EpilogueArgs tile = epilogue;
-    const int64_t column = panel * kPanelColumns;
-    tile.m = part.m;
-    tile.n = std::min(panel_end * kPanelColumns, n_) - column;
-    tile.y = part.y + column;
-    tile.y_row_bytes = YRowBytes();
-    if (tile.residual != nullptr) {
-      tile.residual =
-          reinterpret_cast<const float*>(reinterpret_cast<const char*>(tile.residual) + row * tile.residual_row_bytes) +
-          column;
-    }
-    end(tile);
+    if (end != nullptr) end(Piece(epilogue, part, row, panel, panel_end));
   });
+}
+
+template <typename Args>
+void LinearOp::MultiplyGated(const Args& part, int64_t row, int64_t panel_begin, int64_t panel_end,
+                             void (*multiply)(const Args&, int64_t, int64_t), const EpilogueArgs& epilogue,
+                             EpilogueFn* end) const {
+  alignas(64) float products[kGatedFloats];
+  const int64_t most = kGatedFloats / (2 * kPanelColumns * part.m);
+  for (int64_t panel = panel_begin; panel < panel_end; panel += most) {
+    const int64_t count = std::min(most, panel_end - panel);
+    EpilogueArgs piece = Piece(epilogue, part, row, panel, panel + count);
+    piece.x = products;
+    piece.factor = products + count * kPanelColumns;
+    piece.x_row_bytes = 2 * count * kPanelColumns * static_cast<int64_t>(sizeof(float));
+    const auto multiply_to = [&](const float* to, int64_t first) {
+      Args product = part;
+      // A kernel puts column j at y + j.
+      product.y = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(to) - first * kPanelColumns * sizeof(float));
+      product.y_row_bytes = piece.x_row_bytes;
+      multiply(product, first, first + count);
+    };
+    multiply_to(piece.x, panel);
+    multiply_to(piece.factor, BitmapPanels(y_n_) + panel);
+    end(piece);
+  }
 }
 
 }  // namespace ortolan

@@ -136,29 +136,31 @@ bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
   return dimension == 1;
 }
 
-void InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
+bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   const OrtApi& api = Ort::GetApi();
+  const OrtOpAttr* attribute_handle = nullptr;
+  const Ort::Status has_attribute(api.ShapeInferContext_GetAttribute(context, attribute, &attribute_handle));
+  if (!has_attribute.IsOK()) return false;
+  int64_t last = 0;
+  size_t size = 0;
+  Ort::ThrowOnError(api.ReadOpAttr(attribute_handle, ORT_OP_ATTR_INT, &last, sizeof(last), &size));
+  if (last == 0) return false;
+
   OrtTensorTypeAndShapeInfo* input = nullptr;
   Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, 0, &input));  // owned by the context
   size_t rank = 0;
   Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return;  // ORT's way of saying that the rank is unknown
+  if (rank == 0) return true;  // ORT's way of saying that the rank is unknown
   std::vector<int64_t> dimensions(rank);
   std::vector<const char*> names(rank);
   Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
   Ort::ThrowOnError(api.GetSymbolicDimensions(input, names.data(), rank));
-
-  const OrtOpAttr* attribute_handle = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetAttribute(context, attribute, &attribute_handle));
-  int64_t last = 0;
-  size_t size = 0;
-  Ort::ThrowOnError(api.ReadOpAttr(attribute_handle, ORT_OP_ATTR_INT, &last, sizeof(last), &size));
   dimensions[rank - 1] = last;
   names[rank - 1] = "";
   for (size_t i = 0; i < rank; ++i) {
     const bool named = names[i] != nullptr && *names[i] != '\0';
     if (!named) names[i] = "";
-    if (dimensions[i] < 0 && !named) return;
+    if (dimensions[i] < 0 && !named) return true;
   }
 
   OrtTensorTypeAndShapeInfo* raw = nullptr;
@@ -167,6 +169,7 @@ void InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   Ort::ThrowOnError(api.SetDimensions(raw, dimensions.data(), rank));
   Ort::ThrowOnError(api.SetSymbolicDimensions(raw, names.data(), rank));
   Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
+  return true;
 }
 
 namespace {

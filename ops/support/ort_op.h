@@ -121,9 +121,10 @@ std::string ShapeText(const std::vector<int64_t>& shape);
 
 // ---- shape inference ------------------------------------------------------------------------------------------------
 
-// Output 0 gets the shape of input 0 with its last dimension replaced. Leaves the output open where a dimension of the
-// input has neither value nor name: a -1 passed on would be taken as a literal.
-void InferLastDimension(OrtShapeInferContext* context, const char* attribute);
+// Output 0 gets the shape of input 0 with its last dimension replaced by an attribute; false if that is missing or 0.
+// Leaves the output open where a dimension of the input has neither value nor name: a -1 passed on would be taken as a
+// literal.
+bool InferLastDimension(OrtShapeInferContext* context, const char* attribute);
 
 // Whether the node has more than `count` inputs, perhaps with an empty name.
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);

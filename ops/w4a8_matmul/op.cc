@@ -1,9 +1,10 @@
 // ORT adapter of W4A8MatMul.
 //
-//     Y = activation(X W + bias) + residual
+//     Y = activation(X W + bias) + residual, perhaps gated (support/linear_op.h)
 //
 //     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8
-//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size, activation
+//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size,
+//     activation, gated_columns
 //
 // weights, scales and zero_points are initializers: formats/int4_group.h. bias, residual and zero_points are optional;
 // where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter).
@@ -94,10 +95,7 @@ struct Op : OrtOp<Op, Kernel> {
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
     return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   }
-  static void InferShape(OrtShapeInferContext* context) {
-    // Broadcasting with a residual may add dimensions, except where it is one number, which stands for none.
-    if (!HasMoreInputs(context, kResidual) || IsOneNumber(context, kResidual)) InferLastDimension(context, "n");
-  }
+  static void InferShape(OrtShapeInferContext* context) { LinearOp::InferShape(context, kResidual); }
 };
 
 }  // namespace

@@ -127,9 +127,13 @@ def epilogue_kernels() -> list[KernelInfo]:
     """The rows of the epilogue's kernel table, best first."""
 
 def epilogue(
-    y: NDArray[Any], activation: int, residual: NDArray[Any] | None = None, kernel: str | None = None
+    y: NDArray[Any],
+    activation: int,
+    residual: NDArray[Any] | None = None,
+    factor: NDArray[Any] | None = None,
+    kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """activation(y) + residual [m, n] as a new array, by the named kernel or the best one.
+    """activation(y) factor + residual [m, n] as a new array, by the named kernel or the best one.
 
     activation: 0 none, 1 ReLU, 2 GELU by erf, 3 GELU by tanh, 4 SiLU. The result keeps the gaps between the rows of y;
     they hold zeros. Raises ValueError for other activations, wrong shapes, a residual whose rows are not contiguous,

@@ -6,18 +6,20 @@ import dataclasses
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor, stored_bytes
+from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor
 from ortolan.graph_passes.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
 from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
 from ortolan.graph_passes.normalize import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY, inline_functions, optimized_with
-from ortolan.graph_passes.replace.sparse_amx_matmul_function import ATTRIBUTES, INPUTS, INT4_BIAS, OP_TYPE
+from ortolan.graph_passes.replace import sparse_amx_matmul_function as sparse
+from ortolan.graph_passes.replace import w4a8_matmul_function as w4a8
 from ortolan.graph_passes.report import as_text, human_bytes
 
 from .errors import ModelError, OrtolanError
@@ -174,7 +176,7 @@ def _inspect(file: ModelFile) -> Inspection:
                     found.op,
                     found.k,
                     found.n,
-                    stored_bytes(found.weight_value),
+                    found.stored_bytes,
                     found.stored_type,
                     1 - int(np.count_nonzero(matrix)) / matrix.size,
                     result.optimized is None,
@@ -193,33 +195,47 @@ def _inspect(file: ModelFile) -> Inspection:
 
 
 def _packed_info(node: ir.Node) -> LinearInfo:
-    """A layer that one of our operators computes."""
-    sizes = {name: node.attributes[name].as_int() for name in ("k", "n") if name in node.attributes}
-    tensors = [constant_tensor(value) for value in node.inputs[1:]]
-    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    info = LinearInfo(node_name(node), op_name(node), sizes.get("k"), sizes.get("n"), size, "packed", reason=_REPLACED)
-    if node.op_type == OP_TYPE:
-        _add_sparse_amx_matmul(info, node)
+    """A layer that one of our operators computes, or two."""
+    numbers = {name: attr.as_int() for name, attr in node.attributes.items() if attr.type == ir.AttributeType.INT}
+    info = LinearInfo(node_name(node), op_name(node), numbers.get("k"), numbers.get("n"), reason=_REPLACED)
+    info.weight_format = "packed"
+    gated_columns = numbers.get("gated_columns", 0)
+    if gated_columns:
+        info.n = 2 * gated_columns
+    inputs = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS}.get(node.op_type)
+    if inputs is None:
+        tensors = [constant_tensor(value) for value in node.inputs[1:]]
+        info.weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return info
+    by_name = dict(zip(inputs, node.inputs, strict=False))
+    constants = {name: tensor for name, value in by_name.items() if (tensor := constant_tensor(value)) is not None}
+    describe = _describe_sparse if node.op_type == "SparseAMXMatMul" else _describe_w4a8
+    weight = describe(info, constants, numbers.get("group_size", 0))
+    info.weight_bytes = sum(constants[name].nbytes for name in weight if name in constants)
+    residual = by_name.get("residual")
+    info.fused = describe_epilogue(
+        Activation(numbers.get("activation", 0)), None if _is_nothing(residual) else residual, gated=gated_columns > 0
+    )
     return info
 
 
-def _add_sparse_amx_matmul(info: LinearInfo, node: ir.Node) -> None:
-    numbers = {name: node.attributes[name].as_int() for name in ATTRIBUTES if name in node.attributes}
-    tensors = {name: constant_tensor(value) for name, value in zip(INPUTS, node.inputs, strict=False)}
-    masks, values = tensors.get("masks"), tensors.get("values")
+def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
+    """Fills format and sparsity in; returns the inputs that hold the weight."""
+    masks, values = constants.get("masks"), constants.get("values")
     kind = _KINDS.get(values.dtype) if values is not None else None
-    # Where other layers have scales, those of bf16 are ones and no part of the weight.
-    weight = ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
-    info.weight_bytes = sum(tensor.nbytes for name in weight if (tensor := tensors.get(name)) is not None)
     if masks is not None and values is not None and kind is not None:
-        group_size = numbers.get("group_size")
         storage = "dense " if masks.size == 0 else "bitmap + "
         info.weight_format = storage + kind + (f", groups of {group_size}" if group_size else "")
         if info.k and info.n:
             info.sparsity = 1 - _count_stored(masks.numpy(), values.numpy(), kind) / (info.k * info.n)
-    activation = Activation(numbers.get("activation", 0))
-    residual = node.inputs[INPUTS.index("residual")] if len(node.inputs) > INPUTS.index("residual") else None
-    info.fused = describe_epilogue(activation, None if _is_nothing(residual) else residual)
+    # Where other layers have scales, those of bf16 are ones and no part of the weight.
+    return ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
+
+
+def _describe_w4a8(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
+    zero_points = "zero_points" in constants
+    info.weight_format = f"int4, groups of {group_size}" + (", zero points" if zero_points else "")
+    return ["weights", "scales", "zero_points"]
 
 
 def _count_stored(masks: np.ndarray, values: np.ndarray, kind: str) -> int:
@@ -227,7 +243,9 @@ def _count_stored(masks: np.ndarray, values: np.ndarray, kind: str) -> int:
     if masks.size:
         return int.from_bytes(masks.tobytes(), "little").bit_count()
     if kind == "int4":
-        return int(np.count_nonzero(values % 16 != INT4_BIAS) + np.count_nonzero(values // 16 != INT4_BIAS))
+        return int(
+            np.count_nonzero(values % 16 != sparse.INT4_BIAS) + np.count_nonzero(values // 16 != sparse.INT4_BIAS)
+        )
     return int(np.count_nonzero(values.view(np.uint16) if kind == "bf16" else values))
 
 

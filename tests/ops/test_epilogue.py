@@ -156,6 +156,29 @@ def test_residual_follows_ieee_rules(kernel: str, activation: int) -> None:
 
 @all_kernels
 @all_activations
+def test_factor_is_multiplied_before_the_residual_is_added(kernel: str, activation: int) -> None:
+    rng = np.random.default_rng(2)
+    for m, n in [(1, 1), (1, 16), (3, 7), (5, 33), (2, 64), (4, 100)]:
+        x, factor, residual = rng.standard_normal((3, m, n), dtype=np.float32) * 4
+        activated = _native.epilogue(x, activation, kernel=kernel)
+        np.testing.assert_array_equal(_native.epilogue(x, activation, factor=factor, kernel=kernel), activated * factor)
+        product = activated.astype(np.float64) * factor
+        y = _native.epilogue(x, activation, residual, factor, kernel)
+        assert (np.abs(y - (product + residual)) <= U * (np.abs(product) + np.abs(product + residual)) * 1.01).all()
+
+
+@all_kernels
+@all_activations
+def test_factor_follows_ieee_rules(kernel: str, activation: int) -> None:
+    x = np.array([[np.inf, 1.0, 3e38, np.nan, 0.0, 2.0]], np.float32)
+    factor = np.array([[-1.0, np.inf, 3e38, 1.0, np.inf, np.nan]], np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = _native.epilogue(x, activation, kernel=kernel) * factor
+        np.testing.assert_array_equal(_native.epilogue(x, activation, factor=factor, kernel=kernel), expected)
+
+
+@all_kernels
+@all_activations
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_results_do_not_depend_on_the_place(kernel: str, activation: int, with_residual: bool) -> None:
     """Vectors and tails do the same arithmetic: every n from 0 on cuts the same row elsewhere."""

@@ -33,6 +33,7 @@ def node_model(
     residual: Sequence[int] | None = None,
     activation: Activation = Activation.NONE,
     unpack_once: bool = True,
+    gated_columns: int = 0,
 ) -> onnx.ModelProto:
     """One W4A8MatMul node "linear" with its function: input x [d0, …, k], output y. residual: the shape of an input."""
     k, n = layer.q.shape
@@ -52,7 +53,9 @@ def node_model(
             inputs.append("none")
         tensors["zero_points"] = _native.pack_group_rows(layer.zero_points)
         inputs.append("zero_points")
-    uses = uses or Uses(layer.zero_points is not None, frozenset({activation}), residual is not None)
+    uses = uses or Uses(
+        layer.zero_points is not None, frozenset({activation}), residual is not None, gated_columns != 0
+    )
     node = helper.make_node(
         "W4A8MatMul",
         inputs,
@@ -64,8 +67,9 @@ def node_model(
         format_version=1,
         group_size=layer.group,
         activation=int(activation),
+        gated_columns=gated_columns,
     )
-    shape = [*leading, n] if residual is None else None
+    shape = [*leading, gated_columns or n] if residual is None else None
     graph = helper.make_graph(
         [node],
         "single",

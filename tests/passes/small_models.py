@@ -62,9 +62,10 @@ def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray |
 
 
 def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationReport:
-    """optimize_onnx with the recipe sparse-bf16, quickly."""
+    """optimize_onnx, with the recipe sparse-bf16 unless another is given, quickly."""
+    arguments = {"recipe": "sparse-bf16"} | arguments
     options = FAST | arguments.pop("options", {})
-    return ortolan.optimize_onnx(model, output, recipe="sparse-bf16", options=options, **arguments)
+    return ortolan.optimize_onnx(model, output, options=options, **arguments)
 
 
 def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray], library: bool = False) -> list[np.ndarray]:
