@@ -15,15 +15,22 @@
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*)
 //     Sums                          16 columns of int32
 //     Sums Broadcast(int32_t), Add(Sums, Sums), DivideBy16(Sums)
-//     Sums MultiplyAdd(Sums, Weights, const int8_t* quad), kMostHeld, Held, …     see activations.h
+//     SpanSums                      what grows within a span: Sums, or sums of 16 bits that a span cannot overflow
+//     SpanSums StartSpan(Sums), Sums EndSpan(Sums, SpanSums)
+//     SpanSums MultiplyAdd(SpanSums, Weights, const int8_t* quad), kMostHeld, Held, …     see activations.h
+//     kMostChains                   of sums that one row of x may be spread over
 //     Sums LoadWaitingSums(const uint8_t*), void StoreWaitingSums(uint8_t*, Sums)    all 16, aligned
 //     Floats                        16 columns of float
 //     Floats Zero(), BroadcastFloat(float), ToFloats(Sums), Multiply(Floats, Floats)
 //     Floats MultiplyAdd(Floats a, Floats b, Floats c)     a b + c, one rounding or two
 //     Floats LoadWaiting(const uint8_t*), void StoreWaiting(uint8_t*, Floats)        likewise
-//     Floats LoadFloatScales(const uint8_t*), LoadBf16Scales(const uint8_t*)         all 16, at any address
+//     Floats LoadFloatScales, LoadBf16Scales, LoadF16Scales(const uint8_t*)          all 16, at any address
+//     Sums LoadWordsLess8(const uint8_t*)                  16 bytes less 8, as int16 in the low half of each
+//     Sums MultiplyAddWords(Sums, Sums words, int32_t)     plus the low half of each word times the number, an int16
 //     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
 //     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
+//     void Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least)
+//         max(0, x) and max(0, -x) over all x, as bits likewise
 //     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, 0 behind `left`; their sum
 #pragma once
 
@@ -34,6 +41,7 @@
 #include "formats/scales.h"
 #include "panels/activations.h"
 #include "panels/panel_output.h"
+#include "panels/prefetch.h"
 #include "panels/quantize_rows.h"
 
 namespace ortolan {
@@ -90,8 +98,6 @@ class Int8PanelLoop {
   static constexpr int64_t kMasksAhead = kInt4 ? 3072 : 12288;
   // Of masks, from one span to the next.
   static constexpr int64_t kMaskStep = kDense ? 0 : kSpanRows * static_cast<int64_t>(sizeof(uint64_t));
-
-  static constexpr int64_t kLineBytes = 64;
 
   static uint64_t LoadMask(const uint8_t* masks, int row) {
     uint64_t mask;
@@ -199,8 +205,7 @@ class Int8PanelLoop {
       for (; span < group_end; ++span, masks += kMaskStep, x += kSpanInputs * kRows) {
         if constexpr (!kDense) __builtin_prefetch(masks + kMasksAhead);
         if constexpr (!kDense && !kInt4) {
-          for (int64_t line = 0; line < burst_bytes; line += kLineBytes)
-            __builtin_prefetch(stream.even + kValuesAhead + line);
+          PrefetchLines(stream.even + kValuesAhead, burst_bytes);
         }
         SpanSums span_sums[kRows][kChains];
 #pragma GCC unroll 16

@@ -85,12 +85,13 @@ struct SparseInt8Format {
   };
 };
 
-template <typename Simd, int kBits>
-void RunInt8PanelLoop(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+// Calls run.operator()<Format>() with that of the weight's storage. kBits: 8 or 4.
+template <int kBits, typename Run>
+void WithFormat(const SparseInt8MatMulArgs& args, const Run& run) {
   if (args.w.IsDense()) {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kDense>>::Run(args, panel_begin, panel_end);
+    run.template operator()<SparseInt8Format<kBits, Storage::kDense>>();
   } else {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
+    run.template operator()<SparseInt8Format<kBits, Storage::kBitmap>>();
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "panels/panel_loop_int8.h"
+#include "panels/prefetch.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
@@ -9,8 +10,8 @@ namespace {
 
 // What stands behind the q of r packed rows: three numbers for each group of each row.
 //     scales      f32 [groups][r]
-//     starts      i32 [groups][r]   - 8 (sum of q over the group): the sums begin here, so that q w is q (w - 8)
-//     minus_sums  i32 [groups][r]   - (sum of q), for other zero points; an int16 would hold it
+//     starts      i32 [groups][r]   - kInt4Bias (sum of q): where sums begin, to end as those of q (w - 8)
+//     minus_sums  i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 128, an int16
 // A group that is not finite has a scale of NaN; its q are zero.
 struct GroupNumbers {
   GroupNumbers(const void* end_of_q, int64_t groups, int64_t rows)
@@ -22,6 +23,24 @@ struct GroupNumbers {
   const int32_t* starts;
   const int32_t* minus_sums;
 };
+
+// p and n of w4a8_matmul.h as bits.
+inline RowScale ScaleOfGroup(uint32_t p_bits, uint32_t n_bits) {
+  constexpr uint32_t kInfinity = 0x7f800000u;
+  if (p_bits >= kInfinity || n_bits >= kInfinity) return {0.0f, __builtin_nanf("")};
+  const bool positive = p_bits >= n_bits;
+  float a;
+  float b;
+  std::memcpy(&a, positive ? &p_bits : &n_bits, sizeof(a));
+  std::memcpy(&b, positive ? &n_bits : &p_bits, sizeof(b));
+  if (a < 0x1p-100f) a = 0x1p-100f;
+  const float factor_a = kMostNegative / a;
+  const float factor_b = kMostPositive / b;
+  const float scale_a = a / kMostNegative;
+  const float scale_b = b / kMostPositive;
+  const float sign = positive ? -1.0f : 1.0f;
+  return {sign * (factor_a < factor_b ? factor_a : factor_b), sign * (scale_a > scale_b ? scale_a : scale_b)};
+}
 
 // Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
 //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
@@ -37,12 +56,15 @@ void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int6
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t begin = g * group;
       const int64_t length = k - begin < group ? k - begin : group;
-      const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
+      uint32_t most;
+      uint32_t minus_least;
+      Simd::Extremes(row + begin, length, most, minus_least);
+      const RowScale scale = ScaleOfGroup(most, minus_least);
       // The last group ends with the padding.
       const int64_t end = g + 1 == groups ? padded_k : begin + group;
       const int32_t sum = QuantizeInputs<Simd>(row, k, begin, end, scale.factor, block, rows, i);
       scales[g * rows + i] = scale.scale;
-      starts[g * rows + i] = -kMiddleZeroPoint * sum;
+      starts[g * rows + i] = -static_cast<int32_t>(Simd::kInt4Bias) * sum;
       minus_sums[g * rows + i] = -sum;
     }
   };
@@ -73,12 +95,18 @@ struct GroupInt4Format {
           scales(a.w.scales + panel * groups * kPanelColumns * (is_f16 ? 2 : 4)),
           zero_points(a.w.zero_points == nullptr ? nullptr : a.w.zero_points + panel * groups * kPanelColumns) {}
 
-    // Always inline: called for each group, by many copies of the loop, it would else become a function.
+    // Always inline: gcc makes a function of what many copies of a loop call for each group.
     __attribute__((always_inline)) Scales Of(int64_t group) const {
       const int64_t first = group * kPanelColumns;
       return {is_f16 ? Simd::LoadF16Scales(scales + 2 * first) : Simd::LoadFloatScales(scales + 4 * first),
               zero_points != nullptr,
               zero_points == nullptr ? Simd::Broadcast(0) : Simd::LoadWordsLess8(zero_points + first)};
+    }
+
+    // Always inline: see PrefetchLines.
+    __attribute__((always_inline)) void Prefetch(int64_t groups) const {
+      PrefetchLines(scales, groups * kPanelColumns * (is_f16 ? 2 : 4));
+      if (zero_points != nullptr) PrefetchLines(zero_points, groups * kPanelColumns);
     }
 
     bool is_f16;
@@ -90,7 +118,6 @@ struct GroupInt4Format {
   struct Block : GroupNumbers {
     using Sums = typename Simd::Sums;
     using Floats = typename Simd::Floats;
-    static_assert(Simd::kInt4Bias == kMiddleZeroPoint, "expanded weights are those that are stored");
 
     Block(const int8_t* end, int64_t groups) : GroupNumbers(end, groups, kRows) {}
 

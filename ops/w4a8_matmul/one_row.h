@@ -1,111 +1,86 @@
-// One row of x, the case of decoding: as fast as memory delivers the weights. Included by x86_*.cc only; local to each.
+// One row of x, the case of decoding, as fast as memory delivers the weights. Included by x86_*.cc only; local to each.
 //
-// Int8PanelLoop would do, but here every instruction and every miss counts: groups have a fixed length, and scales,
-// which are a stream of their own, are prefetched like the weights.
+// Int8PanelLoop would do, but here instructions and misses count: groups have a fixed length, and scales, a stream of
+// their own, are prefetched like the weights.
 //
 // A tier gives Int8PanelLoop's Simd and
-//     SpanPairSums                                  16 columns of sums of one group
-//     SpanPairSums(Sums start)
-//     void Add(const uint8_t* weights, const int8_t* q)    32 inputs: 256 bytes of weights
-//     Sums Total()
+//     GroupSums                 16 columns of sums of one group
+//     GroupSums(Sums start)
+//     void Add(const uint8_t* weights, const int8_t* q)    a span: 32 inputs, 256 bytes of weights
+//     Sums Total() const
 #pragma once
 
-#include "panels/panel_output.h"
+#include "panels/panel_loop_int8.h"
+#include "panels/prefetch.h"
 #include "w4a8_matmul/group_int4_format.h"
 
 namespace ortolan {
 namespace {
 
-template <typename Simd, int kSpans, bool kF16, bool kZeroPoints>
-class OneRow {
-  static constexpr int64_t kLineBytes = 64;
-  static constexpr int64_t kSpanBytes = kSpanInputs * kPanelColumns / 2;
-  static constexpr int64_t kGroupScaleBytes = kPanelColumns * (kF16 ? 2 : 4);
-  // Ahead of the loads. Measured: README.md of this room.
-  static constexpr int64_t kWeightsAhead = 8192;
-  static constexpr int64_t kPanelsAhead = 2;
+constexpr int64_t kSpanBytes = kSpanInputs * kPanelColumns / 2;
+// Ahead of the loads. Measured: README.md of this room.
+constexpr int64_t kWeightsAhead = 8192;
+constexpr int64_t kPanelsOfScalesAhead = 2;
 
-  static void Prefetch(const uint8_t* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(from + i);
-  }
+// kGroupSpans: spans of a group.
+template <typename Simd, int kGroupSpans>
+class OneRow {
+  using PanelScales = typename GroupInt4Format::PanelScales<Simd>;
+  using Block = typename GroupInt4Format::Block<Simd, 1>;
+  using Floats = typename Simd::Floats;
 
  public:
   static void Run(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const Int4GroupView& w = args.w;
     const int64_t groups = w.Groups();
     const int64_t spans = kInt4Bitmap.PaddedK(w.k) / kSpanInputs;
-    // The last group may be shorter, or end with the padding.
-    const int64_t whole_groups = spans / kSpans < groups ? spans / kSpans : groups;
-    const int64_t spans_left = groups > whole_groups ? spans - whole_groups * kSpans : 0;
-    const int64_t spans_behind = spans - whole_groups * kSpans - spans_left;
-    const int8_t* q = static_cast<const int8_t*>(args.x);
-    const GroupNumbers numbers(q + spans * kSpanInputs, groups, 1);
+    // The last group may be shorter; behind it there may be a span of padding.
+    const int64_t whole_groups = spans / kGroupSpans < groups ? spans / kGroupSpans : groups;
+    const int64_t spans_left = spans - whole_groups * kGroupSpans;
+    const int8_t* row = static_cast<const int8_t*>(args.x);
+    const Block block(row + spans * kSpanInputs, groups);
     const uint8_t* weights = w.PanelWeights(panel_begin);
-    const uint8_t* scales = w.Scales(panel_begin, 0);
-    const uint8_t* zero_points = w.ZeroPoints(panel_begin, 0);
-    const int64_t scale_bytes = groups * kGroupScaleBytes;
-    Prefetch(weights, kWeightsAhead);
-    Prefetch(scales, kPanelsAhead * scale_bytes);
+    PrefetchLines(weights, kWeightsAhead);
+    for (int64_t ahead = 0; ahead < kPanelsOfScalesAhead; ++ahead) {
+      PanelScales(args, panel_begin + ahead, groups).Prefetch(groups);
+    }
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      Prefetch(scales + kPanelsAhead * scale_bytes, scale_bytes);
-      if (kZeroPoints) Prefetch(zero_points + kPanelsAhead * groups * kPanelColumns, groups * kPanelColumns);
-      auto total = Simd::Zero();
-      const int8_t* x = q;
+      PanelScales(args, panel + kPanelsOfScalesAhead, groups).Prefetch(groups);
+      const PanelScales scales(args, panel, groups);
+      const int8_t* q = row;
+      Floats total = Simd::Zero();
       for (int64_t group = 0; group < whole_groups; ++group) {
-        typename Simd::GroupSums sums(Simd::Broadcast(numbers.starts[group]));
+        typename Simd::GroupSums sums(block.Start(group, 0));
 #pragma GCC unroll 4
-        for (int span = 0; span < kSpans; ++span, weights += kSpanBytes, x += kSpanInputs) {
-          Prefetch4(weights + kWeightsAhead);
-          sums.Add(weights, x);
-        }
-        total = Scale(total, sums.Total(), numbers, group, scales, zero_points);
+        for (int span = 0; span < kGroupSpans; ++span) AddSpan(sums, weights, q);
+        total = block.Add(total, sums.Total(), scales.Of(group), group, 0);
       }
-      if (spans_left > 0) {
-        typename Simd::GroupSums sums(Simd::Broadcast(numbers.starts[whole_groups]));
-        for (int64_t span = 0; span < spans_left; ++span, weights += kSpanBytes, x += kSpanInputs) {
-          Prefetch4(weights + kWeightsAhead);
-          sums.Add(weights, x);
-        }
-        total = Scale(total, sums.Total(), numbers, whole_groups, scales, zero_points);
+      if (whole_groups < groups) {
+        typename Simd::GroupSums sums(block.Start(whole_groups, 0));
+        for (int64_t span = 0; span < spans_left; ++span) AddSpan(sums, weights, q);
+        total = block.Add(total, sums.Total(), scales.Of(whole_groups), whole_groups, 0);
+      } else {
+        weights += spans_left * kSpanBytes;
       }
-      weights += spans_behind * kSpanBytes;
-      PanelOutput(args, w.n, panel).template Store<Simd>(0, total);
+      PanelOutput(args, w.n, panel).template Store<Simd>(0, block.End(total, 0));
     }
   }
 
  private:
-  static void Prefetch4(const uint8_t* from) {
-    for (int line = 0; line < 4; ++line) __builtin_prefetch(from + kLineBytes * line);
-  }
-  template <typename Floats, typename Sums>
-  static __attribute__((always_inline)) Floats Scale(Floats total, Sums sums, const GroupNumbers& numbers,
-                                                     int64_t group, const uint8_t*& scales,
-                                                     const uint8_t*& zero_points) {
-    if constexpr (kZeroPoints) {
-      sums = Simd::MultiplyAddWords(sums, Simd::LoadWordsLess8(zero_points), numbers.minus_sums[group]);
-      zero_points += kPanelColumns;
-    }
-    const Floats scale = kF16 ? Simd::LoadF16Scales(scales) : Simd::LoadFloatScales(scales);
-    scales += kGroupScaleBytes;
-    return Simd::MultiplyAdd(Simd::ToFloats(sums), Simd::Multiply(scale, Simd::BroadcastFloat(numbers.scales[group])),
-                             total);
+  // Moves on to the next span.
+  static void AddSpan(typename Simd::GroupSums& sums, const uint8_t*& weights, const int8_t*& q) {
+    PrefetchLines(weights + kWeightsAhead, kSpanBytes);
+    sums.Add(weights, q);
+    weights += kSpanBytes;
+    q += kSpanInputs;
   }
 };
 
 template <typename Simd>
-void RunOneRow(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const auto with_group = [&]<int kSpans>() {
-    const bool f16 = args.w.scale_type == ScaleType::kFloat16;
-    if (args.w.zero_points == nullptr) {
-      return (f16 ? &OneRow<Simd, kSpans, true, false>::Run : &OneRow<Simd, kSpans, false, false>::Run)(
-          args, panel_begin, panel_end);
-    }
-    (f16 ? &OneRow<Simd, kSpans, true, true>::Run : &OneRow<Simd, kSpans, false, true>::Run)(args, panel_begin,
-                                                                                             panel_end);
-  };
-  if (args.w.group == 32) return with_group.template operator()<1>();
-  if (args.w.group == 64) return with_group.template operator()<2>();
-  with_group.template operator()<4>();
+void MultiplyOneRow(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  if (args.w.group == 32) return OneRow<Simd, 1>::Run(args, panel_begin, panel_end);
+  if (args.w.group == 64) return OneRow<Simd, 2>::Run(args, panel_begin, panel_end);
+  OneRow<Simd, 4>::Run(args, panel_begin, panel_end);
 }
 
 }  // namespace

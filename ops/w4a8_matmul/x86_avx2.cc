@@ -6,7 +6,7 @@
 namespace ortolan {
 namespace {
 
-// Nibbles are unsigned, which vpmaddubsw wants, and small: the sums of a span fit 16 bits (8 x 2 x 15 x 127 = 30480).
+// Nibbles are unsigned, which vpmaddubsw wants, and small: the sums of a span fit 16 bits (8 x 2 x 15 x 128 = 30720).
 struct Avx2NibbleSimd : Avx2Int8Simd {
   struct SpanSums {
     __m256i low, high;
@@ -66,7 +66,7 @@ void PackW4A8Avx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int
 }
 
 void MultiplyW4A8Avx2(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.m == 1) return RunOneRow<Avx2NibbleSimd>(args, panel_begin, panel_end);
+  if (args.m == 1) return MultiplyOneRow<Avx2NibbleSimd>(args, panel_begin, panel_end);
   Int8PanelLoop<Avx2NibbleSimd, GroupInt4Format>::Run(args, panel_begin, panel_end);
 }
 

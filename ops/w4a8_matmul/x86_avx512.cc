@@ -36,7 +36,7 @@ void PackW4A8Avx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, i
 }
 
 void MultiplyW4A8Avx512(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.m == 1) return RunOneRow<Avx512NibbleSimd>(args, panel_begin, panel_end);
+  if (args.m == 1) return MultiplyOneRow<Avx512NibbleSimd>(args, panel_begin, panel_end);
   Int8PanelLoop<Avx512NibbleSimd, GroupInt4Format>::Run(args, panel_begin, panel_end);
 }
 
