@@ -3,15 +3,17 @@
     python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
 
 A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Everything is counted per tile of weights and
-in cycles of one core, with its data in the caches, as x86_amx.cc and amx_int8.h go about it: a block of 16 tiles of two
-panels is expanded, then multiplied by 32 rows of x at a time.
+in cycles of one core, with its data in the caches, as sparse_amx_matmul/x86_amx.cc and panels/amx_int8.h go about it: a
+block of 16 tiles of two panels is expanded, then multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights
+of SparseAMXMatMul; w4a8 are those of W4A8MatMul with f16 scales and its group size, all stored.
 
     expand  16 rows: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and, shift
             (every other row), sub and a copy of the eights it expands into. Counted in the source, with one register
-            for each value: bound by port 5, which kmov and the two uops of vpexpand need.
+            for each value: bound by port 5, which kmov and the two uops of vpexpand need. w4a8: the same without mask
+            and vpexpand, one load for two rows.
     load    the tile once per 32 rows of x, the tiles of x (shared by two panels), and the sums of a block: in and out
-    TDP     one a tile of 16 rows of x, full or not
-    scale   int4 at the end of each group: the sums leave the tile and are converted, scaled and added
+    TDP     one a tile of 16 rows of x, full or not; two of half the depth in groups of 32
+    scale   int4 and w4a8 at the end of each group: the sums leave the tile and are converted, scaled and added
     DRAM    the stored bytes of the tile at the bandwidth a core gets: alone, or with all cores of the socket reading
 
 The load and TDP columns could overlap; expansion and multiplication of a block follow one another. The core is what
@@ -42,7 +44,6 @@ COLUMNS = 16
 BLOCK_TILES = 16
 PANELS = 2
 ISSUE_WIDTH = 6
-GROUP_SIZE = 128
 
 SPARSITY = (0.5, 0.7, 0.9)
 BATCH = (16, 32, 64)
@@ -70,22 +71,36 @@ class Kind:
     weights: int  # of a tile
     weight_bytes: float
     loop: ExpandLoop
+    group_size: int | None = None
+    all_stored: bool = False
+    # For each row of 16 sums of a group. int4: two loads, a conversion, an FMA and a store. w4a8: also a multiplication
+    # by a scale of x that is loaded, so three loads at two a cycle, three operations on two ports.
+    scale_row_cycles: float = 1.0
 
     @property
     def inputs(self) -> int:
         return self.weights // COLUMNS
 
     def stored_bytes(self, sparsity: float) -> float:
-        """Masks, values and, for int4, the bf16 scales of the tile's columns."""
-        scales = 2 * COLUMNS * self.inputs / GROUP_SIZE if self.name == "int4" else 0
-        return self.weights / 8 + self.weights * self.weight_bytes * (1 - sparsity) + scales
+        """Masks, values and, where there are groups, 2 bytes for each scale of the tile's columns."""
+        scales = 2 * COLUMNS * self.inputs / self.group_size if self.group_size else 0
+        masks = 0 if self.all_stored else self.weights / 8
+        return masks + self.weights * self.weight_bytes * (1 - sparsity) + scales
 
 
 # Other: mask load, prefetch, value load, popcnt, pointer, store. Masks are prefetched once a line.
 KINDS = (
     Kind("bf16", 512, 2, ExpandLoop(port5=3, port0_or_5=0, other=6)),
     Kind("int8", 1024, 1, ExpandLoop(port5=3, port0_or_5=0, other=6)),
-    Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=6)),  # and, half a shift, sub, copy of the eights
+    # and, half a shift, sub, copy of the eights
+    Kind("int4", 1024, 0.5, ExpandLoop(port5=3, port0_or_5=3.5, other=6), group_size=128),
+    *(
+        # and, half a shift, sub; half a load, prefetch and pointer, a store
+        Kind(
+            f"w4a8, {group}", 1024, 0.5, ExpandLoop(port5=0, port0_or_5=2.5, other=3), group, True, scale_row_cycles=1.5
+        )
+        for group in (128, 32)
+    ),
 )
 
 
@@ -107,13 +122,14 @@ def tile_cycles(kind: Kind, m: int) -> TileCycles:
     row_tiles = -(-m // 16)
     passes = -(-m // 32)
     load = passes * TILE_LOAD + row_tiles * TILE_LOAD / PANELS
-    scale = 0.0
-    if kind.name == "int4":
-        # For each row of 16 sums two loads, a conversion, an FMA and a store: one a cycle.
-        scale = row_tiles * (TILE_STORE + TILE_ROWS) / (GROUP_SIZE / kind.inputs)
+    tdp, scale = row_tiles * TDP, 0.0
+    if kind.group_size:
+        groups = kind.inputs / kind.group_size
+        tdp *= max(1.0, groups)
+        scale = row_tiles * groups * (TILE_STORE + TILE_ROWS * kind.scale_row_cycles)
     else:
         load += row_tiles * (TILE_LOAD + TILE_STORE) / BLOCK_TILES
-    return TileCycles(TILE_ROWS * kind.loop.cycles, load, row_tiles * TDP, scale)
+    return TileCycles(TILE_ROWS * kind.loop.cycles, load, tdp, scale)
 
 
 def dram_cycles(kind: Kind, sparsity: float, clock_ghz: float, gb_s: float) -> float:
@@ -131,7 +147,7 @@ def table(clock_ghz: float, core_gb_s: float, socket_gb_s: float, cores: int) ->
         result.add_column(name, justify="left" if name == "weights" else "right")
     result.add_column("bound by, alone / shared")
     for kind in KINDS:
-        for sparsity in SPARSITY:
+        for sparsity in (0.0,) if kind.all_stored else SPARSITY:
             alone = dram_cycles(kind, sparsity, clock_ghz, core_gb_s)
             together = dram_cycles(kind, sparsity, clock_ghz, shared)
             for m in BATCH:
@@ -139,7 +155,8 @@ def table(clock_ghz: float, core_gb_s: float, socket_gb_s: float, cores: int) ->
                 bounds = ["DRAM" if dram > cycles.core else "core" for dram in (alone, together)]
                 numbers = (cycles.expand, cycles.load, cycles.tdp, cycles.scale, cycles.core, alone, together)
                 rows = "1-16" if m == 16 else str(m)  # the same tiles, full or not
-                result.add_row(kind.name, f"{sparsity:.0%}", rows, *(f"{n:.0f}" for n in numbers), " / ".join(bounds))
+                zeros = "stored" if kind.all_stored else f"{sparsity:.0%}"
+                result.add_row(kind.name, zeros, rows, *(f"{n:.0f}" for n in numbers), " / ".join(bounds))
         result.add_section()
     return result
 

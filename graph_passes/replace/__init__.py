@@ -184,7 +184,7 @@ class ReplacePass(RecipePass):
             quantization = self._quantization(linear)
             if isinstance(quantization, StoredInt4):
                 layer.weight_bits = quantization.bits
-            layer.fused = [f"into {gate.name}"]
+            layer.fused = ["into the gate"]
         context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
         if context.dry_run:
             return

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # Of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
 _FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|: any order of sums
+_SMALLEST_NORMAL = 2.0**-126
 
 
 class W4A8MatMul(Replacement):
@@ -121,7 +122,9 @@ class W4A8MatMul(Replacement):
         for start in range(0, len(magnitude), group):  # half a step of each x (ops/w4a8_matmul/w4a8_matmul.h)
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
-        return steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product
+        # The scale of x times that of W, which multiplies a sum of q (w - zero point).
+        lost = _SMALLEST_NORMAL * 128 * 15 * len(magnitude)
+        return steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         # A step of max|x| / 127 over sqrt 12, for groups whose largest number is three times their root mean square.

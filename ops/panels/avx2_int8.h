@@ -63,6 +63,7 @@ struct Avx2Int8Simd {
   struct Sums {
     __m256i low, high;
   };
+  using SpanSums = Sums;
   using Floats = Avx2FloatSums::Accumulator;
   static constexpr int kMostHeld = 0;
   struct Held {};
@@ -110,26 +111,25 @@ struct Avx2Int8Simd {
       return _mm_sub_epi8(_mm_and_si128(stored, EachByte(0xf0)), EachByte(ortolan::kInt4Bias << 4));
     });
   }
-  static Weights ExpandInt8(const uint8_t* values) {
+  using Bytes = Weights;
+  static Bytes LoadBytes(const uint8_t* values) {
     const __m256i* in = reinterpret_cast<const __m256i*>(values);
     return {_mm256_loadu_si256(in), _mm256_loadu_si256(in + 1)};
   }
+  static Weights Int8(const Bytes& bytes) { return bytes; }
   // Each byte's bits of `nibble` less those of 8.
   static __m256i Nibbles(__m256i bytes, int nibble, int bias) {
     return _mm256_sub_epi8(_mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(nibble))),
                            _mm256_set1_epi8(static_cast<char>(bias)));
   }
-  static Weights ExpandLow(const uint8_t* values) {
-    const Weights bytes = ExpandInt8(values);
+  static Weights Low(const Bytes& bytes) {
     return {Nibbles(bytes.low, 0x0f, ortolan::kInt4Bias), Nibbles(bytes.high, 0x0f, ortolan::kInt4Bias)};
   }
-  static Weights ExpandHigh(const uint8_t* values) {
-    const Weights bytes = ExpandInt8(values);
+  static Weights High(const Bytes& bytes) {
     return {Nibbles(_mm256_srli_epi16(bytes.low, 4), 0x0f, ortolan::kInt4Bias),
             Nibbles(_mm256_srli_epi16(bytes.high, 4), 0x0f, ortolan::kInt4Bias)};
   }
-  static Weights ExpandHighTimes16(const uint8_t* values) {
-    const Weights bytes = ExpandInt8(values);
+  static Weights HighTimes16(const Bytes& bytes) {
     return {Nibbles(bytes.low, 0xf0, ortolan::kInt4Bias << 4), Nibbles(bytes.high, 0xf0, ortolan::kInt4Bias << 4)};
   }
   static void Store(const Weights& weights, uint8_t* to) {
@@ -141,6 +141,9 @@ struct Avx2Int8Simd {
             _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + 1)};
   }
 
+  static constexpr int kMostChains = 4;
+  static SpanSums StartSpan(const Sums& sums) { return sums; }
+  static Sums EndSpan(const Sums&, const SpanSums& span_sums) { return span_sums; }
   static Sums Broadcast(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
   static Sums Add(Sums a, Sums b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
   static Sums DivideBy16(Sums sums) { return {_mm256_srai_epi32(sums.low, 4), _mm256_srai_epi32(sums.high, 4)}; }
@@ -194,11 +197,15 @@ struct Avx2Int8Simd {
     const __m128i* in = reinterpret_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(in)), _mm256_cvtph_ps(_mm_loadu_si128(in + 1))};
   }
-  static __m256 MinusBytes(const uint8_t* from) {
+  static __m256i Load8WordsLess8(const uint8_t* from) {
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_setzero_si256(), bytes));
+    return _mm256_and_si256(_mm256_sub_epi32(bytes, _mm256_set1_epi32(8)), _mm256_set1_epi32(0xffff));
   }
-  static Floats LoadMinusBytes(const uint8_t* from) { return {MinusBytes(from), MinusBytes(from + 8)}; }
+  static Sums LoadWordsLess8(const uint8_t* from) { return {Load8WordsLess8(from), Load8WordsLess8(from + 8)}; }
+  static Sums MultiplyAddWords(Sums sums, Sums words, int32_t word) {
+    const __m256i each = _mm256_set1_epi32(word);
+    return Add(sums, {_mm256_madd_epi16(words.low, each), _mm256_madd_epi16(words.high, each)});
+  }
   static Floats LoadColumns(const float* from, int columns) { return Avx2FloatSums::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, Floats sums) { Avx2FloatSums::StoreColumns(to, columns, sums); }
 
@@ -213,6 +220,24 @@ struct Avx2Int8Simd {
     uint32_t result = 0;
     for (const uint32_t lane : lanes) result = lane > result ? lane : result;
     return result;
+  }
+  static void Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least) {
+    // As signed numbers, positive floats are in order above all negative ones; as unsigned ones it is the other way.
+    constexpr uint32_t kSignBit = 0x80000000u;
+    __m256i largest = _mm256_setzero_si256();
+    __m256i smallest = _mm256_set1_epi32(static_cast<int>(kSignBit));
+    for (int64_t l = 0; l < k; l += 8) {
+      const __m256i bits = _mm256_castps_si256(_mm256_maskload_ps(x + l, Avx2FloatSums::FirstLanes(k - l)));
+      largest = _mm256_max_epi32(largest, bits);
+      smallest = _mm256_max_epu32(smallest, bits);
+    }
+    alignas(32) uint32_t lanes[2][8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes[0]), largest);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes[1]), smallest);
+    most = 0;  // no lane has a sign
+    minus_least = 0;
+    for (const uint32_t lane : lanes[0]) most = lane > most ? lane : most;
+    for (const uint32_t lane : lanes[1]) minus_least = (lane ^ kSignBit) > minus_least ? lane ^ kSignBit : minus_least;
   }
   static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
     __m256i rounded[4];

@@ -38,20 +38,16 @@ inline __m512i RepeatDword(__m512i dwords, int which) {
 inline __m512i EachByte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
 // 64 int4 weights (formats/bitmap_int4.h), increased by 8: 0 … 15.
-inline __m512i LowNibbles(const uint8_t* values) {
-  return _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0x0f));
-}
-inline __m512i HighNibbles(const uint8_t* values) {
-  return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(values), 4), EachByte(0x0f));
-}
+inline __m512i LowNibbles(__m512i bytes) { return _mm512_and_si512(bytes, EachByte(0x0f)); }
+inline __m512i HighNibbles(__m512i bytes) { return LowNibbles(_mm512_srli_epi16(bytes, 4)); }
 
 // Spreads the next of them to the places whose mask bit is set, 8 elsewhere. Not in place: the register expanded into
 // is where the 8 come from, so the dependency is real, and harmless.
 inline __m512i ExpandLowNibbles(uint64_t mask, const uint8_t* values) {
-  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), LowNibbles(values));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), LowNibbles(_mm512_loadu_si512(values)));
 }
 inline __m512i ExpandHighNibbles(uint64_t mask, const uint8_t* values) {
-  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), HighNibbles(values));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), HighNibbles(_mm512_loadu_si512(values)));
 }
 
 // The mask of lanes 0 … count-1; none for a negative count, all from 16 on.
@@ -59,6 +55,8 @@ inline __mmask16 FirstLanes(int64_t count) {
   if (count >= 16) return 0xffff;
   return count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
+
+inline constexpr uint32_t kSignBit = 0x80000000u;
 
 // The bits of the largest |x|, as unsigned numbers: NaN > Inf > finite.
 inline uint32_t Avx512MaxAbsBits(const float* x, int64_t k) {
@@ -68,6 +66,21 @@ inline uint32_t Avx512MaxAbsBits(const float* x, int64_t k) {
     largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
   }
   return _mm512_reduce_max_epu32(largest);
+}
+
+// Their largest number and minus their smallest, as bits; see panel_loop_int8.h.
+inline void Avx512Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least) {
+  // As signed numbers, positive floats are in order above all negative ones; as unsigned ones it is the other way
+  // round.
+  __m512i largest = _mm512_setzero_si512();
+  __m512i smallest = _mm512_set1_epi32(static_cast<int>(kSignBit));
+  for (int64_t l = 0; l < k; l += 16) {
+    const __m512i bits = _mm512_maskz_loadu_epi32(FirstLanes(k - l), x + l);
+    largest = _mm512_max_epi32(largest, bits);
+    smallest = _mm512_max_epu32(smallest, bits);
+  }
+  most = static_cast<uint32_t>(_mm512_reduce_max_epi32(largest));
+  minus_least = _mm512_reduce_max_epu32(smallest) ^ kSignBit;
 }
 
 // 32 activations, of which `left` or more are x's, times the factor, as int8; the others are zero. Returns their sum.

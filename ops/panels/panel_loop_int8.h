@@ -10,19 +10,27 @@
 //     Weights ExpandInt8(uint64_t mask, const uint8_t* values)              each may load 64 bytes from values
 //     Weights ExpandLow, ExpandHigh(uint64_t mask, const uint8_t* values)   int4, from low or high nibbles
 //     Weights ExpandHighTimes16(…)                                          ExpandHigh, all of it times 16
-//     Weights ExpandInt8, …(const uint8_t* values)      the four again if all 64 are stored: 64 bytes at any address
+//     Bytes                         64 bytes as they are stored: all weights of a row, or of two of int4
+//     Bytes LoadBytes(const uint8_t*), Weights Int8(Bytes), Low(Bytes), High(Bytes), HighTimes16(Bytes)
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*)
 //     Sums                          16 columns of int32
 //     Sums Broadcast(int32_t), Add(Sums, Sums), DivideBy16(Sums)
-//     Sums MultiplyAdd(Sums, Weights, const int8_t* quad), kMostHeld, Held, …     see activations.h
+//     SpanSums                      what grows within a span: Sums, or sums of 16 bits that a span cannot overflow
+//     SpanSums StartSpan(Sums), Sums EndSpan(Sums, SpanSums)
+//     SpanSums MultiplyAdd(SpanSums, Weights, const int8_t* quad), kMostHeld, Held, …     see activations.h
+//     kMostChains                   of sums that one row of x may be spread over
 //     Sums LoadWaitingSums(const uint8_t*), void StoreWaitingSums(uint8_t*, Sums)    all 16, aligned
 //     Floats                        16 columns of float
 //     Floats Zero(), BroadcastFloat(float), ToFloats(Sums), Multiply(Floats, Floats)
 //     Floats MultiplyAdd(Floats a, Floats b, Floats c)     a b + c, one rounding or two
 //     Floats LoadWaiting(const uint8_t*), void StoreWaiting(uint8_t*, Floats)        likewise
-//     Floats LoadFloatScales(const uint8_t*), LoadBf16Scales(const uint8_t*)         all 16, at any address
+//     Floats LoadFloatScales, LoadBf16Scales, LoadF16Scales(const uint8_t*)          all 16, at any address
+//     Sums LoadWordsLess8(const uint8_t*)                  16 bytes less 8, as int16 in the low half of each
+//     Sums MultiplyAddWords(Sums, Sums words, int32_t)     plus the low half of each word times the number, an int16
 //     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
 //     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
+//     void Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least)
+//         max(0, x) and max(0, -x) over all x, as bits likewise
 //     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, 0 behind `left`; their sum
 #pragma once
 
@@ -33,6 +41,7 @@
 #include "formats/scales.h"
 #include "panels/activations.h"
 #include "panels/panel_output.h"
+#include "panels/prefetch.h"
 #include "panels/quantize_rows.h"
 
 namespace ortolan {
@@ -48,6 +57,7 @@ template <typename Simd, typename Format>
 class Int8PanelLoop {
   using Args = typename Format::Args;
   using Sums = typename Simd::Sums;
+  using SpanSums = typename Simd::SpanSums;
   using Floats = typename Simd::Floats;
   using Weights = typename Simd::Weights;
   static constexpr bool kInt4 = Format::kInt4;
@@ -62,8 +72,15 @@ class Int8PanelLoop {
       const Args part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
-        if (part.m <= Simd::kRowBlock) {
-          WithRowCount<Simd::kRowBlock>(part.m, [&]<int kRows>() { Fused<kRows>(p); });
+        if (part.m == 1) {
+          FusedOneRow(p);
+        } else if constexpr (kDense) {
+          // Stored weights are taken apart so quickly that each block of rows may do it anew.
+          int64_t i = 0;
+          for (; i + Simd::kRowBlock <= part.m; i += Simd::kRowBlock) Fused<Simd::kRowBlock>(p, i);
+          WithRowCount<Simd::kRowBlock - 1>(part.m - i, [&]<int kRows>() { Fused<kRows>(p, i); });
+        } else if (part.m <= Simd::kRowBlock) {
+          WithRowCount<Simd::kRowBlock>(part.m, [&]<int kRows>() { Fused<kRows>(p, 0); });
         } else {
           Buffered(p);
         }
@@ -77,12 +94,47 @@ class Int8PanelLoop {
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
   static constexpr int64_t kMostRows = 256;
   // How far ahead of the loads the streams are prefetched. Measured: sparse_amx_matmul/README.md.
-  static constexpr int64_t kValuesAhead = kInt4 ? 6144 : 12288;
+  static constexpr int64_t kValuesAhead = !kInt4 ? 12288 : kDense ? 8192 : 6144;
   static constexpr int64_t kMasksAhead = kInt4 ? 3072 : 12288;
   // Of masks, from one span to the next.
   static constexpr int64_t kMaskStep = kDense ? 0 : kSpanRows * static_cast<int64_t>(sizeof(uint64_t));
 
-  static constexpr int64_t kLineBytes = 64;
+  static uint64_t LoadMask(const uint8_t* masks, int row) {
+    uint64_t mask;
+    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+    return mask;
+  }
+
+  // The stored weights of a panel, row after row.
+  struct Stream {
+    // Row `row` of the span whose masks are given.
+    template <bool kTimes16, bool kPrefetch>
+    Weights Next([[maybe_unused]] const uint8_t* masks, int row) {
+      if constexpr (kDense) {
+        // int4: the same bytes hold an even and an odd row.
+        if (!kInt4 || row % 2 == 0) {
+          if (kPrefetch) __builtin_prefetch(even + kValuesAhead);
+          bytes = Simd::LoadBytes(even);
+          even += kLineBytes;
+        }
+        if constexpr (!kInt4) return Simd::Int8(bytes);
+        if (row % 2 == 0) return Simd::Low(bytes);
+        return kTimes16 ? Simd::HighTimes16(bytes) : Simd::High(bytes);
+      } else {
+        const uint64_t mask = LoadMask(masks, row);
+        const uint8_t*& next = kInt4 && row % 2 == 1 ? odd : even;
+        const uint8_t* values = next;
+        next += __builtin_popcountll(mask);
+        if constexpr (!kInt4) return Simd::ExpandInt8(mask, values);
+        if (row % 2 == 0) return Simd::ExpandLow(mask, values);
+        return kTimes16 ? Simd::ExpandHighTimes16(mask, values) : Simd::ExpandHigh(mask, values);
+      }
+    }
+
+    const uint8_t* even;
+    const uint8_t* odd;  // of a bitmap of int4; otherwise there is one stream
+    typename Simd::Bytes bytes;
+  };
 
   struct Panel {
     Panel(const Args& a, int64_t index_)
@@ -94,7 +146,7 @@ class Int8PanelLoop {
           padded_k(kInt8Bitmap.PaddedK(a.w.k)),
           row_bytes(Format::PackedRowBytes(a)),
           masks(Format::Masks(a, index)),
-          values{Format::Values(a, index), Format::Values(a, index)},
+          stream{Format::Values(a, index), Format::Values(a, index), {}},
           output(a, a.w.n, index),
           span_bytes(Format::ValueBytes(a, index) / spans) {}
 
@@ -106,6 +158,8 @@ class Int8PanelLoop {
       return {X(i) + padded_k * kRows, groups};
     }
 
+    typename Format::template PanelScales<Simd> Scales() const { return {args, index, groups}; }
+
     const Args& args;
     int64_t index;
     int64_t spans;
@@ -114,79 +168,49 @@ class Int8PanelLoop {
     int64_t padded_k;
     int64_t row_bytes;
     const uint8_t* masks;
-    const uint8_t* values[2];  // move along as tiles are expanded; int8 has one stream, int4 one a parity of rows
+    Stream stream;
     PanelOutput output;
     int64_t span_bytes;  // of a bitmap's values, on average
   };
 
-  static uint64_t LoadMask(const uint8_t* masks, int row) {
-    uint64_t mask;
-    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-    return mask;
-  }
-
-  // mask_and_values: values alone if all weights are stored.
-  template <bool kTimes16, typename... MaskAndValues>
-  static Weights Expand(int row, MaskAndValues... mask_and_values) {
-    if constexpr (!kInt4) {
-      return Simd::ExpandInt8(mask_and_values...);
-    } else {
-      if (row % 2 == 0) return Simd::ExpandLow(mask_and_values...);
-      return kTimes16 ? Simd::ExpandHighTimes16(mask_and_values...) : Simd::ExpandHigh(mask_and_values...);
-    }
-  }
-
-  // Row `row` of the span whose masks are given; moves its stream on to the next row.
-  template <bool kTimes16, bool kPrefetch>
-  static Weights NextRow([[maybe_unused]] const uint8_t* masks, int row, const uint8_t*& even,
-                         [[maybe_unused]] const uint8_t*& odd) {
-    if constexpr (kDense) {
-      // int4: the same bytes hold an even and an odd row.
-      const uint8_t* values = even;
-      if (kPrefetch && (!kInt4 || row % 2 == 0)) __builtin_prefetch(values + kValuesAhead);
-      if (!kInt4 || row % 2 == 1) even += kLineBytes;
-      return Expand<kTimes16>(row, values);
-    } else {
-      const uint64_t mask = LoadMask(masks, row);
-      const uint8_t*& stream = kInt4 && row % 2 == 1 ? odd : even;
-      const uint8_t* values = stream;
-      stream += __builtin_popcountll(mask);
-      return Expand<kTimes16>(row, mask, values);
-    }
-  }
-
-  // Few rows of x: each row of weights is expanded into a register and used at once.
+  // Few rows of x, i … i+kRows-1: each row of weights is expanded into a register and used at once.
   template <int kRows>
-  static void Fused(Panel& p) {
+  static void Fused(const Panel& p, int64_t i) {
     // With few rows, one sum a row would wait for itself: several chains, added at the end. In int4 the chains of odd
     // rows then hold 16 times their sums, which saves a shift of each row of weights.
-    constexpr int kChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
+    constexpr int kWantedChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
+    constexpr int kChains = kWantedChains < Simd::kMostChains ? kWantedChains : Simd::kMostChains;
     constexpr bool kTimes16 = kInt4 && kChains == 2;
     // Where nothing but one stream without gaps is read, the hardware's own prefetch is better; not so for int4.
     constexpr bool kPrefetch = !kDense || kInt4 || kRows > 1;
-    const auto block = p.template Block<kRows>(0);
-    const uint8_t* even = p.values[0];
-    const uint8_t* odd = p.values[1];
+    const auto block = p.template Block<kRows>(i);
+    const auto panel_scales = p.Scales();
+    Stream stream = p.stream;
     const uint8_t* masks = p.masks;
-    const int8_t* x = p.X(0);
+    const int8_t* x = p.X(i);
     // int8: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
     // with more values than others leaves no line out. int4: a line every two or four rows, as many as it takes.
     const int64_t burst_bytes = p.span_bytes + p.span_bytes / 4 + kLineBytes;
     const bool many_bytes = p.span_bytes > 5 * kLineBytes / 2;
     Floats totals[kRows];
-    for (int i = 0; i < kRows; ++i) totals[i] = Simd::Zero();
+    for (int r = 0; r < kRows; ++r) totals[r] = Simd::Zero();
     int64_t span = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
       Sums sums[kRows][kChains];
-      for (int i = 0; i < kRows; ++i) {
-        sums[i][0] = block.Start(group, i);
-        for (int c = 1; c < kChains; ++c) sums[i][c] = Simd::Broadcast(0);
+      for (int r = 0; r < kRows; ++r) {
+        sums[r][0] = block.Start(group, r);
+        for (int c = 1; c < kChains; ++c) sums[r][c] = Simd::Broadcast(0);
       }
       const int64_t group_end = span + p.group_spans < p.spans ? span + p.group_spans : p.spans;
       for (; span < group_end; ++span, masks += kMaskStep, x += kSpanInputs * kRows) {
         if constexpr (!kDense) __builtin_prefetch(masks + kMasksAhead);
         if constexpr (!kDense && !kInt4) {
-          for (int64_t line = 0; line < burst_bytes; line += kLineBytes) __builtin_prefetch(even + kValuesAhead + line);
+          PrefetchLines(stream.even + kValuesAhead, burst_bytes);
+        }
+        SpanSums span_sums[kRows][kChains];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          for (int c = 0; c < kChains; ++c) span_sums[r][c] = Simd::StartSpan(sums[r][c]);
         }
 #pragma GCC unroll 2
         for (int four = 0; four < kSpanRows; four += kFourRows) {
@@ -194,26 +218,33 @@ class Int8PanelLoop {
 #pragma GCC unroll 4
           for (int row = four; row < four + kFourRows; ++row) {
             if (!kDense && kInt4 && (row % 4 == 0 || (row % 2 == 0 && many_bytes))) {
-              __builtin_prefetch(even + kValuesAhead);
+              __builtin_prefetch(stream.even + kValuesAhead);
             }
-            const Weights weights = NextRow<kTimes16, kPrefetch>(masks, row, even, odd);
+            const Weights weights = stream.template Next<kTimes16, kPrefetch>(masks, row);
 #pragma GCC unroll 16
-            for (int i = 0; i < kRows; ++i) {
-              sums[i][row % kChains] = quads.MultiplyAdd(sums[i][row % kChains], weights, row - four, i);
+            for (int r = 0; r < kRows; ++r) {
+              span_sums[r][row % kChains] = quads.MultiplyAdd(span_sums[r][row % kChains], weights, row - four, r);
             }
           }
         }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          for (int c = 0; c < kChains; ++c) sums[r][c] = Simd::EndSpan(sums[r][c], span_sums[r][c]);
+        }
       }
-      const typename Format::template Scales<Simd> scales(p.args, p.index, group);
-      for (int i = 0; i < kRows; ++i) {
-        if constexpr (kTimes16) sums[i][1] = Simd::DivideBy16(sums[i][1]);
-        Sums sum = sums[i][0];
-        for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[i][c]);
-        totals[i] = block.Add(totals[i], sum, scales, group, i);
+      const auto scales = panel_scales.Of(group);
+      for (int r = 0; r < kRows; ++r) {
+        if constexpr (kTimes16) sums[r][1] = Simd::DivideBy16(sums[r][1]);
+        Sums sum = sums[r][0];
+        for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[r][c]);
+        totals[r] = block.Add(totals[r], sum, scales, group, r);
       }
     }
-    for (int i = 0; i < kRows; ++i) p.output.template Store<Simd>(i, block.End(totals[i], i));
+    for (int r = 0; r < kRows; ++r) p.output.template Store<Simd>(i + r, block.End(totals[r], r));
   }
+
+  // A function of its own: in the company of the others it would lack registers.
+  __attribute__((noinline)) static void FusedOneRow(const Panel& p) { Fused<1>(p, 0); }
 
   struct alignas(64) WaitingSums {
     uint8_t bytes[kMostRows][kPanelColumns * sizeof(int32_t)];  // int32 (int8) or float (int4)
@@ -232,8 +263,8 @@ class Int8PanelLoop {
         if constexpr (!kDense) __builtin_prefetch(p.masks + kMasksAhead);
 #pragma GCC unroll 8
         for (int row = 0; row < kSpanRows; ++row, out += Simd::kStoredBytes) {
-          if (!kDense && (!kInt4 || row % 2 == 0)) __builtin_prefetch(p.values[0] + kValuesAhead);
-          Simd::Store(NextRow<false, true>(p.masks, row, p.values[0], p.values[1]), out);
+          if (!kDense && (!kInt4 || row % 2 == 0)) __builtin_prefetch(p.stream.even + kValuesAhead);
+          Simd::Store(p.stream.template Next<false, true>(p.masks, row), out);
         }
       }
       int64_t i = 0;
@@ -250,6 +281,7 @@ class Int8PanelLoop {
   static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
                            WaitingSums& waiting) {
     const auto block = p.template Block<kRows>(i);
+    const auto panel_scales = p.Scales();
     const int8_t* x = p.X(i) + first * kSpanInputs * kRows;
     for (int64_t span = first; span < end;) {
       const int64_t group = kInt4 ? span / p.group_spans : 0;
@@ -257,6 +289,7 @@ class Int8PanelLoop {
       if (kInt4 && group == p.groups) break;
       const int64_t group_end = kInt4 && end - span > p.group_spans ? span + p.group_spans : end;
       Sums sums[kRows];
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         sums[r] = kInt4 || first == 0 ? block.Start(group, r) : Simd::LoadWaitingSums(waiting.bytes[i + r]);
       }
@@ -270,7 +303,8 @@ class Int8PanelLoop {
         }
       }
       if constexpr (kInt4) {
-        const typename Format::template Scales<Simd> scales(p.args, p.index, group);
+        const auto scales = panel_scales.Of(group);
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const Floats total = group == 0 ? Simd::Zero() : Simd::LoadWaiting(waiting.bytes[i + r]);
           Simd::StoreWaiting(waiting.bytes[i + r], block.Add(total, sums[r], scales, group, r));
@@ -285,7 +319,7 @@ class Int8PanelLoop {
       if constexpr (kInt4) {
         p.output.template Store<Simd>(i + r, block.End(Simd::LoadWaiting(waiting.bytes[i + r]), r));
       } else {
-        const typename Format::template Scales<Simd> scales(p.args, p.index, 0);
+        const auto scales = panel_scales.Of(0);
         const Sums sum = Simd::LoadWaitingSums(waiting.bytes[i + r]);
         p.output.template Store<Simd>(i + r, block.End(block.Add(Simd::Zero(), sum, scales, 0, r), r));
       }

@@ -49,13 +49,17 @@ struct SparseInt8Format {
     return kDense ? 0 : a.w.offsets[panel + 1] - a.w.offsets[panel];
   }
 
-  // Of a group of a panel.
   template <typename Simd>
-  struct Scales {
-    Scales(const Args& a, int64_t panel, int64_t group)
-        : floats(kInt4 ? Simd::LoadBf16Scales(a.Scales(panel, group)) : Simd::LoadFloatScales(a.Scales(panel, group))) {
+  struct PanelScales {
+    using Scales = typename Simd::Floats;
+
+    PanelScales(const Args& a, int64_t panel, int64_t) : from(a.Scales(panel, 0)) {}
+
+    Scales Of(int64_t group) const {
+      return kInt4 ? Simd::LoadBf16Scales(from + group * kPanelColumns * 2) : Simd::LoadFloatScales(from);
     }
-    typename Simd::Floats floats;
+
+    const uint8_t* from;
   };
 
   // What PackQuantizedRows puts behind the q of a block of rows.
@@ -68,9 +72,9 @@ struct SparseInt8Format {
         : scales(reinterpret_cast<const float*>(end)), corrections(reinterpret_cast<const int32_t*>(scales + kRows)) {}
 
     Sums Start(int64_t group, int row) const { return Simd::Broadcast(corrections[group * kRows + row]); }
-    Floats Add(Floats total, Sums sum, const Scales<Simd>& of, int64_t, int row) const {
-      if constexpr (kInt4) return Simd::MultiplyAdd(Simd::ToFloats(sum), of.floats, total);
-      return Simd::Multiply(Simd::ToFloats(sum), Simd::Multiply(of.floats, Simd::BroadcastFloat(scales[row])));
+    Floats Add(Floats total, Sums sum, const Floats& weight_scales, int64_t, int row) const {
+      if constexpr (kInt4) return Simd::MultiplyAdd(Simd::ToFloats(sum), weight_scales, total);
+      return Simd::Multiply(Simd::ToFloats(sum), Simd::Multiply(weight_scales, Simd::BroadcastFloat(scales[row])));
     }
     Floats End(Floats total, int row) const {
       return kInt4 ? Simd::Multiply(total, Simd::BroadcastFloat(scales[row])) : total;
@@ -81,12 +85,13 @@ struct SparseInt8Format {
   };
 };
 
-template <typename Simd, int kBits>
-void RunInt8PanelLoop(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+// Calls run.operator()<Format>() with that of the weight's storage. kBits: 8 or 4.
+template <int kBits, typename Run>
+void WithFormat(const SparseInt8MatMulArgs& args, const Run& run) {
   if (args.w.IsDense()) {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kDense>>::Run(args, panel_begin, panel_end);
+    run.template operator()<SparseInt8Format<kBits, Storage::kDense>>();
   } else {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
+    run.template operator()<SparseInt8Format<kBits, Storage::kBitmap>>();
   }
 }
 

@@ -7,15 +7,16 @@
 #include <immintrin.h>
 
 #include "isa/amx.h"
-#include "sparse_amx_matmul/amx_int8.h"
+#include "panels/amx_int8.h"
 #include "sparse_amx_matmul/avx512_bf16.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
+#include "sparse_amx_matmul/sparse_int8_format.h"
 
 namespace ortolan {
 namespace {
 
 constexpr int kPanelBlock = 2;
-constexpr int64_t kRowTile = 16;
+constexpr int64_t kRowTile = kAmxRowTile;
 // 16 tiles of two panels: 32 KB.
 constexpr int64_t kBlockTiles = 16;
 constexpr int64_t kSumsStride = kPanelColumns * sizeof(float);
@@ -185,8 +186,7 @@ void PackAmx(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* pa
       _mm512_storeu_si512(out, RoundToBf16(row + l, k - l));
     }
   }
-  const int64_t missing = (kRowTile - m % kRowTile) % kRowTile;
-  __builtin_memset(out, 0, static_cast<size_t>(missing * padded_k) * sizeof(uint16_t));
+  PadAmxRows(packed, m, padded_k * static_cast<int64_t>(sizeof(uint16_t)));
 }
 
 void MultiplyAmx(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
@@ -197,20 +197,17 @@ void MultiplyAmx(const SparseMatMulArgs& args, int64_t panel_begin, int64_t pane
   TileRelease();
 }
 
-// The rows that are missing in the last block of 16 are zero.
 void PackInt8Amx(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  PackQuantizedRows<AmxInt8Rows>(x, x_row_bytes, m, k, group, packed);
-  const int64_t row_bytes = SparseInt8MatMulKernel::PackedRowBytes(k, group);
-  const int64_t missing = (kRowTile - m % kRowTile) % kRowTile;
-  __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
+  PackQuantizedRows<AmxInt8Simd>(x, x_row_bytes, m, k, group, packed);
+  PadAmxRows(packed, m, SparseInt8MatMulKernel::PackedRowBytes(k, group));
 }
 
 void MultiplyInt8Amx(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  AmxInt8Loop<8>::Run(args, panel_begin, panel_end);
+  WithFormat<8>(args, [&]<typename Format>() { AmxInt8Loop<Format>::Run(args, panel_begin, panel_end); });
 }
 
 void MultiplyInt4Amx(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  AmxInt8Loop<4>::Run(args, panel_begin, panel_end);
+  WithFormat<4>(args, [&]<typename Format>() { AmxInt8Loop<Format>::Run(args, panel_begin, panel_end); });
 }
 
 }  // namespace ortolan

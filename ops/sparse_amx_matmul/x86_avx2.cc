@@ -83,11 +83,13 @@ void PackInt8Avx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int
 }
 
 void MultiplyInt8Avx2(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  RunInt8PanelLoop<Avx2Int8Simd, 8>(args, panel_begin, panel_end);
+  WithFormat<8>(args,
+                [&]<typename Format>() { Int8PanelLoop<Avx2Int8Simd, Format>::Run(args, panel_begin, panel_end); });
 }
 
 void MultiplyInt4Avx2(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  RunInt8PanelLoop<Avx2Int8Simd, 4>(args, panel_begin, panel_end);
+  WithFormat<4>(args,
+                [&]<typename Format>() { Int8PanelLoop<Avx2Int8Simd, Format>::Run(args, panel_begin, panel_end); });
 }
 
 void PackAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {

@@ -2,32 +2,70 @@
 #pragma once
 
 #include "panels/panel_loop_int8.h"
+#include "panels/prefetch.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
 namespace {
 
-// Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
-//     q       i8  [k-quad / 4][r][4][4]   in the order of activations.h
-//     scales  f32 [groups][r]
-//     sums    f32 [groups][r]             of q over the group
+// What stands behind the q of r packed rows: three numbers for each group of each row.
+//     scales      f32 [groups][r]
+//     starts      i32 [groups][r]   - kInt4Bias (sum of q): where sums begin, to end as those of q (w - 8)
+//     minus_sums  i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 128, an int16
 // A group that is not finite has a scale of NaN; its q are zero.
+struct GroupNumbers {
+  GroupNumbers(const void* end_of_q, int64_t groups, int64_t rows)
+      : scales(static_cast<const float*>(end_of_q)),
+        starts(reinterpret_cast<const int32_t*>(scales + groups * rows)),
+        minus_sums(starts + groups * rows) {}
+
+  const float* scales;
+  const int32_t* starts;
+  const int32_t* minus_sums;
+};
+
+// p and n of w4a8_matmul.h as bits.
+inline RowScale ScaleOfGroup(uint32_t p_bits, uint32_t n_bits) {
+  constexpr uint32_t kInfinity = 0x7f800000u;
+  if (p_bits >= kInfinity || n_bits >= kInfinity) return {0.0f, __builtin_nanf("")};
+  const bool positive = p_bits >= n_bits;
+  float a;
+  float b;
+  std::memcpy(&a, positive ? &p_bits : &n_bits, sizeof(a));
+  std::memcpy(&b, positive ? &n_bits : &p_bits, sizeof(b));
+  if (a < 0x1p-100f) a = 0x1p-100f;
+  const float factor_a = kMostNegative / a;
+  const float factor_b = kMostPositive / b;
+  const float scale_a = a / kMostNegative;
+  const float scale_b = b / kMostPositive;
+  const float sign = positive ? -1.0f : 1.0f;
+  return {sign * (factor_a < factor_b ? factor_a : factor_b), sign * (scale_a > scale_b ? scale_a : scale_b)};
+}
+
+// Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
+//     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
+//     GroupNumbers
 template <typename Simd>
 void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
   const int64_t padded_k = kInt4Bitmap.PaddedK(k);
   const int64_t groups = ScaleRows(k, group);
   const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
     float* scales = reinterpret_cast<float*>(block + rows * padded_k);
-    float* sums = scales + groups * rows;
+    int32_t* starts = reinterpret_cast<int32_t*>(scales + groups * rows);
+    int32_t* minus_sums = starts + groups * rows;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t begin = g * group;
       const int64_t length = k - begin < group ? k - begin : group;
-      const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
+      uint32_t most;
+      uint32_t minus_least;
+      Simd::Extremes(row + begin, length, most, minus_least);
+      const RowScale scale = ScaleOfGroup(most, minus_least);
       // The last group ends with the padding.
       const int64_t end = g + 1 == groups ? padded_k : begin + group;
       const int32_t sum = QuantizeInputs<Simd>(row, k, begin, end, scale.factor, block, rows, i);
       scales[g * rows + i] = scale.scale;
-      sums[g * rows + i] = static_cast<float>(sum);
+      starts[g * rows + i] = -static_cast<int32_t>(Simd::kInt4Bias) * sum;
+      minus_sums[g * rows + i] = -sum;
     }
   };
   PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, W4A8MatMulKernel::PackedRowBytes(k, group), pack);
@@ -44,44 +82,53 @@ struct GroupInt4Format {
   static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelWeights(panel); }
   static int64_t ValueBytes(const Args&, int64_t) { return 0; }
 
-  // Of a group of a panel.
   template <typename Simd>
-  struct Scales {
-    Scales(const Args& a, int64_t panel, int64_t group)
-        : floats(a.w.scale_type == ScaleType::kFloat32 ? Simd::LoadFloatScales(a.w.Scales(panel, group))
-                                                       : Simd::LoadF16Scales(a.w.Scales(panel, group))),
-          minus_zero_points(a.w.zero_points == nullptr ? Simd::BroadcastFloat(-static_cast<float>(Simd::kInt4Bias))
-                                                       : MinusZeroPoints(a.w.ZeroPoints(panel, group))) {}
-    // Expanded weights are q - 8 + kInt4Bias.
-    static typename Simd::Floats MinusZeroPoints(const uint8_t* from) {
-      const typename Simd::Floats minus = Simd::LoadMinusBytes(from);
-      constexpr int kExcess = kMiddleZeroPoint - static_cast<int>(Simd::kInt4Bias);
-      return kExcess == 0 ? minus : Simd::Add(minus, Simd::BroadcastFloat(kExcess));
+  struct PanelScales {
+    struct Scales {
+      typename Simd::Floats scales;
+      bool has_zero_points;
+      typename Simd::Sums zero_points;  // zero point - 8 in the low half of each, zero in the high one
+    };
+
+    PanelScales(const Args& a, int64_t panel, int64_t groups)
+        : is_f16(a.w.scale_type == ScaleType::kFloat16),
+          scales(a.w.scales + panel * groups * kPanelColumns * (is_f16 ? 2 : 4)),
+          zero_points(a.w.zero_points == nullptr ? nullptr : a.w.zero_points + panel * groups * kPanelColumns) {}
+
+    // Always inline: gcc makes a function of what many copies of a loop call for each group.
+    __attribute__((always_inline)) Scales Of(int64_t group) const {
+      const int64_t first = group * kPanelColumns;
+      return {is_f16 ? Simd::LoadF16Scales(scales + 2 * first) : Simd::LoadFloatScales(scales + 4 * first),
+              zero_points != nullptr,
+              zero_points == nullptr ? Simd::Broadcast(0) : Simd::LoadWordsLess8(zero_points + first)};
     }
-    typename Simd::Floats floats;
-    typename Simd::Floats minus_zero_points;
+
+    // Always inline: see PrefetchLines.
+    __attribute__((always_inline)) void Prefetch(int64_t groups) const {
+      PrefetchLines(scales, groups * kPanelColumns * (is_f16 ? 2 : 4));
+      if (zero_points != nullptr) PrefetchLines(zero_points, groups * kPanelColumns);
+    }
+
+    bool is_f16;
+    const uint8_t* scales;
+    const uint8_t* zero_points;
   };
 
   template <typename Simd, int kRows>
-  struct Block {
+  struct Block : GroupNumbers {
     using Sums = typename Simd::Sums;
     using Floats = typename Simd::Floats;
 
-    Block(const int8_t* end, int64_t groups)
-        : scales(reinterpret_cast<const float*>(end)), sums(scales + groups * kRows) {}
+    Block(const int8_t* end, int64_t groups) : GroupNumbers(end, groups, kRows) {}
 
-    Sums Start(int64_t, int) const { return Simd::Broadcast(0); }
-    Floats Add(Floats total, Sums sum, const Scales<Simd>& of, int64_t group, int row) const {
-      const Floats sum_of_q = Simd::BroadcastFloat(sums[group * kRows + row]);
-      const Floats x_scale = Simd::BroadcastFloat(scales[group * kRows + row]);
-      // Exact: integers below 2^24.
-      const Floats product = Simd::MultiplyAdd(of.minus_zero_points, sum_of_q, Simd::ToFloats(sum));
-      return Simd::MultiplyAdd(product, Simd::Multiply(of.floats, x_scale), total);
+    Sums Start(int64_t group, int row) const { return Simd::Broadcast(starts[group * kRows + row]); }
+    Floats Add(Floats total, Sums sum, const typename PanelScales<Simd>::Scales& of, int64_t group, int row) const {
+      const int64_t at = group * kRows + row;
+      if (of.has_zero_points) sum = Simd::MultiplyAddWords(sum, of.zero_points, minus_sums[at]);
+      const Floats scale = Simd::Multiply(of.scales, Simd::BroadcastFloat(scales[at]));
+      return Simd::MultiplyAdd(Simd::ToFloats(sum), scale, total);
     }
     Floats End(Floats total, int) const { return total; }
-
-    const float* scales;
-    const float* sums;
   };
 };
 

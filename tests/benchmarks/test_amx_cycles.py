@@ -7,13 +7,15 @@ import pytest
 
 from ortolan.benchmarks.amx_cycles import KINDS, dram_cycles, tile_cycles
 
-BF16, INT8, INT4 = KINDS
+BF16, INT8, INT4, W4A8, W4A8_SHORT = KINDS
 
 
 def test_stored_bytes_of_a_tile():
     assert BF16.stored_bytes(0.5) == 64 + 512
     assert INT8.stored_bytes(0.5) == 128 + 512
     assert INT4.stored_bytes(0.5) == 128 + 256 + 16  # half of a group's 16 bf16 scales
+    assert W4A8.stored_bytes(0.0) == 512 + 16
+    assert W4A8_SHORT.stored_bytes(0.0) == 512 + 2 * 32
 
 
 def test_cycles_by_hand():
@@ -25,6 +27,9 @@ def test_cycles_by_hand():
     more = tile_cycles(BF16, 33)
     assert (more.expand, more.load, more.tdp) == (48, 2 * 8 + 3 * 5.5, 48)
     assert tile_cycles(INT4, 16).scale == 16  # (16 + 16) at the end of every second tile
+    long, short = tile_cycles(W4A8, 16), tile_cycles(W4A8_SHORT, 16)
+    assert (long.expand, long.load, long.tdp, long.scale) == (20, 8 + 4, 16, (16 + 24) / 2)
+    assert (short.expand, short.load, short.tdp, short.scale) == (20, 8 + 4, 2 * 16, 2 * (16 + 24))
 
 
 def test_dram_cycles():

@@ -149,7 +149,7 @@ def test_report(dry_run: bool) -> None:
     report = ortolan.optimize_onnx(model, recipe="int4", options=options, dry_run=dry_run)
     by_name = {layer.name: layer for layer in report.layers}
     assert by_name["gate_proj"].fused == ["silu", "gated"]
-    assert by_name["up_proj"].fused == ["into gate_proj"]
+    assert by_name["up_proj"].fused == ["into the gate"]
     for layer in report.layers:
         assert layer.status == ("would replace" if dry_run else "replaced") and layer.new_op == "W4A8MatMul"
         assert layer.n == N and layer.bytes_after and (dry_run or layer.output_error is not None)

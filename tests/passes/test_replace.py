@@ -11,8 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import Recipe
 from ortolan.graph_passes import replace
+from ortolan.graph_passes.quantize import QuantizedWeight
 from ortolan.graph_passes.replace.replacement import LayerWeight
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
+from ortolan.graph_passes.replace.w4a8_matmul import W4A8MatMul
+from ortolan.graph_passes.spill import TensorSpill
 from ortolan.models import tiny
 
 from .small_models import (
@@ -337,17 +340,34 @@ def test_output_error_is_that_of_the_layer():
 
 @pytest.mark.parametrize("x_scale", [1e-30, 1.0, 1e3])
 @pytest.mark.parametrize("column_scale", [1e-36, 1e-38, 1e-40, 1e-44])
-@pytest.mark.parametrize("recipe", ["sparse-bf16", "sparse-int8", "sparse-int4"])
+@pytest.mark.parametrize("recipe", ["sparse-bf16", "sparse-int8", "sparse-int4", "int4"])
 def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
     """Training with weight decay leaves columns of denormals, which some kernels take for zeros."""
     weight = random_weight(64, 24)
     weight[:, 3] *= np.float32(column_scale)
     x = np.random.default_rng(0).standard_normal((4, 3, 64)).astype(np.float32) * np.float32(x_scale)
-    options = {"seconds": 0, "may_grow": True, "sparsity": 0.0}
+    options = {"verify.seconds": 0, "replace.may_grow": True}
+    if recipe.startswith("sparse"):
+        options["prune.sparsity"] = 0.0
     report = ortolan.optimize_onnx(
         matmul_model(64, weight=weight), recipe=recipe, options=options, calibration={"x": x}
     )
     assert [layer.status for layer in report.layers] == ["replaced"]
+
+
+def test_rounding_of_denormal_scales_is_allowed_for(tmp_path):
+    """The product of a weight's scale and an input's may keep a bit or two, which multiplies what float32 loses."""
+    q = np.full((64, 24), 7, np.int8)
+    scales = np.full((2, 24), 2e-42, np.float32)
+    with TensorSpill(tmp_path) as spill:
+        quantized = QuantizedWeight(
+            4, 32, spill.add("q", q, ir.DataType.INT8), spill.add("scales", scales, ir.DataType.FLOAT)
+        )
+        weight = LayerWeight(quantized.matrix(), quantized)
+        operator, x = W4A8MatMul(), np.full((3, 64), 0.5, np.float32)
+        error = np.abs(operator.run(x, operator.pack(weight), weight) - x @ weight.matrix)
+        assert error.max() > 0
+        assert (error <= operator.rounding_bound(x, weight)).all()
 
 
 def recipe_of(*steps: dict) -> Recipe:

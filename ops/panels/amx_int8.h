@@ -1,46 +1,57 @@
-// AMX kernels for int8 and int4 weights: as for bf16 (x86_amx.cc), by int8 products. Included by x86_amx.cc only.
+// The loop of the AMX kernels for int8 and int4 weights: blocks of both are expanded to B tiles, then multiplied tile
+// by tile (sparse_amx_matmul/x86_amx.cc). Included by x86_amx.cc only; local to each.
 //
-// int4 ends a sum at each group, so a tile product takes the inputs of one group at most: groups of 32 use tiles of
-// half the depth, and the sums of a group leave the tiles to be scaled.
+// Groups end a sum, so a tile product takes the inputs of one group at most: groups of 32 use tiles of half the depth,
+// and the sums of a group leave the tiles to be scaled.
 #pragma once
 
 #include <immintrin.h>
 
+#include "formats/bitmap_int8.h"
+#include "formats/scales.h"
 #include "isa/amx.h"
-#include "panels/avx512.h"
-#include "sparse_amx_matmul/sparse_int8_format.h"
+#include "panels/avx512_int8.h"
+#include "panels/panel_output.h"
+#include "panels/prefetch.h"
+#include "panels/quantize_rows.h"
 
 namespace ortolan {
 namespace {
 
-// Rows are packed one after another: blocks of one row.
-struct AmxInt8Rows {
+// What a Format wants beside tiles. Rows are packed one after another, blocks of one row; weights are signed.
+struct AmxInt8Simd : Avx512Int8Simd {
   static constexpr int kRowBlock = 1;
   static constexpr uint32_t kInt8Bias = 0;
   static constexpr uint32_t kInt4Bias = 0;
-  static uint32_t MaxAbsBits(const float* x, int64_t k) { return Avx512MaxAbsBits(x, k); }
-  static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
-    return Avx512Quantize32(x, left, factor, q);
-  }
 };
 
-// kBits: of a weight, 8 or 4.
-template <int kBits>
+constexpr int64_t kAmxRowTile = 16;
+
+// Zeroes the rows that are missing in the last block of 16 packed rows.
+inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
+  const int64_t missing = (kAmxRowTile - m % kAmxRowTile) % kAmxRowTile;
+  __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
+}
+
+// Format: as for Int8PanelLoop.
+template <typename Format>
 class AmxInt8Loop {
-  static constexpr bool kInt4 = kBits == 4;
-  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
+  using Simd = AmxInt8Simd;
+  using Args = typename Format::Args;
+  using Block = typename Format::template Block<Simd, 1>;
+  static constexpr bool kInt4 = Format::kInt4;
+  static constexpr bool kDense = Format::kDense;
 
  public:
-  static void Run(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  static void Run(const Args& args, int64_t panel_begin, int64_t panel_end) {
     TileConfig config;
-    const int step_quads = StepQuads(args.group);
+    const int step_quads = StepQuads(Format::Group(args));
     for (int tile = 0; tile < 4; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
     for (int tile = 4; tile < 6; ++tile) config.Set(tile, kMaxTileRows, 4 * step_quads);
     for (int tile = 6; tile < 8; ++tile) config.Set(tile, step_quads, kMaxTileColsb);
     LoadTileConfig(config);
-    const int64_t row_bytes = SparseInt8MatMulKernel::PackedRowBytes(args.w.k, args.group);
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      const SparseInt8MatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
+      const Args part = RowsOf(args, row, kMostRows, Format::PackedRowBytes(args));
       int64_t panel = panel_begin;
       for (; panel + kPanels <= panel_end; panel += kPanels) Panels<kPanels>(part, panel);
       if (panel < panel_end) Panels<1>(part, panel);
@@ -50,7 +61,7 @@ class AmxInt8Loop {
 
  private:
   static constexpr int kPanels = 2;
-  static constexpr int64_t kRows = 16;  // of a tile of x
+  static constexpr int64_t kRows = kAmxRowTile;
   // 16 tiles of two panels: 32 KB. Whole groups.
   static constexpr int64_t kBlockQuads = 16 * kTileRows;
   // Their sums wait on the stack: 32 KB.
@@ -61,26 +72,33 @@ class AmxInt8Loop {
   static constexpr int StepQuads(int64_t group) { return group == 32 ? 8 : 16; }
 
   struct Work {
-    Work(const SparseInt8MatMulArgs& a, int64_t first, int count_)
+    Work(const Args& a, int64_t first, int count_)
         : args(a),
           first_panel(first),
           count(count_),
           quads(kInt8Bitmap.Tiles(a.w.k) * kTileRows),
-          step_quads(StepQuads(a.group)),
-          group_quads(a.group == kWholeColumn ? quads : a.group / kInt8Bitmap.row_inputs),
-          row_bytes(SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group)) {
+          step_quads(StepQuads(Format::Group(a))),
+          groups(ScaleRows(a.w.k, Format::Group(a))),
+          group_quads(Format::Group(a) == kWholeColumn ? quads : Format::Group(a) / kInt8Bitmap.row_inputs),
+          row_bytes(Format::PackedRowBytes(a)) {
       for (int p = 0; p < count; ++p) {
-        masks[p] = a.w.PanelMasks(kLayout, first + p);
-        values[p][0] = values[p][1] = a.w.PanelValues(kLayout, first + p);
+        masks[p] = Format::Masks(a, first + p);
+        values[p][0] = values[p][1] = Format::Values(a, first + p);
       }
     }
-    __mmask16 Columns(int p) const { return FirstLanes(args.w.n - (first_panel + p) * kPanelColumns); }
+    // The numbers of a row of x.
+    Block Numbers(int64_t row) const {
+      const int8_t* x = static_cast<const int8_t*>(args.x) + row * row_bytes;
+      return {x + kInt8Bitmap.PaddedK(args.w.k), groups};
+    }
+    typename Format::template PanelScales<Simd> Scales(int p) const { return {args, first_panel + p, groups}; }
 
-    const SparseInt8MatMulArgs& args;
+    const Args& args;
     int64_t first_panel;
     int count;
     int64_t quads;
     int64_t step_quads;
+    int64_t groups;
     int64_t group_quads;
     int64_t row_bytes;
     const uint8_t* masks[kPanels] = {};  // these move along from block to block
@@ -139,8 +157,9 @@ class AmxInt8Loop {
       } else {
         for (int64_t quad = 0; quad < quads; quad += 2, values += kMaxTileColsb) {
           __builtin_prefetch(values + kPrefetchBytes);
-          _mm512_store_si512(work.expanded[p][quad], _mm512_sub_epi8(LowNibbles(values), EachByte(kInt4Bias)));
-          _mm512_store_si512(work.expanded[p][quad + 1], _mm512_sub_epi8(HighNibbles(values), EachByte(kInt4Bias)));
+          const __m512i bytes = _mm512_loadu_si512(values);
+          _mm512_store_si512(work.expanded[p][quad], _mm512_sub_epi8(LowNibbles(bytes), EachByte(kInt4Bias)));
+          _mm512_store_si512(work.expanded[p][quad + 1], _mm512_sub_epi8(HighNibbles(bytes), EachByte(kInt4Bias)));
         }
         work.block[p] = work.expanded[p][0];
       }
@@ -166,11 +185,12 @@ class AmxInt8Loop {
         int32_t at[kRows][kPanelColumns];
       } sums;
       TileStore<kTile>(&sums, sizeof(sums.at[0]));
-      const __m512 scale = LoadBf16Scales(work.args.Scales(work.first_panel + p, group));
+      const auto scales = work.Scales(p).Of(group);
       for (int64_t r = 0; r < kRows; ++r) {
         uint8_t* to = work.waiting[row + r][p];
-        const __m512 total = group == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
-        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums.at[r])), scale, total));
+        const __m512 total = group == 0 ? Simd::Zero() : Simd::LoadWaiting(to);
+        const __m512i sum = Simd::LoadWaitingSums(reinterpret_cast<const uint8_t*>(sums.at[r]));
+        Simd::StoreWaiting(to, work.Numbers(row + r).Add(total, sum, scales, group, 0));
       }
     }
   }
@@ -186,7 +206,7 @@ class AmxInt8Loop {
     const int64_t stride = work.row_bytes;
     const char* x = static_cast<const char*>(work.args.x) + row * stride + 4 * (block_first + first);
     // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
-    const bool fetch = !kInt4 && work.args.w.IsDense() && row == 0;
+    const bool fetch = !kInt4 && kDense && row == 0;
     for (int64_t quad = first; quad < first + quads; quad += work.step_quads, x += 4 * work.step_quads) {
       if (fetch) {
         for (int p = 0; p < kCount; ++p) PrefetchTile(work.block[p] + quad * kMaxTileColsb + kPrefetchBytes);
@@ -214,44 +234,33 @@ class AmxInt8Loop {
   template <int kRowTiles, int kCount>
   static void MultiplyBlock(Work& work, int64_t row, int64_t block_first, int64_t quads) {
     const int64_t step = kInt4 ? work.group_quads : quads;
-    const int64_t groups = ScaleRows(work.args.w.k, work.args.group);
     for (int64_t first = 0; first < quads; first += step) {
       // Behind the last group nothing is stored.
-      if (kInt4 && (block_first + first) / work.group_quads == groups) break;
+      if (kInt4 && (block_first + first) / work.group_quads == work.groups) break;
       MultiplySteps<kRowTiles, kCount>(work, row, block_first, first, quads - first < step ? quads - first : step);
     }
   }
 
   static void Finish(const Work& work) {
     for (int p = 0; p < work.count; ++p) {
-      const __mmask16 columns = work.Columns(p);
-      const int64_t column = (work.first_panel + p) * kPanelColumns;
-      const __m512 bias =
-          work.args.bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(columns, work.args.bias + column);
-      const __m512 scales = kInt4 ? _mm512_setzero_ps() : LoadFloatScales(work.args.Scales(work.first_panel + p, 0));
+      const PanelOutput output(work.args, work.args.w.n, work.first_panel + p);
+      const auto scales = work.Scales(p);
       for (int64_t i = 0; i < work.args.m; ++i) {
-        const char* x = static_cast<const char*>(work.args.x) + i * work.row_bytes;
-        float x_scale;
-        __builtin_memcpy(&x_scale, x + kInt8Bitmap.PaddedK(work.args.w.k), sizeof(x_scale));
-        __m512 scale = _mm512_set1_ps(x_scale);
-        __m512 sum;
-        if constexpr (kInt4) {
-          sum = _mm512_load_ps(work.waiting[i][p]);
-        } else {
-          sum = _mm512_cvtepi32_ps(_mm512_load_si512(work.waiting[i][p]));
-          scale = _mm512_mul_ps(scales, scale);
-        }
-        _mm512_mask_storeu_ps(work.args.YRow(i) + column, columns, _mm512_fmadd_ps(sum, scale, bias));
+        const Block numbers = work.Numbers(i);
+        const uint8_t* waiting = work.waiting[i][p];
+        const __m512 total = kInt4 ? Simd::LoadWaiting(waiting)
+                                   : numbers.Add(Simd::Zero(), Simd::LoadWaitingSums(waiting), scales.Of(0), 0, 0);
+        output.template Store<Simd>(i, numbers.End(total, 0));
       }
     }
   }
 
   template <int kCount>
-  static void Panels(const SparseInt8MatMulArgs& args, int64_t panel) {
+  static void Panels(const Args& args, int64_t panel) {
     Work work(args, panel, kCount);
     for (int64_t block = 0; block < work.quads; block += kBlockQuads) {
       const int64_t quads = work.quads - block < kBlockQuads ? work.quads - block : kBlockQuads;
-      if (args.w.IsDense()) {
+      if constexpr (kDense) {
         FindDenseBlock(work, quads);
       } else {
         ExpandBlock(work, quads);

@@ -1,0 +1,126 @@
+"""W4A8MatMul's AMX kernel: its machine code, under the emulator where the CPU has no AMX."""
+
+from __future__ import annotations
+
+from .test_sparse_amx_matmul import check
+
+CHECK_SHAPES = """
+import numpy as np
+from ortolan import _native
+from tests.ops.w4a8 import GroupLayer
+assert _native.cpu_info()["isa"] == "amx"
+rng = np.random.default_rng(5)
+for group in (32, 64, 128):
+    for k in (1, 31, 33, 100, 160, 1100):
+        for n in (1, 16, 17, 40, 64):
+            for zero_points in (False, True):
+                layer = GroupLayer.random(rng, k, n, group, half=bool(k % 2), zero_points=zero_points)
+                bias, x = rng.standard_normal(n, dtype=np.float32), rng.standard_normal((33, k), dtype=np.float32)
+                for m in (1, 7, 16, 17, 32, 33):
+                    if k * n * m > 500_000:
+                        continue  # a tile instruction takes 10 us under the emulator
+                    b = bias if m % 2 else None
+                    layer.check(layer.multiply(x[:m], b, "Amx"), x[:m], b)
+    layer = GroupLayer.random(rng, 70, 20, group)
+    x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
+    x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
+    layer.check(layer.multiply(x, None, "Amx"), x)
+"""
+
+# The same bits as the portable kernel: integer sums are exact, and with scales of powers of two and so few groups that
+# no float sum rounds, so are the float ones.
+CHECK_BITS = """
+import numpy as np
+from tests.ops.single_node import assert_same_bits
+from tests.ops.w4a8 import GroupLayer
+rng = np.random.default_rng(6)
+for group in (32, 64, 128):
+    for zero_points in (False, True):
+        k, n, m = 8 * group - 5, 40, 20
+        layer = GroupLayer.random(rng, k, n, group, zero_points=zero_points)
+        powers = np.ldexp(np.float32(1), rng.integers(-2, 2, layer.scales.shape)).astype(np.float32)
+        layer = GroupLayer(layer.q, powers, layer.zero_points, group)
+        x = rng.integers(-127, 128, (m, k)).astype(np.float32)
+        x[:, ::group] = -128  # each group's scale is one
+        y = layer.multiply(x, None, "Amx")
+        assert_same_bits(y, layer.multiply(x, None, "Scalar"))
+        assert_same_bits(y, (x.astype(np.float64) @ layer.matrix()).astype(np.float32))
+"""
+
+CHECK_ODD_ADDRESSES = """
+import numpy as np
+from ortolan import _native
+from tests.ops.single_node import assert_same_bits, at_odd_address
+from tests.ops.w4a8 import GroupLayer
+rng = np.random.default_rng(8)
+for half in (False, True):
+    layer = GroupLayer.random(rng, 200, 40, 32, half=half)
+    x = rng.standard_normal((20, 200), dtype=np.float32)
+    odd = _native.w4a8_matmul(
+        x,
+        at_odd_address(_native.pack_int4_group(layer.q)),
+        at_odd_address(layer.packed_scales),
+        32,
+        200,
+        40,
+        zero_points=at_odd_address(layer.packed_zero_points),
+        kernel="Amx",
+    )
+    assert_same_bits(odd, layer.multiply(x, None, "Amx"))
+"""
+
+# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
+CHECK_COUNTS = """
+import numpy as np
+from tests.ops.w4a8 import GroupLayer
+rng = np.random.default_rng(7)
+m, k, n = 40, 1216, 48
+row_tiles, panels = 3, 3
+x = rng.standard_normal((m, k), dtype=np.float32)
+for group in (32, 64, 128):
+    layer = GroupLayer.random(rng, k, n, group)
+    if emulator is None:
+        break
+    emulator.reset_counts()
+    layer.multiply(x, None, "Amx")
+    steps = k // min(group, 64)
+    groups = -(-k // group)
+    assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()
+    # Rows of x once for each group of panels, weights once for each group of row tiles.
+    assert emulator.count("tileloadd") == steps * row_tiles * 2 + steps * panels * 2, emulator.counts()
+    assert emulator.count("tilestored") == emulator.count("tilezero") == groups * row_tiles * panels
+    assert emulator.count("ldtilecfg") == emulator.count("tilerelease") == 1
+    assert emulator.live_threads_with_config() == 0
+"""
+
+CHECK_DISPATCH = """
+import numpy as np
+from tests.ops.w4a8 import GroupLayer
+layer = GroupLayer.random(np.random.default_rng(9), 64, 16, 32)
+for m, uses_tiles in ((1, False), (15, False), (16, True)):
+    if emulator is None:
+        break
+    emulator.reset_counts()
+    layer.multiply(np.ones((m, 64), np.float32))
+    assert (emulator.count("tdpbssd") > 0) == uses_tiles, m
+"""
+
+
+def test_shapes() -> None:
+    check(CHECK_SHAPES)
+
+
+def test_bits_are_those_of_the_portable_kernel() -> None:
+    check(CHECK_BITS)
+
+
+def test_unaligned_weights() -> None:
+    check(CHECK_ODD_ADDRESSES)
+
+
+def test_counts_of_tile_instructions_and_release() -> None:
+    check(CHECK_COUNTS)
+
+
+def test_few_rows_go_elsewhere() -> None:
+    check(CHECK_DISPATCH)
