@@ -8,6 +8,7 @@ from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
 from .quantize import QuantizePass
+from .ranges import RangesPass
 from .replace import ReplacePass
 from .verify import VerifyPass
 
@@ -16,6 +17,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "calibrate": CalibratePass,
     "prune": PrunePass,
     "quantize": QuantizePass,
+    "ranges": RangesPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
     "verify": VerifyPass,
