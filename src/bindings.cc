@@ -24,6 +24,7 @@
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 #include "stream_read.h"
 #include "support/error_text.h"
+#include "vnni_spmm/quantized_tokens.h"
 #include "vnni_spmm/vnni_spmm.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
@@ -489,6 +490,83 @@ Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, co
   return y;
 }
 
+void CheckZeroPoint(const char* name, int64_t zero_point) {
+  if (zero_point < 0 || zero_point > 255) {
+    throw std::invalid_argument(ErrorText(name, " is ", zero_point, ", expected 0 to 255"));
+  }
+}
+
+Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t zero_point,
+                                   const std::optional<std::string>& kernel_name) {
+  if (x.ndim() != 2) throw std::invalid_argument(ErrorText("x has ", x.ndim(), " dimensions, expected 2: [m, k]"));
+  CheckZeroPoint("zero_point", zero_point);
+  if (!(scale > 0.0f)) throw std::invalid_argument(ErrorText("scale is ", scale, ", expected more than 0"));
+  const int64_t m = x.shape(0);
+  const int64_t k = x.shape(1);
+  const QuantizedSpmmKernel& kernel =
+      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
+  Array<uint8_t> blocks(PaddedTokens(m) * k);
+  uint8_t* out = blocks.mutable_data();
+  py::gil_scoped_release release;
+  kernel.quantize(x.data(), k * static_cast<int64_t>(sizeof(float)), m, k, 1.0f / scale,
+                  static_cast<int32_t>(zero_point), out);
+  return blocks;
+}
+
+// float [m, n], or token blocks where y_scale is given.
+py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, int64_t x_zero_point,
+                            const Array<int8_t>& values, const Array<uint16_t>& indices, const Array<int64_t>& starts,
+                            const Array<float>& scales, int64_t k, int64_t n,
+                            const std::optional<CastArray<float>>& bias, std::optional<float> y_scale,
+                            int64_t y_zero_point, const std::optional<Array<uint8_t>>& table,
+                            const std::optional<std::string>& kernel_name) {
+  QuantizedSpmmArgs args;
+  args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
+  if (m < 0 || m > kMaxDimension || x.size() != PaddedTokens(m) * k) {
+    throw std::invalid_argument(ErrorText("x of ", x.size(), " bytes is not token blocks of ", m, " x ", k));
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) {
+    throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
+  }
+  if (table && (table->size() != 256 || !y_scale)) {
+    throw std::invalid_argument("table must have 256 elements, and needs y_scale");
+  }
+  if (y_scale && !(*y_scale > 0.0f)) {
+    throw std::invalid_argument(ErrorText("y_scale is ", *y_scale, ", expected more than 0"));
+  }
+  CheckZeroPoint("x_zero_point", x_zero_point);
+  CheckZeroPoint("y_zero_point", y_zero_point);
+  const QuantizedSpmmKernel& kernel =
+      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
+  args.scales = scales.data();
+  args.bias = bias ? bias->data() : nullptr;
+  args.m = m;
+  args.x = x.data();
+  args.x_scale = x_scale;
+  args.x_zero_point = static_cast<int32_t>(x_zero_point);
+  args.y_zero_point = static_cast<int32_t>(y_zero_point);
+  args.table = table ? table->data() : nullptr;
+  const auto run = [&] {
+    py::gil_scoped_release release;
+    const std::vector<int32_t> sums = SumsOfOutputs(args.w);
+    args.sums = sums.data();
+    kernel.multiply(args, 0, BitmapPanels(n));
+  };
+  if (y_scale) {
+    Array<uint8_t> y(PaddedTokens(m) * n);
+    args.y_scale = *y_scale;
+    args.y_blocks = y.mutable_data();
+    std::fill_n(args.y_blocks, y.size(), uint8_t{0});
+    run();
+    return y;
+  }
+  Array<float> y({m, n});
+  args.y = y.mutable_data();
+  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  run();
+  return y;
+}
+
 // Reads the buffer once, an equal part a thread.
 uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
   constexpr int kMostThreads = 256;
@@ -571,6 +649,18 @@ PYBIND11_MODULE(_native, module) {
              py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
              py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
              "y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named or best kernel.");
+
+  module.def(
+      "vnni_spmm_quantized_kernels", [] { return KernelList(QuantizedSpmmKernels()); },
+      "The rows of the room's table of kernels between quantized layers, best first.");
+  module.def("quantize_tokens", &QuantizeTokensArray, py::arg("x"), py::arg("scale"), py::arg("zero_point"),
+             py::arg("kernel") = py::none(), "x [m, k] rounded to u8 token blocks (ops/vnni_spmm/quantized_tokens.h).");
+  module.def("vnni_spmm_quantized", &VnniSpmmQuantized, py::arg("x").noconvert(), py::arg("m"), py::arg("x_scale"),
+             py::arg("x_zero_point"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
+             py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
+             py::arg("bias") = py::none(), py::arg("y_scale") = py::none(), py::arg("y_zero_point") = 0,
+             py::arg("table").noconvert() = py::none(), py::arg("kernel") = py::none(),
+             "Token blocks x @ W + bias: float32 [m, n], or with y_scale u8 token blocks, through a table [256].");
 
   module.def("pack_scales", &PackScalesArray, py::arg("scales"), py::arg("bf16"),
              "Scales [groups, n] as [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");

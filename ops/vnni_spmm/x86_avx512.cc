@@ -1,6 +1,7 @@
 // AVX-512 VNNI. Many tokens: a vector holds the same four inputs of 16 tokens, which vpdpbusd multiplies with the four
 // weights of an output, broadcast. Few tokens: a vector holds the 16 weights of four quads.
 #include "vnni_spmm/avx512_tokens.h"
+#include "vnni_spmm/quantized_tokens.h"
 
 namespace ortolan {
 namespace {
@@ -171,16 +172,14 @@ inline void StoreFloats(float* to, const float* from, int64_t count) {
   if (j < count) _mm512_mask_storeu_ps(to + j, First16(count - j), _mm512_load_ps(from + j));
 }
 
-// `count` tokens, at most a block: packed by PackBlock.
+// `count` tokens, at most a block, from token `first` of y on.
 template <typename Tokens>
-void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges<Tokens::kWidth>& ranges, int64_t first,
+                   int64_t count, int64_t panel_begin, int64_t panel_end) {
   constexpr int kVectors = PanelSums<Tokens>::kVectors;
   const BlockSparseView& w = args.w;
-  const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
-  const float* x_scales = reinterpret_cast<const float*>(x + (w.k + 127) / 128 * 128 * Tokens::kWidth);
-  const int32_t* minus_zeros = reinterpret_cast<const int32_t*>(x_scales + Tokens::kWidth);
   __m512i zeros[kVectors];
-  for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(minus_zeros, v);
+  for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(ranges.minus_zeros, v);
   PanelSums<Tokens> sums[kPanelsAtOnce];
   for (int64_t panel = panel_begin; panel < panel_end; panel += kPanelsAtOnce) {
     const int64_t panels = panel_end - panel < kPanelsAtOnce ? panel_end - panel : kPanelsAtOnce;
@@ -201,7 +200,7 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
 #pragma GCC unroll 16
         for (int lane = 0; lane < 16; ++lane) {
           _mm512_store_ps(y[lane] + p * kPanelOutputs,
-                          scales.ToFloat(of_tokens[lane], x_scales[Tokens::TokenOf(v, lane)]));
+                          scales.ToFloat(of_tokens[lane], ranges.scales[Tokens::TokenOf(v, lane)]));
         }
       }
       const int64_t columns = w.n - column < panels * kPanelOutputs ? w.n - column : panels * kPanelOutputs;
@@ -213,16 +212,74 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
   }
 }
 
+// A table of 256 bytes, looked up 64 at a time.
+struct ByteTable {
+  __m512i parts[4];
+  explicit ByteTable(const uint8_t* table) {
+    for (int i = 0; i < 4; ++i)
+      parts[i] = table == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(table + 64 * i);
+  }
+  __m512i operator()(__m512i bytes) const {
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes), _mm512_permutex2var_epi8(parts[0], bytes, parts[1]),
+                                  _mm512_permutex2var_epi8(parts[2], bytes, parts[3]));
+  }
+};
+
+// A block of tokens to a block of u8 [w.n][Tokens::kWidth].
+template <typename Tokens>
+void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8_t* y, const ByteTable& table,
+                          int64_t panel_begin, int64_t panel_end) {
+  constexpr int kVectors = PanelSums<Tokens>::kVectors;
+  const BlockSparseView& w = args.w;
+  __m512i zeros[kVectors];
+  for (int v = 0; v < kVectors; ++v) zeros[v] = _mm512_set1_epi32(-args.x_zero_point);
+  const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.y_zero_point));
+  const __m512 most = _mm512_set1_ps(1024.0f);
+  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
+    const int64_t output = group * kGroupOutputs;
+    const int64_t outputs = w.n - output < kGroupOutputs ? w.n - output : kGroupOutputs;
+    __m512i sums[kGroupOutputs][kVectors];
+    SumGroup<Tokens>(w, group, args.sums + output, x, zeros, sums);
+    for (int64_t o = 0; o < outputs; ++o) {
+      const __m512 scale = _mm512_set1_ps(args.x_scale * args.scales[output + o] / args.y_scale);
+      const __m512 bias = _mm512_set1_ps(args.bias == nullptr ? 0.0f : args.bias[output + o] / args.y_scale);
+      __m512i q[4] = {};
+      for (int v = 0; v < kVectors; ++v) {
+        const __m512 number = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[o][v]), scale, bias);
+        q[v] = _mm512_cvt_roundps_epi32(_mm512_min_ps(number, most), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      }
+      const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero_point);
+      const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(q[2], q[3]), zero_point);
+      // Lane i: 4 tokens each of vectors 0, 1, 2, 3. For blocks of 64 that is their order.
+      __m512i bytes = _mm512_packus_epi16(low, high);
+      if (args.table != nullptr) bytes = table(bytes);
+      uint8_t* to = y + (output + o) * Tokens::kWidth;
+      if constexpr (Tokens::kWidth == 64) {
+        _mm512_storeu_si512(to, bytes);
+      } else {
+        bytes =
+            _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+        if constexpr (Tokens::kWidth == 32) {
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(bytes));
+        } else {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(bytes));
+        }
+      }
+    }
+  }
+}
+
 // Calls body(width, first token, tokens) for blocks of 64 and, for the rest, 32 and 16.
 template <typename Body>
 void ForEachBlock(int64_t m, const Body& body) {
   int64_t first = 0;
   while (first < m) {
     const int64_t left = m - first;
-    if (left > 48) {
+    if (TokenBlockWidth(left) == 64) {
       body(Tokens64{}, first, left < 64 ? left : 64);
       first += 64;
-    } else if (left > 16) {
+    } else if (TokenBlockWidth(left) == 32) {
       body(Tokens32{}, first, left < 32 ? left : 32);
       first += 32;
     } else {
@@ -325,7 +382,9 @@ void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k,
 
 void MultiplyBlockSparseAvx512(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
   ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
-    MultiplyBlock<decltype(tokens)>(args, first, count, panel_begin, panel_end);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
+    MultiplyBlock<decltype(tokens)>(args, x, *BlockRanges<decltype(tokens)::kWidth>::Of(x, args.w.k), first, count,
+                                    panel_begin, panel_end);
   });
 }
 
@@ -344,6 +403,40 @@ void MultiplyBlockSparseAvx512FewTokens(const VnniSpmmArgs& args, int64_t panel_
     case 1:
       return MultiplyFew<1>(args, first, panel_begin, panel_end);
   }
+}
+
+void QuantizeTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, float factor, int32_t zero_point,
+                          uint8_t* blocks) {
+  TokenRange ranges[kTokenBlock];
+  for (TokenRange& range : ranges) range = {factor, 0.0f, zero_point};
+  ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
+    QuantizeBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k, ranges,
+                                            blocks + first * k);
+  });
+}
+
+void MultiplyQuantizedAvx512(const QuantizedSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+  VnniSpmmArgs floats;
+  floats.w = args.w;
+  floats.sums = args.sums;
+  floats.scales = args.scales;
+  floats.bias = args.bias;
+  floats.y = args.y;
+  floats.y_row_bytes = args.y_row_bytes;
+  const ByteTable table(args.table);
+  ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
+    using Tokens = decltype(tokens);
+    const uint8_t* x = args.x + first * args.w.k;
+    if (args.y == nullptr) {
+      return MultiplyBlockToBytes<Tokens>(args, x, args.y_blocks + first * args.w.n, table, panel_begin, panel_end);
+    }
+    BlockRanges<Tokens::kWidth> ranges;
+    for (int i = 0; i < Tokens::kWidth; ++i) {
+      ranges.scales[i] = args.x_scale;
+      ranges.minus_zeros[i] = -args.x_zero_point;
+    }
+    MultiplyBlock<Tokens>(floats, x, ranges, first, count, panel_begin, panel_end);
+  });
 }
 
 }  // namespace ortolan
