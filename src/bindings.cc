@@ -513,12 +513,12 @@ Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64
   return blocks;
 }
 
-// float [m, n], or token blocks where y_scale is given.
+// float [m, n]; token blocks where y_scale is given; int32 token blocks of the sums.
 py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, int64_t x_zero_point,
                             const Array<int8_t>& values, const Array<uint16_t>& indices, const Array<int64_t>& starts,
                             const Array<float>& scales, int64_t k, int64_t n,
                             const std::optional<CastArray<float>>& bias, std::optional<float> y_scale,
-                            int64_t y_zero_point, const std::optional<Array<uint8_t>>& table,
+                            int64_t y_zero_point, const std::optional<Array<uint8_t>>& table, bool sums_only,
                             const std::optional<std::string>& kernel_name) {
   QuantizedSpmmArgs args;
   args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
@@ -552,6 +552,13 @@ py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, i
     args.sums = sums.data();
     kernel.multiply(args, 0, BitmapPanels(n));
   };
+  if (sums_only) {
+    Array<int32_t> y(PaddedTokens(m) * n);
+    args.y_sums = y.mutable_data();
+    std::fill_n(args.y_sums, y.size(), 0);
+    run();
+    return y;
+  }
   if (y_scale) {
     Array<uint8_t> y(PaddedTokens(m) * n);
     args.y_scale = *y_scale;
@@ -659,8 +666,9 @@ PYBIND11_MODULE(_native, module) {
              py::arg("x_zero_point"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
              py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
              py::arg("bias") = py::none(), py::arg("y_scale") = py::none(), py::arg("y_zero_point") = 0,
-             py::arg("table").noconvert() = py::none(), py::arg("kernel") = py::none(),
-             "Token blocks x @ W + bias: float32 [m, n], or with y_scale u8 token blocks, through a table [256].");
+             py::arg("table").noconvert() = py::none(), py::arg("sums_only") = false, py::arg("kernel") = py::none(),
+             "Token blocks x @ W + bias: float32 [m, n]; with y_scale u8 token blocks, through a table [256]; or the "
+             "int32 sums as token blocks.");
 
   module.def("pack_scales", &PackScalesArray, py::arg("scales"), py::arg("bf16"),
              "Scales [groups, n] as [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");

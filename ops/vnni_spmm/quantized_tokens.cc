@@ -70,6 +70,10 @@ void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin,
       const float bias = args.bias == nullptr ? 0.0f : args.bias[output];
       for (int64_t i = 0; i < std::min(width, args.m - first); ++i) {
         const float total = static_cast<float>(totals[i]);
+        if (args.y_sums != nullptr) {
+          args.y_sums[first * w.n + output * width + i] = totals[i];
+          continue;
+        }
         if (args.y != nullptr) {
           float* row = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + (first + i) * args.y_row_bytes);
           row[output] = total * scale + bias;

@@ -2,17 +2,18 @@
 // in which the kernels read them.
 //
 //     D_ij = sum over l of (x[i, l] - x_zero_point) q[l, j]                                          exact
+//     y[i, j] = D_ij                                                                                 int32, or
 //     y[i, j] = D_ij (x_scale scales[j]) + bias[j]                                                   float32, or
 //     y[i, j] = table[clamp(round(D_ij (x_scale scales[j] / y_scale) + bias[j] / y_scale) + y_zero_point, 0, 255)]
 //
 // round: to nearest, ties to even. Without a table y is the number itself. In float32 the argument of round is off by
-// at most 6 2^-24 of the sum of its terms' magnitudes: next to the exact formula, y is the same or, near a tie, one
+// at most 8 2^-24 of the sum of its terms' magnitudes: next to the exact formula, y is the same or, near a tie, one
 // step away. Kernels agree with each other likewise.
 //
 // Token blocks: m tokens of c numbers, in blocks of 64 tokens; of what is left a block of 64 if that is more than 48,
 // else one of 32 if more than 16, then one of 16.
 //
-//     u8 [c][width] a block, one after the other: the block that begins with token i stands at byte i c
+//     [c][width] a block, one after the other: the block that begins with token i stands at element i c
 //
 // What is in the places of missing tokens does not matter, and is anything after a kernel has written y.
 #pragma once
@@ -35,7 +36,7 @@ inline constexpr int64_t PaddedTokens(int64_t m) {
   return m - left + (left > 48 ? 64 : (left + 15) / 16 * 16);
 }
 
-// A part of the work is m tokens from a multiple of kTokenBlock on, with x, y and y_blocks of those.
+// A part of the work is m tokens from a multiple of kTokenBlock on, with x and y of those.
 struct QuantizedSpmmArgs {
   BlockSparseView w;              // has passed ValidateBlockSparse
   const int32_t* sums = nullptr;  // SumsOfOutputs(w)
@@ -44,9 +45,11 @@ struct QuantizedSpmmArgs {
   int64_t m = 0;
   const uint8_t* x = nullptr;  // token blocks of w.k numbers
   float x_scale = 0.0f;
-  int32_t x_zero_point = 0;        // 0 … 255
-  float* y = nullptr;              // [m][w.n], or null: y_blocks
+  int32_t x_zero_point = 0;  // 0 … 255
+  // One of the three, the others null.
+  float* y = nullptr;              // [m][w.n]
   int64_t y_row_bytes = 0;         // from one row of y to the next, a multiple of 4
+  int32_t* y_sums = nullptr;       // token blocks of w.n numbers
   uint8_t* y_blocks = nullptr;     // token blocks of w.n numbers
   float y_scale = 0.0f;            // not 0
   int32_t y_zero_point = 0;        // 0 … 255

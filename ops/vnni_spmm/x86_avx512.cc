@@ -107,18 +107,16 @@ struct PanelSums {
   __m512i of[kPanelOutputs][kVectors];
 };
 
-// Four outputs.
-template <typename Tokens>
-void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, const uint8_t* x,
-              const __m512i* minus_zeros, __m512i (*to)[PanelSums<Tokens>::kVectors]) {
+// Four outputs. begin(o, v): what is added to output o of vector v.
+template <typename Tokens, typename Begin>
+[[gnu::always_inline]] inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
+                                            const Begin& begin,
+                                            __m512i (&total)[kGroupOutputs][PanelSums<Tokens>::kVectors]) {
   constexpr int kVectors = PanelSums<Tokens>::kVectors;
-  __m512i total[kGroupOutputs][kVectors];
 #pragma GCC unroll 4
   for (int o = 0; o < kGroupOutputs; ++o) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      total[o][v] = _mm512_mullo_epi32(minus_zeros[v], _mm512_set1_epi32(sums[o]));
-    }
+    for (int v = 0; v < kVectors; ++v) total[o][v] = begin(o, v);
   }
   const int8_t* values = w.Values(w.starts[group]);
   const int8_t* end = w.Values(w.starts[group + 1]);
@@ -136,11 +134,6 @@ void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, cons
         for (int v = 0; v < kVectors; ++v) total[o][v] = Dot(total[o][v], tokens[v], weights);
       }
     }
-  }
-#pragma GCC unroll 4
-  for (int o = 0; o < kGroupOutputs; ++o) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
   }
 }
 
@@ -186,7 +179,17 @@ void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges
     for (int64_t g = 0; g < panels * kPanelGroups; ++g) {
       const int64_t group = panel * kPanelGroups + g;
       if (group >= w.Groups()) break;  // what the sums hold there is not stored
-      SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums[0].of + g * kGroupOutputs);
+      const int32_t* of_weights = args.sums + group * kGroupOutputs;
+      __m512i total[kGroupOutputs][kVectors];
+      SumGroup<Tokens>(
+          w, group, x, [&](int o, int v) { return _mm512_mullo_epi32(zeros[v], _mm512_set1_epi32(of_weights[o])); },
+          total);
+      __m512i(*to)[kVectors] = sums[0].of + g * kGroupOutputs;
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroupOutputs; ++o) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
+      }
     }
     const int64_t column = panel * kPanelOutputs;
     for (int v = 0; v < kVectors; ++v) {
@@ -225,46 +228,90 @@ struct ByteTable {
   }
 };
 
+// 16 tokens a vector to bytes in their order.
+template <int kVectors>
+__m512i ToBytes(const __m512i (&total)[kVectors], float scale, float bias, __m512i zero_point) {
+  const __m512 scales = _mm512_set1_ps(scale), biases = _mm512_set1_ps(bias);
+  __m512i q[4] = {};
+  // Beyond what an int32 holds, numbers must be cut off before they are converted. (NaN, too, takes this way.)
+  const bool fits = __builtin_fabsf(scale) <= 0.5f && __builtin_fabsf(bias) <= 0x1p29f;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    __m512 number = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[v]), scales, biases);
+    if (!fits) number = _mm512_min_ps(number, _mm512_set1_ps(1024.0f));
+    q[v] = _mm512_cvt_roundps_epi32(number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero_point);
+  const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(q[2], q[3]), zero_point);
+  // Lane i: 4 tokens each of vectors 0, 1, 2, 3. For blocks of 64 that is their order.
+  const __m512i bytes = _mm512_packus_epi16(low, high);
+  if constexpr (kVectors == 4) return bytes;
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+}
+
+template <int kWidth>
+void StoreTokens(uint8_t* to, __m512i bytes) {
+  if constexpr (kWidth == 64) _mm512_storeu_si512(to, bytes);
+  if constexpr (kWidth == 32) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(bytes));
+  if constexpr (kWidth == 16) _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(bytes));
+}
+
 // A block of tokens to a block of u8 [w.n][Tokens::kWidth].
 template <typename Tokens>
 void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8_t* y, const ByteTable& table,
                           int64_t panel_begin, int64_t panel_end) {
   constexpr int kVectors = PanelSums<Tokens>::kVectors;
   const BlockSparseView& w = args.w;
-  __m512i zeros[kVectors];
-  for (int v = 0; v < kVectors; ++v) zeros[v] = _mm512_set1_epi32(-args.x_zero_point);
   const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.y_zero_point));
-  const __m512 most = _mm512_set1_ps(1024.0f);
+  const float factor = 1.0f / args.y_scale;
+  const float x_factor = args.x_scale * factor;
   const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
   for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
     const int64_t output = group * kGroupOutputs;
-    const int64_t outputs = w.n - output < kGroupOutputs ? w.n - output : kGroupOutputs;
-    __m512i sums[kGroupOutputs][kVectors];
-    SumGroup<Tokens>(w, group, args.sums + output, x, zeros, sums);
-    for (int64_t o = 0; o < outputs; ++o) {
-      const __m512 scale = _mm512_set1_ps(args.x_scale * args.scales[output + o] / args.y_scale);
-      const __m512 bias = _mm512_set1_ps(args.bias == nullptr ? 0.0f : args.bias[output + o] / args.y_scale);
-      __m512i q[4] = {};
-      for (int v = 0; v < kVectors; ++v) {
-        const __m512 number = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[o][v]), scale, bias);
-        q[v] = _mm512_cvt_roundps_epi32(_mm512_min_ps(number, most), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      }
-      const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero_point);
-      const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(q[2], q[3]), zero_point);
-      // Lane i: 4 tokens each of vectors 0, 1, 2, 3. For blocks of 64 that is their order.
-      __m512i bytes = _mm512_packus_epi16(low, high);
+    const int32_t* of_weights = args.sums + output;
+    __m512i total[kGroupOutputs][kVectors];
+    SumGroup<Tokens>(
+        w, group, x, [&](int o, int) { return _mm512_set1_epi32(-args.x_zero_point * of_weights[o]); }, total);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      if (output + o >= w.n) break;
+      const float bias = args.bias == nullptr ? 0.0f : args.bias[output + o] * factor;
+      __m512i bytes = ToBytes(total[o], args.scales[output + o] * x_factor, bias, zero_point);
       if (args.table != nullptr) bytes = table(bytes);
-      uint8_t* to = y + (output + o) * Tokens::kWidth;
-      if constexpr (Tokens::kWidth == 64) {
-        _mm512_storeu_si512(to, bytes);
+      StoreTokens<Tokens::kWidth>(y + (output + o) * Tokens::kWidth, bytes);
+    }
+  }
+}
+
+// A block of tokens to a block of int32 [w.n][Tokens::kWidth].
+template <typename Tokens>
+void MultiplyBlockToSums(const QuantizedSpmmArgs& args, const uint8_t* x, int32_t* y, int64_t panel_begin,
+                         int64_t panel_end) {
+  constexpr int kVectors = PanelSums<Tokens>::kVectors;
+  const BlockSparseView& w = args.w;
+  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
+    const int64_t output = group * kGroupOutputs;
+    const int32_t* of_weights = args.sums + output;
+    __m512i total[kGroupOutputs][kVectors];
+    SumGroup<Tokens>(
+        w, group, x, [&](int o, int) { return _mm512_set1_epi32(-args.x_zero_point * of_weights[o]); }, total);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      if (output + o >= w.n) break;
+      int32_t* to = y + (output + o) * Tokens::kWidth;
+      if constexpr (kVectors == 4) {  // the order of Tokens64: 4 tokens of each vector
+        const __m512i a = _mm512_shuffle_i32x4(total[o][0], total[o][1], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(total[o][0], total[o][1], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(total[o][2], total[o][3], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(total[o][2], total[o][3], 0xee);
+        _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(to + 16, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(to + 32, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(to + 48, _mm512_shuffle_i32x4(b, d, 0xdd));
       } else {
-        bytes =
-            _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
-        if constexpr (Tokens::kWidth == 32) {
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(bytes));
-        } else {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(bytes));
-        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(to + 16 * v, total[o][v]);
       }
     }
   }
@@ -427,6 +474,9 @@ void MultiplyQuantizedAvx512(const QuantizedSpmmArgs& args, int64_t panel_begin,
   ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
     using Tokens = decltype(tokens);
     const uint8_t* x = args.x + first * args.w.k;
+    if (args.y_sums != nullptr) {
+      return MultiplyBlockToSums<Tokens>(args, x, args.y_sums + first * args.w.n, panel_begin, panel_end);
+    }
     if (args.y == nullptr) {
       return MultiplyBlockToBytes<Tokens>(args, x, args.y_blocks + first * args.w.n, table, panel_begin, panel_end);
     }
