@@ -62,9 +62,10 @@ class Kernel {
       const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveIsa(), rows.m, w.k);
       VnniSpmmArgs args = args_;
       args.bias = bias;
-      const int64_t stored_inputs = w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1;
+      // A quarter of what a panel holds: a piece of work should have some panels, since the kernels write y by several.
+      const int64_t inputs = w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1;
       linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(rows.m, w.k), kernel.PackedRowBytes(w.k), kTokenChunk},
-                   stored_inputs, args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
+                   inputs, args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
                      kernel.pack(x, linear_->XRowBytes(), count, w.k, to);
                    });
     });
