@@ -34,6 +34,7 @@ asan: build/asan-site/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul
+	$(BIN)/ortolan bench w4a8_matmul
 
 wheel: $(VENV)/.created
 	$(BIN)/python -m pip wheel --no-deps -w dist .

@@ -20,6 +20,7 @@ def _lazy(module: str) -> Callable[[BenchOptions, Progress], BenchResult]:
 # The room's name -> run(options, progress).
 BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
+    "w4a8_matmul": _lazy("w4a8_matmul"),
 }
 
 __all__ = ["BENCHMARKS", "BenchOptions", "BenchResult"]

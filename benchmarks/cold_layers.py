@@ -74,7 +74,7 @@ def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = F
             place = memory[offset : offset + array.nbytes]
             place[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if distinct:
-                place[:2] = (i % 256, i // 256)
+                place[:2] = (i % 256, i // 256)[: array.nbytes]
             copy.append(place.view(array.dtype).reshape(array.shape))
         result.append(copy)
     return result
@@ -91,10 +91,11 @@ def ort_candidate(node: Node, k: int, n: int, *, distinct: bool = False) -> Cand
         def bind(x: np.ndarray) -> Run:
             binding = session.io_binding()
             binding.bind_cpu_input("x", x)
+            # One output for all layers, as a model uses the memory of its activations again and again. It exists
+            # already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody has written are
+            # not there yet.
+            y = ort.OrtValue.ortvalue_from_numpy(np.ones((len(x), n), np.float32))
             for output in session.get_outputs():
-                # Outputs that exist already, for fresh ones cost page faults; of ones, for the pages of zeros that
-                # nobody has written are not there yet.
-                y = ort.OrtValue.ortvalue_from_numpy(np.ones((len(x), n), np.float32))
                 binding.bind_ortvalue_output(output.name, y)
 
             def run(_keep: object = values) -> None:

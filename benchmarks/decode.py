@@ -1,18 +1,21 @@
 """A decoder, whole: tokens a second of prompt processing and of decoding, fp32 against 4-bit peers and recipes.
 
-python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--variant NAME=PATH …] [--profile]
+python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe NAME:KEY=VALUE,… …]
+    [--variant NAME=PATH …] [--profile]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +23,10 @@ import onnxruntime as ort
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import OrtolanError, VerificationError
+from ..errors import OrtolanError, RecipeError, VerificationError
+from ..graph_passes.recipe import Recipe, parse_setting
 from ..models import get_model
-from ..models.generate import Decoder, shares_cache
+from ..models.generate import Decoder, read_head_size, shares_cache
 from ..optimize import optimize_onnx
 from ..session import create_session
 from .matmul_nbits import make_matmul_nbits
@@ -30,6 +34,8 @@ from .result import versions_line
 from .timing import pinned
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
+# The first one stores what MatMulNBits g32 does; both, like the peers, also quantize the head.
+RECIPES = ("int4:group_size=32,symmetric=true", "int4")
 
 
 @dataclass(frozen=True)
@@ -134,42 +140,59 @@ def session_options(threads: int) -> ort.SessionOptions:
 
 
 def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
-    return Decoder(create_session(path, options), cache_length if shares_cache(path) else None)
+    session = create_session(path, options)
+    return Decoder(session, cache_length if shares_cache(path) else None, read_head_size(path))
 
 
-def make_variants(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[str, Path]:
+def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:
+    """NAME or NAME:KEY=VALUE,… by what the table calls it: recipes that prune once for each sparsity, unless set.
+
+    Raises RecipeError for unknown recipes and options.
+    """
+    recipes: dict[str, Recipe] = {}
+    for text in texts:
+        name, _, settings = text.partition(":")
+        options = dict(map(parse_setting, settings.split(","))) if settings else {}
+        recipe = Recipe.load(name).with_options(options)
+        name = f"{name} {settings}".strip()
+        if any(step.name == "prune" for step in recipe.passes) and {"sparsity", "prune.sparsity"}.isdisjoint(options):
+            recipes |= {f"{name} {share:.0%}": recipe.with_options({"sparsity": share}) for share in sparsity}
+        else:
+            recipes[name] = recipe
+    return recipes
+
+
+def make_variants(
+    arguments: argparse.Namespace, recipes: Mapping[str, Recipe], folder: Path, console: Console
+) -> dict[str, Path]:
     """Name -> ONNX file, made in `folder` unless already there."""
     variants: dict[str, Path] = {}
     for attention in arguments.attention:
         suffix = f" {attention}" if len(arguments.attention) > 1 else ""
         source = get_model(arguments.model, progress=console.print, attention=attention).onnx
         variants[f"fp32{suffix}"] = source
-
-        def make(name: str, write: Callable[[Path], object], source: Path = source, suffix: str = suffix) -> None:
-            path = folder / f"{source.stem} {name}.onnx".replace(" ", "-")
+        writers: dict[str, Callable[[Path], object]] = {
+            name: partial(make_matmul_nbits, source, block_size=block_size, accuracy_level=level)
+            for name, (block_size, level) in PEERS.items()
+        }
+        writers |= {name: partial(optimize_onnx, source, recipe=recipe) for name, recipe in recipes.items()}
+        for name, write in writers.items():
+            path = folder / re.sub(r"[^\w.=%-]", "-", f"{source.stem} {name}.onnx")
             if not path.is_file():
                 console.print(f"making {path.name}")
                 try:
                     write(path)
                 except VerificationError as error:
                     console.print(f"left out: {error}")
-                    return
+                    continue
             variants[f"{name}{suffix}"] = path
+    return variants | dict(map(read_variant, arguments.variant))
 
-        for name, (block_size, level) in PEERS.items():
-            make(name, lambda path, s=source, b=block_size, a=level: make_matmul_nbits(s, path, b, a))  # type: ignore[misc]
-        for recipe in arguments.recipe:
-            for sparsity in arguments.sparsity:
-                make(
-                    f"{recipe} {sparsity:.0%}",
-                    lambda path, s=source, r=recipe, z=sparsity: optimize_onnx(  # type: ignore[misc]
-                        s, path, recipe=r, options={"sparsity": z}
-                    ),
-                )
-    for variant in arguments.variant:
-        name, _, path = variant.partition("=")
-        variants[name] = Path(path)
-    return variants
+
+def read_variant(text: str) -> tuple[str, Path]:
+    """NAME=PATH; the path of a folder stands for its model.onnx."""
+    name, _, path = text.partition("=")
+    return name, Path(path) / "model.onnx" if Path(path).is_dir() else Path(path)
 
 
 def file_megabytes(path: Path) -> float:
@@ -213,9 +236,17 @@ def main() -> None:
     parser.add_argument(
         "--attention", nargs="+", default=["gqa"], choices=["standard", "gqa"], help="form of the graph"
     )
-    parser.add_argument("--recipe", nargs="*", default=["sparse-int4", "sparse-int8", "sparse-bf16"])
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.0, 0.5])
-    parser.add_argument("--variant", action="append", default=[], metavar="NAME=PATH", help="an ONNX file to time too")
+    parser.add_argument(
+        "--recipe", nargs="*", default=RECIPES, metavar="NAME[:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
+    )
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.0, 0.5], help="for recipes that prune")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="an ONNX file or a model's folder, timed too",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--decode-tokens", type=int, default=64)
@@ -224,14 +255,18 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time of a decode step goes")
     arguments = parser.parse_args()
     for variant in arguments.variant:
-        if not Path(variant.partition("=")[2]).is_file():
+        if not read_variant(variant)[1].is_file():
             parser.error(f"--variant: expected NAME=PATH of an ONNX file, found {variant!r}")
+    try:
+        recipes = read_recipes(arguments.recipe, arguments.sparsity)
+    except RecipeError as error:
+        parser.error(f"--recipe: {error}")
 
     console = Console(width=140)
     with tempfile.TemporaryDirectory() as temporary, pinned(arguments.threads):
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        variants = make_variants(arguments, folder, console)
+        variants = make_variants(arguments, recipes, folder, console)
         cache_length = arguments.prompt_tokens + arguments.decode_tokens
         decoders = {
             name: open_decoder(path, session_options(arguments.threads), cache_length)

@@ -1,7 +1,8 @@
 """What a dense linear layer costs elsewhere: ORT's operators and PyTorch, as candidates of random weights.
 
     ort_matmul_fp32              ORT MatMul on float32 weights
-    ort_matmul_nbits_<bits>      ORT MatMulNBits, accuracy_level 4: x is quantized to int8 by blocks
+    ort_matmul_nbits_<bits>      ORT MatMulNBits, accuracy_level 4: x is quantized to int8 by blocks; of weights that
+                                 are given: matmul_nbits_node
     ort_dynamic_quantize_matmul  ORT DynamicQuantizeMatMul: uint8 x, int8 weights with a scale a column
     torch_bf16                   torch.nn.functional.linear on bf16 x and weights; rounding x to bf16 is not timed
 
@@ -43,8 +44,35 @@ def ort_matmul_nbits(rng: np.random.Generator, k: int, n: int, bits: int, block_
     blocks = -(-k // block_size)
     weights = rng.integers(0, 256, (n, blocks, block_size * bits // 8), dtype=np.uint8)
     scales = rng.random((n, blocks), dtype=np.float32)
-    attributes = {"K": k, "N": n, "bits": bits, "block_size": block_size, "accuracy_level": 4}
-    return ort_candidate(Node("MatMulNBits", [weights, scales], "com.microsoft", attributes), k, n, distinct=True)
+    return ort_candidate(_matmul_nbits(k, bits, block_size, 4, [weights, scales]), k, n, distinct=True)
+
+
+def matmul_nbits_node(
+    q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None, block_size: int, accuracy_level: int
+) -> Node:
+    """ORT MatMulNBits on 4-bit weights scales (q - zero_points): q u8 [k, n] 0 to 15, scales float32 [blocks, n],
+    zero_points u8 [blocks, n] 0 to 15, or None: 8."""
+    k, n = q.shape
+    blocks = len(scales)
+    padded = np.zeros((n, blocks * block_size), np.uint8)
+    padded[:, :k] = q.T
+    constants = [_nibbles(padded).reshape(n, blocks, block_size // 2), np.ascontiguousarray(scales.T)]
+    if zero_points is not None:
+        padded = np.zeros((n, blocks + blocks % 2), np.uint8)
+        padded[:, :blocks] = zero_points.T
+        constants.append(_nibbles(padded))
+    return _matmul_nbits(k, 4, block_size, accuracy_level, constants)
+
+
+def _nibbles(numbers: np.ndarray) -> np.ndarray:
+    """Two numbers to a byte, the first one in the low half: [n, count] to [n, count / 2]."""
+    pairs: np.ndarray = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return pairs
+
+
+def _matmul_nbits(k: int, bits: int, block_size: int, accuracy_level: int, constants: list[np.ndarray]) -> Node:
+    numbers = {"K": k, "N": len(constants[0]), "bits": bits, "block_size": block_size, "accuracy_level": accuracy_level}
+    return Node("MatMulNBits", constants, "com.microsoft", numbers)
 
 
 def ort_dynamic_quantize_matmul(rng: np.random.Generator, k: int, n: int) -> Candidate:

@@ -67,33 +67,25 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """How many times faster than dense Ortolan is on named layers: the fastest dense peer's ms over ours, of minima.
+    """How many times faster than its peer Ortolan is on named layers: the peer's ms over ours, of minima.
 
-    ratios: by layer, in the order of the benchmark. fp32_geomean: of the ratios against ort_matmul_fp32.
+    case: kind, m and what else the benchmark varies. ratios: by column of the table. geomean: of all layers.
+    others: the geometric means of the ratios to other peers, where these were measured, by what the table calls them.
     """
 
-    kind: str
+    case: dict[str, Any]
     threads: int
-    m: int
-    storage: str
-    sparsity: float
     ratios: dict[str, float]
-    fp32_geomean: float
-
-    @property
-    def geomean(self) -> float:
-        return geometric_mean(list(self.ratios.values()))
+    geomean: float
+    others: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "kind": self.kind,
+            **self.case,
             "threads": self.threads,
-            "m": self.m,
-            "storage": self.storage,
-            "sparsity": self.sparsity,
             "ratios": {name: round(ratio, 4) for name, ratio in self.ratios.items()},
             "geomean": round(self.geomean, 4),
-            "fp32_geomean": round(self.fp32_geomean, 4),
+            **{f"{name}_geomean": round(ratio, 4) for name, ratio in self.others.items()},
         }
 
 
@@ -102,31 +94,47 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def summarize(
-    rows: Sequence[BenchRow], dense_peers: Mapping[str, Sequence[str]], layers: Sequence[str]
+    rows: Sequence[BenchRow],
+    peers: Mapping[str, Sequence[str]],
+    columns: Mapping[str, Sequence[str]],
+    others: Mapping[str, str],
 ) -> list[SummaryRow]:
-    """A row for each kind, number of threads, m, storage and sparsity that was measured against a dense peer.
+    """A row for each number of threads and case, but for its layer, that was measured against a peer of its kind.
 
-    rows: their case holds "kind", "m", "storage", "sparsity" and, if named, "layer", names joined by ", "; each case
-    has the peer ort_matmul_fp32. dense_peers: of each kind, the peers of its precision. layers: all names, in order.
+    rows: their case holds "kind", "m", "k", "n" and, if named, "layer", names joined by ", ". peers: of each kind; the
+    fastest one measured counts. columns: a table column's name -> the layers whose geometric mean it shows. others: a
+    name -> a further peer.
     """
-    ratios: dict[tuple[str, int, int, str, float], dict[str, dict[str, float]]] = {}
+    found: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for row in rows:
-        case = row.case
-        key = (case["kind"], row.threads, case["m"], case["storage"], case["sparsity"])
-        for name in filter(None, case.get("layer", "").split(", ")):
-            ratios.setdefault(key, {}).setdefault(name, {})[row.peer] = row.ratio
+        case = {name: value for name, value in row.case.items() if name not in ("layer", "k", "n")}
+        kind, m = case.pop("kind"), case.pop("m")
+        for layer in filter(None, row.case.get("layer", "").split(", ")):
+            by_layer = found.setdefault((kind, row.threads, m, *case.items()), {})
+            by_layer.setdefault(layer, {})[row.peer] = row.ratio
+    # By kind, threads, m and the rest, each in the order in which the rows bring it.
+    orders = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
     summary = []
-    for (kind, threads, m, storage, sparsity), by_layer in ratios.items():
-        against_dense: dict[str, float] = {}
-        for name in layers:
-            found = [by_layer.get(name, {}).get(peer) for peer in dense_peers[kind]]
-            if measured := [ratio for ratio in found if ratio is not None]:
-                against_dense[name] = min(measured)
-        if against_dense:
-            fp32 = geometric_mean([by_layer[name]["ort_matmul_fp32"] for name in against_dense])
-            summary.append(SummaryRow(kind, threads, m, storage, sparsity, against_dense, fp32))
-    order = {kind: i for i, kind in enumerate(dense_peers)}
-    return sorted(summary, key=lambda row: (order[row.kind], row.threads, row.m, row.storage, row.sparsity))
+    for key in sorted(found, key=lambda key: [order.index(value) for order, value in zip(orders, key, strict=True)]):
+        (kind, threads, m, *rest), by_layer = key, found[key]
+        ratios = {}
+        for layer, by_peer in by_layer.items():
+            if measured := [by_peer[peer] for peer in peers[kind] if peer in by_peer]:
+                ratios[layer] = min(measured)
+        if not ratios:
+            continue
+        by_column = {
+            column: geometric_mean([ratios[layer] for layer in layers if layer in ratios])
+            for column, layers in columns.items()
+            if not ratios.keys().isdisjoint(layers)
+        }
+        further = {}
+        for name, peer in others.items():
+            if measured := [by_layer[layer][peer] for layer in ratios if peer in by_layer[layer]]:
+                further[name] = geometric_mean(measured)
+        case = {"kind": kind, "m": m, **dict(rest)}
+        summary.append(SummaryRow(case, threads, by_column, geometric_mean(list(ratios.values())), further))
+    return summary
 
 
 def cpu_name() -> str:
@@ -147,6 +155,7 @@ class BenchResult:
 
     rows: list[BenchRow] = field(default_factory=list)
     summary: list[SummaryRow] = field(default_factory=list)
+    summary_title: str = ""
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     cpu: str = field(default_factory=cpu_name)
@@ -195,24 +204,20 @@ class BenchResult:
     def _summary_table(self) -> Table:
         from rich.table import Table
 
-        names = list(dict.fromkeys(name for row in self.summary for name in row.ratios))
-        title = "Times faster than the fastest dense peer (bf16: or our dense storage); last: ORT fp32, geometric mean"
-        table = Table(title=title, title_justify="left")
+        columns = list(dict.fromkeys(name for row in self.summary for name in row.ratios))
+        others = list(dict.fromkeys(name for row in self.summary for name in row.others))
+        table = Table(title=self.summary_title, title_justify="left")
         table.add_column("weights")
-        for name in ("threads", "batch", "zeros", *names, "geomean", "fp32"):
+        for name in ("threads", "batch", *list(self.summary[0].case)[2:], *columns, "geomean", *others):
             table.add_column(name, justify="right")
         last = None
         for row in self.summary:
-            if last is not None and (row.kind, row.threads, row.m) != last:
+            kind, m, *rest = row.case.values()
+            if last is not None and (kind, row.threads, m) != last:
                 table.add_section()
-            last = (row.kind, row.threads, row.m)
+            last = (kind, row.threads, m)
+            cells = [row.ratios.get(name) for name in columns] + [row.geomean] + [row.others.get(o) for o in others]
             table.add_row(
-                row.kind,
-                str(row.threads),
-                str(row.m),
-                f"{row.sparsity:.0%}" if row.storage == "bitmap" else row.storage,
-                *(f"{row.ratios[name]:.2f}" if name in row.ratios else "" for name in names),
-                f"{row.geomean:.2f}",
-                f"{row.fp32_geomean:.2f}",
+                *map(str, (kind, row.threads, m, *rest)), *("" if cell is None else f"{cell:.2f}" for cell in cells)
             )
         return table

@@ -32,6 +32,8 @@ class Timing:
 # decode loop (Zen 5, virtual machine: 1.4 times as long at first, 1.1 times after 20 ms).
 _WARM_UP_SECONDS = 0.08
 _TIMED_CALLS = 3
+# A candidate's turn ends early once it has taken so long, after one timed call at least.
+_TURN_SECONDS = 0.4
 
 
 def interleave(
@@ -39,22 +41,26 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time the candidates A B C A B C … for about `seconds`.
 
-    In its turn each one runs untimed for a while and is then timed a few times, as it would run again and again in a
-    decode loop: its code and page tables are warm, its weights are not, where the copies outgrow the caches.
+    In its turn each one runs untimed for a while and is then timed a few times (a slow one once), as it would run again
+    and again in a decode loop: its code and page tables are warm, its weights are not, where the copies outgrow the
+    caches.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + seconds
     rounds = 0
     while time.perf_counter() < end or rounds < min_rounds:
         for name, call in candidates.items():
-            warm = time.perf_counter() + _WARM_UP_SECONDS
+            began = time.perf_counter()
             call()
-            while time.perf_counter() < warm:
+            while time.perf_counter() < began + _WARM_UP_SECONDS:
                 call()
             for _ in range(_TIMED_CALLS):
                 start = time.perf_counter()
                 call()
-                times[name].append((time.perf_counter() - start) * 1e3)
+                stop = time.perf_counter()
+                times[name].append((stop - start) * 1e3)
+                if stop > began + _TURN_SECONDS:
+                    break
         rounds += 1
     return {name: Timing(min(values), statistics.median(values)) for name, values in times.items()}
 
@@ -85,9 +91,9 @@ def last_level_cache_bytes() -> int:
 def copies_to_stay_cold(bytes_each: int) -> int:
     """How many copies of a weight, used in turn, are never found in a cache: at least 4 and four times the L3.
 
-    At most 512, for the sake of layers that any cache would hold.
+    At most 2048, for the sake of layers that any cache would hold.
     """
-    return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 512)
+    return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
 
 
 class StreamReader:

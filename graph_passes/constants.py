@@ -116,6 +116,8 @@ def _dequantize(node: ir.Node) -> ir.TensorProtocol | None:
         return None
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
     block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
+    made = node.attributes["output_dtype"].as_int() if "output_dtype" in node.attributes else 0
+    dtype = ir.DataType(made) if made else scale.dtype
 
     def spread(tensor: ir.TensorProtocol) -> np.ndarray:
         """One number for each code: the parameter is a scalar, one a slice of `axis`, or one a block along it."""
@@ -132,10 +134,10 @@ def _dequantize(node: ir.Node) -> ir.TensorProtocol | None:
         centred = float_array(codes)
         if len(tensors) > 2 and tensors[2] is not None:
             centred = centred - spread(tensors[2])
-        weights: np.ndarray = (centred * spread(scale)).astype(scale.dtype.numpy())
+        weights: np.ndarray = (centred * spread(scale)).astype(dtype.numpy())
         return weights
 
-    return lazy(compute, scale.dtype, ir.Shape(codes.shape.numpy()))
+    return lazy(compute, dtype, ir.Shape(codes.shape.numpy()))
 
 
 _OPERATORS: dict[str, Callable[[ir.Node], ir.TensorProtocol | None]] = {

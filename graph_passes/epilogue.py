@@ -104,10 +104,11 @@ def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilo
 
 
 def _element_type(output: ir.Value) -> ir.DataType | None:
-    """Of a layer's output, which has the type of the weight or bias. Models need not say it."""
+    """Of a layer's output, which has the type of the weight, its scales or the bias. Models need not say it."""
     node = output.producer()
     constants = [constant_tensor(value) for value in node.inputs] if node is not None else []
-    return next((constant.dtype for constant in constants if constant is not None), None)
+    types = (constant.dtype for constant in constants if constant is not None)
+    return next((dtype for dtype in types if dtype.is_floating_point()), None)
 
 
 def _only_consumer(value: ir.Value) -> ir.Node | None:

@@ -125,6 +125,8 @@ def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: 
             "type; give calibration=… with inputs for this model"
         )
     shape = [_dimension(size, axis, name, sizes) for axis, size in enumerate(value.shape)]
+    if len(shape) == 4 and not isinstance(value.shape[3], int):
+        shape[3] = head_size(value) or shape[3]
     dtype = value.dtype.numpy()
     if "attention_mask" in name and len(shape) == 2 and has_past and not isinstance(value.shape[1], int):
         shape[1] = sizes.past + sizes.sequence
@@ -177,6 +179,36 @@ def _named_size(text: str, sizes: Sizes) -> int:
     if "past" in text or "cache" in text:
         return sizes.past
     return sizes.sequence
+
+
+def head_size(value: ir.Value) -> int | None:
+    """The size of a head in a cache, whose shape leaves it open in models of ONNX Runtime GenAI's newer builders.
+
+    It follows from the width of the queries, or of queries, keys and values where these are one input.
+    """
+    for node, _ in value.uses():
+        if node.op_type != "GroupQueryAttention" or not node.inputs or node.inputs[0] is None:
+            continue
+        counts = [node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads") if name in node.attributes]
+        width = _width(node.inputs[0])
+        if len(counts) == 2 and width is not None:
+            packed = all(source is None for source in node.inputs[1:3])
+            heads = counts[0] + (2 * counts[1] if packed else 0)
+            return width // heads if heads > 0 else None
+    return None
+
+
+def _width(value: ir.Value) -> int | None:
+    """The last dimension, which a product with a weight and the addition of a bias tell where the value does not."""
+    node = value.producer()
+    if value.shape is not None and len(value.shape) and isinstance(value.shape[-1], int):
+        return value.shape[-1]
+    if node is None:
+        return None
+    if "N" in node.attributes:  # MatMulNBits
+        return node.attributes["N"].as_int()
+    constants = [constant_tensor(source) for source in node.inputs] if node.op_type in ("MatMul", "Add") else []
+    return next((tensor.shape.numpy()[-1] for tensor in constants if tensor is not None and len(tensor.shape)), None)
 
 
 def _vocabulary(value: ir.Value) -> int:

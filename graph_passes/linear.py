@@ -5,14 +5,25 @@ A MatMul or Gemm that is no linear layer is reported with the reason, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
-from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array
+from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array, stored_bytes
+from .quantized_weight import dequantized_tensor
+from .stored_int4 import (
+    BIAS_INPUT,
+    MATMUL_NBITS,
+    WEIGHT_INPUTS,
+    StoredInt4,
+    is_matmul_nbits,
+    read_dequantized,
+    read_matmul_nbits,
+)
 
 # Operators outside of the standard that hold the weights of linear layers, with what to do about it.
 _OTHER_LINEAR_OPS = {
@@ -23,7 +34,7 @@ _OTHER_LINEAR_OPS = {
     "FusedMatMul": "a fused MatMul with scaling or transposes; optimize the model before this fusion",
     "FusedGemm": "a Gemm fused with its activation; optimize the model before this fusion",
     "GemmFastGelu": "a Gemm fused with its activation; optimize the model before this fusion",
-    "MatMulNBits": "its weight is already quantized",
+    MATMUL_NBITS: "its weight is already quantized",
     "MatMulBnb4": "its weight is already quantized",
     "MatMulFpQ4": "its weight is already quantized",
     "MatMulInteger": "its weight is already quantized",
@@ -40,17 +51,19 @@ _ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT1
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A linear layer. Its node may be a MatMul or Gemm, its bias may come from the Add behind a MatMul."""
+    """A linear layer. Its node may be a MatMul, Gemm or MatMulNBits, its bias may come from the Add behind it."""
 
     node: ir.Node
     add: ir.Node | None
     x: ir.Value
-    weight_value: ir.Value  # what the node consumes
+    weight_value: ir.Value  # what the node consumes; of MatMulNBits the numbers
     transposed: bool  # the weight is [n, k], as for Gemm with transB=1
     bias_value: ir.Value | None
     k: int
     n: int
     dtype: ir.DataType  # of the activations
+    # The weight's 4-bit numbers, if the model stores such, or why W4A8MatMul cannot hold them.
+    int4: StoredInt4 | str | None = None
 
     @property
     def name(self) -> str:
@@ -66,14 +79,32 @@ class Linear:
 
     @property
     def weight(self) -> ir.TensorProtocol:
-        """The weight as the node consumes it: [k, n], or [n, k] if transposed."""
+        """The weight as a MatMul or Gemm consumes it: [k, n], or [n, k] if transposed."""
+        if is_matmul_nbits(self.node):
+            assert isinstance(self.int4, StoredInt4)
+            return dequantized_tensor(self.int4, self.transposed, self.dtype)
         tensor = constant_tensor(self.weight_value)
         assert tensor is not None
         return tensor
 
     @property
+    def weight_values(self) -> list[ir.Value]:
+        """The node's inputs that make up the weight."""
+        if not is_matmul_nbits(self.node):
+            return [self.weight_value]
+        inputs = [self.node.inputs[index] for index in WEIGHT_INPUTS if index < len(self.node.inputs)]
+        return [value for value in inputs if value is not None]
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the weight takes in the file."""
+        return sum(stored_bytes(value) for value in self.weight_values)
+
+    @property
     def stored_type(self) -> str:
         """The element type in the file, which a Cast or DequantizeLinear may hide."""
+        if isinstance(self.int4, StoredInt4):
+            return f"int4, groups of {self.int4.group_size}"
         value = self.weight_value
         while (node := value.producer()) is not None and node.inputs and node.inputs[0] is not None:
             value = node.inputs[0]
@@ -83,7 +114,7 @@ class Linear:
     @property
     def weight_key(self) -> Hashable:
         """Equal for layers that share one weight."""
-        return constant_key(self.weight_value), self.transposed
+        return tuple(map(constant_key, self.weight_values)), self.transposed
 
     @property
     def weight_names(self) -> list[str]:
@@ -96,7 +127,13 @@ class Linear:
 
     def matrix(self) -> np.ndarray:
         """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""
-        return weight_matrix(self.weight, self.transposed)
+        return self.matrix_as_it_is()()
+
+    def matrix_as_it_is(self) -> Callable[[], np.ndarray]:
+        """Reads the matrix that the layer has now, also after a pass has given it another one."""
+        if isinstance(self.int4, StoredInt4):
+            return self.int4.matrix
+        return partial(weight_matrix, self.weight, self.transposed)
 
     def bias(self) -> np.ndarray | None:
         """The bias as float32 [n]."""
@@ -136,6 +173,8 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
     for node in model.graph.all_nodes():
         if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm"):
             found.append(_match(node))
+        elif is_matmul_nbits(node):
+            found.append(_match_nbits(node))
         elif node.op_type in _OTHER_LINEAR_OPS and _holds_matrix(node):
             found.append(NotLinear(node, f"{op_name(node)}: {_OTHER_LINEAR_OPS[node.op_type]}"))
     return found
@@ -171,7 +210,32 @@ def _match(node: ir.Node) -> Linear | NotLinear:
             return NotLinear(node, reason)
     else:
         add, bias_value = _bias_add(node, weight.dtype, n)
-    return Linear(node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype)
+    int4 = read_dequantized(weight_value, transposed)
+    return Linear(node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype, int4)
+
+
+def _match_nbits(node: ir.Node) -> Linear | NotLinear:
+    int4 = read_matmul_nbits(node)
+    if isinstance(int4, str):
+        return NotLinear(node, f"{op_name(node)}: {int4}")
+    x, weight_value, scales = node.inputs[0], node.inputs[1], constant_tensor(node.inputs[2])
+    assert weight_value is not None and scales is not None  # read_matmul_nbits has seen them
+    if x is None:
+        return NotLinear(node, "an input is missing")
+    if constant_tensor(x) is not None:
+        return NotLinear(node, "both inputs are constant")
+    k, n = int4.q.shape.numpy()
+    bias_value = node.inputs[BIAS_INPUT] if len(node.inputs) > BIAS_INPUT else None
+    if bias_value is None:
+        add, bias_value = _bias_add(node, scales.dtype, n)
+        return Linear(node, add, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
+    bias = constant_tensor(bias_value)
+    if bias is None:
+        return NotLinear(node, f"bias {bias_value.name!r} is computed at run time")
+    if list(bias.shape) != [n] or bias.dtype != scales.dtype:
+        found = f"{bias.dtype.name} {list(bias.shape.numpy())}"
+        return NotLinear(node, f"bias {bias_value.name!r} is {found}, expected {scales.dtype.name} [{n}]")
+    return Linear(node, None, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
 
 
 def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:

@@ -13,8 +13,9 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
-from ortolan.errors import ModelError, OutputError
+from ortolan.errors import ModelError, OutputError, listing
 
+MODEL_SUFFIX = ".onnx"
 EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
 _EXTERNAL_THRESHOLD = 1024  # smaller tensors stay in the model file, where shape inference can see them
 
@@ -28,6 +29,7 @@ class ModelFile:
     proto: onnx.ModelProto | None  # only when it was given as one
     external_root: Path | None = None  # the folder that all external data lies in
     data_files: list[Path] = field(default_factory=list)
+    folder: Path | None = None  # if that was given, and the model found in it
 
     @property
     def name(self) -> str:
@@ -44,7 +46,10 @@ class ModelFile:
 
 
 def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
-    """Reads a model; external data stays on disk and is mapped when it is needed. Raises ModelError."""
+    """Reads a model, or the one in a folder; external data stays on disk and is mapped when it is needed.
+
+    Raises ModelError.
+    """
     if isinstance(source, onnx.ModelProto):
         file = ModelFile(_to_ir(source, "the given ModelProto"), None, source)
         for tensor in external_tensors(file.model):
@@ -57,16 +62,34 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
         path = Path(source)
     except TypeError:
         raise ModelError(f"model is a {type(source).__name__}, expected a path or an onnx.ModelProto") from None
-    file = ModelFile(_to_ir(_read_proto(path), str(path)), path, None)
+    folder = path if path.is_dir() else None
+    if folder is not None:
+        path = _model_in(folder)
+    file = ModelFile(_to_ir(_read_proto(path), str(path)), path, None, folder=folder)
     _find_external_data(file, path)
     return file
 
 
-def _read_proto(path: Path) -> onnx.ModelProto:
-    if path.is_dir():
+def _model_in(folder: Path) -> Path:
+    """The folder's only ONNX file, or model.onnx."""
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix == MODEL_SUFFIX and file.is_file())
+        deeper = {file.parent for file in folder.glob(f"*/*{MODEL_SUFFIX}")}
+    except OSError as error:
+        raise ModelError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error
+    found = [file for file in files if file.name == f"model{MODEL_SUFFIX}"] or files
+    if len(found) == 1:
+        return found[0]
+    if found:
         raise ModelError(
-            f"{str(path)!r} is a folder, expected an ONNX file; did you mean {str(path / 'model.onnx')!r}?"
+            f"folder {str(folder)!r} holds several ONNX files: {listing(file.name for file in found)}; give the path "
+            "of one of them"
         )
+    advice = f"; did you mean {str(deeper.pop())!r}?" if len(deeper) == 1 else ", expected one"
+    raise ModelError(f"folder {str(folder)!r} holds no ONNX file{advice}")
+
+
+def _read_proto(path: Path) -> onnx.ModelProto:
     if path.exists() and not path.is_file():
         raise ModelError(f"{str(path)!r} is no regular file, expected an ONNX file; write the model to a file first")
     try:

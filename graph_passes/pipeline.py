@@ -6,7 +6,6 @@ import abc
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,9 +15,8 @@ import onnx_ir as ir
 from ortolan.errors import ModelError, OrtolanError
 from ortolan.progress import Progress, no_progress
 
-from .constants import stored_bytes
 from .feeds import Feeds
-from .linear import Linear, NotLinear, find_linears, op_name, weight_matrix
+from .linear import Linear, NotLinear, find_linears, op_name
 from .model_file import ModelFile, external_tensors, release_maps
 from .options import Globs, PassOptions
 from .report import LayerReport, OptimizationReport, human_bytes
@@ -58,6 +56,8 @@ class PassContext:
     packed_weights: int = 0  # in all matrices that were packed so far
     # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.
     why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
+    # One for each pass replace: whether it takes over the 4-bit numbers that the model stores for a layer.
+    adopts: list[Callable[[Linear], bool]] = field(default_factory=list)
     # One for each pass quantize: how it is going to quantize a layer, or None. Known before any pass runs.
     quantizations: list[Callable[[Linear], Quantization | None]] = field(default_factory=list)
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key
@@ -77,9 +77,9 @@ class PassContext:
                 self.names_of_layers += [item.name, *(item.weight_names if isinstance(item, Linear) else ())]
                 key = layer_key(item)
                 if isinstance(item, Linear):
-                    self.originals[key] = partial(weight_matrix, item.weight, item.transposed)
+                    self.originals[key] = item.matrix_as_it_is()
                     self.layers[key] = LayerReport(
-                        item.name, item.op, k=item.k, n=item.n, bytes_before=stored_bytes(item.weight_value)
+                        item.name, item.op, k=item.k, n=item.n, bytes_before=item.stored_bytes
                     )
                 else:
                     self.layers[key] = LayerReport(item.name, op_name(item.node), reason=item.reason)
@@ -92,6 +92,10 @@ class PassContext:
     def gains(self, linear: Linear, stored: int) -> bool:
         """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""
         return not self.why_not_replace or any(why_not(linear, stored) is None for why_not in self.why_not_replace)
+
+    def keeps_int4(self, linear: Linear) -> bool:
+        """Whether some pass replace takes over the 4-bit numbers that the model stores for this layer."""
+        return any(adopts(linear) for adopts in self.adopts)
 
     def note(self, text: str) -> None:
         if text not in self.report.notes:

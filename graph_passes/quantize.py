@@ -33,20 +33,19 @@ from ortolan.errors import CalibrationError, ModelError, RecipeError
 from ortolan.session import open_session
 
 from .calibrate import InputRecorder, feeds_for, quiet_options
-from .constants import lazy
 from .fold_scales import scale_inputs
 from .linear import Linear, linears_in
-from .model_file import data_path, release_maps, write_model
+from .model_file import data_path, write_model
 from .options import Globs, PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
+from .quantized_weight import MAX_INPUTS as MAX_INPUTS
+from .quantized_weight import QuantizedWeight as QuantizedWeight
+from .quantized_weight import dequantized_tensor as dequantized_tensor
 from .quantizers.gptq import gptq
 from .quantizers.grid import Quantization as Quantization
-from .quantizers.grid import Rounded, dequantize, round_to_nearest
+from .quantizers.grid import Rounded, round_to_nearest
 from .quantizers.hqq import half_quadratic
 from .weights import WeightGroup, group_layers
-
-# As kInt8Bitmap and kInt4Bitmap in ops/formats: the kernels keep sums over all inputs in int32.
-MAX_INPUTS = 1 << 17
 
 _GROUP_SIZES = (32, 64, 128)
 _DAMPING = 0.01
@@ -90,30 +89,6 @@ class QuantizeOptions(PassOptions):
         return Quantization(self.bits, None if self.bits == 8 else self.group_size or 128, symmetric=symmetric)
 
 
-@dataclass(frozen=True)
-class QuantizedWeight(Quantization):
-    """W = scales (q - zero_points), [k, n]. The numbers lie in a file; whoever reads them calls release()."""
-
-    q: ir.ExternalTensor  # int8 [k, n], also for 4 bits; with zero points uint8, 0 … 15
-    scales: ir.ExternalTensor  # float32 [groups, n]; of int4 each is a bf16 number
-    zero_points: ir.ExternalTensor | None = None  # uint8 [groups, n], 0 … 15; None: symmetric
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "symmetric", self.zero_points is None)
-
-    def matrix(self) -> np.ndarray:
-        """scales (q - zero_points) as float32 [k, n]; what would overflow is infinite."""
-        zero_points = None if self.zero_points is None else self.zero_points.numpy()
-        weights = dequantize(Rounded(self.q.numpy(), self.scales.numpy(), zero_points), self.group_size)
-        del zero_points
-        self.release()
-        return weights
-
-    def release(self) -> None:
-        """Unmaps the numbers."""
-        release_maps([tensor for tensor in (self.q, self.scales, self.zero_points) if tensor is not None])
-
-
 class QuantizePass(RecipePass):
     """Quantizes each weight once, also where several layers share it; see the top of this file."""
 
@@ -130,6 +105,12 @@ class QuantizePass(RecipePass):
             context, context.survey(model), options.select, options.exclude, "quantize", "quantization"
         )
         groups = [group for group in chosen if self._takes(group)]
+        stored = [group.linears[0].name for group in groups if group.linears[0].int4 is not None]
+        if stored:
+            context.note(
+                f"{_count(stored)} stored in 4 bits already, but not as a replacing operator takes them, so their "
+                "weights are rounded once more"
+            )
         if context.dry_run:
             self._announce(groups)
         elif groups:
@@ -140,13 +121,15 @@ class QuantizePass(RecipePass):
     def _plan(self, linear: Linear) -> Quantization | None:
         """How this pass is going to quantize a layer, if it does."""
         chosen = linear.matches(self.options.select) and not linear.matches(self.options.exclude)
+        chosen = chosen and not self.context.keeps_int4(linear)
         return self.options.quantization if chosen and linear.k <= MAX_INPUTS else None
 
     def _takes(self, group: WeightGroup) -> bool:
         """Whether there is a layer left to quantize; of one that cannot be, the report says why."""
         context = self.context
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
-        if not group.linears:  # an earlier pass of this kind has done it
+        # Done by an earlier pass of this kind, or in the model already.
+        if not group.linears or any(context.keeps_int4(linear) for linear in group.linears):
             return False
         k = group.linears[0].k
         if k > MAX_INPUTS:
@@ -336,16 +319,3 @@ def _batches(groups: Sequence[WeightGroup]) -> Iterator[list[WeightGroup]]:
 
 def _count(names: Sequence[str]) -> str:
     return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"
-
-
-def dequantized_tensor(weight: QuantizedWeight, transposed: bool, dtype: ir.DataType) -> ir.LazyTensor:
-    """The layer's weight, [k, n] or transposed, computed when it is asked for; beyond the type's range its largest."""
-
-    def compute() -> np.ndarray:
-        matrix = weight.matrix()
-        largest = np.float32(dtype.max)
-        np.clip(matrix, -largest, largest, out=matrix)
-        return (matrix.T if transposed else matrix).astype(dtype.numpy(), copy=False)
-
-    shape = weight.q.shape.numpy()
-    return lazy(compute, dtype, ir.Shape(shape[::-1] if transposed else shape))

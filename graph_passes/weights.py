@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from .linear import Linear
 from .options import Globs
 from .pipeline import PassContext
 from .report import LayerStatus
+from .stored_int4 import BIAS_INPUT, is_matmul_nbits
 
 
 @dataclass
@@ -35,7 +36,7 @@ class WeightGroup:
         value = self.linears[0].weight_value
         nodes = {linear.node for linear in self.linears}
         own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
-        if value.is_initializer() and own:
+        if value.is_initializer() and own and not is_matmul_nbits(self.linears[0].node):
             target = value
         else:
             target = ir.Value(name=context.new_name(model, f"{value.name}_{status}"))
@@ -45,13 +46,38 @@ class WeightGroup:
         if target is not value:
             model.graph.register_initializer(target)
         for linear in self.linears:
-            old = linear.weight_value
-            if old is not target:
+            if target is not value:
+                old_values = linear.weight_values
+                if is_matmul_nbits(linear.node):
+                    _turn_into_matmul(linear.node, lambda wanted: context.new_name(model, wanted))
                 linear.node.replace_input_with(1, target)
-                remove_unused(old)
+                for old in old_values:
+                    remove_unused(old)
             layer = context.layer(linear)
             layer.status, layer.bytes_after = status, tensor.nbytes
         return target
+
+
+def _turn_into_matmul(node: ir.Node, new_name: Callable[[str], str]) -> None:
+    """Makes a MatMulNBits a MatMul in place, with an Add behind it if it has a bias; the caller replaces input 1.
+
+    Passes know a layer by the value that its node makes, so MatMul keeps that, and the Add takes its name and users.
+    """
+    bias = node.inputs[BIAS_INPUT] if len(node.inputs) > BIAS_INPUT else None
+    node.resize_inputs(2)
+    node.domain, node.op_type = "", "MatMul"
+    node.attributes.clear()
+    if bias is None:
+        return
+    product, graph = node.outputs[0], node.graph
+    assert graph is not None
+    add = ir.node("Add", [bias, bias], name=new_name(f"{node.name}/bias"))
+    total = add.outputs[0]
+    total.name, total.type, total.shape = product.name, product.type, product.shape
+    graph.insert_after(node, add)
+    ir.convenience.replace_all_uses_with(product, total, replace_graph_outputs=True)
+    add.replace_input_with(0, product)
+    product.name = new_name(f"{total.name}_product")
 
 
 def group_layers(

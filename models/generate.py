@@ -29,13 +29,16 @@ class Decoder:
     length: the number of tokens in the cache. session: the one given.
     """
 
-    def __init__(self, session: ort.InferenceSession, cache_length: int | None = None) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, cache_length: int | None = None, head_size: int | None = None
+    ) -> None:
         """session: a decoder with inputs and outputs as Optimum and ONNX Runtime GenAI name them: input_ids int64
             [batch, sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim], optionally
             attention_mask int64 [batch, past_sequence + sequence] and position_ids int64 [batch, sequence]; logits
             [batch, sequence, vocabulary], present.N.key and .value.
         cache_length: None: a growing cache. A number: a shared one for that many tokens; only for graphs in which
             GroupQueryAttention keeps the cache (see shares_cache).
+        head_size: of the cache, where the session's inputs leave it open (see read_head_size).
 
         Raises OrtolanError when the session has other inputs, or no cache of known size.
         """
@@ -54,7 +57,10 @@ class Decoder:
             )
         self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
         # Heads, head size and type of each one: those of keys and values may differ.
-        self._caches = [(_dimension(inputs[n], 1), _dimension(inputs[n], 3), _dtype(inputs[n])) for n in self._past]
+        self._caches = [
+            (_dimension(inputs[name], 1), _dimension(inputs[name], 3, head_size), _dtype(inputs[name]))
+            for name in self._past
+        ]
         self.vocabulary = _dimension(self._outputs["logits"], 2)
         self._logits_dtype = _dtype(self._outputs["logits"])
         self.cache_length = cache_length
@@ -113,8 +119,10 @@ class Decoder:
         return logits.reshape(count, self.vocabulary)
 
 
-def _dimension(value: Any, axis: int) -> int:
+def _dimension(value: Any, axis: int, default: int | None = None) -> int:
     size = value.shape[axis] if len(value.shape) > axis else None
+    if isinstance(size, str) and default is not None:
+        return default
     if not isinstance(size, int):
         raise OrtolanError(
             f"{value.name!r} has shape {value.shape}, expected a number at axis {axis}; export the model with it fixed"
@@ -134,6 +142,19 @@ def shares_cache(path: str | os.PathLike[str]) -> bool:
 
     graph = onnx.load(os.fspath(path), load_external_data=False).graph
     return any(node.op_type == "GroupQueryAttention" for node in graph.node)
+
+
+def read_head_size(path: str | os.PathLike[str]) -> int | None:
+    """The size of a head in a model file's cache, if GroupQueryAttention keeps it; else None.
+
+    The inputs of models from ONNX Runtime GenAI's newer builders leave it open.
+    """
+    import onnx_ir as ir
+
+    from ..graph_passes.feeds import head_size
+
+    past = [value for value in ir.load(path).graph.inputs if (value.name or "").startswith(_PAST)]
+    return head_size(past[0]) if past else None
 
 
 def sample(

@@ -11,14 +11,16 @@ import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
-from ..constants import constant_tensor, remove_unused
+from ..constants import constant_tensor, remove_unused, stored_bytes
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
+from ..quantized_weight import QuantizedWeight
 from ..report import human_bytes
+from ..stored_int4 import StoredInt4, rounds_inputs
 from ..verify import keep_reference
 from .gated import can_join, find_gated, join_columns, join_weights, split_columns
 from .replacement import LayerWeight, PackedTensor, Replacement
@@ -61,6 +63,7 @@ class ReplacePass(RecipePass):
         self._replacement = REPLACEMENTS[self.options.op]()
         self._runs = False
         context.why_not_replace.append(self._why_not)
+        context.adopts.append(lambda linear: self._stored_int4(linear) is not None)
 
     def requires(self, model: ir.Model) -> None:
         if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
@@ -82,11 +85,20 @@ class ReplacePass(RecipePass):
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
+        # Asked while the nodes are there.
+        weights = {linear: linear.weight_values for linear in linears}
+        stored = [linear for linear in linears if isinstance(self._quantization(linear), StoredInt4)]
+        rounds = {linear: rounds_inputs(linear.node) for linear in stored}
         for number, linear in enumerate(linears):
             context.progress("replace", number, len(linears))
             self._replace(model, linear)
             context.release()
         context.progress("replace", len(linears), len(linears))
+        adopted = [linear for linear in stored if context.layer(linear).new_op]
+        self._note_adopted(adopted, sum(rounds[linear] for linear in adopted))
+        if not context.dry_run:
+            replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
+            self._note_stored_twice([value for linear in replaced for value in weights[linear]])
         if not context.report.replaced:
             raise NothingToReplaceError(self._why_nothing())
         copies = len(self._packed) - len({weights for weights, _ in self._packed})
@@ -140,18 +152,25 @@ class ReplacePass(RecipePass):
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             layer.reason = self._why_not(linear, 0)
             return None
-        weight = LayerWeight(linear.matrix(), self.context.quantized.get(linear.weight_key))
-        problem = self._replacement.why_not(weight, self._quantization(linear))
+        quantization = self._quantization(linear)
+        problem = self._replacement.why_not(quantization)
+        if problem and isinstance(linear.int4, str):
+            problem += f" (it is stored in 4 bits, but {linear.int4})"
+        if isinstance(quantization, StoredInt4):
+            quantization.check_scales()
+        matrix = linear.matrix()
+        if quantization is None:
+            problem = problem or self._replacement.why_not_matrix(matrix)
         if problem:
             layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None
-        stored = int(np.count_nonzero(weight.matrix))
-        layer.sparsity = 1 - stored / weight.matrix.size
+        stored = int(np.count_nonzero(matrix))
+        layer.sparsity = 1 - stored / matrix.size
         layer.reason = self._why_not(linear, stored)
         if layer.reason:
             return None
         layer.bytes_after = self._packed_bytes(linear, stored)
-        return weight
+        return LayerWeight(matrix, quantization if isinstance(quantization, QuantizedWeight) else None)
 
     def _put(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> None:
         """Puts the operator in the place of a layer, or of gate and up."""
@@ -160,6 +179,9 @@ class ReplacePass(RecipePass):
         for linear in linears:
             layer = context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"
+            quantization = self._quantization(linear)
+            if isinstance(quantization, StoredInt4):
+                layer.weight_bits = quantization.bits
             layer.fused = [f"into {gate.name}"]
         context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
         if context.dry_run:
@@ -180,10 +202,43 @@ class ReplacePass(RecipePass):
 
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
-        if self._runs:
-            return self.context.quantized.get(linear.weight_key)
-        plans = (plan(linear) for plan in self.context.quantizations)
-        return next((plan for plan in plans if plan is not None), None)
+        found: Quantization | None = self.context.quantized.get(linear.weight_key)
+        if not self._runs:
+            plans = (plan(linear) for plan in self.context.quantizations)
+            found = next((plan for plan in plans if plan is not None), None)
+        return self._stored_int4(linear) if found is None else found
+
+    def _stored_int4(self, linear: Linear) -> StoredInt4 | None:
+        """The 4-bit numbers that the model stores for the layer, if the operator takes them over."""
+        if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
+            return None
+        int4 = linear.int4
+        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(int4) is None else None
+
+    def _note_adopted(self, adopted: Sequence[Linear], rounding: int) -> None:
+        """rounding: of how many of them the original rounds the inputs, too."""
+        if not adopted:
+            return
+        layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
+        text = f"{layers} the 4-bit weights that the model stores, number by number"
+        if rounding:
+            text += (
+                f"; the original rounds inputs of {rounding} to int8 in much the same way (accuracy_level 4), so the "
+                "errors against it are smaller than what this rounding costs"
+            )
+        self.context.note(text)
+
+    def _note_stored_twice(self, weights: Sequence[ir.Value]) -> None:
+        """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
+        used = {value for value in weights if value.uses() or value.is_graph_output()}
+        size = sum(stored_bytes(value) for value in used)
+        if used:
+            names = sorted(value.name or "" for value in used)
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(
+                f"{names[0]!r}{others} also serve nodes that stay, such as an embedding, so {human_bytes(size)} of "
+                "weights are now stored twice"
+            )
 
     def _packed_bytes(self, linear: Linear, stored: int) -> int:
         return self._replacement.packed_bytes(linear.k, linear.n, stored, self._quantization(linear))
@@ -199,7 +254,9 @@ class ReplacePass(RecipePass):
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self._packed_bytes(linear, stored)
         now = self.context.layer(linear).bytes_before or 0
-        if packed > now and not self.options.may_grow:
+        # Stored 4-bit weights grow by no more than whole panels and tiles, which is little, or of little.
+        adopted = isinstance(self._quantization(linear), StoredInt4)
+        if packed > now and not adopted and not self.options.may_grow:
             return (
                 f"packed, its weight would take {human_bytes(packed)}, more than the {human_bytes(now)} it takes now "
                 "(may_grow=true replaces it all the same)"
@@ -272,8 +329,9 @@ class ReplacePass(RecipePass):
         linear = linears[0]
         graph = linear.node.graph
         assert graph is not None
-        # As it is now: whatever made the layer's input may have been replaced meanwhile.
+        # As they are now: whatever made the layer's input may have been replaced meanwhile.
         x, nodes = linear.node.inputs[0], []
+        weights = [value for layer in linears for value in (*layer.weight_values, layer.bias_value)]
         assert x is not None
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
@@ -304,7 +362,6 @@ class ReplacePass(RecipePass):
             [epilogue.output],
             [nodes[-1].outputs[0]],
         )
-        weights = [value for layer in linears for value in (layer.weight_value, layer.bias_value)]
         for value in (*weights, *constants):
             if value is not None:
                 remove_unused(value)

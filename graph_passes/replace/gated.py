@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from ..epilogue import find_epilogue
 from ..linear import Linear
-from ..quantize import Quantization, QuantizedWeight
+from ..quantized_weight import QuantizedWeight
+from ..quantizers.grid import Quantization
 from ..spill import TensorSpill
 from .function_body import PANEL_COLUMNS
 from .replacement import LayerWeight

@@ -41,11 +41,12 @@ class Replacement(abc.ABC):
     """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
     @abc.abstractmethod
-    def why_not(self, weight: LayerWeight, quantization: Quantization | None) -> str | None:
-        """Why the operator cannot hold this weight, quantized like this, if it cannot.
+    def why_not(self, quantization: Quantization | None) -> str | None:
+        """Why the operator cannot hold a weight that is quantized so, or is not, if it cannot."""
 
-        In a dry run the weight is not quantized yet, so weight.quantized is None.
-        """
+    def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
+        return None
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ..constants import constant_tensor
 from ..epilogue import Activation
-from ..model_file import release_maps
+from ..stored_int4 import StoredInt4
 from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
@@ -55,14 +55,18 @@ _SMALLEST_NORMAL = 2.0**-126
 class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
-    def why_not(self, weight: LayerWeight, quantization: Quantization | None) -> str | None:
+    def why_not(self, quantization: Quantization | None) -> str | None:
+        if isinstance(quantization, StoredInt4):
+            return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
         if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
-        # NaN fails every comparison.
-        matrix = weight.matrix
-        if quantization is None and not (matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16):
-            return "holds NaN, infinity or numbers beyond bfloat16"
         return None
+
+    def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        # NaN fails every comparison.
+        if matrix.max() <= _LARGEST_BF16 and matrix.min() >= -_LARGEST_BF16:
+            return None
+        return "holds NaN, infinity or numbers beyond bfloat16"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
         from ortolan import _native
@@ -84,7 +88,7 @@ class SparseAMXMatMul(Replacement):
             packed = _bitmap(masks, PackedTensor(nibbles, ir.DataType.UINT8), offsets)
             packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=True), ir.DataType.BFLOAT16)
         del q, scales
-        release_maps([quantized.q, quantized.scales])
+        quantized.release()
         return packed
 
     def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..epilogue import Activation
+from ..stored_int4 import StoredInt4
 from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
@@ -40,7 +41,7 @@ _FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|: any or
 class W4A8MatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
 
-    def why_not(self, weight: LayerWeight, quantization: Quantization | None) -> str | None:
+    def why_not(self, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 4:
             return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
         return None
@@ -71,7 +72,9 @@ class W4A8MatMul(Replacement):
         panels = -(-n // PANEL_COLUMNS)
         weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS // 2
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
-        return weights + groups * (2 if quantization.symmetric else 3)
+        # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
+        wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
+        return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
 
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None

@@ -4,14 +4,9 @@
 #include <cmath>
 
 #include "epilogue/vector_activations.h"
+#include "isa/kernel_table.h"
 
 namespace ortolan {
-
-#if defined(__x86_64__)
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#else
-#define ORTOLAN_X86_KERNEL(isa, name)
-#endif
 
 #define ORTOLAN_KERNEL(isa, name) EpilogueFn Epilogue##name;
 #include "epilogue/kernels.inc"
@@ -53,11 +48,6 @@ void EpilogueScalar(const EpilogueArgs& args) { VectorActivations<ScalarSimd>::R
 
 std::span<const EpilogueKernel> EpilogueKernels() { return kKernels; }
 
-const EpilogueKernel& SelectEpilogue(Isa isa) {
-  for (const EpilogueKernel& kernel : kKernels) {
-    if (kernel.isa <= isa) return kernel;
-  }
-  return kKernels[std::size(kKernels) - 1];
-}
+const EpilogueKernel& SelectEpilogue(Isa isa) { return SelectKernel(EpilogueKernels(), isa); }
 
 }  // namespace ortolan

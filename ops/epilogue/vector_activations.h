@@ -1,5 +1,5 @@
 // The formulas, once for all tiers, and the loop over rows. Included by epilogue.cc and x86_*.cc only; everything is
-// local to the including file, as in sparse_amx_matmul/panel_loop.h. Derivation and fits: README.md.
+// local to the including file, as in panels/. Derivation and fits: README.md.
 //
 // A tier gives a struct Simd with
 //     Float, kLanes                                   kLanes floats

@@ -7,9 +7,8 @@
 #include <immintrin.h>
 
 #include "isa/amx.h"
-#include "sparse_amx_matmul/avx512_expand.h"
-#include "sparse_amx_matmul/quantize_rows.h"
-#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
+#include "panels/avx512.h"
+#include "sparse_amx_matmul/sparse_int8_format.h"
 
 namespace ortolan {
 namespace {
@@ -140,8 +139,9 @@ class AmxInt8Loop {
       } else {
         for (int64_t quad = 0; quad < quads; quad += 2, values += kMaxTileColsb) {
           __builtin_prefetch(values + kPrefetchBytes);
-          _mm512_store_si512(work.expanded[p][quad], _mm512_sub_epi8(LowNibbles(values), EachByte(kInt4Bias)));
-          _mm512_store_si512(work.expanded[p][quad + 1], _mm512_sub_epi8(HighNibbles(values), EachByte(kInt4Bias)));
+          const __m512i bytes = _mm512_loadu_si512(values);
+          _mm512_store_si512(work.expanded[p][quad], _mm512_sub_epi8(LowNibbles(bytes), EachByte(kInt4Bias)));
+          _mm512_store_si512(work.expanded[p][quad + 1], _mm512_sub_epi8(HighNibbles(bytes), EachByte(kInt4Bias)));
         }
         work.block[p] = work.expanded[p][0];
       }

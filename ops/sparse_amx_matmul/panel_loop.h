@@ -1,7 +1,7 @@
-// The loop that the x86 kernels share: walk the tiles of a panel, expand (dense storage: load) each row of 32 weights
-// to a register, multiply it with a pair of activations of every row of x. Included by x86_*.cc only; everything is
-// local to the including file (an inline function compiled for one ISA tier must never be linked in place of
-// another's).
+// The loop that the x86 kernels for bf16 share: walk the tiles of a panel, expand (dense storage: load) each row of 32
+// weights to a register, multiply it with a pair of activations of every row of x. Included by x86_*.cc only;
+// everything is local to the including file (an inline function compiled for one ISA tier must never be linked in place
+// of another's).
 //
 // A tier gives a struct Simd with
 //     Activation, kRowBlock (rows of x whose accumulators fit the registers)
@@ -19,7 +19,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "sparse_amx_matmul/activations.h"
+#include "panels/activations.h"
+#include "panels/panel_output.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {
@@ -65,7 +66,7 @@ class PanelLoop {
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {
-          FusedForRows<Simd::kRowBlock>(p, part.m);
+          WithRowCount<Simd::kRowBlock>(part.m, [&]<int kRows>() { Fused<kRows>(p); });
         } else {
           Buffered(p);
         }
@@ -91,12 +92,7 @@ class PanelLoop {
           masks(a.w.PanelMasks(kBf16Bitmap, panel)),
           values(a.w.PanelValues(kBf16Bitmap, panel)),
           x(static_cast<const Activation*>(a.x)),
-          y(a.y + panel * kPanelColumns),
-          bias(a.bias == nullptr ? nullptr : a.bias + panel * kPanelColumns),
-          columns(static_cast<int>(a.w.n - panel * kPanelColumns < kPanelColumns ? a.w.n - panel * kPanelColumns
-                                                                                 : kPanelColumns)) {}
-
-    float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
+          output(a, a.w.n, panel) {}
 
     const SparseMatMulArgs& args;
     int64_t tiles;
@@ -104,9 +100,7 @@ class PanelLoop {
     const uint8_t* masks;
     const uint8_t* values;  // moves along as tiles are expanded
     const Activation* x;
-    float* y;
-    const float* bias;
-    int columns;
+    PanelOutput output;
   };
 
   // Row `row` of the tile whose masks are given; moves values on to the next row.
@@ -157,15 +151,7 @@ class PanelLoop {
     for (int i = 0; i < kRows; ++i) {
       Accumulator sum = sums[i][0];
       for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[i][c]);
-      Finish(p, p.YRow(i), sum);
-    }
-  }
-
-  template <int kRows>
-  static void FusedForRows(Panel& p, int64_t m) {
-    if constexpr (kRows > 0) {
-      if (m == kRows) return Fused<kRows>(p);
-      FusedForRows<kRows - 1>(p, m);
+      p.output.template Store<Simd>(i, sum);
     }
   }
 
@@ -192,16 +178,8 @@ class PanelLoop {
       for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
         ExpandedRows<Simd::kRowBlock>(p, buffer, tile, tiles, i, waiting);
       }
-      TailRows<Simd::kRowBlock - 1>(p, buffer, tile, tiles, i, waiting);
-    }
-  }
-
-  template <int kRows>
-  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t tile, int64_t tiles, int64_t i,
-                       WaitingSums& waiting) {
-    if constexpr (kRows > 0) {
-      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, tile, tiles, i, waiting);
-      TailRows<kRows - 1>(p, buffer, tile, tiles, i, waiting);
+      WithRowCount<Simd::kRowBlock - 1>(p.args.m - i,
+                                        [&]<int kRows>() { ExpandedRows<kRows>(p, buffer, tile, tiles, i, waiting); });
     }
   }
 
@@ -224,16 +202,11 @@ class PanelLoop {
     }
     for (int r = 0; r < kRows; ++r) {
       if (tile + tiles == p.tiles) {
-        Finish(p, p.YRow(i + r), sums[r]);
+        p.output.template Store<Simd>(i + r, sums[r]);
       } else {
         Simd::StoreColumns(waiting.at[i + r], kPanelColumns, sums[r]);
       }
     }
-  }
-
-  static void Finish(const Panel& p, float* y, Accumulator sum) {
-    if (p.bias != nullptr) sum = Simd::Add(sum, Simd::LoadColumns(p.bias, p.columns));
-    Simd::StoreColumns(y, p.columns, sum);
   }
 };
 

@@ -3,15 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "isa/kernel_table.h"
 #include "support/bf16.h"
 
 namespace ortolan {
-
-#if defined(__x86_64__)
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#else
-#define ORTOLAN_X86_KERNEL(isa, name, activation_bytes, row_block, least_rows)
-#endif
 
 #define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) \
   PackActivationsFn Pack##name;                                            \
@@ -74,11 +69,6 @@ constexpr SparseMatMulKernel kKernels[] = {
 
 std::span<const SparseMatMulKernel> SparseMatMulKernels() { return kKernels; }
 
-const SparseMatMulKernel& SelectSparseMatMul(Isa isa, int64_t m) {
-  for (const SparseMatMulKernel& kernel : kKernels) {
-    if (kernel.isa <= isa && kernel.least_rows <= m) return kernel;
-  }
-  return kKernels[std::size(kKernels) - 1];
-}
+const SparseMatMulKernel& SelectSparseMatMul(Isa isa, int64_t m) { return SelectKernel(SparseMatMulKernels(), isa, m); }
 
 }  // namespace ortolan

@@ -42,9 +42,7 @@ struct SparseMatMulKernel {
 
   int64_t PackedRowBytes(int64_t k) const { return BitmapPaddedK(k) * activation_bytes; }
   // The size of the buffer for m packed rows: a pack function may fill the last block.
-  int64_t PackedBytes(int64_t m, int64_t k) const {
-    return (m + row_block - 1) / row_block * row_block * PackedRowBytes(k);
-  }
+  int64_t PackedBytes(int64_t m, int64_t k) const { return PackedRows(m, row_block) * PackedRowBytes(k); }
 
   PackActivationsFn* pack;
   SparseMatMulFn* multiply;

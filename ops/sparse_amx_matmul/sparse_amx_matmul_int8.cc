@@ -3,18 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
 
+#include "isa/kernel_table.h"
 #include "support/bf16.h"
 
 namespace ortolan {
-
-#if defined(__x86_64__)
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#else
-#define ORTOLAN_X86_KERNEL(isa, name, row_block, least_rows)
-#endif
 
 #define ORTOLAN_KERNEL(isa, name, row_block, least_rows) \
   PackInt8ActivationsFn PackInt8##name;                  \
@@ -157,10 +151,7 @@ constexpr SparseInt8MatMulKernel kKernels[] = {
 std::span<const SparseInt8MatMulKernel> SparseInt8MatMulKernels() { return kKernels; }
 
 const SparseInt8MatMulKernel& SelectSparseInt8MatMul(Isa isa, int64_t m) {
-  for (const SparseInt8MatMulKernel& kernel : kKernels) {
-    if (kernel.isa <= isa && kernel.least_rows <= m) return kernel;
-  }
-  return kKernels[std::size(kKernels) - 1];
+  return SelectKernel(SparseInt8MatMulKernels(), isa, m);
 }
 
 }  // namespace ortolan

@@ -76,7 +76,7 @@ struct SparseInt8MatMulKernel {
   }
   // A pack function may fill the last block.
   int64_t PackedBytes(int64_t m, int64_t k, int64_t group) const {
-    return (m + row_block - 1) / row_block * row_block * PackedRowBytes(k, group);
+    return PackedRows(m, row_block) * PackedRowBytes(k, group);
   }
 };
 

@@ -8,7 +8,7 @@
 
 #include "isa/amx.h"
 #include "sparse_amx_matmul/amx_int8.h"
-#include "sparse_amx_matmul/avx512_expand.h"
+#include "sparse_amx_matmul/avx512_bf16.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {

@@ -1,34 +1,14 @@
 // AVX2 has no expand: each byte of the mask picks a shuffle that spreads up to eight values to their places.
 #include <immintrin.h>
 
-#include "sparse_amx_matmul/avx2_int8.h"
+#include "panels/avx2_int8.h"
 #include "sparse_amx_matmul/panel_loop.h"
-#include "sparse_amx_matmul/panel_loop_int8.h"
+#include "sparse_amx_matmul/sparse_int8_format.h"
 
 namespace ortolan {
 namespace {
 
-// For each byte of mask bits: pshufb control that moves the next stored 16-bit value to every place whose bit is set,
-// and zero elsewhere (a control byte with its top bit set gives zero).
-struct ExpandShuffles {
-  alignas(64) uint8_t control[256][16];
-};
-
-constexpr ExpandShuffles MakeExpandShuffles() {
-  ExpandShuffles table{};
-  for (int mask = 0; mask < 256; ++mask) {
-    int next = 0;
-    for (int place = 0; place < 8; ++place) {
-      const bool stored = ((mask >> place) & 1) != 0;
-      table.control[mask][2 * place] = static_cast<uint8_t>(stored ? 2 * next : 0x80);
-      table.control[mask][2 * place + 1] = static_cast<uint8_t>(stored ? 2 * next + 1 : 0x80);
-      next += stored ? 1 : 0;
-    }
-  }
-  return table;
-}
-
-constexpr ExpandShuffles kExpandShuffles = MakeExpandShuffles();
+constexpr ExpandShuffles<2> kExpandPairShuffles;
 
 struct Avx2Simd : Avx2FloatSums {
   using Activation = float;
@@ -57,7 +37,7 @@ struct Avx2Simd : Avx2FloatSums {
 
   static __m128i Expand8(uint32_t mask, const uint8_t* values) {
     const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-    const __m128i control = _mm_load_si128(reinterpret_cast<const __m128i*>(kExpandShuffles.control[mask & 0xff]));
+    const __m128i control = _mm_load_si128(reinterpret_cast<const __m128i*>(kExpandPairShuffles.control[mask & 0xff]));
     return _mm_shuffle_epi8(stored, control);
   }
   static __m256 Even(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }

@@ -3,10 +3,10 @@
 // signed: the excess is a sum of activations, known when they are packed.
 #include <immintrin.h>
 
-#include "sparse_amx_matmul/avx512_expand.h"
-#include "sparse_amx_matmul/avx512_int8.h"
+#include "panels/avx512_int8.h"
+#include "sparse_amx_matmul/avx512_bf16.h"
 #include "sparse_amx_matmul/panel_loop.h"
-#include "sparse_amx_matmul/panel_loop_int8.h"
+#include "sparse_amx_matmul/sparse_int8_format.h"
 
 namespace ortolan {
 namespace {

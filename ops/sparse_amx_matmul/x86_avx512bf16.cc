@@ -1,7 +1,7 @@
 // AVX-512 with BF16: vpexpandw, then vdpbf16ps with a broadcast pair of activations.
 #include <immintrin.h>
 
-#include "sparse_amx_matmul/avx512_expand.h"
+#include "sparse_amx_matmul/avx512_bf16.h"
 #include "sparse_amx_matmul/panel_loop.h"
 
 namespace ortolan {

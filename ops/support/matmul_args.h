@@ -16,6 +16,9 @@ struct MatMulArgs {
   float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * y_row_bytes); }
 };
 
+// Rows of x that a pack function may fill: m in whole blocks.
+constexpr int64_t PackedRows(int64_t m, int64_t row_block) { return (m + row_block - 1) / row_block * row_block; }
+
 // The part of the work that rows first … first+most-1 are, or as many as there are of them. first is a multiple of the
 // kernel's row_block.
 template <typename Args>

@@ -1,51 +1,52 @@
 // W4A8MatMul's weights and activations as Int8PanelLoop wants them. Included by x86_*.cc only; local to each.
 #pragma once
 
-#include "sparse_amx_matmul/panel_loop_int8.h"
+#include "panels/panel_loop_int8.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
 namespace {
 
-// Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
-//     q       i8  [k-quad / 4][r][4][4]   in the order of activations.h
-//     scales  f32 [groups][r]
-//     sums    f32 [groups][r]             of q over the group
+// What stands behind the q of r packed rows: three numbers for each group of each row.
+//     scales      f32 [groups][r]
+//     starts      i32 [groups][r]   - 8 (sum of q over the group): the sums begin here, so that q w is q (w - 8)
+//     minus_sums  i32 [groups][r]   - (sum of q), for other zero points; an int16 would hold it
 // A group that is not finite has a scale of NaN; its q are zero.
+struct GroupNumbers {
+  GroupNumbers(const void* end_of_q, int64_t groups, int64_t rows)
+      : scales(static_cast<const float*>(end_of_q)),
+        starts(reinterpret_cast<const int32_t*>(scales + groups * rows)),
+        minus_sums(starts + groups * rows) {}
+
+  const float* scales;
+  const int32_t* starts;
+  const int32_t* minus_sums;
+};
+
+// Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
+//     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
+//     GroupNumbers
 template <typename Simd>
 void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  constexpr int64_t kInputs = 32;
-  constexpr int64_t kFourQuads = 16;
   const int64_t padded_k = kInt4Bitmap.PaddedK(k);
-  const int64_t row_bytes = W4A8MatMulKernel::PackedRowBytes(k, group);
   const int64_t groups = ScaleRows(k, group);
-  for (int64_t first = 0; first < m; first += Simd::kRowBlock) {
-    const int64_t rows = m - first < Simd::kRowBlock ? m - first : Simd::kRowBlock;
-    char* block = static_cast<char*>(packed) + first * row_bytes;
+  const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
     float* scales = reinterpret_cast<float*>(block + rows * padded_k);
-    float* sums = scales + groups * rows;
-    for (int64_t i = 0; i < rows; ++i) {
-      const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes);
-      char* out = block + kFourQuads * i;
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = g * group;
-        const int64_t length = k - begin < group ? k - begin : group;
-        const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
-        int32_t sum = 0;
-        // The last group ends with the padding.
-        const int64_t end = g + 1 == groups ? padded_k : begin + group;
-        for (int64_t l = begin; l < end; l += kInputs) {
-          alignas(64) int8_t q[kInputs] = {};
-          if (l < k && scale.factor != 0.0f) sum += Simd::Quantize32(row + l, k - l, scale.factor, q);
-          for (int64_t four = 0; four < kInputs; four += kFourQuads, out += kFourQuads * rows) {
-            std::memcpy(out, q + four, kFourQuads);
-          }
-        }
-        scales[g * rows + i] = scale.scale;
-        sums[g * rows + i] = static_cast<float>(sum);
-      }
+    int32_t* starts = reinterpret_cast<int32_t*>(scales + groups * rows);
+    int32_t* minus_sums = starts + groups * rows;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = g * group;
+      const int64_t length = k - begin < group ? k - begin : group;
+      const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
+      // The last group ends with the padding.
+      const int64_t end = g + 1 == groups ? padded_k : begin + group;
+      const int32_t sum = QuantizeInputs<Simd>(row, k, begin, end, scale.factor, block, rows, i);
+      scales[g * rows + i] = scale.scale;
+      starts[g * rows + i] = -kMiddleZeroPoint * sum;
+      minus_sums[g * rows + i] = -sum;
     }
-  }
+  };
+  PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, W4A8MatMulKernel::PackedRowBytes(k, group), pack);
 }
 
 struct GroupInt4Format {
@@ -59,44 +60,48 @@ struct GroupInt4Format {
   static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelWeights(panel); }
   static int64_t ValueBytes(const Args&, int64_t) { return 0; }
 
-  // Of a group of a panel.
   template <typename Simd>
-  struct Scales {
-    Scales(const Args& a, int64_t panel, int64_t group)
-        : floats(a.w.scale_type == ScaleType::kFloat32 ? Simd::LoadFloatScales(a.w.Scales(panel, group))
-                                                       : Simd::LoadF16Scales(a.w.Scales(panel, group))),
-          minus_zero_points(a.w.zero_points == nullptr ? Simd::BroadcastFloat(-static_cast<float>(Simd::kInt4Bias))
-                                                       : MinusZeroPoints(a.w.ZeroPoints(panel, group))) {}
-    // Expanded weights are q - 8 + kInt4Bias.
-    static typename Simd::Floats MinusZeroPoints(const uint8_t* from) {
-      const typename Simd::Floats minus = Simd::LoadMinusBytes(from);
-      constexpr int kExcess = kMiddleZeroPoint - static_cast<int>(Simd::kInt4Bias);
-      return kExcess == 0 ? minus : Simd::Add(minus, Simd::BroadcastFloat(kExcess));
+  struct PanelScales {
+    struct Scales {
+      typename Simd::Floats scales;
+      bool has_zero_points;
+      typename Simd::Sums zero_points;  // zero point - 8 in the low half of each, zero in the high one
+    };
+
+    PanelScales(const Args& a, int64_t panel, int64_t groups)
+        : is_f16(a.w.scale_type == ScaleType::kFloat16),
+          scales(a.w.scales + panel * groups * kPanelColumns * (is_f16 ? 2 : 4)),
+          zero_points(a.w.zero_points == nullptr ? nullptr : a.w.zero_points + panel * groups * kPanelColumns) {}
+
+    // Always inline: called for each group, by many copies of the loop, it would else become a function.
+    __attribute__((always_inline)) Scales Of(int64_t group) const {
+      const int64_t first = group * kPanelColumns;
+      return {is_f16 ? Simd::LoadF16Scales(scales + 2 * first) : Simd::LoadFloatScales(scales + 4 * first),
+              zero_points != nullptr,
+              zero_points == nullptr ? Simd::Broadcast(0) : Simd::LoadWordsLess8(zero_points + first)};
     }
-    typename Simd::Floats floats;
-    typename Simd::Floats minus_zero_points;
+
+    bool is_f16;
+    const uint8_t* scales;
+    const uint8_t* zero_points;
   };
 
   template <typename Simd, int kRows>
-  struct Block {
+  struct Block : GroupNumbers {
     using Sums = typename Simd::Sums;
     using Floats = typename Simd::Floats;
+    static_assert(Simd::kInt4Bias == kMiddleZeroPoint, "expanded weights are those that are stored");
 
-    Block(const int8_t* end, int64_t groups)
-        : scales(reinterpret_cast<const float*>(end)), sums(scales + groups * kRows) {}
+    Block(const int8_t* end, int64_t groups) : GroupNumbers(end, groups, kRows) {}
 
-    Sums Start(int64_t, int) const { return Simd::Broadcast(0); }
-    Floats Add(Floats total, Sums sum, const Scales<Simd>& of, int64_t group, int row) const {
-      const Floats sum_of_q = Simd::BroadcastFloat(sums[group * kRows + row]);
-      const Floats x_scale = Simd::BroadcastFloat(scales[group * kRows + row]);
-      // Exact: integers below 2^24.
-      const Floats product = Simd::MultiplyAdd(of.minus_zero_points, sum_of_q, Simd::ToFloats(sum));
-      return Simd::MultiplyAdd(product, Simd::Multiply(of.floats, x_scale), total);
+    Sums Start(int64_t group, int row) const { return Simd::Broadcast(starts[group * kRows + row]); }
+    Floats Add(Floats total, Sums sum, const typename PanelScales<Simd>::Scales& of, int64_t group, int row) const {
+      const int64_t at = group * kRows + row;
+      if (of.has_zero_points) sum = Simd::MultiplyAddWords(sum, of.zero_points, minus_sums[at]);
+      const Floats scale = Simd::Multiply(of.scales, Simd::BroadcastFloat(scales[at]));
+      return Simd::MultiplyAdd(Simd::ToFloats(sum), scale, total);
     }
     Floats End(Floats total, int) const { return total; }
-
-    const float* scales;
-    const float* sums;
   };
 };
 

@@ -3,18 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
 
+#include "isa/kernel_table.h"
 #include "support/f16.h"
 
 namespace ortolan {
-
-#if defined(__x86_64__)
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#else
-#define ORTOLAN_X86_KERNEL(isa, name, row_block, least_rows)
-#endif
 
 #define ORTOLAN_KERNEL(isa, name, row_block, least_rows) \
   PackW4A8ActivationsFn PackW4A8##name;                  \
@@ -110,11 +104,6 @@ constexpr W4A8MatMulKernel kKernels[] = {
 
 std::span<const W4A8MatMulKernel> W4A8MatMulKernels() { return kKernels; }
 
-const W4A8MatMulKernel& SelectW4A8MatMul(Isa isa, int64_t m) {
-  for (const W4A8MatMulKernel& kernel : kKernels) {
-    if (kernel.isa <= isa && kernel.least_rows <= m) return kernel;
-  }
-  return kKernels[std::size(kKernels) - 1];
-}
+const W4A8MatMulKernel& SelectW4A8MatMul(Isa isa, int64_t m) { return SelectKernel(W4A8MatMulKernels(), isa, m); }
 
 }  // namespace ortolan

@@ -54,13 +54,13 @@ struct W4A8MatMulKernel {
   PackW4A8ActivationsFn* pack;
   W4A8MatMulFn* multiply;
 
-  // k padded to whole tiles, two floats a group; a multiple of 64.
+  // k padded to whole tiles, three numbers a group; a multiple of 64.
   static constexpr int64_t PackedRowBytes(int64_t k, int64_t group) {
-    return kInt4Bitmap.PaddedK(k) + (8 * ScaleRows(k, group) + 63) / 64 * 64;
+    return kInt4Bitmap.PaddedK(k) + (12 * ScaleRows(k, group) + 63) / 64 * 64;
   }
   // A pack function may fill the last block.
   int64_t PackedBytes(int64_t m, int64_t k, int64_t group) const {
-    return (m + row_block - 1) / row_block * row_block * PackedRowBytes(k, group);
+    return PackedRows(m, row_block) * PackedRowBytes(k, group);
   }
 };
 

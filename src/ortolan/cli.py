@@ -101,7 +101,9 @@ def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember_json)]
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX file.", show_default=False)]
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="The ONNX file, or the folder that it lies in.", show_default=False)
+]
 
 
 @app.command()
@@ -110,12 +112,19 @@ def optimize(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to write. Without it: next to MODEL, as its name with .ortolan.onnx."
+            "--output",
+            "-o",
+            help="Where to write: a file, or of a folder a new folder. Without it: next to MODEL, as its name with "
+            ".ortolan.onnx, or .ortolan for a folder.",
         ),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="A built-in recipe or a TOML file; an unknown name lists the built-in ones.")
-    ] = "sparse-bf16",
+        str | None,
+        typer.Option(
+            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. Without it: adopt for a "
+            "model that stores 4-bit weights, else sparse-bf16."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,8 +150,8 @@ def optimize(
     from . import optimize_onnx
     from .graph_passes.recipe import parse_setting
 
-    if output is None and not dry_run and model.name:  # a folder without a name is refused as a model
-        output = model.with_name(f"{model.stem}.ortolan.onnx")
+    if output is None and not dry_run:
+        output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
     with _progress_bar() as progress:
         report = optimize_onnx(
@@ -156,6 +165,15 @@ def optimize(
             progress=progress,
         )
     _print_result(report, as_json)
+
+
+def _output_beside(model: Path) -> Path:
+    if not model.is_dir():
+        return model.with_name(f"{model.stem}.ortolan.onnx")
+    folder = model.absolute()
+    if not folder.name or model.name == "..":
+        raise OrtolanError(f"folder {str(model)!r} has no name to call the new one after; give --output")
+    return folder.with_name(f"{folder.name}.ortolan")
 
 
 @app.command()
@@ -177,7 +195,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME|MxKxN",
-            help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B, or a shape. "
+            help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B; "
+            "smollm2:… or minilm:…, as in smollm2:down; llama, smollm2 or minilm, all its layers; or a shape. "
             "Repeatable.",
         ),
     ] = None,
@@ -185,7 +204,13 @@ def bench(
         str | None, typer.Option(metavar="M,M,...", help="Rows of input to measure the named layers with.")
     ] = None,
     sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
-    kind: Annotated[str | None, typer.Option(metavar="KIND,...", help="Kinds of weights: bf16, int8, int4.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND,...",
+            help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul.",
+        ),
+    ] = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -279,19 +304,21 @@ def _read_shares(text: str) -> tuple[float, ...]:
 
 def _read_shapes(texts: list[str]) -> tuple[tuple[str, ...], tuple[tuple[int, int, int], ...]]:
     """Names of layers, and (m, k, n) triples."""
-    from .benchmarks.shapes import LLAMA_3_8B
+    from .benchmarks.shapes import LAYERS, MODELS, find_layers
 
-    layers, cases = [], []
+    layers: list[str] = []
+    cases = []
     for text in (part.strip().lower() for item in texts for part in item.split(",")):
         numbers = text.split("x")
-        if text in LLAMA_3_8B:
-            layers.append(text)
+        if found := find_layers(text):
+            layers += found
         elif len(numbers) == 3 and all(part.isdecimal() and int(part) > 0 for part in numbers):
             m, k, n = map(int, numbers)
             cases.append((m, k, n))
         else:
             raise typer.BadParameter(
-                f"{text!r} is neither a layer ({', '.join(LLAMA_3_8B)}) nor of the form MxKxN, as in 1x4096x14336",
+                f"{text!r} is neither a layer ({', '.join(LAYERS)}), nor a model with all its layers "
+                f"({', '.join(MODELS)}), nor of the form MxKxN, as in 1x4096x14336",
                 param_hint="--shape",
             )
     return tuple(layers), tuple(cases)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor, stored_bytes
+from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor
 from ortolan.graph_passes.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
 from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
@@ -176,7 +176,7 @@ def _inspect(file: ModelFile) -> Inspection:
                     found.op,
                     found.k,
                     found.n,
-                    stored_bytes(found.weight_value),
+                    found.stored_bytes,
                     found.stored_type,
                     1 - int(np.count_nonzero(matrix)) / matrix.size,
                     result.optimized is None,

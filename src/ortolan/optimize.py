@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortolan.graph_passes.feeds import Calibration, read_calibration
+from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
     check_output,
@@ -23,11 +24,18 @@ from ortolan.graph_passes.model_file import (
     to_proto,
     write_model,
 )
+from ortolan.graph_passes.model_folder import (
+    check_output_folder,
+    copy_others,
+    find_others,
+    move_folder_into_place,
+)
 from ortolan.graph_passes.normalize import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY, optimized_with
 from ortolan.graph_passes.pipeline import PassContext, run_recipe
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
+from ortolan.graph_passes.stored_int4 import StoredInt4
 
 from .errors import LibraryError, ModelError, OutputError
 from .progress import Progress, no_progress, raising_unchanged
@@ -38,13 +46,15 @@ if TYPE_CHECKING:
 
 _PROTOBUF_LIMIT = 2**31 - 2**20
 _STALE_SECONDS = 24 * 3600
+_DEFAULT, _ADOPT = "sparse-bf16", "adopt"  # recipes
+_RESULT = "result"  # in the work folder
 
 
 def optimize_onnx(
     model: str | os.PathLike[str] | onnx.ModelProto,
     output: str | os.PathLike[str] | None = None,
     *,
-    recipe: str | os.PathLike[str] | Recipe,
+    recipe: str | os.PathLike[str] | Recipe | None = None,
     options: Mapping[str, Any] | None = None,
     calibration: Calibration | None = None,
     portable: bool = True,
@@ -53,9 +63,12 @@ def optimize_onnx(
 ) -> OptimizationReport:
     """Optimizes a model by a recipe and verifies it against the original.
 
-    model: a path or an onnx.ModelProto; never changed.
+    model: a path, or an onnx.ModelProto; never changed. A folder stands for its only ONNX file, or its model.onnx.
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
-    recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe.
+        Of a folder, the folder to write: the new model under the name of the old one, and copies of all other files;
+        links that lead out of the folder, and hidden files, are left out.
+    recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "adopt" for a model that stores 4-bit
+        weights, else "sparse-bf16".
     options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
     calibration: an .npz file, a dict of arrays, or an iterable of such dicts, named like the model's inputs: run to
         verify the result and to measure the error of layers. None: inputs are made up.
@@ -65,18 +78,16 @@ def optimize_onnx(
 
     Raises an OrtolanError. After any error or interrupt the output is as it was before: absent, or the older model.
     """
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    chosen = chosen.with_options({} if options is None else options)
+    chosen = None if recipe is None else _load_recipe(recipe, options)
     source = load_model(model)
     _refuse_optimized(source)
-    target = None
-    if output is not None:
-        try:
-            target = Path(output)
-        except TypeError:
-            raise OutputError(f"output is a {type(output).__name__}, expected a path or None") from None
-        if target.is_symlink():  # the file behind it is written, and the link stays
-            target = Path(os.path.realpath(target))
+    stored = _count_stored_int4(source) if chosen is None else 0
+    if chosen is None:
+        chosen = _load_recipe(_ADOPT if stored else _DEFAULT, options)
+    target = _target(output)
+    if target is not None and source.folder is not None:
+        check_output_folder(target, source.folder)
+    elif target is not None:
         check_output(target, source)
     # Counted before the passes run: they change the model in place.
     report = OptimizationReport(
@@ -96,23 +107,57 @@ def optimize_onnx(
         report.feeds = f"{len(feeds)} given feed(s)"
     with (
         raising_unchanged(progress or no_progress) as tell,
-        _work_folder(None if dry_run else target) as folder,
-        TensorSpill(folder) as spill,
+        _work_folder(None if dry_run else target) as work,
+        TensorSpill(work) as spill,
     ):
         context = PassContext(
             source,
             report,
-            folder / (target.name if target is not None else "model.onnx"),
+            _candidate(work, source, target),
             spill,
             feeds=feeds,
             portable=portable,
             dry_run=dry_run,
             progress=tell,
         )
+        if stored:
+            context.note(f"no recipe was given; {_ADOPT!r} was chosen, as {stored} layers store 4-bit weights")
         run_recipe(chosen, source.model, context)
         if not dry_run:
             _finish(source, context, target)
     return report
+
+
+def _load_recipe(recipe: str | os.PathLike[str] | Recipe, options: Mapping[str, Any] | None) -> Recipe:
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    return chosen.with_options({} if options is None else options)
+
+
+def _count_stored_int4(source: ModelFile) -> int:
+    """The layers whose 4-bit weights can be taken over as they are."""
+    try:
+        return sum(isinstance(linear.int4, StoredInt4) for linear in linears_in(source.model))
+    except Exception:  # a malformed model trips over anything; the passes will tell
+        return 0
+
+
+def _target(output: str | os.PathLike[str] | None) -> Path | None:
+    if output is None:
+        return None
+    try:
+        target = Path(output)
+    except TypeError:
+        raise OutputError(f"output is a {type(output).__name__}, expected a path or None") from None
+    # The file behind a link is written, and the link stays.
+    return Path(os.path.realpath(target)) if target.is_symlink() else target
+
+
+def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
+    """Where the new model is written: in a folder of its own if that is what becomes the output."""
+    if source.folder is None or source.path is None:
+        return work / (target.name if target is not None else "model.onnx")
+    (work / _RESULT).mkdir()
+    return work / _RESULT / source.path.name
 
 
 def _finish(source: ModelFile, context: PassContext, target: Path | None) -> None:
@@ -132,8 +177,17 @@ def _finish(source: ModelFile, context: PassContext, target: Path | None) -> Non
         write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
-    context.progress("save", 0, 1)
-    move_into_place(context.candidate, target)
+    if source.folder is None:
+        context.progress("save", 0, 1)
+        move_into_place(context.candidate, target)
+    else:
+        result = context.candidate.parent
+        others = find_others(source)
+        if others.left_out:
+            context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
+        copy_others(others, result, lambda done, total: context.progress("copy", done, total))
+        context.progress("save", 0, 1)
+        move_folder_into_place(result, target)
     context.progress("save", 1, 1)
 
 
@@ -175,7 +229,7 @@ def _remove_stale(parent: Path, prefix: str) -> None:
     with suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.startswith(prefix):
-                written = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
+                written = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
                 if time.time() - written > _STALE_SECONDS:
                     shutil.rmtree(folder)
 

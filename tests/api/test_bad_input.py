@@ -65,9 +65,10 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     (folder / "half.onnx").write_bytes(content[: len(content) // 2])
     (folder / "model.ort").write_bytes(b"\x1c\0\0\0ORTM" + bytes(50))
     (folder / "zeros.onnx").write_bytes(bytes(1000))
+    (folder / "nothing").mkdir()
     return {
         "missing": (folder / "none.onnx", r"none\.onnx' does not exist"),
-        "folder": (folder, "is a folder, expected an ONNX file"),
+        "folder": (folder / "nothing", "nothing' holds no ONNX file, expected one"),
         "text": (folder / "text.onnx", "is not an ONNX model"),
         "empty": (folder / "empty.onnx", "is not an ONNX model: it holds no graph"),
         "half": (folder / "half.onnx", "is not an ONNX model, or it is cut short"),
@@ -130,7 +131,7 @@ def test_nothing_to_replace(folder, unchanged, dry_run):
         ({"options": {"sparsity": 1.5}}, "sparsity is 1.5, expected a number from 0 to below 1"),
         ({"options": [("sparsity", 0.5)]}, "options is a list, expected a dict"),
         ({"options": []}, "options is a list, expected a dict"),
-        ({"recipe": None}, r"recipe is a NoneType, expected a name \(.*sparse-bf16.*\), the path"),
+        ({"recipe": 3}, r"recipe is a int, expected a name \(.*sparse-bf16.*\), the path"),
         ({"recipe": {"name": "r"}}, "recipe is a dict, .*Recipe.from_dict"),
         ({"options": {"sparsity": True}}, "sparsity is True"),
         ({"options": {"sparsety": 0.5}}, "no option 'sparsety'.*did you mean 'sparsity'"),

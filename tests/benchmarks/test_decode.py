@@ -1,13 +1,26 @@
 """The decode benchmark's parts on a tiny model: the peer's file, speeds, the profile."""
 
+import argparse
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
+from rich.console import Console
 
-from ortolan.benchmarks.decode import Speed, measure, open_decoder, profile_decode, read_profile, session_options
+from ortolan.benchmarks import decode
+from ortolan.benchmarks.decode import (
+    Speed,
+    make_variants,
+    measure,
+    open_decoder,
+    profile_decode,
+    read_profile,
+    read_recipes,
+    session_options,
+)
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
@@ -79,8 +92,58 @@ def test_a_profile_without_runs_is_refused(tmp_path):
     assert read_profile(tmp_path / "profile.json", skip_runs=0) == ([], 5)
 
 
-def test_variants_must_exist():
-    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.decode", "--variant", "mine=none.onnx"]
+def options_of(recipe):
+    return {name: getattr(step.options, name) for step in recipe.passes for name in step.options.names()}
+
+
+def test_recipes_with_settings():
+    texts = ["int4", "int4:group_size=32,symmetric=true", "sparse-int4:group_size=64", "sparse-bf16:sparsity=0.25"]
+    recipes = {name: options_of(recipe) for name, recipe in read_recipes(texts, [0.0, 0.5]).items()}
+    assert list(recipes) == [
+        "int4",
+        "int4 group_size=32,symmetric=true",
+        "sparse-int4 group_size=64 0%",
+        "sparse-int4 group_size=64 50%",
+        "sparse-bf16 sparsity=0.25",
+    ]
+    assert [options["group_size"] for options in list(recipes.values())[:4]] == [128, 32, 64, 64]
+    assert [options["symmetric"] for options in list(recipes.values())[:2]] == [False, True]
+    assert [options["sparsity"] for options in list(recipes.values())[2:]] == [0.0, 0.5, 0.25]
+
+
+def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "get_model", lambda *names, **options: SimpleNamespace(onnx=model))
+    arguments = argparse.Namespace(model="tiny", attention=["gqa"], variant=[f"mine={model.parent}"])
+    recipes = read_recipes(decode.RECIPES, [])
+    variants = make_variants(arguments, recipes, tmp_path, Console(quiet=True))
+    assert list(variants) == ["fp32", *decode.PEERS, "int4 group_size=32,symmetric=true", "int4", "mine"]
+    assert variants.pop("mine") == model
+    for name, path in variants.items():
+        nodes = list(ir.load(path).graph)
+        found = [node.attributes.get("block_size") or node.attributes.get("group_size") for node in nodes]
+        size = {"fp32": None, "MatMulNBits g32": 32, "int4 group_size=32,symmetric=true": 32}.get(name, 128)
+        assert {attribute.as_int() for attribute in found if attribute} == ({size} if size else set())
+        # The head too, in all of them.
+        dense = [node for node in nodes if node.op_type == "MatMul" and node.inputs[1].is_initializer()]
+        assert bool(dense) == (name == "fp32")
+        error = np.abs(logits(path) - logits(model))
+        assert error.max() < 0.5 * np.abs(logits(model)).max()
+    for maker in ("optimize_onnx", "make_matmul_nbits"):
+        monkeypatch.setattr(decode, maker, lambda *names, **options: pytest.fail("made again"))
+    assert make_variants(arguments, recipes, tmp_path, Console(quiet=True)) == variants | {"mine": model}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--variant", "mine=none.onnx"), "expected NAME=PATH of an ONNX file, found 'mine=none.onnx'"),
+        (("--recipe", "int5"), "--recipe: unknown recipe 'int5'"),
+        (("--recipe", "int4:sparsity=0.5"), "--recipe: recipe 'int4' has no option 'sparsity'"),
+        (("--recipe", "int4:symmetric"), "--recipe: setting 'symmetric' is not of the form name=value"),
+    ],
+)
+def test_what_there_is_none_of_is_refused(arguments, words):
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.decode", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "expected NAME=PATH of an ONNX file, found 'mine=none.onnx'" in result.stderr
+    assert words in result.stderr

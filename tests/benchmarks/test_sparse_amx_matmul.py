@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from ortolan.benchmarks import dense_peers, sparse_amx_matmul
+from ortolan.benchmarks import dense_peers, side_by_side, sparse_amx_matmul
 from ortolan.benchmarks.cold_layers import Node, cold_copies, layers_session
 from ortolan.benchmarks.result import BenchOptions, BenchResult, BenchRow, geometric_mean, summarize
 from ortolan.benchmarks.shapes import LLAMA_3_8B
+from ortolan.benchmarks.side_by_side import shapes_to_measure
 from ortolan.benchmarks.timing import Timing
 from ortolan.errors import OrtolanError
 
@@ -28,12 +29,8 @@ PEERS = {
 
 
 @pytest.fixture
-def short(monkeypatch):
-    """Few rounds over few copies of small layers."""
-    monkeypatch.setattr(sparse_amx_matmul, "QUICK_SECONDS", 0.0)
-    monkeypatch.setattr(sparse_amx_matmul, "LLAMA_3_8B", {"q": (70, 40), "k": (70, 20), "v": (70, 20)})
-    monkeypatch.setattr("ortolan.benchmarks.cold_layers.copies_to_stay_cold", lambda size: 3)
-    monkeypatch.setattr("ortolan.benchmarks.dense_peers.copies_to_stay_cold", lambda size: 3)
+def small_layers(short):
+    short({"q": (70, 40), "k": (70, 20), "v": (70, 20)})
 
 
 def peers_by_case(result):
@@ -47,7 +44,7 @@ def peers_by_case(result):
 
 
 @pytest.mark.parametrize("kind", PEERS)
-def test_every_kind_meets_its_peers(short, kind):
+def test_every_kind_meets_its_peers(small_layers, kind):
     options = BenchOptions(
         (1,), True, ((1, 70, 33), (5, 70, 33)), (0.7, 0.5), kinds=(kind,), group_size=32 if kind == "int4" else None
     )
@@ -67,13 +64,13 @@ def test_every_kind_meets_its_peers(short, kind):
     assert result.summary == []  # the paper's layers have one
 
 
-def test_layers_of_one_shape_are_measured_once_and_summed_up_by_name(short):
+def test_layers_of_one_shape_are_measured_once_and_summed_up_by_name(small_layers):
     options = BenchOptions((1, 2), True, None, (0.5,), ("k", "q", "v"), (1, 2), ("int8",))
     result = sparse_amx_matmul.run(options)
     found = peers_by_case(result)
     assert {key[0] for key in found} == {"k, v", "q"}
     assert all(("ortolan_1_thread" in peers) == (key[1] == 2) for key, peers in found.items())
-    summary = {(row.threads, row.m, row.storage): row for row in result.summary}
+    summary = {(row.threads, row.case["m"], row.case["storage"]): row for row in result.summary}
     assert sorted(summary) == [(t, m, storage) for t in (1, 2) for m in (1, 2) for storage in ("bitmap", "dense")]
     row = summary[2, 1, "bitmap"]
     assert list(row.ratios) == ["q", "k", "v"]
@@ -88,18 +85,18 @@ def test_layers_of_one_shape_are_measured_once_and_summed_up_by_name(short):
     assert row.ratios["q"] == fastest
 
 
-def test_without_torch_the_dense_peer_of_bf16_is_our_own(short, monkeypatch):
+def test_without_torch_the_dense_peer_of_bf16_is_our_own(small_layers, monkeypatch):
     monkeypatch.setattr(dense_peers, "has_torch", lambda: False)
     options = BenchOptions((1,), True, None, (0.5,), ("q",), (2,), ("bf16",))
     result = sparse_amx_matmul.run(options)
     assert {row.peer for row in result.rows} == {"ort_matmul_fp32", "ortolan_dense"}
-    assert [row.storage for row in result.summary] == ["bitmap"]
+    assert [row.case["storage"] for row in result.summary] == ["bitmap"]
     assert "torch is not installed" in " ".join(result.notes)
     assert "torch" not in result.versions
 
 
 def test_all_layers_and_kinds_are_the_default():
-    shapes = sparse_amx_matmul._shapes(BenchOptions())
+    shapes = shapes_to_measure(BenchOptions(), tuple(LLAMA_3_8B), sparse_amx_matmul.BATCH)
     assert sorted(name for shape in shapes for name in shape.names.split(", ")) == sorted(LLAMA_3_8B)
     assert {shape.batch for shape in shapes} == {(1, 2, 4, 8, 16, 32)}
     assert sparse_amx_matmul._kinds(BenchOptions()) == ("bf16", "int8", "int4")
@@ -121,8 +118,8 @@ def test_impossible_options_say_what_is_possible(options, words):
         assert word in str(error.value)
 
 
-def test_an_interrupt_keeps_what_was_measured(short, monkeypatch):
-    interleave = sparse_amx_matmul.interleave
+def test_an_interrupt_keeps_what_was_measured(small_layers, monkeypatch):
+    interleave = side_by_side.interleave
     calls = []
 
     def interrupted(*arguments, **named):
@@ -131,7 +128,7 @@ def test_an_interrupt_keeps_what_was_measured(short, monkeypatch):
             raise KeyboardInterrupt
         return interleave(*arguments, **named)
 
-    monkeypatch.setattr(sparse_amx_matmul, "interleave", interrupted)
+    monkeypatch.setattr(side_by_side, "interleave", interrupted)
     options = BenchOptions((1,), True, None, (0.5,), ("q", "k"), (2,), ("int4",))
     result = sparse_amx_matmul.run(options)
     assert result.interrupted
@@ -148,6 +145,21 @@ def row(peer, ours_ms, peer_ms, layer="q", **case):
     return BenchRow("Op", case, 1, Timing(ours_ms, ours_ms), peer, Timing(peer_ms, peer_ms))
 
 
+def approx_all(**numbers):
+    return pytest.approx(numbers)
+
+
+def test_a_column_of_the_summary_may_be_several_layers():
+    rows = [row("a", 1.0, ratio, layer=name) for name, ratio in (("q", 2.0), ("k, v", 8.0), ("o", 3.0))]
+    rows += [row("a", 1.0, 1.0, layer="o", m=2), row("a", 1.0, 5.0, layer="q", kind="int4")]
+    peers = {"int8": ("a",), "int4": ("a",)}
+    lines = summarize(rows, peers, {"first": ("q", "k"), "second": ("v", "o"), "none": ("up",)}, {})
+    assert [(line.case["kind"], line.case["m"]) for line in lines] == [("int8", 1), ("int8", 2), ("int4", 1)]
+    assert lines[0].ratios == approx_all(first=4, second=24**0.5)
+    assert lines[0].geomean == pytest.approx((2 * 8 * 8 * 3) ** 0.25)
+    assert [line.ratios for line in lines[1:]] == [approx_all(second=1), approx_all(first=5)]
+
+
 def test_the_summary_takes_the_fastest_dense_peer_and_the_geometric_mean():
     rows = [
         row("a", 1.0, 8.0),
@@ -160,11 +172,23 @@ def test_the_summary_takes_the_fastest_dense_peer_and_the_geometric_mean():
         row("ort_matmul_fp32", 1.0, 3.0, sparsity=0.9),
         row("other", 1.0, 1.0, sparsity=0.7),  # against no dense peer
     ]
-    summary = summarize(rows, {"int8": ("a", "b")}, ("v", "q", "k", "o"))
-    assert [(line.sparsity, line.ratios) for line in summary] == [(0.5, {"v": 0.5, "q": 4, "k": 0.5}), (0.9, {"q": 2})]
+    columns = {name: (name,) for name in ("v", "q", "k", "o")}
+    summary = summarize(rows, {"int8": ("a", "b")}, columns, {"fp32": "ort_matmul_fp32", "none": "c"})
+    assert [line.case["sparsity"] for line in summary] == [0.5, 0.9]
+    assert [line.ratios for line in summary] == [approx_all(v=0.5, q=4, k=0.5), approx_all(q=2)]
+    assert list(summary[0].ratios) == ["v", "q", "k"]
     assert summary[0].geomean == pytest.approx(1.0)
-    assert summary[0].fp32_geomean == pytest.approx((9 * 3 * 3) ** (1 / 3))
-    assert summary[0].to_dict()["ratios"] == {"v": 0.5, "q": 4, "k": 0.5}
+    assert summary[0].others == approx_all(fp32=(9 * 3 * 3) ** (1 / 3))
+    assert summary[0].to_dict() == {
+        "kind": "int8",
+        "m": 1,
+        "storage": "bitmap",
+        "sparsity": 0.5,
+        "threads": 1,
+        "ratios": {"v": 0.5, "q": 4, "k": 0.5},
+        "geomean": 1.0,
+        "fp32_geomean": 4.3267,
+    }
     assert geometric_mean([2, 8]) == pytest.approx(4)
 
 
@@ -172,14 +196,16 @@ def test_the_summary_is_printed_behind_the_rows():
     from rich.console import Console
 
     rows = [row("a", 1.0, 3.0, layer="q"), row("ort_matmul_fp32", 1.0, 5.0, layer="q")]
-    result = BenchResult(rows, summarize(rows, {"int8": ("a",)}, ("q", "k")))
+    result = BenchResult(
+        rows, summarize(rows, {"int8": ("a",)}, {"q": ("q",), "k": ("k",)}, {"fp32": "ort_matmul_fp32"})
+    )
     console = Console(width=200)
     with console.capture() as capture:
         console.print(result)
     text = capture.get()
     assert text.index("ort_matmul_fp32") < text.index("geomean")
     assert [cell.strip() for cell in text.splitlines()[-2].split("│")[1:-1]] == [
-        *("int8", "1", "1", "50%", "3.00", "3.00", "5.00")
+        *("int8", "1", "1", "bitmap", "0.5", "3.00", "3.00", "5.00")
     ]
 
 
@@ -214,7 +240,7 @@ def test_our_node_computes_the_product(kind, storage):
         pytest.param(dense_peers.torch_bf16, marks=pytest.mark.skipif(not TORCH, reason="torch is not installed")),
     ],
 )
-def test_every_peer_runs(short, make):
+def test_every_peer_runs(small_layers, make):
     candidate = make(np.random.default_rng(0), 130, 40)
     assert candidate.copies == 3
     assert candidate.stored_bytes > 130 * 40 / 2

@@ -15,6 +15,7 @@ import pytest
 import ortolan
 import ortolan.benchmarks
 import ortolan.cli
+from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.models import tiny
 
@@ -127,8 +128,44 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(run_cli, assert_one_
 
 
 @pytest.mark.parametrize("name", [".", ""])
-def test_a_folder_is_no_model(invoke, assert_one_line, name):
-    assert_one_line(invoke("optimize", name), "'.' is a folder, expected an ONNX file")
+def test_a_folder_without_a_model(invoke, assert_one_line, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(invoke("optimize", name), "folder '.' holds no ONNX file")
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """With 4-bit weights and a tokenizer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    ir.save(tiny.mlp((64, 96, 32), "matmul"), tmp_path / "float.onnx")
+    make_matmul_nbits(tmp_path / "float.onnx", folder / "model.onnx", 32, 4)
+    (tmp_path / "float.onnx").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_becomes_a_folder(invoke, run_cli, model_folder, tmp_path, monkeypatch):
+    result = run_cli("optimize", f"{model_folder}/")
+    assert result.returncode == 0, result.stderr
+    assert "recipe adopt: replaced 2 of 2" in result.stdout and "'adopt' was chosen" in result.stdout
+    fast = tmp_path / "model.ortolan"
+    assert sorted(path.name for path in fast.iterdir()) == ["model.onnx", "tokenizer.json"]
+    assert invoke("optimize", model_folder, "-o", tmp_path / "other", "--recipe", "adopt").exit_code == 0
+    assert "W4A8MatMul" in invoke("inspect", tmp_path / "other").stdout
+    monkeypatch.chdir(model_folder)
+    assert invoke("optimize", ".", "--dry-run").exit_code == 0
+
+
+def test_folders_are_refused_in_one_line(invoke, assert_one_line, model_folder, tmp_path, monkeypatch):
+    (tmp_path / "model.ortolan").mkdir()
+    (tmp_path / "model.ortolan" / "mine").write_text("x")
+    assert_one_line(invoke("optimize", model_folder), "model.ortolan' is not empty")
+    assert_one_line(invoke("optimize", model_folder, "-o", model_folder / "fast"), "lies in the input folder")
+    monkeypatch.chdir(model_folder)
+    assert_one_line(invoke("optimize", "."), "model.ortolan' is not empty")
+    monkeypatch.chdir(tmp_path / "model.ortolan")
+    assert_one_line(invoke("optimize", ".."), "folder '..' has no name to call the new one after; give --output")
 
 
 def test_errors_as_json(invoke, mlp_path):
@@ -293,6 +330,15 @@ def test_bench_takes_layers_by_name(invoke, fake_benchmark):
     assert fake_benchmark[1] == BenchOptions(cases=((2, 3, 4),), layers=("v",), batch=(8,))
 
 
+def test_bench_takes_models_by_name(invoke, fake_benchmark):
+    assert invoke("bench", "sparse_amx_matmul", "--shape", "SmolLM2:down,minilm", "--shape", "llama:up").exit_code == 0
+    layers = ("smollm2:down", *(f"minilm:{name}" for name in ("q", "k", "v", "o", "ffn_up", "ffn_down")), "up")
+    assert fake_benchmark == [BenchOptions(layers=layers)]
+    text = " ".join(invoke("bench", "sparse_amx_matmul", "--shape", "minilm:up").stderr.replace("│", "").split())
+    for words in ("'minilm:up' is neither a layer", "minilm:ffn_up", "(llama, smollm2, minilm)", "1x4096x14336"):
+        assert words in text
+
+
 def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
     interrupted = {"sparse_amx_matmul": lambda options, progress: FakeResult(interrupted=True)}
     monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", interrupted)
@@ -302,6 +348,7 @@ def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
 
 def test_bench_names_the_kinds_it_knows(invoke, assert_one_line):
     assert_one_line(invoke("bench", "sparse_amx_matmul", "--kind", "fp8"), "'fp8'", "bf16, int8, int4")
+    assert_one_line(invoke("bench", "w4a8_matmul", "--kind", "int4"), "'int4'", "symmetric, zero_points")
 
 
 def test_bench_without_enough_memory(invoke, assert_one_line):

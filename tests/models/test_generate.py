@@ -7,7 +7,7 @@ import pytest
 
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder, generate, sample, shares_cache
+from ortolan.models.generate import Decoder, generate, read_head_size, sample, shares_cache
 
 VOCABULARY = tiny.TINY_LLAMA.vocab_size
 PROMPT = [1, 20, 30, 4, 4, 90]
@@ -107,6 +107,23 @@ def test_other_models_are_refused():
     model.graph.inputs[3].shape = ir.Shape(["batch", "heads", "past_sequence", 16])
     with pytest.raises(OrtolanError, match=r"'past_key_values.0.key' has shape .*expected a number at axis 1"):
         Decoder(make_session(model))
+
+
+def test_the_size_of_a_head_that_the_inputs_leave_open(tmp_path):
+    model = tiny.tiny_llama(attention="gqa", head_dim=16)
+    for value in model.graph.inputs:
+        if value.name.startswith("past_key_values"):
+            value.shape = ir.Shape(["batch", 2, "past_sequence", "kv_cache_dim"])
+    ir.save(model, tmp_path / "open.onnx")
+    session = make_session(model)
+    with pytest.raises(OrtolanError, match="expected a number at axis 3"):
+        Decoder(session)
+    assert read_head_size(tmp_path / "open.onnx") == 16
+    for cache_length in (None, 24):
+        found = Decoder(session, cache_length, read_head_size(tmp_path / "open.onnx")).step(PROMPT)
+        np.testing.assert_allclose(found, logits_without_cache(PROMPT), atol=1e-4)
+    ir.save(tiny.mlp(), tmp_path / "mlp.onnx")
+    assert read_head_size(tmp_path / "mlp.onnx") is None
 
 
 def test_a_file_tells_whether_its_cache_may_be_shared(tmp_path):

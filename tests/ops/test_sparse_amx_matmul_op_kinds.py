@@ -32,7 +32,8 @@ def uses(kind: str, dense: bool, activation: Activation = Activation.NONE, resid
 
 
 def attributes(kind: str, activation: Activation = Activation.NONE) -> dict[str, int]:
-    return {"weight_bits": BITS[kind], "group_size": GROUPS.get(kind) or 0, "activation": int(activation)}
+    group_size = GROUPS.get(kind) or 0
+    return {"weight_bits": BITS[kind], "group_size": group_size, "activation": int(activation), "gated_columns": 0}
 
 
 def packed(layer: Layer, dense: bool) -> Packed:

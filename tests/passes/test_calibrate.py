@@ -71,6 +71,28 @@ def test_decoders_that_take_one_token():
     assert [array.shape for array in feeds.values()] == [(2, 1), (2, 9), (2, 4, 8, 16)]
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_caches_that_leave_the_size_of_their_heads_open(separate):
+    """As ONNX Runtime GenAI's builder writes them: it follows from the width of the queries."""
+    inputs = {f"past_key_values.0.{part}": (FLOAT, ["batch", 2, "past", "kv_cache_dim"]) for part in ("key", "value")}
+    rest = {name: (TensorProto.INT32, [1]) for name in ("seqlens", "total")}
+    width = 4 * 24 if separate else (4 + 2 * 2) * 24
+    queries = {"q": (FLOAT, ["batch", "sequence", width])}
+    queries |= {name: (FLOAT, ["batch", "sequence", 48]) for name in ("k", "v")} if separate else {}
+    node = helper.make_node(
+        "GroupQueryAttention",
+        ["q", *(("k", "v") if separate else ("", "")), *inputs, *rest],
+        ["y"],
+        domain="com.microsoft",
+        num_heads=4,
+        kv_num_heads=2,
+    )
+    outputs = {"y": (FLOAT, ["batch", "sequence", 96])}
+    model = make_model([node], queries | inputs | rest, outputs, domains={"com.microsoft": 1})
+    feeds = synthetic_feeds(ir.from_proto(model), Sizes(2, 16, 8))
+    assert [feeds[name].shape for name in inputs] == [(2, 2, 8, 24)] * 2
+
+
 def test_encoders_have_no_past():
     feeds = synthetic_feeds(
         signature({"position_ids": (INT64, ["b", "s"]), "x": (FLOAT, [None, None, 7])}), Sizes(2, 5, 8)

@@ -36,26 +36,25 @@ struct Avx2FloatSums {
   }
 };
 
-// For each byte of mask bits: pshufb control that moves the next stored byte to every place whose bit is set, and zero
-// elsewhere (a control byte with its top bit set gives zero).
-struct ExpandByteShuffles {
-  alignas(64) uint8_t control[256][8];
-};
-
-constexpr ExpandByteShuffles MakeExpandByteShuffles() {
-  ExpandByteShuffles table{};
-  for (int mask = 0; mask < 256; ++mask) {
-    int next = 0;
-    for (int place = 0; place < 8; ++place) {
-      const bool stored = ((mask >> place) & 1) != 0;
-      table.control[mask][place] = static_cast<uint8_t>(stored ? next : 0x80);
-      next += stored ? 1 : 0;
+// For each byte of mask bits: pshufb control that moves the next stored value, of kBytes bytes, to every place whose
+// bit is set, and zero elsewhere (a control byte with its top bit set gives zero).
+template <int kBytes>
+struct ExpandShuffles {
+  constexpr ExpandShuffles() {
+    for (int mask = 0; mask < 256; ++mask) {
+      int next = 0;
+      for (int place = 0; place < 8; ++place) {
+        const bool stored = ((mask >> place) & 1) != 0;
+        for (int i = 0; i < kBytes; ++i) {
+          control[mask][place * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
+        }
+      }
     }
   }
-  return table;
-}
+  alignas(64) uint8_t control[256][8 * kBytes] = {};
+};
 
-constexpr ExpandByteShuffles kExpandByteShuffles = MakeExpandByteShuffles();
+constexpr ExpandShuffles<1> kExpandByteShuffles;
 
 struct Avx2Int8Simd {
   struct Weights {
@@ -64,6 +63,7 @@ struct Avx2Int8Simd {
   struct Sums {
     __m256i low, high;
   };
+  using SpanSums = Sums;
   using Floats = Avx2FloatSums::Accumulator;
   static constexpr int kMostHeld = 0;
   struct Held {};
@@ -111,26 +111,25 @@ struct Avx2Int8Simd {
       return _mm_sub_epi8(_mm_and_si128(stored, EachByte(0xf0)), EachByte(ortolan::kInt4Bias << 4));
     });
   }
-  static Weights ExpandInt8(const uint8_t* values) {
+  using Bytes = Weights;
+  static Bytes LoadBytes(const uint8_t* values) {
     const __m256i* in = reinterpret_cast<const __m256i*>(values);
     return {_mm256_loadu_si256(in), _mm256_loadu_si256(in + 1)};
   }
+  static Weights Int8(const Bytes& bytes) { return bytes; }
   // Each byte's bits of `nibble` less those of 8.
   static __m256i Nibbles(__m256i bytes, int nibble, int bias) {
     return _mm256_sub_epi8(_mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(nibble))),
                            _mm256_set1_epi8(static_cast<char>(bias)));
   }
-  static Weights ExpandLow(const uint8_t* values) {
-    const Weights bytes = ExpandInt8(values);
+  static Weights Low(const Bytes& bytes) {
     return {Nibbles(bytes.low, 0x0f, ortolan::kInt4Bias), Nibbles(bytes.high, 0x0f, ortolan::kInt4Bias)};
   }
-  static Weights ExpandHigh(const uint8_t* values) {
-    const Weights bytes = ExpandInt8(values);
+  static Weights High(const Bytes& bytes) {
     return {Nibbles(_mm256_srli_epi16(bytes.low, 4), 0x0f, ortolan::kInt4Bias),
             Nibbles(_mm256_srli_epi16(bytes.high, 4), 0x0f, ortolan::kInt4Bias)};
   }
-  static Weights ExpandHighTimes16(const uint8_t* values) {
-    const Weights bytes = ExpandInt8(values);
+  static Weights HighTimes16(const Bytes& bytes) {
     return {Nibbles(bytes.low, 0xf0, ortolan::kInt4Bias << 4), Nibbles(bytes.high, 0xf0, ortolan::kInt4Bias << 4)};
   }
   static void Store(const Weights& weights, uint8_t* to) {
@@ -142,6 +141,9 @@ struct Avx2Int8Simd {
             _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + 1)};
   }
 
+  static constexpr int kMostChains = 4;
+  static SpanSums StartSpan(const Sums& sums) { return sums; }
+  static Sums EndSpan(const Sums&, const SpanSums& span_sums) { return span_sums; }
   static Sums Broadcast(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
   static Sums Add(Sums a, Sums b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
   static Sums DivideBy16(Sums sums) { return {_mm256_srai_epi32(sums.low, 4), _mm256_srai_epi32(sums.high, 4)}; }
@@ -195,11 +197,15 @@ struct Avx2Int8Simd {
     const __m128i* in = reinterpret_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(in)), _mm256_cvtph_ps(_mm_loadu_si128(in + 1))};
   }
-  static __m256 MinusBytes(const uint8_t* from) {
+  static __m256i Load8WordsLess8(const uint8_t* from) {
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-    return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_setzero_si256(), bytes));
+    return _mm256_and_si256(_mm256_sub_epi32(bytes, _mm256_set1_epi32(8)), _mm256_set1_epi32(0xffff));
   }
-  static Floats LoadMinusBytes(const uint8_t* from) { return {MinusBytes(from), MinusBytes(from + 8)}; }
+  static Sums LoadWordsLess8(const uint8_t* from) { return {Load8WordsLess8(from), Load8WordsLess8(from + 8)}; }
+  static Sums MultiplyAddWords(Sums sums, Sums words, int32_t word) {
+    const __m256i each = _mm256_set1_epi32(word);
+    return Add(sums, {_mm256_madd_epi16(words.low, each), _mm256_madd_epi16(words.high, each)});
+  }
   static Floats LoadColumns(const float* from, int columns) { return Avx2FloatSums::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, Floats sums) { Avx2FloatSums::StoreColumns(to, columns, sums); }
 

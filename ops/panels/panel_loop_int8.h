@@ -1,5 +1,7 @@
-// The loop that the x86 kernels for int8 and int4 weights share: panel_loop.h for int8 products. Included by x86_*.cc
-// only; everything is local to the including file.
+// The loop that the x86 kernels for int8 and int4 weights share: walk the rows of a panel, expand (dense storage: load)
+// each to a register, multiply it with four activations of every row of x. Included by x86_*.cc only; everything is
+// local to the including file (an inline function compiled for one ISA tier must never be linked in place of
+// another's).
 //
 // A tier gives a struct Simd with
 //     kRowBlock                     rows of x whose sums fit the registers
@@ -8,7 +10,8 @@
 //     Weights ExpandInt8(uint64_t mask, const uint8_t* values)              each may load 64 bytes from values
 //     Weights ExpandLow, ExpandHigh(uint64_t mask, const uint8_t* values)   int4, from low or high nibbles
 //     Weights ExpandHighTimes16(…)                                          ExpandHigh, all of it times 16
-//     Weights ExpandInt8, …(const uint8_t* values)      the four again if all 64 are stored: 64 bytes at any address
+//     Bytes                         64 bytes as they are stored: all weights of a row, or of two of int4
+//     Bytes LoadBytes(const uint8_t*), Weights Int8(Bytes), Low(Bytes), High(Bytes), HighTimes16(Bytes)
 //     void Store(Weights, uint8_t*), Weights Load(const uint8_t*)
 //     Sums                          16 columns of int32
 //     Sums Broadcast(int32_t), Add(Sums, Sums), DivideBy16(Sums)
@@ -27,9 +30,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "sparse_amx_matmul/activations.h"
-#include "sparse_amx_matmul/quantize_rows.h"
-#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
+#include "formats/bitmap_int8.h"
+#include "formats/scales.h"
+#include "panels/activations.h"
+#include "panels/panel_output.h"
+#include "panels/quantize_rows.h"
 
 namespace ortolan {
 namespace {
@@ -38,11 +43,13 @@ namespace {
 constexpr int64_t kSpanInputs = 32;
 constexpr int kSpanRows = 8;
 
-// Format: SparseInt8Format<bits of a weight, storage> (here) or GroupInt4Format (w4a8_matmul/group_int4_format.h).
+// Format: how a room stores weights, scales and packed activations: SparseInt8Format (sparse_amx_matmul) and
+// GroupInt4Format (w4a8_matmul).
 template <typename Simd, typename Format>
 class Int8PanelLoop {
   using Args = typename Format::Args;
   using Sums = typename Simd::Sums;
+  using SpanSums = typename Simd::SpanSums;
   using Floats = typename Simd::Floats;
   using Weights = typename Simd::Weights;
   static constexpr bool kInt4 = Format::kInt4;
@@ -57,8 +64,15 @@ class Int8PanelLoop {
       const Args part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
-        if (part.m <= Simd::kRowBlock) {
-          FusedForRows<Simd::kRowBlock>(p, part.m);
+        if (part.m == 1) {
+          FusedOneRow(p);
+        } else if constexpr (kDense) {
+          // Stored weights are taken apart so quickly that each block of rows may do it anew.
+          int64_t i = 0;
+          for (; i + Simd::kRowBlock <= part.m; i += Simd::kRowBlock) Fused<Simd::kRowBlock>(p, i);
+          WithRowCount<Simd::kRowBlock - 1>(part.m - i, [&]<int kRows>() { Fused<kRows>(p, i); });
+        } else if (part.m <= Simd::kRowBlock) {
+          WithRowCount<Simd::kRowBlock>(part.m, [&]<int kRows>() { Fused<kRows>(p, 0); });
         } else {
           Buffered(p);
         }
@@ -71,13 +85,50 @@ class Int8PanelLoop {
   static constexpr int64_t kBufferTiles = 16;
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
   static constexpr int64_t kMostRows = 256;
-  // How far ahead of the loads the streams are prefetched. Measured: README.md of this room.
-  static constexpr int64_t kValuesAhead = kInt4 ? 6144 : 12288;
+  // How far ahead of the loads the streams are prefetched. Measured: sparse_amx_matmul/README.md.
+  static constexpr int64_t kValuesAhead = !kInt4 ? 12288 : kDense ? 8192 : 6144;
   static constexpr int64_t kMasksAhead = kInt4 ? 3072 : 12288;
   // Of masks, from one span to the next.
   static constexpr int64_t kMaskStep = kDense ? 0 : kSpanRows * static_cast<int64_t>(sizeof(uint64_t));
 
   static constexpr int64_t kLineBytes = 64;
+
+  static uint64_t LoadMask(const uint8_t* masks, int row) {
+    uint64_t mask;
+    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+    return mask;
+  }
+
+  // The stored weights of a panel, row after row.
+  struct Stream {
+    // Row `row` of the span whose masks are given.
+    template <bool kTimes16, bool kPrefetch>
+    Weights Next([[maybe_unused]] const uint8_t* masks, int row) {
+      if constexpr (kDense) {
+        // int4: the same bytes hold an even and an odd row.
+        if (!kInt4 || row % 2 == 0) {
+          if (kPrefetch) __builtin_prefetch(even + kValuesAhead);
+          bytes = Simd::LoadBytes(even);
+          even += kLineBytes;
+        }
+        if constexpr (!kInt4) return Simd::Int8(bytes);
+        if (row % 2 == 0) return Simd::Low(bytes);
+        return kTimes16 ? Simd::HighTimes16(bytes) : Simd::High(bytes);
+      } else {
+        const uint64_t mask = LoadMask(masks, row);
+        const uint8_t*& next = kInt4 && row % 2 == 1 ? odd : even;
+        const uint8_t* values = next;
+        next += __builtin_popcountll(mask);
+        if constexpr (!kInt4) return Simd::ExpandInt8(mask, values);
+        if (row % 2 == 0) return Simd::ExpandLow(mask, values);
+        return kTimes16 ? Simd::ExpandHighTimes16(mask, values) : Simd::ExpandHigh(mask, values);
+      }
+    }
+
+    const uint8_t* even;
+    const uint8_t* odd;  // of a bitmap of int4; otherwise there is one stream
+    typename Simd::Bytes bytes;
+  };
 
   struct Panel {
     Panel(const Args& a, int64_t index_)
@@ -89,14 +140,10 @@ class Int8PanelLoop {
           padded_k(kInt8Bitmap.PaddedK(a.w.k)),
           row_bytes(Format::PackedRowBytes(a)),
           masks(Format::Masks(a, index)),
-          values{Format::Values(a, index), Format::Values(a, index)},
-          y(a.y + index * kPanelColumns),
-          bias(a.bias == nullptr ? nullptr : a.bias + index * kPanelColumns),
-          columns(static_cast<int>(a.w.n - index * kPanelColumns < kPanelColumns ? a.w.n - index * kPanelColumns
-                                                                                 : kPanelColumns)),
+          stream{Format::Values(a, index), Format::Values(a, index), {}},
+          output(a, a.w.n, index),
           span_bytes(Format::ValueBytes(a, index) / spans) {}
 
-    float* YRow(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * args.y_row_bytes); }
     // The block of kRows packed rows that begins at row i.
     const int8_t* X(int64_t i) const { return static_cast<const int8_t*>(args.x) + i * row_bytes; }
     // What stands behind its q.
@@ -104,6 +151,8 @@ class Int8PanelLoop {
     typename Format::template Block<Simd, kRows> Block(int64_t i) const {
       return {X(i) + padded_k * kRows, groups};
     }
+
+    typename Format::template PanelScales<Simd> Scales() const { return {args, index, groups}; }
 
     const Args& args;
     int64_t index;
@@ -113,81 +162,50 @@ class Int8PanelLoop {
     int64_t padded_k;
     int64_t row_bytes;
     const uint8_t* masks;
-    const uint8_t* values[2];  // move along as tiles are expanded; int8 has one stream, int4 one a parity of rows
-    float* y;
-    const float* bias;
-    int columns;
+    Stream stream;
+    PanelOutput output;
     int64_t span_bytes;  // of a bitmap's values, on average
   };
 
-  static uint64_t LoadMask(const uint8_t* masks, int row) {
-    uint64_t mask;
-    std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-    return mask;
-  }
-
-  // mask_and_values: values alone if all weights are stored.
-  template <bool kTimes16, typename... MaskAndValues>
-  static Weights Expand(int row, MaskAndValues... mask_and_values) {
-    if constexpr (!kInt4) {
-      return Simd::ExpandInt8(mask_and_values...);
-    } else {
-      if (row % 2 == 0) return Simd::ExpandLow(mask_and_values...);
-      return kTimes16 ? Simd::ExpandHighTimes16(mask_and_values...) : Simd::ExpandHigh(mask_and_values...);
-    }
-  }
-
-  // Row `row` of the span whose masks are given; moves its stream on to the next row.
-  template <bool kTimes16, bool kPrefetch>
-  static Weights NextRow([[maybe_unused]] const uint8_t* masks, int row, const uint8_t*& even,
-                         [[maybe_unused]] const uint8_t*& odd) {
-    if constexpr (kDense) {
-      // int4: the same bytes hold an even and an odd row.
-      const uint8_t* values = even;
-      if (kPrefetch && (!kInt4 || row % 2 == 0)) __builtin_prefetch(values + kValuesAhead);
-      if (!kInt4 || row % 2 == 1) even += kLineBytes;
-      return Expand<kTimes16>(row, values);
-    } else {
-      const uint64_t mask = LoadMask(masks, row);
-      const uint8_t*& stream = kInt4 && row % 2 == 1 ? odd : even;
-      const uint8_t* values = stream;
-      stream += __builtin_popcountll(mask);
-      return Expand<kTimes16>(row, mask, values);
-    }
-  }
-
-  // Few rows of x: each row of weights is expanded into a register and used at once.
+  // Few rows of x, i … i+kRows-1: each row of weights is expanded into a register and used at once.
   template <int kRows>
-  static void Fused(Panel& p) {
+  static void Fused(const Panel& p, int64_t i) {
     // With few rows, one sum a row would wait for itself: several chains, added at the end. In int4 the chains of odd
     // rows then hold 16 times their sums, which saves a shift of each row of weights.
-    constexpr int kChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
+    constexpr int kWantedChains = kRows == 1 && !kInt4 ? 4 : kRows <= 3 ? 2 : 1;
+    constexpr int kChains = kWantedChains < Simd::kMostChains ? kWantedChains : Simd::kMostChains;
     constexpr bool kTimes16 = kInt4 && kChains == 2;
     // Where nothing but one stream without gaps is read, the hardware's own prefetch is better; not so for int4.
     constexpr bool kPrefetch = !kDense || kInt4 || kRows > 1;
-    const auto block = p.template Block<kRows>(0);
-    const uint8_t* even = p.values[0];
-    const uint8_t* odd = p.values[1];
+    const auto block = p.template Block<kRows>(i);
+    const auto panel_scales = p.Scales();
+    Stream stream = p.stream;
     const uint8_t* masks = p.masks;
-    const int8_t* x = p.X(0);
+    const int8_t* x = p.X(i);
     // int8: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
     // with more values than others leaves no line out. int4: a line every two or four rows, as many as it takes.
     const int64_t burst_bytes = p.span_bytes + p.span_bytes / 4 + kLineBytes;
     const bool many_bytes = p.span_bytes > 5 * kLineBytes / 2;
     Floats totals[kRows];
-    for (int i = 0; i < kRows; ++i) totals[i] = Simd::Zero();
+    for (int r = 0; r < kRows; ++r) totals[r] = Simd::Zero();
     int64_t span = 0;
     for (int64_t group = 0; group < p.groups; ++group) {
       Sums sums[kRows][kChains];
-      for (int i = 0; i < kRows; ++i) {
-        sums[i][0] = block.Start(group, i);
-        for (int c = 1; c < kChains; ++c) sums[i][c] = Simd::Broadcast(0);
+      for (int r = 0; r < kRows; ++r) {
+        sums[r][0] = block.Start(group, r);
+        for (int c = 1; c < kChains; ++c) sums[r][c] = Simd::Broadcast(0);
       }
       const int64_t group_end = span + p.group_spans < p.spans ? span + p.group_spans : p.spans;
       for (; span < group_end; ++span, masks += kMaskStep, x += kSpanInputs * kRows) {
         if constexpr (!kDense) __builtin_prefetch(masks + kMasksAhead);
         if constexpr (!kDense && !kInt4) {
-          for (int64_t line = 0; line < burst_bytes; line += kLineBytes) __builtin_prefetch(even + kValuesAhead + line);
+          for (int64_t line = 0; line < burst_bytes; line += kLineBytes)
+            __builtin_prefetch(stream.even + kValuesAhead + line);
+        }
+        SpanSums span_sums[kRows][kChains];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          for (int c = 0; c < kChains; ++c) span_sums[r][c] = Simd::StartSpan(sums[r][c]);
         }
 #pragma GCC unroll 2
         for (int four = 0; four < kSpanRows; four += kFourRows) {
@@ -195,34 +213,33 @@ class Int8PanelLoop {
 #pragma GCC unroll 4
           for (int row = four; row < four + kFourRows; ++row) {
             if (!kDense && kInt4 && (row % 4 == 0 || (row % 2 == 0 && many_bytes))) {
-              __builtin_prefetch(even + kValuesAhead);
+              __builtin_prefetch(stream.even + kValuesAhead);
             }
-            const Weights weights = NextRow<kTimes16, kPrefetch>(masks, row, even, odd);
+            const Weights weights = stream.template Next<kTimes16, kPrefetch>(masks, row);
 #pragma GCC unroll 16
-            for (int i = 0; i < kRows; ++i) {
-              sums[i][row % kChains] = quads.MultiplyAdd(sums[i][row % kChains], weights, row - four, i);
+            for (int r = 0; r < kRows; ++r) {
+              span_sums[r][row % kChains] = quads.MultiplyAdd(span_sums[r][row % kChains], weights, row - four, r);
             }
           }
         }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          for (int c = 0; c < kChains; ++c) sums[r][c] = Simd::EndSpan(sums[r][c], span_sums[r][c]);
+        }
       }
-      const typename Format::template Scales<Simd> scales(p.args, p.index, group);
-      for (int i = 0; i < kRows; ++i) {
-        if constexpr (kTimes16) sums[i][1] = Simd::DivideBy16(sums[i][1]);
-        Sums sum = sums[i][0];
-        for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[i][c]);
-        totals[i] = block.Add(totals[i], sum, scales, group, i);
+      const auto scales = panel_scales.Of(group);
+      for (int r = 0; r < kRows; ++r) {
+        if constexpr (kTimes16) sums[r][1] = Simd::DivideBy16(sums[r][1]);
+        Sums sum = sums[r][0];
+        for (int c = 1; c < kChains; ++c) sum = Simd::Add(sum, sums[r][c]);
+        totals[r] = block.Add(totals[r], sum, scales, group, r);
       }
     }
-    for (int i = 0; i < kRows; ++i) Finish(p, p.YRow(i), totals[i], block, i);
+    for (int r = 0; r < kRows; ++r) p.output.template Store<Simd>(i + r, block.End(totals[r], r));
   }
 
-  template <int kRows>
-  static void FusedForRows(Panel& p, int64_t m) {
-    if constexpr (kRows > 0) {
-      if (m == kRows) return Fused<kRows>(p);
-      FusedForRows<kRows - 1>(p, m);
-    }
-  }
+  // A function of its own: in the company of the others it would lack registers.
+  __attribute__((noinline)) static void FusedOneRow(const Panel& p) { Fused<1>(p, 0); }
 
   struct alignas(64) WaitingSums {
     uint8_t bytes[kMostRows][kPanelColumns * sizeof(int32_t)];  // int32 (int8) or float (int4)
@@ -241,24 +258,16 @@ class Int8PanelLoop {
         if constexpr (!kDense) __builtin_prefetch(p.masks + kMasksAhead);
 #pragma GCC unroll 8
         for (int row = 0; row < kSpanRows; ++row, out += Simd::kStoredBytes) {
-          if (!kDense && (!kInt4 || row % 2 == 0)) __builtin_prefetch(p.values[0] + kValuesAhead);
-          Simd::Store(NextRow<false, true>(p.masks, row, p.values[0], p.values[1]), out);
+          if (!kDense && (!kInt4 || row % 2 == 0)) __builtin_prefetch(p.stream.even + kValuesAhead);
+          Simd::Store(p.stream.template Next<false, true>(p.masks, row), out);
         }
       }
       int64_t i = 0;
       for (; i + Simd::kRowBlock <= p.args.m; i += Simd::kRowBlock) {
         ExpandedRows<Simd::kRowBlock>(p, buffer, first, end, i, waiting);
       }
-      TailRows<Simd::kRowBlock - 1>(p, buffer, first, end, i, waiting);
-    }
-  }
-
-  template <int kRows>
-  static void TailRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
-                       WaitingSums& waiting) {
-    if constexpr (kRows > 0) {
-      if (p.args.m - i == kRows) return ExpandedRows<kRows>(p, buffer, first, end, i, waiting);
-      TailRows<kRows - 1>(p, buffer, first, end, i, waiting);
+      WithRowCount<Simd::kRowBlock - 1>(p.args.m - i,
+                                        [&]<int kRows>() { ExpandedRows<kRows>(p, buffer, first, end, i, waiting); });
     }
   }
 
@@ -267,6 +276,7 @@ class Int8PanelLoop {
   static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
                            WaitingSums& waiting) {
     const auto block = p.template Block<kRows>(i);
+    const auto panel_scales = p.Scales();
     const int8_t* x = p.X(i) + first * kSpanInputs * kRows;
     for (int64_t span = first; span < end;) {
       const int64_t group = kInt4 ? span / p.group_spans : 0;
@@ -274,6 +284,7 @@ class Int8PanelLoop {
       if (kInt4 && group == p.groups) break;
       const int64_t group_end = kInt4 && end - span > p.group_spans ? span + p.group_spans : end;
       Sums sums[kRows];
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         sums[r] = kInt4 || first == 0 ? block.Start(group, r) : Simd::LoadWaitingSums(waiting.bytes[i + r]);
       }
@@ -287,7 +298,8 @@ class Int8PanelLoop {
         }
       }
       if constexpr (kInt4) {
-        const typename Format::template Scales<Simd> scales(p.args, p.index, group);
+        const auto scales = panel_scales.Of(group);
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const Floats total = group == 0 ? Simd::Zero() : Simd::LoadWaiting(waiting.bytes[i + r]);
           Simd::StoreWaiting(waiting.bytes[i + r], block.Add(total, sums[r], scales, group, r));
@@ -300,79 +312,15 @@ class Int8PanelLoop {
     if (end < p.spans) return;
     for (int r = 0; r < kRows; ++r) {
       if constexpr (kInt4) {
-        Finish(p, p.YRow(i + r), Simd::LoadWaiting(waiting.bytes[i + r]), block, r);
+        p.output.template Store<Simd>(i + r, block.End(Simd::LoadWaiting(waiting.bytes[i + r]), r));
       } else {
-        const typename Format::template Scales<Simd> scales(p.args, p.index, 0);
+        const auto scales = panel_scales.Of(0);
         const Sums sum = Simd::LoadWaitingSums(waiting.bytes[i + r]);
-        Finish(p, p.YRow(i + r), block.Add(Simd::Zero(), sum, scales, 0, r), block, r);
+        p.output.template Store<Simd>(i + r, block.End(block.Add(Simd::Zero(), sum, scales, 0, r), r));
       }
     }
   }
-
-  template <typename Block>
-  static void Finish(const Panel& p, float* y, Floats total, const Block& block, int row) {
-    total = block.End(total, row);
-    if (p.bias != nullptr) total = Simd::Add(total, Simd::LoadColumns(p.bias, p.columns));
-    Simd::StoreColumns(y, p.columns, total);
-  }
 };
-
-// Weights of SparseAMXMatMul; kBits: 8 or 4.
-template <int kBits, Storage kStorage>
-struct SparseInt8Format {
-  using Args = SparseInt8MatMulArgs;
-  static constexpr bool kInt4 = kBits == 4;
-  static constexpr bool kDense = kStorage == Storage::kDense;
-  static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
-
-  static int64_t Group(const Args& a) { return a.group; }
-  static int64_t PackedRowBytes(const Args& a) { return SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group); }
-  static const uint8_t* Masks(const Args& a, int64_t panel) { return a.w.PanelMasks(kLayout, panel); }
-  static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelValues(kLayout, panel); }
-  static int64_t ValueBytes(const Args& a, int64_t panel) {
-    return kDense ? 0 : a.w.offsets[panel + 1] - a.w.offsets[panel];
-  }
-
-  // Of a group of a panel.
-  template <typename Simd>
-  struct Scales {
-    Scales(const Args& a, int64_t panel, int64_t group)
-        : floats(kInt4 ? Simd::LoadBf16Scales(a.Scales(panel, group)) : Simd::LoadFloatScales(a.Scales(panel, group))) {
-    }
-    typename Simd::Floats floats;
-  };
-
-  // What PackQuantizedRows puts behind the q of a block of rows.
-  template <typename Simd, int kRows>
-  struct Block {
-    using Sums = typename Simd::Sums;
-    using Floats = typename Simd::Floats;
-
-    Block(const int8_t* end, int64_t)
-        : scales(reinterpret_cast<const float*>(end)), corrections(reinterpret_cast<const int32_t*>(scales + kRows)) {}
-
-    Sums Start(int64_t group, int row) const { return Simd::Broadcast(corrections[group * kRows + row]); }
-    Floats Add(Floats total, Sums sum, const Scales<Simd>& of, int64_t, int row) const {
-      if constexpr (kInt4) return Simd::MultiplyAdd(Simd::ToFloats(sum), of.floats, total);
-      return Simd::Multiply(Simd::ToFloats(sum), Simd::Multiply(of.floats, Simd::BroadcastFloat(scales[row])));
-    }
-    Floats End(Floats total, int row) const {
-      return kInt4 ? Simd::Multiply(total, Simd::BroadcastFloat(scales[row])) : total;
-    }
-
-    const float* scales;
-    const int32_t* corrections;
-  };
-};
-
-template <typename Simd, int kBits>
-void RunInt8PanelLoop(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.w.IsDense()) {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kDense>>::Run(args, panel_begin, panel_end);
-  } else {
-    Int8PanelLoop<Simd, SparseInt8Format<kBits, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
-  }
-}
 
 }  // namespace
 }  // namespace ortolan

@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "sparse_amx_matmul/avx512_expand.h"
+#include "panels/avx512.h"
 
 namespace ortolan {
 namespace {
@@ -14,6 +14,7 @@ namespace {
 struct Avx512Int8Simd {
   using Weights = __m512i;
   using Sums = __m512i;
+  using SpanSums = __m512i;
   using Floats = __m512;
   static constexpr int kRowBlock = 16;
   static constexpr int kStoredBytes = 64;
@@ -26,19 +27,20 @@ struct Avx512Int8Simd {
   static __m512i ExpandLow(uint64_t mask, const uint8_t* values) { return ExpandLowNibbles(mask, values); }
   static __m512i ExpandHigh(uint64_t mask, const uint8_t* values) { return ExpandHighNibbles(mask, values); }
   static __m512i ExpandHighTimes16(uint64_t mask, const uint8_t* values) {
-    return _mm512_mask_expand_epi8(EachByte(kInt4Bias << 4), _cvtu64_mask64(mask), ExpandHighTimes16(values));
+    return _mm512_mask_expand_epi8(EachByte(kInt4Bias << 4), _cvtu64_mask64(mask), HighTimes16(LoadBytes(values)));
   }
-  static __m512i ExpandInt8(const uint8_t* values) {
-    return _mm512_xor_si512(_mm512_loadu_si512(values), EachByte(0x80));
-  }
-  static __m512i ExpandLow(const uint8_t* values) { return LowNibbles(values); }
-  static __m512i ExpandHigh(const uint8_t* values) { return HighNibbles(values); }
-  static __m512i ExpandHighTimes16(const uint8_t* values) {
-    return _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0xf0));
-  }
+  using Bytes = __m512i;
+  static __m512i LoadBytes(const uint8_t* values) { return _mm512_loadu_si512(values); }
+  static __m512i Int8(__m512i bytes) { return _mm512_xor_si512(bytes, EachByte(0x80)); }
+  static __m512i Low(__m512i bytes) { return LowNibbles(bytes); }
+  static __m512i High(__m512i bytes) { return HighNibbles(bytes); }
+  static __m512i HighTimes16(__m512i bytes) { return _mm512_and_si512(bytes, EachByte(0xf0)); }
   static void Store(__m512i weights, uint8_t* to) { _mm512_store_si512(to, weights); }
   static __m512i Load(const uint8_t* from) { return _mm512_load_si512(from); }
 
+  static constexpr int kMostChains = 4;
+  static __m512i StartSpan(__m512i sums) { return sums; }
+  static __m512i EndSpan(__m512i, __m512i span_sums) { return span_sums; }
   static __m512i Broadcast(int32_t value) { return _mm512_set1_epi32(value); }
   static __m512i Add(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
   static __m512i DivideBy16(__m512i sums) { return _mm512_srai_epi32(sums, 4); }
@@ -74,9 +76,13 @@ struct Avx512Int8Simd {
   static __m512 LoadF16Scales(const uint8_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
-  static __m512 LoadMinusBytes(const uint8_t* from) {
+  static __m512i LoadWordsLess8(const uint8_t* from) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_setzero_si512(), bytes));
+    return _mm512_and_si512(_mm512_sub_epi32(bytes, _mm512_set1_epi32(8)), _mm512_set1_epi32(0xffff));
+  }
+  static __m512i MultiplyAddWords(__m512i sums, __m512i words, int32_t word) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(words), "v"(_mm512_set1_epi32(word)));
+    return sums;
   }
   static __m512 LoadColumns(const float* from, int columns) { return Avx512FloatSums::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, __m512 sums) { Avx512FloatSums::StoreColumns(to, columns, sums); }

@@ -1,5 +1,4 @@
-// What the AVX-512 and AMX kernels share. Included by x86_avx512*.cc and x86_amx.cc only: local to each, as
-// panel_loop.h.
+// What the AVX-512 and AMX kernels share. Included by x86_avx512*.cc and x86_amx.cc only: local to each.
 #pragma once
 
 #include <immintrin.h>
@@ -11,18 +10,11 @@
 namespace ortolan {
 namespace {
 
-// Spreads the next stored values to the places whose mask bit is set, zero elsewhere. Loads 64 bytes.
+// Spreads the next stored bytes to the places whose mask bit is set, zero elsewhere. Loads 64 bytes.
 //
-// In place, by hand: on Zen 5 vpexpandw waits for the old value of its destination even with {z} (1.11 against 0.22 ns
+// In place, by hand: on Zen 5 vpexpand waits for the old value of its destination even with {z} (1.11 against 0.22 ns
 // when every expansion names one register, as gcc's do), and on Zen 4 its memory form is slow. Expanding the register
 // just loaded has neither fault.
-inline __m512i ExpandBf16(uint32_t mask, const uint8_t* values) {
-  __m512i row = _mm512_loadu_si512(values);
-  __asm__("vpexpandw %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu32_mask32(mask)));
-  return row;
-}
-
-// The same for the next stored bytes.
 inline __m512i ExpandBytes(uint64_t mask, const uint8_t* values) {
   __m512i row = _mm512_loadu_si512(values);
   __asm__("vpexpandb %0, %0%{%1%}%{z%}" : "+v"(row) : "Yk"(_cvtu64_mask64(mask)));
@@ -46,20 +38,16 @@ inline __m512i RepeatDword(__m512i dwords, int which) {
 inline __m512i EachByte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
 // 64 int4 weights (formats/bitmap_int4.h), increased by 8: 0 … 15.
-inline __m512i LowNibbles(const uint8_t* values) {
-  return _mm512_and_si512(_mm512_loadu_si512(values), EachByte(0x0f));
-}
-inline __m512i HighNibbles(const uint8_t* values) {
-  return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(values), 4), EachByte(0x0f));
-}
+inline __m512i LowNibbles(__m512i bytes) { return _mm512_and_si512(bytes, EachByte(0x0f)); }
+inline __m512i HighNibbles(__m512i bytes) { return LowNibbles(_mm512_srli_epi16(bytes, 4)); }
 
 // Spreads the next of them to the places whose mask bit is set, 8 elsewhere. Not in place: the register expanded into
 // is where the 8 come from, so the dependency is real, and harmless.
 inline __m512i ExpandLowNibbles(uint64_t mask, const uint8_t* values) {
-  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), LowNibbles(values));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), LowNibbles(_mm512_loadu_si512(values)));
 }
 inline __m512i ExpandHighNibbles(uint64_t mask, const uint8_t* values) {
-  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), HighNibbles(values));
+  return _mm512_mask_expand_epi8(EachByte(kInt4Bias), _cvtu64_mask64(mask), HighNibbles(_mm512_loadu_si512(values)));
 }
 
 // The mask of lanes 0 … count-1; none for a negative count, all from 16 on.
@@ -109,15 +97,6 @@ struct Avx512FloatSums {
     _mm512_mask_storeu_ps(to, FirstLanes(columns), sums);
   }
 };
-
-#if defined(__AVX512BF16__)
-// 32 activations, of which `left` or more are x's, as bf16; the others are zero.
-inline __m512i RoundToBf16(const float* x, int64_t left) {
-  const __m512 low = _mm512_maskz_loadu_ps(FirstLanes(left), x);
-  const __m512 high = _mm512_maskz_loadu_ps(FirstLanes(left - 16), x + 16);
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-#endif
 
 }  // namespace
 }  // namespace ortolan

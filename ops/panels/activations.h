@@ -42,12 +42,21 @@ class Activations {
   }
 
  private:
-  // Half of few rows: with all of them the shuffles would be the limit. Measured: README.md of this room.
+  // Half of few rows: with all of them the shuffles would be the limit. Measured: sparse_amx_matmul/README.md.
   static constexpr int kHeld = kRows < 4 ? 0 : kRows / 2 < Simd::kMostHeld ? kRows / 2 : Simd::kMostHeld;
 
   const Activation* x_;
   [[no_unique_address]] typename Simd::Held held_[kHeld > 0 ? kHeld : 1];
 };
+
+// Calls call.operator()<rows>(), the number as a constant, for 1 <= rows <= kMost; for no rows nothing.
+template <int kMost, typename Call>
+void WithRowCount(int64_t rows, const Call& call) {
+  if constexpr (kMost > 0) {
+    if (rows == kMost) return call.template operator()<kMost>();
+    WithRowCount<kMost - 1>(rows, call);
+  }
+}
 
 }  // namespace
 }  // namespace ortolan

@@ -1,0 +1,205 @@
+"""Layers in Ortolan and elsewhere, timed in the same rounds: what the benchmarks of single operators share.
+
+A time is that of one layer, its weights cold (cold_layers.py). Besides the peers that a benchmark names, Ortolan is
+compared with
+
+    stream_read        m = 1: reading the stored bytes at the rate of the run; a ratio of 0.8 is 80 % of it
+    ortolan_1_thread   Ortolan itself on one thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import OrtolanError
+from ..progress import Progress
+from .cold_layers import Candidate
+from .result import BenchOptions, BenchResult, BenchRow
+from .shapes import LAYERS
+from .timing import StreamReader, Timing, interleave, pinned
+
+# A measurement of all candidates takes so many seconds, and so many rounds at least: of large layers one may take long.
+SECONDS, ROUNDS = 2.5, 5
+QUICK_SECONDS, QUICK_ROUNDS = 0.3, 3
+
+STREAM_NOTE = (
+    "Times are of one layer. stream_read: the stored bytes at the memory rate of the same run (ratio 0.8: 80 % of it)."
+)
+GROUP_SIZES = (32, 64, 128)
+_MOST_QUANTIZED_INPUTS = 2**17  # ops/formats/bitmap_int8.h
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight's shape, the rows of x to measure it with, and the names of the layers that have it ("": none)."""
+
+    k: int
+    n: int
+    batch: tuple[int, ...]
+    names: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One of Ortolan's candidates, by name.
+
+    case: what tells its rows from those of the other comparisons. peers: the name in the row -> the candidate's name.
+    """
+
+    case: Mapping[str, Any]
+    ours: str
+    peers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that is timed in the same rounds, in this order, and what is compared with what."""
+
+    candidates: Mapping[str, Candidate]
+    comparisons: Sequence[Comparison]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A setup that is made when its turn comes; title tells whose it is."""
+
+    title: str
+    shape: Shape
+    make: Callable[[], Setup]
+
+
+def chosen_kinds(options: BenchOptions, known: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of weights to measure, each once. Raises OrtolanError for one that is not known."""
+    kinds = tuple(dict.fromkeys(options.kinds or known))
+    for kind in kinds:
+        if kind not in known:
+            raise OrtolanError(f"--kind: there are no {kind!r} weights; known kinds: {', '.join(known)}")
+    return kinds
+
+
+def check_quantized_inputs(options: BenchOptions, advice: str) -> None:
+    """Raises OrtolanError for a group size that no format has, or for a k beyond what 32-bit sums hold."""
+    if options.group_size not in (None, *GROUP_SIZES):
+        raise OrtolanError(f"--group-size: int4 weights have groups of 32, 64 or 128, not of {options.group_size}")
+    most = max((k for _, k, _ in options.cases or ()), default=0)
+    if most > _MOST_QUANTIZED_INPUTS:
+        raise OrtolanError(
+            f"--shape: k is {most}; int8 and int4 weights have at most {_MOST_QUANTIZED_INPUTS} inputs{advice}"
+        )
+
+
+def shapes_to_measure(options: BenchOptions, layers: Sequence[str], batch: tuple[int, ...]) -> list[Shape]:
+    """The named layers, equal shapes as one, then the given m x k x n, equal k x n as one.
+
+    layers, batch: for options that name neither layers nor shapes, or no rows. One row if it is to be quick.
+    """
+    names = options.layers or (() if options.cases else layers)
+    rows_of_x = options.batch or ((1,) if options.quick else batch)
+    by_shape: dict[tuple[int, int], list[str]] = {}
+    for name in dict.fromkeys(names):
+        by_shape.setdefault(LAYERS[name], []).append(name)
+    shapes = [Shape(k, n, rows_of_x, ", ".join(equal)) for (k, n), equal in by_shape.items()]
+    by_weight: dict[tuple[int, int], list[int]] = {}
+    for m, k, n in dict.fromkeys(options.cases or ()):
+        by_weight.setdefault((k, n), []).append(m)
+    return shapes + [Shape(k, n, tuple(rows)) for (k, n), rows in by_weight.items()]
+
+
+def measure(
+    op: str,
+    plans: Sequence[Plan],
+    options: BenchOptions,
+    result: BenchResult,
+    progress: Progress,
+    min_rounds: int = ROUNDS,
+) -> None:
+    """Adds the rows of every plan, number of threads and batch to the result.
+
+    min_rounds: of a measurement, unless it is to be quick. An interrupt ends it early, with what there is; the result
+    says so.
+    """
+    seconds, min_rounds = (QUICK_SECONDS, QUICK_ROUNDS) if options.quick else (SECONDS, min_rounds)
+    total = len(options.threads) * sum(len(plan.shape.batch) for plan in plans)
+    done = 0
+    try:
+        for plan in plans:
+            where = f"{plan.title} {plan.shape.k} x {plan.shape.n}"
+            progress(f"{where}: making weights", done, total)
+            setup = plan.make()
+            one_thread: dict[tuple[int, str], Timing] = {}
+            for threads in options.threads:
+                with pinned(threads):
+                    binds = {name: candidate.open(threads) for name, candidate in setup.candidates.items()}
+                    stream = StreamReader(threads)
+                    for m in plan.shape.batch:
+                        progress(f"{where}, {m} rows, threads {threads}", done, total)
+                        x = np.random.default_rng(m).standard_normal((m, plan.shape.k), dtype=np.float32)
+                        calls = {name: bind(x) for name, bind in binds.items()}
+                        # More rows are bound by the core: what memory allows says nothing.
+                        timings = _time(setup, calls, stream if m == 1 else None, seconds, min_rounds)
+                        result.rows += _rows(op, plan.shape, setup, timings, m, threads, one_thread)
+                        done += 1
+                del calls, binds, stream
+            del setup
+        progress("done", total, total)
+    except KeyboardInterrupt:
+        if not result.rows:
+            raise
+        result.interrupted = True
+        result.notes.append(f"Interrupted: {done} of {total} measurements.")
+
+
+@dataclass(frozen=True)
+class _Timings:
+    """Of one layer, by candidate. stream: reading the bytes of Ortolan's weights, where memory is what bounds."""
+
+    layers: dict[str, Timing]
+    stream: dict[str, Timing]
+
+
+def _time(
+    setup: Setup,
+    calls: Mapping[str, Callable[[], object]],
+    stream: StreamReader | None,
+    seconds: float,
+    min_rounds: int,
+) -> _Timings:
+    streams = {} if stream is None else stream.candidates()
+    timings = interleave({**calls, **streams}, seconds=seconds, min_rounds=min_rounds)
+    layers = {name: timings[name].scaled(1 / candidate.copies) for name, candidate in setup.candidates.items()}
+    bounds = {}
+    if stream is not None:
+        for comparison in setup.comparisons:
+            stored = setup.candidates[comparison.ours].stored_bytes
+            bounds[comparison.ours] = stream.time_for(timings, stored)
+    return _Timings(layers, bounds)
+
+
+def _rows(
+    op: str,
+    shape: Shape,
+    setup: Setup,
+    timings: _Timings,
+    m: int,
+    threads: int,
+    one_thread: dict[tuple[int, str], Timing],
+) -> Iterator[BenchRow]:
+    """one_thread keeps Ortolan's times for the rows of more threads."""
+    for comparison in setup.comparisons:
+        name = comparison.ours
+        ours = timings.layers[name]
+        case: dict[str, Any] = {"layer": shape.names} if shape.names else {}
+        case |= {"m": m, "k": shape.k, "n": shape.n, **comparison.case}
+        against = {peer: timings.layers[candidate] for peer, candidate in comparison.peers.items()}
+        if name in timings.stream:
+            against["stream_read"] = timings.stream[name]
+        if threads == 1:
+            one_thread[m, name] = ours
+        elif (m, name) in one_thread:
+            against["ortolan_1_thread"] = one_thread[m, name]
+        for peer, time in against.items():
+            yield BenchRow(op, case, threads, ours, peer, time)

@@ -1,0 +1,124 @@
+"""W4A8MatMul in ORT sessions on layers of Llama 3 8B, SmolLM2-135M and all-MiniLM-L6-v2, against ORT MatMulNBits.
+
+One measurement is one shape, batch (m) and number of threads: Ortolan and its peers on the same random weights, in
+groups of every size, in the same rounds (side_by_side.py). Layers of equal shape are one here.
+
+Kinds of weights:
+
+    symmetric      scales (q - 8): what ORT GenAI's builder writes
+    zero_points    scales (q - zero_points); by default of ZERO_POINT_LAYERS only
+
+scales: float32, as in MatMulNBits, whose scales have the type of x; or float16, what W4A8MatMul stores where that loses
+nothing. Peers:
+
+    ort_matmul_nbits_4_level_4    ORT MatMulNBits, blocks of the same size, x rounded to int8 as in W4A8MatMul
+    ort_matmul_nbits_4_level_0    the same in float32
+    ort_matmul_fp32               ORT MatMul on float32 weights: what a user has before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from .. import _native
+from ..errors import OrtolanError
+from ..progress import Progress, no_progress
+from . import dense_peers
+from .cold_layers import Candidate, Node, ort_candidate
+from .result import BenchOptions, BenchResult, summarize
+from .shapes import LAYERS, MODELS
+from .side_by_side import (
+    STREAM_NOTE,
+    Comparison,
+    Plan,
+    Setup,
+    Shape,
+    check_quantized_inputs,
+    chosen_kinds,
+    measure,
+    shapes_to_measure,
+)
+
+OP = "W4A8MatMul"
+KINDS = ("symmetric", "zero_points")
+GROUP_SIZES = (32, 128)
+BATCH = (1, 16, 128)
+ROUNDS = 3
+QUICK_LAYERS = ("up", "smollm2:gate", "minilm:ffn_up")
+ZERO_POINT_LAYERS = QUICK_LAYERS
+
+SCALES = ("float32", "float16")
+
+_PEER = "ort_matmul_nbits_4_level_"
+
+
+def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
+    """Measure every shape, number of threads and batch. An interrupt ends it early, with what there is."""
+    plans = _plans(options)
+    result = BenchResult(
+        notes=[STREAM_NOTE, "Weights, group sizes and zero points are the same as MatMulNBits'."],
+        summary_title="Times faster than MatMulNBits of accuracy_level 4, geometric means of layers; "
+        "last: than other peers",
+    )
+    measure(OP, plans, options, result, progress, ROUNDS)
+    others = {"level_0": f"{_PEER}0", "fp32": "ort_matmul_fp32", "stream": "stream_read"}
+    result.summary = summarize(result.rows, dict.fromkeys(KINDS, (f"{_PEER}4",)), MODELS, others)
+    return result
+
+
+def _plans(options: BenchOptions) -> list[Plan]:
+    kinds = chosen_kinds(options, KINDS)
+    check_quantized_inputs(options, "")
+    if options.sparsity is not None:
+        raise OrtolanError(f"--sparsity: {OP} stores every weight, whatever its value; leave it out")
+    group_sizes = GROUP_SIZES if options.group_size is None else (options.group_size,)
+    plans = []
+    for shape in shapes_to_measure(options, QUICK_LAYERS if options.quick else tuple(LAYERS), BATCH):
+        symmetric_only = options.kinds is None and (
+            options.quick or set(ZERO_POINT_LAYERS).isdisjoint(shape.names.split(", "))
+        )
+        plans.append(Plan(OP, shape, partial(_prepare, shape, KINDS[:1] if symmetric_only else kinds, group_sizes)))
+    return plans
+
+
+def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> Setup:
+    k, n = shape.k, shape.n
+    rng = np.random.default_rng(k * n)
+    q = rng.integers(0, 16, (k, n), dtype=np.uint8)
+    candidates: dict[str, Candidate] = {}
+    comparisons = []
+    for kind, group_size in product(kinds, group_sizes):
+        groups = (-(-k // group_size), n)
+        scales = rng.random(groups, dtype=np.float32).astype(np.float16)
+        zero_points = rng.integers(0, 16, groups, dtype=np.uint8) if kind == "zero_points" else None
+        of_these = f"{kind} {group_size}"
+        peers = {}
+        for level in (4, 0):
+            node = dense_peers.matmul_nbits_node(q, scales.astype(np.float32), zero_points, group_size, level)
+            peers[f"{_PEER}{level}"] = name = f"{_PEER}{level} {of_these}"
+            candidates[name] = ort_candidate(node, k, n, distinct=True)
+        peers["ort_matmul_fp32"] = "ort_matmul_fp32"
+        for dtype in SCALES:
+            name = f"ortolan {dtype} {of_these}"
+            candidates[name] = ort_candidate(our_node(q, scales.astype(dtype), zero_points, group_size), k, n)
+            case = {"kind": kind, "group_size": group_size, "scales": dtype}
+            comparisons.append(Comparison(case, name, peers))
+    candidates["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
+    return Setup(candidates, comparisons)
+
+
+def our_node(q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None, group_size: int) -> Node:
+    """The operator on the weight scales (q - zero_points): q u8 [k, n] 0 to 15, scales float32 or float16 [groups, n],
+    zero_points u8 [groups, n] 0 to 15, or None: 8."""
+    k, n = q.shape
+    # Packed as bits: float16 is no type of the packer.
+    packed_scales = _native.pack_group_rows(scales.view(np.uint16) if scales.dtype == np.float16 else scales)
+    constants: list[np.ndarray | None] = [_native.pack_int4_group(q), packed_scales.view(scales.dtype)]
+    if zero_points is not None:
+        constants += [None, None, _native.pack_group_rows(zero_points)]
+    attributes = {"k": k, "n": n, "format_version": 1, "group_size": group_size}
+    return Node(OP, constants, "ai.ortolan", attributes)

@@ -1,0 +1,128 @@
+"""A model's folder, as Optimum and ONNX Runtime GenAI write it: one ONNX file, its data, tokenizer and configuration.
+
+The result is a folder like it, with the optimized model under the same name. It appears at once, when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ortolan.errors import ModelError, OutputError
+
+from .model_file import MODEL_SUFFIX, ModelFile, data_path, load_model
+
+
+@dataclass(frozen=True)
+class OtherFiles:
+    """What lies in a folder beside the model and its weights."""
+
+    copied: list[tuple[Path, Path]]  # where a file is, and its place in the folder
+    left_out: list[str]  # that may not be read, by name
+
+
+def check_output_folder(output: Path, folder: Path) -> None:
+    """Refuses an output that cannot become a folder beside the input, which is not touched."""
+    if output.exists() and not output.is_dir():
+        raise OutputError(
+            f"output {str(output)!r} is a file, but the input is a folder; give a folder that is not there"
+        )
+    if output.suffix == MODEL_SUFFIX and not output.exists():
+        raise OutputError(
+            f"output {str(output)!r} is named like a file, but the input is a folder; give a folder's name, or the "
+            "ONNX file inside of the input as the model"
+        )
+    if output.exists() and any(output.iterdir()):
+        raise OutputError(f"output folder {str(output)!r} is not empty; remove it, or choose another one")
+    parent = output.absolute().parent
+    if not parent.is_dir():
+        raise OutputError(f"the folder of output {str(output)!r} does not exist; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"the folder of output {str(output)!r} cannot be written to")
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
+        raise OutputError(
+            f"output {str(output)!r} lies in the input folder, which is not changed; choose another place"
+        )
+
+
+def find_others(source: ModelFile) -> OtherFiles:
+    """What to copy beside the new model: all but the old one, its weights, and hidden files.
+
+    A folder is untrusted: links are followed only to where the model's own data may lie, inside of the folder or in the
+    one that the model's link leads to (download caches link them), and only regular files are read.
+    """
+    assert source.path is not None and source.folder is not None
+    folder = source.folder
+    roots = [Path(os.path.realpath(folder)), Path(os.path.realpath(source.path)).parent]
+    written = {source.path.name, data_path(source.path).name}
+    copied, left_out = [], []
+    files = list(_walk(folder))
+    weights = _weights(source, [file for file in files if file.suffix == MODEL_SUFFIX and file != source.path])
+    for file in files:
+        place = file.relative_to(folder)
+        real = Path(os.path.realpath(file))
+        if str(place) in written or real in weights:
+            continue
+        if _is_regular(real) and any(real.is_relative_to(root) for root in roots):
+            copied.append((real, place))
+        else:
+            left_out.append(str(place))
+    return OtherFiles(copied, left_out)
+
+
+def copy_others(others: OtherFiles, into: Path, on_file: Callable[[int, int], None]) -> None:
+    """Raises OutputError."""
+    total = len(others.copied)
+    for number, (file, place) in enumerate(others.copied):
+        on_file(number, total)
+        try:
+            (into / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, into / place)
+        except OSError as error:
+            raise OutputError(f"cannot copy {str(file)!r} beside the new model: {error.strerror or error}") from error
+    on_file(total, total)
+
+
+def move_folder_into_place(written: Path, output: Path) -> None:
+    """Gives a complete folder its name; nothing, or an empty folder, stands there."""
+    try:
+        for file in written.rglob("*"):
+            if file.is_file():
+                with open(file, "r+b") as stream:  # a rename may reach the disk before what was written
+                    os.fsync(stream.fileno())
+        os.rename(written, output)
+    except OSError as error:
+        raise OutputError(f"cannot write {str(output)!r}: {error.strerror}") from error
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """All files and links below the folder, in order, but for hidden ones: notes of download tools and git."""
+
+    def fail(error: OSError) -> None:
+        raise ModelError(f"{str(error.filename)!r} cannot be read: {error.strerror}") from error
+
+    for root, folders, files in os.walk(folder, onerror=fail):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in links)
+        yield from (Path(root, name) for name in sorted([*files, *links]) if not name.startswith("."))
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _weights(source: ModelFile, other_models: list[Path]) -> set[Path]:
+    """The data files that only this model has."""
+    weights = set(source.data_files)
+    for path in other_models:
+        with suppress(ModelError):  # what cannot be read is copied as it is
+            weights -= set(load_model(path).data_files)
+    return weights

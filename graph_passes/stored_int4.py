@@ -1,0 +1,307 @@
+"""The 4-bit weights that a model already stores, in MatMulNBits and in DequantizeLinear of int4 or uint4 numbers.
+
+Their numbers, scales and zero points can be taken over as they are, so that nothing is rounded once more, if they fit
+into W4A8MatMul's format (ops/formats/int4_group.h): groups of 32, 64 or 128 inputs, zero points 0 … 15. Larger blocks
+are several groups of one scale. Of what does not fit, a reason tells why.
+
+A model is untrusted: attributes, types and shapes are checked before any number is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import ModelError
+
+from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
+from .quantized_weight import MAX_INPUTS, QuantizedWeight
+
+MATMUL_NBITS = "MatMulNBits"
+MICROSOFT_DOMAIN = "com.microsoft"
+# What a MatMulNBits makes its weight of.
+WEIGHT_INPUTS = (1, 2, 3, 4)
+BIAS_INPUT = 5
+
+_GROUP_SIZES = (128, 64, 32)  # that W4A8MatMul has, best first
+_LARGEST_SIDE = 1 << 28  # as kMaxDimension in ops/formats
+_MIDDLE = 8  # the zero point where there are no zero points
+_SCALE_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_INT4_TYPES = (ir.DataType.INT4, ir.DataType.UINT4)
+
+
+@dataclass(frozen=True)
+class StoredInt4(QuantizedWeight):
+    """A 4-bit weight that the model stores. Its tensors read the model's each time they are asked."""
+
+    def check_scales(self) -> None:
+        """Raises ModelError unless all weights are finite."""
+        with np.errstate(over="ignore"):
+            largest = np.abs(self.scales.numpy().astype(np.float32)) * 15
+        if not np.isfinite(largest).all():
+            raise ModelError(
+                f"the scales {self.scales.name!r} of a 4-bit weight hold NaN, infinity or numbers that make weights "
+                "overflow; export the model again, or exclude the layer"
+            )
+
+
+class _Unfit(Exception):
+    """Why a weight cannot be taken over."""
+
+
+def is_matmul_nbits(node: ir.Node) -> bool:
+    return node.domain == MICROSOFT_DOMAIN and node.op_type == MATMUL_NBITS
+
+
+def rounds_inputs(node: ir.Node) -> bool:
+    """Whether ONNX Runtime rounds the inputs of this node to int8; with zero points of a float type it never does."""
+    level, zero_points = node.attributes.get("accuracy_level"), constant_tensor(_input(node, 3))
+    whole = zero_points is None or zero_points.dtype == ir.DataType.UINT8
+    return is_matmul_nbits(node) and level is not None and level.value == 4 and whole
+
+
+def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
+    """The weight of a MatMulNBits node, or why it cannot be taken over."""
+    try:
+        return _matmul_nbits(node)
+    except _Unfit as reason:
+        return str(reason)
+
+
+def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | None:
+    """The weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be taken over.
+
+    None: the input is not made by a DequantizeLinear of 4-bit numbers, with at most Transpose and Identity between.
+    """
+    node = value.producer()
+    while node is not None and node.op_type in ("Identity", "Transpose") and node.domain in DEFAULT_DOMAINS:
+        transposed ^= node.op_type == "Transpose" and not _keeps_order(node)
+        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
+        return None
+    codes = constant_tensor(_input(node, 0))
+    if codes is None or codes.dtype not in _INT4_TYPES or len(codes.shape) != 2:
+        return None
+    try:
+        return _dequantized(node, codes, transposed)
+    except _Unfit as reason:
+        return str(reason)
+
+
+def _keeps_order(transpose: ir.Node) -> bool:
+    return "perm" in transpose.attributes and list(transpose.attributes["perm"].as_ints()) == [0, 1]
+
+
+def _matmul_nbits(node: ir.Node) -> StoredInt4:
+    """Numbers uint8 [n, blocks, block_size / 2], two to a byte, the first one low; scales [n, blocks]; zero points
+    uint8 [n, ceil(blocks / 2)], packed likewise, or [n, blocks] in the type of the scales. The last two may be flat.
+    """
+    k, n, block_size = (_number(node, name) for name in ("K", "N", "block_size"))
+    _expect(_number(node, "bits", 4) == 4, f"its weight is stored in {_number(node, 'bits', 4)} bits, expected 4")
+    _expect(_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
+    _check_size(k, n)
+    _expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
+    blocks = -(-k // block_size)
+    packed = _constant(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block_size // 2))
+    scales = _constant(node, 2, "scales", _SCALE_TYPES, (n, blocks), (n * blocks,))
+    if _input(node, 4) is not None:
+        _check_order(node, k, blocks, block_size)
+    group_size = _group_size(k, block_size)
+    spread = partial(_spread, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
+
+    def numbers() -> np.ndarray:
+        """[k, n], 0 … 15."""
+        rows = _nibbles(packed.numpy().reshape(n, -1))
+        return np.ascontiguousarray(rows[:, :k].T)
+
+    def zeros(tensor: ir.TensorProtocol) -> np.ndarray:
+        """[blocks, n], 0 … 15."""
+        if tensor.dtype != ir.DataType.UINT8:
+            return float_array(tensor).reshape(n, blocks).T.astype(np.uint8)
+        return _nibbles(tensor.numpy().reshape(n, -1))[:, :blocks].T
+
+    zero_points = _zero_points(node, scales.dtype, n, blocks)
+    q = numbers if zero_points is not None else lambda: numbers().view(np.int8) - np.int8(_MIDDLE)
+    return _stored(
+        k,
+        n,
+        group_size,
+        q,
+        scales,
+        lambda: spread(_scale_array(scales).reshape(n, blocks).T),
+        None if zero_points is None else lambda: spread(zeros(zero_points)),
+    )
+
+
+def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) -> ir.TensorProtocol | None:
+    """Of a MatMulNBits: packed or not, or None."""
+    value = _input(node, 3)
+    if value is None:
+        return None
+    tensor = constant_tensor(value)
+    if tensor is None or tensor.dtype == ir.DataType.UINT8:
+        packed = -(-blocks // 2)
+        return _constant(node, 3, "zero_points", (ir.DataType.UINT8,), (n, packed), (n * packed,))
+    tensor = _constant(node, 3, "zero_points", (ir.DataType.UINT8, scale_type), (n, blocks), (n * blocks,))
+    array = float_array(tensor)
+    whole = (array == np.rint(array)) & (array >= 0) & (array <= 15)
+    _expect(
+        bool(whole.all()),
+        f"its zero points {value.name!r} are not all whole numbers from 0 to 15, and W4A8MatMul has no others; "
+        "quantize by another method than HQQ",
+    )
+    return tensor
+
+
+def _check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
+    """Inputs may be in groups by g_idx only where that says what no g_idx says."""
+    order = _constant(node, 4, "g_idx", (ir.DataType.INT32,), (k,), (blocks * block_size,))
+    _expect(
+        bool((order.numpy()[:k] == np.arange(k) // block_size).all()),
+        f"its inputs are in groups by g_idx {node.inputs[4].name!r}, not in order; quantize without act-order "  # type: ignore[union-attr]
+        "(desc_act = false)",
+    )
+
+
+def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt4:
+    """Numbers [k, n], or [n, k] if transposed; scales, and zero points like them: one, one a column, or blocks of k."""
+    shape = tuple(codes.shape.numpy())
+    k, n = shape[::-1] if transposed else shape
+    _check_size(k, n)
+    axis, block_size = _number(node, "axis", 1), _number(node, "block_size", 0)
+    _expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
+    along_inputs = axis % 2 == int(transposed)
+    shapes: list[tuple[int, ...]]
+    if block_size:
+        _expect(along_inputs, "its blocks lie along the outputs, expected along the inputs")
+        _expect(block_size > 0, f"its block_size is {block_size}, expected a multiple of 32")
+        blocks = -(-k // block_size)
+        shapes = [(n, blocks) if transposed else (blocks, n)]
+    else:
+        blocks, block_size = 1, k
+        shapes = [(), (1,)] if along_inputs else [(), (1,), (n,)]
+    scales = _constant(node, 1, "scales", _SCALE_TYPES, *shapes)
+    made = _number(node, "output_dtype", 0)
+    _expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
+    zero_points = None
+    if _input(node, 2) is not None:
+        zero_points = _constant(node, 2, "zero_points", (codes.dtype,), tuple(scales.shape.numpy()))
+    group_size = _group_size(k, block_size)
+
+    def spread(array: np.ndarray) -> np.ndarray:
+        rows = np.broadcast_to(array, (1, n)) if array.ndim < 2 else array.T if transposed else array
+        return _spread(rows, blocks, block_size, group_size, k)
+
+    symmetric = codes.dtype == ir.DataType.INT4 and zero_points is None
+    # int4 numbers and zero points, -8 … 7, both become 0 … 15.
+    shift = np.uint8(_MIDDLE if codes.dtype == ir.DataType.INT4 else 0)
+
+    def unsigned(tensor: ir.TensorProtocol) -> np.ndarray:
+        return tensor.numpy().astype(np.int8).view(np.uint8) + shift
+
+    def q() -> np.ndarray:
+        numbers = codes.numpy().astype(np.int8) if symmetric else unsigned(codes)
+        return numbers.T if transposed else numbers
+
+    def zeros() -> np.ndarray:
+        return np.zeros((-(-k // group_size), n), np.uint8) if zero_points is None else spread(unsigned(zero_points))
+
+    return _stored(k, n, group_size, q, scales, lambda: spread(_scale_array(scales)), None if symmetric else zeros)
+
+
+def _stored(
+    k: int,
+    n: int,
+    group_size: int,
+    q: Callable[[], np.ndarray],
+    scale_tensor: ir.TensorProtocol,
+    scales: Callable[[], np.ndarray],
+    zero_points: Callable[[], np.ndarray] | None,
+) -> StoredInt4:
+    by_group = ir.Shape([-(-k // group_size), n])
+    # bfloat16 numbers are float32 numbers.
+    scale_type = ir.DataType.FLOAT16 if scale_tensor.dtype == ir.DataType.FLOAT16 else ir.DataType.FLOAT
+    return StoredInt4(
+        4,
+        group_size,
+        lazy(q, ir.DataType.INT8 if zero_points is None else ir.DataType.UINT8, ir.Shape([k, n])),
+        lazy(scales, scale_type, by_group, scale_tensor.name),
+        None if zero_points is None else lazy(zero_points, ir.DataType.UINT8, by_group),
+    )
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Rows of bytes as rows of twice as many numbers, low nibble first."""
+    numbers = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
+    numbers[:, 0::2] = packed & 15
+    numbers[:, 1::2] = packed >> 4
+    return numbers
+
+
+def _scale_array(tensor: ir.TensorProtocol) -> np.ndarray:
+    array = tensor.numpy()
+    return array if tensor.dtype == ir.DataType.FLOAT16 else float_array(tensor)
+
+
+def _group_size(k: int, block_size: int) -> int:
+    """The group of W4A8MatMul that is the block, or the largest of which none lies in two blocks."""
+    if block_size in _GROUP_SIZES:
+        return block_size
+    if block_size >= k:  # there is but one block
+        return _GROUP_SIZES[0]
+    for size in _GROUP_SIZES:
+        if block_size % size == 0:
+            return size
+    raise _Unfit(f"its block_size is {block_size}, expected a multiple of 32")
+
+
+def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: int) -> np.ndarray:
+    """[blocks, n] as [groups, n]."""
+    groups = -(-k // group_size)
+    return rows if (blocks, block_size) == (groups, group_size) else rows[np.arange(groups) * group_size // block_size]
+
+
+def _check_size(k: int, n: int) -> None:
+    _expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
+    _expect(k <= MAX_INPUTS, f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow")
+
+
+def _input(node: ir.Node, index: int) -> ir.Value | None:
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def _number(node: ir.Node, name: str, default: int | None = None) -> int:
+    attr = node.attributes.get(name)
+    if attr is None:
+        if default is None:
+            raise _Unfit(f"its attribute {name!r} is missing")
+        return default
+    _expect(attr.type == ir.AttributeType.INT and not attr.is_ref(), f"its attribute {name!r} is no whole number")
+    return attr.as_int()
+
+
+def _constant(
+    node: ir.Node, index: int, what: str, types: tuple[ir.DataType, ...], *shapes: tuple[int, ...]
+) -> ir.TensorProtocol:
+    """The constant that is this input of the node, of one of the types and shapes."""
+    value = _input(node, index)
+    if value is None:
+        raise _Unfit(f"its input {what} is missing")
+    tensor = constant_tensor(value)
+    if tensor is None:
+        raise _Unfit(f"its {what} {value.name!r} are not constant; export the model with them inside")
+    expected = " or ".join(dtype.name for dtype in types)
+    _expect(tensor.dtype in types, f"its {what} {value.name!r} are {tensor.dtype.name}, expected {expected}")
+    shape = tuple(tensor.shape.numpy())
+    expected = " or ".join(str(list(one)) for one in shapes)
+    _expect(shape in shapes, f"its {what} {value.name!r} have shape {list(shape)}, expected {expected}")
+    return tensor
+
+
+def _expect(holds: bool, reason: str) -> None:
+    if not holds:
+        raise _Unfit(reason)
