@@ -21,6 +21,7 @@ def _lazy(module: str) -> Callable[[BenchOptions, Progress], BenchResult]:
 BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
     "w4a8_matmul": _lazy("w4a8_matmul"),
+    "lut_post_op": _lazy("lut_post_op"),
 }
 
 __all__ = ["BENCHMARKS", "BenchOptions", "BenchResult"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .calibrate import CalibratePass
+from .fuse_lut import FuseLutPass
 from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
@@ -16,5 +17,6 @@ PASSES: dict[str, type[RecipePass]] = {
     "prune": PrunePass,
     "quantize": QuantizePass,
     "replace": ReplacePass,
+    "fuse_lut": FuseLutPass,
     "verify": VerifyPass,
 }

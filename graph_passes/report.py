@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import onnx
     from rich.console import Group
 
+_REASONS_SHOWN = 5  # why there is no lookup
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
 LayerStatus = Literal["replaced", "would replace", "pruned", "quantized", "kept"]
@@ -45,6 +46,18 @@ class LayerReport:
 
 
 @dataclass
+class LookupReport:
+    """A chain of element-wise operators on a quantized value that one lookup replaces; or where none could begin."""
+
+    name: str  # of the chain's last node, which the lookup keeps; of the first where there is none
+    operators: list[str]
+    entries: int | None = None  # of the table
+    entry_type: str | None = None
+    status: LayerStatus = "kept"
+    reason: str | None = None  # why there is none
+
+
+@dataclass
 class OutputError:
     """How far an output of the optimized model is from the reference, over all feeds."""
 
@@ -64,6 +77,7 @@ class OptimizationReport:
     dry_run: bool = False
     portable: bool = True
     layers: list[LayerReport] = field(default_factory=list)
+    lookups: list[LookupReport] = field(default_factory=list)  # by pass fuse_lut
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
@@ -143,7 +157,7 @@ class OptimizationReport:
         return f"{verb} {len(self.replaced)} of {len(self.layers)} matrix products"
 
     def _summary(self) -> list[str]:
-        lines = []
+        lines = self._lookup_lines()
         if self.output:
             lines.append(f"written to    {self.output}")
         fused = Counter(part for layer in self.layers for part in layer.fused)
@@ -185,6 +199,24 @@ class OptimizationReport:
         if self.feeds:
             lines.append(f"measured on   {self.feeds}")
         lines += [f"note          {note}" for note in self.notes]
+        return lines
+
+    def _lookup_lines(self) -> list[str]:
+        lines = []
+        verb = "would replace" if self.dry_run else "replaced"
+        chains = Counter(" ".join(one.operators) for one in self.lookups if one.status != "kept")
+        if chains:
+            listed = "; ".join(f"{count} x {operators}" for operators, count in chains.items())
+            lines.append(f"lookups       {verb} {chains.total()} chains of element-wise operators: {listed}")
+        kept: dict[str, list[str]] = {}
+        for one in self.lookups:
+            if one.reason:
+                kept.setdefault(one.reason, []).append(one.name)
+        shown = list(kept.items())[:_REASONS_SHOWN]
+        for reason, names in shown:
+            lines.append(f"no lookup     {reason}: {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
+        if len(kept) > len(shown):
+            lines.append(f"no lookup     {len(kept) - len(shown)} more reasons; to_json() has all of them")
         return lines
 
 

@@ -11,7 +11,9 @@ const OrtCustomOpDomain* Domain() {
   static const Ort::CustomOpDomain domain = [] {
     Ort::CustomOpDomain made(kDomain);
 #define ORTOLAN_ROOM(op_type, folder) made.Add(op_type##Op());
+#define ORTOLAN_VARIANT(name) made.Add(name##Op());
 #include "rooms.inc"
+#undef ORTOLAN_VARIANT
 #undef ORTOLAN_ROOM
     return made;
   }();

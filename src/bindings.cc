@@ -20,6 +20,7 @@
 #include "formats/int4_group.h"
 #include "formats/scales.h"
 #include "isa/isa.h"
+#include "lut_post_op/lut_post_op.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 #include "stream_read.h"
@@ -574,6 +575,44 @@ py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, i
   return y;
 }
 
+// x u8, i8, u16 or i16 of any shape, table [256] or [65536] of u8, i8, u16, i16 or float32.
+py::array LutPostOp(const py::array& x, const py::array& table, const std::optional<std::string>& kernel_name) {
+  const auto is_one_of = [](const py::array& array, const std::string& kinds, py::ssize_t most) {
+    return kinds.find(array.dtype().kind()) != std::string::npos && array.itemsize() <= most;
+  };
+  const bool is_float = table.dtype().kind() == 'f' && table.itemsize() == 4;
+  if (!is_one_of(x, "iu", 2) || !(is_one_of(table, "iu", 2) || is_float)) {
+    throw std::invalid_argument("x must be of 8 or 16 bits, table also float32");
+  }
+  if (table.ndim() != 1 || table.size() != LutEntries(x.itemsize())) {
+    throw std::invalid_argument(
+        ErrorText("table has ", table.size(), " entries, expected [", LutEntries(x.itemsize()), "]"));
+  }
+  const LutKernel* kernel = SelectLut(ActiveIsa(), x.itemsize(), table.itemsize());
+  if (kernel_name) {
+    kernel = &KernelByName(LutKernels(), *kernel, kernel_name);
+    if (kernel->index_bytes != x.itemsize() || kernel->entry_bytes != table.itemsize()) {
+      throw std::invalid_argument(ErrorText("kernel ", *kernel_name, " is for other sizes of x and table"));
+    }
+  }
+  const py::array source = py::array::ensure(x, py::array::c_style);
+  const py::array entries = py::array::ensure(table, py::array::c_style);
+  py::array y(table.dtype(), std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
+  const LutArgs args{source.data(), entries.data(), y.mutable_data(), x.size()};
+  py::gil_scoped_release release;
+  kernel->run(args);
+  return y;
+}
+
+py::list LutKernelList() {
+  py::list rows = KernelList(LutKernels());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i]["index_bytes"] = LutKernels()[i].index_bytes;
+    rows[i]["entry_bytes"] = LutKernels()[i].entry_bytes;
+  }
+  return rows;
+}
+
 // Reads the buffer once, an equal part a thread.
 uint64_t StreamReadArray(const Array<uint8_t>& buffer, int threads, size_t prefetch_bytes) {
   constexpr int kMostThreads = 256;
@@ -702,6 +741,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("epilogue", &Epilogue, py::arg("y"), py::arg("activation"), py::arg("residual") = py::none(),
              py::arg("factor") = py::none(), py::arg("kernel") = py::none(),
              "activation(y) factor + residual [m, n] as a new array, by the named kernel or the best one.");
+
+  module.def("lut_post_op_kernels", &LutKernelList, "The rows of the room's kernel table, best first.");
+  module.def("lut_post_op", &LutPostOp, py::arg("x").noconvert(), py::arg("table").noconvert(),
+             py::arg("kernel") = py::none(), "table[bits of x] on one thread, by the named kernel or the best one.");
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,
              py::arg("prefetch_bytes") = 4096, "Read a uint8 buffer once and return a checksum: the memory's rate.");

@@ -13,6 +13,10 @@ std::string TypeName(ONNXTensorElementDataType type) {
       return "uint8";
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
       return "int8";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16:
+      return "uint16";
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16:
+      return "int16";
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
       return "int32";
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
@@ -136,6 +140,41 @@ bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
   return dimension == 1;
 }
 
+namespace {
+
+// Output 0 gets the shape of input 0, with `last`, if given, as its last dimension.
+void InferShapeOfInput(OrtShapeInferContext* context, const int64_t* last, ONNXTensorElementDataType type) {
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* input = nullptr;
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, 0, &input));  // owned by the context
+  size_t rank = 0;
+  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
+  if (rank == 0) return;  // ORT's way of saying that the rank is unknown
+  std::vector<int64_t> dimensions(rank);
+  std::vector<const char*> names(rank);
+  Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
+  Ort::ThrowOnError(api.GetSymbolicDimensions(input, names.data(), rank));
+  if (last != nullptr) {
+    dimensions[rank - 1] = *last;
+    names[rank - 1] = "";
+  }
+  for (size_t i = 0; i < rank; ++i) {
+    const bool named = names[i] != nullptr && *names[i] != '\0';
+    if (!named) names[i] = "";
+    if (dimensions[i] < 0 && !named) return;
+  }
+
+  OrtTensorTypeAndShapeInfo* raw = nullptr;
+  Ort::ThrowOnError(api.CreateTensorTypeAndShapeInfo(&raw));
+  const Ort::TensorTypeAndShapeInfo output(raw);
+  Ort::ThrowOnError(api.SetDimensions(raw, dimensions.data(), rank));
+  Ort::ThrowOnError(api.SetSymbolicDimensions(raw, names.data(), rank));
+  Ort::ThrowOnError(api.SetTensorElementType(raw, type));
+  Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
+}
+
+}  // namespace
+
 bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   const OrtApi& api = Ort::GetApi();
   const OrtOpAttr* attribute_handle = nullptr;
@@ -145,31 +184,17 @@ bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   size_t size = 0;
   Ort::ThrowOnError(api.ReadOpAttr(attribute_handle, ORT_OP_ATTR_INT, &last, sizeof(last), &size));
   if (last == 0) return false;
-
-  OrtTensorTypeAndShapeInfo* input = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, 0, &input));  // owned by the context
-  size_t rank = 0;
-  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return true;  // ORT's way of saying that the rank is unknown
-  std::vector<int64_t> dimensions(rank);
-  std::vector<const char*> names(rank);
-  Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
-  Ort::ThrowOnError(api.GetSymbolicDimensions(input, names.data(), rank));
-  dimensions[rank - 1] = last;
-  names[rank - 1] = "";
-  for (size_t i = 0; i < rank; ++i) {
-    const bool named = names[i] != nullptr && *names[i] != '\0';
-    if (!named) names[i] = "";
-    if (dimensions[i] < 0 && !named) return true;
-  }
-
-  OrtTensorTypeAndShapeInfo* raw = nullptr;
-  Ort::ThrowOnError(api.CreateTensorTypeAndShapeInfo(&raw));
-  const Ort::TensorTypeAndShapeInfo output(raw);
-  Ort::ThrowOnError(api.SetDimensions(raw, dimensions.data(), rank));
-  Ort::ThrowOnError(api.SetSymbolicDimensions(raw, names.data(), rank));
-  Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
+  InferShapeOfInput(context, &last, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
   return true;
+}
+
+void InferSameShape(OrtShapeInferContext* context, size_t type_from) {
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* input = nullptr;
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, type_from, &input));  // owned by the context
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  Ort::ThrowOnError(api.GetTensorElementType(input, &type));
+  InferShapeOfInput(context, nullptr, type);
 }
 
 namespace {

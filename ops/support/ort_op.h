@@ -126,6 +126,9 @@ std::string ShapeText(const std::vector<int64_t>& shape);
 // literal.
 bool InferLastDimension(OrtShapeInferContext* context, const char* attribute);
 
+// Output 0 gets the shape of input 0, or is left open as above, and the element type of another input.
+void InferSameShape(OrtShapeInferContext* context, size_t type_from);
+
 // Whether the node has more than `count` inputs, perhaps with an empty name.
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);
 

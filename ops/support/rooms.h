@@ -1,4 +1,4 @@
-// One function a room, <op type>Op(): its adapter, alive as long as the library.
+// One function a room and variant, <op type>Op(): its adapter, alive as long as the library.
 #pragma once
 
 struct OrtCustomOp;
@@ -6,7 +6,9 @@ struct OrtCustomOp;
 namespace ortolan {
 
 #define ORTOLAN_ROOM(op_type, folder) const OrtCustomOp* op_type##Op();
+#define ORTOLAN_VARIANT(name) const OrtCustomOp* name##Op();
 #include "rooms.inc"
+#undef ORTOLAN_VARIANT
 #undef ORTOLAN_ROOM
 
 }  // namespace ortolan

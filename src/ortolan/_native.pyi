@@ -16,6 +16,10 @@ class KernelInfo(TypedDict):
     isa: str
     runs_here: bool
 
+class LutKernelInfo(KernelInfo):
+    index_bytes: int
+    entry_bytes: int
+
 def cpu_info() -> CpuInfo:
     """The CPU's name, the ISA tier in use, the one detected, and what is wrong with ORTOLAN_ISA ("" if nothing)."""
 
@@ -138,6 +142,17 @@ def epilogue(
     activation: 0 none, 1 ReLU, 2 GELU by erf, 3 GELU by tanh, 4 SiLU. The result keeps the gaps between the rows of y;
     they hold zeros. Raises ValueError for other activations, wrong shapes, a residual whose rows are not contiguous,
     and kernels that this CPU cannot run.
+    """
+
+def lut_post_op_kernels() -> list[LutKernelInfo]:
+    """The rows of the room's kernel table, best first."""
+
+def lut_post_op(x: NDArray[Any], table: NDArray[Any], kernel: str | None = None) -> NDArray[Any]:
+    """table[the bits of x as an unsigned number], of x's shape and the table's type, on one thread.
+
+    x: uint8, int8, uint16 or int16. table: these or float32, [256] or [65536]. kernel: a name out of
+    lut_post_op_kernels; None: the best one.
+    Raises ValueError for others.
     """
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.graph_passes import fuse_lut as lut
 from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor
 from ortolan.graph_passes.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
@@ -165,7 +166,7 @@ def _inspect(file: ModelFile) -> Inspection:
     )
     inline_functions(graph_model)  # the layers of a model with functions lie inside of them
     for node in graph_model.graph.all_nodes():
-        if node.domain == ORTOLAN_DOMAIN:
+        if node.domain == ORTOLAN_DOMAIN and node.op_type != lut.OP_TYPE:
             result.linears.append(_packed_info(node))
     for found in find_linears(graph_model):
         if isinstance(found, Linear):

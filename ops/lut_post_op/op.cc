@@ -1,0 +1,109 @@
+// ORT adapter of LutPostOp.
+//
+//     Y[i] = table[X[i]]    X u8, i8 (256 entries), u16 or i16 (65,536 entries); Y of X's shape and the table's type
+//
+//     X, table u8, i8, u16, i16 or float -> Y;   attribute format_version
+//
+// table is an initializer of one dimension; the index is the bits of X[i] (lut_post_op.h). ORT lets one input of an
+// operator be of any type where the output's type follows from it; that is the table. So the operator is there once for
+// each type of X.
+#include <algorithm>
+
+#include "isa/isa.h"
+#include "lut_post_op/lut_post_op.h"
+#include "support/ort_op.h"
+#include "support/rooms.h"
+
+namespace ortolan {
+namespace {
+
+constexpr const char* kOpType = "LutPostOp";
+constexpr int64_t kFormatVersion = 1;
+
+// Bytes read and written by a chunk: some microseconds, more than handing it to another thread takes.
+constexpr int64_t kChunkBytes = int64_t{1} << 19;
+
+enum Input : size_t { kX, kTable, kInputCount };
+
+int64_t BytesOf(ONNXTensorElementDataType type) {
+  switch (type) {
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
+      return 1;
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16:
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16:
+      return 2;
+    default:
+      return sizeof(float);
+  }
+}
+
+template <ONNXTensorElementDataType kXType>
+class Kernel {
+ public:
+  explicit Kernel(const OrtKernelInfo& info) {
+    const std::string node = DescribeNode(info, kOpType);
+    CheckFormatVersion(info, kFormatVersion, node);
+    const ConstantTensor table = ConstantInput(
+        info, kTable, "table",
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16,
+         ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+        node);
+    if (table.shape != std::vector<int64_t>{LutEntries(kXBytes)}) {
+      throw OpError(ErrorText(node, ": table '", table.name, "' has shape ", ShapeText(table.shape), ", expected [",
+                              LutEntries(kXBytes), "] for X of ", 8 * kXBytes,
+                              " bits. Optimize the original model again."));
+    }
+    table_ = table.data;
+    entry_bytes_ = BytesOf(table.type);
+    run_ = SelectLut(ActiveIsa(), kXBytes, entry_bytes_)->run;
+  }
+
+  void Compute(Ort::KernelContext& context) const {
+    const Ort::ConstValue x = context.GetInput(kX);
+    const Ort::TensorTypeAndShapeInfo type_and_shape = x.GetTensorTypeAndShapeInfo();
+    const int64_t count = static_cast<int64_t>(type_and_shape.GetElementCount());
+    const char* from = static_cast<const char*>(x.GetTensorRawData());
+    char* to = static_cast<char*>(context.GetOutput(0, type_and_shape.GetShape()).GetTensorMutableRawData());
+    const int64_t chunk = kChunkBytes / (kXBytes + entry_bytes_);
+    ParallelFor(context, (count + chunk - 1) / chunk, [&](int64_t i) {
+      const int64_t begin = i * chunk;
+      run_({from + begin * kXBytes, table_, to + begin * entry_bytes_, std::min(chunk, count - begin)});
+    });
+  }
+
+ private:
+  static constexpr int64_t kXBytes =
+      kXType == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 || kXType == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : 2;
+
+  const void* table_;
+  int64_t entry_bytes_;
+  LutFn* run_;
+};
+
+template <ONNXTensorElementDataType kXType>
+struct Op : OrtOp<Op<kXType>, Kernel<kXType>> {
+  const char* GetName() const { return kOpType; }
+  size_t GetInputTypeCount() const { return kInputCount; }
+  size_t GetOutputTypeCount() const { return 1; }
+  ONNXTensorElementDataType GetInputType(size_t index) const {
+    return index == kX ? kXType : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  }
+  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED; }
+  static void InferShape(OrtShapeInferContext* context) { InferSameShape(context, kTable); }
+};
+
+template <ONNXTensorElementDataType kXType>
+const OrtCustomOp* OpFor() {
+  static const Op<kXType> op;
+  return &op;
+}
+
+}  // namespace
+
+const OrtCustomOp* LutPostOpOp() { return OpFor<ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8>(); }
+const OrtCustomOp* LutPostOpInt8Op() { return OpFor<ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8>(); }
+const OrtCustomOp* LutPostOpUint16Op() { return OpFor<ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16>(); }
+const OrtCustomOp* LutPostOpInt16Op() { return OpFor<ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16>(); }
+
+}  // namespace ortolan
