@@ -1,0 +1,191 @@
+// ortolan._native: format and kernels of VNNISpMM.
+#include <algorithm>
+
+#include "bindings.h"
+#include "formats/bitmap.h"
+#include "formats/block_sparse_4x1.h"
+#include "vnni_spmm/quantized_tokens.h"
+#include "vnni_spmm/vnni_spmm.h"
+
+namespace ortolan {
+namespace {
+
+py::tuple PackBlockSparseArray(const Array<int8_t>& q) {
+  if (q.ndim() != 2) throw std::invalid_argument(ErrorText("q has ", q.ndim(), " dimensions, expected 2: [k, n]"));
+  const int64_t k = q.shape(0);
+  const int64_t n = q.shape(1);
+  if (k < 1 || n < 1 || k > kMostSparseInputs || n > kMostSparseOutputs) {
+    throw std::invalid_argument(
+        ErrorText("q is ", k, " x ", n, ", expected 1 to ", kMostSparseInputs, " x 1 to ", kMostSparseOutputs));
+  }
+  const BlockSparseMatrix packed = [&] {
+    py::gil_scoped_release release;
+    return PackBlockSparse(q.data(), n, k, n);
+  }();
+  const int64_t quads = packed.starts.back();
+  return py::make_tuple(ToArray(packed.values, {quads, kGroupOutputs, kQuadInputs}),
+                        ToArray(packed.indices, {quads, kQuadInputs}),
+                        ToArray(packed.starts, {static_cast<py::ssize_t>(packed.starts.size())}));
+}
+
+BlockSparseView CheckedBlockSparse(const Array<int8_t>& values, const Array<uint16_t>& indices,
+                                   const Array<int64_t>& starts, int64_t k, int64_t n, int64_t scale_count) {
+  const BlockSparseView view{k, n, values.data(), reinterpret_cast<const uint8_t*>(indices.data()), starts.data()};
+  const std::string problem = ValidateBlockSparse({view, values.size(), indices.size(), starts.size(), scale_count});
+  if (!problem.empty()) throw std::invalid_argument(problem);
+  return view;
+}
+
+Array<int8_t> UnpackBlockSparseArray(const Array<int8_t>& values, const Array<uint16_t>& indices,
+                                     const Array<int64_t>& starts, int64_t k, int64_t n) {
+  const BlockSparseView view = CheckedBlockSparse(values, indices, starts, k, n, n);
+  Array<int8_t> q({k, n});
+  int8_t* out = q.mutable_data();
+  py::gil_scoped_release release;
+  UnpackBlockSparse(view, out, n);
+  return q;
+}
+
+Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, const Array<uint16_t>& indices,
+                      const Array<int64_t>& starts, const Array<float>& scales, int64_t k, int64_t n,
+                      const std::optional<CastArray<float>>& bias, const std::optional<std::string>& kernel_name) {
+  VnniSpmmArgs args;
+  args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
+  CheckActivations(x, bias, k, n);
+  args.scales = scales.data();
+  args.m = x.shape(0);
+  const VnniSpmmKernel& kernel = KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), args.m, k), kernel_name);
+  if (k > kernel.most_inputs) {
+    throw std::invalid_argument(
+        ErrorText("kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", k));
+  }
+  args.bias = bias ? bias->data() : nullptr;
+  Array<float> y({args.m, n});
+  args.y = y.mutable_data();
+  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  py::gil_scoped_release release;
+  const std::vector<int32_t> sums = SumsOfOutputs(args.w);
+  args.sums = sums.data();
+  std::vector<char> packed(static_cast<size_t>(kernel.PackedBytes(args.m, k)));
+  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, packed.data());
+  args.x = packed.data();
+  kernel.multiply(args, 0, BitmapPanels(n));
+  return y;
+}
+
+void CheckZeroPoint(const char* name, int64_t zero_point) {
+  if (zero_point < 0 || zero_point > 255) {
+    throw std::invalid_argument(ErrorText(name, " is ", zero_point, ", expected 0 to 255"));
+  }
+}
+
+Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t zero_point,
+                                   const std::optional<std::string>& kernel_name) {
+  if (x.ndim() != 2) throw std::invalid_argument(ErrorText("x has ", x.ndim(), " dimensions, expected 2: [m, k]"));
+  CheckZeroPoint("zero_point", zero_point);
+  if (!(scale > 0.0f)) throw std::invalid_argument(ErrorText("scale is ", scale, ", expected more than 0"));
+  const int64_t m = x.shape(0);
+  const int64_t k = x.shape(1);
+  const QuantizedSpmmKernel& kernel =
+      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
+  Array<uint8_t> blocks(PaddedTokens(m) * k);
+  uint8_t* out = blocks.mutable_data();
+  py::gil_scoped_release release;
+  kernel.quantize(x.data(), k * static_cast<int64_t>(sizeof(float)), m, k, 1.0f / scale,
+                  static_cast<int32_t>(zero_point), out);
+  return blocks;
+}
+
+// float [m, n]; token blocks where y_scale is given; int32 token blocks of the sums.
+py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, int64_t x_zero_point,
+                            const Array<int8_t>& values, const Array<uint16_t>& indices, const Array<int64_t>& starts,
+                            const Array<float>& scales, int64_t k, int64_t n,
+                            const std::optional<CastArray<float>>& bias, std::optional<float> y_scale,
+                            int64_t y_zero_point, const std::optional<Array<uint8_t>>& table, bool sums_only,
+                            const std::optional<std::string>& kernel_name) {
+  QuantizedSpmmArgs args;
+  args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
+  if (m < 0 || m > kMaxDimension || x.size() != PaddedTokens(m) * k) {
+    throw std::invalid_argument(ErrorText("x of ", x.size(), " bytes is not token blocks of ", m, " x ", k));
+  }
+  if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) {
+    throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
+  }
+  if (table && (table->size() != 256 || !y_scale)) {
+    throw std::invalid_argument("table must have 256 elements, and needs y_scale");
+  }
+  if (y_scale && !(*y_scale > 0.0f)) {
+    throw std::invalid_argument(ErrorText("y_scale is ", *y_scale, ", expected more than 0"));
+  }
+  CheckZeroPoint("x_zero_point", x_zero_point);
+  CheckZeroPoint("y_zero_point", y_zero_point);
+  const QuantizedSpmmKernel& kernel =
+      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
+  args.scales = scales.data();
+  args.bias = bias ? bias->data() : nullptr;
+  args.m = m;
+  args.x = x.data();
+  args.x_scale = x_scale;
+  args.x_zero_point = static_cast<int32_t>(x_zero_point);
+  args.y_zero_point = static_cast<int32_t>(y_zero_point);
+  args.table = table ? table->data() : nullptr;
+  const auto run = [&] {
+    py::gil_scoped_release release;
+    const std::vector<int32_t> sums = SumsOfOutputs(args.w);
+    args.sums = sums.data();
+    kernel.multiply(args, 0, BitmapPanels(n));
+  };
+  if (sums_only) {
+    Array<int32_t> y(PaddedTokens(m) * n);
+    args.y_sums = y.mutable_data();
+    std::fill_n(args.y_sums, y.size(), 0);
+    run();
+    return y;
+  }
+  if (y_scale) {
+    Array<uint8_t> y(PaddedTokens(m) * n);
+    args.y_scale = *y_scale;
+    args.y_blocks = y.mutable_data();
+    std::fill_n(args.y_blocks, y.size(), uint8_t{0});
+    run();
+    return y;
+  }
+  Array<float> y({m, n});
+  args.y = y.mutable_data();
+  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  run();
+  return y;
+}
+
+}  // namespace
+
+void BindVNNISpMM(py::module_& module) {
+  module.def("pack_block_sparse", &PackBlockSparseArray, py::arg("q").noconvert(),
+             "Pack int8 q [k, n] in blocks of 4 outputs x 1 input: values i8 [quads, 4, 4], indices u16 [quads, 4], "
+             "starts i64.");
+  module.def("unpack_block_sparse", &UnpackBlockSparseArray, py::arg("values").noconvert(),
+             py::arg("indices").noconvert(), py::arg("starts").noconvert(), py::arg("k"), py::arg("n"),
+             "The dense int8 [k, n] matrix. Raises ValueError if the tensors are malformed.");
+  module.def(
+      "vnni_spmm_kernels", [] { return KernelList(VnniSpmmKernels()); },
+      "The rows of the room's kernel table, best first.");
+  module.def("vnni_spmm", &VnniSpmm, py::arg("x"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
+             py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
+             py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+             "y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named or best kernel.");
+
+  module.def(
+      "vnni_spmm_quantized_kernels", [] { return KernelList(QuantizedSpmmKernels()); },
+      "The rows of the room's table of kernels between quantized layers, best first.");
+  module.def("quantize_tokens", &QuantizeTokensArray, py::arg("x"), py::arg("scale"), py::arg("zero_point"),
+             py::arg("kernel") = py::none(), "x [m, k] rounded to u8 token blocks (ops/vnni_spmm/quantized_tokens.h).");
+  module.def("vnni_spmm_quantized", &VnniSpmmQuantized, py::arg("x").noconvert(), py::arg("m"), py::arg("x_scale"),
+             py::arg("x_zero_point"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
+             py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
+             py::arg("bias") = py::none(), py::arg("y_scale") = py::none(), py::arg("y_zero_point") = 0,
+             py::arg("table").noconvert() = py::none(), py::arg("sums_only") = false, py::arg("kernel") = py::none(),
+             "Token blocks x @ W + bias: float32 [m, n]; with y_scale u8 token blocks, through a table [256]; or the "
+             "int32 sums as token blocks.");
+}
+
+}  // namespace ortolan
