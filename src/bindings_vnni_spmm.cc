@@ -46,19 +46,36 @@ Array<int8_t> UnpackBlockSparseArray(const Array<int8_t>& values, const Array<ui
   return q;
 }
 
+// scale and zero_point of a range that is given; throws unless both are what kernels take.
+FixedRange CheckedRange(const char* name, float scale, int64_t zero_point) {
+  if (!(scale > 0.0f)) throw std::invalid_argument(ErrorText(name, "scale is ", scale, ", expected more than 0"));
+  if (zero_point < 0 || zero_point > 255) {
+    throw std::invalid_argument(ErrorText(name, "zero_point is ", zero_point, ", expected 0 to 255"));
+  }
+  return {scale, static_cast<int32_t>(zero_point)};
+}
+
+const VnniSpmmKernel& FindKernel(int64_t m, int64_t most_inputs, const std::optional<std::string>& name) {
+  const VnniSpmmKernel& kernel = KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), m, most_inputs), name);
+  if (most_inputs > kernel.most_inputs) {
+    throw std::invalid_argument(
+        ErrorText("kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", most_inputs));
+  }
+  return kernel;
+}
+
 Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, const Array<uint16_t>& indices,
                       const Array<int64_t>& starts, const Array<float>& scales, int64_t k, int64_t n,
-                      const std::optional<CastArray<float>>& bias, const std::optional<std::string>& kernel_name) {
+                      const std::optional<CastArray<float>>& bias, const std::optional<std::string>& kernel_name,
+                      std::optional<float> x_scale, int64_t x_zero_point) {
   VnniSpmmArgs args;
   args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
   CheckActivations(x, bias, k, n);
+  std::optional<FixedRange> fixed;
+  if (x_scale) fixed = CheckedRange("x_", *x_scale, x_zero_point);
   args.scales = scales.data();
   args.m = x.shape(0);
-  const VnniSpmmKernel& kernel = KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), args.m, k), kernel_name);
-  if (k > kernel.most_inputs) {
-    throw std::invalid_argument(
-        ErrorText("kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", k));
-  }
+  const VnniSpmmKernel& kernel = FindKernel(args.m, k, kernel_name);
   args.bias = bias ? bias->data() : nullptr;
   Array<float> y({args.m, n});
   args.y = y.mutable_data();
@@ -67,23 +84,64 @@ Array<float> VnniSpmm(const CastArray<float>& x, const Array<int8_t>& values, co
   const std::vector<int32_t> sums = SumsOfOutputs(args.w);
   args.sums = sums.data();
   std::vector<char> packed(static_cast<size_t>(kernel.PackedBytes(args.m, k)));
-  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, packed.data());
+  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, fixed ? &*fixed : nullptr, packed.data());
   args.x = packed.data();
   kernel.multiply(args, 0, BitmapPanels(n));
   return y;
 }
 
-void CheckZeroPoint(const char* name, int64_t zero_point) {
-  if (zero_point < 0 || zero_point > 255) {
-    throw std::invalid_argument(ErrorText(name, " is ", zero_point, ", expected 0 to 255"));
-  }
+// The hidden layer's numbers as floats: what an identity matrix makes of them.
+Array<float> VnniSpmmHidden(const CastArray<float>& x, float x_scale, int64_t x_zero_point, const Array<int8_t>& values,
+                            const Array<uint16_t>& indices, const Array<int64_t>& starts, const Array<float>& scales,
+                            int64_t k, int64_t n, const std::optional<CastArray<float>>& bias, float table_x_scale,
+                            int64_t table_x_zero_point, float table_y_scale, int64_t table_y_zero_point,
+                            const Array<uint8_t>& table, const std::optional<std::string>& kernel_name) {
+  HiddenLayerArgs args;
+  args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
+  CheckActivations(x, bias, k, n);
+  args.x_range = CheckedRange("x_", x_scale, x_zero_point);
+  args.table_x = CheckedRange("table_x_", table_x_scale, table_x_zero_point);
+  args.table_y = CheckedRange("table_y_", table_y_scale, table_y_zero_point);
+  if (table.size() != 256) throw std::invalid_argument("table must have 256 elements");
+  args.table = table.data();
+  args.scales = scales.data();
+  args.bias = bias ? bias->data() : nullptr;
+  args.m = x.shape(0);
+  const VnniSpmmKernel& kernel = FindKernel(args.m, std::max(k, n), kernel_name);
+  Array<float> y({args.m, n});
+  VnniSpmmArgs next;
+  next.m = args.m;
+  next.y = y.mutable_data();
+  next.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
+  py::gil_scoped_release release;
+  const std::vector<int32_t> sums = SumsOfOutputs(args.w);
+  args.sums = sums.data();
+  std::vector<char> packed(static_cast<size_t>(kernel.PackedBytes(args.m, k)));
+  kernel.pack(x.data(), k * static_cast<int64_t>(sizeof(float)), args.m, k, &args.x_range, packed.data());
+  args.x = packed.data();
+  std::vector<char> packed_next(static_cast<size_t>(kernel.PackedBytes(args.m, n)));
+  args.next = packed_next.data();
+  // In two pieces, as threads would.
+  const int64_t panels = BitmapPanels(n);
+  kernel.multiply_hidden(args, panels / 2, panels);
+  kernel.multiply_hidden(args, 0, panels / 2);
+  std::vector<int8_t> identity(static_cast<size_t>(n * n));
+  for (int64_t i = 0; i < n; ++i) identity[static_cast<size_t>(i * n + i)] = 1;
+  const BlockSparseMatrix ones = PackBlockSparse(identity.data(), n, n, n);
+  const std::vector<float> of_ones(static_cast<size_t>(n), 1.0f);
+  next.w = {n, n, ones.values.data(), reinterpret_cast<const uint8_t*>(ones.indices.data()), ones.starts.data()};
+  const std::vector<int32_t> next_sums = SumsOfOutputs(next.w);
+  next.sums = next_sums.data();
+  next.scales = of_ones.data();
+  next.x = packed_next.data();
+  kernel.multiply(next, 0, panels);
+  return y;
 }
 
 Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t zero_point,
                                    const std::optional<std::string>& kernel_name) {
   if (x.ndim() != 2) throw std::invalid_argument(ErrorText("x has ", x.ndim(), " dimensions, expected 2: [m, k]"));
-  CheckZeroPoint("zero_point", zero_point);
-  if (!(scale > 0.0f)) throw std::invalid_argument(ErrorText("scale is ", scale, ", expected more than 0"));
+  const FixedRange range = CheckedRange("", scale, zero_point);
   const int64_t m = x.shape(0);
   const int64_t k = x.shape(1);
   const QuantizedSpmmKernel& kernel =
@@ -91,8 +149,7 @@ Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64
   Array<uint8_t> blocks(PaddedTokens(m) * k);
   uint8_t* out = blocks.mutable_data();
   py::gil_scoped_release release;
-  kernel.quantize(x.data(), k * static_cast<int64_t>(sizeof(float)), m, k, 1.0f / scale,
-                  static_cast<int32_t>(zero_point), out);
+  kernel.quantize(x.data(), k * static_cast<int64_t>(sizeof(float)), m, k, 1.0f / range.scale, range.zero_point, out);
   return blocks;
 }
 
@@ -114,20 +171,17 @@ py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, i
   if (table && (table->size() != 256 || !y_scale)) {
     throw std::invalid_argument("table must have 256 elements, and needs y_scale");
   }
-  if (y_scale && !(*y_scale > 0.0f)) {
-    throw std::invalid_argument(ErrorText("y_scale is ", *y_scale, ", expected more than 0"));
-  }
-  CheckZeroPoint("x_zero_point", x_zero_point);
-  CheckZeroPoint("y_zero_point", y_zero_point);
+  const FixedRange x_range = CheckedRange("x_", x_scale, x_zero_point);
+  const FixedRange y_range = CheckedRange("y_", y_scale.value_or(1.0f), y_zero_point);
   const QuantizedSpmmKernel& kernel =
       KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
   args.scales = scales.data();
   args.bias = bias ? bias->data() : nullptr;
   args.m = m;
   args.x = x.data();
-  args.x_scale = x_scale;
-  args.x_zero_point = static_cast<int32_t>(x_zero_point);
-  args.y_zero_point = static_cast<int32_t>(y_zero_point);
+  args.x_scale = x_range.scale;
+  args.x_zero_point = x_range.zero_point;
+  args.y_zero_point = y_range.zero_point;
   args.table = table ? table->data() : nullptr;
   const auto run = [&] {
     py::gil_scoped_release release;
@@ -144,7 +198,7 @@ py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, i
   }
   if (y_scale) {
     Array<uint8_t> y(PaddedTokens(m) * n);
-    args.y_scale = *y_scale;
+    args.y_scale = y_range.scale;
     args.y_blocks = y.mutable_data();
     std::fill_n(args.y_blocks, y.size(), uint8_t{0});
     run();
@@ -169,10 +223,19 @@ void BindVNNISpMM(py::module_& module) {
   module.def(
       "vnni_spmm_kernels", [] { return KernelList(VnniSpmmKernels()); },
       "The rows of the room's kernel table, best first.");
-  module.def("vnni_spmm", &VnniSpmm, py::arg("x"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
-             py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
-             py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
-             "y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named or best kernel.");
+  module.def(
+      "vnni_spmm", &VnniSpmm, py::arg("x"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
+      py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
+      py::arg("bias") = py::none(), py::arg("kernel") = py::none(), py::arg("x_scale") = py::none(),
+      py::arg("x_zero_point") = 0,
+      "y [m, n] = x [m, k] quantized row by row, or with x_scale, @ W + bias on one thread, by the named or best "
+      "kernel.");
+  module.def("vnni_spmm_hidden", &VnniSpmmHidden, py::arg("x"), py::arg("x_scale"), py::arg("x_zero_point"),
+             py::arg("values").noconvert(), py::arg("indices").noconvert(), py::arg("starts").noconvert(),
+             py::arg("scales").noconvert(), py::arg("k"), py::arg("n"), py::arg("bias"), py::arg("table_x_scale"),
+             py::arg("table_x_zero_point"), py::arg("table_y_scale"), py::arg("table_y_zero_point"),
+             py::arg("table").noconvert(), py::arg("kernel") = py::none(),
+             "What a hidden layer passes on [m, n], as floats: table_y_scale (q - table_y_zero_point).");
 
   module.def(
       "vnni_spmm_quantized_kernels", [] { return KernelList(QuantizedSpmmKernels()); },

@@ -37,9 +37,9 @@ inline TokenRange RangeOfToken(const float* x, int64_t k) {
 }
 
 // clamp(round(x factor) + zero_point, 0, 255) of 64 inputs, of which `left` exist; behind them the zero point. NaN
-// gives anything.
+// gives 255.
 inline __m512i Quantize64(const float* x, int64_t left, __m512 factor, __m512i zero_point) {
-  const __m512 most = _mm512_set1_ps(1024.0f);  // above all that is not cut off anyway, and an integer
+  const __m512 most = _mm512_set1_ps(kMostBeforeRounding);
   __m512i q[4];
   for (int i = 0; i < 4; ++i) {
     const __m512 v = left >= kInputs ? _mm512_loadu_ps(x + i * kFloats)
@@ -134,24 +134,39 @@ struct BlockRanges {
   }
 };
 
-// A block of kWidth tokens, of which `count` exist, each with a range of its own.
 template <int kWidth>
-void PackBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, uint8_t* block) {
-  TokenRange ranges[kWidth];
+void StoreBlockRange(uint8_t* block, int64_t k, const FixedRange& fixed) {
   BlockRanges<kWidth>& stored = *BlockRanges<kWidth>::Of(block, k);
   for (int64_t i = 0; i < kWidth; ++i) {
-    ranges[i] = i < count ? RangeOfToken(RowAt(x, x_row_bytes, i), k) : TokenRange{0.0f, 0.0f, 0};
-    stored.scales[i] = ranges[i].scale;
-    stored.minus_zeros[i] = -ranges[i].zero_point;
+    stored.scales[i] = fixed.scale;
+    stored.minus_zeros[i] = -fixed.zero_point;
+  }
+}
+
+// A block of kWidth tokens, of which `count` exist. fixed: null if each has a range of its own.
+template <int kWidth>
+void PackBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, const FixedRange* fixed, uint8_t* block) {
+  TokenRange ranges[kWidth];
+  if (fixed != nullptr) {
+    for (TokenRange& range : ranges) range = RangeOfToken(*fixed);
+    StoreBlockRange<kWidth>(block, k, *fixed);
+  } else {
+    BlockRanges<kWidth>& stored = *BlockRanges<kWidth>::Of(block, k);
+    for (int64_t i = 0; i < kWidth; ++i) {
+      ranges[i] = i < count ? RangeOfToken(RowAt(x, x_row_bytes, i), k) : TokenRange{0.0f, 0.0f, 0};
+      stored.scales[i] = ranges[i].scale;
+      stored.minus_zeros[i] = -ranges[i].zero_point;
+    }
   }
   QuantizeBlock<kWidth>(x, x_row_bytes, count, k, ranges, block);
 }
 
 // One token after the other: q [k], padded, then its range.
-inline void PackRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, uint8_t* packed) {
+inline void PackRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                     uint8_t* packed) {
   for (int64_t i = 0; i < m; ++i, packed += VnniSpmmKernel::PackedRowBytes(k)) {
     const float* row = RowAt(x, x_row_bytes, i);
-    const TokenRange range = RangeOfToken(row, k);
+    const TokenRange range = fixed != nullptr ? RangeOfToken(*fixed) : RangeOfToken(row, k);
     const __m512 factor = _mm512_set1_ps(range.factor);
     const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(range.zero_point));
     for (int64_t l = 0; l < k; l += kInputs) {

@@ -1,8 +1,9 @@
 #include "vnni_spmm/quantized_tokens.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
+
+#include "vnni_spmm/token_range.h"
 
 namespace ortolan {
 
@@ -19,11 +20,6 @@ namespace ortolan {
 #undef ORTOLAN_KERNEL
 
 namespace {
-
-uint8_t ToByte(float number, int32_t zero_point) {
-  const float rounded = std::nearbyint(std::clamp(number, -1024.0f, 1024.0f));
-  return static_cast<uint8_t>(std::clamp(static_cast<int>(rounded) + zero_point, 0, 255));
-}
 
 // Calls body(first token, width) for each block.
 template <typename Body>
@@ -51,7 +47,6 @@ void QuantizeTokensScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_
 }
 
 void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
-  constexpr int64_t kPanelOutputs = 16;
   const BlockSparseView& w = args.w;
   const int64_t end = std::min(panel_end * kPanelOutputs, w.n);
   ForEachBlock(args.m, [&](int64_t first, int64_t width) {
@@ -79,7 +74,8 @@ void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin,
           row[output] = total * scale + bias;
           continue;
         }
-        const uint8_t q = ToByte(total * (scale / args.y_scale) + bias / args.y_scale, args.y_zero_point);
+        const float factor = 1.0f / args.y_scale;
+        const uint8_t q = ToByte(total * (scale * factor) + bias * factor, args.y_zero_point);
         args.y_blocks[first * w.n + output * width + i] = args.table == nullptr ? q : args.table[q];
       }
     }

@@ -59,7 +59,7 @@ struct QuantizedSpmmArgs {
 // Computes y for the panels (16 outputs each) panel_begin … panel_end-1 and all m tokens.
 using QuantizedSpmmFn = void(const QuantizedSpmmArgs& args, int64_t panel_begin, int64_t panel_end);
 
-// Rounds m rows of k floats to token blocks: clamp(round(x factor) + zero_point, 0, 255); NaN gives anything.
+// Rounds m rows of k floats to token blocks: clamp(round(x factor) + zero_point, 0, 255); NaN gives 255.
 using QuantizeTokensFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, float factor,
                               int32_t zero_point, uint8_t* blocks);
 

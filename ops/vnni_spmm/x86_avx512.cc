@@ -238,7 +238,7 @@ __m512i ToBytes(const __m512i (&total)[kVectors], float scale, float bias, __m51
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
     __m512 number = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[v]), scales, biases);
-    if (!fits) number = _mm512_min_ps(number, _mm512_set1_ps(1024.0f));
+    if (!fits) number = _mm512_min_ps(number, _mm512_set1_ps(kMostBeforeRounding));
     q[v] = _mm512_cvt_roundps_epi32(number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero_point);
@@ -338,8 +338,10 @@ void ForEachBlock(int64_t m, const Body& body) {
 
 // Up to kTokens rows, packed one after the other. Weights are multiplied where they lie: four quads, 16 weights of four
 // outputs each; their activations are looked up, 64 at a time, in registers of 128 inputs.
-template <int kTokens>
-void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+// store(panel, sums of 16 outputs by token, ranges of the tokens).
+template <int kTokens, typename Store>
+[[gnu::always_inline]] inline void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin,
+                                               int64_t panel_end, const Store& store) {
   const BlockSparseView& w = args.w;
   const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(w.k);
   const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * row_bytes;
@@ -402,8 +404,8 @@ void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, i
       }
       for (int t = 0; t < kTokens; ++t) totals[g][t] = total[t];
     }
-    const PanelScales scales(args, panel);
     const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
+    __m512i sums[kTokens];
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
       // The four lanes of each group's totals are quads, all of the same outputs.
@@ -411,18 +413,83 @@ void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, i
         return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
       };
       const __m512i a = halves(totals[0][t], totals[1][t]), b = halves(totals[2][t], totals[3][t]);
-      const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+      const __m512i products = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
       const __m512i zero = _mm512_mullo_epi32(_mm512_set1_epi32(ranges[t].zero_point), weight_sums);
-      scales.Store(args.YRow(first + t) + panel * kPanelOutputs, _mm512_sub_epi32(sums, zero), ranges[t].scale);
+      sums[t] = _mm512_sub_epi32(products, zero);
     }
+    store(panel, sums, ranges);
+  }
+}
+
+template <int kTokens>
+void MultiplyFewToFloats(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+  const auto store = [&](int64_t panel, const __m512i(&sums)[kTokens], const TokenRange(&ranges)[kTokens]) {
+    const PanelScales scales(args, panel);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      scales.Store(args.YRow(first + t) + panel * kPanelOutputs, sums[t], ranges[t].scale);
+    }
+  };
+  MultiplyFew<kTokens>(args, first, panel_begin, panel_end, store);
+}
+
+template <int kTokens>
+void MultiplyFewToBytes(const HiddenLayerArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(args.w.n);
+  uint8_t* next = static_cast<uint8_t*>(args.next) + first * row_bytes;
+  const ByteTable table(args.table);
+  const __m512 factor = _mm512_set1_ps(1.0f / args.table_x.scale);
+  const __m512 x_factor = _mm512_mul_ps(_mm512_set1_ps(args.x_range.scale), factor);
+  const __m512i zero_point = _mm512_set1_epi32(args.table_x.zero_point);
+  const __m512i least = _mm512_setzero_si512(), most = _mm512_set1_epi32(255);
+  const auto store = [&](int64_t panel, const __m512i(&sums)[kTokens], const TokenRange(&)[kTokens]) {
+    const int64_t output = panel * kPanelOutputs;
+    const __mmask16 outputs = First16(args.w.n - output);
+    const __m512 scales = _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, args.scales + output), x_factor);
+    const __m512 bias = args.bias == nullptr
+                            ? _mm512_setzero_ps()
+                            : _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, args.bias + output), factor);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      const __m512 number = _mm512_min_ps(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), scales, bias),
+                                          _mm512_set1_ps(kMostBeforeRounding));
+      __m512i q = _mm512_cvt_roundps_epi32(number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      q = _mm512_min_epi32(_mm512_max_epi32(_mm512_add_epi32(q, zero_point), least), most);
+      const __m512i bytes = table(_mm512_castsi128_si512(_mm512_cvtepi32_epi8(q)));
+      _mm_mask_storeu_epi8(next + t * row_bytes + output, outputs, _mm512_castsi512_si128(bytes));
+    }
+  };
+  MultiplyFew<kTokens>(args, first, panel_begin, panel_end, store);
+  if (panel_begin > 0) return;
+  for (int t = 0; t < kTokens; ++t) StoreRowRange(next + t * row_bytes, args.w.n, RangeOfToken(args.table_y));
+}
+
+template <int kTokens>
+struct Tokens {
+  static constexpr int kCount = kTokens;
+};
+
+// Calls body(number of tokens, first token) for four tokens at a time, then for what is left.
+template <typename Body>
+void ForEachFour(int64_t m, const Body& body) {
+  int64_t first = 0;
+  for (; m - first >= 4; first += 4) body(Tokens<4>{}, first);
+  switch (m - first) {
+    case 3:
+      return body(Tokens<3>{}, first);
+    case 2:
+      return body(Tokens<2>{}, first);
+    case 1:
+      return body(Tokens<1>{}, first);
   }
 }
 
 }  // namespace
 
-void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                      void* packed) {
   ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
-    PackBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k,
+    PackBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k, fixed,
                                         static_cast<uint8_t*>(packed) + first * VnniSpmmKernel::PackedRowBytes(k));
   });
 }
@@ -435,21 +502,42 @@ void MultiplyBlockSparseAvx512(const VnniSpmmArgs& args, int64_t panel_begin, in
   });
 }
 
-void PackTokensAvx512FewTokens(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PackRows(x, x_row_bytes, m, k, static_cast<uint8_t*>(packed));
+void MultiplyHiddenAvx512(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  QuantizedSpmmArgs layer;
+  layer.w = args.w;
+  layer.sums = args.sums;
+  layer.scales = args.scales;
+  layer.bias = args.bias;
+  layer.x_scale = args.x_range.scale;
+  layer.x_zero_point = args.x_range.zero_point;
+  layer.y_scale = args.table_x.scale;
+  layer.y_zero_point = args.table_x.zero_point;
+  layer.table = args.table;
+  const ByteTable table(args.table);
+  ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t) {
+    using Tokens = decltype(tokens);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * VnniSpmmKernel::PackedRowBytes(args.w.n);
+    MultiplyBlockToBytes<Tokens>(layer, x, next, table, panel_begin, panel_end);
+    if (panel_begin == 0) StoreBlockRange<Tokens::kWidth>(next, args.w.n, args.table_y);
+  });
+}
+
+void PackTokensAvx512FewTokens(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                               void* packed) {
+  PackRows(x, x_row_bytes, m, k, fixed, static_cast<uint8_t*>(packed));
 }
 
 void MultiplyBlockSparseAvx512FewTokens(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
-  int64_t first = 0;
-  for (; args.m - first >= 4; first += 4) MultiplyFew<4>(args, first, panel_begin, panel_end);
-  switch (args.m - first) {
-    case 3:
-      return MultiplyFew<3>(args, first, panel_begin, panel_end);
-    case 2:
-      return MultiplyFew<2>(args, first, panel_begin, panel_end);
-    case 1:
-      return MultiplyFew<1>(args, first, panel_begin, panel_end);
-  }
+  ForEachFour(args.m, [&](auto tokens, int64_t first) {
+    MultiplyFewToFloats<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
+  });
+}
+
+void MultiplyHiddenAvx512FewTokens(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  ForEachFour(args.m, [&](auto tokens, int64_t first) {
+    MultiplyFewToBytes<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
+  });
 }
 
 void QuantizeTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, float factor, int32_t zero_point,

@@ -212,11 +212,37 @@ def vnni_spmm(
     n: int,
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
+    x_scale: float | None = None,
+    x_zero_point: int = 0,
 ) -> NDArray[np.float32]:
-    """y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named kernel or the best one.
+    """y [m, n] = x [m, k] quantized @ W + bias on one thread, by the named kernel or the best one.
 
+    x is quantized row by row, or with x_scale and x_zero_point.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run or that k is too large
-    for.
+    for, a scale that is not positive and a zero point outside of 0 to 255.
+    """
+
+def vnni_spmm_hidden(
+    x: NDArray[Any],
+    x_scale: float,
+    x_zero_point: int,
+    values: NDArray[np.int8],
+    indices: NDArray[np.uint16],
+    starts: NDArray[np.int64],
+    scales: NDArray[np.float32],
+    k: int,
+    n: int,
+    bias: NDArray[Any] | None,
+    table_x_scale: float,
+    table_x_zero_point: int,
+    table_y_scale: float,
+    table_y_zero_point: int,
+    table: NDArray[np.uint8],
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """What a hidden layer passes on (ops/vnni_spmm/vnni_spmm.h), as floats: table_y_scale (q - table_y_zero_point).
+
+    Raises ValueError as vnni_spmm does.
     """
 
 def vnni_spmm_quantized_kernels() -> list[KernelInfo]:
