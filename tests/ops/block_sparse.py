@@ -99,7 +99,7 @@ class Range:
 
 @dataclass(frozen=True)
 class HiddenLayer:
-    """A layer whose output is rounded to the range table_x and looked up in a table, to numbers of the range table_y."""
+    """A layer whose output is rounded to the range table_x and looked up in a table of numbers of the range table_y."""
 
     layer: BlockSparseLayer
     bias: np.ndarray | None
@@ -117,13 +117,20 @@ class HiddenLayer:
         table = rng.integers(0, 256, 256, dtype=np.uint8)
         return cls(layer, rng.standard_normal(n, dtype=np.float32), x, table_x, table_y, table)
 
-    def numbers(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lowest and the highest numbers that the table may be given: near ties they differ."""
+    def numbers(self, x: np.ndarray, *, float_sums: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The lowest and the highest numbers that the table may be given: near ties they differ.
+
+        float_sums: the sums are float32 ones in any order.
+        """
         q = self.x.quantize(x).astype(np.int64) - self.x.zero_point
         product = q @ self.layer.q.astype(np.int64) * self.x.scale64 * self.layer.scales
         bias = np.zeros(len(self.layer.scales)) if self.bias is None else self.bias.astype(np.float64)
         steps = (product + bias) / self.table_x.scale64
-        slack = 8 * U * (np.abs(product) + np.abs(bias)) / self.table_x.scale64
+        magnitude, count = np.abs(product), 8
+        if float_sums:
+            weights = np.abs(self.layer.q.astype(np.int64))
+            magnitude, count = np.abs(q) @ weights * self.x.scale64 * np.abs(self.layer.scales), len(weights) + 8
+        slack = count * U * (magnitude + np.abs(bias)) / self.table_x.scale64
         zero_point = self.table_x.zero_point
         low, high = (np.clip(np.rint(steps + sign * slack) + zero_point, 0, 255).astype(int) for sign in (-1, 1))
         return low, high
