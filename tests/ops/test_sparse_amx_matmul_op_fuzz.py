@@ -28,7 +28,7 @@ ITEM_BYTES = {
     TensorProto.UINT8: 1,
     TensorProto.INT8: 1,
     TensorProto.INT64: 8,
-    16: 2,
+    TensorProto.BFLOAT16: 2,
     TensorProto.UINT16: 2,
 }
 
