@@ -1,5 +1,6 @@
 // ortolan._native: format and kernels of VNNISpMM.
 #include <algorithm>
+#include <cstring>
 
 #include "bindings.h"
 #include "formats/bitmap.h"
@@ -153,63 +154,91 @@ Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64
   return blocks;
 }
 
-// float [m, n]; token blocks where y_scale is given; int32 token blocks of the sums.
-py::array VnniSpmmQuantized(const Array<uint8_t>& x, int64_t m, float x_scale, int64_t x_zero_point,
-                            const Array<int8_t>& values, const Array<uint16_t>& indices, const Array<int64_t>& starts,
-                            const Array<float>& scales, int64_t k, int64_t n,
-                            const std::optional<CastArray<float>>& bias, std::optional<float> y_scale,
-                            int64_t y_zero_point, const std::optional<Array<uint8_t>>& table, bool sums_only,
-                            const std::optional<std::string>& kernel_name) {
-  QuantizedSpmmArgs args;
-  args.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
-  if (m < 0 || m > kMaxDimension || x.size() != PaddedTokens(m) * k) {
-    throw std::invalid_argument(ErrorText("x of ", x.size(), " bytes is not token blocks of ", m, " x ", k));
+// A product between quantized layers whose weight has been checked: y is float [m, n]; u8 token blocks where y_scale is
+// given; or int32 token blocks of the sums.
+class QuantizedSpmm {
+ public:
+  QuantizedSpmm(int64_t m, float x_scale, int64_t x_zero_point, const Array<int8_t>& values,
+                const Array<uint16_t>& indices, const Array<int64_t>& starts, const Array<float>& scales, int64_t k,
+                int64_t n, const std::optional<CastArray<float>>& bias, std::optional<float> y_scale,
+                int64_t y_zero_point, const std::optional<Array<uint8_t>>& table, bool sums_only,
+                const std::optional<std::string>& kernel_name)
+      : arrays_{values, indices, starts, scales},
+        kernel_(KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name)) {
+    args_.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
+    if (m < 0 || m > kMaxDimension) {
+      throw std::invalid_argument(ErrorText("m is ", m, ", expected 0 to ", kMaxDimension));
+    }
+    if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) {
+      throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
+    }
+    if (table && (table->size() != 256 || !y_scale)) {
+      throw std::invalid_argument("table must have 256 elements, and needs y_scale");
+    }
+    const FixedRange x_range = CheckedRange("x_", x_scale, x_zero_point);
+    const FixedRange y_range = CheckedRange("y_", y_scale.value_or(1.0f), y_zero_point);
+    sums_ = SumsOfOutputs(args_.w);
+    args_.sums = sums_.data();
+    args_.scales = scales.data();
+    args_.m = m;
+    args_.x_scale = x_range.scale;
+    args_.x_zero_point = x_range.zero_point;
+    args_.y_scale = y_range.scale;
+    args_.y_zero_point = y_range.zero_point;
+    if (bias) {
+      args_.bias = bias->data();
+      arrays_.push_back(*bias);
+    }
+    if (table) {
+      args_.table = table->data();
+      arrays_.push_back(*table);
+    }
+    if (sums_only) {
+      y_type_ = py::dtype::of<int32_t>();
+    } else if (y_scale) {
+      y_type_ = py::dtype::of<uint8_t>();
+    }
   }
-  if (bias && (bias->ndim() != 1 || bias->shape(0) != n)) {
-    throw std::invalid_argument(ErrorText("bias must be [", n, "]"));
+
+  py::array NewOutput() const {
+    const BlockSparseView& w = args_.w;
+    if (y_type_.kind() == 'f') return py::array(y_type_, {args_.m, w.n});
+    py::array y(y_type_, PaddedTokens(args_.m) * w.n);
+    std::memset(y.mutable_data(), 0, static_cast<size_t>(y.nbytes()));
+    return y;
   }
-  if (table && (table->size() != 256 || !y_scale)) {
-    throw std::invalid_argument("table must have 256 elements, and needs y_scale");
-  }
-  const FixedRange x_range = CheckedRange("x_", x_scale, x_zero_point);
-  const FixedRange y_range = CheckedRange("y_", y_scale.value_or(1.0f), y_zero_point);
-  const QuantizedSpmmKernel& kernel =
-      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
-  args.scales = scales.data();
-  args.bias = bias ? bias->data() : nullptr;
-  args.m = m;
-  args.x = x.data();
-  args.x_scale = x_range.scale;
-  args.x_zero_point = x_range.zero_point;
-  args.y_zero_point = y_range.zero_point;
-  args.table = table ? table->data() : nullptr;
-  const auto run = [&] {
+
+  void Run(const Array<uint8_t>& x, py::array y, int64_t times) const {
+    const BlockSparseView& w = args_.w;
+    if (x.size() != PaddedTokens(args_.m) * w.k) {
+      throw std::invalid_argument(ErrorText("x of ", x.size(), " bytes is not token blocks of ", args_.m, " x ", w.k));
+    }
+    const bool is_float = y_type_.kind() == 'f';
+    if (!y.dtype().equal(y_type_) || y.size() != (is_float ? args_.m : PaddedTokens(args_.m)) * w.n ||
+        (y.flags() & py::array::c_style) == 0) {
+      throw std::invalid_argument("y must be an array as new_output makes it");
+    }
+    QuantizedSpmmArgs args = args_;
+    args.x = x.data();
+    if (is_float) {
+      args.y = static_cast<float*>(y.mutable_data());
+      args.y_row_bytes = w.n * static_cast<int64_t>(sizeof(float));
+    } else if (y_type_.kind() == 'i') {
+      args.y_sums = static_cast<int32_t*>(y.mutable_data());
+    } else {
+      args.y_blocks = static_cast<uint8_t*>(y.mutable_data());
+    }
     py::gil_scoped_release release;
-    const std::vector<int32_t> sums = SumsOfOutputs(args.w);
-    args.sums = sums.data();
-    kernel.multiply(args, 0, BitmapPanels(n));
-  };
-  if (sums_only) {
-    Array<int32_t> y(PaddedTokens(m) * n);
-    args.y_sums = y.mutable_data();
-    std::fill_n(args.y_sums, y.size(), 0);
-    run();
-    return y;
+    for (int64_t i = 0; i < times; ++i) kernel_.multiply(args, 0, BitmapPanels(w.n));
   }
-  if (y_scale) {
-    Array<uint8_t> y(PaddedTokens(m) * n);
-    args.y_scale = y_range.scale;
-    args.y_blocks = y.mutable_data();
-    std::fill_n(args.y_blocks, y.size(), uint8_t{0});
-    run();
-    return y;
-  }
-  Array<float> y({m, n});
-  args.y = y.mutable_data();
-  args.y_row_bytes = n * static_cast<int64_t>(sizeof(float));
-  run();
-  return y;
-}
+
+ private:
+  std::vector<py::array> arrays_;  // that args_ points into
+  const QuantizedSpmmKernel& kernel_;
+  QuantizedSpmmArgs args_;
+  std::vector<int32_t> sums_;
+  py::dtype y_type_ = py::dtype::of<float>();
+};
 
 }  // namespace
 
@@ -242,13 +271,19 @@ void BindVNNISpMM(py::module_& module) {
       "The rows of the room's table of kernels between quantized layers, best first.");
   module.def("quantize_tokens", &QuantizeTokensArray, py::arg("x"), py::arg("scale"), py::arg("zero_point"),
              py::arg("kernel") = py::none(), "x [m, k] rounded to u8 token blocks (ops/vnni_spmm/quantized_tokens.h).");
-  module.def("vnni_spmm_quantized", &VnniSpmmQuantized, py::arg("x").noconvert(), py::arg("m"), py::arg("x_scale"),
-             py::arg("x_zero_point"), py::arg("values").noconvert(), py::arg("indices").noconvert(),
-             py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"), py::arg("n"),
-             py::arg("bias") = py::none(), py::arg("y_scale") = py::none(), py::arg("y_zero_point") = 0,
-             py::arg("table").noconvert() = py::none(), py::arg("sums_only") = false, py::arg("kernel") = py::none(),
-             "Token blocks x @ W + bias: float32 [m, n]; with y_scale u8 token blocks, through a table [256]; or the "
-             "int32 sums as token blocks.");
+  py::class_<QuantizedSpmm>(module, "QuantizedSpmm",
+                            "Token blocks @ W + bias: float32 [m, n]; with y_scale u8 token blocks, through a table "
+                            "[256]; or the int32 sums as token blocks.")
+      .def(py::init<int64_t, float, int64_t, const Array<int8_t>&, const Array<uint16_t>&, const Array<int64_t>&,
+                    const Array<float>&, int64_t, int64_t, const std::optional<CastArray<float>>&, std::optional<float>,
+                    int64_t, const std::optional<Array<uint8_t>>&, bool, const std::optional<std::string>&>(),
+           py::arg("m"), py::arg("x_scale"), py::arg("x_zero_point"), py::arg("values").noconvert(),
+           py::arg("indices").noconvert(), py::arg("starts").noconvert(), py::arg("scales").noconvert(), py::arg("k"),
+           py::arg("n"), py::arg("bias") = py::none(), py::arg("y_scale") = py::none(), py::arg("y_zero_point") = 0,
+           py::arg("table").noconvert() = py::none(), py::arg("sums_only") = false, py::arg("kernel") = py::none())
+      .def("new_output", &QuantizedSpmm::NewOutput)
+      .def("run", &QuantizedSpmm::Run, py::arg("x").noconvert(), py::arg("y").noconvert(), py::arg("times") = 1,
+           "The product of x into y, on one thread; several times for a benchmark.");
 }
 
 }  // namespace ortolan

@@ -254,44 +254,33 @@ def quantize_tokens(x: NDArray[Any], scale: float, zero_point: int, kernel: str 
     Raises ValueError for a scale that is not positive, a zero point outside of 0 to 255 and unknown kernels.
     """
 
-@overload
-def vnni_spmm_quantized(
-    x: NDArray[np.uint8],
-    m: int,
-    x_scale: float,
-    x_zero_point: int,
-    values: NDArray[np.int8],
-    indices: NDArray[np.uint16],
-    starts: NDArray[np.int64],
-    scales: NDArray[np.float32],
-    k: int,
-    n: int,
-    bias: NDArray[Any] | None = None,
-    *,
-    kernel: str | None = None,
-) -> NDArray[np.float32]:
-    """Token blocks x of m tokens @ W + bias on one thread, by the named kernel or the best one.
+class QuantizedSpmm:
+    """Token blocks of m tokens @ W + bias on one thread, by the named kernel or the best one.
 
     Gives float32 [m, n]; with y_scale u8 token blocks, looked up in table [256] if there is one; with sums_only int32
     token blocks of the sums. Raises ValueError for malformed tensors, wrong sizes and unknown kernels.
     """
 
-@overload
-def vnni_spmm_quantized(
-    x: NDArray[np.uint8],
-    m: int,
-    x_scale: float,
-    x_zero_point: int,
-    values: NDArray[np.int8],
-    indices: NDArray[np.uint16],
-    starts: NDArray[np.int64],
-    scales: NDArray[np.float32],
-    k: int,
-    n: int,
-    bias: NDArray[Any] | None = None,
-    y_scale: float | None = None,
-    y_zero_point: int = 0,
-    table: NDArray[np.uint8] | None = None,
-    sums_only: bool = False,
-    kernel: str | None = None,
-) -> NDArray[Any]: ...
+    def __init__(
+        self,
+        m: int,
+        x_scale: float,
+        x_zero_point: int,
+        values: NDArray[np.int8],
+        indices: NDArray[np.uint16],
+        starts: NDArray[np.int64],
+        scales: NDArray[np.float32],
+        k: int,
+        n: int,
+        bias: NDArray[Any] | None = None,
+        y_scale: float | None = None,
+        y_zero_point: int = 0,
+        table: NDArray[np.uint8] | None = None,
+        sums_only: bool = False,
+        kernel: str | None = None,
+    ) -> None: ...
+    def new_output(self) -> NDArray[Any]:
+        """Memory for y; token blocks are filled with zeros."""
+
+    def run(self, x: NDArray[np.uint8], y: NDArray[Any], times: int = 1) -> None:
+        """The product of x into y, so many times: what a benchmark measures."""

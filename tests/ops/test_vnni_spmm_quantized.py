@@ -40,6 +40,13 @@ def from_blocks(blocks: np.ndarray, m: int, c: int) -> np.ndarray:
     return np.concatenate(parts)[:m]
 
 
+def run(x: np.ndarray, *arguments, **named) -> np.ndarray:
+    product = _native.QuantizedSpmm(*arguments, **named)
+    y = product.new_output()
+    product.run(x, y)
+    return y
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tokens_are_quantized(kernel: str) -> None:
     rng = np.random.default_rng(1)
@@ -69,9 +76,7 @@ def test_floats_out(kernel: str, sparsity: float) -> None:
             bias = rng.standard_normal(n, dtype=np.float32)
             q, zero = rng.integers(0, 256, (m, k), dtype=np.uint8), int(rng.integers(256))
             packed = _native.pack_block_sparse(layer.q)
-            y = _native.vnni_spmm_quantized(
-                to_blocks(q, 77), m, 0.03, zero, *packed, layer.scales, k, n, bias=bias, kernel=kernel
-            )
+            y = run(to_blocks(q, 77), m, 0.03, zero, *packed, layer.scales, k, n, bias=bias, kernel=kernel)
             sums, _ = exact(layer, q, zero)
             product = sums * float(np.float32(0.03)) * layer.scales
             assert y.shape == (m, n) and y.dtype == np.float32
@@ -86,9 +91,7 @@ def test_sums_out(kernel: str) -> None:
             layer = BlockSparseLayer.random(rng, k, n, 0.5)
             q, zero = rng.integers(0, 256, (m, k), dtype=np.uint8), int(rng.integers(256))
             packed = _native.pack_block_sparse(layer.q)
-            blocks = _native.vnni_spmm_quantized(
-                to_blocks(q, 77), m, 1.0, zero, *packed, layer.scales, k, n, sums_only=True, kernel=kernel
-            )
+            blocks = run(to_blocks(q, 77), m, 1.0, zero, *packed, layer.scales, k, n, sums_only=True, kernel=kernel)
             assert blocks.dtype == np.int32
             np.testing.assert_array_equal(from_blocks(blocks, m, n), exact(layer, q, zero)[0])
 
@@ -108,7 +111,7 @@ def test_bytes_out(kernel: str, with_table: bool) -> None:
             y_scale = np.float32(max(np.abs(product).max() / 100, 0.1))  # some are cut off
             y_zero = int(rng.integers(100, 150))
             packed = _native.pack_block_sparse(layer.q)
-            blocks = _native.vnni_spmm_quantized(
+            blocks = run(
                 to_blocks(q, 77),
                 m,
                 0.03,
@@ -142,7 +145,7 @@ def test_every_byte_through_the_table(kernel: str) -> None:
     x = np.arange(256, dtype=np.uint8)[:, None].repeat(5, axis=1)
     table = np.random.default_rng(4).integers(0, 256, 256, dtype=np.uint8)
     for m in (256, 250, 200):
-        blocks = _native.vnni_spmm_quantized(
+        blocks = run(
             to_blocks(x[:m]), m, 0.5, 0, *packed, np.ones(5, np.float32), 5, 5, y_scale=0.5, table=table, kernel=kernel
         )
         np.testing.assert_array_equal(from_blocks(blocks, m, 5), table[x[:m]])
@@ -152,7 +155,7 @@ def test_every_byte_through_the_table(kernel: str) -> None:
 def test_results_beyond_the_range_are_cut_off(kernel: str) -> None:
     packed = _native.pack_block_sparse(np.full((40, 4), 127, np.int8))
     scales = np.array([1e30, -1e30, 1e3, -1e3], np.float32)
-    blocks = _native.vnni_spmm_quantized(
+    blocks = run(
         to_blocks(np.full((20, 40), 255, np.uint8)), 20, 1.0, 0, *packed, scales, 40, 4, y_scale=1e-3, y_zero_point=7,
         kernel=kernel,
     )  # fmt: skip
@@ -163,7 +166,7 @@ def test_results_beyond_the_range_are_cut_off(kernel: str) -> None:
     ("change", "message"),
     [
         ({"m": 17}, "x of 160 bytes is not token blocks of 17 x 10"),
-        ({"m": -1}, "is not token blocks of -1 x 10"),
+        ({"m": -1}, "m is -1, expected 0 to"),
         ({"x_zero_point": 256}, "x_zero_point is 256, expected 0 to 255"),
         ({"y_scale": 0.0}, "y_scale is 0, expected more than 0"),
         ({"table": np.zeros(256, np.uint8)}, "table must have 256 elements, and needs y_scale"),
@@ -185,6 +188,16 @@ def test_wrong_arguments_are_refused(change, message) -> None:
         "k": 10,
         "n": 8,
     }
-    assert _native.vnni_spmm_quantized(**given).shape == (3, 8)
+    assert run(**given).shape == (3, 8)
     with pytest.raises(ValueError, match=message):
-        _native.vnni_spmm_quantized(**given | change)
+        run(**given | change)
+
+
+def test_output_of_another_kind_is_refused() -> None:
+    packed = _native.pack_block_sparse(np.ones((10, 8), np.int8))
+    product = _native.QuantizedSpmm(3, 1.0, 0, *packed, np.ones(8, np.float32), 10, 8, sums_only=True)
+    x, y = np.zeros(160, np.uint8), product.new_output()
+    product.run(x, y, times=2)
+    for wrong in (y[:-1], y.astype(np.float32), y[::-1]):
+        with pytest.raises(ValueError, match="y must be an array as new_output makes it"):
+            product.run(x, wrong)
