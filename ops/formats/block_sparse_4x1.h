@@ -1,5 +1,5 @@
-// int8 weights in blocks of 4 outputs x 1 input, each stored whole or not at all (Fast Sparse Accelerators …, section
-// 3.1), four blocks of one group of outputs to a quad: the operand of vpdpbusd.
+// int8 weights in blocks of 4 outputs x 1 input, each stored whole or not at all (the constant block size of
+// sparse int8 transformers), four blocks of one group of outputs to a quad: the operand of vpdpbusd.
 //
 // W is [k, n]: k inputs, n outputs, y = x W. Group g is outputs 4g … 4g+3; outputs from n on are zero.
 //

@@ -56,7 +56,24 @@ class LinearOp {
   // bias. pack(x, rows, to); multiply(args, panel begin, panel end). padded_k: inputs that a panel holds.
   template <typename Args, typename Pack>
   void Run(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
-           void (*multiply)(const Args&, int64_t, int64_t), const Pack& pack) const;
+           void (*multiply)(const Args&, int64_t, int64_t), const Pack& pack) const {
+    const Scratch packed(rows.context, static_cast<size_t>(packing.bytes));
+    PackRows(rows, packing, packed.data(), pack);
+    args.x = packed.data();
+    Multiply(rows, packing, padded_k, args, multiply);
+  }
+
+  // The two halves of Run, for an operator that does something between them: args.x are all rows, packed.
+  template <typename Pack>
+  void PackRows(const Rows& rows, const Packing& packing, void* packed, const Pack& pack) const;
+  template <typename Args>
+  void Multiply(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
+                void (*multiply)(const Args&, int64_t, int64_t)) const;
+
+  // Calls body(first row, panel begin, panel end) for pieces of the product on ORT's threads. padded_k as in Run.
+  template <typename Body>
+  static void ForEachPiece(const Ort::KernelContext& context, int64_t m, int64_t row_chunk, int64_t panels,
+                           int64_t padded_k, const Body& body);
 
   // Y's shape: that of X with another last dimension. Left open where a residual may add dimensions by broadcasting:
   // one number, which stands for none, does not.
@@ -139,40 +156,46 @@ void LinearOp::Compute(Ort::KernelContext& context, const Product& product) cons
   BroadcastAdd(static_cast<const float*>(product_of_x.data()), shape, to_add, residual_shape, y, *sum_shape);
 }
 
-template <typename Args, typename Pack>
-void LinearOp::Run(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
-                   void (*multiply)(const Args&, int64_t, int64_t), const Pack& pack) const {
-  const Scratch scratch(rows.context, static_cast<size_t>(packing.bytes));
-  char* packed = static_cast<char*>(scratch.data());
+template <typename Pack>
+void LinearOp::PackRows(const Rows& rows, const Packing& packing, void* packed, const Pack& pack) const {
   const int64_t pack_rows = std::max<int64_t>(1, kPackChunkFloats / (k_ * packing.row_block)) * packing.row_block;
   ParallelFor(rows.context, (rows.m + pack_rows - 1) / pack_rows, [&](int64_t chunk) {
     const int64_t begin = chunk * pack_rows;
-    pack(rows.x + begin * k_, std::min(pack_rows, rows.m - begin), packed + begin * packing.row_bytes);
+    pack(rows.x + begin * k_, std::min(pack_rows, rows.m - begin),
+         static_cast<char*>(packed) + begin * packing.row_bytes);
   });
+}
 
-  const EpilogueArgs& epilogue = rows.epilogue;
-  const bool ends = IsGated() || epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
-  EpilogueFn* const end = ends ? SelectEpilogue(ActiveIsa()).run : nullptr;
-  const int64_t panels = BitmapPanels(y_n_);
-  const int64_t row_chunks = (rows.m + packing.row_chunk - 1) / packing.row_chunk;
-  const int64_t panel_macs =
-      padded_k * kPanelColumns * (kExpandMacs + std::min(rows.m, packing.row_chunk)) * (IsGated() ? 2 : 1);
+template <typename Body>
+void LinearOp::ForEachPiece(const Ort::KernelContext& context, int64_t m, int64_t row_chunk, int64_t panels,
+                            int64_t padded_k, const Body& body) {
+  const int64_t row_chunks = (m + row_chunk - 1) / row_chunk;
+  const int64_t panel_macs = padded_k * kPanelColumns * (kExpandMacs + std::min(m, row_chunk));
   const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / kMinChunkMacs, 1, panels);
   const int64_t chunk_panels = (panels + most_chunks - 1) / most_chunks;
   const int64_t panel_chunks = (panels + chunk_panels - 1) / chunk_panels;
+  ParallelFor(context, row_chunks * panel_chunks, [&](int64_t chunk) {
+    const int64_t panel = chunk % panel_chunks * chunk_panels;
+    body(chunk / panel_chunks * row_chunk, panel, std::min(panel + chunk_panels, panels));
+  });
+}
+
+template <typename Args>
+void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
+                        void (*multiply)(const Args&, int64_t, int64_t)) const {
+  const EpilogueArgs& epilogue = rows.epilogue;
+  const bool ends = IsGated() || epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
+  EpilogueFn* const end = ends ? SelectEpilogue(ActiveIsa()).run : nullptr;
   args.m = rows.m;
-  args.x = packed;
   args.y = rows.y;
   args.y_row_bytes = YRowBytes();
-  ParallelFor(rows.context, row_chunks * panel_chunks, [&](int64_t chunk) {
-    const int64_t row = chunk / panel_chunks * packing.row_chunk;
-    const int64_t panel = chunk % panel_chunks * chunk_panels;
-    const int64_t panel_end = std::min(panel + chunk_panels, panels);
+  const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
     const Args part = RowsOf(args, row, packing.row_chunk, packing.row_bytes);
     if (IsGated()) return MultiplyGated(part, row, panel, panel_end, multiply, epilogue, end);
     multiply(part, panel, panel_end);
     if (end != nullptr) end(Piece(epilogue, part, row, panel, panel_end));
-  });
+  };
+  ForEachPiece(rows.context, rows.m, packing.row_chunk, BitmapPanels(y_n_), padded_k * (IsGated() ? 2 : 1), piece);
 }
 
 template <typename Args>

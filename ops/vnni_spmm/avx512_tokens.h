@@ -36,19 +36,22 @@ inline TokenRange RangeOfToken(const float* x, int64_t k) {
                       _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1])), finite);
 }
 
-// 64 inputs, of which `left` exist; behind them z. A row that is not finite gives anything.
+// clamp(round(x factor) + zero_point, 0, 255) of 64 inputs, of which `left` exist; behind them the zero point. NaN
+// gives 255.
 inline __m512i Quantize64(const float* x, int64_t left, __m512 factor, __m512i zero_point) {
+  const __m512 most = _mm512_set1_ps(kMostBeforeRounding);
   __m512i q[4];
   for (int i = 0; i < 4; ++i) {
     const __m512 v = left >= kInputs ? _mm512_loadu_ps(x + i * kFloats)
                                      : _mm512_maskz_loadu_ps(First16(left - i * kFloats), x + i * kFloats);
-    q[i] = _mm512_add_epi32(
-        _mm512_cvt_roundps_epi32(_mm512_mul_ps(v, factor), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), zero_point);
+    q[i] = _mm512_cvt_roundps_epi32(_mm512_min_ps(_mm512_mul_ps(v, factor), most),
+                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   // Lanes of 4: the packing leaves them as 0, 4, 8, 12, 1, …
-  const __m512i packed = _mm512_packus_epi16(_mm512_packus_epi32(q[0], q[1]), _mm512_packus_epi32(q[2], q[3]));
+  const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero_point);
+  const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(q[2], q[3]), zero_point);
   const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(in_order, packed);
+  return _mm512_permutexvar_epi32(in_order, _mm512_packus_epi16(low, high));
 }
 
 // 16 vectors of 16 dwords: v[i] lane j becomes v[j] lane i.
@@ -79,60 +82,93 @@ inline const float* RowAt(const float* x, int64_t row_bytes, int64_t i) {
   return reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * row_bytes);
 }
 
-// A block of kWidth tokens, of which `count` exist:
-//     q  u8 [k][kWidth]     then, from kWidth PaddedK on, s f32 [kWidth] and -z i32 [kWidth]
+// A block of kWidth tokens, of which `count` exist: u8 [k][kWidth]. ranges: kWidth of them.
 template <int kWidth>
-void PackBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, uint8_t* block) {
-  float* scales = reinterpret_cast<float*>(block + (k + 127) / 128 * 128 * kWidth);
-  int32_t* minus_zeros = reinterpret_cast<int32_t*>(scales + kWidth);
+void QuantizeBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, const TokenRange* ranges,
+                   uint8_t* block) {
   // Of 4 tokens x 4 dwords of 4 inputs to 4 inputs x 16 tokens.
   alignas(64) uint8_t order[64];
   for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(i % 16 * 4 + i / 16);
   const __m512i to_inputs = _mm512_load_si512(order);
   for (int64_t first = 0; first < kWidth; first += 16) {
-    float factors[16];
-    for (int i = 0; i < 16; ++i) {
-      const TokenRange range =
-          first + i < count ? RangeOfToken(RowAt(x, x_row_bytes, first + i), k) : TokenRange{0.0f, 0.0f, 0};
-      factors[i] = range.factor;
-      scales[first + i] = range.scale;
-      minus_zeros[first + i] = -range.zero_point;
-    }
     for (int64_t l = 0; l < k; l += kInputs) {
       __m512i q[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        q[i] = first + i < count ? Quantize64(RowAt(x, x_row_bytes, first + i) + l, k - l, _mm512_set1_ps(factors[i]),
-                                              _mm512_set1_epi32(-minus_zeros[first + i]))
+      for (int64_t i = 0; i < 16; ++i) {
+        const TokenRange& range = ranges[first + i];
+        q[i] = first + i < count ? Quantize64(RowAt(x, x_row_bytes, first + i) + l, k - l, _mm512_set1_ps(range.factor),
+                                              _mm512_set1_epi16(static_cast<int16_t>(range.zero_point)))
                                  : _mm512_setzero_si512();
       }
       Transpose16(q);
-      uint8_t* to = block + l * kWidth + first;
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        if (l + 4 * i >= k) break;
+      for (int64_t i = 0; i < 16; ++i) {
+        const int64_t left = k - l - 4 * i;
+        if (left <= 0) break;
         const __m512i inputs = _mm512_permutexvar_epi8(to_inputs, q[i]);
-        uint8_t* at = to + 4 * i * kWidth;
-        const auto store = [at](int64_t input, __m128i tokens) {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(at + input * kWidth), tokens);
+        uint8_t* to = block + (l + 4 * i) * kWidth + first;
+        const auto store = [to](int64_t input, __m128i tokens) {
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + input * kWidth), tokens);
         };
         store(0, _mm512_castsi512_si128(inputs));
-        // Those of inputs from k on fall into the padding: k is padded to a multiple of 128.
-        store(1, _mm512_extracti32x4_epi32(inputs, 1));
-        store(2, _mm512_extracti32x4_epi32(inputs, 2));
-        store(3, _mm512_extracti32x4_epi32(inputs, 3));
+        if (left > 1) store(1, _mm512_extracti32x4_epi32(inputs, 1));
+        if (left > 2) store(2, _mm512_extracti32x4_epi32(inputs, 2));
+        if (left > 3) store(3, _mm512_extracti32x4_epi32(inputs, 3));
       }
     }
   }
 }
 
+// What stands behind the numbers of a packed block.
+template <int kWidth>
+struct BlockRanges {
+  float scales[kWidth];
+  int32_t minus_zeros[kWidth];
+
+  // In the block, whose memory may not be aligned to more than 4 bytes.
+  static BlockRanges* Of(uint8_t* block, int64_t k) {
+    return reinterpret_cast<BlockRanges*>(block + (k + 127) / 128 * 128 * kWidth);
+  }
+  static const BlockRanges* Of(const uint8_t* block, int64_t k) {
+    return reinterpret_cast<const BlockRanges*>(block + (k + 127) / 128 * 128 * kWidth);
+  }
+};
+
+template <int kWidth>
+void StoreBlockRange(uint8_t* block, int64_t k, const FixedRange& fixed) {
+  BlockRanges<kWidth>& stored = *BlockRanges<kWidth>::Of(block, k);
+  for (int64_t i = 0; i < kWidth; ++i) {
+    stored.scales[i] = fixed.scale;
+    stored.minus_zeros[i] = -fixed.zero_point;
+  }
+}
+
+// A block of kWidth tokens, of which `count` exist. fixed: null if each has a range of its own.
+template <int kWidth>
+void PackBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, const FixedRange* fixed, uint8_t* block) {
+  TokenRange ranges[kWidth];
+  if (fixed != nullptr) {
+    for (TokenRange& range : ranges) range = RangeOfToken(*fixed);
+    StoreBlockRange<kWidth>(block, k, *fixed);
+  } else {
+    BlockRanges<kWidth>& stored = *BlockRanges<kWidth>::Of(block, k);
+    for (int64_t i = 0; i < kWidth; ++i) {
+      ranges[i] = i < count ? RangeOfToken(RowAt(x, x_row_bytes, i), k) : TokenRange{0.0f, 0.0f, 0};
+      stored.scales[i] = ranges[i].scale;
+      stored.minus_zeros[i] = -ranges[i].zero_point;
+    }
+  }
+  QuantizeBlock<kWidth>(x, x_row_bytes, count, k, ranges, block);
+}
+
 // One token after the other: q [k], padded, then its range.
-inline void PackRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, uint8_t* packed) {
+inline void PackRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                     uint8_t* packed) {
   for (int64_t i = 0; i < m; ++i, packed += VnniSpmmKernel::PackedRowBytes(k)) {
     const float* row = RowAt(x, x_row_bytes, i);
-    const TokenRange range = RangeOfToken(row, k);
+    const TokenRange range = fixed != nullptr ? RangeOfToken(*fixed) : RangeOfToken(row, k);
     const __m512 factor = _mm512_set1_ps(range.factor);
-    const __m512i zero_point = _mm512_set1_epi32(range.zero_point);
+    const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(range.zero_point));
     for (int64_t l = 0; l < k; l += kInputs) {
       _mm512_storeu_si512(packed + l, Quantize64(row + l, k - l, factor, zero_point));
     }

@@ -7,6 +7,18 @@
 //
 // values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
 // where they must not be missing, they are zeros and one zero (see SparseAMXMatMul's adapter).
+//
+// x_scale float [], x_zero_point u8 []: constants, the range that X is quantized with. Optional; x_scale 0 stands for
+// none: token by token.
+//
+// hidden_k: with this attribute above 0 another layer comes first (HiddenLayerArgs in vnni_spmm.h), of hidden_k inputs
+// and k outputs:
+//
+//     X float [..., hidden_k]; hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float
+//     [k]; table u8 [256], table_x_scale float [], table_x_zero_point u8 [], table_y_scale, table_y_zero_point
+//
+// All of these are constants, and x_scale is needed. hidden_k 0: whatever stands in their places is ignored.
+#include <limits>
 #include <optional>
 
 #include "support/linear_op.h"
@@ -28,71 +40,206 @@ static_assert(kTokenChunk <= kRowChunk);
 #undef ORTOLAN_X86_KERNEL
 #undef ORTOLAN_KERNEL
 
-enum Input : size_t { kX, kValues, kIndices, kStarts, kScales, kBias, kResidual, kInputCount };
+enum Input : size_t {
+  kX,
+  kValues,
+  kIndices,
+  kStarts,
+  kScales,
+  kBias,
+  kResidual,
+  kXScale,
+  kXZeroPoint,
+  kHiddenValues,
+  kHiddenIndices,
+  kHiddenStarts,
+  kHiddenScales,
+  kHiddenBias,
+  kTable,
+  kTableXScale,
+  kTableXZeroPoint,
+  kTableYScale,
+  kTableYZeroPoint,
+  kInputCount
+};
+
+constexpr const char* kInputNames[] = {"X",
+                                       "values",
+                                       "indices",
+                                       "starts",
+                                       "scales",
+                                       "bias",
+                                       "residual",
+                                       "x_scale",
+                                       "x_zero_point",
+                                       "hidden_values",
+                                       "hidden_indices",
+                                       "hidden_starts",
+                                       "hidden_scales",
+                                       "hidden_bias",
+                                       "table",
+                                       "table_x_scale",
+                                       "table_x_zero_point",
+                                       "table_y_scale",
+                                       "table_y_zero_point"};
+static_assert(std::size(kInputNames) == kInputCount);
+
+constexpr ONNXTensorElementDataType TypeOf(size_t input) {
+  switch (input) {
+    case kValues:
+    case kHiddenValues:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    case kIndices:
+    case kHiddenIndices:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
+    case kStarts:
+    case kHiddenStarts:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    case kXZeroPoint:
+    case kTable:
+    case kTableXZeroPoint:
+    case kTableYZeroPoint:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+    default:
+      return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  }
+}
+
+ConstantTensor Constant(const OrtKernelInfo& info, size_t input, const std::string& node) {
+  return ConstantInput(info, input, kInputNames[input], {TypeOf(input)}, node);
+}
+
+// Of `count` elements.
+ConstantTensor Constant(const OrtKernelInfo& info, size_t input, int64_t count, const std::string& node) {
+  ConstantTensor tensor = Constant(info, input, node);
+  if (tensor.count == count) return tensor;
+  throw OpError(ErrorText(node, ": ", kInputNames[input], " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
+                          ", expected ", count, " element", count == 1 ? "" : "s",
+                          ". Optimize the original model again."));
+}
+
+// The scale at this input, and the zero point at the next one.
+FixedRange RangeAt(const OrtKernelInfo& info, size_t input, const std::string& node) {
+  FixedRange range;
+  const ConstantTensor scale = Constant(info, input, 1, node);
+  range.scale = *static_cast<const float*>(scale.data);
+  range.zero_point = *static_cast<const uint8_t*>(Constant(info, input + 1, 1, node).data);
+  if (range.scale >= std::numeric_limits<float>::min() && range.scale <= std::numeric_limits<float>::max()) {
+    return range;
+  }
+  throw OpError(ErrorText(node, ": ", kInputNames[input], " '", scale.name, "' is ", range.scale,
+                          ", expected a number above 0. Optimize the original model again."));
+}
+
+bool IsZero(const OrtKernelInfo& info, size_t input, const std::string& node) {
+  return *static_cast<const float*>(Constant(info, input, 1, node).data) == 0.0f;
+}
+
+// Reads the weight whose values, indices, starts and scales begin at input `first`; gives the sums for args.sums.
+std::vector<int32_t> ReadWeight(const OrtKernelInfo& info, size_t first, int64_t k, int64_t n, const std::string& node,
+                                VnniSpmmArgs& args) {
+  const ConstantTensor values = Constant(info, first, node);
+  const ConstantTensor indices = Constant(info, first + 1, node);
+  const ConstantTensor starts = Constant(info, first + 2, node);
+  const ConstantTensor scales = Constant(info, first + 3, node);
+  args.w = {k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
+            static_cast<const int64_t*>(starts.data)};
+  args.scales = static_cast<const float*>(scales.data);
+  const std::string problem = ValidateBlockSparse({args.w, values.count, indices.count, starts.count, scales.count});
+  if (!problem.empty()) {
+    throw OpError(ErrorText(node, ": malformed weight in tensors '", values.name, "', '", indices.name, "', '",
+                            starts.name, "', '", scales.name, "': ", problem, ". Optimize the original model again."));
+  }
+  return SumsOfOutputs(args.w);
+}
+
+// What a panel costs, for cutting up the work: a quarter of the inputs that it holds. A piece should have some panels,
+// since the kernels write y by several.
+int64_t InputsOfPanel(const BlockSparseView& w) { return w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1; }
 
 class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
     CheckFormatVersion(info, kFormatVersion, node_);
-    const ConstantTensor values = ConstantInput(info, kValues, "values", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8}, node_);
-    const ConstantTensor indices =
-        ConstantInput(info, kIndices, "indices", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16}, node_);
-    const ConstantTensor starts = ConstantInput(info, kStarts, "starts", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}, node_);
-    const ConstantTensor scales = ConstantInput(info, kScales, "scales", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
-    args_.w.k = IntAttribute(info, "k", node_);
-    args_.w.n = IntAttribute(info, "n", node_);
-    args_.w.values = static_cast<const int8_t*>(values.data);
-    args_.w.indices = static_cast<const uint8_t*>(indices.data);
-    args_.w.starts = static_cast<const int64_t*>(starts.data);
-    args_.scales = static_cast<const float*>(scales.data);
-    const std::string problem = ValidateBlockSparse({args_.w, values.count, indices.count, starts.count, scales.count});
-    if (!problem.empty()) {
-      throw OpError(ErrorText(node_, ": malformed weight in tensors '", values.name, "', '", indices.name, "', '",
-                              starts.name, "', '", scales.name, "': ", problem,
-                              ". Optimize the original model again."));
-    }
-    sums_ = SumsOfOutputs(args_.w);
+    const int64_t k = IntAttribute(info, "k", node_);
+    sums_ = ReadWeight(info, kValues, k, IntAttribute(info, "n", node_), node_, args_);
     args_.sums = sums_.data();
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, args_.w.k, args_.w.n);
+    const int64_t hidden_k = IntAttributeOr(info, "hidden_k", 0);
+    if (hidden_k != 0) {
+      hidden_sums_ = ReadWeight(info, kHiddenValues, hidden_k, k, node_, hidden_.emplace());
+      hidden_->sums = hidden_sums_.data();
+      hidden_->bias = static_cast<const float*>(Constant(info, kHiddenBias, k, node_).data);
+      hidden_->table = static_cast<const uint8_t*>(Constant(info, kTable, 256, node_).data);
+      hidden_->table_x = RangeAt(info, kTableXScale, node_);
+      hidden_->table_y = RangeAt(info, kTableYScale, node_);
+      x_range_ = hidden_->x_range = RangeAt(info, kXScale, node_);
+    } else if (HasInput(info, kXScale) && !IsZero(info, kXScale, node_)) {
+      x_range_ = RangeAt(info, kXScale, node_);
+    } else if (!HasInput(info, kXScale) && HasInput(info, kXZeroPoint)) {
+      throw OpError(ErrorText(node_, ": x_zero_point is given without x_scale. Optimize the original model again."));
+    }
+    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, hidden_ ? hidden_k : k, args_.w.n);
   }
 
-  void Compute(Ort::KernelContext& context) {
-    linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
-      const BlockSparseView& w = args_.w;
-      const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveIsa(), rows.m, w.k);
-      VnniSpmmArgs args = args_;
-      args.bias = bias;
-      const int64_t stored_inputs = w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1;
-      linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(rows.m, w.k), kernel.PackedRowBytes(w.k), kTokenChunk},
-                   stored_inputs, args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
-                     kernel.pack(x, linear_->XRowBytes(), count, w.k, to);
-                   });
-    });
-  }
+  void Compute(Ort::KernelContext& context);
 
  private:
+  static LinearOp::Packing PackingOf(const VnniSpmmKernel& kernel, int64_t m, int64_t k) {
+    return {kernel.row_block, kernel.PackedBytes(m, k), kernel.PackedRowBytes(k), kTokenChunk};
+  }
+
+  auto PackWith(const VnniSpmmKernel& kernel, int64_t k) const {
+    return [this, &kernel, k](const float* x, int64_t count, char* to) {
+      kernel.pack(x, linear_->XRowBytes(), count, k, x_range_ ? &*x_range_ : nullptr, to);
+    };
+  }
+
+  // The hidden layer, then the other.
+  void RunBoth(const LinearOp::Rows& rows, VnniSpmmArgs args) const {
+    HiddenLayerArgs hidden = *hidden_;
+    // One packs what the other reads.
+    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveIsa(), rows.m, std::max(hidden.w.k, args.w.k));
+    const LinearOp::Packing x = PackingOf(kernel, rows.m, hidden.w.k), next = PackingOf(kernel, rows.m, args.w.k);
+    const Scratch packed(rows.context, static_cast<size_t>(x.bytes + next.bytes));
+    linear_->PackRows(rows, x, packed.data(), PackWith(kernel, hidden.w.k));
+    hidden.m = rows.m;
+    hidden.x = packed.data();
+    hidden.next = static_cast<char*>(packed.data()) + x.bytes;
+    args.x = hidden.next;
+    const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
+      HiddenLayerArgs part = RowsOf(hidden, row, kTokenChunk, x.row_bytes);
+      part.next = static_cast<char*>(hidden.next) + row * next.row_bytes;
+      kernel.multiply_hidden(part, panel, panel_end);
+    };
+    LinearOp::ForEachPiece(rows.context, rows.m, kTokenChunk, BitmapPanels(hidden.w.n), InputsOfPanel(hidden.w), piece);
+    linear_->Multiply(rows, next, InputsOfPanel(args.w), args, kernel.multiply);
+  }
+
   std::string node_;
   VnniSpmmArgs args_;  // the weight
   std::vector<int32_t> sums_;
+  std::optional<HiddenLayerArgs> hidden_;
+  std::vector<int32_t> hidden_sums_;
+  std::optional<FixedRange> x_range_;
   std::optional<LinearOp> linear_;  // made when the weight's size is known
 };
+
+void Kernel::Compute(Ort::KernelContext& context) {
+  linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
+    VnniSpmmArgs args = args_;
+    args.bias = bias;
+    if (hidden_) return RunBoth(rows, args);
+    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveIsa(), rows.m, args.w.k);
+    linear_->Run(rows, PackingOf(kernel, rows.m, args.w.k), InputsOfPanel(args.w), args, kernel.multiply,
+                 PackWith(kernel, args.w.k));
+  });
+}
 
 struct Op : OrtOp<Op, Kernel> {
   const char* GetName() const { return kOpType; }
   size_t GetInputTypeCount() const { return kInputCount; }
   size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t index) const {
-    switch (index) {
-      case kValues:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-      case kIndices:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
-      case kStarts:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-      default:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    }
-  }
+  ONNXTensorElementDataType GetInputType(size_t index) const { return TypeOf(index); }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
     return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;

@@ -27,6 +27,20 @@ inline TokenRange RangeOfToken(float least, float most, bool finite) {
   return {factor, half / 127.5f, static_cast<int32_t>(__builtin_nearbyintf(-least * factor))};
 }
 
+inline TokenRange RangeOfToken(const FixedRange& fixed) { return {1.0f / fixed.scale, fixed.scale, fixed.zero_point}; }
+
+// What all numbers beyond a fixed range's are cut off at before they are rounded, and NaNs become: it is an integer
+// that any zero point leaves beyond 255.
+inline constexpr float kMostBeforeRounding = 1024.0f;
+
+// round(number) + zero_point, cut off.
+inline uint8_t ToByte(float number, int32_t zero_point) {
+  if (!(number < kMostBeforeRounding)) return 255;
+  const float rounded = __builtin_nearbyintf(number > -kMostBeforeRounding ? number : -kMostBeforeRounding);
+  const int32_t q = static_cast<int32_t>(rounded) + zero_point;
+  return static_cast<uint8_t>(q < 0 ? 0 : q > 255 ? 255 : q);
+}
+
 // Of kernels that keep a row together: behind its numbers.
 inline void StoreRowRange(uint8_t* row, int64_t k, const TokenRange& range) {
   std::memcpy(row + (k + 127) / 128 * 128, &range, sizeof(range));

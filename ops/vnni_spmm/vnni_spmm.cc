@@ -18,12 +18,14 @@ namespace ortolan {
 
 #define ORTOLAN_KERNEL(isa, name, row_block, least_rows, most_inputs) \
   PackTokensFn PackTokens##name;                                      \
-  VnniSpmmFn MultiplyBlockSparse##name;
+  VnniSpmmFn MultiplyBlockSparse##name;                               \
+  HiddenLayerFn MultiplyHidden##name;
 #include "vnni_spmm/kernels.inc"
 #undef ORTOLAN_KERNEL
 
 // Row after row: q [k], then s and z behind the padding.
-void PackTokensScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+void PackTokensScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                      void* packed) {
   uint8_t* out = static_cast<uint8_t*>(packed);
   for (int64_t i = 0; i < m; ++i, out += VnniSpmmKernel::PackedRowBytes(k)) {
     const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
@@ -34,23 +36,22 @@ void PackTokensScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k,
       least = std::min(least, row[l]);
       most = std::max(most, row[l]);
     }
-    const TokenRange range = RangeOfToken(least, most, finite);
-    for (int64_t l = 0; l < k; ++l) {
-      out[l] = finite ? static_cast<uint8_t>(
-                            std::min(static_cast<int>(std::nearbyint(row[l] * range.factor)) + range.zero_point, 255))
-                      : uint8_t{0};
-    }
+    const TokenRange range = fixed != nullptr ? RangeOfToken(*fixed) : RangeOfToken(least, most, finite);
+    for (int64_t l = 0; l < k; ++l) out[l] = ToByte(row[l] * range.factor, range.zero_point);
     StoreRowRange(out, k, range);
   }
 }
 
-void MultiplyBlockSparseScalar(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+namespace {
+
+// Calls store(token, output, sum, range of x) for the panels.
+template <typename Store>
+void ForEachSum(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end, const Store& store) {
   const BlockSparseView& w = args.w;
   const int64_t group_end = std::min(panel_end * kPanelGroups, w.Groups());
   for (int64_t i = 0; i < args.m; ++i) {
     const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * VnniSpmmKernel::PackedRowBytes(w.k);
     const TokenRange range = LoadRowRange(x, w.k);
-    float* y = args.YRow(i);
     for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
       int32_t totals[kGroupOutputs] = {};
       for (int64_t quad = w.starts[group]; quad < w.starts[group + 1]; ++quad) {
@@ -61,19 +62,45 @@ void MultiplyBlockSparseScalar(const VnniSpmmArgs& args, int64_t panel_begin, in
         }
       }
       const int64_t first = group * kGroupOutputs;
-      for (int64_t o = 0; o < std::min(kGroupOutputs, w.n - first); ++o) {
-        const float product = static_cast<float>(totals[o]) * (range.scale * args.scales[first + o]);
-        y[first + o] = args.bias != nullptr ? product + args.bias[first + o] : product;
-      }
+      for (int64_t o = 0; o < std::min(kGroupOutputs, w.n - first); ++o) store(i, first + o, totals[o], range);
     }
   }
+}
+
+}  // namespace
+
+void MultiplyBlockSparseScalar(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+  ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
+    const float product = static_cast<float>(sum) * (range.scale * args.scales[j]);
+    args.YRow(i)[j] = args.bias != nullptr ? product + args.bias[j] : product;
+  });
+}
+
+void MultiplyHiddenScalar(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(args.w.n);
+  uint8_t* next = static_cast<uint8_t*>(args.next);
+  const float factor = 1.0f / args.table_x.scale;
+  ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
+    const float bias = args.bias == nullptr ? 0.0f : args.bias[j] * factor;
+    const float number = static_cast<float>(sum) * (args.scales[j] * (range.scale * factor)) + bias;
+    next[i * row_bytes + j] = args.table[ToByte(number, args.table_x.zero_point)];
+  });
+  if (panel_begin > 0) return;
+  for (int64_t i = 0; i < args.m; ++i) StoreRowRange(next + i * row_bytes, args.w.n, RangeOfToken(args.table_y));
 }
 
 namespace {
 
 constexpr VnniSpmmKernel kKernels[] = {
 #define ORTOLAN_KERNEL(isa, name, row_block, least_rows, most_inputs) \
-  {#name, Isa::isa, row_block, least_rows, most_inputs, &PackTokens##name, &MultiplyBlockSparse##name},
+  {#name,                                                             \
+   Isa::isa,                                                          \
+   row_block,                                                         \
+   least_rows,                                                        \
+   most_inputs,                                                       \
+   &PackTokens##name,                                                 \
+   &MultiplyBlockSparse##name,                                        \
+   &MultiplyHidden##name},
 #include "vnni_spmm/kernels.inc"
 #undef ORTOLAN_KERNEL
 };

@@ -24,6 +24,17 @@
 //
 // A row with an Inf or a NaN gives NaN in all of y[i, :]; a row of zeros gives the bias.
 //
+// Where a FixedRange is given, s and z are those of all rows, f = 1 / s, and q is cut off at 0 as well; a NaN counts as
+// the largest number.
+//
+// A hidden layer has a fixed range, and its y is the next layer's x, with a range of its own: u8 numbers of which a
+// table makes others (an activation):
+//
+//     q'_ij = table[clamp(round(D_ij (s scales[j] / t) + bias[j] / t) + u, 0, 255)]           t, u: the range before it
+//
+// In float32 the argument of round is off by at most 8 2^-24 of the sum of its terms' magnitudes: next to the exact
+// formula the number is the same or, near a tie, one step away. Kernels agree with each other likewise.
+//
 // A kernel works on rows that a Pack function has quantized, and on a range of panels (16 outputs each). It allocates
 // nothing and knows no threads. A range of rows is x, y and m of those rows; it begins at a multiple of row_block.
 #pragma once
@@ -43,13 +54,31 @@ struct VnniSpmmArgs : MatMulArgs {
   const float* scales = nullptr;  // [w.n]
 };
 
+// The number q stands for scale (q - zero_point).
+struct FixedRange {
+  float scale = 0.0f;      // more than 0, and no denormal number
+  int32_t zero_point = 0;  // 0 … 255
+};
+
+struct HiddenLayerArgs : VnniSpmmArgs {  // without y
+  FixedRange x_range;                    // of x
+  FixedRange table_x;                    // of the numbers that the table takes
+  FixedRange table_y;                    // of those that it gives
+  const uint8_t* table = nullptr;        // [256]
+  void* next = nullptr;                  // rows of w.n numbers, as pack makes them for the next layer
+};
+
 // Computes y for the panels panel_begin … panel_end-1 and all m rows.
 using VnniSpmmFn = void(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end);
 
 // Quantizes m rows of k floats, k <= kMostSparseInputs: q, s and z, in an order that is the kernel's own but for this:
 // row i, a multiple of row_block, begins at byte i x PackedRowBytes(k). Writes PackedBytes(m, k) or less; packed is
-// aligned to 4 bytes or more.
-using PackTokensFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed);
+// aligned to 4 bytes or more. fixed: null if each row has a range of its own.
+using PackTokensFn = void(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                          void* packed);
+
+// Computes the columns of next that the panels panel_begin … panel_end-1 are, of all m rows. Panel 0 brings the range.
+using HiddenLayerFn = void(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end);
 
 struct VnniSpmmKernel {
   const char* name;
@@ -59,6 +88,7 @@ struct VnniSpmmKernel {
   int64_t most_inputs;  // k for which it works
   PackTokensFn* pack;
   VnniSpmmFn* multiply;
+  HiddenLayerFn* multiply_hidden;
 
   // k padded to two vectors, s and z; a multiple of 64.
   static constexpr int64_t PackedRowBytes(int64_t k) { return (k + 127) / 128 * 128 + 64; }

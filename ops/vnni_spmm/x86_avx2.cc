@@ -40,12 +40,17 @@ TokenRange RangeOfToken(const float* x, int64_t k) {
   return RangeOfToken(lows[0], highs[0], _mm256_movemask_ps(_mm256_cmp_ps(nan, nan, _CMP_UNORD_Q)) == 0);
 }
 
+inline __m256i Rounded(__m256 v) {
+  const __m256 most = _mm256_set1_ps(kMostBeforeRounding);  // also NaNs become that
+  return _mm256_cvtps_epi32(_mm256_round_ps(_mm256_min_ps(v, most), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// clamp(round(x factor) + zero_point, 0, 255); NaN gives 255.
 void Quantize32(const float* x, int64_t left, const TokenRange& range, uint8_t* q) {
   __m256i v[4];
   for (int i = 0; i < 4; ++i) {
     const __m256 scaled = _mm256_mul_ps(LoadFloats(x + i * kFloats, left - i * kFloats), _mm256_set1_ps(range.factor));
-    const __m256 rounded = _mm256_round_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    v[i] = _mm256_add_epi32(_mm256_cvtps_epi32(rounded), _mm256_set1_epi32(range.zero_point));
+    v[i] = _mm256_add_epi32(Rounded(scaled), _mm256_set1_epi32(range.zero_point));
   }
   const __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(v[0], v[1]), _mm256_packus_epi32(v[2], v[3]));
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -59,6 +64,13 @@ struct BlockRanges {
 };
 
 inline int64_t RangesAt(int64_t k) { return (k + 127) / 128 * 128 * kWidth; }
+
+// Of a block, in memory that may not be aligned.
+BlockRanges LoadRanges(const uint8_t* block, int64_t k) {
+  BlockRanges ranges;
+  std::memcpy(&ranges, block + RangesAt(k), sizeof(ranges));
+  return ranges;
+}
 
 inline __m256i Widen(const uint8_t* tokens) {
   return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tokens)));
@@ -109,10 +121,22 @@ void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, cons
   }
 }
 
+// 16 tokens of an output to bytes in their order.
+__m128i ToBytes(const int32_t* sums, float scale, float bias, int32_t zero_point) {
+  __m256i q[2];
+  for (int h = 0; h < 2; ++h) {
+    const __m256 sum = _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + h * kFloats)));
+    const __m256 number = _mm256_fmadd_ps(sum, _mm256_set1_ps(scale), _mm256_set1_ps(bias));
+    q[h] = _mm256_add_epi32(Rounded(number), _mm256_set1_epi32(zero_point));
+  }
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
+  return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+
 }  // namespace
 
 // Blocks of 16 tokens: q u8 [k][16], then, from 16 PaddedK on, s and -z.
-void PackTokensAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+void PackTokensAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed, void* packed) {
   for (int64_t first = 0; first < m; first += kWidth) {
     uint8_t* block = static_cast<uint8_t*>(packed) + first * VnniSpmmKernel::PackedRowBytes(k);
     BlockRanges ranges = {};
@@ -120,7 +144,7 @@ void PackTokensAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, v
     if (count < kWidth) std::memset(block, 0, static_cast<size_t>(k * kWidth));
     for (int64_t i = 0; i < count; ++i) {
       const float* row = RowAt(x, x_row_bytes, first + i);
-      const TokenRange range = RangeOfToken(row, k);
+      const TokenRange range = fixed != nullptr ? RangeOfToken(*fixed) : RangeOfToken(row, k);
       ranges.scales[i] = range.scale;
       ranges.minus_zeros[i] = -range.zero_point;
       for (int64_t l = 0; l < k; l += kChunk) {
@@ -137,8 +161,7 @@ void MultiplyBlockSparseAvx2(const VnniSpmmArgs& args, int64_t panel_begin, int6
   const BlockSparseView& w = args.w;
   for (int64_t first = 0; first < args.m; first += kWidth) {
     const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
-    BlockRanges ranges;
-    std::memcpy(&ranges, x + RangesAt(w.k), sizeof(ranges));
+    const BlockRanges ranges = LoadRanges(x, w.k);
     const int64_t count = args.m - first < kWidth ? args.m - first : kWidth;
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       int32_t sums[kPanelOutputs][kWidth];
@@ -155,6 +178,38 @@ void MultiplyBlockSparseAvx2(const VnniSpmmArgs& args, int64_t panel_begin, int6
         }
       }
     }
+  }
+}
+
+void MultiplyHiddenAvx2(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const BlockSparseView& w = args.w;
+  const float factor = 1.0f / args.table_x.scale;
+  const float x_factor = args.x_range.scale * factor;
+  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  for (int64_t first = 0; first < args.m; first += kWidth) {
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * VnniSpmmKernel::PackedRowBytes(w.n);
+    const BlockRanges ranges = LoadRanges(x, w.k);
+    for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
+      int32_t sums[kGroupOutputs][kWidth];
+      const int64_t output = group * kGroupOutputs;
+      SumGroup(w, group, args.sums + output, x, ranges.minus_zeros, sums);
+      for (int64_t o = 0; o < kGroupOutputs && output + o < w.n; ++o) {
+        const float bias = args.bias == nullptr ? 0.0f : args.bias[output + o] * factor;
+        alignas(16) uint8_t q[kWidth];
+        _mm_store_si128(reinterpret_cast<__m128i*>(q),
+                        ToBytes(sums[o], args.scales[output + o] * x_factor, bias, args.table_x.zero_point));
+        uint8_t* to = next + (output + o) * kWidth;
+        for (int64_t i = 0; i < kWidth; ++i) to[i] = args.table[q[i]];
+      }
+    }
+    if (panel_begin > 0) continue;
+    BlockRanges next_ranges;
+    for (int64_t i = 0; i < kWidth; ++i) {
+      next_ranges.scales[i] = args.table_y.scale;
+      next_ranges.minus_zeros[i] = -args.table_y.zero_point;
+    }
+    std::memcpy(next + RangesAt(w.n), &next_ranges, sizeof(next_ranges));
   }
 }
 

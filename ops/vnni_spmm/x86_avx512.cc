@@ -1,6 +1,7 @@
 // AVX-512 VNNI. Many tokens: a vector holds the same four inputs of 16 tokens, which vpdpbusd multiplies with the four
 // weights of an output, broadcast. Few tokens: a vector holds the 16 weights of four quads.
 #include "vnni_spmm/avx512_tokens.h"
+#include "vnni_spmm/quantized_tokens.h"
 
 namespace ortolan {
 namespace {
@@ -106,18 +107,16 @@ struct PanelSums {
   __m512i of[kPanelOutputs][kVectors];
 };
 
-// Four outputs.
-template <typename Tokens>
-void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, const uint8_t* x,
-              const __m512i* minus_zeros, __m512i (*to)[PanelSums<Tokens>::kVectors]) {
+// Four outputs. begin(o, v): what is added to output o of vector v.
+template <typename Tokens, typename Begin>
+[[gnu::always_inline]] inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
+                                            const Begin& begin,
+                                            __m512i (&total)[kGroupOutputs][PanelSums<Tokens>::kVectors]) {
   constexpr int kVectors = PanelSums<Tokens>::kVectors;
-  __m512i total[kGroupOutputs][kVectors];
 #pragma GCC unroll 4
   for (int o = 0; o < kGroupOutputs; ++o) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      total[o][v] = _mm512_mullo_epi32(minus_zeros[v], _mm512_set1_epi32(sums[o]));
-    }
+    for (int v = 0; v < kVectors; ++v) total[o][v] = begin(o, v);
   }
   const int8_t* values = w.Values(w.starts[group]);
   const int8_t* end = w.Values(w.starts[group + 1]);
@@ -135,11 +134,6 @@ void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, cons
         for (int v = 0; v < kVectors; ++v) total[o][v] = Dot(total[o][v], tokens[v], weights);
       }
     }
-  }
-#pragma GCC unroll 4
-  for (int o = 0; o < kGroupOutputs; ++o) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
   }
 }
 
@@ -171,23 +165,31 @@ inline void StoreFloats(float* to, const float* from, int64_t count) {
   if (j < count) _mm512_mask_storeu_ps(to + j, First16(count - j), _mm512_load_ps(from + j));
 }
 
-// `count` tokens, at most a block: packed by PackBlock.
+// `count` tokens, at most a block, from token `first` of y on.
 template <typename Tokens>
-void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges<Tokens::kWidth>& ranges, int64_t first,
+                   int64_t count, int64_t panel_begin, int64_t panel_end) {
   constexpr int kVectors = PanelSums<Tokens>::kVectors;
   const BlockSparseView& w = args.w;
-  const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
-  const float* x_scales = reinterpret_cast<const float*>(x + (w.k + 127) / 128 * 128 * Tokens::kWidth);
-  const int32_t* minus_zeros = reinterpret_cast<const int32_t*>(x_scales + Tokens::kWidth);
   __m512i zeros[kVectors];
-  for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(minus_zeros, v);
+  for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(ranges.minus_zeros, v);
   PanelSums<Tokens> sums[kPanelsAtOnce];
   for (int64_t panel = panel_begin; panel < panel_end; panel += kPanelsAtOnce) {
     const int64_t panels = panel_end - panel < kPanelsAtOnce ? panel_end - panel : kPanelsAtOnce;
     for (int64_t g = 0; g < panels * kPanelGroups; ++g) {
       const int64_t group = panel * kPanelGroups + g;
       if (group >= w.Groups()) break;  // what the sums hold there is not stored
-      SumGroup<Tokens>(w, group, args.sums + group * kGroupOutputs, x, zeros, sums[0].of + g * kGroupOutputs);
+      const int32_t* of_weights = args.sums + group * kGroupOutputs;
+      __m512i total[kGroupOutputs][kVectors];
+      SumGroup<Tokens>(
+          w, group, x, [&](int o, int v) { return _mm512_mullo_epi32(zeros[v], _mm512_set1_epi32(of_weights[o])); },
+          total);
+      __m512i(*to)[kVectors] = sums[0].of + g * kGroupOutputs;
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroupOutputs; ++o) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
+      }
     }
     const int64_t column = panel * kPanelOutputs;
     for (int v = 0; v < kVectors; ++v) {
@@ -201,7 +203,7 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
 #pragma GCC unroll 16
         for (int lane = 0; lane < 16; ++lane) {
           _mm512_store_ps(y[lane] + p * kPanelOutputs,
-                          scales.ToFloat(of_tokens[lane], x_scales[Tokens::TokenOf(v, lane)]));
+                          scales.ToFloat(of_tokens[lane], ranges.scales[Tokens::TokenOf(v, lane)]));
         }
       }
       const int64_t columns = w.n - column < panels * kPanelOutputs ? w.n - column : panels * kPanelOutputs;
@@ -213,16 +215,118 @@ void MultiplyBlock(const VnniSpmmArgs& args, int64_t first, int64_t count, int64
   }
 }
 
+// A table of 256 bytes, looked up 64 at a time.
+struct ByteTable {
+  __m512i parts[4];
+  explicit ByteTable(const uint8_t* table) {
+    for (int i = 0; i < 4; ++i)
+      parts[i] = table == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(table + 64 * i);
+  }
+  __m512i operator()(__m512i bytes) const {
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes), _mm512_permutex2var_epi8(parts[0], bytes, parts[1]),
+                                  _mm512_permutex2var_epi8(parts[2], bytes, parts[3]));
+  }
+};
+
+// 16 tokens a vector to bytes in their order.
+template <int kVectors>
+__m512i ToBytes(const __m512i (&total)[kVectors], float scale, float bias, __m512i zero_point) {
+  const __m512 scales = _mm512_set1_ps(scale), biases = _mm512_set1_ps(bias);
+  __m512i q[4] = {};
+  // Beyond what an int32 holds, numbers must be cut off before they are converted. (NaN, too, takes this way.)
+  const bool fits = __builtin_fabsf(scale) <= 0.5f && __builtin_fabsf(bias) <= 0x1p29f;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    __m512 number = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total[v]), scales, biases);
+    if (!fits) number = _mm512_min_ps(number, _mm512_set1_ps(kMostBeforeRounding));
+    q[v] = _mm512_cvt_roundps_epi32(number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  const __m512i low = _mm512_adds_epi16(_mm512_packs_epi32(q[0], q[1]), zero_point);
+  const __m512i high = _mm512_adds_epi16(_mm512_packs_epi32(q[2], q[3]), zero_point);
+  // Lane i: 4 tokens each of vectors 0, 1, 2, 3. For blocks of 64 that is their order.
+  const __m512i bytes = _mm512_packus_epi16(low, high);
+  if constexpr (kVectors == 4) return bytes;
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+}
+
+template <int kWidth>
+void StoreTokens(uint8_t* to, __m512i bytes) {
+  if constexpr (kWidth == 64) _mm512_storeu_si512(to, bytes);
+  if constexpr (kWidth == 32) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(bytes));
+  if constexpr (kWidth == 16) _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(bytes));
+}
+
+// A block of tokens to a block of u8 [w.n][Tokens::kWidth].
+template <typename Tokens>
+void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8_t* y, const ByteTable& table,
+                          int64_t panel_begin, int64_t panel_end) {
+  constexpr int kVectors = PanelSums<Tokens>::kVectors;
+  const BlockSparseView& w = args.w;
+  const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.y_zero_point));
+  const float factor = 1.0f / args.y_scale;
+  const float x_factor = args.x_scale * factor;
+  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
+    const int64_t output = group * kGroupOutputs;
+    const int32_t* of_weights = args.sums + output;
+    __m512i total[kGroupOutputs][kVectors];
+    SumGroup<Tokens>(
+        w, group, x, [&](int o, int) { return _mm512_set1_epi32(-args.x_zero_point * of_weights[o]); }, total);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      if (output + o >= w.n) break;
+      const float bias = args.bias == nullptr ? 0.0f : args.bias[output + o] * factor;
+      __m512i bytes = ToBytes(total[o], args.scales[output + o] * x_factor, bias, zero_point);
+      if (args.table != nullptr) bytes = table(bytes);
+      StoreTokens<Tokens::kWidth>(y + (output + o) * Tokens::kWidth, bytes);
+    }
+  }
+}
+
+// A block of tokens to a block of int32 [w.n][Tokens::kWidth].
+template <typename Tokens>
+void MultiplyBlockToSums(const QuantizedSpmmArgs& args, const uint8_t* x, int32_t* y, int64_t panel_begin,
+                         int64_t panel_end) {
+  constexpr int kVectors = PanelSums<Tokens>::kVectors;
+  const BlockSparseView& w = args.w;
+  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
+    const int64_t output = group * kGroupOutputs;
+    const int32_t* of_weights = args.sums + output;
+    __m512i total[kGroupOutputs][kVectors];
+    SumGroup<Tokens>(
+        w, group, x, [&](int o, int) { return _mm512_set1_epi32(-args.x_zero_point * of_weights[o]); }, total);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      if (output + o >= w.n) break;
+      int32_t* to = y + (output + o) * Tokens::kWidth;
+      if constexpr (kVectors == 4) {  // the order of Tokens64: 4 tokens of each vector
+        const __m512i a = _mm512_shuffle_i32x4(total[o][0], total[o][1], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(total[o][0], total[o][1], 0xee);
+        const __m512i c = _mm512_shuffle_i32x4(total[o][2], total[o][3], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(total[o][2], total[o][3], 0xee);
+        _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(to + 16, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(to + 32, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(to + 48, _mm512_shuffle_i32x4(b, d, 0xdd));
+      } else {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(to + 16 * v, total[o][v]);
+      }
+    }
+  }
+}
+
 // Calls body(width, first token, tokens) for blocks of 64 and, for the rest, 32 and 16.
 template <typename Body>
 void ForEachBlock(int64_t m, const Body& body) {
   int64_t first = 0;
   while (first < m) {
     const int64_t left = m - first;
-    if (left > 48) {
+    if (TokenBlockWidth(left) == 64) {
       body(Tokens64{}, first, left < 64 ? left : 64);
       first += 64;
-    } else if (left > 16) {
+    } else if (TokenBlockWidth(left) == 32) {
       body(Tokens32{}, first, left < 32 ? left : 32);
       first += 32;
     } else {
@@ -234,8 +338,10 @@ void ForEachBlock(int64_t m, const Body& body) {
 
 // Up to kTokens rows, packed one after the other. Weights are multiplied where they lie: four quads, 16 weights of four
 // outputs each; their activations are looked up, 64 at a time, in registers of 128 inputs.
-template <int kTokens>
-void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+// store(panel, sums of 16 outputs by token, ranges of the tokens).
+template <int kTokens, typename Store>
+[[gnu::always_inline]] inline void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin,
+                                               int64_t panel_end, const Store& store) {
   const BlockSparseView& w = args.w;
   const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(w.k);
   const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * row_bytes;
@@ -298,8 +404,8 @@ void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, i
       }
       for (int t = 0; t < kTokens; ++t) totals[g][t] = total[t];
     }
-    const PanelScales scales(args, panel);
     const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
+    __m512i sums[kTokens];
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
       // The four lanes of each group's totals are quads, all of the same outputs.
@@ -307,43 +413,168 @@ void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, i
         return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x44), _mm512_shuffle_i32x4(a, b, 0xee));
       };
       const __m512i a = halves(totals[0][t], totals[1][t]), b = halves(totals[2][t], totals[3][t]);
-      const __m512i sums = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+      const __m512i products = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
       const __m512i zero = _mm512_mullo_epi32(_mm512_set1_epi32(ranges[t].zero_point), weight_sums);
-      scales.Store(args.YRow(first + t) + panel * kPanelOutputs, _mm512_sub_epi32(sums, zero), ranges[t].scale);
+      sums[t] = _mm512_sub_epi32(products, zero);
     }
+    store(panel, sums, ranges);
+  }
+}
+
+template <int kTokens>
+void MultiplyFewToFloats(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+  const auto store = [&](int64_t panel, const __m512i(&sums)[kTokens], const TokenRange(&ranges)[kTokens]) {
+    const PanelScales scales(args, panel);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      scales.Store(args.YRow(first + t) + panel * kPanelOutputs, sums[t], ranges[t].scale);
+    }
+  };
+  MultiplyFew<kTokens>(args, first, panel_begin, panel_end, store);
+}
+
+template <int kTokens>
+void MultiplyFewToBytes(const HiddenLayerArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(args.w.n);
+  uint8_t* next = static_cast<uint8_t*>(args.next) + first * row_bytes;
+  const ByteTable table(args.table);
+  const __m512 factor = _mm512_set1_ps(1.0f / args.table_x.scale);
+  const __m512 x_factor = _mm512_mul_ps(_mm512_set1_ps(args.x_range.scale), factor);
+  const __m512i zero_point = _mm512_set1_epi32(args.table_x.zero_point);
+  const __m512i least = _mm512_setzero_si512(), most = _mm512_set1_epi32(255);
+  const auto store = [&](int64_t panel, const __m512i(&sums)[kTokens], const TokenRange(&)[kTokens]) {
+    const int64_t output = panel * kPanelOutputs;
+    const __mmask16 outputs = First16(args.w.n - output);
+    const __m512 scales = _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, args.scales + output), x_factor);
+    const __m512 bias = args.bias == nullptr
+                            ? _mm512_setzero_ps()
+                            : _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, args.bias + output), factor);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      const __m512 number = _mm512_min_ps(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), scales, bias),
+                                          _mm512_set1_ps(kMostBeforeRounding));
+      __m512i q = _mm512_cvt_roundps_epi32(number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      q = _mm512_min_epi32(_mm512_max_epi32(_mm512_add_epi32(q, zero_point), least), most);
+      const __m512i bytes = table(_mm512_castsi128_si512(_mm512_cvtepi32_epi8(q)));
+      _mm_mask_storeu_epi8(next + t * row_bytes + output, outputs, _mm512_castsi512_si128(bytes));
+    }
+  };
+  MultiplyFew<kTokens>(args, first, panel_begin, panel_end, store);
+  if (panel_begin > 0) return;
+  for (int t = 0; t < kTokens; ++t) StoreRowRange(next + t * row_bytes, args.w.n, RangeOfToken(args.table_y));
+}
+
+template <int kTokens>
+struct Tokens {
+  static constexpr int kCount = kTokens;
+};
+
+// Calls body(number of tokens, first token) for four tokens at a time, then for what is left.
+template <typename Body>
+void ForEachFour(int64_t m, const Body& body) {
+  int64_t first = 0;
+  for (; m - first >= 4; first += 4) body(Tokens<4>{}, first);
+  switch (m - first) {
+    case 3:
+      return body(Tokens<3>{}, first);
+    case 2:
+      return body(Tokens<2>{}, first);
+    case 1:
+      return body(Tokens<1>{}, first);
   }
 }
 
 }  // namespace
 
-void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                      void* packed) {
   ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
-    PackBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k,
+    PackBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k, fixed,
                                         static_cast<uint8_t*>(packed) + first * VnniSpmmKernel::PackedRowBytes(k));
   });
 }
 
 void MultiplyBlockSparseAvx512(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
   ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
-    MultiplyBlock<decltype(tokens)>(args, first, count, panel_begin, panel_end);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
+    MultiplyBlock<decltype(tokens)>(args, x, *BlockRanges<decltype(tokens)::kWidth>::Of(x, args.w.k), first, count,
+                                    panel_begin, panel_end);
   });
 }
 
-void PackTokensAvx512FewTokens(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PackRows(x, x_row_bytes, m, k, static_cast<uint8_t*>(packed));
+void MultiplyHiddenAvx512(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  QuantizedSpmmArgs layer;
+  layer.w = args.w;
+  layer.sums = args.sums;
+  layer.scales = args.scales;
+  layer.bias = args.bias;
+  layer.x_scale = args.x_range.scale;
+  layer.x_zero_point = args.x_range.zero_point;
+  layer.y_scale = args.table_x.scale;
+  layer.y_zero_point = args.table_x.zero_point;
+  layer.table = args.table;
+  const ByteTable table(args.table);
+  ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t) {
+    using Tokens = decltype(tokens);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * VnniSpmmKernel::PackedRowBytes(args.w.n);
+    MultiplyBlockToBytes<Tokens>(layer, x, next, table, panel_begin, panel_end);
+    if (panel_begin == 0) StoreBlockRange<Tokens::kWidth>(next, args.w.n, args.table_y);
+  });
+}
+
+void PackTokensAvx512FewTokens(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
+                               void* packed) {
+  PackRows(x, x_row_bytes, m, k, fixed, static_cast<uint8_t*>(packed));
 }
 
 void MultiplyBlockSparseAvx512FewTokens(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
-  int64_t first = 0;
-  for (; args.m - first >= 4; first += 4) MultiplyFew<4>(args, first, panel_begin, panel_end);
-  switch (args.m - first) {
-    case 3:
-      return MultiplyFew<3>(args, first, panel_begin, panel_end);
-    case 2:
-      return MultiplyFew<2>(args, first, panel_begin, panel_end);
-    case 1:
-      return MultiplyFew<1>(args, first, panel_begin, panel_end);
-  }
+  ForEachFour(args.m, [&](auto tokens, int64_t first) {
+    MultiplyFewToFloats<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
+  });
+}
+
+void MultiplyHiddenAvx512FewTokens(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  ForEachFour(args.m, [&](auto tokens, int64_t first) {
+    MultiplyFewToBytes<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
+  });
+}
+
+void QuantizeTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, float factor, int32_t zero_point,
+                          uint8_t* blocks) {
+  TokenRange ranges[kTokenBlock];
+  for (TokenRange& range : ranges) range = {factor, 0.0f, zero_point};
+  ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
+    QuantizeBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k, ranges,
+                                            blocks + first * k);
+  });
+}
+
+void MultiplyQuantizedAvx512(const QuantizedSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+  VnniSpmmArgs floats;
+  floats.w = args.w;
+  floats.sums = args.sums;
+  floats.scales = args.scales;
+  floats.bias = args.bias;
+  floats.y = args.y;
+  floats.y_row_bytes = args.y_row_bytes;
+  const ByteTable table(args.table);
+  ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
+    using Tokens = decltype(tokens);
+    const uint8_t* x = args.x + first * args.w.k;
+    if (args.y_sums != nullptr) {
+      return MultiplyBlockToSums<Tokens>(args, x, args.y_sums + first * args.w.n, panel_begin, panel_end);
+    }
+    if (args.y == nullptr) {
+      return MultiplyBlockToBytes<Tokens>(args, x, args.y_blocks + first * args.w.n, table, panel_begin, panel_end);
+    }
+    BlockRanges<Tokens::kWidth> ranges;
+    for (int i = 0; i < Tokens::kWidth; ++i) {
+      ranges.scales[i] = args.x_scale;
+      ranges.minus_zeros[i] = -args.x_zero_point;
+    }
+    MultiplyBlock<Tokens>(floats, x, ranges, first, count, panel_begin, panel_end);
+  });
 }
 
 }  // namespace ortolan

@@ -212,9 +212,75 @@ def vnni_spmm(
     n: int,
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
+    x_scale: float | None = None,
+    x_zero_point: int = 0,
 ) -> NDArray[np.float32]:
-    """y [m, n] = x [m, k] quantized row by row @ W + bias on one thread, by the named kernel or the best one.
+    """y [m, n] = x [m, k] quantized @ W + bias on one thread, by the named kernel or the best one.
 
+    x is quantized row by row, or with x_scale and x_zero_point.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run or that k is too large
-    for.
+    for, a scale that is not positive and a zero point outside of 0 to 255.
     """
+
+def vnni_spmm_hidden(
+    x: NDArray[Any],
+    x_scale: float,
+    x_zero_point: int,
+    values: NDArray[np.int8],
+    indices: NDArray[np.uint16],
+    starts: NDArray[np.int64],
+    scales: NDArray[np.float32],
+    k: int,
+    n: int,
+    bias: NDArray[Any] | None,
+    table_x_scale: float,
+    table_x_zero_point: int,
+    table_y_scale: float,
+    table_y_zero_point: int,
+    table: NDArray[np.uint8],
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """What a hidden layer passes on (ops/vnni_spmm/vnni_spmm.h), as floats: table_y_scale (q - table_y_zero_point).
+
+    Raises ValueError as vnni_spmm does.
+    """
+
+def vnni_spmm_quantized_kernels() -> list[KernelInfo]:
+    """The rows of the room's table of kernels between quantized layers, best first."""
+
+def quantize_tokens(x: NDArray[Any], scale: float, zero_point: int, kernel: str | None = None) -> NDArray[np.uint8]:
+    """x [m, k] rounded to u8 token blocks (ops/vnni_spmm/quantized_tokens.h), flat.
+
+    Raises ValueError for a scale that is not positive, a zero point outside of 0 to 255 and unknown kernels.
+    """
+
+class QuantizedSpmm:
+    """Token blocks of m tokens @ W + bias on one thread, by the named kernel or the best one.
+
+    Gives float32 [m, n]; with y_scale u8 token blocks, looked up in table [256] if there is one; with sums_only int32
+    token blocks of the sums. Raises ValueError for malformed tensors, wrong sizes and unknown kernels.
+    """
+
+    def __init__(
+        self,
+        m: int,
+        x_scale: float,
+        x_zero_point: int,
+        values: NDArray[np.int8],
+        indices: NDArray[np.uint16],
+        starts: NDArray[np.int64],
+        scales: NDArray[np.float32],
+        k: int,
+        n: int,
+        bias: NDArray[Any] | None = None,
+        y_scale: float | None = None,
+        y_zero_point: int = 0,
+        table: NDArray[np.uint8] | None = None,
+        sums_only: bool = False,
+        kernel: str | None = None,
+    ) -> None: ...
+    def new_output(self) -> NDArray[Any]:
+        """Memory for y; token blocks are filled with zeros."""
+
+    def run(self, x: NDArray[np.uint8], y: NDArray[Any], times: int = 1) -> None:
+        """The product of x into y, so many times: what a benchmark measures."""

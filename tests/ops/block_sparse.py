@@ -79,6 +79,81 @@ class BlockSparseLayer:
         assert np.all(np.abs(y[rows] - ideal) <= steps[rows])
 
 
+@dataclass(frozen=True)
+class Range:
+    """The number q, 0 to 255, stands for scale (q - zero_point)."""
+
+    scale: float
+    zero_point: int
+
+    @property
+    def scale64(self) -> float:
+        """As the kernels see it."""
+        return float(np.float32(self.scale))
+
+    def quantize(self, x: np.ndarray) -> np.ndarray:
+        """u8 of finite x."""
+        steps = np.clip(x * (np.float32(1) / np.float32(self.scale)), -1024, 1024)
+        return np.clip(np.rint(steps) + self.zero_point, 0, 255).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class HiddenLayer:
+    """A layer whose output is rounded to the range table_x and looked up in a table of numbers of the range table_y."""
+
+    layer: BlockSparseLayer
+    bias: np.ndarray | None
+    x: Range
+    table_x: Range
+    table_y: Range
+    table: np.ndarray
+
+    @classmethod
+    def random(cls, rng: np.random.Generator, k: int, n: int, sparsity: float) -> HiddenLayer:
+        layer = BlockSparseLayer.random(rng, k, n, sparsity)
+        x, table_y = (Range(float(rng.random() / 50 + 0.01), int(rng.integers(100, 150))) for _ in range(2))
+        # Some sums are cut off.
+        table_x = Range(float(np.sqrt(k) * 0.5 + 0.1), int(rng.integers(100, 150)))
+        table = rng.integers(0, 256, 256, dtype=np.uint8)
+        return cls(layer, rng.standard_normal(n, dtype=np.float32), x, table_x, table_y, table)
+
+    def numbers(self, x: np.ndarray, *, float_sums: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The lowest and the highest numbers that the table may be given: near ties they differ.
+
+        float_sums: the sums are float32 ones in any order.
+        """
+        q = self.x.quantize(x).astype(np.int64) - self.x.zero_point
+        product = q @ self.layer.q.astype(np.int64) * self.x.scale64 * self.layer.scales
+        bias = np.zeros(len(self.layer.scales)) if self.bias is None else self.bias.astype(np.float64)
+        steps = (product + bias) / self.table_x.scale64
+        magnitude, count = np.abs(product), 8
+        if float_sums:
+            weights = np.abs(self.layer.q.astype(np.int64))
+            magnitude, count = np.abs(q) @ weights * self.x.scale64 * np.abs(self.layer.scales), len(weights) + 8
+        slack = count * U * (magnitude + np.abs(bias)) / self.table_x.scale64
+        zero_point = self.table_x.zero_point
+        low, high = (np.clip(np.rint(steps + sign * slack) + zero_point, 0, 255).astype(int) for sign in (-1, 1))
+        return low, high
+
+    def run(self, x: np.ndarray, kernel: str | None = None) -> np.ndarray:
+        """What the kernel passes on, as float32."""
+        return _native.vnni_spmm_hidden(
+            x,
+            self.x.scale,
+            self.x.zero_point,
+            *_native.pack_block_sparse(self.layer.q),
+            self.layer.scales,
+            *self.layer.q.shape,
+            self.bias,
+            self.table_x.scale,
+            self.table_x.zero_point,
+            self.table_y.scale,
+            self.table_y.zero_point,
+            self.table,
+            kernel,
+        )
+
+
 def runnable_kernels() -> list[str]:
     """Names of the table's rows that this CPU can run."""
     return list(dict.fromkeys(row["name"] for row in _native.vnni_spmm_kernels() if row["runs_here"]))

@@ -23,7 +23,14 @@ from .test_sparse_amx_matmul_op_kinds import GROUPS, apply, attributes, packed, 
 
 KINDS = ["bf16", *GROUPS]
 TYPES = [TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT8, TensorProto.INT64, TensorProto.BFLOAT16]
-ITEM_BYTES = {TensorProto.FLOAT: 4, TensorProto.UINT8: 1, TensorProto.INT8: 1, TensorProto.INT64: 8, 16: 2}
+ITEM_BYTES = {
+    TensorProto.FLOAT: 4,
+    TensorProto.UINT8: 1,
+    TensorProto.INT8: 1,
+    TensorProto.INT64: 8,
+    TensorProto.BFLOAT16: 2,
+    TensorProto.UINT16: 2,
+}
 
 
 def valid_model(rng: np.random.Generator, kind: str, dense: bool) -> onnx.ModelProto:

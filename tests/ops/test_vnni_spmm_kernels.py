@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ortolan import _native
 
 from .block_sparse import BlockSparseLayer, runnable_kernels
+from .single_node import at_odd_address
 
 KERNELS = runnable_kernels()
 
@@ -107,6 +108,20 @@ def test_groups_without_a_block(kernel: str) -> None:
     for m in (1, 4, 9, 64):
         x = np.random.default_rng(m).standard_normal((m, 50), dtype=np.float32)
         layer.check(layer.multiply(x, kernel=kernel), x)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_weights_at_any_address(kernel: str) -> None:
+    """A file may put them anywhere, and nothing behind them may be read."""
+    rng = np.random.default_rng(7)
+    layer = BlockSparseLayer.random(rng, 80, 22, 0.5)
+    values, indices, starts = _native.pack_block_sparse(layer.q)
+    for m in (1, 4, 16, 32, 64):
+        x = rng.standard_normal((m, 80), dtype=np.float32)
+        y = _native.vnni_spmm(
+            x, at_odd_address(values), at_odd_address(indices), starts, layer.scales, 80, 22, kernel=kernel
+        )
+        layer.check(y, x)
 
 
 def test_no_rows() -> None:
