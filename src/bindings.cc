@@ -291,7 +291,6 @@ Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>
   return SparseInt8MatMul(args, x, scales, bias, kernel);
 }
 
-// y and residual may have gaps between their rows: the kernel sees the row strides of both.
 // Checks that another operand of the epilogue is [m, n] with rows of contiguous floats, as the kernels read them.
 void CheckEpilogueOperand(const StridedArray<float>& operand, const char* name, const EpilogueArgs& args) {
   constexpr int64_t kFloatBytes = sizeof(float);
@@ -304,6 +303,7 @@ void CheckEpilogueOperand(const StridedArray<float>& operand, const char* name, 
   }
 }
 
+// y and residual may have gaps between their rows: the kernel sees the row strides of both.
 StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
                              const std::optional<StridedArray<float>>& residual,
                              const std::optional<Array<float>>& factor, const std::optional<std::string>& kernel_name) {
@@ -336,6 +336,7 @@ StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
   std::vector<float> x;
   if (factor) {
     CheckEpilogueOperand(*factor, "factor", args);
+    x.reserve(static_cast<size_t>(y.size()));
     for (int64_t i = 0; i < args.m; ++i) {
       for (int64_t j = 0; j < args.n; ++j) x.push_back(y.at(i, j));
     }
