@@ -61,8 +61,8 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     plans = _plans(options)
     result = BenchResult(
         notes=[STREAM_NOTE, "Weights, group sizes and zero points are the same as MatMulNBits'."],
-        summary_title="Times faster than MatMulNBits of accuracy_level 4, geometric means of layers; "
-        "last: than other peers",
+        summary_title="Times faster than MatMulNBits of accuracy_level 4 (of level 0, fp32, a read of the weights: "
+        "last columns), geometric means of layers",
     )
     measure(OP, plans, options, result, progress, ROUNDS)
     others = {"level_0": f"{_PEER}0", "fp32": "ort_matmul_fp32", "stream": "stream_read"}

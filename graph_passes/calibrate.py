@@ -189,15 +189,22 @@ class InputRecorder:
         return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
 
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """X^T X, float32 [k, k], over all inputs X of each value, and how many those are. Keeps no inputs."""
+        """X^T X over all inputs X of each value, and how many those are. Keeps no inputs.
+
+        float32 [2, k, k]: every other one of the feeds, and the rest; of a single one, its first half and its second.
+        """
         sums: dict[str, np.ndarray] = {}
         counts: dict[str, int] = {}
+        taken: dict[str, int] = {}
 
         def add(name: str, inputs: np.ndarray) -> None:
-            for start in range(0, len(inputs), _HESSIAN_ROWS):
-                part = inputs[start : start + _HESSIAN_ROWS].astype(np.float32, copy=False)
-                product = part.T @ part
-                sums[name] = np.add(sums[name], product, out=sums[name]) if name in sums else product
+            total = sums.setdefault(name, np.zeros((2, inputs.shape[1], inputs.shape[1]), np.float32))
+            for part in np.array_split(inputs, 2 if len(self._feeds) == 1 else 1):
+                half = total[taken.get(name, 0) % 2]
+                for start in range(0, len(part), _HESSIAN_ROWS):
+                    rows = part[start : start + _HESSIAN_ROWS].astype(np.float32, copy=False)
+                    half += rows.T @ rows
+                taken[name] = taken.get(name, 0) + 1
             counts[name] = counts.get(name, 0) + len(inputs)
 
         self.record(names, add, on_run)

@@ -171,7 +171,7 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
     """All matrix products of the model in graph order, those in subgraphs (If, Loop, Scan) included."""
     found: list[Linear | NotLinear] = []
     for node in model.graph.all_nodes():
-        if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm"):
+        if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm") and len(node.inputs) > 1:
             found.append(_match(node))
         elif is_matmul_nbits(node):
             found.append(_match_nbits(node))

@@ -64,13 +64,13 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
         raise ModelError(f"model is a {type(source).__name__}, expected a path or an onnx.ModelProto") from None
     folder = path if path.is_dir() else None
     if folder is not None:
-        path = _model_in(folder)
+        path = model_in(folder)
     file = ModelFile(_to_ir(_read_proto(path), str(path)), path, None, folder=folder)
     _find_external_data(file, path)
     return file
 
 
-def _model_in(folder: Path) -> Path:
+def model_in(folder: Path) -> Path:
     """The folder's only ONNX file, or model.onnx."""
     try:
         files = sorted(file for file in folder.iterdir() if file.suffix == MODEL_SUFFIX and file.is_file())

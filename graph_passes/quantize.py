@@ -41,14 +41,13 @@ from .pipeline import PassContext, RecipePass, layer_key
 from .quantized_weight import MAX_INPUTS as MAX_INPUTS
 from .quantized_weight import QuantizedWeight as QuantizedWeight
 from .quantized_weight import dequantized_tensor as dequantized_tensor
-from .quantizers.gptq import gptq
+from .quantizers.gptq import choose_damping, gptq
 from .quantizers.grid import Quantization as Quantization
 from .quantizers.grid import Rounded, round_to_nearest
 from .quantizers.hqq import half_quadratic
 from .weights import WeightGroup, group_layers
 
 _GROUP_SIZES = (32, 64, 128)
-_DAMPING = 0.01
 _HESSIAN_BYTES = 512 * 1024**2  # of Hessians that are gathered at once
 
 
@@ -61,9 +60,11 @@ class QuantizeOptions(PassOptions):
     # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
     # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
-    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: 0.01.
+    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
+    # fitted to half of the feeds do on the other half.
     damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
-    act_order: bool = field(default=False, metadata=takes("bool"))  # gptq: inputs with the most energy first
+    # gptq: whether the order in which inputs are rounded is chosen, or is that in which they stand. None: chosen.
+    act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -80,7 +81,7 @@ class QuantizeOptions(PassOptions):
         if self.method == "hqq" and self.symmetric:
             raise RecipeError("symmetric is true, expected false with method = 'hqq', which searches zero points")
         for name in ("damping", "act_order"):
-            if self.method != "gptq" and getattr(self, name):
+            if self.method != "gptq" and getattr(self, name) is not None:
                 raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
 
     @property
@@ -149,12 +150,12 @@ class QuantizePass(RecipePass):
         context, options, chosen = self.context, self.options, self.options.quantization
         if options.method == "awq":
             self._scale(model, groups)
-        for number, (group, hessian) in enumerate(self._with_hessians(model, groups)):
+        for number, (group, halves) in enumerate(self._with_hessians(model, groups)):
             context.progress("quantize", number, len(groups))
             matrix = group.linears[0].matrix()
             _check_finite(matrix, group)
-            if hessian is not None:
-                rounded = self._gptq(matrix, hessian, group)
+            if halves is not None:
+                rounded = self._gptq(matrix, halves, group)
             elif options.method == "hqq":
                 rounded = half_quadratic(matrix, chosen)
             else:
@@ -177,7 +178,7 @@ class QuantizePass(RecipePass):
     def _with_hessians(
         self, model: ir.Model, groups: Sequence[WeightGroup]
     ) -> Iterator[tuple[WeightGroup, np.ndarray | None]]:
-        """The groups in order, for gptq each with X^T X, float32 [k, k], over the inputs X of its layers."""
+        """The groups in order, for gptq each with X^T X over both halves of its layers' inputs, float32 [2, k, k]."""
         if self.options.method != "gptq":
             yield from ((group, None) for group in groups)
             return
@@ -234,16 +235,17 @@ class QuantizePass(RecipePass):
             for file in (path, data_path(path)):
                 file.unlink(missing_ok=True)
 
-    def _gptq(self, matrix: np.ndarray, hessian: np.ndarray, group: WeightGroup) -> Rounded:
+    def _gptq(self, matrix: np.ndarray, halves: np.ndarray, group: WeightGroup) -> Rounded:
         options, name = self.options, group.linears[0].name
+        hessian = halves.sum(axis=0)
         if not np.isfinite(hessian.diagonal()).all():
             raise CalibrationError(
                 f"the inputs of layer {name!r} hold NaN, infinity or numbers whose squares overflow, on the "
                 "calibration feeds; give other feeds, or exclude this layer"
             )
-        damping = _DAMPING if options.damping is None else options.damping
+        damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
         try:
-            return gptq(matrix, hessian, options.quantization, damping, options.act_order)
+            return gptq(matrix, hessian, options.quantization, damping, options.act_order is not False)
         except np.linalg.LinAlgError:
             raise CalibrationError(
                 f"X^T X of the inputs of layer {name!r} has no Cholesky factor with damping {damping:g}; raise "
@@ -307,13 +309,13 @@ def _batches(groups: Sequence[WeightGroup]) -> Iterator[list[WeightGroup]]:
     for group in groups:
         k = group.linears[0].k
         more = {linear.x.name or "" for linear in group.linears} - names
-        if batch and size + 4 * k * k * len(more) > _HESSIAN_BYTES:
+        if batch and size + 8 * k * k * len(more) > _HESSIAN_BYTES:
             yield batch
             batch, names, size = [], set(), 0
             more = {linear.x.name or "" for linear in group.linears}
         batch.append(group)
         names |= more
-        size += 4 * k * k * len(more)
+        size += 8 * k * k * len(more)
     yield batch
 
 

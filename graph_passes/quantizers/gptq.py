@@ -3,17 +3,30 @@
 Frantar, Ashkboos, Hoefler, Alistarh: GPTQ (ICLR 2023, arXiv:2210.17323), algorithm 1. It minimizes ||XW - XV||^2 over V
 on the grid, for inputs X [rows, k], greedily in a fixed order of inputs, by the inverse of the Hessian:
 
-    H = X^T X + damping mean(diag(X^T X)) I,        H^-1 = U^T U with U upper triangular
+    H = X^T X / mean(diag(X^T X)) + damping I,        H^-1 = U^T U with U upper triangular
     for i in order:    v_i = round(w_i),    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
 
 (A factor of H cancels, so the paper's 2 X X^T is X^T X here.) Row i of U holds what input i tells those behind it: by
 the lower factor, or with i and j swapped, the error spreads to where it cannot be made up for. Blocks of 128 inputs
-update the rest of W at once ("lazy batch-updates", section 3.3).
+update the rest of W at once ("lazy batch-updates", section 3.3). Three things are chosen with more care than there:
 
-Grids. Without act_order, that of a group is fitted when its first input is reached, to the weights as they are updated
-by then, and kept. With act_order, inputs go by falling H_ii, so a group's weights are not updated together: all grids
-are fitted to W beforehand, and still belong to runs of neighbouring inputs (no g_idx is stored). So are those of
-whole columns.
+Order. hessian.py, choose_order; without act_order, inputs go as they stand.
+
+Grids. All are fitted to W beforehand, so that they may belong to runs of neighbouring inputs in any order (no g_idx is
+stored). ||XW - XV||^2 comes to the sum of (w_i - v_i)^2 / U_ii^2 over the updated w, so 1 / U_ii^2 is the importance of
+input i by which grids are fitted.
+
+Refinement. The greedy choice looks ahead but not back. So afterwards, a few times over: the scale of each group becomes
+the best one for its q (least squares under H), and each weight is rounded anew, with all others as they are by then
+(coordinate descent, as in QuantEase: Behdin et al., arXiv:2309.01885). Each step lowers ||XW - XV||^2, or changes
+nothing.
+
+On the layers of stories15m and all-MiniLM-L6-v2 (groups of 128, zero points, inputs not calibrated on) ||XW - XV||^2
+is, in shares of round-to-nearest's, with
+                                                                                     stories15m     all-MiniLM-L6-v2
+    act-order, grids by smallest and largest weight (GPTQ as it is usually run)         0.52              0.32
+    this order and these grids                                                          0.48              0.29
+    and refined                                                                         0.45              0.28
 
 Weights that are zero stay zero; what the updates would have made of them counts as rounding error and is passed on, as
 in SparseGPT (Frantar, Alistarh, ICML 2023, section 3.3), so that pruned layers keep their pattern. The error of pruning
@@ -24,55 +37,139 @@ from __future__ import annotations
 
 import numpy as np
 
-from .grid import Grid, Quantization, Rounded, fit_grid
+from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, best_grid, bf16, dequantize
+from .hessian import choose_order, damped, inverse_factor
 
-_BLOCK = 128  # a multiple of every group size
+_BLOCK = 128  # inputs; a multiple of every group size
+_COLUMNS = 1024  # that are rounded together: what is at work stays in the cache
+_SWEEPS = 4
+_DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
+_SAMPLED_COLUMNS = 64
 
 
 def gptq(
-    matrix: np.ndarray, hessian: np.ndarray, quantization: Quantization, damping: float = 0.01, act_order: bool = False
+    matrix: np.ndarray, hessian: np.ndarray, quantization: Quantization, damping: float = 0.03, act_order: bool = True
 ) -> Rounded:
     """W, float32 [k, n], finite, for inputs with hessian = X^T X, float [k, k], finite.
 
-    Works on a copy of W, and on float64 copies of the Hessian. Raises numpy.linalg.LinAlgError if the damped Hessian is
-    not positive definite.
+    Works on copies of W, and on float64 copies of the Hessian. Raises numpy.linalg.LinAlgError if the damped Hessian
+    is not positive definite.
     """
+    return _gptq(matrix, damped(hessian, damping), quantization, act_order, _SWEEPS)
+
+
+def choose_damping(matrix: np.ndarray, halves: np.ndarray, quantization: Quantization) -> float:
+    """The damping with which weights fitted to half of the inputs do best on the other half.
+
+    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried on some columns.
+
+    halves: X^T X of each half, float [2, k, k].
+    """
+    sample = np.ascontiguousarray(matrix[:, :: -(-matrix.shape[1] // _SAMPLED_COLUMNS)])
+    best, least = _DAMPINGS[0], np.inf
+    for damping in _DAMPINGS:
+        error = 0.0
+        for fitted, other in (halves, halves[::-1]):
+            rounded = _gptq(sample, damped(fitted, damping), quantization, act_order=False, sweeps=0)
+            difference = sample - dequantize(rounded, quantization.group_size)
+            error += float(np.vdot(difference, other @ difference))
+        if not error < least:
+            break
+        best, least = damping, error
+    return best
+
+
+def _gptq(matrix: np.ndarray, hessian: np.ndarray, quantization: Quantization, act_order: bool, sweeps: int) -> Rounded:
+    """For a damped Hessian."""
     k, n = matrix.shape
     rows = quantization.rows(k)
     result = Rounded.empty(k, n, quantization)
-    order = np.argsort(-hessian.diagonal(), kind="stable") if act_order else np.arange(k)
+    order = choose_order(hessian) if act_order else np.arange(k)
+    factor = inverse_factor(hessian[np.ix_(order, order)] if act_order else hessian)
+    importance = np.empty(k, np.float32)
+    importance[order] = factor.diagonal() ** -2.0
+    precise = hessian.astype(np.float32) if sweeps else None
+    for first in range(0, n, _COLUMNS):
+        columns = slice(first, first + _COLUMNS)
+        part = matrix[:, columns]
+        grids = [
+            best_grid(part[start : start + rows], importance[start : start + rows], quantization)
+            for start in range(0, k, rows)
+        ]
+        q = _round(part, grids, rows, order, factor)
+        if precise is not None:
+            _refine(part, q, grids, quantization, precise, sweeps)
+        result.q[:, columns] = q
+        for group, grid in enumerate(grids):
+            grid.store(result, group, columns)
+    return result
+
+
+def _round(matrix: np.ndarray, grids: list[Grid], rows: int, order: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """q, as float32 [k, n], by the algorithm at the top of this file. order, factor: of the inputs in that order."""
+    k, n = matrix.shape
+    q = np.empty((k, n), np.float32)
     weights = matrix[order]
     kept = weights != 0
-    factor = inverse_factor(hessian[np.ix_(order, order)] if act_order else hessian, damping)
-    grids: list[Grid] = []
-    if act_order or quantization.group_size is None:
-        grids = [fit_grid(matrix[start : start + rows], quantization) for start in range(0, k, rows)]
     for start in range(0, k, _BLOCK):
         stop = min(start + _BLOCK, k)
         errors = np.empty((stop - start, n), np.float32)
         for i in range(start, stop):
-            group = int(order[i]) // rows
-            if group == len(grids):
-                grids.append(fit_grid(weights[i : i + rows] * kept[i : i + rows], quantization))
-            grid = grids[group]
-            q = grid.round(weights[i] * kept[i])
-            result.q[order[i]] = q
-            error = np.divide(weights[i] - grid.weights(q), factor[i, i], out=errors[i - start])
+            grid = grids[order[i] // rows]
+            rounded = grid.round(weights[i] * kept[i])
+            q[order[i]] = rounded
+            error = np.divide(weights[i] - grid.weights(rounded), factor[i, i], out=errors[i - start])
             weights[i + 1 : stop] -= np.outer(factor[i, i + 1 : stop], error)
         weights[stop:] -= factor[start:stop, stop:].T @ errors
-    for group, grid in enumerate(grids):
-        grid.store(result, group)
-    return result
+    return q
 
 
-def inverse_factor(hessian: np.ndarray, damping: float) -> np.ndarray:
-    """U, float32 [k, k] upper triangular, with U^T U = c (H + damping mean(diag H) I)^-1 for some number c > 0."""
-    scaled = hessian.astype(np.float64)
-    mean = scaled.diagonal().mean()
-    if mean == 0:  # no input was ever seen
-        return np.eye(len(scaled), dtype=np.float32)
-    scaled /= mean
-    scaled[np.diag_indices_from(scaled)] += damping
-    # H = R R^T with R upper triangular, by a Cholesky factor from the other end; U = R^-1, without inverting H itself.
-    upper = np.linalg.cholesky(scaled[::-1, ::-1])[::-1, ::-1]
-    return np.linalg.inv(upper).astype(np.float32)
+def _refine(
+    matrix: np.ndarray,
+    q: np.ndarray,
+    grids: list[Grid],
+    quantization: Quantization,
+    hessian: np.ndarray,
+    sweeps: int,
+) -> None:
+    """Makes q, float32 [k, n], and the scales of the grids better in place. hessian: damped, float32."""
+    k = len(q)
+    rows = quantization.rows(k)
+    kept = matrix != 0
+    values = np.concatenate([grid.weights(q[g * rows : (g + 1) * rows]) for g, grid in enumerate(grids)])
+    slope = hessian @ (matrix - values)  # H (W - V): where it is positive, a larger v is better
+    for _ in range(sweeps):
+        for start in range(0, k, _BLOCK):
+            stop = min(start + _BLOCK, k)
+            block = hessian[start:stop, start:stop]
+            before = values[start:stop].copy()
+            near = slope[start:stop].copy()  # is kept up to date inside of the block
+            for i in range(start, stop):
+                group, first = divmod(i, rows)
+                if first == 0 and quantization.group_size is not None:
+                    part = slice(i, min(i + rows, k))
+                    within = slice(i - start, part.stop - start)
+                    grid = _refit(grids[group], q[part], near[within], block[within, within])
+                    step = grid.weights(q[part]) - values[part]
+                    near -= block[:, within] @ step
+                    values[part] += step
+                    grids[group] = grid
+                grid = grids[group]
+                best = values[i] + near[i - start] / block[i - start, i - start]
+                q[i] = grid.round(best * kept[i])
+                step = grid.weights(q[i]) - values[i]
+                if step.any():
+                    near -= np.outer(block[:, i - start], step)
+                    values[i] += step
+            slope -= hessian[:, start:stop] @ (values[start:stop] - before)
+
+
+def _refit(grid: Grid, q: np.ndarray, slope: np.ndarray, hessian: np.ndarray) -> Grid:
+    """The grid with the scale that is best for the q, [rows, n], of a group, all other groups as they are."""
+    steps = q if grid.zero is None else q - grid.zero
+    curvature = (steps * (hessian @ steps)).sum(axis=0)
+    wanted = grid.scale + (steps * slope).sum(axis=0) / np.where(curvature > 0, curvature, 1)
+    scale = bf16(wanted)
+    # The error is a parabola over the scale: of two scales the one nearer to its bottom is better.
+    better = (curvature > 0) & (scale >= SMALLEST_SCALE) & (np.abs(scale - wanted) < np.abs(grid.scale - wanted))
+    return Grid(grid.bits, np.where(better, scale, grid.scale), grid.zero)

@@ -33,6 +33,8 @@ import numpy as np
 SMALLEST_SCALE = np.float32(2.0**-126)
 LEVELS = 15  # the largest q of an asymmetric weight
 _CHUNK = 1 << 22  # weights that are rounded at once
+_SHARES = tuple(1 - 0.04 * step for step in range(11))
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,10 @@ class Grid:
         result: np.ndarray = self.scale * (q if self.zero is None else q - self.zero)
         return result
 
-    def store(self, into: Rounded, group: int) -> None:
-        into.scales[group] = self.scale
+    def store(self, into: Rounded, group: int, columns: slice = _ALL) -> None:
+        into.scales[group, columns] = self.scale
         if into.zero_points is not None:
-            into.zero_points[group] = self.zero
+            into.zero_points[group, columns] = self.zero
 
 
 def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
@@ -111,6 +113,26 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     scale = np.where(high > low, scale, 0)
     zero = np.clip(np.rint(-low / np.where(scale > 0, scale, 1)), 0, LEVELS)
     return Grid(quantization.bits, scale, zero)
+
+
+def best_grid(part: np.ndarray, importance: np.ndarray, quantization: Quantization) -> Grid:
+    """The grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2, of several.
+
+    They are those for all of the range of W and for shares of it: beyond, weights are clipped, but the steps are finer.
+    importance: float32 [rows], 0 or more.
+    """
+    best = fit_grid(part, quantization)
+    unit = np.where(best.scale > 0, best.scale, 1)  # of errors, so that no square overflows
+    least = np.full(part.shape[1], np.inf, np.float32)
+    for share in _SHARES:
+        grid = fit_grid(part * np.float32(share), quantization)
+        error = (part - grid.weights(grid.round(part))) / unit
+        loss = importance @ (error * error)
+        better = loss < least
+        least = np.where(better, loss, least)
+        zero = None if grid.zero is None or best.zero is None else np.where(better, grid.zero, best.zero)
+        best = Grid(grid.bits, np.where(better, grid.scale, best.scale), zero)
+    return best
 
 
 def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:

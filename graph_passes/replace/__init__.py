@@ -78,6 +78,7 @@ class ReplacePass(RecipePass):
         self._runs = not self.context.dry_run
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
         self._gated: dict[Linear, Linear] = {}  # both ways
+        self._gates: set[Linear] = set()
         context = self.context
         linears = context.survey(model)
         if self.options.fuse:
@@ -131,7 +132,7 @@ class ReplacePass(RecipePass):
         if weight is None:
             return
         other = self._gated.get(linear)
-        if other is not None:
+        if other is not None and not self.context.layer(other).new_op:
             other_weight = self._accepted(other)
             if other_weight is not None and can_join(self._quantization(linear), self._quantization(other)):
                 gate, up = (linear, other) if linear in self._gates else (other, linear)
@@ -178,6 +179,7 @@ class ReplacePass(RecipePass):
         """Puts the operator in the place of a layer, or of gate and up."""
         context, gate = self.context, linears[0]
         epilogue = self._epilogue(*linears)
+        assert len(linears) == 1 or epilogue.factor is not None
         for linear in linears:
             layer = context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"

@@ -221,24 +221,6 @@ struct Avx2Int8Simd {
     for (const uint32_t lane : lanes) result = lane > result ? lane : result;
     return result;
   }
-  static void Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least) {
-    // As signed numbers, positive floats are in order above all negative ones; as unsigned ones it is the other way.
-    constexpr uint32_t kSignBit = 0x80000000u;
-    __m256i largest = _mm256_setzero_si256();
-    __m256i smallest = _mm256_set1_epi32(static_cast<int>(kSignBit));
-    for (int64_t l = 0; l < k; l += 8) {
-      const __m256i bits = _mm256_castps_si256(_mm256_maskload_ps(x + l, Avx2FloatSums::FirstLanes(k - l)));
-      largest = _mm256_max_epi32(largest, bits);
-      smallest = _mm256_max_epu32(smallest, bits);
-    }
-    alignas(32) uint32_t lanes[2][8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes[0]), largest);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes[1]), smallest);
-    most = 0;  // no lane has a sign
-    minus_least = 0;
-    for (const uint32_t lane : lanes[0]) most = lane > most ? lane : most;
-    for (const uint32_t lane : lanes[1]) minus_least = (lane ^ kSignBit) > minus_least ? lane ^ kSignBit : minus_least;
-  }
   static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
     __m256i rounded[4];
     for (int i = 0; i < 4; ++i) {

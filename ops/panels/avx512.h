@@ -56,8 +56,6 @@ inline __mmask16 FirstLanes(int64_t count) {
   return count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
-inline constexpr uint32_t kSignBit = 0x80000000u;
-
 // The bits of the largest |x|, as unsigned numbers: NaN > Inf > finite.
 inline uint32_t Avx512MaxAbsBits(const float* x, int64_t k) {
   __m512i largest = _mm512_setzero_si512();
@@ -66,21 +64,6 @@ inline uint32_t Avx512MaxAbsBits(const float* x, int64_t k) {
     largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
   }
   return _mm512_reduce_max_epu32(largest);
-}
-
-// Their largest number and minus their smallest, as bits; see panel_loop_int8.h.
-inline void Avx512Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least) {
-  // As signed numbers, positive floats are in order above all negative ones; as unsigned ones it is the other way
-  // round.
-  __m512i largest = _mm512_setzero_si512();
-  __m512i smallest = _mm512_set1_epi32(static_cast<int>(kSignBit));
-  for (int64_t l = 0; l < k; l += 16) {
-    const __m512i bits = _mm512_maskz_loadu_epi32(FirstLanes(k - l), x + l);
-    largest = _mm512_max_epi32(largest, bits);
-    smallest = _mm512_max_epu32(smallest, bits);
-  }
-  most = static_cast<uint32_t>(_mm512_reduce_max_epi32(largest));
-  minus_least = _mm512_reduce_max_epu32(smallest) ^ kSignBit;
 }
 
 // 32 activations, of which `left` or more are x's, times the factor, as int8; the others are zero. Returns their sum.

@@ -87,9 +87,6 @@ struct Avx512Int8Simd {
   static __m512 LoadColumns(const float* from, int columns) { return Avx512FloatSums::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, __m512 sums) { Avx512FloatSums::StoreColumns(to, columns, sums); }
 
-  static void Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least) {
-    Avx512Extremes(x, k, most, minus_least);
-  }
   static uint32_t MaxAbsBits(const float* x, int64_t k) { return Avx512MaxAbsBits(x, k); }
   static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
     return Avx512Quantize32(x, left, factor, q);

@@ -29,8 +29,6 @@
 //     Sums MultiplyAddWords(Sums, Sums words, int32_t)     plus the low half of each word times the number, an int16
 //     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
 //     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
-//     void Extremes(const float* x, int64_t k, uint32_t& most, uint32_t& minus_least)
-//         max(0, x) and max(0, -x) over all x, as bits likewise
 //     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, 0 behind `left`; their sum
 #pragma once
 

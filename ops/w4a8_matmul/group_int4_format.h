@@ -24,24 +24,6 @@ struct GroupNumbers {
   const int32_t* minus_sums;
 };
 
-// p and n of w4a8_matmul.h as bits.
-inline RowScale ScaleOfGroup(uint32_t p_bits, uint32_t n_bits) {
-  constexpr uint32_t kInfinity = 0x7f800000u;
-  if (p_bits >= kInfinity || n_bits >= kInfinity) return {0.0f, __builtin_nanf("")};
-  const bool positive = p_bits >= n_bits;
-  float a;
-  float b;
-  std::memcpy(&a, positive ? &p_bits : &n_bits, sizeof(a));
-  std::memcpy(&b, positive ? &n_bits : &p_bits, sizeof(b));
-  if (a < 0x1p-100f) a = 0x1p-100f;
-  const float factor_a = kMostNegative / a;
-  const float factor_b = kMostPositive / b;
-  const float scale_a = a / kMostNegative;
-  const float scale_b = b / kMostPositive;
-  const float sign = positive ? -1.0f : 1.0f;
-  return {sign * (factor_a < factor_b ? factor_a : factor_b), sign * (scale_a > scale_b ? scale_a : scale_b)};
-}
-
 // Blocks of Simd::kRowBlock rows (the last one may have fewer), in a block of r rows
 //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
 //     GroupNumbers
@@ -56,10 +38,7 @@ void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int6
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t begin = g * group;
       const int64_t length = k - begin < group ? k - begin : group;
-      uint32_t most;
-      uint32_t minus_least;
-      Simd::Extremes(row + begin, length, most, minus_least);
-      const RowScale scale = ScaleOfGroup(most, minus_least);
+      const RowScale scale = ScaleOfRow(Simd::MaxAbsBits(row + begin, length));
       // The last group ends with the padding.
       const int64_t end = g + 1 == groups ? padded_k : begin + group;
       const int32_t sum = QuantizeInputs<Simd>(row, k, begin, end, scale.factor, block, rows, i);

@@ -43,26 +43,20 @@ void PackW4A8Scalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, i
     std::fill(out, out + padded_k, uint8_t{0});
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t end = std::min(k, (g + 1) * group);
-      float most = 0.0f;
-      float minus_least = 0.0f;
+      float largest = 0x1p-100f;
       bool finite = true;
       for (int64_t l = g * group; l < end; ++l) {
         finite = finite && std::isfinite(row[l]);
-        most = std::max(most, row[l]);
-        minus_least = std::max(minus_least, -row[l]);
+        largest = std::max(largest, std::fabs(row[l]));
       }
-      const float a = std::max({most, minus_least, 0x1p-100f});
-      const float b = std::min(most, minus_least);
-      const float sign = most >= minus_least ? -1.0f : 1.0f;
-      const float factor = sign * std::min(kMostNegative / a, kMostPositive / b);
-      const float scale = sign * std::max(a / kMostNegative, b / kMostPositive);
+      const float factor = 127.0f / largest;
       int sum = 0;
       for (int64_t l = g * group; l < end && finite; ++l) {
         const int q = static_cast<int>(std::nearbyint(row[l] * factor));
         out[l] = static_cast<uint8_t>(q);
         sum += q;
       }
-      scales[g] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
+      scales[g] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
       scales[groups + g] = static_cast<float>(sum);
     }
   }

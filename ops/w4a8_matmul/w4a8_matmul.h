@@ -1,13 +1,9 @@
 // W4A8MatMul: y = x W + bias, W 4-bit in groups with scales and zero points, x quantized to int8 group by group (EGEMV,
 // equation 3).
 //
-//     p_ig = max over the l of group g of max(0, x[i, l]),   n_ig the same of max(0, -x[i, l])
-//     a_ig = max(p_ig, n_ig), but at least 2^-100,   b_ig = min(p_ig, n_ig)
-//     s_ig = max(a_ig / 128, b_ig / 127.49), negative where p_ig >= n_ig      NaN if the group holds an Inf or a NaN
-//     f_ig = min(128 / a_ig, 127.49 / b_ig) with that sign
-//     q_il = x[i, l] * f_ig, rounded to the nearest integer, ties to even: -128 … 127
-//
-// (The number furthest from zero becomes -128, whatever its sign: with -127 … 127, errors are 0.8 % larger.)
+//     a_ig = max over the l of group g of |x[i, l]|, but at least 2^-100
+//     s_ig = a_ig / 127                                 NaN if the group holds an Inf or a NaN
+//     q_il = x[i, l] * (127 / a_ig), rounded to the nearest integer, ties to even: -127 … 127
 //
 //     y[i, j] = sum over g of s_ig scales[g, j] * (sum over the l of group g of q_il (w[l, j] - zero_points[g, j]))
 //               + bias[j]                               i < m, l < k, j < n;   w 0 … 15
@@ -19,7 +15,7 @@
 // and results below 2^-126, where float32 loses bits. Against the product of the float row with the dequantized weights
 // that is, with the rounding of q,
 //
-//     |y - sum over l of x[i, l] W[l, j] - bias[j]| <= sum over l of |s_ig| / 2 (1 + 2^-14) |W[l, j]|  + the above.
+//     |y - sum over l of x[i, l] W[l, j] - bias[j]| <= sum over l of s_ig / 2 (1 + 2^-14) |W[l, j]|  + the above.
 //
 // q and s are the same on every CPU. A row with an Inf or a NaN gives NaN in all of y[i, :]; a row of zeros gives the
 // bias.
@@ -36,10 +32,6 @@
 #include "support/matmul_args.h"
 
 namespace ortolan {
-
-// Of q; b times f is rounded to 127 at most.
-inline constexpr float kMostNegative = 128.0f;
-inline constexpr float kMostPositive = 127.49f;
 
 struct W4A8MatMulArgs : MatMulArgs {
   Int4GroupView w;  // has passed ValidateInt4Group

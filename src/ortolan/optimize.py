@@ -37,7 +37,7 @@ from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 from ortolan.graph_passes.stored_int4 import StoredInt4
 
-from .errors import LibraryError, ModelError, OutputError
+from .errors import LibraryError, ModelError, OutputError, RecipeError
 from .progress import Progress, no_progress, raising_unchanged
 from .session import cpu_info, package_versions
 
@@ -83,7 +83,7 @@ def optimize_onnx(
     _refuse_optimized(source)
     stored = _count_stored_int4(source) if chosen is None else 0
     if chosen is None:
-        chosen = _load_recipe(_ADOPT if stored else _DEFAULT, options)
+        chosen = _chosen_recipe(stored, options)
     target = _target(output)
     if target is not None and source.folder is not None:
         check_output_folder(target, source.folder)
@@ -133,12 +133,23 @@ def _load_recipe(recipe: str | os.PathLike[str] | Recipe, options: Mapping[str, 
     return chosen.with_options({} if options is None else options)
 
 
+def _chosen_recipe(stored: int, options: Mapping[str, Any] | None) -> Recipe:
+    """For a model with so many layers that are stored in 4 bits, where the caller has named none."""
+    name = _ADOPT if stored else _DEFAULT
+    try:
+        return _load_recipe(name, options)
+    except RecipeError as error:
+        why = f"as {stored} layers store 4-bit weights" if stored else "the default"
+        raise RecipeError(f"no recipe was given; {name!r} was chosen, {why}: {error}; or give another recipe") from None
+
+
 def _count_stored_int4(source: ModelFile) -> int:
     """The layers whose 4-bit weights can be taken over as they are."""
     try:
         return sum(isinstance(linear.int4, StoredInt4) for linear in linears_in(source.model))
-    except Exception:  # a malformed model trips over anything; the passes will tell
-        return 0
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
+        raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error
 
 
 def _target(output: str | os.PathLike[str] | None) -> Path | None:

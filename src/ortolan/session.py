@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import LibraryError, SessionError
+from .errors import LibraryError, ModelError, SessionError
 
 if TYPE_CHECKING:
     import onnx
@@ -89,7 +89,7 @@ def create_session(
     session_options: onnxruntime.SessionOptions | None = None,
     providers: str | Sequence[Any] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """An ONNX Runtime session for a model, optimized or not: the path of a file, or a ModelProto.
+    """An ONNX Runtime session for a model, optimized or not: the path of a file or of its folder, or a ModelProto.
 
     The given options are used, and know the library after. Runs on the CPU unless other providers are named.
 
@@ -121,6 +121,13 @@ def open_session(
             model = os.fspath(model)
         except TypeError:
             raise SessionError(f"model is a {type(model).__name__}, expected the path of an ONNX file") from None
+        if os.path.isdir(model):
+            from ortolan.graph_passes.model_file import model_in
+
+            try:
+                model = os.fspath(model_in(Path(os.fsdecode(model))))
+            except ModelError as error:
+                raise SessionError(str(error)) from None
         name = repr(model)
         if not os.path.isfile(model):
             raise SessionError(f"model file {name} does not exist")

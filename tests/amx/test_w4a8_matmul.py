@@ -41,7 +41,7 @@ for group in (32, 64, 128):
         powers = np.ldexp(np.float32(1), rng.integers(-2, 2, layer.scales.shape)).astype(np.float32)
         layer = GroupLayer(layer.q, powers, layer.zero_points, group)
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)
-        x[:, ::group] = -128  # each group's scale is one
+        x[:, ::group] = -127  # each group's scale is one
         y = layer.multiply(x, None, "Amx")
         assert_same_bits(y, layer.multiply(x, None, "Scalar"))
         assert_same_bits(y, (x.astype(np.float64) @ layer.matrix()).astype(np.float32))

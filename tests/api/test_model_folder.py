@@ -303,3 +303,22 @@ def test_a_folder_that_cannot_be_read(folder, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="cannot be read: Permission denied"):
         optimize(folder, tmp_path / "fast")
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_create_session_takes_a_folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    onnx.save(ir.to_proto(tiny.mlp()), folder / "model.onnx")
+    session = ortolan.create_session(folder)
+    assert [value.name for value in session.get_inputs()] == ["x"]
+    (folder / "model.onnx").rename(folder / "other.txt")
+    with pytest.raises(ortolan.OrtolanError, match="holds no ONNX file"):
+        ortolan.create_session(folder)
+
+
+def test_options_of_a_recipe_that_was_chosen_by_itself(tmp_path):
+    onnx.save(ir.to_proto(tiny.mlp()), tmp_path / "model.onnx")
+    with pytest.raises(
+        ortolan.RecipeError, match=r"no recipe was given; 'sparse-bf16' was chosen, the default: .*nonsense"
+    ):
+        ortolan.optimize_onnx(tmp_path / "model.onnx", options={"nonsense": 1})

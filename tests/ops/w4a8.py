@@ -23,17 +23,9 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     parts = padded.reshape(m, groups, group)
     finite = np.isfinite(parts).all(axis=2, keepdims=True)
     parts = np.where(finite, parts, np.float32(0))
-    p = np.maximum(parts.max(axis=2, keepdims=True), np.float32(0))
-    n = np.maximum(-parts.min(axis=2, keepdims=True), np.float32(0))
-    a, b = np.maximum(np.maximum(p, n), np.float32(2.0**-100)), np.minimum(p, n)
-    negative, positive = np.float32(128), np.float32(127.49)
-    sign = np.where(p >= n, np.float32(-1), np.float32(1))
-    with np.errstate(divide="ignore"):
-        factor = sign * np.minimum(negative / a, positive / b)
-    q = np.rint(parts * factor).astype(np.int64)
-    assert q.min(initial=0) >= -128 and q.max(initial=0) <= 127
-    scale = sign * np.maximum(a / negative, b / positive)
-    return q.reshape(m, groups * group)[:, :k], np.where(finite, scale, np.float32(np.nan))[:, :, 0]
+    largest = np.maximum(np.abs(parts).max(axis=2, keepdims=True), np.float32(2.0**-100))
+    q = np.rint(parts * (np.float32(127) / largest)).astype(np.int64).reshape(m, groups * group)[:, :k]
+    return q, np.where(finite, largest / np.float32(127), np.float32(np.nan))[:, :, 0]
 
 
 @dataclass(frozen=True)
@@ -111,10 +103,9 @@ class GroupLayer:
             part = slice(g * self.group, min(k, (g + 1) * self.group))
             product = s[:, g : g + 1].astype(np.float64) * (q[:, part] @ w[part])
             exact += product
-            step = np.abs(s[:, g : g + 1].astype(np.float64))
-            terms = step * (np.abs(q[:, part]) @ np.abs(w[part]))
+            terms = s[:, g : g + 1].astype(np.float64) * (np.abs(q[:, part]) @ np.abs(w[part]))
             magnitude += terms if float_sums else np.abs(product)
-            steps += step / 2 * (1 + 2.0**-14) * np.abs(w[part]).sum(axis=0)
+            steps += s[:, g : g + 1].astype(np.float64) / 2 * (1 + 2.0**-14) * np.abs(w[part]).sum(axis=0)
         count = k + 8 if float_sums else s.shape[1] + 4
         rounding = count * U * (magnitude + (np.abs(added) if float_sums else 0)) + U * np.abs(exact) * 1.01
         rounding += SMALLEST * (1 + 15 * k)

@@ -181,3 +181,18 @@ def test_llama() -> None:
     assert len(packed) == len(gates)
     assert packed[0].weight_format == "int4, groups of 32, zero points"
     assert (packed[0].k, packed[0].n) == (gates[0].k, 2 * gates[0].n)
+
+
+def test_a_dry_run_with_two_passes_tells_what_the_run_does() -> None:
+    """The first pass takes the gate alone, so the second finds no pair."""
+    model = gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")])
+    steps = [
+        {"name": "normalize"},
+        {"name": "quantize", "bits": 4, "group_size": 32},
+        {"name": "replace", "op": "W4A8MatMul", "may_grow": True, "select": ["gate_proj"]},
+        {"name": "replace", "op": "W4A8MatMul", "may_grow": True},
+    ]
+    recipe = ortolan.Recipe.from_dict({"name": "two", "pass": steps})
+    reports = [ortolan.optimize_onnx(model, recipe=recipe, dry_run=dry_run) for dry_run in (True, False)]
+    fused = [{layer.name: layer.fused for layer in report.layers} for report in reports]
+    assert fused[0] == fused[1] == {"gate_proj": ["silu"], "up_proj": []}

@@ -1,0 +1,68 @@
+"""What GPTQ needs of H = X^T X: damped, an order of the inputs, and a factor of the inverse."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_BLOCK = 128  # inputs that are taken out of the rest at once
+_LEAF = 64  # triangular matrices of this size are inverted as any other
+
+
+def damped(hessian: np.ndarray, damping: float) -> np.ndarray:
+    """H / mean(diag H) + damping I, float64 [k, k]; I where no input was ever seen."""
+    mean = hessian.diagonal().mean(dtype=np.float64)
+    if mean == 0:
+        return np.eye(len(hessian))
+    result = hessian.astype(np.float64)
+    result /= mean
+    result[np.diag_indices_from(result)] += damping
+    return result
+
+
+def choose_order(hessian: np.ndarray) -> np.ndarray:
+    """The order in which inputs are best rounded, int [k], for a damped H.
+
+    What the rounding of an input costs at last is its variance given those that come after it. So the last is the
+    input with the least variance, the one before it that with the least variance given the last, and so on: a
+    Cholesky factorization with pivots. (Falling H_ii, GPTQ's act-order, agrees where inputs are not correlated.)
+    """
+    rest = hessian
+    left = np.arange(len(hessian))
+    backwards: list[int] = []
+    while len(left):
+        variance = rest.diagonal().copy()
+        columns = np.empty((len(left), min(_BLOCK, len(left))))
+        for j in range(columns.shape[1]):
+            pivot = int(variance.argmin())
+            column = rest[pivot] - columns[:, :j] @ columns[pivot, :j]  # rest is symmetric
+            # Positive but for rounding; without a choice that matters then.
+            columns[:, j] = column / np.sqrt(max(column[pivot], np.finfo(np.float64).tiny))
+            variance -= columns[:, j] ** 2
+            variance[pivot] = np.inf
+            backwards.append(int(left[pivot]))
+        kept = np.flatnonzero(variance < np.inf)
+        rest = rest[np.ix_(kept, kept)] - columns[kept] @ columns[kept].T
+        left = left[kept]
+    return np.array(backwards[::-1])
+
+
+def inverse_factor(hessian: np.ndarray) -> np.ndarray:
+    """U, float32 [k, k] upper triangular, with U^T U the inverse of a damped H, float64.
+
+    Raises numpy.linalg.LinAlgError if H is not positive definite.
+    """
+    # H = R R^T with R upper triangular, by a Cholesky factor from the other end; U = R^-1, without inverting H itself.
+    upper = np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1]
+    return _inverse_of_upper(upper).astype(np.float32)
+
+
+def _inverse_of_upper(upper: np.ndarray) -> np.ndarray:
+    """By halves: [[A, B], [0, C]]^-1 = [[A^-1, -A^-1 B C^-1], [0, C^-1]]."""
+    half = len(upper) // 2
+    if len(upper) <= _LEAF:
+        return np.linalg.inv(upper)
+    result = np.zeros_like(upper)
+    result[:half, :half] = _inverse_of_upper(upper[:half, :half])
+    result[half:, half:] = _inverse_of_upper(upper[half:, half:])
+    result[:half, half:] = -(result[:half, :half] @ upper[:half, half:]) @ result[half:, half:]
+    return result
