@@ -111,6 +111,12 @@ int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t miss
   return status.IsOK() ? value : missing;
 }
 
+float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing) {
+  float value = 0;
+  const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_float(&info, name, &value));
+  return status.IsOK() ? value : missing;
+}
+
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
   const int64_t found = IntAttribute(info, "format_version", node);
   if (found != expected) {
@@ -136,21 +142,43 @@ bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
   return dimension == 1;
 }
 
-bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
+int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, int64_t missing) {
   const OrtApi& api = Ort::GetApi();
-  const OrtOpAttr* attribute_handle = nullptr;
-  const Ort::Status has_attribute(api.ShapeInferContext_GetAttribute(context, attribute, &attribute_handle));
-  if (!has_attribute.IsOK()) return false;
-  int64_t last = 0;
+  const OrtOpAttr* attribute = nullptr;
+  const Ort::Status has_attribute(api.ShapeInferContext_GetAttribute(context, name, &attribute));
+  if (!has_attribute.IsOK()) return missing;
+  int64_t value = 0;
   size_t size = 0;
-  Ort::ThrowOnError(api.ReadOpAttr(attribute_handle, ORT_OP_ATTR_INT, &last, sizeof(last), &size));
-  if (last == 0) return false;
+  Ort::ThrowOnError(api.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &size));
+  return value;
+}
 
+int64_t LastDimension(const OrtShapeInferContext* context, size_t index) {
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* input = nullptr;
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
+  size_t rank = 0;
+  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
+  if (rank == 0) return -1;
+  std::vector<int64_t> dimensions(rank);
+  Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
+  return dimensions.back();
+}
+
+bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
+  const int64_t last = ShapeAttributeOr(context, attribute, 0);
+  if (last == 0) return false;
+  CopyShape(context, last);
+  return true;
+}
+
+void CopyShape(OrtShapeInferContext* context, int64_t last) {
+  const OrtApi& api = Ort::GetApi();
   OrtTensorTypeAndShapeInfo* input = nullptr;
   Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, 0, &input));  // owned by the context
   size_t rank = 0;
   Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return true;  // ORT's way of saying that the rank is unknown
+  if (rank == 0) return;  // ORT's way of saying that the rank is unknown
   std::vector<int64_t> dimensions(rank);
   std::vector<const char*> names(rank);
   Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
@@ -160,7 +188,7 @@ bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   for (size_t i = 0; i < rank; ++i) {
     const bool named = names[i] != nullptr && *names[i] != '\0';
     if (!named) names[i] = "";
-    if (dimensions[i] < 0 && !named) return true;
+    if (dimensions[i] < 0 && !named) return;
   }
 
   OrtTensorTypeAndShapeInfo* raw = nullptr;
@@ -169,7 +197,6 @@ bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   Ort::ThrowOnError(api.SetDimensions(raw, dimensions.data(), rank));
   Ort::ThrowOnError(api.SetSymbolicDimensions(raw, names.data(), rank));
   Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
-  return true;
 }
 
 namespace {

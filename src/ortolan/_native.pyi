@@ -140,6 +140,25 @@ def epilogue(
     and kernels that this CPU cannot run.
     """
 
+def nomad_attention_kernels() -> list[KernelInfo]:
+    """The rows of the room's kernel table, best first."""
+
+def nomad_attention(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    scale: float,
+    mask: NDArray[Any] | None = None,
+    causal: bool = False,
+    precision: int = 32,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """softmax(scale q k^T + mask) v [heads, queries, head_dim] on one thread, by the named kernel or the best one.
+
+    q [heads, queries, head_dim]; k, v [keys, head_dim], which all heads share; mask [heads, queries, keys], each of
+    them or 1. Raises ValueError for wrong shapes and kernels that this CPU cannot run.
+    """
+
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
     """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""
 
