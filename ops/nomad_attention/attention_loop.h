@@ -40,11 +40,10 @@ class AttentionLoop {
   static constexpr int64_t kUnit = Simd::kUnit;
   static constexpr int64_t kRows = kVectors * kLanes;
   static constexpr int64_t kBlocks = (kAttentionRows + kRows - 1) / kRows;
-  static constexpr int64_t kKeys = 64;  // of a block
+  static constexpr int64_t kKeys = 64 * kUnit;  // of a block
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
-  static_assert(kKeys % kUnit == 0);
 
   struct Block {
     int64_t first;       // row
@@ -296,8 +295,9 @@ class AttentionLoop {
     for (int i = 0; i < kTileVectors; ++i) Simd::Store(block.sum + i * kLanes, sum[i]);
   }
 
-  // out = out correction + probabilities values, kTileVectors vectors of values from `d` on.
-  template <int kTileVectors>
+  // out = out correction + probabilities values, kTileVectors vectors of values from `d` on. kFirst: out is not made
+  // yet.
+  template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
     constexpr int kTileRows = Simd::kTileRows[kTileVectors - 1];
     static_assert(kLanes % kTileRows == 0);
@@ -307,10 +307,11 @@ class AttentionLoop {
       Float sum[kTileRows][kTileVectors];
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) {
-        const Float correction = Simd::Set(block.correction[row + r]);
+        [[maybe_unused]] const Float correction = Simd::Set(block.correction[row + r]);
 #pragma GCC unroll 4
         for (int i = 0; i < kTileVectors; ++i) {
-          sum[r][i] = Simd::Multiply(Simd::Load(out + r * padded_dim_ + i * kLanes), correction);
+          sum[r][i] = Simd::Set(0.0f);
+          if constexpr (!kFirst) sum[r][i] = Simd::Multiply(Simd::Load(out + r * padded_dim_ + i * kLanes), correction);
         }
       }
       const float* probabilities = scores_ + row;
@@ -344,17 +345,23 @@ class AttentionLoop {
     } else {
       Score<kTileVectors, false>(block, keys);
     }
+    if (first == 0) return AddValues<true>(block, keys);
+    AddValues<false>(block, keys);
+  }
+
+  template <bool kFirst>
+  void AddValues(const Block& block, int64_t keys) const {
     int64_t d = 0;
     for (; d + Simd::kTileVectors * kLanes <= padded_dim_; d += Simd::kTileVectors * kLanes) {
-      AddValues<Simd::kTileVectors>(block, keys, d);
+      AddValues<Simd::kTileVectors, kFirst>(block, keys, d);
     }
     if constexpr (Simd::kTileVectors > 3) {
-      if (padded_dim_ - d == 3 * kLanes) return AddValues<3>(block, keys, d);
+      if (padded_dim_ - d == 3 * kLanes) return AddValues<3, kFirst>(block, keys, d);
     }
     if constexpr (Simd::kTileVectors > 2) {
-      if (padded_dim_ - d == 2 * kLanes) return AddValues<2>(block, keys, d);
+      if (padded_dim_ - d == 2 * kLanes) return AddValues<2, kFirst>(block, keys, d);
     }
-    if (d < padded_dim_) AddValues<1>(block, keys, d);
+    if (d < padded_dim_) AddValues<1, kFirst>(block, keys, d);
   }
 
   void AttendRows(Block& block, int64_t first, int64_t keys) const {
@@ -405,7 +412,6 @@ class AttentionLoop {
       Block& block = loop.blocks_[b];
       const int64_t first = row_begin + b * kRows;
       loop.Begin(block, first, row_end - first < kRows ? row_end - first : kRows);
-      for (int64_t i = 0; i < kRows * loop.padded_dim_; i += kLanes) Simd::Store(block.out + i, Simd::Set(0.0f));
       keys = block.most_seen > keys ? block.most_seen : keys;
     }
     for (int64_t first = 0; first < keys; first += kKeys) {
