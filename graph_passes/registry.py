@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .calibrate import CalibratePass
+from .fuse_attention import FuseAttentionPass
 from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
@@ -15,6 +16,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "calibrate": CalibratePass,
     "prune": PrunePass,
     "quantize": QuantizePass,
+    "fuse_attention": FuseAttentionPass,
     "replace": ReplacePass,
     "verify": VerifyPass,
 }

@@ -426,8 +426,8 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
 }
 
 Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k, const CastArray<float>& v,
-                            float scale, const std::optional<CastArray<float>>& mask, bool causal, int precision,
-                            const std::optional<std::string>& kernel_name) {
+                            float scale, const std::optional<CastArray<float>>& mask, bool causal,
+                            bool zero_hidden_rows, int precision, const std::optional<std::string>& kernel_name) {
   if (q.ndim() != 3 || k.ndim() != 2 || q.shape(2) < 1 || k.shape(1) != q.shape(2) || k.shape(0) < 1 || v.ndim() != 2 ||
       v.shape(0) != k.shape(0) || v.shape(1) != k.shape(1)) {
     throw std::invalid_argument(
@@ -460,6 +460,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   }
   args.scale = scale;
   args.causal = causal;
+  args.zero_hidden_rows = zero_hidden_rows;
   const AttentionKernel& kernel =
       KernelByName(AttentionKernels(), SelectAttention(ActiveIsa(), precision), kernel_name);
   Array<float> y({args.heads, args.queries, args.head_dim});
@@ -580,8 +581,8 @@ PYBIND11_MODULE(_native, module) {
       "nomad_attention_kernels", [] { return KernelList(AttentionKernels()); },
       "The rows of the room's kernel table, best first.");
   module.def("nomad_attention", &NomadAttention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
-             py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("precision") = 32,
-             py::arg("kernel") = py::none(),
+             py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
+             py::arg("precision") = 32, py::arg("kernel") = py::none(),
              "softmax(scale q k^T + mask) v of heads that share k and v, on one thread, by the named or best kernel.");
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,

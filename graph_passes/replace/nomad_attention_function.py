@@ -20,6 +20,7 @@ ATTRIBUTES = {
     "kv_num_heads": ir.AttributeType.INT,
     "scale": ir.AttributeType.FLOAT,
     "causal": ir.AttributeType.INT,
+    "zero_hidden_rows": ir.AttributeType.INT,
     "precision": ir.AttributeType.INT,
 }
 
@@ -35,6 +36,7 @@ class Uses:
     mask: bool = True  # all have one, a float 0 of shape [1] where there is nothing to add; or none
     grouped: bool = False  # some have fewer heads of keys and values than of queries
     causal: bool = False  # some are
+    zero_hidden_rows: bool = False  # some have that
 
 
 def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
@@ -79,6 +81,11 @@ class _Attention:
         if self._uses.causal:
             scores = op("Where", self._seen(queries, keys), scores, body.number(-np.inf))
         weights = op("Softmax", scores, axis=-1)
+        if self._uses.zero_hidden_rows:
+            zeroed = op(
+                "And", op("IsNaN", weights), op("Cast", body.attribute("zero_hidden_rows"), to=ir.DataType.BOOL)
+            )
+            weights = op("Where", zeroed, body.number(0), weights)
         if self._uses.grouped:
             weights = op("Reshape", weights, grouped_shape)
         y = op("MatMul", weights, value)

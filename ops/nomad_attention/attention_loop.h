@@ -385,8 +385,9 @@ class AttentionLoop {
       float* y = const_cast<float*>(At(args_.y, HeadOf(row) * args_.y_head_bytes + QueryOf(row) * args_.y_row_bytes));
       const float* out = block.out + i * padded_dim_;
       const Float factor = Simd::Set(factors[i]);
+      const bool hidden = args_.zero_hidden_rows && !(block.sum[i] > 0);
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        const Float value = Simd::Multiply(Simd::Load(out + d), factor);
+        const Float value = hidden ? Simd::Set(0.0f) : Simd::Multiply(Simd::Load(out + d), factor);
         if (args_.head_dim - d >= kLanes) {
           Simd::Store(y + d, value);
         } else {

@@ -56,6 +56,7 @@ void AttentionScalar(const AttentionArgs& args, int64_t row_begin, int64_t row_e
     }
     float* y = const_cast<float*>(RowOf(args.y, head * args.y_head_bytes + query * args.y_row_bytes));
     std::fill(y, y + args.head_dim, 0.0f);
+    if (args.zero_hidden_rows && !(sum > 0)) continue;
     for (int64_t j = 0; j < seen; ++j) {
       const float* v = RowOf(args.v, j * args.v_row_bytes);
       for (int64_t d = 0; d < args.head_dim; ++d) y[d] += weights[j] * v[d];

@@ -6,7 +6,8 @@
 //     mask float, optional, added to the scaled scores: of a shape that broadcasts to [B, H, S, T]
 //     key, value float [B, T, KV D], both left out where they are packed into query
 //     -> Y float [B, S, H D];   attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal,
-//     precision (32, or 16: products may be computed from bfloat16 where that is faster)
+//     zero_hidden_rows (1: rows whose softmax is NaN, because nothing is left of their scores, give zeros), precision
+//     (32, or 16: products may be computed from bfloat16 where that is faster)
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
@@ -47,9 +48,8 @@ class Kernel {
     }
     scale_ = FloatAttributeOr(info, "scale", 0);
     if (!std::isfinite(scale_)) throw OpError(ErrorText(node_, ": scale is ", scale_, ", expected a finite number"));
-    const int64_t causal = IntAttributeOr(info, "causal", 0);
-    if (causal != 0 && causal != 1) throw OpError(ErrorText(node_, ": causal is ", causal, ", expected 0 or 1"));
-    causal_ = causal == 1;
+    causal_ = Flag(info, "causal");
+    zero_hidden_rows_ = Flag(info, "zero_hidden_rows");
     const int64_t precision = IntAttributeOr(info, "precision", 32);
     if (precision != 32 && precision != 16) {
       throw OpError(ErrorText(node_, ": precision is ", precision, ", expected 32 or 16"));
@@ -116,6 +116,12 @@ class Kernel {
     std::vector<int64_t> mask_strides;  // of [B, H, S, T]; empty without a mask
   };
 
+  bool Flag(const OrtKernelInfo& info, const char* name) const {
+    const int64_t flag = IntAttributeOr(info, name, 0);
+    if (flag != 0 && flag != 1) throw OpError(ErrorText(node_, ": ", name, " is ", flag, ", expected 0 or 1"));
+    return flag == 1;
+  }
+
   static std::vector<int64_t> Shape(const Ort::KernelContext& context, size_t index) {
     return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
   }
@@ -159,6 +165,7 @@ class Kernel {
     }
     args.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(sizes.head_dim));
     args.causal = causal_;
+    args.zero_hidden_rows = zero_hidden_rows_;
     args.y = context.GetOutput(0, {sizes.batch, sizes.queries, heads_ * sizes.head_dim}).GetTensorMutableData<float>();
     args.y_head_bytes = head_bytes;
     args.y_row_bytes = heads_ * head_bytes;
@@ -215,6 +222,7 @@ class Kernel {
   float scale_ = 0;
   int precision_ = 32;
   bool causal_ = false;
+  bool zero_hidden_rows_ = false;
   bool packed_ = false;
   bool has_mask_ = false;
 };

@@ -150,6 +150,7 @@ def nomad_attention(
     scale: float,
     mask: NDArray[Any] | None = None,
     causal: bool = False,
+    zero_hidden_rows: bool = False,
     precision: int = 32,
     kernel: str | None = None,
 ) -> NDArray[np.float32]:

@@ -124,6 +124,8 @@ def test_rows_that_see_nothing(kernel: str, keys: int, by_row: bool) -> None:
     mask[:, -1] = -np.inf
     y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
     assert np.isnan(y[0, -1]).all() and (np.isfinite(y[0, :-1]).all() or not by_row)
+    zeros = _native.nomad_attention(q, k, v, 0.5, mask, zero_hidden_rows=True, kernel=kernel)
+    np.testing.assert_array_equal(zeros, np.nan_to_num(y))
 
 
 @all_kernels

@@ -45,8 +45,9 @@ def node_model(
         for name in names
         if name and not (name == "mask" and initializers)
     ]
-    attributes = {"scale": 0.0, "causal": 0, "precision": 32} | attributes
-    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), bool(attributes["causal"]))
+    attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32} | attributes
+    flags = [attributes[name] == 1 for name in ("causal", "zero_hidden_rows")]
+    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags)
     node = helper.make_node(
         "NoMADAttention",
         names,
@@ -162,13 +163,15 @@ def test_function_body_serves_every_opset_and_evaluator(opset: int, packed: bool
     """With what a node needs, and with what a model of all kinds of nodes needs."""
     case = Case(opset, queries=7, kv_heads=2, mask=(2, 1, 1, 7))
     feeds = case.packed() if packed else case.feeds
-    for uses in (None, Uses(packed, True, True, True)):
+    for uses in (None, Uses(packed, True, True, True, True)):
         model = node_model(4, 2, packed, opset=opset, uses=uses)
         for y in (*runs(model, feeds), ReferenceEvaluator(model).run(None, feeds)[0]):
             case.check(y)
     plain = Case(opset, queries=7)
     feeds = plain.packed() if packed else plain.feeds
-    for y in runs(node_model(4, 4, packed, np.zeros(1, np.float32), opset, Uses(packed, True, True, True)), feeds):
+    for y in runs(
+        node_model(4, 4, packed, np.zeros(1, np.float32), opset, Uses(packed, True, True, True, True)), feeds
+    ):
         plain.check(y)
 
 
@@ -179,6 +182,18 @@ def test_empty_inputs(queries: int, keys: int, batch: int) -> None:
     for y in runs(node_model(4, mask_rank=1), case.feeds | {"mask": np.zeros(1, np.float32)}):
         assert y.shape == (batch, queries, 32)
         assert not y.any()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_rows_that_see_no_key(zero: int) -> None:
+    """NaN, or zeros by attribute; those that see one stay what they are."""
+    case = Case(0, mask=(2, 1, 5, 7))
+    model = node_model(4, zero_hidden_rows=zero)
+    before = runs(model, case.feeds)
+    case.feeds["mask"][1, :, 3] = -np.inf
+    for plain, y in zip(before, runs(model, case.feeds), strict=True):
+        plain[1, 3] = 0 if zero else np.nan
+        np.testing.assert_array_equal(y, plain)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -225,6 +240,7 @@ def test_shapes_are_inferred(tmp_path) -> None:
         ({"num_heads": -2}, "num_heads is -2"),
         ({"kv_num_heads": 3}, "num_heads is 4 and kv_num_heads 3"),
         ({"causal": 2}, "causal is 2, expected 0 or 1"),
+        ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),
         ({"precision": 8}, "precision is 8, expected 32 or 16"),
         ({"scale": float("nan")}, "scale is nan, expected a finite number"),
     ],
