@@ -201,7 +201,7 @@ class _TakenApart:
 
     def _fill(self, node: ir.Node, index: int) -> Mask:
         """Of scores that are replaced by a number: as if that were added, since nothing is left of them then."""
-        fill = _scalar(self._dims, node.inputs[3 - index]) if index else None
+        fill = self._dims.number(node.inputs[3 - index]) if index else None
         if fill is None or not fill < _HIDDEN:
             raise _RefusedError(f"{_describe(node)} replaces scores by something else than -Inf or the lowest float")
         condition = node.inputs[0]

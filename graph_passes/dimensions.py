@@ -159,6 +159,16 @@ class Dimensions:
         separate = len(node.inputs) > 2 and node.inputs[2] is not None
         return query if separate and query is not None and len(query) == 3 else None
 
+    def _onnx_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        query, value = self.shape(node.inputs[0]), self.shape(node.inputs[2])
+        if node.domain not in DEFAULT_DOMAINS or query is None or value is None:
+            return None
+        if len(query) == 4:
+            return *query[:3], value[3]
+        heads, kv_heads = (int_attribute(node, name, 0) for name in ("q_num_heads", "kv_num_heads"))
+        width = value[2]
+        return (*query[:2], heads * width // kv_heads) if isinstance(width, int) and kv_heads else None
+
     def _transpose(self, node: ir.Node, _: ir.Value) -> Shape | None:
         shape = self.shape(node.inputs[0])
         if shape is None:
@@ -302,6 +312,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "SparseAMXMatMul": Dimensions._linear,
     "NoMADAttention": Dimensions._attention,
     "MultiHeadAttention": Dimensions._attention,
+    "Attention": Dimensions._onnx_attention,
     "Transpose": Dimensions._transpose,
     "Reshape": Dimensions._reshape,
     "Unsqueeze": Dimensions._unsqueeze,
