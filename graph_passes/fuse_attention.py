@@ -21,8 +21,8 @@ from .replace.replacement import fill_missing, nodes_of
 from .verify import keep_reference
 
 _PRECISION = {"f32": 32, "bf16": 16}
-# ||Y - exact|| / ||Y|| of an ordinary attention, for `verify`. Measured, with random inputs: 3e-7 and 3e-3.
-_ROUNDING = {"f32": 2e-6, "bf16": 5e-3}
+# ||Y - exact|| / ||Y|| of an ordinary attention, for `verify`. Measured: 3e-7 to 9e-7, and 3e-3 to 5e-3.
+_ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
 
 
 @dataclass(frozen=True)
