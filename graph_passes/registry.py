@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .calibrate import CalibratePass
 from .fuse_lut import FuseLutPass
+from .fuse_attention import FuseAttentionPass
 from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
@@ -18,6 +19,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "prune": PrunePass,
     "quantize": QuantizePass,
     "ranges": RangesPass,
+    "fuse_attention": FuseAttentionPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
     "verify": VerifyPass,

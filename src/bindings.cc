@@ -51,6 +51,7 @@ PYBIND11_MODULE(_native, module) {
   BindW4A8MatMul(module);
   BindVNNISpMM(module);
   BindLutPostOp(module);
+  BindNoMADAttention(module);
   BindEpilogue(module);
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,

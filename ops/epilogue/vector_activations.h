@@ -1,20 +1,13 @@
 // The formulas, once for all tiers, and the loop over rows. Included by epilogue.cc and x86_*.cc only; everything is
 // local to the including file, as in panels/. Derivation and fits: README.md.
 //
-// A tier gives a struct Simd with
-//     Float, kLanes                                   kLanes floats
-//     Float Set(float), Load(const float*), LoadFirst(const float*, int64_t count)
-//     void Store(float*, Float), StoreFirst(float*, int64_t count, Float)
-//         First: `count` < kLanes lanes; no other memory is touched
-//     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
-//     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
-//     Float Abs(a)
-//     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
+// A tier gives a struct Simd: support/vector_math.h.
 #pragma once
 
 #include <cstdint>
 
 #include "epilogue/epilogue.h"
+#include "support/vector_math.h"
 
 namespace ortolan {
 namespace {
@@ -26,25 +19,11 @@ class VectorActivations {
   static Float Set(float value) { return Simd::Set(value); }
 
   template <int kTerms>
-  static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {  // lowest power first
-    Float sum = Set(coefficients[kTerms - 1]);
-#pragma GCC unroll 8
-    for (int i = kTerms - 2; i >= 0; --i) sum = Simd::MultiplyAdd(sum, x, Set(coefficients[i]));
-    return sum;
+  static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {
+    return VectorMath<Simd>::Polynomial(x, coefficients);
   }
 
-  // 2^(a b) for -127.4 <= a b <= 0; zero below -126.5. a b is not rounded where MultiplyAdd is fused.
-  static Float Exp2(Float a, Float b) {
-    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the bias of float32's exponent.
-    // -127 meets exponent bits of zero: the flush to zero costs nothing.
-    const Float magic = Set(12582912.0f + 127.0f);
-    const Float shifted = Simd::MultiplyAdd(a, b, magic);
-    const Float fraction = Simd::MultiplyAdd(a, b, Simd::Subtract(magic, shifted));
-    // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 0.05 x 2^-24.
-    constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6af7cp-5f,
-                               0x1.3b2de0p-7f, 0x1.5f082ep-10f, 0x1.416b52p-13f};
-    return Simd::Multiply(Polynomial(fraction, kExp2), Simd::ExponentFromLowBits(shifted));
-  }
+  static Float Exp2(Float a, Float b) { return VectorMath<Simd>::Exp2(a, b); }
 
   // Gates g with g(-x) = 1 - g(x): x g(x) = max(x, 0) - |x| (1 - g(|x|)). Excess(a) = a (1 - g(a)) for 0 <= a <= kMost.
   // It vanishes for large a: at kMost its power of two is 2^-127, which counts as zero, and larger |x| are cut there.

@@ -115,6 +115,12 @@ int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t miss
   return status.IsOK() ? value : missing;
 }
 
+float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing) {
+  float value = 0;
+  const Ort::Status status(Ort::GetApi().KernelInfoGetAttribute_float(&info, name, &value));
+  return status.IsOK() ? value : missing;
+}
+
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node) {
   const int64_t found = IntAttribute(info, "format_version", node);
   if (found != expected) {
@@ -175,17 +181,38 @@ void InferShapeOfInput(OrtShapeInferContext* context, const int64_t* last, ONNXT
 
 }  // namespace
 
-bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
+int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, int64_t missing) {
   const OrtApi& api = Ort::GetApi();
-  const OrtOpAttr* attribute_handle = nullptr;
-  const Ort::Status has_attribute(api.ShapeInferContext_GetAttribute(context, attribute, &attribute_handle));
-  if (!has_attribute.IsOK()) return false;
-  int64_t last = 0;
+  const OrtOpAttr* attribute = nullptr;
+  const Ort::Status has_attribute(api.ShapeInferContext_GetAttribute(context, name, &attribute));
+  if (!has_attribute.IsOK()) return missing;
+  int64_t value = 0;
   size_t size = 0;
-  Ort::ThrowOnError(api.ReadOpAttr(attribute_handle, ORT_OP_ATTR_INT, &last, sizeof(last), &size));
+  Ort::ThrowOnError(api.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &size));
+  return value;
+}
+
+int64_t LastDimension(const OrtShapeInferContext* context, size_t index) {
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* input = nullptr;
+  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
+  size_t rank = 0;
+  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
+  if (rank == 0) return -1;
+  std::vector<int64_t> dimensions(rank);
+  Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
+  return dimensions.back();
+}
+
+bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
+  const int64_t last = ShapeAttributeOr(context, attribute, 0);
   if (last == 0) return false;
-  InferShapeOfInput(context, &last, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+  CopyShape(context, last);
   return true;
+}
+
+void CopyShape(OrtShapeInferContext* context, int64_t last) {
+  InferShapeOfInput(context, &last, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
 }
 
 void InferSameShape(OrtShapeInferContext* context, size_t type_from) {

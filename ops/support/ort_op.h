@@ -107,6 +107,7 @@ int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::str
 
 // The same with a value for an attribute that is missing.
 int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing);
+float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing);
 
 // For a vector [n] that may be absent or computed at run time: throws OpError if it is a constant of another shape, so
 // that a malformed file is refused when the session is made.
@@ -128,6 +129,14 @@ bool InferLastDimension(OrtShapeInferContext* context, const char* attribute);
 
 // Output 0 gets the shape of input 0, or is left open as above, and the element type of another input.
 void InferSameShape(OrtShapeInferContext* context, size_t type_from);
+// Output 0 gets the shape of input 0, its last dimension replaced; left open as by InferLastDimension.
+void CopyShape(OrtShapeInferContext* context, int64_t last);
+
+// The last dimension of an input, or -1 if it is not known.
+int64_t LastDimension(const OrtShapeInferContext* context, size_t index);
+
+// The integer attribute of the node, or what stands for a missing one.
+int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, int64_t missing);
 
 // Whether the node has more than `count` inputs, perhaps with an empty name.
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);

@@ -153,6 +153,24 @@ def lut_post_op(x: NDArray[Any], table: NDArray[Any], kernel: str | None = None)
     x: uint8, int8, uint16 or int16. table: these or float32, [256] or [65536]. kernel: a name out of
     lut_post_op_kernels; None: the best one.
     Raises ValueError for others.
+def nomad_attention_kernels() -> list[KernelInfo]:
+    """The rows of the room's kernel table, best first."""
+
+def nomad_attention(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    scale: float,
+    mask: NDArray[Any] | None = None,
+    causal: bool = False,
+    zero_hidden_rows: bool = False,
+    precision: int = 32,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """softmax(scale q k^T + mask) v [heads, queries, head_dim] on one thread, by the named kernel or the best one.
+
+    q [heads, queries, head_dim]; k, v [keys, head_dim], which all heads share; mask [heads, queries, keys], each of
+    them or 1. Raises ValueError for wrong shapes and kernels that this CPU cannot run.
     """
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:

@@ -52,7 +52,11 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         ("", "has no name"),
         ('name = ""', "has no name"),
         ("name = 3", "name is 3, expected a text"),
-        ('name = "r"', r"has no \[\[pass\]\]; the passes are: calibrate, normalize, prune, quantize, replace, verify"),
+        (
+            'name = "r"',
+            r"has no \[\[pass\]\]; the passes are: calibrate, fuse_attention, normalize, prune, "
+            "quantize, replace, verify",
+        ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
         ('name = "r"\nsparsity = 0.5', "unknown key 'sparsity', known ones are: description, name, pass"),
@@ -102,7 +106,7 @@ def test_refused(text, message):
 def test_passes_in_the_wrong_order(names):
     before, after = names.split()
     steps = [{"name": name} for name in ("normalize", before, after)]
-    order = "normalize, calibrate, prune, quantize, replace, verify"
+    order = "normalize, calibrate, prune, quantize, fuse_attention, replace, verify"
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
         Recipe.from_dict({"name": "r", "pass": steps})

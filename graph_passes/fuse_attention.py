@@ -1,0 +1,189 @@
+"""Puts NoMADAttention in the place of scaled dot-product attention: attention.py finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import RecipeError
+
+from .attention import Attention, Mask, find_attentions
+from .constants import remove_unused
+from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
+from .options import Globs, PassOptions, takes
+from .pipeline import RecipePass
+from .replace.nomad_attention_function import INPUTS, OP_TYPE, Uses, nomad_attention_function
+from .replace.replacement import fill_missing, nodes_of
+from .verify import keep_reference
+
+_PRECISION = {"f32": 32, "bf16": 16}
+# ||Y - exact|| / ||Y|| of an ordinary attention, for `verify`. Measured: 3e-7 to 9e-7, and 3e-3 to 5e-3.
+_ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
+
+
+@dataclass(frozen=True)
+class FuseAttentionOptions(PassOptions):
+    # bf16: products may be computed from bfloat16 where the CPU is faster at that.
+    precision: str = field(default="f32", metadata=takes("str", choices=tuple(_PRECISION)))
+    # By the name of the Softmax or of one of the two MatMuls, or of the operator.
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+
+class FuseAttentionPass(RecipePass):
+    """Replaces attention without a cache, found in the model's main graph, by one node."""
+
+    options_type = FuseAttentionOptions
+    options: FuseAttentionOptions
+
+    def requires(self, model: ir.Model) -> None:
+        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
+            raise RecipeError(
+                "pass 'fuse_attention' needs pass 'normalize' before it, for models of an old opset or with "
+                'functions; add [[pass]] name = "normalize" to the recipe'
+            )
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context = self.context
+        context.survey(model)
+        found = find_attentions(model.graph)
+        chosen = []
+        refused: dict[str, list[str]] = {}
+        for match in found:
+            context.names_of_layers += match.names
+            if not self._matches(match.names, self.options.select):
+                refused.setdefault("not selected", []).append(match.names[0])
+            elif self._matches(match.names, self.options.exclude):
+                refused.setdefault("excluded", []).append(match.names[0])
+            elif isinstance(match, Attention):
+                chosen.append(match)
+            else:
+                refused.setdefault(match.reason, []).append(match.names[0])
+        context.progress("fuse_attention", 0, len(chosen))
+        if chosen and not context.dry_run:
+            keep_reference(model, context)
+        self._masks: dict[Hashable, ir.Value] = {}
+        for number, match in enumerate(chosen):
+            self._report(match)
+            if not context.dry_run:
+                self._fuse(model, match)
+            context.progress("fuse_attention", number + 1, len(chosen))
+        self._note(len(chosen), refused)
+        if chosen and not context.dry_run:
+            self._finish(model)
+        return ir.passes.PassResult(model, modified=bool(chosen) and not context.dry_run)
+
+    def _matches(self, names: Iterable[str], globs: Globs) -> bool:
+        return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+    def _report(self, match: Attention) -> None:
+        for product in match.products:
+            layer = self.context.layers.get(product.outputs[0])
+            if layer is not None:
+                layer.new_op, layer.reason = OP_TYPE, None
+                layer.status = "would replace" if self.context.dry_run else "replaced"
+
+    def _note(self, fused: int, refused: dict[str, list[str]]) -> None:
+        verb = "would become" if self.context.dry_run else "became"
+        if fused:
+            self.context.note(f"{fused} attention(s) {verb} {OP_TYPE}, products of {self.options.precision}")
+        elif not refused:
+            self.context.note("no attention was found: nothing to fuse")
+        for reason, names in refused.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(f"attention not fused: {reason}: {names[0]!r}{more}")
+
+    def _fuse(self, model: ir.Model, match: Attention) -> None:
+        graph, output = match.node.graph, match.output
+        assert graph is not None and output is not None
+        last = output.producer()
+        assert last is not None
+        made: list[ir.Node] = []
+        mask = self._mask(model, match, made) if match.mask is not None else None
+        node = ir.node(
+            OP_TYPE,
+            [match.query, mask, match.key, match.value],
+            {
+                "num_heads": match.heads,
+                "kv_num_heads": match.kv_heads,
+                "scale": float(match.scale),
+                "causal": int(match.causal),
+                "zero_hidden_rows": int(match.zero_hidden_rows),
+                "precision": _PRECISION[self.options.precision],
+            },
+            domain=ORTOLAN_DOMAIN,
+            name=match.node.name,
+        )
+        inputs = [value for old in match.nodes for value in old.inputs if value is not None]
+        # Its place is that of the last node, behind all that it reads.
+        ir.convenience.replace_nodes_and_values(
+            graph, last, list(match.nodes), [*made, node], [output], [node.outputs[0]]
+        )
+        self.context.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
+        for value in inputs:
+            _remove_dead(value)
+
+    def _mask(self, model: ir.Model, match: Attention, made: list[ir.Node]) -> ir.Value:
+        """The mask as floats. The first attention that needs one makes it; those that follow share it."""
+        assert match.mask is not None
+        if match.mask.fill is None:
+            return match.mask.value
+        if match.mask not in self._masks:
+            self._masks[match.mask] = self._make_mask(model, match.node, match.mask, made)
+        return self._masks[match.mask]
+
+    def _make_mask(self, model: ir.Model, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
+        graph = node.graph
+        assert graph is not None and mask.fill is not None
+        fill, zero = (self._number(model, node, number) for number in (mask.fill, 0.0))
+        branches = [fill, zero] if mask.hides else [zero, fill]
+        where = ir.node("Where", [mask.value, *branches], name=f"{node.name}/mask")
+        where.outputs[0].name = self.context.new_name(model, f"{node.name}/mask_output_0")
+        where.outputs[0].dtype = ir.DataType.FLOAT
+        made.append(where)
+        return where.outputs[0]
+
+    def _number(self, model: ir.Model, node: ir.Node, number: float) -> ir.Value:
+        assert isinstance(node.graph, ir.Graph)
+        tensor = ir.Tensor(np.array(number, np.float32), name=self.context.new_name(model, f"{node.name}/number"))
+        value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]), const_value=tensor)
+        node.graph.register_initializer(value)
+        return value
+
+    def _finish(self, model: ir.Model) -> None:
+        context = self.context
+        nodes = nodes_of(model, OP_TYPE)
+        neutral = {"mask": np.zeros(1, np.float32)}
+        fill_missing(nodes, INPUTS, (), lambda _: neutral, lambda name: context.new_name(model, name))
+        model.opset_imports[ORTOLAN_DOMAIN] = 1
+        model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+        if context.portable:
+            function = nomad_attention_function(model.opset_imports[""], _uses(nodes))
+            model.functions[function.identifier()] = function
+
+
+def _uses(nodes: list[ir.Node]) -> Uses:
+    def some(name: str) -> bool:
+        return any(node.attributes[name].as_int() == 1 for node in nodes)
+
+    heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
+    grouped = any(kv_heads not in (0, count) for count, kv_heads in heads)
+    return Uses(mask=True, grouped=grouped, causal=some("causal"), zero_hidden_rows=some("zero_hidden_rows"))
+
+
+def _remove_dead(value: ir.Value) -> None:
+    """Removes what only computed a value that nothing uses any more."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        node = one.producer()
+        if node is None:
+            if one.is_initializer():
+                remove_unused(one)
+        elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            waiting += [source for source in node.inputs if source is not None]
+            node.graph.remove(node, safe=True)

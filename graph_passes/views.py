@@ -1,0 +1,116 @@
+"""What a chain of Reshape and Transpose does to a tensor, followed dimension by dimension.
+
+Exporters split and merge heads in several ways: [B, S, W] -> [B, S, H, D] -> [B, H, S, D], perhaps by way of
+[B H, S, D]. A View keeps the tensor's axes as lists of atoms; a Reshape splits and groups atoms without changing their
+order, a Transpose permutes axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from .dimensions import Dim, Dimensions, Shape, permutation
+
+
+class Atom:
+    """A factor of a dimension. Split atoms are replaced by their parts."""
+
+    def __init__(self, dim: Dim, source: int, stride: int = 1) -> None:
+        self.dim = dim
+        self.source = source  # the axis of the original tensor that it is, or is a part of
+        self.stride = stride  # along that axis, from one of it to the next
+
+
+class View:
+    def __init__(self, shape: Shape) -> None:
+        self.axes = [[Atom(dim, axis)] for axis, dim in enumerate(shape)]
+
+    def apply(self, node: ir.Node, dims: Dimensions) -> bool:
+        """Follows a Reshape or Transpose, or an operator that moves nothing. False: what it does is not known."""
+        if node.op_type == "Transpose":
+            self.permuted(*permutation(node, len(self.axes)))
+        elif node.op_type == "Reshape":
+            target = dims.reshape_target(node)
+            return target is not None and self._reshape(target)
+        return True
+
+    def dim(self, axis: int) -> int | None:
+        """The size of an axis, if it is a number."""
+        sizes = [atom.dim for atom in self.axes[axis] if isinstance(atom.dim, int)]
+        return math.prod(sizes) if len(sizes) == len(self.axes[axis]) else None
+
+    def split_heads(self, heads: int, head_dim: int) -> View | None:
+        """[batch, rows, width] as [batch, rows, heads, head_dim], if that is its width."""
+        dims = [axis[0].dim for axis in self.axes[:2]]
+        return self if self._reshape([*dims, heads, head_dim]) and len(self.axes) == 4 else None
+
+    def permuted(self, *axes: int) -> View:
+        self.axes = [self.axes[axis] for axis in axes]
+        return self
+
+    def merged(self, axis: int) -> View:
+        """An axis and the one behind it in one."""
+        self.axes[axis : axis + 2] = [self.axes[axis] + self.axes[axis + 1]]
+        return self
+
+    def sources(self) -> list[list[tuple[int, int]]]:
+        """For each axis, the original axes that it is made of, in order: (axis, stride along it).
+
+        Two views of one tensor with the same sources are the same. Sizes of 1 say nothing and are left out.
+        """
+        found = []
+        for axis in self.axes:
+            atoms: list[Atom] = []
+            for atom in axis:
+                last = atoms[-1] if atoms else None
+                span = atom.stride * atom.dim if isinstance(atom.dim, int) else None
+                if last is not None and (last.source, last.stride) == (atom.source, span):
+                    atoms[-1] = Atom(None, atom.source, atom.stride)
+                elif atom.dim != 1:
+                    atoms.append(atom)
+            found.append([(atom.source, atom.stride) for atom in atoms])
+        return found
+
+    def _reshape(self, target: Sequence[Dim | None]) -> bool:
+        atoms = [atom for axis in self.axes for atom in axis]
+        open_axes = [axis for axis, dim in enumerate(target) if dim is None or dim == -1]
+        if len(open_axes) > 1:
+            return False
+        split = open_axes[0] if open_axes else len(target)
+        front = [_take(atoms, dim, 0) for dim in target[:split]]
+        back = [_take(atoms, dim, -1) for dim in reversed(target[split + 1 :])]
+        if any(axis is None for axis in (*front, *back)) or (atoms and not open_axes):
+            return False
+        middle = [atoms] if open_axes else []
+        self.axes = [axis for axis in (*front, *middle, *reversed(back)) if axis is not None]
+        return True
+
+
+def _take(atoms: list[Atom], dim: Dim | None, end: int) -> list[Atom] | None:
+    """Takes atoms that make up `dim` away from one end of the list, 0 or -1; None if they do not."""
+    if not isinstance(dim, int):
+        return [atoms.pop(end)] if atoms and atoms[end].dim == dim else None
+    if dim == 1:
+        return [atoms.pop(end)] if atoms and atoms[end].dim == 1 else []
+    taken: list[Atom] = []
+    left = dim
+    while left > 1:
+        size = atoms[end].dim if atoms else None
+        if not isinstance(size, int) or size == 0:
+            return None
+        atom = atoms.pop(end)
+        if left % size == 0:
+            left //= size
+        elif size % left == 0:
+            outer, inner = (size // left, left) if end else (left, size // left)
+            parts = Atom(outer, atom.source, atom.stride * inner), Atom(inner, atom.source, atom.stride)
+            rest, atom = parts if end else parts[::-1]
+            atoms.insert(len(atoms) if end else 0, rest)
+            left = 1
+        else:
+            return None
+        taken.insert(0 if end else len(taken), atom)
+    return taken

@@ -1,0 +1,431 @@
+// The loop over blocks of keys and of query rows, once for all x86 tiers (as in FlashAttention: scores never leave the
+// cache, each block of keys corrects what the ones before made). Included by x86_*.cc only; local to each.
+//
+// Lanes are query rows, so that no maximum or sum crosses lanes. Numbers are multiplied in units of 32 bits: one
+// float32, or a pair of bfloat16 (kUnit = 2), two inputs or two keys of the same lane.
+//
+//     queries        [units of head_dim][kRows]      times scale log2(e), transposed
+//     keys           [key][units of head_dim]        as they are
+//     scores         [key][kRows]                    in powers of two
+//     probabilities  [unit of keys][kRows]           in place of the scores
+//     values         [unit of keys][padded_dim]      zeros behind head_dim
+//
+// A tier gives a struct Simd: that of support/vector_math.h and
+//     kUnit
+//     kVectors                                       of a block of rows: 1 … 4
+//     kTileRows[vectors of values]                   rows of a tile of y; the lanes of one vector are a multiple
+//     kTileVectors                                   most vectors of values in a tile
+//     kTileKeys[vectors of rows]                     keys of a tile of scores
+//     void Transpose(Float (&)[kLanes])
+//     Float SelectLess(a, b, x, y)                   a < b ? x : y; y if a or b is NaN
+//     Float Exp2(a)                                  2^a, a <= 0; NaN of NaN; zero below -126.5
+//     Float Pack(a, b)                               the units of a (kUnit = 1), or pairs of a and b
+//     void PackRow(const float* from, int64_t n, float* to)   units of n numbers in a row, padded with zeros
+//     Float MultiplyAddUnits(a, b, c)                a b + c of units a and b, floats c
+#pragma once
+
+#include <cstdint>
+
+#include "nomad_attention/nomad_attention.h"
+#include "support/vector_math.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd>
+class AttentionLoop {
+  using Float = typename Simd::Float;
+  static constexpr int64_t kLanes = Simd::kLanes;
+  static constexpr int kVectors = Simd::kVectors;
+  static constexpr int64_t kUnit = Simd::kUnit;
+  static constexpr int64_t kRows = kVectors * kLanes;
+  static constexpr int64_t kBlocks = (kAttentionRows + kRows - 1) / kRows;
+  static constexpr int64_t kKeys = 64 * kUnit;  // of a block
+  static constexpr float kLowest = -0x1.fffffep127f;
+  static constexpr float kMinusInfinity = -__builtin_inff();
+  static constexpr float kLog2E = 1.44269504f;
+
+  struct Block {
+    int64_t first;       // row
+    int64_t rows;        // 1 … kRows
+    int64_t least_seen;  // of the keys, by its rows
+    int64_t most_seen;
+    float* queries;
+    float* out;         // [kRows][padded_dim], not yet divided by sum
+    float most[kRows];  // score so far
+    float sum[kRows];
+    float correction[kRows];
+    float seen[kRows];  // keys, if causal
+  };
+
+  const AttentionArgs& args_;
+  int64_t dim_units_;
+  int64_t padded_dim_;
+  float* keys_;
+  float* values_;
+  float* scores_;
+  float* bias_;  // [kKeys]
+  Block* blocks_;
+
+  static int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+  static int64_t DimUnits(int64_t head_dim) { return (head_dim + kUnit - 1) / kUnit; }
+  static int64_t PaddedKeyUnits(int64_t head_dim) { return RoundUp(DimUnits(head_dim), 16); }
+
+  AttentionLoop(const AttentionArgs& args, void* scratch)
+      : args_(args), dim_units_(DimUnits(args.head_dim)), padded_dim_(RoundUp(args.head_dim, kLanes)) {
+    float* next = static_cast<float*>(scratch);
+    const auto take = [&](int64_t count) {
+      float* taken = next;
+      next += RoundUp(count, 16);
+      return taken;
+    };
+    scores_ = take(kKeys * kRows);
+    keys_ = take(kKeys * PaddedKeyUnits(args.head_dim));
+    values_ = take(kKeys / kUnit * padded_dim_);
+    bias_ = take(kKeys);
+    float* queries = take(kBlocks * dim_units_ * kRows);
+    float* out = take(kBlocks * kRows * padded_dim_);
+    blocks_ = reinterpret_cast<Block*>(next);
+    for (int64_t b = 0; b < kBlocks; ++b) {
+      blocks_[b].queries = queries + b * dim_units_ * kRows;
+      blocks_[b].out = out + b * kRows * padded_dim_;
+    }
+  }
+
+  static const float* At(const float* from, int64_t bytes) {
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
+  }
+  int64_t HeadOf(int64_t row) const { return row / args_.queries; }
+  int64_t QueryOf(int64_t row) const { return row % args_.queries; }
+  const float* QueryRow(int64_t row) const {
+    return At(args_.q, HeadOf(row) * args_.q_head_bytes + QueryOf(row) * args_.q_row_bytes);
+  }
+  const float* MaskRow(int64_t row) const {
+    return args_.mask + HeadOf(row) * args_.mask_head_stride + QueryOf(row) * args_.mask_query_stride;
+  }
+  // Some lanes of one vector, or all of them.
+  static Float LoadSome(const float* from, int64_t count) {
+    return count >= kLanes ? Simd::Load(from) : Simd::LoadFirst(from, count);
+  }
+
+  // A column of kLanes rows' numbers at from(row), each of `count` <= kLanes.
+  template <typename From>
+  static void LoadTransposed(int64_t rows, int64_t count, const From& from, Float (&lanes)[kLanes]) {
+    if (rows >= kLanes && count >= kLanes) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] = Simd::Load(from(i));
+    } else {
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] = i < rows ? LoadSome(from(i), count) : Simd::Set(0.0f);
+    }
+    Simd::Transpose(lanes);
+  }
+
+  void Begin(Block& block, int64_t first, int64_t rows) const {
+    block.first = first;
+    block.rows = rows;
+    block.least_seen = block.most_seen = args_.keys;
+    if (args_.causal) {
+      block.least_seen = args_.keys;
+      block.most_seen = 0;
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t seen = QueryOf(first + i) + args_.keys - args_.queries + 1;
+        block.seen[i] = static_cast<float>(seen);
+        block.least_seen = seen < block.least_seen ? seen : block.least_seen;
+        block.most_seen = seen > block.most_seen ? seen : block.most_seen;
+      }
+      for (int64_t i = rows; i < kRows; ++i) block.seen[i] = static_cast<float>(args_.keys);
+    }
+    for (int64_t i = 0; i < kRows; ++i) block.most[i] = kLowest;
+    for (int64_t i = 0; i < kRows; ++i) block.sum[i] = 0;
+    const Float factor = Simd::Set(args_.scale * kLog2E);
+    for (int64_t lane = 0; lane < rows; lane += kLanes) {
+      const float* from[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) from[i] = lane + i < rows ? QueryRow(first + lane + i) : nullptr;
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        Float columns[kLanes];
+        LoadTransposed(rows - lane, args_.head_dim - d, [&](int64_t i) { return from[i] + d; }, columns);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; i += kUnit) {
+          if (d + i >= args_.head_dim) break;
+          Simd::Store(block.queries + (d + i) / kUnit * kRows + lane,
+                      Simd::Pack(Simd::Multiply(columns[i], factor), Simd::Multiply(columns[i + kUnit - 1], factor)));
+        }
+      }
+    }
+  }
+
+  void CopyKeysAndValues(int64_t first, int64_t keys) const {
+    const int64_t stride = PaddedKeyUnits(args_.head_dim);
+    for (int64_t j = 0; j < keys; ++j) {
+      Simd::PackRow(At(args_.k, (first + j) * args_.k_row_bytes), args_.head_dim, keys_ + j * stride);
+    }
+    for (int64_t j = 0; j < keys; j += kUnit) {
+      const float* a = At(args_.v, (first + j) * args_.v_row_bytes);
+      const float* b = At(args_.v, (first + j + kUnit - 1) * args_.v_row_bytes);
+      const bool pair = j + kUnit - 1 < keys;
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        const Float first_key = LoadSome(a + d, args_.head_dim - d);
+        const Float second_key = pair ? LoadSome(b + d, args_.head_dim - d) : Simd::Set(0.0f);
+        Simd::Store(values_ + j / kUnit * padded_dim_ + d, Simd::Pack(first_key, second_key));
+      }
+    }
+  }
+
+  // A mask in powers of two. The lowest floats stay what they are: times log2(e) they would be -Inf.
+  static Float InPowersOfTwo(Float mask) {
+    return Simd::SelectLess(mask, Simd::Set(-0x1p126f), mask, Simd::Multiply(mask, Simd::Set(kLog2E)));
+  }
+
+  // One number a key for all rows.
+  void FillBias(int64_t first, int64_t keys) const {
+    for (int64_t j = 0; j < keys; ++j) bias_[j] = 0;
+    if (args_.mask == nullptr || !MaskIsByKey()) return;
+    if (args_.mask_key_stride == 0) {
+      for (int64_t j = 0; j < keys; ++j) bias_[j] = *args_.mask;
+    } else {
+      for (int64_t j = 0; j < keys; ++j) bias_[j] = args_.mask[first + j];
+    }
+    for (int64_t j = 0; j < keys; j += kLanes) {
+      Simd::Store(bias_ + j, InPowersOfTwo(Simd::Load(bias_ + j)));
+    }
+  }
+
+  bool MaskIsByKey() const { return args_.mask_head_stride == 0 && args_.mask_query_stride == 0; }
+
+  // Puts into the scores what is added to each of them: the mask, and -Inf where causal hides a key.
+  void FillScores(const Block& block, int64_t first, int64_t keys) const {
+    const bool by_row = args_.mask != nullptr && !MaskIsByKey();
+    for (int64_t lane = 0; lane < block.rows; lane += kLanes) {
+      for (int64_t j = 0; j < keys; j += kLanes) {
+        const int64_t count = keys - j < kLanes ? keys - j : kLanes;
+        Float columns[kLanes];
+        if (by_row && args_.mask_key_stride == 1) {
+          LoadTransposed(
+              block.rows - lane, count, [&](int64_t i) { return MaskRow(block.first + lane + i) + first + j; },
+              columns);
+        } else if (by_row) {
+          float rows[kLanes] = {};
+          for (int64_t i = 0; i < kLanes && lane + i < block.rows; ++i) rows[i] = *MaskRow(block.first + lane + i);
+          for (int64_t i = 0; i < kLanes; ++i) columns[i] = Simd::Load(rows);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+          Float value = by_row ? InPowersOfTwo(columns[i]) : Simd::Set(bias_[j + i]);
+          if (args_.causal) {
+            value = Simd::SelectLess(Simd::Set(static_cast<float>(first + j + i)), Simd::Load(block.seen + lane), value,
+                                     Simd::Set(kMinusInfinity));
+          }
+          Simd::Store(scores_ + (j + i) * kRows + lane, value);
+        }
+      }
+    }
+  }
+
+  // Scores of kTileKeys keys from `key` on, for kTileVectors vectors of rows; what is added to them stands in bias_, or
+  // in the scores.
+  template <int kTileVectors, int kTileKeys, bool kFilled>
+  void ScoreTile(const Block& block, int64_t key, Float (&most)[kTileVectors]) const {
+    const int64_t stride = PaddedKeyUnits(args_.head_dim);
+    const float* keys = keys_ + key * stride;
+    Float sum[kTileKeys][kTileVectors];
+#pragma GCC unroll 16
+    for (int j = 0; j < kTileKeys; ++j) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) sum[j][i] = Simd::Set(0.0f);
+    }
+    const float* queries = block.queries;
+    for (int64_t d = 0; d < dim_units_; ++d, queries += kRows) {
+      Float query[kTileVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) query[i] = Simd::Load(queries + i * kLanes);
+#pragma GCC unroll 16
+      for (int j = 0; j < kTileKeys; ++j) {
+        const Float number = Simd::Set(keys[j * stride + d]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) sum[j][i] = Simd::MultiplyAddUnits(query[i], number, sum[j][i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < kTileKeys; ++j) {
+      float* to = scores_ + (key + j) * kRows;
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) {
+        const Float bias = kFilled ? Simd::Load(to + i * kLanes) : Simd::Set(bias_[key + j]);
+        const Float score = Simd::Add(sum[j][i], bias);
+        most[i] = Simd::Max(score, most[i]);
+        Simd::Store(to + i * kLanes, score);
+      }
+    }
+  }
+
+  // Scores, then probabilities (not yet divided by their sum) of a block of keys.
+  template <int kTileVectors, bool kFilled>
+  void Score(Block& block, int64_t keys) const {
+    constexpr int kTileKeys = Simd::kTileKeys[kTileVectors - 1];
+    Float most[kTileVectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
+    int64_t key = 0;
+    for (; key + kTileKeys <= keys; key += kTileKeys) ScoreTile<kTileVectors, kTileKeys, kFilled>(block, key, most);
+    for (; key < keys; ++key) ScoreTile<kTileVectors, 1, kFilled>(block, key, most);
+
+    Float sum[kTileVectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) {
+      const Float correction = Simd::Exp2(Simd::Subtract(Simd::Load(block.most + i * kLanes), most[i]));
+      Simd::Store(block.most + i * kLanes, most[i]);
+      Simd::Store(block.correction + i * kLanes, correction);
+      sum[i] = Simd::Multiply(Simd::Load(block.sum + i * kLanes), correction);
+    }
+    for (int64_t j = 0; j < keys; j += kUnit) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) {
+        const float* from = scores_ + j * kRows + i * kLanes;
+        const Float a = Simd::Exp2(Simd::Subtract(Simd::Load(from), most[i]));
+        Float b = a;
+        sum[i] = Simd::Add(sum[i], a);
+        if constexpr (kUnit == 2) {
+          b = Simd::Set(0.0f);
+          if (j + 1 < keys) b = Simd::Exp2(Simd::Subtract(Simd::Load(from + kRows), most[i]));
+          sum[i] = Simd::Add(sum[i], b);
+        }
+        Simd::Store(scores_ + j / kUnit * kRows + i * kLanes, Simd::Pack(a, b));
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) Simd::Store(block.sum + i * kLanes, sum[i]);
+  }
+
+  // out = out correction + probabilities values, kTileVectors vectors of values from `d` on. kFirst: out is not made
+  // yet.
+  template <int kTileVectors, bool kFirst>
+  void AddValues(const Block& block, int64_t keys, int64_t d) const {
+    constexpr int kTileRows = Simd::kTileRows[kTileVectors - 1];
+    static_assert(kLanes % kTileRows == 0);
+    const int64_t units = (keys + kUnit - 1) / kUnit;
+    for (int64_t row = 0; row < block.rows; row += kTileRows) {
+      float* out = block.out + row * padded_dim_ + d;
+      Float sum[kTileRows][kTileVectors];
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        [[maybe_unused]] const Float correction = Simd::Set(block.correction[row + r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) {
+          sum[r][i] = Simd::Set(0.0f);
+          if constexpr (!kFirst) sum[r][i] = Simd::Multiply(Simd::Load(out + r * padded_dim_ + i * kLanes), correction);
+        }
+      }
+      const float* probabilities = scores_ + row;
+      const float* values = values_ + d;
+      for (int64_t j = 0; j < units; ++j, probabilities += kRows, values += padded_dim_) {
+        Float value[kTileVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) value[i] = Simd::Load(values + i * kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < kTileRows; ++r) {
+          const Float probability = Simd::Set(probabilities[r]);
+#pragma GCC unroll 4
+          for (int i = 0; i < kTileVectors; ++i) sum[r][i] = Simd::MultiplyAddUnits(value[i], probability, sum[r][i]);
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) Simd::Store(out + r * padded_dim_ + i * kLanes, sum[r][i]);
+      }
+    }
+  }
+
+  template <int kTileVectors>
+  void Attend(Block& block, int64_t first, int64_t keys) const {
+    const bool by_row = args_.mask != nullptr && !MaskIsByKey();
+    const bool hides = args_.causal && block.least_seen < first + keys;
+    if (by_row || hides) {
+      FillScores(block, first, keys);
+      Score<kTileVectors, true>(block, keys);
+    } else {
+      Score<kTileVectors, false>(block, keys);
+    }
+    if (first == 0) return AddValues<true>(block, keys);
+    AddValues<false>(block, keys);
+  }
+
+  template <bool kFirst>
+  void AddValues(const Block& block, int64_t keys) const {
+    int64_t d = 0;
+    for (; d + Simd::kTileVectors * kLanes <= padded_dim_; d += Simd::kTileVectors * kLanes) {
+      AddValues<Simd::kTileVectors, kFirst>(block, keys, d);
+    }
+    if constexpr (Simd::kTileVectors > 3) {
+      if (padded_dim_ - d == 3 * kLanes) return AddValues<3, kFirst>(block, keys, d);
+    }
+    if constexpr (Simd::kTileVectors > 2) {
+      if (padded_dim_ - d == 2 * kLanes) return AddValues<2, kFirst>(block, keys, d);
+    }
+    if (d < padded_dim_) AddValues<1, kFirst>(block, keys, d);
+  }
+
+  void AttendRows(Block& block, int64_t first, int64_t keys) const {
+    if constexpr (kVectors > 3) {
+      if (block.rows > 3 * kLanes) return Attend<4>(block, first, keys);
+    }
+    if constexpr (kVectors > 2) {
+      if (block.rows > 2 * kLanes) return Attend<3>(block, first, keys);
+    }
+    if (block.rows > kLanes) return Attend<2>(block, first, keys);
+    Attend<1>(block, first, keys);
+  }
+
+  void Write(Block& block) const {
+    float* factors = block.correction;
+    for (int64_t i = 0; i < block.rows; i += kLanes) {
+      Simd::Store(factors + i, Simd::Divide(Simd::Set(1.0f), Simd::Load(block.sum + i)));
+    }
+    for (int64_t i = 0; i < block.rows; ++i) {
+      const int64_t row = block.first + i;
+      float* y = const_cast<float*>(At(args_.y, HeadOf(row) * args_.y_head_bytes + QueryOf(row) * args_.y_row_bytes));
+      const float* out = block.out + i * padded_dim_;
+      const Float factor = Simd::Set(factors[i]);
+      const bool hidden = args_.zero_hidden_rows && !(block.sum[i] > 0);
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        const Float value = hidden ? Simd::Set(0.0f) : Simd::Multiply(Simd::Load(out + d), factor);
+        if (args_.head_dim - d >= kLanes) {
+          Simd::Store(y + d, value);
+        } else {
+          Simd::StoreFirst(y + d, args_.head_dim - d, value);
+        }
+      }
+    }
+  }
+
+ public:
+  static int64_t ScratchBytes(int64_t head_dim) {
+    const int64_t padded_dim = RoundUp(head_dim, kLanes);
+    const int64_t floats = kKeys * kRows + kKeys * PaddedKeyUnits(head_dim) + kKeys / kUnit * padded_dim + kKeys +
+                           kBlocks * kRows * (DimUnits(head_dim) + padded_dim) + 6 * 16;
+    return floats * static_cast<int64_t>(sizeof(float)) + kBlocks * static_cast<int64_t>(sizeof(Block));
+  }
+
+  static void Run(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch) {
+    const AttentionLoop loop(args, scratch);
+    const int64_t blocks = (row_end - row_begin + kRows - 1) / kRows;
+    int64_t keys = 0;  // that some row sees
+    for (int64_t b = 0; b < blocks; ++b) {
+      Block& block = loop.blocks_[b];
+      const int64_t first = row_begin + b * kRows;
+      loop.Begin(block, first, row_end - first < kRows ? row_end - first : kRows);
+      keys = block.most_seen > keys ? block.most_seen : keys;
+    }
+    for (int64_t first = 0; first < keys; first += kKeys) {
+      const int64_t count = keys - first < kKeys ? keys - first : kKeys;
+      loop.CopyKeysAndValues(first, count);
+      loop.FillBias(first, count);
+      for (int64_t b = 0; b < blocks; ++b) {
+        if (first < loop.blocks_[b].most_seen) loop.AttendRows(loop.blocks_[b], first, count);
+      }
+    }
+    for (int64_t b = 0; b < blocks; ++b) loop.Write(loop.blocks_[b]);
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,84 @@
+// NoMADAttention: scaled dot-product attention, exact (no approximation but rounding).
+//
+//     s[i, j] = scale (q[i] . k[j]) + mask[i, j]         i < queries, j < keys
+//     y[i]    = sum over j of p[i, j] v[j],   p[i, j] = exp(s[i, j]) / sum over l of exp(s[i, l])
+//
+// for each of `heads` query heads, which share one head of keys and values. causal: the queries are the last of the
+// keys, query i does not see the keys j > i + keys - queries (their s is -Inf).
+//
+// Error, with u = 2^-24, of the kernels that multiply float32 (precision 32), against the exact formula; dots is the
+// sum of |q[i, d] k[j, d]|:
+//
+//     e[j] = (head_dim + 4) u |scale| dots[j]  +  4 u (|s[j]| + |max over l of s[l]|)
+//     |error of y| <= 2 sum over j of p[j] |v[j]| (e[j] + e' + (keys + 16) u)  + keys 2^-125 max |v|,
+//         e' = sum over j of p[j] e[j]
+//
+// while all e[j] that p[j] does not make negligible are below 1/2. Kernels of precision 16 round scale q, k, p and v to
+// bfloat16 and add up in float32: e[j] grows by 2^-7 |scale| dots[j], the term (keys + 16) u by 2^-7. Weights below
+// 2^-126 of a row's largest may count as zero.
+//
+// A mask of -Inf takes a key out: its p is 0. In a row where all s are -Inf, y is NaN; where they all are the lowest
+// float (-3.4e38), which absorbs the products, y is the mean of v: as ONNX Softmax has it. A NaN in a row of s, or a
+// +Inf, makes the row of y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch has it for
+// masks of truth values. Inf and NaN in v reach y by IEEE 754's rules, also where p is 0; those of keys that
+// causal hides may or may not. |s| above 2^126 may count as Inf.
+//
+// A kernel works on a range of rows, row r being query r % queries of head r / queries. It allocates nothing and knows
+// no threads.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "isa/isa.h"
+
+namespace ortolan {
+
+// Of one head of keys and values, of one batch. Bytes are those from one to the next.
+struct AttentionArgs {
+  int64_t heads = 1;
+  int64_t queries = 0;
+  int64_t keys = 0;  // 1 … 2^24; at least `queries` if causal
+  int64_t head_dim = 0;
+  const float* q = nullptr;  // [heads][queries][head_dim]
+  int64_t q_head_bytes = 0;
+  int64_t q_row_bytes = 0;
+  const float* k = nullptr;  // [keys][head_dim]
+  int64_t k_row_bytes = 0;
+  const float* v = nullptr;  // [keys][head_dim]
+  int64_t v_row_bytes = 0;
+  const float* mask = nullptr;   // [heads][queries][keys], or null: none
+  int64_t mask_head_stride = 0;  // these three in elements; 0 where it is broadcast
+  int64_t mask_query_stride = 0;
+  int64_t mask_key_stride = 0;  // 0 or 1
+  float scale = 1.0f;
+  bool causal = false;
+  bool zero_hidden_rows = false;
+  float* y = nullptr;  // [heads][queries][head_dim]; overlaps nothing
+  int64_t y_head_bytes = 0;
+  int64_t y_row_bytes = 0;
+};
+
+// The rows of one call: enough to make up for copying each key and value.
+inline constexpr int64_t kAttentionRows = 128;
+
+// Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: ScratchBytes of the kernel, aligned to 64
+// bytes.
+using AttentionFn = void(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
+using AttentionScratchFn = int64_t(int64_t keys, int64_t head_dim);
+
+struct AttentionKernel {
+  const char* name;
+  Isa isa;
+  int precision;  // of the products: 32 or 16, see above
+  AttentionScratchFn* scratch_bytes;
+  AttentionFn* run;
+};
+
+// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+std::span<const AttentionKernel> AttentionKernels();
+
+// The best kernel of at least this precision on a CPU of this tier. Never fails.
+const AttentionKernel& SelectAttention(Isa isa, int precision);
+
+}  // namespace ortolan

@@ -1,0 +1,260 @@
+// ORT adapter of NoMADAttention.
+//
+//     Y = softmax(scale Q K^T + mask) V, for each head
+//
+//     query float [B, S, H D], or query, key and value side by side [B, S, (H + 2 KV) D]
+//     mask float, optional, added to the scaled scores: of a shape that broadcasts to [B, H, S, T]
+//     key, value float [B, T, KV D], both left out where they are packed into query
+//     -> Y float [B, S, H D];   attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal,
+//     zero_hidden_rows (1: rows whose softmax is NaN, because nothing is left of their scores, give zeros), precision
+//     (32, or 16: products may be computed from bfloat16 where that is faster)
+//
+// Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
+//
+// The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
+// only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
+// [1], which stands for none.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "isa/isa.h"
+#include "nomad_attention/nomad_attention.h"
+#include "support/broadcast.h"
+#include "support/ort_op.h"
+#include "support/rooms.h"
+
+namespace ortolan {
+namespace {
+
+constexpr const char* kOpType = "NoMADAttention";
+constexpr int64_t kMaxKeys = int64_t{1} << 24;
+// Work below this many multiply-adds is not worth handing to another thread.
+constexpr int64_t kMinItemMacs = int64_t{1} << 19;
+constexpr size_t kAlignment = 64;
+
+enum Input : size_t { kQuery, kMask, kKey, kValue, kInputCount };
+
+class Kernel {
+ public:
+  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
+    heads_ = IntAttribute(info, "num_heads", node_);
+    kv_heads_ = IntAttributeOr(info, "kv_num_heads", 0);
+    if (kv_heads_ == 0) kv_heads_ = heads_;
+    if (heads_ < 1 || kv_heads_ < 1 || heads_ % kv_heads_ != 0) {
+      throw OpError(ErrorText(node_, ": num_heads is ", heads_, " and kv_num_heads ", kv_heads_,
+                              ", expected a positive number of heads and one that divides it"));
+    }
+    scale_ = FloatAttributeOr(info, "scale", 0);
+    if (!std::isfinite(scale_)) throw OpError(ErrorText(node_, ": scale is ", scale_, ", expected a finite number"));
+    causal_ = Flag(info, "causal");
+    zero_hidden_rows_ = Flag(info, "zero_hidden_rows");
+    const int64_t precision = IntAttributeOr(info, "precision", 32);
+    if (precision != 32 && precision != 16) {
+      throw OpError(ErrorText(node_, ": precision is ", precision, ", expected 32 or 16"));
+    }
+    precision_ = static_cast<int>(precision);
+    packed_ = !HasInput(info, kKey);
+    if (packed_ == HasInput(info, kValue)) {
+      throw OpError(ErrorText(node_, ": only one of the inputs key and value is given, expected both, or none and a ",
+                              "query that holds them, [B, S, (num_heads + 2 kv_num_heads) D]"));
+    }
+    has_mask_ = HasInput(info, kMask) && !IsConstantZero(info, kMask);
+    const Ort::ConstKernelInfo names(&info);
+    for (size_t i = 0; i < names.GetInputCount(); ++i) names_.push_back(names.GetInputName(i));
+  }
+
+  void Compute(Ort::KernelContext& context) {
+    const std::vector<int64_t> query_shape = Shape(context, kQuery);
+    const int64_t query_heads = packed_ ? heads_ + 2 * kv_heads_ : heads_;
+    if (query_shape.size() != 3 || query_shape[2] < 1 || query_shape[2] % query_heads != 0) {
+      throw OpError(Wrong(
+          kQuery, query_shape, "query",
+          ErrorText("[B, S, a multiple of ", query_heads, packed_ ? " heads of query, key and value]" : " heads]")));
+    }
+    Sizes sizes;
+    sizes.batch = query_shape[0];
+    sizes.queries = sizes.keys = query_shape[1];
+    sizes.head_dim = query_shape[2] / query_heads;
+    if (!packed_) {
+      const std::vector<int64_t> key_shape = Shape(context, kKey);
+      const int64_t width = kv_heads_ * sizes.head_dim;
+      if (key_shape.size() != 3 || key_shape[0] != sizes.batch || key_shape[2] != width) {
+        throw OpError(
+            Wrong(kKey, key_shape, "key",
+                  ErrorText("[", sizes.batch, ", T, ", width, "] (", kv_heads_, " heads of ", sizes.head_dim, ")")));
+      }
+      sizes.keys = key_shape[1];
+      const std::vector<int64_t> value_shape = Shape(context, kValue);
+      if (value_shape != key_shape) {
+        throw OpError(Wrong(kValue, value_shape, "value", ErrorText("that of the key, ", ShapeText(key_shape))));
+      }
+    }
+    if (sizes.keys > kMaxKeys) {
+      throw OpError(ErrorText(node_, ": there are ", sizes.keys, " keys, expected at most ", kMaxKeys));
+    }
+    if (causal_ && sizes.keys < sizes.queries) {
+      throw OpError(ErrorText(node_, ": causal with ", sizes.queries, " queries and ", sizes.keys,
+                              " keys, expected at least as many keys"));
+    }
+    const AttentionArgs args = Args(context, sizes);
+    if (sizes.batch == 0 || sizes.queries == 0) return;
+    if (sizes.keys == 0) {  // sums of nothing
+      std::memset(args.y, 0, static_cast<size_t>(sizes.batch * sizes.queries * args.y_row_bytes));
+      return;
+    }
+    Run(context, sizes, args);
+  }
+
+ private:
+  struct Sizes {
+    int64_t batch = 0;
+    int64_t queries = 0;
+    int64_t keys = 0;
+    int64_t head_dim = 0;
+    std::vector<int64_t> mask_strides;  // of [B, H, S, T]; empty without a mask
+  };
+
+  bool Flag(const OrtKernelInfo& info, const char* name) const {
+    const int64_t flag = IntAttributeOr(info, name, 0);
+    if (flag != 0 && flag != 1) throw OpError(ErrorText(node_, ": ", name, " is ", flag, ", expected 0 or 1"));
+    return flag == 1;
+  }
+
+  static std::vector<int64_t> Shape(const Ort::KernelContext& context, size_t index) {
+    return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
+  }
+
+  std::string Wrong(size_t index, const std::vector<int64_t>& shape, const char* meaning,
+                    const std::string& expected) const {
+    return ErrorText(node_, ": ", meaning, " '", names_[index], "' has shape ", ShapeText(shape), ", expected ",
+                     expected, ". Feed the model inputs of the shapes it was exported for.");
+  }
+
+  // Those of the first head of the first batch.
+  AttentionArgs Args(Ort::KernelContext& context, Sizes& sizes) const {
+    const int64_t head_bytes = sizes.head_dim * static_cast<int64_t>(sizeof(float));
+    AttentionArgs args;
+    args.heads = heads_ / kv_heads_;
+    args.queries = sizes.queries;
+    args.keys = sizes.keys;
+    args.head_dim = sizes.head_dim;
+    args.q = context.GetInput(kQuery).GetTensorData<float>();
+    args.q_head_bytes = head_bytes;
+    args.q_row_bytes = (packed_ ? heads_ + 2 * kv_heads_ : heads_) * head_bytes;
+    if (packed_) {
+      args.k = args.q + heads_ * sizes.head_dim;
+      args.v = args.k + kv_heads_ * sizes.head_dim;
+    } else {
+      args.k = context.GetInput(kKey).GetTensorData<float>();
+      args.v = context.GetInput(kValue).GetTensorData<float>();
+    }
+    args.k_row_bytes = args.v_row_bytes = packed_ ? args.q_row_bytes : kv_heads_ * head_bytes;
+    if (has_mask_) {
+      const std::vector<int64_t> mask_shape = Shape(context, kMask);
+      const std::vector<int64_t> full{sizes.batch, heads_, sizes.queries, sizes.keys};
+      if (mask_shape.size() > full.size() || BroadcastShape(full, mask_shape) != full) {
+        throw OpError(Wrong(kMask, mask_shape, "mask", "one that broadcasts to " + ShapeText(full)));
+      }
+      sizes.mask_strides = BroadcastStrides(mask_shape, full);
+      args.mask = context.GetInput(kMask).GetTensorData<float>();
+      args.mask_head_stride = args.heads > 1 ? sizes.mask_strides[1] : 0;
+      args.mask_query_stride = sizes.mask_strides[2];
+      args.mask_key_stride = sizes.mask_strides[3];
+    }
+    args.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(sizes.head_dim));
+    args.causal = causal_;
+    args.zero_hidden_rows = zero_hidden_rows_;
+    args.y = context.GetOutput(0, {sizes.batch, sizes.queries, heads_ * sizes.head_dim}).GetTensorMutableData<float>();
+    args.y_head_bytes = head_bytes;
+    args.y_row_bytes = heads_ * head_bytes;
+    return args;
+  }
+
+  // Of one head of keys and values.
+  AttentionArgs ArgsOf(const AttentionArgs& first, const Sizes& sizes, int64_t batch, int64_t kv_head) const {
+    const auto floats = [](int64_t bytes) { return bytes / static_cast<int64_t>(sizeof(float)); };
+    AttentionArgs args = first;
+    const int64_t head = kv_head * args.heads;
+    args.q += batch * sizes.queries * floats(args.q_row_bytes) + head * sizes.head_dim;
+    args.k += batch * sizes.keys * floats(args.k_row_bytes) + kv_head * sizes.head_dim;
+    args.v += batch * sizes.keys * floats(args.v_row_bytes) + kv_head * sizes.head_dim;
+    args.y += batch * sizes.queries * floats(args.y_row_bytes) + head * sizes.head_dim;
+    if (args.mask != nullptr) args.mask += batch * sizes.mask_strides[0] + head * sizes.mask_strides[1];
+    return args;
+  }
+
+  void Run(const Ort::KernelContext& context, const Sizes& sizes, const AttentionArgs& first) const {
+    const AttentionKernel& kernel = SelectAttention(ActiveIsa(), precision_);
+    const size_t scratch_bytes = static_cast<size_t>(kernel.scratch_bytes(sizes.keys, sizes.head_dim)) + kAlignment;
+    const int64_t rows = first.heads * sizes.queries;
+    const int64_t chunks = (rows + kAttentionRows - 1) / kAttentionRows;
+    const int64_t units = sizes.batch * kv_heads_ * chunks;
+    const int64_t unit_macs = 2 * std::min(rows, kAttentionRows) * sizes.keys * sizes.head_dim;
+    const int64_t most_items = std::clamp<int64_t>(units * unit_macs / kMinItemMacs, 1, units);
+    const int64_t item_units = (units + most_items - 1) / most_items;
+    // Scratch is an item's own, so that a thread uses the same memory again and again, which stays in its cache.
+    std::atomic<bool> no_memory{false};
+    ParallelFor(context, (units + item_units - 1) / item_units, [&](int64_t item) {
+      try {
+        const Scratch scratch(context, scratch_bytes);
+        const uintptr_t address = reinterpret_cast<uintptr_t>(scratch.data());
+        void* aligned = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+        const int64_t end = std::min(units, (item + 1) * item_units);
+        for (int64_t unit = item * item_units; unit < end; ++unit) {
+          const int64_t head = unit / chunks;
+          const int64_t row = unit % chunks * kAttentionRows;
+          kernel.run(ArgsOf(first, sizes, head / kv_heads_, head % kv_heads_), row,
+                     std::min(rows, row + kAttentionRows), aligned);
+        }
+      } catch (...) {  // of getting memory
+        no_memory = true;
+      }
+    });
+    if (no_memory) throw OpError(ErrorText(node_, ": no memory for ", scratch_bytes, " bytes of scratch a thread"));
+  }
+
+  std::string node_;
+  std::vector<std::string> names_;  // of the inputs
+  int64_t heads_ = 0;
+  int64_t kv_heads_ = 0;
+  float scale_ = 0;
+  int precision_ = 32;
+  bool causal_ = false;
+  bool zero_hidden_rows_ = false;
+  bool packed_ = false;
+  bool has_mask_ = false;
+};
+
+struct Op : OrtOp<Op, Kernel> {
+  const char* GetName() const { return kOpType; }
+  size_t GetInputTypeCount() const { return kInputCount; }
+  size_t GetOutputTypeCount() const { return 1; }
+  ONNXTensorElementDataType GetInputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
+    return index == kQuery ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
+  static void InferShape(OrtShapeInferContext* context) {
+    int64_t width = LastDimension(context, kQuery);
+    if (width < 0) return;
+    if (!HasMoreInputs(context, kKey)) {
+      const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
+      int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
+      if (kv_heads == 0) kv_heads = heads;
+      if (heads < 1 || kv_heads < 1 || width % (heads + 2 * kv_heads) != 0) return;  // the kernel complains
+      width = width / (heads + 2 * kv_heads) * heads;
+    }
+    CopyShape(context, width);
+  }
+};
+
+}  // namespace
+
+const OrtCustomOp* NoMADAttentionOp() {
+  static const Op op;
+  return &op;
+}
+
+}  // namespace ortolan

@@ -1,0 +1,71 @@
+// ortolan._native: kernels of NoMADAttention.
+#include "nomad_attention/nomad_attention.h"
+
+#include "bindings.h"
+
+namespace ortolan {
+namespace {
+
+Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k, const CastArray<float>& v,
+                            float scale, const std::optional<CastArray<float>>& mask, bool causal,
+                            bool zero_hidden_rows, int precision, const std::optional<std::string>& kernel_name) {
+  if (q.ndim() != 3 || k.ndim() != 2 || q.shape(2) < 1 || k.shape(1) != q.shape(2) || k.shape(0) < 1 || v.ndim() != 2 ||
+      v.shape(0) != k.shape(0) || v.shape(1) != k.shape(1)) {
+    throw std::invalid_argument(
+        "expected q [heads, queries, head_dim], k and v [keys, head_dim], keys and head_dim 1 or "
+        "more");
+  }
+  AttentionArgs args;
+  args.heads = q.shape(0);
+  args.queries = q.shape(1);
+  args.keys = k.shape(0);
+  args.head_dim = q.shape(2);
+  if (causal && args.keys < args.queries) throw std::invalid_argument("causal needs as many keys as queries, or more");
+  constexpr int64_t kFloat = sizeof(float);
+  args.q = q.data();
+  args.k = k.data();
+  args.v = v.data();
+  args.q_row_bytes = args.k_row_bytes = args.v_row_bytes = args.y_row_bytes = args.head_dim * kFloat;
+  args.q_head_bytes = args.y_head_bytes = args.queries * args.head_dim * kFloat;
+  if (mask) {
+    const int64_t full[] = {args.heads, args.queries, args.keys};
+    int64_t* const strides[] = {&args.mask_head_stride, &args.mask_query_stride, &args.mask_key_stride};
+    if (mask->ndim() != 3) throw std::invalid_argument("mask must be [heads, queries, keys], each of them or 1");
+    for (int i = 0; i < 3; ++i) {
+      if (mask->shape(i) != full[i] && mask->shape(i) != 1) {
+        throw std::invalid_argument("mask must be [heads, queries, keys], each of them or 1");
+      }
+      *strides[i] = mask->shape(i) == 1 ? 0 : mask->strides(i) / kFloat;
+    }
+    args.mask = mask->data();
+  }
+  args.scale = scale;
+  args.causal = causal;
+  args.zero_hidden_rows = zero_hidden_rows;
+  const AttentionKernel& kernel =
+      KernelByName(AttentionKernels(), SelectAttention(ActiveIsa(), precision), kernel_name);
+  Array<float> y({args.heads, args.queries, args.head_dim});
+  args.y = y.mutable_data();
+  py::gil_scoped_release release;
+  std::vector<char> scratch(static_cast<size_t>(kernel.scratch_bytes(args.keys, args.head_dim)) + 64);
+  char* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
+  const int64_t rows = args.heads * args.queries;
+  for (int64_t row = 0; row < rows; row += kAttentionRows) {
+    kernel.run(args, row, std::min(rows, row + kAttentionRows), aligned);
+  }
+  return y;
+}
+
+}  // namespace
+
+void BindNoMADAttention(py::module_& module) {
+  module.def(
+      "nomad_attention_kernels", [] { return KernelList(AttentionKernels()); },
+      "The rows of the room's kernel table, best first.");
+  module.def("nomad_attention", &NomadAttention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
+             py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
+             py::arg("precision") = 32, py::arg("kernel") = py::none(),
+             "softmax(scale q k^T + mask) v of heads that share k and v, on one thread, by the named or best kernel.");
+}
+
+}  // namespace ortolan

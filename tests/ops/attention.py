@@ -1,0 +1,78 @@
+"""Scaled dot-product attention in numpy, with the error bound of ops/nomad_attention/nomad_attention.h."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ortolan import _native
+
+from .single_node import U
+
+Floats = NDArray[np.float32]
+
+LOWEST = np.finfo(np.float32).min
+PRECISION = {"Avx512Bf16": 16}  # of the other kernels' products: 32
+
+
+def runnable_kernels() -> list[str]:
+    """Names of the kernel table's rows that this CPU can run."""
+    return [row["name"] for row in _native.nomad_attention_kernels() if row["runs_here"]]
+
+
+def scores(q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False) -> Floats:
+    """[..., queries, keys]: the formula's s, rounded once."""
+    s = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
+    if mask is not None:
+        s = s + mask
+    if causal:
+        queries, keys = s.shape[-2:]
+        s = np.where(np.tri(queries, keys, keys - queries, dtype=bool), s, -np.inf)
+    with np.errstate(over="ignore"):
+        return s.astype(np.float32)
+
+
+def attention(
+    q: Floats, k: Floats, v: Floats, scale: float, mask: Floats | None = None, causal: bool = False
+) -> NDArray[np.float64]:
+    """softmax(scale q k^T + mask) v by the plain formula; q, k and v are [..., rows, head_dim]."""
+    with np.errstate(invalid="ignore"):
+        return probabilities(scores(q, k, scale, mask, causal)) @ v.astype(np.float64)
+
+
+def probabilities(s: Floats) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):
+        p = np.exp(s.astype(np.float64) - s.max(-1, keepdims=True))
+        return p / p.sum(-1, keepdims=True)
+
+
+def assert_attention_close(
+    y: NDArray[np.floating],
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    scale: float,
+    mask: Floats | None = None,
+    causal: bool = False,
+    precision: int = 32,
+) -> None:
+    """y is attention(...) within the contract's bound. All inputs but the mask are finite."""
+    s = scores(q, k, scale, mask, causal)
+    p = probabilities(s)
+    dots = np.abs(q.astype(np.float64)) @ np.abs(k.astype(np.float64)).swapaxes(-1, -2)
+    head_dim, keys = q.shape[-1], k.shape[-2]
+    finite = np.where(np.isinf(s), 0, s.astype(np.float64))
+    e = (head_dim + 4) * U * abs(scale) * dots + 4 * U * (np.abs(finite) + np.abs(finite.max(-1, keepdims=True)))
+    relative = (keys + 16) * U
+    if precision == 16:
+        e += 2.0**-7 * abs(scale) * dots
+        relative += 2.0**-7
+    e = np.where(p > 1e-30, e, 0)
+    assert e.max() < 0.5, "the bound says nothing here"
+    magnitude = np.abs(v.astype(np.float64))
+    mean = (p * e).sum(-1, keepdims=True)
+    bound = 2 * ((p * (e + mean + relative)) @ magnitude) + keys * 2.0**-125 * magnitude.max(initial=0)
+    expected = p @ v.astype(np.float64)
+    assert y.shape == expected.shape
+    error = np.abs(y - expected)
+    assert np.all(error <= bound), f"largest error over bound: {np.max(error - bound)}, error {error.max()}"

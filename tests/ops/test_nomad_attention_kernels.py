@@ -1,0 +1,194 @@
+"""Every kernel of NoMADAttention against a numpy oracle, by the contract of ops/nomad_attention/nomad_attention.h."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import _native
+
+from .attention import LOWEST, PRECISION, Floats, assert_attention_close, attention, runnable_kernels
+
+KERNELS = runnable_kernels()
+all_kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def random(rng: np.random.Generator, heads: int, queries: int, keys: int, head_dim: int) -> tuple[Floats, ...]:
+    return tuple(
+        rng.standard_normal(shape, dtype=np.float32)
+        for shape in ((heads, queries, head_dim), (keys, head_dim), (keys, head_dim))
+    )
+
+
+def check(kernel: str, q: Floats, k: Floats, v: Floats, mask: Floats | None = None, causal: bool = False) -> None:
+    scale = float(q.shape[-1] ** -0.5)
+    y = _native.nomad_attention(q, k, v, scale, mask, causal, kernel=kernel)
+    assert_attention_close(y, q, k[None], v[None], scale, mask, causal, PRECISION.get(kernel, 32))
+
+
+def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
+    order = ["scalar", "avx2", "avx512", "avx512bf16"]
+    tiers = [order.index(row["isa"]) for row in _native.nomad_attention_kernels()]
+    assert tiers == sorted(tiers, reverse=True)
+    assert tiers[-1] == 0
+
+
+@all_kernels
+@pytest.mark.parametrize("head_dim", [1, 3, 8, 16, 17, 32, 33, 48, 64, 80, 96, 128, 160])
+def test_head_sizes(kernel: str, head_dim: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    for queries, keys in ((1, 1), (5, 9), (33, 70)):
+        check(kernel, *random(rng, 1, queries, keys, head_dim))
+
+
+@all_kernels
+@pytest.mark.parametrize("queries", [1, 2, 15, 16, 17, 31, 32, 40, 48, 63, 64, 65, 127, 128, 129, 200])
+def test_row_blocks(kernel: str, queries: int) -> None:
+    rng = np.random.default_rng(queries)
+    check(kernel, *random(rng, 1, queries, 20, 24))
+
+
+@all_kernels
+@pytest.mark.parametrize("keys", [1, 2, 7, 63, 64, 65, 127, 128, 129, 300])
+def test_key_blocks(kernel: str, keys: int) -> None:
+    rng = np.random.default_rng(keys)
+    check(kernel, *random(rng, 2, 11, keys, 24))
+
+
+MASKS = {"key": (1, 1, 0), "query": (1, 0, 1), "all": (0, 0, 0), "head": (0, 1, 0), "number": (1, 1, 1)}
+
+
+@all_kernels
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks(kernel: str, form: str, causal: bool) -> None:
+    rng = np.random.default_rng(0)
+    for heads, queries, keys in ((1, 20, 20), (3, 37, 90), (2, 70, 130)):
+        q, k, v = random(rng, heads, queries, keys, 16)
+        full = (heads, queries, keys)
+        shape = [1 if one else size for one, size in zip(MASKS[form], full, strict=True)]
+        mask = rng.standard_normal(shape, dtype=np.float32)
+        check(kernel, q, k, v, mask, causal)
+        if form != "number":
+            for hidden in (LOWEST, -np.inf, np.float32(-10000)):
+                # Key 0 stays, so that no row is hidden as a whole.
+                masked = np.where(rng.random(shape) < 0.4, hidden, mask).astype(np.float32)
+                masked[..., 0] = 0
+                check(kernel, q, k, v, masked, causal)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    heads=st.integers(1, 4),
+    queries=st.integers(1, 140),
+    more_keys=st.integers(0, 150),
+    head_dim=st.integers(1, 70),
+    mask=st.sampled_from([None, *MASKS]),
+    causal=st.booleans(),
+    magnitude=st.sampled_from([1e-20, 1.0, 3.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(heads, queries, more_keys, head_dim, mask, causal, magnitude, seed) -> None:
+    rng = np.random.default_rng(seed)
+    keys = queries + more_keys
+    q, k, v = random(rng, heads, queries, keys, head_dim)
+    values = None
+    if mask is not None:
+        shape = [1 if one else size for one, size in zip(MASKS[mask], (heads, queries, keys), strict=True)]
+        values = rng.standard_normal(shape, dtype=np.float32)
+    for kernel in KERNELS:
+        check(kernel, (q * magnitude).astype(np.float32), k, v, values, causal)
+
+
+@all_kernels
+def test_fewer_keys_than_queries(kernel: str) -> None:
+    check(kernel, *random(np.random.default_rng(1), 2, 50, 3, 20))
+
+
+@all_kernels
+@pytest.mark.parametrize("keys", [5, 150])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_rows_that_see_nothing(kernel: str, keys: int, by_row: bool) -> None:
+    """Of the lowest float everywhere, the mean; of -Inf everywhere, NaN: as ONNX Softmax."""
+    q, k, v = random(np.random.default_rng(2), 1, 20, keys, 24)
+    mask = np.zeros((1, 20 if by_row else 1, keys), np.float32)
+    mask[:, -1] = LOWEST
+    y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+    tolerance = 2.0**-7 if kernel in PRECISION else 1e-5
+    np.testing.assert_allclose(y[0, -1], v.astype(np.float64).mean(0), atol=tolerance)
+    mask[:, -1, : keys // 2] = -np.inf
+    y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+    np.testing.assert_allclose(y[0, -1], v[keys // 2 :].astype(np.float64).mean(0), atol=tolerance)
+    mask[:, -1] = -np.inf
+    y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+    assert np.isnan(y[0, -1]).all() and (np.isfinite(y[0, :-1]).all() or not by_row)
+    zeros = _native.nomad_attention(q, k, v, 0.5, mask, zero_hidden_rows=True, kernel=kernel)
+    np.testing.assert_array_equal(zeros, np.nan_to_num(y))
+
+
+@all_kernels
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.uint32(0x7F800001).view(np.float32), np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v", "mask"])
+@pytest.mark.parametrize("keys", [6, 100])
+def test_nan_and_infinity_spread_as_by_the_formula(kernel: str, where: str, bad: float, keys: int) -> None:
+    rng = np.random.default_rng(3)
+    for at in (0, keys - 1):
+        q, k, v = random(rng, 2, 18, keys, 20)
+        mask = rng.standard_normal((2, 18, keys), dtype=np.float32)
+        {"q": q[0, 7], "k": k[at], "v": v[at], "mask": mask[1, 3, at : at + 1]}[where][0] = bad
+        y = _native.nomad_attention(q, k, v, 0.25, mask, kernel=kernel)
+        expected = attention(q, k[None], v[None], 0.25, mask)
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+        same = ~np.isnan(expected)
+        np.testing.assert_allclose(y[same], expected[same], atol=0.1 if kernel in PRECISION else 1e-5)
+
+
+@all_kernels
+def test_hidden_keys_weigh_nothing(kernel: str) -> None:
+    """Whatever is in the padding, if it is finite."""
+    q, k, v = random(np.random.default_rng(4), 1, 40, 90, 24)
+    mask = np.zeros((1, 1, 90), np.float32)
+    mask[..., 50:] = LOWEST
+    y = _native.nomad_attention(q, k, v, 0.2, mask, kernel=kernel)
+    k[50:], v[50:] = 1e3, 3e38
+    np.testing.assert_array_equal(_native.nomad_attention(q, k, v, 0.2, mask, kernel=kernel), y)
+    np.testing.assert_array_equal(_native.nomad_attention(q, k[:50], v[:50], 0.2, kernel=kernel), y)
+
+
+@all_kernels
+def test_one_key_gives_its_value(kernel: str) -> None:
+    q, k, v = random(np.random.default_rng(5), 3, 20, 1, 40)
+    v = v.astype(np.float16).astype(np.float32) if kernel not in PRECISION else np.round(v)
+    y = _native.nomad_attention(q, k, v, 1.0, kernel=kernel)
+    np.testing.assert_array_equal(y, np.broadcast_to(v[0], y.shape))
+
+
+@all_kernels
+def test_large_scores(kernel: str) -> None:
+    """Differences far beyond exp's range: the largest score takes all."""
+    q = np.full((1, 4, 16), 1e8, np.float32)
+    k = np.zeros((100, 16), np.float32)
+    k[70] = 1e8
+    v = np.round(np.random.default_rng(6).standard_normal((100, 16)) * 8).astype(np.float32)
+    y = _native.nomad_attention(q, k, v, 1.0, kernel=kernel)
+    np.testing.assert_array_equal(y, np.broadcast_to(v[70], y.shape))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": np.ones((4, 3), np.float32)}, "expected q"),
+        ({"v": np.ones((3, 2), np.float32)}, "expected q"),
+        ({"mask": np.ones((1, 1, 3), np.float32)}, "mask must be"),
+        ({"mask": np.ones((4,), np.float32)}, "mask must be"),
+        ({"q": np.ones((1, 9, 2), np.float32), "causal": True}, "causal needs"),
+        ({"kernel": "Avx1024"}, "no kernel is called"),
+    ],
+)
+def test_wrong_arguments(change: dict, message: str) -> None:
+    given = {"q": np.ones((1, 3, 2)), "k": np.ones((4, 2)), "v": np.ones((4, 2)), "scale": 1.0}
+    _native.nomad_attention(**given)
+    with pytest.raises(ValueError, match=message):
+        _native.nomad_attention(**given | change)

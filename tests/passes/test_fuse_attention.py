@@ -1,0 +1,512 @@
+"""Attention as exporters write it becomes NoMADAttention and answers as before; what is none stays, with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import NodeProto, TensorProto, helper
+
+import ortolan
+from ortolan import OptimizationReport, Recipe, RecipeError
+from ortolan.models import tiny
+
+from .small_models import make_model, op_types, random_weight, relative_error, run
+
+B, S, H, D = 2, 9, 4, 12
+W = H * D
+LOWEST = float(np.finfo(np.float32).min)
+FLOAT, BOOL, INT64 = TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
+
+
+def recipe(*others: dict[str, Any], **options: Any) -> Recipe:
+    steps = [{"name": "normalize"}, *others, {"name": "fuse_attention", **options}, {"name": "verify", "seconds": 0.0}]
+    return Recipe.from_dict({"name": "fused", "pass": sorted(steps, key=lambda step: step["name"] == "verify")})
+
+
+@dataclass
+class Graph:
+    """Nodes of a model of one attention: x and perhaps mask to y. Its parts are named as they are usually written."""
+
+    nodes: list[NodeProto] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    inputs: dict[str, tuple[int, list[Any]]] = field(default_factory=lambda: {"x": (FLOAT, ["batch", "rows", W])})
+    outputs: dict[str, tuple[int, list[Any]]] = field(default_factory=lambda: {"y": (FLOAT, ["batch", "rows", W])})
+    opset: int = 17
+
+    def op(self, op_type: str, *inputs: str | np.ndarray, domain: str = "", **attributes: Any) -> str:
+        """Adds a node, and arrays among its inputs as constants; returns its output."""
+        names = []
+        for one in inputs:
+            if not isinstance(one, str):
+                name = f"c{len(self.weights)}"
+                self.weights[name] = np.asarray(one)
+                one = name
+            names.append(one)
+        output = f"{op_type}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op_type, names, [output], f"/{output}", domain=domain, **attributes))
+        return output
+
+    def linear(self, name: str, x: str = "x", width: int = W) -> str:
+        product = self.op("MatMul", x, random_weight(W, width, seed=len(name)))
+        return self.op("Add", product, random_weight(width, seed=len(name) + 9))
+
+    def reshape(self, x: str, *shape: int) -> str:
+        return self.op("Reshape", x, np.array(shape, np.int64))
+
+    def transpose(self, x: str, *perm: int) -> str:
+        return self.op("Transpose", x, perm=perm)
+
+    def number(self, value: float) -> np.ndarray:
+        return np.array(value, np.float32)
+
+    def heads(self, x: str, heads: int = H) -> str:
+        return self.transpose(self.reshape(x, 0, 0, heads, W // H), 0, 2, 1, 3)
+
+    def merge(self, context: str, *shape: int) -> str:
+        return self.reshape(self.transpose(context, 0, 2, 1, 3), *(shape or (0, 0, W)))
+
+    def additive_mask(self) -> str:
+        self.inputs["mask"] = (INT64, ["batch", "rows"])
+        floats = self.op("Cast", self.op("Unsqueeze", "mask", np.array([1, 2], np.int64)), to=FLOAT)
+        return self.op("Mul", self.op("Sub", self.number(1), floats), self.number(LOWEST))
+
+    def hidden(self) -> str:
+        """Whether a key is hidden, [batch, 1, 1, rows]."""
+        self.inputs["mask"] = (INT64, ["batch", "rows"])
+        unsqueezed = self.op("Unsqueeze", "mask", np.array([1, 2], np.int64))
+        return self.op("Equal", unsqueezed, np.array(0, np.int64))
+
+    def model(self, y: str) -> onnx.ModelProto:
+        self.nodes.append(helper.make_node("Identity", [y], ["y"], "/out"))
+        domains = {node.domain: 1 for node in self.nodes if node.domain}
+        return make_model(self.nodes, self.inputs, self.outputs, self.weights, self.opset, domains=domains)
+
+
+def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
+    """The usual form up to its Softmax: (weights, values)."""
+    q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
+    key = graph.transpose(graph.reshape(k, 0, 0, H, D), 0, 2, 3, 1)
+    scores = graph.op("Div", graph.op("MatMul", graph.heads(q), key), graph.number(D**0.5))
+    if mask:
+        scores = graph.op("Add", scores, graph.additive_mask())
+    return graph.op("Softmax", scores, axis=-1), graph.heads(v)
+
+
+def usual(graph: Graph) -> str:
+    return graph.merge(graph.op("MatMul", *plain(graph)))
+
+
+def no_mask(graph: Graph) -> str:
+    return graph.merge(graph.op("MatMul", *plain(graph, mask=False)))
+
+
+def mask_first_and_scaled_query(graph: Graph) -> str:
+    """Queries scaled before they are split, keys transposed twice, the mask in front."""
+    q = graph.op("Mul", graph.linear("q"), graph.number(D**-0.5))
+    key = graph.transpose(graph.heads(graph.linear("kk")), 0, 1, 3, 2)
+    scores = graph.op("Add", graph.additive_mask(), graph.op("MatMul", graph.heads(q), key))
+    weights = graph.op("Softmax", scores)
+    return graph.merge(graph.op("MatMul", weights, graph.heads(graph.linear("vvv"))), 0, -1, W)
+
+
+def shape_chains(graph: Graph) -> str:
+    """As TorchScript writes scaled_dot_product_attention: shapes asked for, the scale worked out from one of them."""
+
+    def size(x: str, axis: int) -> str:
+        one = graph.op("Gather", graph.op("Shape", x), np.array(axis, np.int64), axis=0)
+        return graph.op("Unsqueeze", one, np.array([0], np.int64))
+
+    def view(x: str, *last: int) -> str:
+        shape = graph.op("Concat", size("x", 0), size("x", 1), np.array(last, np.int64), axis=0)
+        return graph.op("Reshape", x, shape, allowzero=0)
+
+    q = graph.transpose(view(graph.linear("q"), -1, D), 0, 2, 1, 3)
+    width = graph.op("Slice", graph.op("Shape", q), np.array([-1]), np.array([2**63 - 1]))
+    root = graph.op("Sqrt", graph.op("Cast", width, to=FLOAT))
+    scale = graph.op("Sqrt", graph.op("Div", np.array([1], np.float32), root))
+    key = graph.transpose(view(graph.linear("kk"), -1, D), 0, 2, 3, 1)
+    scores = graph.op("MatMul", graph.op("Mul", q, scale), graph.op("Mul", key, scale))
+    weights = graph.op("Softmax", graph.op("Add", scores, graph.additive_mask()), axis=-1)
+    value = graph.transpose(view(graph.linear("vvv"), -1, D), 0, 2, 1, 3)
+    merged = graph.transpose(graph.op("MatMul", weights, value), 0, 2, 1, 3)
+    shape = graph.op("Concat", size(merged, 0), size(merged, 1), np.array([W]), axis=0)
+    return graph.op("Reshape", merged, shape)
+
+
+def keys_by_way_of_three_dimensions(graph: Graph) -> str:
+    """As the dynamo exporter transposes them."""
+    heads = graph.heads(graph.linear("kk"))
+    shape = graph.op("Shape", heads)
+    rows = graph.op("Slice", shape, np.array([2]), np.array([3]))
+    flat = graph.op("Reshape", heads, graph.op("Concat", np.array([-1]), rows, np.array([D]), axis=0))
+    batch = graph.op("Shape", heads, start=0, end=1)
+    back = graph.op("Concat", batch, np.array([H, D]), rows, axis=0)
+    key = graph.op("Reshape", graph.transpose(flat, 0, 2, 1), back)
+    scores = graph.op("Mul", graph.op("MatMul", graph.heads(graph.linear("q")), key), graph.number(D**-0.5))
+    weights = graph.op("Softmax", graph.op("Add", scores, graph.additive_mask()), axis=-1)
+    return graph.merge(graph.op("MatMul", weights, graph.heads(graph.linear("vvv"))))
+
+
+def filled(hides: bool, fill: float = LOWEST) -> Callable[[Graph], str]:
+    """As DistilBERT has it: scores replaced where a mask, made as large as they are, says so."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
+        query = graph.op("Div", graph.heads(q), graph.number(D**0.5))
+        scores = graph.op("MatMul", query, graph.transpose(graph.heads(k), 0, 1, 3, 2))
+        condition = graph.hidden() if hides else graph.op("Not", graph.hidden())
+        large = graph.op("Cast", graph.op("Expand", condition, graph.op("Shape", scores)), to=BOOL)
+        branches = [graph.number(fill), scores] if hides else [scores, graph.number(fill)]
+        weights = graph.op("Softmax", graph.op("Where", large, *branches), axis=-1)
+        return graph.merge(graph.op("MatMul", weights, graph.heads(v)))
+
+    return build
+
+
+def zeros_for_nan(graph: Graph) -> str:
+    """As PyTorch exports masks of truth values."""
+    q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
+    scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.heads(k), 0, 1, 3, 2))
+    mask = graph.op("Where", graph.hidden(), graph.number(-np.inf), graph.number(0))
+    weights = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
+    weights = graph.op("Where", graph.op("IsNaN", weights), graph.number(0), weights)
+    return graph.merge(graph.op("MatMul", weights, graph.heads(v)))
+
+
+def causal(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    sizes = [graph.op("Slice", graph.op("Shape", x), np.array([-2]), np.array([-1])) for x in (q, k)]
+    ones = graph.op("Expand", np.array([1], np.float32), graph.op("Concat", *sizes, axis=0))
+    above = graph.op("Equal", graph.op("Trilu", ones, upper=0), np.array([0], np.float32))
+    mask = graph.op("Where", above, np.array([-np.inf], np.float32), np.array([0], np.float32))
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), mask)
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def multi_head_attention(graph: Graph) -> str:
+    inputs = [graph.linear(name) for name in ("q", "kk", "vvv")]
+    shape = graph.op(
+        "Concat", graph.op("Shape", "x", start=0, end=1), np.array([H]), *[size_of_rows(graph)] * 2, axis=0
+    )
+    mask = graph.op("Expand", graph.additive_mask(), shape)
+    return graph.op("MultiHeadAttention", *inputs, "", "", mask, domain="com.microsoft", num_heads=H)
+
+
+def size_of_rows(graph: Graph) -> str:
+    return graph.op("Shape", "x", start=1, end=2)
+
+
+def onnx_attention(graph: Graph) -> str:
+    """Of the layers' outputs, with fewer heads of keys and values, and a mask of truth values."""
+    graph.opset = 23
+    q, k, v = graph.linear("q"), graph.linear("kk", width=2 * D), graph.linear("vvv", width=2 * D)
+    rows = size_of_rows(graph)
+    # ONNX Runtime wants a row for each query.
+    shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
+    shown = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
+    return graph.op("Attention", q, k, v, shown, q_num_heads=H, kv_num_heads=2, scale=0.3)
+
+
+def onnx_attention_of_heads(graph: Graph) -> str:
+    graph.opset = 23
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    return graph.merge(graph.op("Attention", q, k, v, is_causal=1))
+
+
+FORMS = {
+    "usual": usual,
+    "no mask": no_mask,
+    "mask first": mask_first_and_scaled_query,
+    "shape chains": shape_chains,
+    "three dimensions": keys_by_way_of_three_dimensions,
+    "filled": filled(hides=True),
+    "filled with -Inf": filled(hides=False, fill=-np.inf),
+    "zeros for NaN": zeros_for_nan,
+    "causal": causal,
+    "MultiHeadAttention": multi_head_attention,
+    "Attention": onnx_attention,
+    "Attention of heads": onnx_attention_of_heads,
+}
+
+
+def feeds(model: onnx.ModelProto, rows: int = S) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(rows)
+    given: dict[str, np.ndarray] = {"x": rng.standard_normal((B, rows, W), dtype=np.float32)}
+    if len(model.graph.input) > 1:
+        given["mask"] = np.ones((B, rows), np.int64)
+        given["mask"][1, (rows + 1) // 2 :] = 0
+    return given
+
+
+def answers(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """By our kernels, and without the library."""
+    return [run(model, given, library=library)[0] for library in (True, False)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_becomes_one_node(form: str) -> None:
+    graph = Graph()
+    model = graph.model(FORMS[form](graph))
+    report = ortolan.optimize_onnx(model, recipe=recipe())
+    fused = report.model
+    assert fused is not None
+    onnx.checker.check_model(fused, full_check=True)
+    left = op_types(fused)
+    assert left.count("NoMADAttention") == 1
+    # Nothing of what it took apart is left, nor what only its shapes were computed with.
+    gone = {"Softmax", "Transpose", "Reshape", "Gather", "IsNaN", "Trilu", "MultiHeadAttention", "Attention"}
+    assert not gone & set(left) and left.count("MatMul") == 3
+    for rows in (1, S, 70):
+        given = feeds(model, rows)
+        (expected,) = run(model, given)
+        for found in answers(fused, given):
+            assert relative_error(expected, found) < 1e-5
+
+
+def test_rows_that_see_nothing_stay_what_they_were() -> None:
+    for form in ("usual", "filled", "zeros for NaN"):
+        graph = Graph()
+        model = graph.model(FORMS[form](graph))
+        given = feeds(model)
+        given["mask"][:] = 0
+        (expected,) = run(model, given)
+        assert np.isfinite(expected).all()
+        for found in answers(ortolan.optimize_onnx(model, recipe=recipe()).model, given):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def reasons(report: OptimizationReport) -> list[str]:
+    return [note for note in report.notes if "attention not fused" in note]
+
+
+def interleaved(graph: Graph) -> str:
+    """Heads lie side by side in each number of a head, not each head in a row."""
+    q, k, v = (graph.transpose(graph.reshape(graph.linear(n), 0, 0, D, H), 0, 3, 1, 2) for n in ("q", "kk", "vvv"))
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def other_axis(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=1), v))
+
+
+def shown_weights(graph: Graph) -> str:
+    weights, value = plain(graph)
+    graph.nodes.append(helper.make_node("Identity", [weights], ["weights"], "/shown"))
+    graph.outputs["weights"] = (FLOAT, ["batch", H, "rows", "rows"])
+    return graph.merge(graph.op("MatMul", weights, value))
+
+
+def used_scores(graph: Graph) -> str:
+    weights, value = plain(graph)
+    y = graph.merge(graph.op("MatMul", weights, value))
+    return graph.op("Add", y, graph.op("ReduceMax", weights))
+
+
+def two_masks(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    scores = graph.op("Add", scores, np.ones((1, H, 1, 1), np.float32))
+    weights = graph.op("Softmax", graph.op("Add", scores, graph.additive_mask()), axis=-1)
+    return graph.merge(graph.op("MatMul", weights, v))
+
+
+def scaled_mask(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.additive_mask())
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", graph.op("Mul", scores, graph.number(2)), axis=-1), v))
+
+
+def learned_scale(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    scores = graph.op("Mul", scores, np.full((H, 1, 1), 0.2, np.float32))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def unknown_heads(graph: Graph) -> str:
+    graph.inputs["shape"] = (INT64, [4])
+    q, k, v = (
+        graph.transpose(graph.op("Reshape", graph.linear(name), "shape"), 0, 2, 1, 3) for name in ("q", "kk", "vvv")
+    )
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def other_width_of_values(graph: Graph) -> str:
+    q, k = (graph.heads(graph.linear(name)) for name in ("q", "kk"))
+    v = graph.transpose(graph.reshape(graph.linear("vvv", width=2 * W), 0, 0, H, 2 * D), 0, 2, 1, 3)
+    graph.outputs["y"] = (FLOAT, ["batch", "rows", 2 * W])
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v), 0, 0, 2 * W)
+
+
+def heads_stay(graph: Graph) -> str:
+    graph.outputs["y"] = (FLOAT, ["batch", H, "rows", D])
+    return graph.op("Neg", graph.op("MatMul", *plain(graph)))
+
+
+def half(graph: Graph) -> str:
+    x = graph.op("Cast", "x", to=TensorProto.FLOAT16)
+    q, k, v = (graph.heads(graph.op("MatMul", x, random_weight(W, W, dtype=np.float16))) for _ in range(3))
+    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+    y = graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+    return graph.op("Cast", y, to=FLOAT)
+
+
+def rotated(graph: Graph) -> str:
+    """Something is done to the heads before they meet."""
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("MatMul", graph.op("Sin", q), graph.transpose(k, 0, 1, 3, 2))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def padded_keys(graph: Graph) -> str:
+    inputs = [graph.linear(name) for name in ("q", "kk", "vvv")]
+    mask = graph.op("Cast", graph.hidden(), to=TensorProto.INT32)
+    mask = graph.op("Squeeze", mask, np.array([1, 2]))
+    return graph.op("MultiHeadAttention", *inputs, "", mask, domain="com.microsoft", num_heads=H)
+
+
+def capped(graph: Graph) -> str:
+    graph.opset = 23
+    q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
+    return graph.op("Attention", q, k, v, q_num_heads=H, kv_num_heads=H, softcap=5.0)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (interleaved, "is not split into heads as"),
+        (other_axis, "its Softmax is not over the last axis"),
+        (shown_weights, "inside of it is an output of the graph, or makes one"),
+        (used_scores, "inside of it is also used by ReduceMax|is an output of the graph, or makes one"),
+        (two_masks, "two masks are added to its scores"),
+        (scaled_mask, "its scores are scaled after the mask is added"),
+        (learned_scale, "scales its scores by a number that is not known"),
+        (filled(hides=True, fill=-10000.0), "replaces scores by something else than -Inf or the lowest float"),
+        (unknown_heads, "is not understood"),
+        (other_width_of_values, r"are \[12, 12, 24\] wide, expected the same"),
+        (heads_stay, r"its heads are not merged to \[batch, rows, width\]"),
+        (half, "is FLOAT16, expected FLOAT"),
+        (rotated, "its query comes from 'Sin_.*', whose rank is 4, expected 3"),
+        (padded_keys, "it has an input key_padding_mask"),
+        (capped, r"its scores are capped \(softcap\)"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_something_else_stays(form: Callable[[Graph], str], reason: str) -> None:
+    graph = Graph()
+    model = graph.model(form(graph))
+    report = ortolan.optimize_onnx(model, recipe=Recipe.from_dict(recipe().to_dict() | {"pass": UNVERIFIED}))
+    assert report.model is not None and "NoMADAttention" not in op_types(report.model)
+    (note,) = reasons(report)
+    assert re.search(reason, note), note
+
+
+UNVERIFIED = [{"name": "normalize"}, {"name": "fuse_attention"}]
+
+
+def test_a_classifier_is_no_attention() -> None:
+    graph = Graph()
+    graph.outputs["y"] = (FLOAT, ["batch", "rows", W])
+    model = graph.model(graph.op("Softmax", graph.linear("q"), axis=-1))
+    assert ortolan.optimize_onnx(model, recipe=recipe()).notes[0] == "no attention was found: nothing to fuse"
+
+
+def test_selectors_and_report() -> None:
+    model = onnx_model(tiny.tiny_bert())
+    report = ortolan.optimize_onnx(model, recipe=recipe(exclude=["*layer.1*"]))
+    assert op_types(report.model).count("NoMADAttention") == 1
+    assert any("attention not fused: excluded" in note and "layer.1" in note for note in report.notes)
+    fused = [layer for layer in report.layers if layer.new_op == "NoMADAttention"]
+    assert [layer.status for layer in fused] == ["replaced"] * 2 and all("layer.0" in layer.name for layer in fused)
+    kept = [layer for layer in report.layers if "layer.1/attention/self/MatMul" in layer.name]
+    assert all(layer.status == "kept" and layer.reason for layer in kept) and len(kept) == 2
+    report = ortolan.optimize_onnx(model, recipe=recipe(select=["*nowhere*"]))
+    assert any("pattern '*nowhere*' of fuse_attention.select matches no layer" in note for note in report.notes)
+    assert "2 more" not in str(report) and "not selected" in str(report)
+
+
+def onnx_model(model: Any) -> onnx.ModelProto:
+    import onnx_ir as ir
+
+    proto: onnx.ModelProto = ir.to_proto(model)
+    return proto
+
+
+def bert_feeds(rows: int = 20) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(rows)
+    mask = np.ones((2, rows), np.int64)
+    mask[1, rows // 3 :] = 0
+    ids = rng.integers(0, 101, (2, rows))
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.parametrize("portable", [True, False])
+def test_an_encoder(precision: str, portable: bool) -> None:
+    model = onnx_model(tiny.tiny_bert())
+    report = ortolan.optimize_onnx(model, recipe=recipe(precision=precision), portable=portable)
+    assert report.model is not None
+    assert op_types(report.model).count("NoMADAttention") == 2 and "Softmax" not in op_types(report.model)
+    nodes = [node for node in report.model.graph.node if node.op_type == "NoMADAttention"]
+    attributes = [{one.name: helper.get_attribute_value(one) for one in node.attribute} for node in nodes]
+    assert {one["precision"] for one in attributes} == {32 if precision == "f32" else 16}
+    assert [node.name for node in nodes] == [f"/encoder/layer.{index}/attention/self/Softmax" for index in range(2)]
+    for rows in (5, 64):
+        (expected,) = run(model, bert_feeds(rows))
+        (found,) = run(report.model, bert_feeds(rows), library=True)
+        assert relative_error(expected, found) < (1e-5 if precision == "f32" else 1e-2)
+        if portable:
+            assert relative_error(expected, run(report.model, bert_feeds(rows))[0]) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_with_quantized_layers(bits: int) -> None:
+    """The layers around it are found, and replaced, as without it; what the model answers changes by its own part."""
+    model = onnx_model(tiny.tiny_bert())
+    op = {8: "SparseAMXMatMul", 4: "W4A8MatMul"}[bits]
+    quantize: dict[str, Any] = {"name": "quantize", "bits": bits} | ({"group_size": 32} if bits == 4 else {})
+    steps = [{"name": "normalize"}, {"name": "calibrate"}, quantize]
+    ends = [{"name": "replace", "op": op, "may_grow": True}, {"name": "verify", "seconds": 0.0}]
+
+    def optimized(*middle: dict[str, Any]) -> onnx.ModelProto:
+        chosen = Recipe.from_dict({"name": "both", "pass": [*steps, *middle, *ends]})
+        result = ortolan.optimize_onnx(model, recipe=chosen).model
+        assert result is not None
+        return result
+
+    without, fused = optimized(), optimized({"name": "fuse_attention"})
+    assert op_types(fused).count(op) == op_types(without).count(op) == 12
+    assert op_types(fused).count("NoMADAttention") == 2 and "MatMul" not in op_types(fused)
+    (expected,), (found,) = (run(one, bert_feeds(), library=True) for one in (without, fused))
+    assert relative_error(expected, found) < 0.03  # roundings that fell the other way
+
+
+def test_dry_run_changes_nothing() -> None:
+    model = onnx_model(tiny.tiny_bert())
+    report = ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
+    assert any("2 attention(s) would become NoMADAttention" in note for note in report.notes)
+    assert [layer.status for layer in report.layers].count("would replace") == 4
+
+
+def test_it_needs_normalize() -> None:
+    graph = Graph(opset=11)
+    y = graph.reshape(graph.op("MatMul", "x", random_weight(W, W)), 0, 0, W)
+    with pytest.raises(RecipeError, match="needs pass 'normalize' before it"):
+        ortolan.optimize_onnx(graph.model(y), recipe=Recipe.from_dict({"name": "r", "pass": UNVERIFIED[1:]}))
+
+
+def test_decoders_with_rotated_keys_stay() -> None:
+    model = onnx_model(tiny.tiny_llama())
+    report = ortolan.optimize_onnx(model, recipe=Recipe.from_dict({"name": "r", "pass": UNVERIFIED}))
+    assert "NoMADAttention" not in op_types(report.model) and reasons(report)
