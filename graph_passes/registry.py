@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .calibrate import CalibratePass
-from .fuse_lut import FuseLutPass
 from .fuse_attention import FuseAttentionPass
+from .fuse_lut import FuseLutPass
 from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
