@@ -51,8 +51,6 @@ class PassContext:
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
-    # The smallest and the largest number of inputs and outputs of layers, if pass ranges has run.
-    ranges: dict[ir.Value, tuple[float, float]] = field(default_factory=dict)
     # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far

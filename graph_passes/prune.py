@@ -221,7 +221,8 @@ def block_sums(weight: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:
         matrix = np.asarray(weight.numpy())
         magnitudes = np.abs((matrix.T if transposed else matrix).astype(np.float32)) / BLOCK_OUTPUTS
         padded = np.pad(magnitudes, ((0, 0), (0, -n % BLOCK_OUTPUTS)))
-        return padded.reshape(k, -1, BLOCK_OUTPUTS).sum(axis=2)
+        sums: np.ndarray = padded.reshape(k, -1, BLOCK_OUTPUTS).sum(axis=2)
+        return sums
 
     return lazy(compute, ir.DataType.FLOAT, ir.Shape([k, -(-n // BLOCK_OUTPUTS)]))
 

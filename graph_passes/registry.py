@@ -9,7 +9,6 @@ from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
 from .quantize import QuantizePass
-from .ranges import RangesPass
 from .replace import ReplacePass
 from .verify import VerifyPass
 
@@ -18,7 +17,6 @@ PASSES: dict[str, type[RecipePass]] = {
     "calibrate": CalibratePass,
     "prune": PrunePass,
     "quantize": QuantizePass,
-    "ranges": RangesPass,
     "fuse_attention": FuseAttentionPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,

@@ -90,7 +90,8 @@ class VNNISpMM(Replacement):
         half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
-        return steps + _FLOAT_ROUNDING * (np.abs(x) @ magnitude) + lost
+        bound: np.ndarray = steps + _FLOAT_ROUNDING * (np.abs(x) @ magnitude) + lost
+        return bound
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their root mean square.

@@ -153,6 +153,8 @@ def lut_post_op(x: NDArray[Any], table: NDArray[Any], kernel: str | None = None)
     x: uint8, int8, uint16 or int16. table: these or float32, [256] or [65536]. kernel: a name out of
     lut_post_op_kernels; None: the best one.
     Raises ValueError for others.
+    """
+
 def nomad_attention_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""
 
