@@ -21,6 +21,7 @@ Bind = Callable[[np.ndarray], Run]
 _ALIGNMENT = 64
 # ORT wants constants this small in the model itself.
 _INLINE_BYTES = 128
+_FLOATS = (np.float32, np.float32)
 
 
 @dataclass(frozen=True)
@@ -80,21 +81,26 @@ def cold_copies(arrays: Sequence[np.ndarray], copies: int, *, distinct: bool = F
     return result
 
 
-def ort_candidate(node: Node, k: int, n: int, *, distinct: bool = False) -> Candidate:
-    """One session of copies of the node, which all read x [m, k] and write [m, n]. distinct: as in cold_copies."""
+def ort_candidate(
+    node: Node, k: int, n: int, *, distinct: bool = False, types: tuple[type, type] = _FLOATS
+) -> Candidate:
+    """One session of copies of the node, which all read x [m, k] and write [m, n]. distinct: as in cold_copies.
+
+    types: of x and y; an x of uint8 is made from the one that is given, in steps of 1 / 40.
+    """
     copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes), distinct=distinct)
     nodes = [node.with_arrays(arrays) for arrays in copies]
 
     def open_session(threads: int) -> Bind:
-        session, values = layers_session(nodes, k, n, threads)
+        session, values = layers_session(nodes, k, n, threads, types)
 
         def bind(x: np.ndarray) -> Run:
             binding = session.io_binding()
-            binding.bind_cpu_input("x", x)
+            binding.bind_cpu_input("x", to_bytes(x) if types[0] is np.uint8 else x)
             # One output for all layers, as a model uses the memory of its activations again and again. It exists
             # already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody has written are
             # not there yet.
-            y = ort.OrtValue.ortvalue_from_numpy(np.ones((len(x), n), np.float32))
+            y = ort.OrtValue.ortvalue_from_numpy(np.ones((len(x), n), types[1]))
             for output in session.get_outputs():
                 binding.bind_ortvalue_output(output.name, y)
 
@@ -108,7 +114,14 @@ def ort_candidate(node: Node, k: int, n: int, *, distinct: bool = False) -> Cand
     return Candidate(len(nodes), node.stored_bytes, open_session)
 
 
-def layers_session(nodes: Sequence[Node], k: int, n: int, threads: int) -> tuple[ort.InferenceSession, list[Any]]:
+def to_bytes(x: np.ndarray) -> np.ndarray:
+    """u8 numbers, 128 for 0, in steps of 1 / 40: enough for normally distributed ones."""
+    return np.clip(np.rint(x * 40) + 128, 0, 255).astype(np.uint8)
+
+
+def layers_session(
+    nodes: Sequence[Node], k: int, n: int, threads: int, types: tuple[type, type] = _FLOATS
+) -> tuple[ort.InferenceSession, list[Any]]:
     """A session x -> y0, y1, …, one a node. It reads the constants where they are: keep what comes with it as long."""
     graph_nodes, initializers = [], []
     names: list[str] = []
@@ -128,11 +141,12 @@ def layers_session(nodes: Sequence[Node], k: int, n: int, threads: int) -> tuple
             bits = constant.view(np.uint16) if constant.dtype == ml_dtypes.bfloat16 else constant
             values.append(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, dtype))
         graph_nodes.append(helper.make_node(node.op_type, inputs, [f"y{i}"], domain=node.domain, **node.attributes))
+    x_type, y_type = (helper.np_dtype_to_tensor_dtype(np.dtype(one)) for one in types)
     graph = helper.make_graph(
         graph_nodes,
         "layers",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["m", k])],
-        [helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, ["m", n]) for i in range(len(nodes))],
+        [helper.make_tensor_value_info("x", x_type, ["m", k])],
+        [helper.make_tensor_value_info(f"y{i}", y_type, ["m", n]) for i in range(len(nodes))],
         initializers,
     )
     opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]

@@ -4,6 +4,7 @@
     ort_matmul_nbits_<bits>      ORT MatMulNBits, accuracy_level 4: x is quantized to int8 by blocks; of weights that
                                  are given: matmul_nbits_node
     ort_dynamic_quantize_matmul  ORT DynamicQuantizeMatMul: uint8 x, int8 weights with a scale a column
+    ort_matmul_integer           ORT MatMulInteger: uint8 x, int8 weights, int32 y; nothing is scaled
     torch_bf16                   torch.nn.functional.linear on bf16 x and weights; rounding x to bf16 is not timed
 
 What they cost does not depend on the weights' values, so zeros make no difference to them.
@@ -79,6 +80,11 @@ def ort_dynamic_quantize_matmul(rng: np.random.Generator, k: int, n: int) -> Can
     weights = rng.integers(-127, 128, (k, n), dtype=np.int8)
     scales = rng.random(n, dtype=np.float32)
     return ort_candidate(Node("DynamicQuantizeMatMul", [weights, scales], "com.microsoft"), k, n, distinct=True)
+
+
+def ort_matmul_integer(rng: np.random.Generator, k: int, n: int) -> Candidate:
+    weights = rng.integers(-127, 128, (k, n), dtype=np.int8)
+    return ort_candidate(Node("MatMulInteger", [weights]), k, n, distinct=True, types=(np.uint8, np.int32))
 
 
 def torch_bf16(rng: np.random.Generator, k: int, n: int) -> Candidate:

@@ -208,7 +208,8 @@ class QuantizedSpmm {
     return y;
   }
 
-  void Run(const Array<uint8_t>& x, py::array y, int64_t times) const {
+  // The arguments with x and y, which must fit.
+  QuantizedSpmmArgs With(const Array<uint8_t>& x, py::array& y) const {
     const BlockSparseView& w = args_.w;
     if (x.size() != PaddedTokens(args_.m) * w.k) {
       throw std::invalid_argument(ErrorText("x of ", x.size(), " bytes is not token blocks of ", args_.m, " x ", w.k));
@@ -228,8 +229,15 @@ class QuantizedSpmm {
     } else {
       args.y_blocks = static_cast<uint8_t*>(y.mutable_data());
     }
+    return args;
+  }
+
+  // One after the other.
+  static void Run(const std::vector<const QuantizedSpmm*>& products, const Array<uint8_t>& x, py::array y) {
+    std::vector<QuantizedSpmmArgs> args;
+    for (const QuantizedSpmm* product : products) args.push_back(product->With(x, y));
     py::gil_scoped_release release;
-    for (int64_t i = 0; i < times; ++i) kernel_.multiply(args, 0, BitmapPanels(w.n));
+    for (size_t i = 0; i < args.size(); ++i) products[i]->kernel_.multiply(args[i], 0, BitmapPanels(args[i].w.n));
   }
 
  private:
@@ -282,8 +290,8 @@ void BindVNNISpMM(py::module_& module) {
            py::arg("n"), py::arg("bias") = py::none(), py::arg("y_scale") = py::none(), py::arg("y_zero_point") = 0,
            py::arg("table").noconvert() = py::none(), py::arg("sums_only") = false, py::arg("kernel") = py::none())
       .def("new_output", &QuantizedSpmm::NewOutput)
-      .def("run", &QuantizedSpmm::Run, py::arg("x").noconvert(), py::arg("y").noconvert(), py::arg("times") = 1,
-           "The product of x into y, on one thread; several times for a benchmark.");
+      .def_static("run", &QuantizedSpmm::Run, py::arg("products"), py::arg("x").noconvert(), py::arg("y").noconvert(),
+                  "Each product of x into y, one after the other, on one thread: what a benchmark measures.");
 }
 
 }  // namespace ortolan

@@ -302,5 +302,6 @@ class QuantizedSpmm:
     def new_output(self) -> NDArray[Any]:
         """Memory for y; token blocks are filled with zeros."""
 
-    def run(self, x: NDArray[np.uint8], y: NDArray[Any], times: int = 1) -> None:
-        """The product of x into y, so many times: what a benchmark measures."""
+    @staticmethod
+    def run(products: list[QuantizedSpmm], x: NDArray[np.uint8], y: NDArray[Any]) -> None:
+        """Each product of x into y, one after the other: what a benchmark measures."""

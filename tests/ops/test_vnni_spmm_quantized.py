@@ -43,7 +43,7 @@ def from_blocks(blocks: np.ndarray, m: int, c: int) -> np.ndarray:
 def run(x: np.ndarray, *arguments, **named) -> np.ndarray:
     product = _native.QuantizedSpmm(*arguments, **named)
     y = product.new_output()
-    product.run(x, y)
+    product.run([product], x, y)
     return y
 
 
@@ -197,7 +197,7 @@ def test_output_of_another_kind_is_refused() -> None:
     packed = _native.pack_block_sparse(np.ones((10, 8), np.int8))
     product = _native.QuantizedSpmm(3, 1.0, 0, *packed, np.ones(8, np.float32), 10, 8, sums_only=True)
     x, y = np.zeros(160, np.uint8), product.new_output()
-    product.run(x, y, times=2)
+    product.run([product, product], x, y)
     for wrong in (y[:-1], y.astype(np.float32), y[::-1]):
         with pytest.raises(ValueError, match="y must be an array as new_output makes it"):
-            product.run(x, wrong)
+            product.run([product], x, wrong)

@@ -1,0 +1,118 @@
+"""`ortolan bench vnni_spmm`: what is measured against what, and that all of it computes the same product."""
+
+import numpy as np
+import pytest
+
+from ortolan.benchmarks import dense_peers, vnni_spmm
+from ortolan.benchmarks.cold_layers import layers_session, ort_candidate
+from ortolan.benchmarks.result import BenchOptions, geometric_mean
+from ortolan.benchmarks.vnni_spmm import BARE_SHAPES, TOKENS, WEIGHTS, bare_candidate, our_node, random_weight
+from ortolan.errors import OrtolanError
+
+PEERS = {
+    "node": ["ort_matmul_integer", "ort_dynamic_quantize_matmul", "ort_matmul_fp32"],
+    "bare": ["ort_matmul_integer"],
+}
+
+
+@pytest.fixture(autouse=True)
+def few_copies(short, monkeypatch):
+    short({})
+    monkeypatch.setattr(vnni_spmm, "copies_to_stay_cold", lambda size: 3)
+
+
+def test_every_sparsity_meets_its_peers():
+    options = BenchOptions((1, 2), True, ((5, 70, 33), (20, 70, 33)), sparsity=(0.5, 0.9))
+    result = vnni_spmm.run(options)
+    found = {}
+    for row in result.rows:
+        case = row.case
+        assert (case["k"], case["n"]) == (70, 33) and row.ours.min_ms > 0 and row.peer_time.min_ms > 0
+        found.setdefault((case["kind"], row.threads, case["m"], case["out"], case["sparsity"]), []).append(row.peer)
+    expected = {
+        ("node", threads, m, "float32", share): [*PEERS["node"], *(["ortolan_1_thread"] if threads == 2 else [])]
+        for threads in (1, 2)
+        for m in (5, 20)
+        for share in ("50%", "90%")
+    }
+    expected |= {
+        ("bare", 1, m, out, share): PEERS["bare"]
+        for m in (5, 20)
+        for out in ("int32", "uint8")
+        for share in ("50%", "90%")
+    }
+    assert found == expected
+
+
+def test_the_summary_is_by_sparsity():
+    result = vnni_spmm.run(BenchOptions((1,), True, ((5, 70, 33), (20, 64, 40)), sparsity=(0.5, 0.9), kinds=("node",)))
+    assert [line.case for line in result.summary] == [
+        {"kind": "node", "m": "5-20", "out": "float32", "sparsity": share} for share in ("50%", "90%")
+    ]
+    for line in result.summary:
+        ratios = {
+            peer: [
+                row.ratio for row in result.rows if (row.case["sparsity"], row.peer) == (line.case["sparsity"], peer)
+            ]
+            for peer in PEERS["node"]
+        }
+        assert all(len(of_peer) == 2 for of_peer in ratios.values())
+        means = {peer: geometric_mean(of_peer) for peer, of_peer in ratios.items()}
+        assert line.geomean == pytest.approx(means["ort_dynamic_quantize_matmul"])
+        assert line.ratios == {"most": max(ratios["ort_dynamic_quantize_matmul"])}
+        others = {"matmul_integer": means["ort_matmul_integer"], "fp32": means["ort_matmul_fp32"]}
+        assert line.others == pytest.approx(others)
+
+
+def test_the_default_is_the_papers_table():
+    node, bare = vnni_spmm._plans(BenchOptions())
+    assert sum(len(plan.shape.batch) for plan in node) == 90
+    assert [(plan.shape.k, plan.shape.n) for plan in node] == list(WEIGHTS)
+    assert {plan.shape.batch for plan in node} == {TOKENS}
+    assert [plan.shape for plan in bare] == list(BARE_SHAPES)
+    assert not vnni_spmm._plans(BenchOptions(kinds=("bare",)))[0]
+    node, bare = vnni_spmm._plans(BenchOptions(layers=("minilm:q",), batch=(7,), kinds=("node",)))
+    assert [(plan.shape.k, plan.shape.n, plan.shape.batch) for plan in node] == [(384, 384, (7,))] and not bare
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "node, bare"]),
+        (BenchOptions(group_size=32), ["--group-size", "VNNISpMM", "leave it out"]),
+        (BenchOptions(cases=((1, 65537, 1),)), ["--shape", "65537", "65536"]),
+    ],
+)
+def test_impossible_options_say_what_is_possible(options, words):
+    with pytest.raises(OrtolanError) as error:
+        vnni_spmm.run(options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_weights_have_the_zeros_asked_for():
+    q = random_weight(np.random.default_rng(0), 400, 400, 0.8)
+    blocks = q.reshape(400, 100, 4)
+    assert np.mean(np.all(blocks == 0, axis=2)) == pytest.approx(0.8, abs=0.01)
+
+
+def test_our_node_computes_what_its_peer_does():
+    """On integers from 0 to 255, which no rounding changes."""
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 256, (20, 70)).astype(np.float32)
+    x[:, 3], x[:, 4] = 0, 255
+    q, scales = random_weight(rng, 70, 37, 0.6), np.ones(37, np.float32)
+    session, _keep = layers_session([our_node(q, scales)], 70, 37, 1)
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], x @ q)
+
+
+def test_a_bare_product_and_its_peer_run():
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((40, 70), dtype=np.float32)
+    node = our_node(random_weight(rng, 70, 37, 0.6), np.ones(37, np.float32))
+    for through_table in (False, True):
+        candidate = bare_candidate(node, through_table)
+        assert candidate.copies == 3
+        candidate.open(1)(x)()
+    dense_peers.ort_matmul_integer(rng, 70, 37).open(1)(x)()
+    ort_candidate(node, 70, 37).open(1)(x)()
