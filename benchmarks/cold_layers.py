@@ -116,7 +116,8 @@ def ort_candidate(
 
 def to_bytes(x: np.ndarray) -> np.ndarray:
     """u8 numbers, 128 for 0, in steps of 1 / 40: enough for normally distributed ones."""
-    return np.clip(np.rint(x * 40) + 128, 0, 255).astype(np.uint8)
+    q: np.ndarray = np.clip(np.rint(x * 40) + 128, 0, 255).astype(np.uint8)
+    return q
 
 
 def layers_session(

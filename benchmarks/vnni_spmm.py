@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -144,7 +145,7 @@ def random_weight(rng: np.random.Generator, k: int, n: int, sparsity: float) -> 
 def our_node(q: np.ndarray, scales: np.ndarray) -> Node:
     """The operator on the weight scales q: q int8 [k, n], scales float32 [n]."""
     k, n = q.shape
-    constants = [*_native.pack_block_sparse(q), scales]
+    constants: list[np.ndarray | None] = [*_native.pack_block_sparse(q), scales]
     return Node(OP, constants, "ai.ortolan", {"k": k, "n": n, "format_version": 1})
 
 
@@ -190,7 +191,7 @@ def bare_candidate(node: Node, through_table: bool) -> Candidate:
     def open_products(_threads: int) -> Bind:
         def bind(x: np.ndarray) -> Run:
             # Numbers of normal distribution, in about the range of a byte.
-            y_range = {"y_scale": float(np.sqrt(k)), "y_zero_point": 128, "table": table} if through_table else {}
+            y_range: dict[str, Any] = {"y_scale": float(np.sqrt(k)), "y_zero_point": 128, "table": table} if through_table else {}
             products = [
                 _native.QuantizedSpmm(
                     len(x), 1 / 40, 128, values, indices, starts, scales, k, n, sums_only=not through_table, **y_range

@@ -1,7 +1,6 @@
 // ortolan._native: kernels of NoMADAttention.
-#include "nomad_attention/nomad_attention.h"
-
 #include "bindings.h"
+#include "nomad_attention/nomad_attention.h"
 
 namespace ortolan {
 namespace {
