@@ -191,7 +191,9 @@ def bare_candidate(node: Node, through_table: bool) -> Candidate:
     def open_products(_threads: int) -> Bind:
         def bind(x: np.ndarray) -> Run:
             # Numbers of normal distribution, in about the range of a byte.
-            y_range: dict[str, Any] = {"y_scale": float(np.sqrt(k)), "y_zero_point": 128, "table": table} if through_table else {}
+            y_range: dict[str, Any] = (
+                {"y_scale": float(np.sqrt(k)), "y_zero_point": 128, "table": table} if through_table else {}
+            )
             products = [
                 _native.QuantizedSpmm(
                     len(x), 1 / 40, 128, values, indices, starts, scales, k, n, sums_only=not through_table, **y_range
