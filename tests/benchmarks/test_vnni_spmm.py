@@ -17,7 +17,7 @@ PEERS = {
 
 @pytest.fixture(autouse=True)
 def few_copies(short, monkeypatch):
-    short({})
+    short({"minilm:q": (384, 384)})
     monkeypatch.setattr(vnni_spmm, "copies_to_stay_cold", lambda size: 3)
 
 

@@ -79,10 +79,13 @@ def test_matmul_nbits(k, n, block, zero_points, dtype, flat, seed):
 def test_dequantize_linear(k, n, block, signed, zero_points, form, dtype, seed):
     layer = DequantizedLayer(k, n, block, signed, zero_points, form, dtype, seed)
     int4 = check(find(layer.model()), layer.matrix, dtype, signed and not zero_points)
-    expected = {96: 32, 160: 32, 256: 128}.get(block, block)
-    assert int4.group_size == (
-        expected if block in (32, 64, 128) or (block and block < k) else k if k in (32, 64) else 128
-    )
+    if not block:  # one block of all inputs
+        expected = k if k in (32, 64) else 128
+    elif block in (32, 64, 128):
+        expected = block
+    else:
+        expected = {96: 32, 160: 32, 256: 128}[block] if block < k else 128
+    assert int4.group_size == expected
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
