@@ -123,7 +123,7 @@ class W4A8MatMul(Replacement):
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The scale of x times that of W, which multiplies a sum of q (w - zero point).
-        lost = _SMALLEST_NORMAL * 128 * 15 * len(magnitude)
+        lost = _SMALLEST_NORMAL * 127 * 15 * len(magnitude)
         return steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:

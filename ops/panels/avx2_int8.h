@@ -221,7 +221,7 @@ struct Avx2Int8Simd {
     for (const uint32_t lane : lanes) result = lane > result ? lane : result;
     return result;
   }
-  static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
+  static __m256i Quantize32(const float* x, int64_t left, float factor, char* first, char* second) {
     __m256i rounded[4];
     for (int i = 0; i < 4; ++i) {
       const __m256 value = _mm256_maskload_ps(x + 8 * i, Avx2FloatSums::FirstLanes(left - 8 * i));
@@ -231,14 +231,9 @@ struct Avx2Int8Simd {
     // The packs work in each half by itself; this puts the groups of four back in order.
     const __m256i bytes =
         _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(q), bytes);
-    const __m256i sums =
-        _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
-    alignas(32) int32_t lanes[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sums);
-    int32_t sum = 0;
-    for (const int32_t lane : lanes) sum += lane;
-    return sum;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(bytes));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(second), _mm256_extracti128_si256(bytes, 1));
+    return _mm256_add_epi32(_mm256_add_epi32(rounded[0], rounded[1]), _mm256_add_epi32(rounded[2], rounded[3]));
   }
 };
 

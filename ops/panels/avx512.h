@@ -56,28 +56,6 @@ inline __mmask16 FirstLanes(int64_t count) {
   return count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
 }
 
-// The bits of the largest |x|, as unsigned numbers: NaN > Inf > finite.
-inline uint32_t Avx512MaxAbsBits(const float* x, int64_t k) {
-  __m512i largest = _mm512_setzero_si512();
-  for (int64_t l = 0; l < k; l += 16) {
-    const __m512i bits = _mm512_maskz_loadu_epi32(FirstLanes(k - l), x + l);
-    largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-  }
-  return _mm512_reduce_max_epu32(largest);
-}
-
-// 32 activations, of which `left` or more are x's, times the factor, as int8; the others are zero. Returns their sum.
-inline int32_t Avx512Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
-  __m512i sum = _mm512_setzero_si512();
-  for (int half = 0; half < 2; ++half) {
-    const __m512 value = _mm512_maskz_loadu_ps(FirstLanes(left - 16 * half), x + 16 * half);
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(factor)));
-    sum = _mm512_add_epi32(sum, rounded);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * half), _mm512_cvtsepi32_epi8(rounded));
-  }
-  return _mm512_reduce_add_epi32(sum);
-}
-
 // 16 scales, as float or as bf16, at any address.
 inline __m512 LoadFloatScales(const uint8_t* from) { return _mm512_loadu_ps(from); }
 inline __m512 LoadBf16Scales(const uint8_t* from) {

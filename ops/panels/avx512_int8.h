@@ -87,9 +87,24 @@ struct Avx512Int8Simd {
   static __m512 LoadColumns(const float* from, int columns) { return Avx512FloatSums::LoadColumns(from, columns); }
   static void StoreColumns(float* to, int columns, __m512 sums) { Avx512FloatSums::StoreColumns(to, columns, sums); }
 
-  static uint32_t MaxAbsBits(const float* x, int64_t k) { return Avx512MaxAbsBits(x, k); }
-  static int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q) {
-    return Avx512Quantize32(x, left, factor, q);
+  static uint32_t MaxAbsBits(const float* x, int64_t k) {
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t l = 0; l < k; l += 16) {
+      const __m512i bits = _mm512_maskz_loadu_epi32(FirstLanes(k - l), x + l);
+      largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+    }
+    return _mm512_reduce_max_epu32(largest);
+  }
+  static __m256i Quantize32(const float* x, int64_t left, float factor, char* first, char* second) {
+    const __m512i low = Quantize16(x, left, factor, first);
+    const __m512i sums = _mm512_add_epi32(low, Quantize16(x + 16, left - 16, factor, second));
+    return _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
+  }
+  static __m512i Quantize16(const float* x, int64_t left, float factor, char* to) {
+    const __m512 value = _mm512_maskz_loadu_ps(FirstLanes(left), x);
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(value, _mm512_set1_ps(factor)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(rounded));
+    return rounded;
   }
 };
 

@@ -29,7 +29,8 @@
 //     Sums MultiplyAddWords(Sums, Sums words, int32_t)     plus the low half of each word times the number, an int16
 //     Floats LoadColumns(const float*, int columns), void StoreColumns(float*, int columns, Floats)
 //     uint32_t MaxAbsBits(const float* x, int64_t k)       the largest |x| as bits: NaN > Inf > finite
-//     int32_t Quantize32(const float* x, int64_t left, float factor, int8_t* q)     32 q, 0 behind `left`; their sum
+//     __m256i Quantize32(const float* x, int64_t left, float factor, char* first, char* second)
+//         16 q each, 0 behind `left`, which may be none; eight sums that add up to theirs
 #pragma once
 
 #include <cstdint>

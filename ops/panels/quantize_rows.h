@@ -3,11 +3,19 @@
 // A tier gives Simd::MaxAbsBits and Simd::Quantize32 (panel_loop_int8.h).
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
 
 namespace ortolan {
 namespace {
+
+inline int32_t SumOfLanes(__m256i lanes) {
+  __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+  sums = _mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums));
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 1);
+}
 
 struct RowScale {
   float factor;  // of x, before rounding; 0 if one of them is not finite
@@ -44,16 +52,13 @@ int32_t QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, fl
                        int64_t i) {
   constexpr int64_t kInputs = 32;
   constexpr int64_t kFourQuads = 16;
-  int32_t sum = 0;
+  const int64_t quantized = factor != 0.0f ? k : 0;
+  __m256i sums = _mm256_setzero_si256();
   char* to = block + begin * rows + kFourQuads * i;
-  for (int64_t l = begin; l < end; l += kInputs) {
-    alignas(64) int8_t q[kInputs] = {};
-    if (l < k && factor != 0.0f) sum += Simd::Quantize32(x + l, k - l, factor, q);
-    for (int64_t four = 0; four < kInputs; four += kFourQuads, to += kFourQuads * rows) {
-      std::memcpy(to, q + four, kFourQuads);
-    }
+  for (int64_t l = begin; l < end; l += kInputs, to += kInputs * rows) {
+    sums = _mm256_add_epi32(sums, Simd::Quantize32(x + l, quantized - l, factor, to, to + kFourQuads * rows));
   }
-  return sum;
+  return SumOfLanes(sums);
 }
 
 }  // namespace

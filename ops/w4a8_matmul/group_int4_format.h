@@ -11,7 +11,7 @@ namespace {
 // What stands behind the q of r packed rows: three numbers for each group of each row.
 //     scales      f32 [groups][r]
 //     starts      i32 [groups][r]   - kInt4Bias (sum of q): where sums begin, to end as those of q (w - 8)
-//     minus_sums  i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 128, an int16
+//     minus_sums  i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 127, an int16
 // A group that is not finite has a scale of NaN; its q are zero.
 struct GroupNumbers {
   GroupNumbers(const void* end_of_q, int64_t groups, int64_t rows)

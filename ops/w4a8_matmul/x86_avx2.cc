@@ -6,7 +6,7 @@
 namespace ortolan {
 namespace {
 
-// Nibbles are unsigned, which vpmaddubsw wants, and small: the sums of a span fit 16 bits (8 x 2 x 15 x 128 = 30720).
+// Nibbles are unsigned, which vpmaddubsw wants, and small: the sums of a span fit 16 bits (8 x 2 x 15 x 127 = 30480).
 struct Avx2NibbleSimd : Avx2Int8Simd {
   struct SpanSums {
     __m256i low, high;
