@@ -52,6 +52,7 @@ PYBIND11_MODULE(_native, module) {
   BindVNNISpMM(module);
   BindLutPostOp(module);
   BindNoMADAttention(module);
+  BindDecodeAttention(module);
   BindEpilogue(module);
 
   module.def("stream_read", &StreamReadArray, py::arg("buffer").noconvert(), py::arg("threads") = 1,

@@ -25,6 +25,7 @@ void BindW4A8MatMul(py::module_& module);
 void BindVNNISpMM(py::module_& module);
 void BindLutPostOp(py::module_& module);
 void BindNoMADAttention(py::module_& module);
+void BindDecodeAttention(py::module_& module);
 void BindEpilogue(py::module_& module);
 
 template <typename T>

@@ -175,6 +175,73 @@ def nomad_attention(
     them or 1. Raises ValueError for wrong shapes and kernels that this CPU cannot run.
     """
 
+def append_keys(cache: NDArray[np.uint8], tokens: int, keys: NDArray[Any], codebook: NDArray[Any]) -> None:
+    """Append keys [count, head_dim] to a cache of key codes, in place (ops/formats/key_code_cache.h).
+
+    cache [capacity, head_dim / d_sub / 2] holds `tokens` tokens and has room for `count` more; codebook
+    [head_dim / d_sub, 16, d_sub]. Raises ValueError for wrong shapes.
+    """
+
+def key_codes(cache: NDArray[np.uint8], tokens: int, codebook: NDArray[Any]) -> NDArray[np.uint8]:
+    """The codes [tokens, head_dim / d_sub] of a cache."""
+
+def decode_keys(cache: NDArray[np.uint8], tokens: int, codebook: NDArray[Any]) -> NDArray[np.float32]:
+    """The centroids [tokens, head_dim] of a cache's codes."""
+
+def append_values(cache: NDArray[np.uint8], tokens: int, values: NDArray[Any]) -> None:
+    """Append values [count, head_dim] to a cache of int8 values, in place (ops/formats/value_cache.h).
+
+    cache [capacity, 2 + head_dim] holds `tokens` tokens and has room for `count` more. Raises ValueError for wrong shapes.
+    """
+
+def decode_values(cache: NDArray[np.uint8], tokens: int) -> NDArray[np.float32]:
+    """The values [tokens, head_dim] of a cache."""
+
+def decode_attention_kernels() -> list[KernelInfo]:
+    """The rows of the table of kernels for one token, best first."""
+
+DecodePartial = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+
+def decode_attention(
+    q: NDArray[np.float32],
+    scale: float,
+    keys: NDArray[Any],
+    values: NDArray[Any],
+    codebooks: NDArray[np.float32] | None = None,
+    tokens: int | None = None,
+    begin: int = 0,
+    end: int | None = None,
+    first_key: int = 0,
+    kernel: str | None = None,
+) -> DecodePartial:
+    """One token's attention over tokens begin … end-1 of the caches, on one thread: max, sum [kv_heads, heads] and y
+    [kv_heads, heads, head_dim] (ops/nomad_attention/decode_attention.h).
+
+    q [kv_heads, heads, head_dim]; keys: codes [kv_heads, capacity, row_bytes] with their codebooks [kv_heads,
+    head_dim / d_sub, 16, d_sub], or float32 [kv_heads, rows, head_dim], of the tokens from first_key on; values: int8
+    caches [kv_heads, capacity, 2 + head_dim] (uint8) or float32 [kv_heads, capacity, head_dim]; tokens: in the caches,
+    None: as many as fit. Raises ValueError for other shapes, ranges and kernels that this CPU cannot run.
+    """
+
+def decode_scores(
+    q: NDArray[np.float32],
+    scale: float,
+    keys: NDArray[Any],
+    codebooks: NDArray[np.float32] | None = None,
+    tokens: int | None = None,
+    begin: int = 0,
+    end: int | None = None,
+    first_key: int = 0,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """The scores [kv_heads, heads, end - begin] of decode_attention, in powers of two."""
+
+def merge_decode(a: DecodePartial, b: DecodePartial) -> DecodePartial:
+    """The partial result of the tokens of both."""
+
+def finish_decode(partial: DecodePartial) -> NDArray[np.float32]:
+    """y / sum [kv_heads, heads, head_dim] of a partial result."""
+
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:
     """Read the buffer once, an equal part a thread, and return a checksum: the memory's rate."""
 

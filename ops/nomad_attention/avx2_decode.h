@@ -1,0 +1,183 @@
+// AVX2 of one token's attention. Included by x86_avx2.cc only.
+#pragma once
+
+#include "nomad_attention/avx2_attention.h"
+#include "nomad_attention/decode_loop.h"
+
+namespace ortolan {
+namespace {
+
+struct Avx2Decode {
+  using Floats = Avx2Attention;
+  static constexpr int kHeads = 4;
+  static constexpr int kVectors = 2;
+  static constexpr int kDotHeads = 2;
+  static constexpr int kDotKeys = 4;
+
+  static float ReduceAdd(__m256 a) {
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+  }
+  static float ReduceMin(__m256 a) {
+    const __m128 half = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 pair = _mm_min_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_min_ss(pair, _mm_movehdup_ps(pair)));
+  }
+  static float ReduceMax(__m256 a) {
+    const __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+  }
+  static __m256 LoadStrided(const float* from, int64_t stride) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_i32gather_ps(from, _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int>(stride))), 4);
+  }
+  static __m256 LoadInt8(const uint8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
+  static void StoreBytes(uint8_t* to, __m256 a) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_setzero_si256());
+    const __m128i halves = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+  }
+
+  // So many quads that sums of 16 bits hold their entries; a block's indices to that many tables are 8 KB.
+  static constexpr int64_t kQuads = 64;
+
+  // The indices of a quad's 64 bytes: keys 0 … 15, two sub-quantizers a vector, then keys 16 … 31. The order of 16 keys
+  // is 0 … 3, 8 … 11, 4 … 7, 12 … 15.
+  static void Unpack(const uint8_t* codes, __m256i* indices) {
+    const __m256i by_sub_quantizer =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m256i low_nibbles = _mm256_set1_epi8(0x0f);
+    const __m256i a = _mm256_shuffle_epi8(Load(codes), by_sub_quantizer);
+    const __m256i b = _mm256_shuffle_epi8(Load(codes + 32), by_sub_quantizer);
+    const __m256i first = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(a, b), 0xD8);
+    const __m256i second = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(a, b), 0xD8);
+    indices[0] = _mm256_and_si256(first, low_nibbles);
+    indices[1] = _mm256_and_si256(second, low_nibbles);
+    indices[2] = _mm256_and_si256(_mm256_srli_epi16(first, 4), low_nibbles);
+    indices[3] = _mm256_and_si256(_mm256_srli_epi16(second, 4), low_nibbles);
+  }
+
+  // Sums of 16 bits of 16 keys, in the order of the indices: of all bytes as they lie, and of every other one.
+  struct Sums {
+    __m256i both = _mm256_setzero_si256();
+    __m256i odd = _mm256_setzero_si256();
+    void Add(__m256i entries) {
+      both = _mm256_add_epi16(both, entries);
+      odd = _mm256_add_epi16(odd, _mm256_srli_epi16(entries, 8));
+    }
+    // Scores += step sums, of keys in their own order.
+    void AddTo(float* scores, __m256 step) const {
+      const __m256i even = _mm256_sub_epi16(both, _mm256_slli_epi16(odd, 8));
+      const __m128i evens = _mm_add_epi16(_mm256_castsi256_si128(even), _mm256_extracti128_si256(even, 1));
+      const __m128i odds = _mm_add_epi16(_mm256_castsi256_si128(odd), _mm256_extracti128_si256(odd, 1));
+      const __m256i a = _mm256_cvtepu16_epi32(_mm_unpacklo_epi16(evens, odds));
+      const __m256i b = _mm256_cvtepu16_epi32(_mm_unpackhi_epi16(evens, odds));
+      const __m256 first = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(a, b, 0x20));
+      const __m256 second = _mm256_cvtepi32_ps(_mm256_permute2x128_si256(a, b, 0x31));
+      _mm256_storeu_ps(scores, _mm256_fmadd_ps(first, step, _mm256_loadu_ps(scores)));
+      _mm256_storeu_ps(scores + 8, _mm256_fmadd_ps(second, step, _mm256_loadu_ps(scores + 8)));
+    }
+  };
+
+  static void ScoreBlocks(const CodeBlocks& at, int64_t heads) {
+    alignas(32) __m256i indices[4 * kQuads];
+    for (int64_t block = 0; block < at.blocks; ++block) {
+      for (int64_t first = 0; first < at.quads; first += kQuads) {
+        const int64_t quads = at.quads - first < kQuads ? at.quads - first : kQuads;
+        const uint8_t* codes = at.codes + (block * at.quads + first) * 64;
+        for (int64_t quad = 0; quad < quads; ++quad) {
+          _mm_prefetch(reinterpret_cast<const char*>(codes + 64 * quad + kPrefetchBytes), _MM_HINT_T0);
+          Unpack(codes + 64 * quad, indices + 4 * quad);
+        }
+        for (int64_t h = 0; h < heads; ++h) {
+          Sums low;
+          Sums high;
+          const uint8_t* table = at.tables + (h * at.quads + first) * 64;
+          for (int64_t quad = 0; quad < quads; ++quad, table += 64) {
+            const __m256i a = Load(table);
+            const __m256i b = Load(table + 32);
+            low.Add(_mm256_shuffle_epi8(a, indices[4 * quad]));
+            low.Add(_mm256_shuffle_epi8(b, indices[4 * quad + 1]));
+            high.Add(_mm256_shuffle_epi8(a, indices[4 * quad + 2]));
+            high.Add(_mm256_shuffle_epi8(b, indices[4 * quad + 3]));
+          }
+          float* scores = at.scores + h * at.stride + block * kKeyBlock;
+          if (first == 0) {
+            for (int64_t i = 0; i < kKeyBlock; i += 8) _mm256_storeu_ps(scores + i, _mm256_set1_ps(at.biases[h]));
+          }
+          const __m256 step = _mm256_set1_ps(at.steps[h]);
+          low.AddTo(scores, step);
+          high.AddTo(scores + 16, step);
+        }
+      }
+    }
+  }
+
+  // y += weights values, from d on. A vector of values holds four tokens of eight numbers.
+  template <int kHeads, int kVectors>
+  static void AddInt8Tile(const Int8Blocks& at, const float* weights, float* const* y, int64_t d) {
+    const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
+    __m256 sum[kHeads][kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kHeads * kVectors; ++i) {
+      sum[i / kVectors][i % kVectors] = _mm256_loadu_ps(y[i / kVectors] + d + i % kVectors * 8);
+    }
+    for (int64_t block = 0; block < at.blocks; ++block) {
+      const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
+      for (int64_t t = block * kValueBlock; t < (block + 1) * kValueBlock; t += 4, values += 4 * at.head_dim) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          __m256 value[kVectors];
+#pragma GCC unroll 2
+          for (int i = 0; i < kVectors; ++i) {
+            value[i] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(Load(values + 32 * i), 24 - 8 * j), 24));
+          }
+#pragma GCC unroll 4
+          for (int h = 0; h < kHeads; ++h) {
+            const __m256 weight = _mm256_set1_ps(weights[h * kDecodeTile + t + j]);
+#pragma GCC unroll 2
+            for (int i = 0; i < kVectors; ++i) sum[h][i] = _mm256_fmadd_ps(weight, value[i], sum[h][i]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kHeads * kVectors; ++i) {
+      _mm256_storeu_ps(y[i / kVectors] + d + i % kVectors * 8, sum[i / kVectors][i % kVectors]);
+    }
+  }
+
+  static void AddInt8Blocks(const Int8Blocks& at, int64_t heads) {
+    float* scaled = reinterpret_cast<float*>(at.parts);
+    const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t t = 0; t < at.blocks * kValueBlock; t += 8) {
+        const uint8_t* scales = at.values + t / kValueBlock * block_bytes + t % kValueBlock * kValueScaleBytes;
+        const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
+        const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+        const __m256 weight = _mm256_loadu_ps(at.weights + h * kDecodeTile + t);
+        // Tokens outside of the range weigh 0, and may hold anything.
+        const __m256 weighs = _mm256_cmp_ps(weight, _mm256_setzero_ps(), _CMP_NEQ_UQ);
+        _mm256_storeu_ps(scaled + h * kDecodeTile + t, _mm256_and_ps(weighs, _mm256_mul_ps(weight, scale)));
+      }
+    }
+    int64_t h = 0;
+    for (; h + 4 <= heads; h += 4) {
+      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<4, 2>(at, scaled + h * kDecodeTile, at.y + h, d);
+    }
+    for (; h < heads; ++h) {
+      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<1, 2>(at, scaled + h * kDecodeTile, at.y + h, d);
+    }
+  }
+
+ private:
+  static constexpr int64_t kPrefetchBytes = 4096;
+  static __m256i Load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+};
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,419 @@
+// One token's attention (decode_attention.h), once for all x86 tiers: scores of a chunk of tokens, then a tile after
+// another of weights and values. Included by x86_*.cc only; local to each.
+//
+//     tables   [heads][quads][64]   16 table entries of sub-quantizer 4 quad, 16 of the next, …
+//     scores   [heads][kChunk]      in powers of two, from a multiple of 32 tokens on; -Inf outside of the range
+//     weights  [heads][kTile]       of the heads whose tile is not negligible
+//
+// A tier gives a struct Tier with
+//     Floats                                   support/vector_math.h's, and Exp2 (attention_loop.h)
+//     kHeads, kVectors                         of a tile of y that is multiplied with rows of floats
+//     kDotHeads, kDotKeys                      of a tile of dot products
+//     float ReduceAdd(Float), ReduceMin(Float), ReduceMax(Float)
+//     Float LoadStrided(const float*, int64_t stride)     every stride-th float
+//     Float LoadInt8(const uint8_t*)                      kLanes int8 numbers as floats
+//     void StoreBytes(uint8_t*, Float)                    kLanes numbers 0 … 255, rounded to nearest
+//     void ScoreBlocks(const CodeBlocks&, int64_t heads)
+//     void AddInt8Blocks(const Int8Blocks&, int64_t heads)
+#pragma once
+
+#include <cstdint>
+
+#include "nomad_attention/decode_attention.h"
+#include "support/vector_math.h"
+
+namespace ortolan {
+namespace {
+
+// Blocks of key codes, and the heads' scores that they give.
+struct CodeBlocks {
+  int64_t quads;
+  int64_t blocks;
+  const uint8_t* codes;
+  const uint8_t* tables;  // [heads][quads][64]
+  const float* steps;     // [heads]
+  const float* biases;
+  float* scores;  // [heads][stride], 32 a block
+  int64_t stride;
+};
+
+// Blocks of int8 values, the weights of their tokens, and the sums of weighted values that they are added to.
+struct Int8Blocks {
+  int64_t head_dim;
+  int64_t blocks;         // 1 … 4
+  const uint8_t* values;  // the first block
+  const float* weights;   // [heads][kDecodeTile], 32 a block
+  uint8_t* parts;         // scratch, 4 kDecodeTile a head, of cache lines
+  float* const* y;        // [heads]: [head_dim]
+};
+
+inline constexpr int64_t kDecodeTile = 128;
+
+template <typename Tier>
+class DecodeLoop {
+  using Simd = typename Tier::Floats;
+  using Float = typename Simd::Float;
+  static constexpr int64_t kLanes = Simd::kLanes;
+  static constexpr int64_t kTile = kDecodeTile;
+  static constexpr int64_t kChunk = 16 * kTile;
+  static constexpr float kLowest = -0x1.fffffep127f;
+  static constexpr float kMinusInfinity = -__builtin_inff();
+  static constexpr float kLog2E = 1.44269504f;
+  static constexpr float kLeastRange = 0x1p-100f;
+
+  static int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+  // The scratch memory, in pieces of whole cache lines.
+  struct Scratch {
+    int64_t bytes = 0;
+    float* query;     // [heads][head_dim], times log2(e) scale
+    float* products;  // [heads][S][16]
+    float* least;     // [heads][S]: of the products; then [heads]: scores below are negligible
+    float* steps;     // [heads]
+    float* biases;    // [heads]
+    float* scores;
+    float* weights;
+    float** y;  // [heads], of those that weights has
+    uint8_t* tables;
+    uint8_t* block;  // the last tokens' codes as a full block
+    uint8_t* parts;
+
+    Scratch(int64_t heads, int64_t head_dim, void* memory) {
+      const auto take = [&]<typename T>(T*& piece, int64_t count) {
+        piece = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes));
+        bytes += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
+      };
+      take(query, heads * head_dim);
+      take(products, heads * head_dim * kCentroids);
+      take(least, heads * head_dim);
+      take(steps, heads);
+      take(biases, heads);
+      take(scores, heads * kChunk);
+      take(weights, heads * kTile);
+      take(y, heads);
+      take(tables, heads * head_dim * kCentroids);
+      take(block, kKeyBlock * head_dim / 2);
+      take(parts, heads * kDecodeTile * 4);
+    }
+  };
+
+  const DecodeAttentionArgs& args_;
+  int64_t quads_;
+  int64_t full_;  // tokens in full blocks
+  Scratch s_;
+
+  static const float* RowOf(const float* from, int64_t bytes) {
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
+  }
+
+  DecodeLoop(const DecodeAttentionArgs& args, void* scratch)
+      : args_(args),
+        quads_(args.Layout().Quads()),
+        full_(args.tokens / kKeyBlock * kKeyBlock),
+        s_(args.heads, args.head_dim, scratch) {
+    const Float factor = Simd::Set(args.scale * kLog2E);
+    for (int64_t h = 0; h < args.heads; ++h) {
+      const float* q = RowOf(args.q, h * args.q_head_bytes);
+      for (int64_t d = 0; d < args.head_dim; d += kLanes) {
+        Simd::Store(s_.query + h * args.head_dim + d, Simd::Multiply(Simd::Load(q + d), factor));
+      }
+    }
+    if (args.keys == nullptr) BuildTables();
+  }
+
+  void BuildTables() const {
+    const int64_t count = 4 * quads_;
+    for (int64_t s = 0; s < count; ++s) {
+      for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
+        for (int64_t d = 0; d < args_.d_sub; ++d) {
+          const float* from = args_.codebook + (s * kCentroids + lane) * args_.d_sub + d;
+          const Float centroids = args_.d_sub == 1 ? Simd::Load(from) : Tier::LoadStrided(from, args_.d_sub);
+          for (int64_t h = 0; h < args_.heads; ++h) {
+            float* to = s_.products + (h * count + s) * kCentroids + lane;
+            const Float product =
+                Simd::Multiply(centroids, Simd::Set(s_.query[h * args_.head_dim + s * args_.d_sub + d]));
+            Simd::Store(to, d == 0 ? product : Simd::Add(Simd::Load(to), product));
+          }
+        }
+      }
+    }
+    for (int64_t h = 0; h < args_.heads; ++h) Quantize(h);
+  }
+
+  // The table of a head, from its products.
+  void Quantize(int64_t h) const {
+    const int64_t count = 4 * quads_;
+    const float* products = s_.products + h * count * kCentroids;
+    float* least = s_.least + h * count;
+    Float check = Simd::Set(0.0f);  // NaN once a product is not finite
+    float range = 0;
+    float bias = 0;
+    for (int64_t s = 0; s < count; ++s) {
+      const float* from = products + s * kCentroids;
+      Float low = Simd::Load(from);
+      Float high = low;
+      check = Simd::MultiplyAdd(low, Simd::Set(0.0f), check);
+      for (int64_t lane = kLanes; lane < kCentroids; lane += kLanes) {
+        const Float more = Simd::Load(from + lane);
+        low = Simd::Min(low, more);
+        high = Simd::Max(high, more);
+        check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
+      }
+      least[s] = Tier::ReduceMin(low);
+      const float width = Tier::ReduceMax(high) - least[s];
+      range = width > range ? width : range;
+      bias += least[s];
+    }
+    const bool finite = Tier::ReduceAdd(check) == 0 && range < __builtin_inff();
+    const bool flat = !finite || range < kLeastRange;
+    s_.biases[h] = finite ? bias : __builtin_nanf("");
+    s_.steps[h] = flat ? 0.0f : range / 255;
+    const Float inverse = Simd::Set(flat ? 0.0f : 255 / range);
+    uint8_t* table = s_.tables + h * count * kCentroids;
+    for (int64_t s = 0; s < count; ++s) {
+      for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
+        const Float above = Simd::Subtract(Simd::Load(products + s * kCentroids + lane), Simd::Set(least[s]));
+        Tier::StoreBytes(table + s * kCentroids + lane, Simd::Multiply(above, inverse));
+      }
+    }
+  }
+
+  // Fills s_.scores for tokens first … first + count-1, of which those in [begin, end) count. first is a multiple
+  // of 32.
+  void Score(int64_t first, int64_t count, int64_t begin, int64_t end) const {
+    if (args_.keys != nullptr) {
+      ScoreFloats(first, begin > first ? begin : first, end < first + count ? end : first + count);
+    } else {
+      const int64_t block_bytes = args_.Layout().BlockBytes();
+      const int64_t full = full_ - first < count ? full_ - first : RoundUp(count, kKeyBlock);
+      CodeBlocks blocks{quads_,
+                        full / kKeyBlock,
+                        args_.key_codes + first / kKeyBlock * block_bytes,
+                        s_.tables,
+                        s_.steps,
+                        s_.biases,
+                        s_.scores,
+                        kChunk};
+      if (full > 0) Tier::ScoreBlocks(blocks, args_.heads);
+      if (full < count) {
+        KeyRowsToBlock(args_.Layout(), args_.key_codes + full_ * args_.Layout().RowBytes(), args_.tokens - full_,
+                       s_.block);
+        blocks.blocks = 1;
+        blocks.codes = s_.block;
+        blocks.scores += full;
+        Tier::ScoreBlocks(blocks, args_.heads);
+      }
+    }
+    for (int64_t h = 0; h < args_.heads; ++h) {
+      float* scores = s_.scores + h * kChunk;
+      for (int64_t i = 0; i < begin - first; ++i) scores[i] = kMinusInfinity;
+      for (int64_t i = end - first; i < RoundUp(count, kTile); ++i) scores[i] = kMinusInfinity;
+    }
+  }
+
+  void ScoreFloats(int64_t first, int64_t begin, int64_t end) const {
+    int64_t j = begin;
+    for (; j + Tier::kDotKeys <= end; j += Tier::kDotKeys) ScoreKeys<Tier::kDotKeys>(first, j);
+    for (; j < end; ++j) ScoreKeys<1>(first, j);
+  }
+
+  template <int kKeys>
+  void ScoreKeys(int64_t first, int64_t j) const {
+    int64_t h = 0;
+    for (; h + Tier::kDotHeads <= args_.heads; h += Tier::kDotHeads) DotTile<kKeys, Tier::kDotHeads>(first, j, h);
+    for (; h < args_.heads; ++h) DotTile<kKeys, 1>(first, j, h);
+  }
+
+  template <int kKeys, int kHeads>
+  void DotTile(int64_t first, int64_t j, int64_t h) const {
+    Float sum[kHeads][kKeys];
+#pragma GCC unroll 16
+    for (int i = 0; i < kHeads * kKeys; ++i) sum[i / kKeys][i % kKeys] = Simd::Set(0.0f);
+    const float* key = RowOf(args_.keys, (j - args_.first_key) * args_.key_row_bytes);
+    const float* query = s_.query + h * args_.head_dim;
+    for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+      Float keys[kKeys];
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) keys[i] = Simd::Load(RowOf(key, i * args_.key_row_bytes) + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < kHeads; ++r) {
+        const Float q = Simd::Load(query + r * args_.head_dim + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < kKeys; ++i) sum[r][i] = Simd::MultiplyAdd(q, keys[i], sum[r][i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kHeads * kKeys; ++i) {
+      s_.scores[(h + i / kKeys) * kChunk + j - first + i % kKeys] = Tier::ReduceAdd(sum[i / kKeys][i % kKeys]);
+    }
+  }
+
+  // y += weights values for tokens begin … end-1 of rows, kHeads heads and kVectors vectors from `d` on. row(i): the
+  // first number of a token's row; load(row, d): kLanes of its floats.
+  template <int kHeads, int kVectors, typename Row, typename Load>
+  static void AddRowsTile(const float* weights, int64_t begin, int64_t end, float* const* y, int64_t d, const Row& row,
+                          const Load& load) {
+    Float sum[kHeads][kVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kHeads * kVectors; ++i)
+      sum[i / kVectors][i % kVectors] = Simd::Load(y[i / kVectors] + d + i % kVectors * kLanes);
+    for (int64_t j = begin; j < end; ++j) {
+      const auto from = row(j);
+      Float value[kVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) value[i] = load(from, d + i * kLanes);
+#pragma GCC unroll 4
+      for (int h = 0; h < kHeads; ++h) {
+        const Float weight = Simd::Set(weights[h * kTile + j]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::MultiplyAdd(weight, value[i], sum[h][i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kHeads * kVectors; ++i)
+      Simd::Store(y[i / kVectors] + d + i % kVectors * kLanes, sum[i / kVectors][i % kVectors]);
+  }
+
+  template <int kHeads, typename Row, typename Load>
+  void AddRowsHeads(const float* weights, int64_t begin, int64_t end, float* const* y, const Row& row,
+                    const Load& load) const {
+    int64_t d = 0;
+    constexpr int kVectors = Tier::kVectors;
+    for (; d + kVectors * kLanes <= args_.head_dim; d += kVectors * kLanes) {
+      AddRowsTile<kHeads, kVectors>(weights, begin, end, y, d, row, load);
+    }
+    for (; d < args_.head_dim; d += kLanes) AddRowsTile<kHeads, 1>(weights, begin, end, y, d, row, load);
+  }
+
+  template <typename Row, typename Load>
+  void AddRows(int64_t heads, int64_t begin, int64_t end, const Row& row, const Load& load) const {
+    if (begin >= end) return;
+    int64_t h = 0;
+    for (; h + Tier::kHeads <= heads; h += Tier::kHeads) {
+      AddRowsHeads<Tier::kHeads>(s_.weights + h * kTile, begin, end, s_.y + h, row, load);
+    }
+    for (; h < heads; ++h) AddRowsHeads<1>(s_.weights + h * kTile, begin, end, s_.y + h, row, load);
+  }
+
+  // Adds what the tile of tokens from `first` on, of which those in [begin, end) count, gives to the first `heads`
+  // s_.y.
+  void AddValues(int64_t heads, int64_t first, int64_t begin, int64_t end) const {
+    const int64_t from = begin > first ? begin - first : 0;
+    const int64_t to = end - first < kTile ? end - first : kTile;
+    if (args_.values != nullptr) {
+      return AddRows(
+          heads, from, to, [&](int64_t j) { return RowOf(args_.values, (first + j) * args_.value_row_bytes); },
+          [](const float* row, int64_t d) { return Simd::Load(row + d); });
+    }
+    const int64_t row_bytes = ValueRowBytes(args_.head_dim);
+    const int64_t full = full_ - first < RoundUp(to, kValueBlock) ? full_ - first : RoundUp(to, kValueBlock);
+    if (full > 0) {
+      Tier::AddInt8Blocks(
+          {args_.head_dim, full / kValueBlock, args_.int8_values + first * row_bytes, s_.weights, s_.parts, s_.y},
+          heads);
+    }
+    const int64_t rest = from > full ? from : full;
+    for (int64_t j = rest; j < to; ++j) {
+      const uint8_t* row = args_.int8_values + (first + j) * row_bytes;
+      const float scale = __builtin_bit_cast(float, static_cast<uint32_t>(row[0] | row[1] << 8) << 16);
+      for (int64_t h = 0; h < heads; ++h) s_.weights[h * kTile + j] *= scale;
+    }
+    AddRows(
+        heads, rest, to, [&](int64_t j) { return args_.int8_values + (first + j) * row_bytes + kValueScaleBytes; },
+        [](const uint8_t* row, int64_t d) { return Tier::LoadInt8(row + d); });
+  }
+
+  // Brings the maximum up to the chunk's scores. What of them lies below the result weighs too little to be added.
+  float RaiseMaximum(int64_t h, int64_t count, float negligible, const DecodePartial& partial) const {
+    const float* scores = s_.scores + h * kChunk;
+    Float most = Simd::Set(kLowest);
+    Float check = Simd::Set(0.0f);  // NaN if a score is
+    for (int64_t i = 0; i < RoundUp(count, kTile); i += kLanes) {
+      const Float score = Simd::Load(scores + i);
+      most = Simd::Max(score, most);
+      check = Simd::Add(check, score);
+    }
+    float maximum = Tier::ReduceMax(most);
+    maximum = maximum > partial.max[h] ? maximum : partial.max[h];
+    if (maximum > partial.max[h]) {
+      float corrections[kLanes];
+      Simd::Store(corrections, Simd::Exp2(Simd::Set(partial.max[h] - maximum)));
+      partial.max[h] = maximum;
+      partial.sum[h] *= corrections[0];
+      float* y = partial.y + h * args_.head_dim;
+      const Float correction = Simd::Set(corrections[0]);
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        Simd::Store(y + d, Simd::Multiply(Simd::Load(y + d), correction));
+      }
+    }
+    const float total = Tier::ReduceAdd(check);
+    return total == total ? maximum - negligible : kMinusInfinity;
+  }
+
+  // Makes weights of a head's tile of scores and returns their sum; negative if they are negligible.
+  float Weigh(const float* scores, float maximum, float least, float* weights) const {
+    Float most = Simd::Set(kMinusInfinity);
+    for (int64_t i = 0; i < kTile; i += kLanes) most = Simd::Max(Simd::Load(scores + i), most);
+    if (Tier::ReduceMax(most) < least) return -1;
+    Float sum = Simd::Set(0.0f);
+    const Float from = Simd::Set(maximum);
+    for (int64_t i = 0; i < kTile; i += kLanes) {
+      const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(scores + i), from));
+      Simd::Store(weights + i, weight);
+      sum = Simd::Add(sum, weight);
+    }
+    return Tier::ReduceAdd(sum);
+  }
+
+  void Attend(int64_t begin, int64_t end, const DecodePartial& partial) const {
+    const float negligible =
+        kNegligiblePowersOfTwo + static_cast<float>(64 - __builtin_clzll(static_cast<uint64_t>(end - begin)));
+    for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kChunk) {
+      const int64_t count = end - first < kChunk ? end - first : kChunk;
+      Score(first, count, begin, end);
+      for (int64_t h = 0; h < args_.heads; ++h) s_.least[h] = RaiseMaximum(h, count, negligible, partial);
+      for (int64_t tile = 0; tile < count; tile += kTile) {
+        int64_t heads = 0;
+        for (int64_t h = 0; h < args_.heads; ++h) {
+          const float sum =
+              Weigh(s_.scores + h * kChunk + tile, partial.max[h], s_.least[h], s_.weights + heads * kTile);
+          if (sum < 0) continue;
+          partial.sum[h] += sum;
+          s_.y[heads++] = partial.y + h * args_.head_dim;
+        }
+        if (heads > 0) AddValues(heads, first + tile, begin, end);
+      }
+    }
+  }
+
+ public:
+  static int64_t ScratchBytes(int64_t heads, int64_t head_dim) { return Scratch(heads, head_dim, nullptr).bytes; }
+
+  static void Run(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
+                  void* scratch) {
+    for (int64_t h = 0; h < args.heads; ++h) {
+      partial.max[h] = kLowest;
+      partial.sum[h] = 0;
+    }
+    for (int64_t i = 0; i < args.heads * args.head_dim; ++i) partial.y[i] = 0;
+    if (begin < end) DecodeLoop(args, scratch).Attend(begin, end, partial);
+  }
+
+  static void Scores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
+    if (begin >= end) return;
+    const DecodeLoop loop(args, scratch);
+    for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kChunk) {
+      const int64_t count = end - first < kChunk ? end - first : kChunk;
+      loop.Score(first, count, begin, end);
+      const int64_t from = begin > first ? begin : first;
+      for (int64_t h = 0; h < args.heads; ++h) {
+        const float* row = loop.s_.scores + h * kChunk + from - first;
+        __builtin_memcpy(scores + h * (end - begin) + from - begin, row,
+                         static_cast<size_t>(first + count - from) * sizeof(float));
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

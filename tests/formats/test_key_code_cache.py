@@ -1,0 +1,157 @@
+"""The cache of key codes: order of the bytes, nearest centroids, appending (ops/formats/key_code_cache.h)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import _native
+
+SIZES = [(16, 1), (16, 2), (16, 4), (48, 4), (64, 2), (80, 4), (96, 1), (128, 1)]
+all_sizes = pytest.mark.parametrize(("head_dim", "d_sub"), SIZES)
+
+
+def codebook_of(rng: np.random.Generator, head_dim: int, d_sub: int) -> np.ndarray:
+    return rng.standard_normal((head_dim // d_sub, 16, d_sub), dtype=np.float32)
+
+
+def encode(keys: np.ndarray, codebook: np.ndarray) -> np.ndarray:
+    """Codes [tokens, S] by the header's words: float32, from the first number of a part to the last."""
+    parts, _, d_sub = codebook.shape
+    split = keys.reshape(len(keys), parts, 1, d_sub)
+    distances = np.zeros((len(keys), parts, 16), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for d in range(d_sub):
+            distances += (split[..., d] - codebook[None, ..., d]) ** 2
+        lost = ~(distances < np.inf).any(-1)
+        return np.where(lost, 0, np.argmin(np.where(np.isnan(distances), np.inf, distances), -1)).astype(np.uint8)
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """The cache's bytes [tokens, S / 2] of codes, by the header's drawing."""
+    tokens, parts = codes.shape
+    cache = np.zeros((tokens, parts // 2), np.uint8)
+    full = tokens // 32 * 32
+    for first in range(0, full, 32):
+        block = codes[first : first + 32].reshape(2, 16, parts // 4, 4)  # half, key, quad, j
+        cache[first : first + 32] = (block[0] | block[1] << 4).transpose(1, 0, 2).reshape(32, parts // 2)
+    for token in range(full, tokens):
+        whole = codes[token, : parts // 8 * 8].reshape(-1, 2, 4)
+        rest = codes[token, parts // 8 * 8 :].reshape(-1, 2, 2)
+        cache[token] = np.concatenate([(one[:, 0] | one[:, 1] << 4).ravel() for one in (whole, rest)])
+    return cache
+
+
+def appended(keys: np.ndarray, codebook: np.ndarray, splits: list[int]) -> np.ndarray:
+    """The cache that grows by these numbers of tokens, each time into a copy that is exactly as long."""
+    row_bytes = codebook.shape[0] // 2
+    cache = np.empty((0, row_bytes), np.uint8)
+    for count in splits:
+        tokens = len(cache)
+        cache = np.concatenate([cache, np.full((count, row_bytes), 0xA5, np.uint8)])
+        _native.append_keys(cache, tokens, keys[tokens : tokens + count], codebook)
+    return cache
+
+
+@all_sizes
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
+def test_layout_is_the_headers(head_dim: int, d_sub: int, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    codebook = codebook_of(rng, head_dim, d_sub)
+    keys = rng.standard_normal((tokens, head_dim), dtype=np.float32)
+    cache = appended(keys, codebook, [tokens])
+    codes = encode(keys, codebook)
+    np.testing.assert_array_equal(_native.key_codes(cache, tokens, codebook), codes)
+    np.testing.assert_array_equal(cache, pack(codes))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    size=st.sampled_from(SIZES),
+    splits=st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_way_to_append_gives_the_same_bytes(size: tuple[int, int], splits: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    codebook = codebook_of(rng, *size)
+    tokens = sum(splits)
+    keys = rng.standard_normal((tokens, size[0]), dtype=np.float32)
+    grown = appended(keys, codebook, splits)
+    np.testing.assert_array_equal(grown, appended(keys, codebook, [tokens]))
+    np.testing.assert_array_equal(grown, appended(keys, codebook, [1] * tokens))
+    # In place, in a buffer with room to spare, of which the rest stays what it was.
+    buffer = np.full((tokens + 40, grown.shape[1]), 0x5A, np.uint8)
+    done = 0
+    for count in splits:
+        _native.append_keys(buffer, done, keys[done : done + count], codebook)
+        done += count
+    np.testing.assert_array_equal(buffer[:tokens], grown)
+    assert (buffer[tokens:] == 0x5A).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.sampled_from(SIZES), tokens=st.integers(1, 80), seed=st.integers(0, 2**32 - 1))
+def test_decoding_gives_the_nearest_centroids(size: tuple[int, int], tokens: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    codebook = codebook_of(rng, *size)
+    keys = rng.standard_normal((tokens, size[0]), dtype=np.float32)
+    decoded = _native.decode_keys(appended(keys, codebook, [tokens]), tokens, codebook)
+    parts, _, d_sub = codebook.shape
+    split = keys.reshape(tokens, parts, 1, d_sub).astype(np.float64)
+    least = ((split - codebook[None]) ** 2).sum(-1).min(-1)
+    found = ((split - decoded.reshape(split.shape)) ** 2).sum((-1, -2))
+    np.testing.assert_allclose(found, least, rtol=1e-5, atol=1e-12)
+    # Keys that are centroids come back as they are.
+    np.testing.assert_array_equal(_native.decode_keys(appended(decoded, codebook, [tokens]), tokens, codebook), decoded)
+
+
+def test_of_equal_distances_the_first() -> None:
+    codebook = np.zeros((16, 16, 1), np.float32)
+    codebook[:, :, 0] = [5, 1, -1, 1, -1, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]
+    keys = np.zeros((2, 16), np.float32)
+    keys[1] = -1
+    assert (_native.key_codes(appended(keys, codebook, [2]), 2, codebook) == [[1] * 16, [2] * 16]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("d_sub", [1, 2, 4])
+def test_keys_that_float32_cannot_measure_have_code_0(bad: float, d_sub: int) -> None:
+    rng = np.random.default_rng(d_sub)
+    codebook = codebook_of(rng, 32, d_sub)
+    keys = rng.standard_normal((40, 32), dtype=np.float32)
+    expected = encode(keys, codebook)
+    keys[[3, 39], 17] = bad
+    expected[[3, 39], 17 // d_sub] = 0
+    np.testing.assert_array_equal(_native.key_codes(appended(keys, codebook, [40]), 40, codebook), expected)
+
+
+GOOD = {
+    "cache": np.zeros((8, 8), np.uint8),
+    "tokens": 3,
+    "keys": np.zeros((5, 16), np.float32),
+    "codebook": np.zeros((16, 16, 1), np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codebook": np.zeros((16, 15, 1), np.float32)}, "expected .head_dim / d_sub, 16, d_sub"),
+        ({"codebook": np.zeros((16, 16), np.float32)}, "codebook must be"),
+        ({"codebook": np.zeros((16, 16, 3), np.float32)}, "d_sub is 3, expected 1, 2 or 4"),
+        ({"codebook": np.zeros((24, 16, 1), np.float32)}, "head_dim is 24, expected a multiple of 16 from 16 to 1024"),
+        ({"codebook": np.zeros((1040, 16, 1), np.float32)}, "head_dim is 1040"),
+        ({"cache": np.zeros((8, 4), np.uint8)}, "cache must be uint8"),
+        ({"tokens": 9}, "cache must be uint8 .9 tokens or more"),
+        ({"tokens": -1}, "tokens 0 or more"),
+        ({"tokens": 4}, "expected rows of 16 numbers, 4 at most"),
+        ({"keys": np.zeros((1, 15), np.float32)}, "expected rows of 16 numbers"),
+    ],
+)
+def test_wrong_arguments(change: dict, message: str) -> None:
+    given = {name: np.copy(value) if isinstance(value, np.ndarray) else value for name, value in GOOD.items()}
+    _native.append_keys(**given)
+    with pytest.raises(ValueError, match=message):
+        _native.append_keys(**given | change)

@@ -1,0 +1,133 @@
+"""One token's attention over caches in numpy, with the error bounds of ops/nomad_attention/decode_attention.h."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ortolan import _native
+
+from .single_node import U
+
+LOG2E = 1.4426950408889634
+Doubles = NDArray[np.float64]
+
+
+def runnable_kernels() -> list[str]:
+    """Names of the kernel table's rows that this CPU can run."""
+    return [row["name"] for row in _native.decode_attention_kernels() if row["runs_here"]]
+
+
+@dataclass
+class Case:
+    """A group of query heads that share a head of keys and values, and what the caches hold of these.
+
+    keys: the decoded ones, float32 [tokens, head_dim]; codes and codebook: where they are codes.
+    """
+
+    q: NDArray[np.float32]
+    scale: float
+    keys: NDArray[np.float32]
+    values: NDArray[np.float32]
+    key_cache: NDArray[np.generic]
+    value_cache: NDArray[np.generic]
+    codebook: NDArray[np.float32] | None = None
+    codes: NDArray[np.uint8] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.keys)
+
+    def partial(self, kernel: str | None, begin: int = 0, end: int | None = None) -> tuple[np.ndarray, ...]:
+        """max, sum [1, heads] and y [1, heads, head_dim] of a range of tokens."""
+        codebooks = None if self.codebook is None else self.codebook[None]
+        return _native.decode_attention(
+            self.q[None], self.scale, self.key_cache[None], self.value_cache[None], codebooks, self.tokens, begin, end,
+            kernel=kernel,
+        )  # fmt: skip
+
+    def scores(self, kernel: str | None, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
+        codebooks = None if self.codebook is None else self.codebook[None]
+        return _native.decode_scores(
+            self.q[None], self.scale, self.key_cache[None], codebooks, self.tokens, begin, end, kernel=kernel
+        )[0]
+
+    def exact_scores(self) -> Doubles:
+        return LOG2E * self.scale * (self.q.astype(np.float64) @ self.keys.astype(np.float64).T)
+
+    def score_error(self) -> Doubles:
+        """The contract's e, [heads, tokens] or [heads, 1]."""
+        if self.codebook is None:
+            dots = np.abs(self.q.astype(np.float64)) @ np.abs(self.keys.astype(np.float64)).T
+            return (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots
+        step, _, largest = self._products()
+        parts = len(self.codebook)
+        return (parts * (step * (0.5 + 2.0**-12) + 2.0**-100) + (2 * parts + 16) * U * largest)[:, None]
+
+    def table_scores(self) -> tuple[Doubles, Doubles]:
+        """What the quantized tables add up to, [heads, tokens], and how far a kernel may be from it: entries that lie
+        at half a step may be rounded either way.
+        """
+        assert self.codebook is not None and self.codes is not None
+        step, products, largest = self._products()
+        least = products.min(-1, keepdims=True)
+        units = (products - least) / np.maximum(step, 1e-300)[:, None, None]
+        parts = np.arange(len(self.codebook))
+        chosen = np.rint(units)[:, parts, self.codes].sum(-1)  # [heads, tokens]
+        ties = (np.abs(units % 1 - 0.5) < 2.0**-10)[:, parts, self.codes].sum(-1)
+        scores = least.sum((-1, -2))[:, None] + step[:, None] * chosen
+        return scores, step[:, None] * ties + ((2 * len(parts) + 16) * U * largest)[:, None]
+
+    def _products(self) -> tuple[Doubles, Doubles, Doubles]:
+        """step [heads], t [heads, S, 16], A [heads]."""
+        assert self.codebook is not None
+        parts, _, d_sub = self.codebook.shape
+        split = LOG2E * self.scale * self.q.astype(np.float64).reshape(len(self.q), parts, d_sub)
+        products = np.einsum("hsd,scd->hsc", split, self.codebook.astype(np.float64))
+        magnitudes = np.einsum("hsd,scd->hsc", np.abs(split), np.abs(self.codebook).astype(np.float64))
+        step = (products.max(-1) - products.min(-1)).max(-1) / 255
+        return step, products, magnitudes.max(-1).sum(-1)
+
+    def expected(self, begin: int = 0, end: int | None = None) -> tuple[Doubles, Doubles]:
+        """Exact attention over the decoded keys and values of a range, and the contract's bound of the error."""
+        at = slice(begin, end)
+        scores = self.exact_scores()[:, at]
+        p = np.exp2(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        v = self.values[at].astype(np.float64)
+        error = np.broadcast_to(self.score_error(), self.exact_scores().shape)[:, at].max(-1, keepdims=True)
+        assert error.max() < 0.5, "the bound says nothing here"
+        tokens = len(v)
+        bound = (np.exp2(2 * error) - 1 + (tokens + 32) * 2.0**-22) * (p @ np.abs(v)) + 2.0**-11 * np.abs(v).max()
+        if self.value_cache.dtype == np.uint8:
+            bound += 2.0**-15 * tokens * (p * np.abs(v).max(-1)).max(-1, keepdims=True)
+        return p @ v, bound
+
+
+def make_case(
+    rng: np.random.Generator,
+    heads: int,
+    tokens: int,
+    head_dim: int,
+    d_sub: int | None = 1,
+    int8_values: bool = True,
+    q_magnitude: float = 1.0,
+) -> Case:
+    """Random queries, keys and values in caches. d_sub None: float32 keys."""
+    q = (q_magnitude * rng.standard_normal((heads, head_dim))).astype(np.float32)
+    keys = rng.standard_normal((tokens, head_dim), dtype=np.float32)
+    values = rng.standard_normal((tokens, head_dim), dtype=np.float32)
+    case = Case(q, float(head_dim**-0.5), keys, values, keys, values)
+    if d_sub is not None:
+        case.codebook = rng.standard_normal((head_dim // d_sub, 16, d_sub), dtype=np.float32)
+        case.key_cache = np.zeros((tokens, head_dim // d_sub // 2), np.uint8)
+        _native.append_keys(case.key_cache, 0, keys, case.codebook)
+        case.keys = _native.decode_keys(case.key_cache, tokens, case.codebook)
+        case.codes = _native.key_codes(case.key_cache, tokens, case.codebook)
+    if int8_values:
+        case.value_cache = np.zeros((tokens, head_dim + 2), np.uint8)
+        _native.append_values(case.value_cache, 0, values)
+        case.values = _native.decode_values(case.value_cache, tokens)
+    return case
