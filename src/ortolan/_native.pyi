@@ -191,7 +191,8 @@ def decode_keys(cache: NDArray[np.uint8], tokens: int, codebook: NDArray[Any]) -
 def append_values(cache: NDArray[np.uint8], tokens: int, values: NDArray[Any]) -> None:
     """Append values [count, head_dim] to a cache of int8 values, in place (ops/formats/value_cache.h).
 
-    cache [capacity, 2 + head_dim] holds `tokens` tokens and has room for `count` more. Raises ValueError for wrong shapes.
+    cache [capacity, 2 + head_dim] holds `tokens` tokens and has room for `count` more. Raises ValueError for wrong
+    shapes.
     """
 
 def decode_values(cache: NDArray[np.uint8], tokens: int) -> NDArray[np.float32]:
