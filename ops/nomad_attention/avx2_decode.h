@@ -29,6 +29,13 @@ struct Avx2Decode {
     const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
   }
+  static bool AnyNotBelow(const float* from, int64_t n, float least) {
+    __m256 any = _mm256_setzero_ps();
+    for (int64_t i = 0; i < n; i += 8) {
+      any = _mm256_or_ps(any, _mm256_cmp_ps(_mm256_loadu_ps(from + i), _mm256_set1_ps(least), _CMP_NLT_UQ));
+    }
+    return _mm256_movemask_ps(any) != 0;
+  }
   static __m256 LoadStrided(const float* from, int64_t stride) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_i32gather_ps(from, _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int>(stride))), 4);

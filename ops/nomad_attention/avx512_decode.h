@@ -7,6 +7,11 @@
 namespace ortolan {
 namespace {
 
+// sums += the four products of u8 `a` and s8 `b` in each lane. By hand: gcc 12's intrinsic copies and spills the sums.
+inline void AddProducts(__m512i& sums, __m512i a, __m512i b) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+}
+
 struct Avx512Decode {
   using Floats = Avx512Attention;
   static constexpr int kHeads = 4;
@@ -17,6 +22,13 @@ struct Avx512Decode {
   static float ReduceAdd(__m512 a) { return _mm512_reduce_add_ps(a); }
   static float ReduceMin(__m512 a) { return _mm512_reduce_min_ps(a); }
   static float ReduceMax(__m512 a) { return _mm512_reduce_max_ps(a); }
+  static bool AnyNotBelow(const float* from, int64_t n, float least) {
+    __mmask16 any = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+      any = _kor_mask16(any, _mm512_cmp_ps_mask(_mm512_loadu_ps(from + i), _mm512_set1_ps(least), _CMP_NLT_UQ));
+    }
+    return any != 0;
+  }
   static __m512 LoadStrided(const float* from, int64_t stride) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride))), from, 4);
@@ -58,8 +70,8 @@ struct Avx512Decode {
         const __m512i table = _mm512_loadu_si512(tables + h * block_bytes);
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
-          sum[h][b][0] = _mm512_dpbusd_epi32(sum[h][b][0], _mm512_permutexvar_epi8(index[b][0], table), ones);
-          sum[h][b][1] = _mm512_dpbusd_epi32(sum[h][b][1], _mm512_permutexvar_epi8(index[b][1], table), ones);
+          AddProducts(sum[h][b][0], _mm512_permutexvar_epi8(index[b][0], table), ones);
+          AddProducts(sum[h][b][1], _mm512_permutexvar_epi8(index[b][1], table), ones);
         }
       }
     }
@@ -116,43 +128,57 @@ struct Avx512Decode {
     return largest * (1.0f / 65535);
   }
 
+  // sums = 256 sums + (the upper or the lower bytes of the weights) values, of numbers d …; the first time sums = 0.
   template <int kHeads, int kVectors>
-  static void AddInt8Tile(const Int8Blocks& at, int64_t head, int64_t d, const float* steps) {
+  static void AddPart(const Int8Blocks& at, int64_t head, int64_t d, bool first, __m512i* sums) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
-    const uint8_t* weights = at.parts + head * 2 * kDecodeTile;
+    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
+    const uint8_t* weights = at.parts + head * 2 * kDecodeTile + (first ? 0 : kDecodeTile);
     __m512i sum[kHeads][kVectors];
-#pragma GCC unroll 16
-    for (int i = 0; i < kHeads * kVectors; ++i) sum[i / kVectors][i % kVectors] = _mm512_setzero_si512();
-    for (int part = 0; part < 2; ++part, weights += kDecodeTile) {
-      for (int64_t block = 0; block < at.blocks; ++block) {
-        const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
-        for (int64_t t = block * kValueBlock; t < (block + 1) * kValueBlock; t += 4, values += 4 * at.head_dim) {
-          __m512i value[kVectors];
-#pragma GCC unroll 8
-          for (int i = 0; i < kVectors; ++i) value[i] = _mm512_loadu_si512(values + 64 * i);
 #pragma GCC unroll 4
-          for (int h = 0; h < kHeads; ++h) {
-            int four;
-            __builtin_memcpy(&four, weights + h * 2 * kDecodeTile + t, 4);
-            const __m512i weight = _mm512_set1_epi32(four);
+    for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 8
-            for (int i = 0; i < kVectors; ++i) sum[h][i] = _mm512_dpbusd_epi32(sum[h][i], weight, value[i]);
-          }
-        }
+      for (int i = 0; i < kVectors; ++i) {
+        sum[h][i] = first ? _mm512_setzero_si512() : _mm512_slli_epi32(sums[h * kVectors + i], 8);
       }
-      if (part == 1) break;
-#pragma GCC unroll 16
-      for (int i = 0; i < kHeads * kVectors; ++i) {
-        sum[i / kVectors][i % kVectors] = _mm512_slli_epi32(sum[i / kVectors][i % kVectors], 8);
+    }
+    for (int64_t block = 0; block < at.blocks; ++block) {
+      const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
+      for (int quad = 0; quad < kValueBlock / 4; ++quad, values += 4 * at.head_dim, weights += 4) {
+        __m512i value[kVectors];
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) {
+          if (first) _mm_prefetch(values + 64 * i + ahead, _MM_HINT_T0);
+          value[i] = _mm512_loadu_si512(values + 64 * i);
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; ++h) {
+          int four;
+          __builtin_memcpy(&four, weights + h * 2 * kDecodeTile, 4);
+          const __m512i weight = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+          for (int i = 0; i < kVectors; ++i) AddProducts(sum[h][i], weight, value[i]);
+        }
       }
     }
 #pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; ++i) sums[h * kVectors + i] = sum[h][i];
+    }
+  }
+
+  template <int kHeads, int kVectors>
+  static void AddInt8Tile(const Int8Blocks& at, int64_t head, int64_t d, const float* steps) {
+    __m512i sums[kHeads * kVectors];
+    AddPart<kHeads, kVectors>(at, head, d, true, sums);
+    AddPart<kHeads, kVectors>(at, head, d, false, sums);
+    for (int h = 0; h < kHeads; ++h) {
       const __m512 step = _mm512_set1_ps(steps[h]);
       float* y = at.y[head + h] + d;
-#pragma GCC unroll 8
       for (int i = 0; i < kVectors; ++i) {
-        _mm512_storeu_ps(y + 16 * i, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[h][i]), step, _mm512_loadu_ps(y + 16 * i)));
+        const __m512 sum = _mm512_cvtepi32_ps(sums[h * kVectors + i]);
+        _mm512_storeu_ps(y + 16 * i, _mm512_fmadd_ps(sum, step, _mm512_loadu_ps(y + 16 * i)));
       }
     }
   }

@@ -12,6 +12,7 @@
 //     float ReduceAdd(Float), ReduceMin(Float), ReduceMax(Float)
 //     Float LoadStrided(const float*, int64_t stride)     every stride-th float
 //     Float LoadInt8(const uint8_t*)                      kLanes int8 numbers as floats
+//     bool AnyNotBelow(const float*, int64_t n, float least)   some of n numbers is NaN or at least this
 //     void StoreBytes(uint8_t*, Float)                    kLanes numbers 0 … 255, rounded to nearest
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)
@@ -68,7 +69,8 @@ class DecodeLoop {
     int64_t bytes = 0;
     float* query;     // [heads][head_dim], times log2(e) scale
     float* products;  // [heads][S][16]
-    float* least;     // [heads][S]: of the products; then [heads]: scores below are negligible
+    float* least;     // [heads][S]: of the products
+    float* sums;      // [heads][kLanes], of the weights
     float* steps;     // [heads]
     float* biases;    // [heads]
     float* scores;
@@ -86,6 +88,7 @@ class DecodeLoop {
       take(query, heads * head_dim);
       take(products, heads * head_dim * kCentroids);
       take(least, heads * head_dim);
+      take(sums, heads * kLanes);
       take(steps, heads);
       take(biases, heads);
       take(scores, heads * kChunk);
@@ -323,67 +326,59 @@ class DecodeLoop {
         [](const uint8_t* row, int64_t d) { return Tier::LoadInt8(row + d); });
   }
 
-  // Brings the maximum up to the chunk's scores. What of them lies below the result weighs too little to be added.
-  float RaiseMaximum(int64_t h, int64_t count, float negligible, const DecodePartial& partial) const {
+  // Brings the maximum up to the chunk's scores, and what was added so far with it.
+  void RaiseMaximum(int64_t h, int64_t count, const DecodePartial& partial) const {
     const float* scores = s_.scores + h * kChunk;
-    Float most = Simd::Set(kLowest);
-    Float check = Simd::Set(0.0f);  // NaN if a score is
-    for (int64_t i = 0; i < RoundUp(count, kTile); i += kLanes) {
-      const Float score = Simd::Load(scores + i);
-      most = Simd::Max(score, most);
-      check = Simd::Add(check, score);
+    Float most = Simd::Set(partial.max[h]);
+    for (int64_t i = 0; i < RoundUp(count, kTile); i += kLanes) most = Simd::Max(Simd::Load(scores + i), most);
+    const float maximum = Tier::ReduceMax(most);
+    if (!(maximum > partial.max[h])) return;
+    const Float correction = Simd::Exp2(Simd::Set(partial.max[h] - maximum));
+    partial.max[h] = maximum;
+    float* y = partial.y + h * args_.head_dim;
+    for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+      Simd::Store(y + d, Simd::Multiply(Simd::Load(y + d), correction));
     }
-    float maximum = Tier::ReduceMax(most);
-    maximum = maximum > partial.max[h] ? maximum : partial.max[h];
-    if (maximum > partial.max[h]) {
-      float corrections[kLanes];
-      Simd::Store(corrections, Simd::Exp2(Simd::Set(partial.max[h] - maximum)));
-      partial.max[h] = maximum;
-      partial.sum[h] *= corrections[0];
-      float* y = partial.y + h * args_.head_dim;
-      const Float correction = Simd::Set(corrections[0]);
-      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        Simd::Store(y + d, Simd::Multiply(Simd::Load(y + d), correction));
-      }
-    }
-    const float total = Tier::ReduceAdd(check);
-    return total == total ? maximum - negligible : kMinusInfinity;
+    float* sums = s_.sums + h * kLanes;
+    Simd::Store(sums, Simd::Multiply(Simd::Load(sums), correction));
   }
 
-  // Makes weights of a head's tile of scores and returns their sum; negative if they are negligible.
-  float Weigh(const float* scores, float maximum, float least, float* weights) const {
-    Float most = Simd::Set(kMinusInfinity);
-    for (int64_t i = 0; i < kTile; i += kLanes) most = Simd::Max(Simd::Load(scores + i), most);
-    if (Tier::ReduceMax(most) < least) return -1;
-    Float sum = Simd::Set(0.0f);
+  // Makes weights of a head's tile of scores, and adds them to its sums. Nothing, and false, if all are below `least`.
+  static bool Weigh(const float* scores, float maximum, float least, float* weights, float* sums) {
+    if (!Tier::AnyNotBelow(scores, kTile, least)) return false;
+    Float sum = Simd::Load(sums);
     const Float from = Simd::Set(maximum);
+#pragma GCC unroll 4
     for (int64_t i = 0; i < kTile; i += kLanes) {
       const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(scores + i), from));
       Simd::Store(weights + i, weight);
       sum = Simd::Add(sum, weight);
     }
-    return Tier::ReduceAdd(sum);
+    Simd::Store(sums, sum);
+    return true;
   }
 
   void Attend(int64_t begin, int64_t end, const DecodePartial& partial) const {
     const float negligible =
         kNegligiblePowersOfTwo + static_cast<float>(64 - __builtin_clzll(static_cast<uint64_t>(end - begin)));
+    for (int64_t i = 0; i < args_.heads * kLanes; ++i) s_.sums[i] = 0;
     for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kChunk) {
       const int64_t count = end - first < kChunk ? end - first : kChunk;
       Score(first, count, begin, end);
-      for (int64_t h = 0; h < args_.heads; ++h) s_.least[h] = RaiseMaximum(h, count, negligible, partial);
+      for (int64_t h = 0; h < args_.heads; ++h) RaiseMaximum(h, count, partial);
       for (int64_t tile = 0; tile < count; tile += kTile) {
         int64_t heads = 0;
         for (int64_t h = 0; h < args_.heads; ++h) {
-          const float sum =
-              Weigh(s_.scores + h * kChunk + tile, partial.max[h], s_.least[h], s_.weights + heads * kTile);
-          if (sum < 0) continue;
-          partial.sum[h] += sum;
-          s_.y[heads++] = partial.y + h * args_.head_dim;
+          const float maximum = partial.max[h];
+          if (Weigh(s_.scores + h * kChunk + tile, maximum, maximum - negligible, s_.weights + heads * kTile,
+                    s_.sums + h * kLanes)) {
+            s_.y[heads++] = partial.y + h * args_.head_dim;
+          }
         }
         if (heads > 0) AddValues(heads, first + tile, begin, end);
       }
     }
+    for (int64_t h = 0; h < args_.heads; ++h) partial.sum[h] = Tier::ReduceAdd(Simd::Load(s_.sums + h * kLanes));
   }
 
  public:
