@@ -11,6 +11,11 @@
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
+// With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin -> Y, present_key, present_value;
+// attribute rotary_interleaved. Query, key and value may then also be [B, H, S, D] and [B, KV, S, D]. What is left out
+// in front of a given input may be constants: mask, key and value a 0 as below, lengths int32 of shape [0]. The
+// operator is there once for each kind of cache: float, codes with int8 values, codes with float values.
+//
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
 // [1], which stands for none.
@@ -20,6 +25,7 @@
 #include <cstring>
 
 #include "isa/isa.h"
+#include "nomad_attention/cached_op.h"
 #include "nomad_attention/nomad_attention.h"
 #include "support/broadcast.h"
 #include "support/ort_op.h"
@@ -34,7 +40,19 @@ constexpr int64_t kMaxKeys = int64_t{1} << 24;
 constexpr int64_t kMinItemMacs = int64_t{1} << 19;
 constexpr size_t kAlignment = 64;
 
-enum Input : size_t { kQuery, kMask, kKey, kValue, kInputCount };
+enum Input : size_t {
+  kQuery,
+  kMask,
+  kKey,
+  kValue,
+  kPastKey,
+  kPastValue,
+  kCodebooks,
+  kLengths,
+  kCos,
+  kSin,
+  kInputCount
+};
 
 class Kernel {
  public:
@@ -55,17 +73,22 @@ class Kernel {
       throw OpError(ErrorText(node_, ": precision is ", precision, ", expected 32 or 16"));
     }
     precision_ = static_cast<int>(precision);
-    packed_ = !HasInput(info, kKey);
-    if (packed_ == HasInput(info, kValue)) {
+    const auto given = [&](size_t input) { return HasInput(info, input) && !IsConstantZero(info, input); };
+    packed_ = !given(kKey);
+    if (packed_ == given(kValue)) {
       throw OpError(ErrorText(node_, ": only one of the inputs key and value is given, expected both, or none and a ",
                               "query that holds them, [B, S, (num_heads + 2 kv_num_heads) D]"));
     }
     has_mask_ = HasInput(info, kMask) && !IsConstantZero(info, kMask);
     const Ort::ConstKernelInfo names(&info);
     for (size_t i = 0; i < names.GetInputCount(); ++i) names_.push_back(names.GetInputName(i));
+    if (HasInput(info, kPastKey)) {
+      cache_.emplace(info, node_, CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin}, kv_heads_);
+    }
   }
 
   void Compute(Ort::KernelContext& context) {
+    if (cache_) return ComputeCached(context);
     const std::vector<int64_t> query_shape = Shape(context, kQuery);
     const int64_t query_heads = packed_ ? heads_ + 2 * kv_heads_ : heads_;
     if (query_shape.size() != 3 || query_shape[2] < 1 || query_shape[2] % query_heads != 0) {
@@ -130,6 +153,66 @@ class Kernel {
                     const std::string& expected) const {
     return ErrorText(node_, ": ", meaning, " '", names_[index], "' has shape ", ShapeText(shape), ", expected ",
                      expected, ". Feed the model inputs of the shapes it was exported for.");
+  }
+
+  // The rows of an input of [B, S, heads D] or [B, heads, S, D].
+  HeadRows Rows(const Ort::KernelContext& context, size_t index, const char* meaning, int64_t heads, int64_t* batch,
+                int64_t* rows, int64_t* head_dim) const {
+    const std::vector<int64_t> shape = Shape(context, index);
+    const bool by_heads = shape.size() == 4;
+    if (by_heads ? shape[1] != heads || shape[3] < 1 : shape.size() != 3 || shape[2] < 1 || shape[2] % heads != 0) {
+      throw OpError(Wrong(index, shape, meaning, ErrorText("[B, S, ", heads, " heads] or [B, ", heads, ", S, D]")));
+    }
+    *batch = shape[0];
+    *rows = by_heads ? shape[2] : shape[1];
+    *head_dim = by_heads ? shape[3] : shape[2] / heads;
+    const int64_t bytes = *head_dim * static_cast<int64_t>(sizeof(float));
+    return {context.GetInput(index).GetTensorData<float>(), heads * *rows * bytes, by_heads ? *rows * bytes : bytes,
+            by_heads ? bytes : heads * bytes};
+  }
+
+  void ComputeCached(Ort::KernelContext& context) {
+    AttentionCall call;
+    call.heads = heads_;
+    call.kv_heads = kv_heads_;
+    if (packed_) {
+      const int64_t all = heads_ + 2 * kv_heads_;
+      call.q = Rows(context, kQuery, "query", all, &call.batch, &call.queries, &call.head_dim);
+      if (Shape(context, kQuery).size() != 3) {
+        throw OpError(Wrong(kQuery, Shape(context, kQuery), "query",
+                            ErrorText("[B, S, ", all, " heads of query, key and value]")));
+      }
+      call.k = call.v = call.q;
+      call.k.data = call.q.At(0, heads_, 0);
+      call.v.data = call.q.At(0, heads_ + kv_heads_, 0);
+    } else {
+      call.q = Rows(context, kQuery, "query", heads_, &call.batch, &call.queries, &call.head_dim);
+      const auto rows_of = [&](size_t index, const char* meaning) {
+        int64_t batch, rows, head_dim;
+        const HeadRows found = Rows(context, index, meaning, kv_heads_, &batch, &rows, &head_dim);
+        if (batch == call.batch && rows == call.queries && head_dim == call.head_dim) return found;
+        throw OpError(Wrong(index, Shape(context, index), meaning,
+                            ErrorText(call.batch, " sequences of ", call.queries, " rows and ", kv_heads_, " heads of ",
+                                      call.head_dim, ", as the query has it")));
+      };
+      call.k = rows_of(kKey, "key");
+      call.v = rows_of(kValue, "value");
+    }
+    call.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(call.head_dim));
+    call.causal = causal_;
+    call.zero_hidden_rows = zero_hidden_rows_;
+    call.precision = precision_;
+    const CachedAttention::Lengths lengths = cache_->ReadLengths(context, call.batch, call.queries);
+    if (has_mask_) {
+      const std::vector<int64_t> mask_shape = Shape(context, kMask);
+      const std::vector<int64_t> full{call.batch, heads_, call.queries, lengths.total};
+      if (mask_shape.size() > full.size() || BroadcastShape(full, mask_shape) != full) {
+        throw OpError(Wrong(kMask, mask_shape, "mask", "one that broadcasts to " + ShapeText(full)));
+      }
+      call.mask = {context.GetInput(kMask).GetTensorData<float>(), BroadcastStrides(mask_shape, full)};
+    }
+    call.y = context.GetOutput(0, {call.batch, call.queries, heads_ * call.head_dim}).GetTensorMutableData<float>();
+    cache_->Run(context, call, lengths);
   }
 
   // Those of the first head of the first batch.
@@ -225,18 +308,34 @@ class Kernel {
   bool zero_hidden_rows_ = false;
   bool packed_ = false;
   bool has_mask_ = false;
+  std::optional<CachedAttention> cache_;
 };
 
-struct Op : OrtOp<Op, Kernel> {
+constexpr ONNXTensorElementDataType kFloats = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr ONNXTensorElementDataType kBytes = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+
+template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueType>
+struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
   const char* GetName() const { return kOpType; }
   size_t GetInputTypeCount() const { return kInputCount; }
-  size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+  size_t GetOutputTypeCount() const { return 3; }
+  ONNXTensorElementDataType GetInputType(size_t index) const {
+    return index == kPastKey     ? kKeyType
+           : index == kPastValue ? kValueType
+           : index == kLengths   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
+                                 : kFloats;
+  }
+  ONNXTensorElementDataType GetOutputType(size_t index) const {
+    return index == 1 ? kKeyType : index == 2 ? kValueType : kFloats;
+  }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
     return index == kQuery ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
+  OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t index) const {
+    return index == 0 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
+  }
   static void InferShape(OrtShapeInferContext* context) {
+    if (HasMoreInputs(context, kPastKey)) return;  // left open: [B, H, S, D] would have to be told from [B, S, H D]
     int64_t width = LastDimension(context, kQuery);
     if (width < 0) return;
     if (!HasMoreInputs(context, kKey)) {
@@ -250,11 +349,16 @@ struct Op : OrtOp<Op, Kernel> {
   }
 };
 
-}  // namespace
-
-const OrtCustomOp* NoMADAttentionOp() {
-  static const Op op;
+template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueType>
+const OrtCustomOp* OpFor() {
+  static const Op<kKeyType, kValueType> op;
   return &op;
 }
+
+}  // namespace
+
+const OrtCustomOp* NoMADAttentionOp() { return OpFor<kFloats, kFloats>(); }
+const OrtCustomOp* NoMADAttentionCodesOp() { return OpFor<kBytes, kBytes>(); }
+const OrtCustomOp* NoMADAttentionCodesFloatOp() { return OpFor<kBytes, kFloats>(); }
 
 }  // namespace ortolan

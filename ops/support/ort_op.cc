@@ -79,6 +79,11 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
   return tensor;
 }
 
+bool IsEmptyConstant(const OrtKernelInfo& info, size_t index) {
+  const Ort::ConstValue value = ConstantOrNull(Ort::ConstKernelInfo(&info), index);
+  return value && value.GetTensorTypeAndShapeInfo().GetElementCount() == 0;
+}
+
 bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
   if (!HasInput(info, index)) return false;
   const Ort::ConstValue value = ConstantOrNull(Ort::ConstKernelInfo(&info), index);

@@ -102,6 +102,9 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
 // more dimensions it would still give the sum its own.)
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
+// Whether the input is a constant without elements: what stands for one that is left out.
+bool IsEmptyConstant(const OrtKernelInfo& info, size_t index);
+
 // Throws OpError if the attribute is missing.
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node);
 

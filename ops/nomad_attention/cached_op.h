@@ -1,0 +1,120 @@
+// The adapter's part for attention with a cache of keys and values, which each call appends to: decoding.
+//
+//     past_key, past_value       [B, KV, P, row]: the cache before this call; P may be 0
+//     present_key, present_value [B, KV, L, row]: with the call's S tokens appended
+//
+//     codebooks float [KV, D / d_sub, 16, d_sub]: keys are codes, u8, row D / d_sub / 2 (formats/key_code_cache.h), and
+//     values int8 with scales, u8, row 2 + D (formats/value_cache.h), or float, row D. Without codebooks keys and
+//     values are float, row D, and attention is exact. lengths int32 [B]: the tokens of each sequence after this call,
+//     less 1, as GroupQueryAttention's seqlens_k; L is then the larger of P and the longest sequence, and P may be room
+//     that is not filled yet. Without: all of P and S. cos, sin float [positions, D / 2]: rotary embedding of query and
+//     key, at the position in the sequence
+//
+// The cache of some tokens is no cache of fewer: full blocks lie in another order. So lengths may go back only by
+// starting anew.
+//
+// Where past and present are one buffer, nothing is copied: the cost of a token is what attention reads. Else what is
+// valid of the past is copied.
+//
+// A call of few tokens reads the cache as it is. In a call of several, a prompt, its own keys and values are exact;
+// those of the past are what the cache holds.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "nomad_attention/decode_attention.h"
+#include "nomad_attention/nomad_attention.h"
+#include "support/ort_op.h"
+
+namespace ortolan {
+
+// Rows of heads in memory; bytes from one to the next.
+struct HeadRows {
+  const float* data = nullptr;
+  int64_t batch_bytes = 0;
+  int64_t head_bytes = 0;
+  int64_t row_bytes = 0;
+
+  const float* At(int64_t batch, int64_t head, int64_t row) const {
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(data) + batch * batch_bytes +
+                                          head * head_bytes + row * row_bytes);
+  }
+};
+
+// Of a mask that broadcasts to [B, H, S, T]; strides in elements, 0 where it is broadcast.
+struct MaskRows {
+  const float* data = nullptr;
+  std::vector<int64_t> strides;
+};
+
+struct AttentionCall {
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t queries = 0;
+  int64_t head_dim = 0;
+  float scale = 1.0f;
+  bool causal = false;
+  bool zero_hidden_rows = false;
+  int precision = 32;
+  HeadRows q, k, v;
+  MaskRows mask;
+  float* y = nullptr;  // [B, S, H D]
+};
+
+// Where a node has the inputs and outputs of its cache.
+struct CacheInputs {
+  size_t past_key, past_value, codebooks, lengths, cos, sin;
+};
+
+class CachedAttention {
+ public:
+  // kv_heads: of the node. Throws OpError.
+  CachedAttention(const OrtKernelInfo& info, std::string node, CacheInputs inputs, int64_t kv_heads);
+
+  // Of each sequence: tokens before this call, and those that it adds, fewer than S where padding follows.
+  struct Lengths {
+    std::vector<int64_t> past;
+    std::vector<int64_t> added;
+    int64_t total = 0;  // L
+  };
+  Lengths ReadLengths(const Ort::KernelContext& context, int64_t batch, int64_t queries) const;
+
+  // Rotates, appends and attends. Outputs 1 and 2 are the present cache.
+  void Run(Ort::KernelContext& context, AttentionCall call, const Lengths& lengths) const;
+
+ private:
+  struct Cache {  // present_key or present_value
+    char* data = nullptr;
+    int64_t row_bytes = 0;
+    int64_t head_bytes = 0;
+  };
+
+  int64_t KeyRowBytes(int64_t head_dim) const;
+  int64_t ValueRowBytesOf(int64_t head_dim) const;
+  Cache Present(Ort::KernelContext& context, size_t input, size_t output, const AttentionCall& call,
+                const Lengths& lengths, int64_t row_bytes) const;
+  void Rotate(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, float* q,
+              float* k) const;
+  void Append(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head, const Cache& keys,
+              const Cache& values) const;
+  bool VisibleRange(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, int64_t keys, int64_t* begin,
+                    int64_t* end) const;
+  void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& keys,
+              const Cache& values) const;
+  void Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& keys,
+              const Cache& values) const;
+
+  std::string node_;
+  CacheInputs inputs_;
+  std::string past_key_name_, past_value_name_;
+  const float* codebooks_ = nullptr;
+  KeyCodeLayout layout_;  // of codebooks_
+  bool int8_values_ = false;
+  bool has_lengths_ = false;
+  bool has_rotary_ = false;
+  bool interleaved_ = false;
+};
+
+}  // namespace ortolan
