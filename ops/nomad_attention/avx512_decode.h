@@ -1,14 +1,5 @@
 // AVX-512 of one token's attention. Included by x86_avx512.cc only.
 #pragma once
-#ifndef CH
-#define CH _MM_HINT_T0
-#endif
-#ifndef VP
-#define VP 2
-#endif
-#ifndef VH
-#define VH _MM_HINT_T0
-#endif
 
 #include "nomad_attention/avx512_attention.h"
 #include "nomad_attention/decode_loop.h"
@@ -57,15 +48,12 @@ struct Avx512Decode {
     for (int i = 0; i < kHeads * kBlocks; ++i) {
       sum[i / kBlocks][i % kBlocks][0] = sum[i / kBlocks][i % kBlocks][1] = _mm512_setzero_si512();
     }
-#ifdef TLB
-    for (int b = 0; b < kBlocks; ++b) _mm_prefetch(codes + b * block_bytes + TLB, _MM_HINT_T1);
-#endif
     for (int64_t quad = 0; quad < at.quads; ++quad, codes += 64, tables += 64) {
       __m512i index[kBlocks][2];
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) {
         const uint8_t* from = codes + b * block_bytes;
-        _mm_prefetch(from + kPrefetchBytes, CH);
+        _mm_prefetch(from + kPrefetchBytes, _MM_HINT_T0);
         const __m512i both = _mm512_loadu_si512(from);
         index[b][0] = _mm512_ternarylogic_epi32(both, low_nibbles, table_of_byte, 0xEA);  // a & b | c
         index[b][1] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(both, 4), low_nibbles, table_of_byte, 0xEA);
@@ -101,7 +89,7 @@ struct Avx512Decode {
 
   static void ScoreBlocks(const CodeBlocks& at, int64_t heads) {
     int64_t head = 0;
-    for (; head + 4 <= heads; head += 4) ScoreHeads<4, 1>(at, head);
+    for (; head + 4 <= heads; head += 4) ScoreHeads<4, 2>(at, head);
     if (heads - head == 3) return ScoreHeads<3, 1>(at, head);
     if (heads - head == 2) return ScoreHeads<2, 2>(at, head);
     if (heads - head == 1) return ScoreHeads<1, 4>(at, head);
@@ -163,23 +151,21 @@ struct Avx512Decode {
         sum[h][i] = first ? _mm512_setzero_si512() : _mm512_slli_epi32(sums[h * kVectors + i], 8);
       }
     }
-    for (int64_t block = 0; block < at.blocks; ++block, weights += 32) {
-      const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
-#ifdef TLB
-      if (first && d == 0) _mm_prefetch(values + 2 * TLB, _MM_HINT_T1);
-#endif
-      for (int quad = 0; quad < kValueBlock / 4; ++quad, values += 4 * at.head_dim, weights += 4) {
+    const uint8_t* from = at.values + kValueBlock * kValueScaleBytes + 4 * d;
+    for (int64_t quad = 0; quad < kValueBlock / 4; ++quad, from += 4 * at.head_dim, weights += 4) {
+      // Blocks side by side: the memory system follows several rows better than one.
+      for (int64_t block = 0; block < at.blocks; ++block) {
+        const uint8_t* values = from + block * block_bytes;
         __m512i value[kVectors];
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; ++i) {
-          if (VP == 1 ? first : VP == 2 ? first == (i % 2 == 0) : VP == 3 ? first == (i % 2 == 0) : false)
-            _mm_prefetch(values + 64 * i + ahead * (VP == 3 ? 2 : 1), VH);
+          if (first == (i % 2 == 0)) _mm_prefetch(values + 64 * i + ahead, _MM_HINT_T0);
           value[i] = _mm512_loadu_si512(values + 64 * i);
         }
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
           int four;
-          __builtin_memcpy(&four, weights + h * kPartBytes, 4);
+          __builtin_memcpy(&four, weights + h * kPartBytes + block * 64, 4);
           const __m512i weight = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
           for (int i = 0; i < kVectors; ++i) AddProducts(sum[h][i], weight, value[i]);
@@ -233,10 +219,7 @@ struct Avx512Decode {
  private:
   static constexpr int64_t kPartBytes = 2 * kDecodeTile;
   static constexpr float kLeastScale = 0x1p-100f;
-#ifndef PF
-#define PF 8192
-#endif
-  static constexpr int64_t kPrefetchBytes = PF;
+  static constexpr int64_t kPrefetchBytes = 16384;
 };
 
 }  // namespace
