@@ -123,6 +123,7 @@ struct Avx2Decode {
     const float* weights = reinterpret_cast<const float*>(at.parts) + head * kDecodeTile;
     const TileHead* heads = at.heads + head;
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
+    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
     __m256 sum[kHeads][kVectors];
 #pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h) {
@@ -132,6 +133,7 @@ struct Avx2Decode {
     for (int64_t block = 0; block < at.blocks; ++block) {
       const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
       for (int64_t t = block * kValueBlock; t < (block + 1) * kValueBlock; t += 4, values += 4 * at.head_dim) {
+        if (head == 0) _mm_prefetch(reinterpret_cast<const char*>(values + ahead), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           __m256 value[kVectors];
