@@ -19,15 +19,17 @@ struct Avx2Decode {
     const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
   }
-  static float ReduceMin(__m256 a) {
-    const __m128 half = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    const __m128 pair = _mm_min_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_min_ss(pair, _mm_movehdup_ps(pair)));
-  }
   static float ReduceMax(__m256 a) {
     const __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
+  }
+  template <typename Op>
+  static __m256 ReduceFour(const __m256 (&a)[4], const Op& op) {
+    const __m256 pair = op(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
+    const __m256 other = op(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
+    const __m256 four = op(_mm256_shuffle_ps(pair, other, 0x44), _mm256_shuffle_ps(pair, other, 0xEE));
+    return op(four, _mm256_permute2f128_ps(four, four, 0x01));
   }
   static __m256 LoadStrided(const float* from, int64_t stride) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

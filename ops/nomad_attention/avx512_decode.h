@@ -20,8 +20,15 @@ struct Avx512Decode {
   static constexpr int kDotKeys = 4;
 
   static float ReduceAdd(__m512 a) { return _mm512_reduce_add_ps(a); }
-  static float ReduceMin(__m512 a) { return _mm512_reduce_min_ps(a); }
   static float ReduceMax(__m512 a) { return _mm512_reduce_max_ps(a); }
+  template <typename Op>
+  static __m512 ReduceFour(const __m512 (&a)[4], const Op& op) {
+    const __m512 pair = op(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const __m512 other = op(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const __m512 four = op(_mm512_shuffle_ps(pair, other, 0x44), _mm512_shuffle_ps(pair, other, 0xEE));
+    const __m512 half = op(four, _mm512_shuffle_f32x4(four, four, 0x4E));
+    return op(half, _mm512_shuffle_f32x4(half, half, 0xB1));
+  }
   static __m512 LoadStrided(const float* from, int64_t stride) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride))), from, 4);

@@ -9,7 +9,8 @@
 //     Floats                                   support/vector_math.h's, and Exp2 (attention_loop.h)
 //     kHeads, kVectors                         of a tile of y that is multiplied with rows of floats
 //     kDotHeads, kDotKeys                      of a tile of dot products
-//     float ReduceAdd(Float), ReduceMin(Float), ReduceMax(Float)
+//     float ReduceAdd(Float), ReduceMax(Float)
+//     Float ReduceFour(const Float (&)[4], op)            op over each of four, in lanes 0 … 3, 4 … 7, …
 //     Float LoadStrided(const float*, int64_t stride)     every stride-th float
 //     Float LoadInt8(const uint8_t*)                      kLanes int8 numbers as floats
 //     void StoreBytes(uint8_t*, Float)                    kLanes numbers 0 … 255, rounded to nearest
@@ -79,8 +80,9 @@ class DecodeLoop {
   struct Scratch {
     int64_t bytes = 0;
     float* query;      // [heads][head_dim], times log2(e) scale
-    float* products;   // [heads][S][16]
-    float* least;      // [heads][S]: of the products; then [heads]: tiles whose scores all lie below are negligible
+    float* centroids;  // [S][d_sub][16], where d_sub is more than 1
+    float* products;   // [S][16]
+    float* least;      // [S]: of the products; then [heads]: tiles whose scores all lie below are negligible
     float* tile_most;  // [heads][kChunkTiles]
     float* sums;       // [heads][kLanes], of the weights
     float* steps;      // [heads]
@@ -98,8 +100,9 @@ class DecodeLoop {
         bytes += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
       };
       take(query, heads * head_dim);
-      take(products, heads * head_dim * kCentroids);
-      take(least, heads * head_dim);
+      take(centroids, head_dim * kCentroids);
+      take(products, head_dim * kCentroids);
+      take(least, (heads > head_dim ? heads : head_dim) + kLanes);
       take(tile_most, heads * kChunkTiles);
       take(sums, heads * kLanes);
       take(steps, heads);
@@ -138,48 +141,73 @@ class DecodeLoop {
   }
 
   void BuildTables() const {
-    const int64_t count = 4 * quads_;
-    for (int64_t s = 0; s < count; ++s) {
-      for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
-        for (int64_t d = 0; d < args_.d_sub; ++d) {
-          const float* from = args_.codebook + (s * kCentroids + lane) * args_.d_sub + d;
-          const Float centroids = args_.d_sub == 1 ? Simd::Load(from) : Tier::LoadStrided(from, args_.d_sub);
-          for (int64_t h = 0; h < args_.heads; ++h) {
-            float* to = s_.products + (h * count + s) * kCentroids + lane;
-            const Float product =
-                Simd::Multiply(centroids, Simd::Set(s_.query[h * args_.head_dim + s * args_.d_sub + d]));
-            Simd::Store(to, d == 0 ? product : Simd::Add(Simd::Load(to), product));
+    const int64_t d_sub = args_.d_sub;
+    const float* centroids = args_.codebook;
+    if (d_sub > 1) {  // as [S][d_sub][16]
+      float* to = s_.centroids;
+      for (int64_t s = 0; s < 4 * quads_; ++s, centroids += d_sub * kCentroids) {
+        for (int64_t d = 0; d < d_sub; ++d) {
+          for (int64_t lane = 0; lane < kCentroids; lane += kLanes, to += kLanes) {
+            Simd::Store(to, Tier::LoadStrided(centroids + lane * d_sub + d, d_sub));
           }
         }
       }
+      centroids = s_.centroids;
     }
-    for (int64_t h = 0; h < args_.heads; ++h) Quantize(h);
+    for (int64_t h = 0; h < args_.heads; ++h) {
+      if (d_sub == 1) {
+        BuildTable<1>(h, centroids);
+      } else if (d_sub == 2) {
+        BuildTable<2>(h, centroids);
+      } else {
+        BuildTable<4>(h, centroids);
+      }
+    }
   }
 
-  // The table of a head, from its products.
-  void Quantize(int64_t h) const {
+  template <int kDSub>
+  void BuildTable(int64_t h, const float* centroids) const {
     const int64_t count = 4 * quads_;
-    const float* products = s_.products + h * count * kCentroids;
-    float* least = s_.least + h * count;
-    Float check = Simd::Set(0.0f);  // NaN once a product is not finite
-    float range = 0;
-    float bias = 0;
-    for (int64_t s = 0; s < count; ++s) {
-      const float* from = products + s * kCentroids;
-      Float low = Simd::Load(from);
-      Float high = low;
-      check = Simd::MultiplyAdd(low, Simd::Set(0.0f), check);
-      for (int64_t lane = kLanes; lane < kCentroids; lane += kLanes) {
-        const Float more = Simd::Load(from + lane);
-        low = Simd::Min(low, more);
-        high = Simd::Max(high, more);
-        check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
+    const float* query = s_.query + h * args_.head_dim;
+    float* products = s_.products;
+    for (int64_t s = 0; s < count; ++s, query += kDSub, centroids += kDSub * kCentroids) {
+#pragma GCC unroll 2
+      for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
+        Float product = Simd::Multiply(Simd::Load(centroids + lane), Simd::Set(query[0]));
+#pragma GCC unroll 4
+        for (int d = 1; d < kDSub; ++d) {
+          product = Simd::MultiplyAdd(Simd::Load(centroids + d * kCentroids + lane), Simd::Set(query[d]), product);
+        }
+        Simd::Store(products + s * kCentroids + lane, product);
       }
-      least[s] = Tier::ReduceMin(low);
-      const float width = Tier::ReduceMax(high) - least[s];
-      range = width > range ? width : range;
-      bias += least[s];
     }
+    float* least = s_.least;
+    Float check = Simd::Set(0.0f);  // NaN once a product is not finite
+    Float width = Simd::Set(0.0f);
+    Float sum = Simd::Set(0.0f);
+    for (int64_t s = 0; s < count; s += 4) {
+      Float low[4];
+      Float high[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const float* from = products + (s + i) * kCentroids;
+        low[i] = high[i] = Simd::Load(from);
+        check = Simd::MultiplyAdd(low[i], Simd::Set(0.0f), check);
+        for (int64_t lane = kLanes; lane < kCentroids; lane += kLanes) {
+          const Float more = Simd::Load(from + lane);
+          low[i] = Simd::Min(low[i], more);
+          high[i] = Simd::Max(high[i], more);
+          check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
+        }
+      }
+      const Float lows = Tier::ReduceFour(low, [](Float a, Float b) { return Simd::Min(a, b); });
+      const Float highs = Tier::ReduceFour(high, [](Float a, Float b) { return Simd::Max(a, b); });
+      Simd::Store(least + s, lows);  // more than four: the next ones write over the rest
+      width = Simd::Max(width, Simd::Subtract(highs, lows));
+      sum = Simd::Add(sum, lows);
+    }
+    const float range = Tier::ReduceMax(width);
+    const float bias = Tier::ReduceAdd(sum) * (4.0f / kLanes);
     const bool finite = Tier::ReduceAdd(check) == 0 && range < __builtin_inff();
     const bool flat = !finite || range < kLeastRange;
     s_.biases[h] = finite ? bias : __builtin_nanf("");
