@@ -97,8 +97,8 @@ struct Avx512Decode {
   static void ScoreBlocks(const CodeBlocks& at, int64_t heads) {
     int64_t head = 0;
     for (; head + 4 <= heads; head += 4) ScoreHeads<4, 2>(at, head);
-    if (heads - head == 3) return ScoreHeads<3, 1>(at, head);
-    if (heads - head == 2) return ScoreHeads<2, 2>(at, head);
+    if (heads - head == 3) return ScoreHeads<3, 2>(at, head);
+    if (heads - head == 2) return ScoreHeads<2, 4>(at, head);
     if (heads - head == 1) return ScoreHeads<1, 4>(at, head);
   }
 
