@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnx import helper
+from onnx import GraphProto, ValueInfoProto, helper
 
 from .. import _native
 from ..errors import OrtolanError
@@ -185,7 +186,7 @@ def group_query_attention(
         "total_sequence_length": np.array([context], np.int32),
     }
     names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"]
-    attributes: dict[str, object] = {"num_heads": KV_HEADS * GROUP, "kv_num_heads": KV_HEADS}
+    attributes: dict[str, Any] = {"num_heads": KV_HEADS * GROUP, "kv_num_heads": KV_HEADS}
     if dtype != np.float32:
         given |= dict.fromkeys(("k_scale", "v_scale"), np.full(KV_HEADS * HEAD_DIM, 0.01, np.float32))
         names += ["", "", "", "", "", "k_scale", "v_scale"]
@@ -253,11 +254,11 @@ def _bound(session: ort.InferenceSession, binding: ort.IOBinding, keep: object) 
     return call
 
 
-def _declared(name: str, array: np.ndarray) -> object:
+def _declared(name: str, array: np.ndarray) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
 
 
-def _session(graph: object) -> ort.InferenceSession:
+def _session(graph: GraphProto) -> ort.InferenceSession:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
