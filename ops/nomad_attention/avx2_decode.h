@@ -19,22 +19,17 @@ struct Avx2Decode {
     const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
   }
-  static float ReduceMin(__m256 a) {
-    const __m128 half = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    const __m128 pair = _mm_min_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_min_ss(pair, _mm_movehdup_ps(pair)));
-  }
   static float ReduceMax(__m256 a) {
     const __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
   }
-  static bool AnyNotBelow(const float* from, int64_t n, float least) {
-    __m256 any = _mm256_setzero_ps();
-    for (int64_t i = 0; i < n; i += 8) {
-      any = _mm256_or_ps(any, _mm256_cmp_ps(_mm256_loadu_ps(from + i), _mm256_set1_ps(least), _CMP_NLT_UQ));
-    }
-    return _mm256_movemask_ps(any) != 0;
+  template <typename Op>
+  static __m256 ReduceFour(const __m256 (&a)[4], const Op& op) {
+    const __m256 pair = op(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
+    const __m256 other = op(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
+    const __m256 four = op(_mm256_shuffle_ps(pair, other, 0x44), _mm256_shuffle_ps(pair, other, 0xEE));
+    return op(four, _mm256_permute2f128_ps(four, four, 0x01));
   }
   static __m256 LoadStrided(const float* from, int64_t stride) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -126,16 +121,21 @@ struct Avx2Decode {
 
   // y += weights values, from d on. A vector of values holds four tokens of eight numbers.
   template <int kHeads, int kVectors>
-  static void AddInt8Tile(const Int8Blocks& at, const float* weights, float* const* y, int64_t d) {
+  static void AddInt8Tile(const Int8Blocks& at, int64_t head, int64_t d) {
+    const float* weights = reinterpret_cast<const float*>(at.parts) + head * kDecodeTile;
+    const TileHead* heads = at.heads + head;
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
+    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
     __m256 sum[kHeads][kVectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < kHeads * kVectors; ++i) {
-      sum[i / kVectors][i % kVectors] = _mm256_loadu_ps(y[i / kVectors] + d + i % kVectors * 8);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kVectors; ++i) sum[h][i] = _mm256_loadu_ps(heads[h].y + d + 8 * i);
     }
     for (int64_t block = 0; block < at.blocks; ++block) {
       const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
       for (int64_t t = block * kValueBlock; t < (block + 1) * kValueBlock; t += 4, values += 4 * at.head_dim) {
+        if (head == 0) _mm_prefetch(reinterpret_cast<const char*>(values + ahead), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           __m256 value[kVectors];
@@ -152,32 +152,38 @@ struct Avx2Decode {
         }
       }
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < kHeads * kVectors; ++i) {
-      _mm256_storeu_ps(y[i / kVectors] + d + i % kVectors * 8, sum[i / kVectors][i % kVectors]);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kVectors; ++i) _mm256_storeu_ps(heads[h].y + d + 8 * i, sum[h][i]);
     }
   }
 
   static void AddInt8Blocks(const Int8Blocks& at, int64_t heads) {
-    float* scaled = reinterpret_cast<float*>(at.parts);
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
     for (int64_t h = 0; h < heads; ++h) {
+      const TileHead& head = at.heads[h];
+      float* weights = reinterpret_cast<float*>(at.parts) + h * kDecodeTile;
+      const __m256 maximum = _mm256_set1_ps(head.maximum);
+      __m256 sum = _mm256_loadu_ps(head.sums);
       for (int64_t t = 0; t < at.blocks * kValueBlock; t += 8) {
+        const __m256 weight = Floats::Exp2(_mm256_sub_ps(_mm256_loadu_ps(head.scores + t), maximum));
+        sum = _mm256_add_ps(sum, weight);
         const uint8_t* scales = at.values + t / kValueBlock * block_bytes + t % kValueBlock * kValueScaleBytes;
         const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
         const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-        const __m256 weight = _mm256_loadu_ps(at.weights + h * kDecodeTile + t);
         // Tokens outside of the range weigh 0, and may hold anything.
         const __m256 weighs = _mm256_cmp_ps(weight, _mm256_setzero_ps(), _CMP_NEQ_UQ);
-        _mm256_storeu_ps(scaled + h * kDecodeTile + t, _mm256_and_ps(weighs, _mm256_mul_ps(weight, scale)));
+        _mm256_storeu_ps(weights + t, _mm256_and_ps(weighs, _mm256_mul_ps(weight, scale)));
       }
+      _mm256_storeu_ps(head.sums, sum);
     }
     int64_t h = 0;
     for (; h + 4 <= heads; h += 4) {
-      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<4, 2>(at, scaled + h * kDecodeTile, at.y + h, d);
+      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<4, 2>(at, h, d);
     }
     for (; h < heads; ++h) {
-      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<1, 2>(at, scaled + h * kDecodeTile, at.y + h, d);
+      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<1, 2>(at, h, d);
     }
   }
 

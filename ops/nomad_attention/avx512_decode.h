@@ -20,14 +20,14 @@ struct Avx512Decode {
   static constexpr int kDotKeys = 4;
 
   static float ReduceAdd(__m512 a) { return _mm512_reduce_add_ps(a); }
-  static float ReduceMin(__m512 a) { return _mm512_reduce_min_ps(a); }
   static float ReduceMax(__m512 a) { return _mm512_reduce_max_ps(a); }
-  static bool AnyNotBelow(const float* from, int64_t n, float least) {
-    __mmask16 any = 0;
-    for (int64_t i = 0; i < n; i += 16) {
-      any = _kor_mask16(any, _mm512_cmp_ps_mask(_mm512_loadu_ps(from + i), _mm512_set1_ps(least), _CMP_NLT_UQ));
-    }
-    return any != 0;
+  template <typename Op>
+  static __m512 ReduceFour(const __m512 (&a)[4], const Op& op) {
+    const __m512 pair = op(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const __m512 other = op(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const __m512 four = op(_mm512_shuffle_ps(pair, other, 0x44), _mm512_shuffle_ps(pair, other, 0xEE));
+    const __m512 half = op(four, _mm512_shuffle_f32x4(four, four, 0x4E));
+    return op(half, _mm512_shuffle_f32x4(half, half, 0xB1));
   }
   static __m512 LoadStrided(const float* from, int64_t stride) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -96,36 +96,52 @@ struct Avx512Decode {
 
   static void ScoreBlocks(const CodeBlocks& at, int64_t heads) {
     int64_t head = 0;
-    for (; head + 4 <= heads; head += 4) ScoreHeads<4, 1>(at, head);
-    if (heads - head == 3) return ScoreHeads<3, 1>(at, head);
-    if (heads - head == 2) return ScoreHeads<2, 2>(at, head);
+    for (; head + 4 <= heads; head += 4) ScoreHeads<4, 2>(at, head);
+    if (heads - head == 3) return ScoreHeads<3, 2>(at, head);
+    if (heads - head == 2) return ScoreHeads<2, 4>(at, head);
     if (heads - head == 1) return ScoreHeads<1, 4>(at, head);
   }
 
-  // The weights of a head, times the tokens' scales, as numbers of 16 bits, their upper and lower bytes apart. Returns
-  // the step that they are in.
-  static float SplitWeights(const Int8Blocks& at, const float* weights, uint8_t* parts) {
-    const int64_t vectors = 2 * at.blocks;
+  // The scales of a tile's tokens, in units of the largest / 65535; 0 outside of the range. Returns the unit.
+  static float UnitScales(const Int8Blocks& at, __m512* scales) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
-    __m512 scaled[2 * kDecodeTile / kValueBlock];
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512i most = _mm512_setzero_si512();  // as integers: a NaN is more than any number
-    for (int64_t i = 0; i < vectors; ++i) {
-      const uint8_t* scales = at.values + i / 2 * block_bytes + i % 2 * 32;
-      const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
-      const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-      const __m512 weight = _mm512_loadu_ps(weights + 16 * i);
-      // Tokens outside of the range weigh 0, and may hold anything.
-      scaled[i] = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ), weight, scale);
-      most = _mm512_max_epi32(most, _mm512_castps_si512(scaled[i]));
+    for (int64_t i = 0; i < 2 * at.blocks; ++i) {
+      const uint8_t* from = at.values + i / 2 * block_bytes + i % 2 * 32;
+      const __m512i token = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(16 * i)));
+      const __mmask16 counts = _mm512_cmpge_epi32_mask(token, _mm512_set1_epi32(static_cast<int>(at.from))) &
+                               _mm512_cmplt_epi32_mask(token, _mm512_set1_epi32(static_cast<int>(at.to)));
+      const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+      const __m512i scale = _mm512_maskz_slli_epi32(counts, bits, 16);
+      most = _mm512_max_epi32(most, scale);
+      scales[i] = _mm512_castsi512_ps(scale);
     }
     const float largest = __builtin_bit_cast(float, _mm512_reduce_max_epi32(most));
-    const __m512 inverse = _mm512_set1_ps(largest > 0 ? 65535 / largest : 0.0f);
-    for (int64_t i = 0; i < vectors; ++i) {
-      const __m512i units = _mm512_cvtps_epu32(_mm512_mul_ps(scaled[i], inverse));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(parts + 16 * i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(units, 8)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(parts + kDecodeTile + 16 * i), _mm512_cvtepi32_epi8(units));
-    }
+    const __m512 inverse = _mm512_set1_ps(largest > kLeastScale ? 65535 / largest : 0.0f);
+    for (int64_t i = 0; i < 2 * at.blocks; ++i) scales[i] = _mm512_mul_ps(scales[i], inverse);
     return largest * (1.0f / 65535);
+  }
+
+  // The weights of a head times the scales, as numbers of 16 bits: of each block 32 upper, then 32 lower bytes. Returns
+  // the unit.
+  static float SplitWeights(const TileHead& head, int64_t blocks, const __m512* scales, float unit, uint8_t* parts) {
+    const __m512i bytes =
+        _mm512_set_epi64(0x7c7874706c686460, 0x5c5854504c484440, 0x3c3834302c282420, 0x1c1814100c080400,
+                         0x7d7975716d696561, 0x5d5955514d494541, 0x3d3935312d292521, 0x1d1915110d090501);
+    const __m512 most = _mm512_set1_ps(head.most);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t block = 0; block < blocks; ++block) {
+      const __m512 first = Floats::Exp2(_mm512_sub_ps(_mm512_loadu_ps(head.scores + 32 * block), most));
+      const __m512 second = Floats::Exp2(_mm512_sub_ps(_mm512_loadu_ps(head.scores + 32 * block + 16), most));
+      sum = _mm512_add_ps(sum, _mm512_add_ps(first, second));
+      const __m512i a = _mm512_cvtps_epu32(_mm512_mul_ps(first, scales[2 * block]));
+      const __m512i b = _mm512_cvtps_epu32(_mm512_mul_ps(second, scales[2 * block + 1]));
+      _mm512_storeu_si512(parts + 64 * block, _mm512_permutex2var_epi8(a, bytes, b));
+    }
+    const __m512 factor = Floats::Exp2(_mm512_set1_ps(head.most - head.maximum));
+    _mm512_storeu_ps(head.sums, _mm512_fmadd_ps(sum, factor, _mm512_loadu_ps(head.sums)));
+    return _mm512_cvtss_f32(factor) * unit;
   }
 
   // sums = 256 sums + (the upper or the lower bytes of the weights) values, of numbers d …; the first time sums = 0.
@@ -133,7 +149,7 @@ struct Avx512Decode {
   static void AddPart(const Int8Blocks& at, int64_t head, int64_t d, bool first, __m512i* sums) {
     const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
     const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
-    const uint8_t* weights = at.parts + head * 2 * kDecodeTile + (first ? 0 : kDecodeTile);
+    const uint8_t* weights = at.parts + head * kPartBytes + (first ? 0 : 32);
     __m512i sum[kHeads][kVectors];
 #pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h) {
@@ -142,19 +158,21 @@ struct Avx512Decode {
         sum[h][i] = first ? _mm512_setzero_si512() : _mm512_slli_epi32(sums[h * kVectors + i], 8);
       }
     }
-    for (int64_t block = 0; block < at.blocks; ++block) {
-      const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
-      for (int quad = 0; quad < kValueBlock / 4; ++quad, values += 4 * at.head_dim, weights += 4) {
+    const uint8_t* from = at.values + kValueBlock * kValueScaleBytes + 4 * d;
+    for (int64_t quad = 0; quad < kValueBlock / 4; ++quad, from += 4 * at.head_dim, weights += 4) {
+      // Blocks side by side: the memory system follows several rows better than one.
+      for (int64_t block = 0; block < at.blocks; ++block) {
+        const uint8_t* values = from + block * block_bytes;
         __m512i value[kVectors];
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; ++i) {
-          if (first) _mm_prefetch(values + 64 * i + ahead, _MM_HINT_T0);
+          if (first == (i % 2 == 0)) _mm_prefetch(values + 64 * i + ahead, _MM_HINT_T0);
           value[i] = _mm512_loadu_si512(values + 64 * i);
         }
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
           int four;
-          __builtin_memcpy(&four, weights + h * 2 * kDecodeTile, 4);
+          __builtin_memcpy(&four, weights + h * kPartBytes + block * 64, 4);
           const __m512i weight = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
           for (int i = 0; i < kVectors; ++i) AddProducts(sum[h][i], weight, value[i]);
@@ -175,7 +193,7 @@ struct Avx512Decode {
     AddPart<kHeads, kVectors>(at, head, d, false, sums);
     for (int h = 0; h < kHeads; ++h) {
       const __m512 step = _mm512_set1_ps(steps[h]);
-      float* y = at.y[head + h] + d;
+      float* y = at.heads[head + h].y + d;
       for (int i = 0; i < kVectors; ++i) {
         const __m512 sum = _mm512_cvtepi32_ps(sums[h * kVectors + i]);
         _mm512_storeu_ps(y + 16 * i, _mm512_fmadd_ps(sum, step, _mm512_loadu_ps(y + 16 * i)));
@@ -184,10 +202,10 @@ struct Avx512Decode {
   }
 
   template <int kHeads, int kVectors>
-  static void AddInt8Heads(const Int8Blocks& at, int64_t head) {
+  static void AddInt8Heads(const Int8Blocks& at, int64_t head, const __m512* scales, float unit) {
     float steps[kHeads];
     for (int h = 0; h < kHeads; ++h) {
-      steps[h] = SplitWeights(at, at.weights + (head + h) * kDecodeTile, at.parts + (head + h) * 2 * kDecodeTile);
+      steps[h] = SplitWeights(at.heads[head + h], at.blocks, scales, unit, at.parts + (head + h) * kPartBytes);
     }
     int64_t d = 0;
     for (; d + 16 * kVectors <= at.head_dim; d += 16 * kVectors) AddInt8Tile<kHeads, kVectors>(at, head, d, steps);
@@ -196,15 +214,19 @@ struct Avx512Decode {
   }
 
   static void AddInt8Blocks(const Int8Blocks& at, int64_t heads) {
+    __m512 scales[2 * kDecodeTile / kValueBlock];
+    const float unit = UnitScales(at, scales);
     int64_t head = 0;
-    for (; head + 4 <= heads; head += 4) AddInt8Heads<4, 4>(at, head);
-    if (heads - head == 3) return AddInt8Heads<3, 4>(at, head);
-    if (heads - head == 2) return AddInt8Heads<2, 8>(at, head);
-    if (heads - head == 1) return AddInt8Heads<1, 8>(at, head);
+    for (; head + 4 <= heads; head += 4) AddInt8Heads<4, 4>(at, head, scales, unit);
+    if (heads - head == 3) return AddInt8Heads<3, 4>(at, head, scales, unit);
+    if (heads - head == 2) return AddInt8Heads<2, 8>(at, head, scales, unit);
+    if (heads - head == 1) return AddInt8Heads<1, 8>(at, head, scales, unit);
   }
 
  private:
-  static constexpr int64_t kPrefetchBytes = 4096;
+  static constexpr int64_t kPartBytes = 2 * kDecodeTile;
+  static constexpr float kLeastScale = 0x1p-100f;
+  static constexpr int64_t kPrefetchBytes = 16384;
 };
 
 }  // namespace

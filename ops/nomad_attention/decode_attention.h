@@ -32,14 +32,16 @@
 //
 //     |error of y| <= (2^(2 E) - 1 + (T + 32) 2^-22) sum over j of p[j] |v[j]|
 //                     + 2^-11 max |v|                                                  tokens left out, see below
-//                     + 2^-15 T max over j of (p[j] max over d of |v[j, d]|)           int8 values only
+//                     + 2^-16 T max p max |v|                                          int8 values only
 //
-// The tokens left out of a call weigh less than 2^-12 / (end - begin) of the heaviest one so far. int8 values are
-// multiplied by weights of 16 bits, relative to the heaviest of up to 128 tokens around.
+// The tokens left out of a call weigh less than 2^-12 / (end - begin) of the heaviest one so far. int8 values may be
+// multiplied by weights of 16 bits, in units of 2^-16 of the heaviest token times the largest scale of up to 128 tokens
+// around.
 //
-// NaN and Inf: a query head with a t, or a range of t, that is not finite has sum and y NaN (codes). Float32 keys
-// follow IEEE 754: a score of -Inf weighs 0, of +Inf or NaN makes sum and y NaN. NaN and Inf among the values of tokens
-// that are not left out, and weigh more than 0, reach y. Other heads are not touched.
+// NaN and Inf: a query head with a t, or a range of t, that is not finite has a sum of NaN, and so y / sum is NaN
+// (codes). Float32 keys follow IEEE 754: a score of -Inf weighs 0, one of +Inf or NaN makes the sum NaN. NaN and Inf
+// among the values of tokens that weigh more than 0 and are not left out reach y. int8 values whose scale is below
+// 2^-100 may count as 0. Other heads are not touched.
 //
 // Kernels allocate nothing and know no threads.
 #pragma once

@@ -9,13 +9,14 @@
 //     Floats                                   support/vector_math.h's, and Exp2 (attention_loop.h)
 //     kHeads, kVectors                         of a tile of y that is multiplied with rows of floats
 //     kDotHeads, kDotKeys                      of a tile of dot products
-//     float ReduceAdd(Float), ReduceMin(Float), ReduceMax(Float)
+//     float ReduceAdd(Float), ReduceMax(Float)
+//     Float ReduceFour(const Float (&)[4], op)            op over each of four, in lanes 0 … 3, 4 … 7, …
 //     Float LoadStrided(const float*, int64_t stride)     every stride-th float
 //     Float LoadInt8(const uint8_t*)                      kLanes int8 numbers as floats
-//     bool AnyNotBelow(const float*, int64_t n, float least)   some of n numbers is NaN or at least this
 //     void StoreBytes(uint8_t*, Float)                    kLanes numbers 0 … 255, rounded to nearest
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
-//     void AddInt8Blocks(const Int8Blocks&, int64_t heads)
+//     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
+//     to y
 #pragma once
 
 #include <cstdint>
@@ -38,14 +39,24 @@ struct CodeBlocks {
   int64_t stride;
 };
 
-// Blocks of int8 values, the weights of their tokens, and the sums of weighted values that they are added to.
+// A query head and a tile of tokens.
+struct TileHead {
+  const float* scores;  // [kDecodeTile]
+  float most;           // of them; the lowest float if all are -Inf or NaN
+  float maximum;        // of the head so far, at least `most`: what y and sums are relative to
+  float* sums;          // [kLanes], of 2^(score - maximum)
+  float* y;             // [head_dim]
+};
+
+// Full blocks of int8 values of a tile.
 struct Int8Blocks {
   int64_t head_dim;
-  int64_t blocks;         // 1 … 4
+  int64_t blocks;  // 1 … 4
+  int64_t from;    // of the tile's tokens those in [from, to) count; the scores of others are -Inf
+  int64_t to;
   const uint8_t* values;  // the first block
-  const float* weights;   // [heads][kDecodeTile], 32 a block
-  uint8_t* parts;         // scratch, 4 kDecodeTile a head, of cache lines
-  float* const* y;        // [heads]: [head_dim]
+  const TileHead* heads;
+  uint8_t* parts;  // scratch, 4 kDecodeTile a head, of cache lines
 };
 
 inline constexpr int64_t kDecodeTile = 128;
@@ -56,7 +67,8 @@ class DecodeLoop {
   using Float = typename Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kTile = kDecodeTile;
-  static constexpr int64_t kChunk = 16 * kTile;
+  static constexpr int64_t kChunkTiles = 16;
+  static constexpr int64_t kChunk = kChunkTiles * kTile;
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
@@ -67,15 +79,17 @@ class DecodeLoop {
   // The scratch memory, in pieces of whole cache lines.
   struct Scratch {
     int64_t bytes = 0;
-    float* query;     // [heads][head_dim], times log2(e) scale
-    float* products;  // [heads][S][16]
-    float* least;     // [heads][S]: of the products
-    float* sums;      // [heads][kLanes], of the weights
-    float* steps;     // [heads]
-    float* biases;    // [heads]
+    float* query;      // [heads][head_dim], times log2(e) scale
+    float* centroids;  // [S][d_sub][16], where d_sub is more than 1
+    float* products;   // [S][16]
+    float* least;      // [S]: of the products; then [heads]: tiles whose scores all lie below are negligible
+    float* tile_most;  // [heads][kChunkTiles]
+    float* sums;       // [heads][kLanes], of the weights
+    float* steps;      // [heads]
+    float* biases;     // [heads]
     float* scores;
     float* weights;
-    float** y;  // [heads], of those that weights has
+    TileHead* heads;  // whose tile is not negligible
     uint8_t* tables;
     uint8_t* block;  // the last tokens' codes as a full block
     uint8_t* parts;
@@ -86,14 +100,16 @@ class DecodeLoop {
         bytes += RoundUp(count * static_cast<int64_t>(sizeof(T)), 64);
       };
       take(query, heads * head_dim);
-      take(products, heads * head_dim * kCentroids);
-      take(least, heads * head_dim);
+      take(centroids, head_dim * kCentroids);
+      take(products, head_dim * kCentroids);
+      take(least, (heads > head_dim ? heads : head_dim) + kLanes);
+      take(tile_most, heads * kChunkTiles);
       take(sums, heads * kLanes);
       take(steps, heads);
       take(biases, heads);
       take(scores, heads * kChunk);
       take(weights, heads * kTile);
-      take(y, heads);
+      take(this->heads, heads);
       take(tables, heads * head_dim * kCentroids);
       take(block, kKeyBlock * head_dim / 2);
       take(parts, heads * kDecodeTile * 4);
@@ -125,48 +141,73 @@ class DecodeLoop {
   }
 
   void BuildTables() const {
-    const int64_t count = 4 * quads_;
-    for (int64_t s = 0; s < count; ++s) {
-      for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
-        for (int64_t d = 0; d < args_.d_sub; ++d) {
-          const float* from = args_.codebook + (s * kCentroids + lane) * args_.d_sub + d;
-          const Float centroids = args_.d_sub == 1 ? Simd::Load(from) : Tier::LoadStrided(from, args_.d_sub);
-          for (int64_t h = 0; h < args_.heads; ++h) {
-            float* to = s_.products + (h * count + s) * kCentroids + lane;
-            const Float product =
-                Simd::Multiply(centroids, Simd::Set(s_.query[h * args_.head_dim + s * args_.d_sub + d]));
-            Simd::Store(to, d == 0 ? product : Simd::Add(Simd::Load(to), product));
+    const int64_t d_sub = args_.d_sub;
+    const float* centroids = args_.codebook;
+    if (d_sub > 1) {  // as [S][d_sub][16]
+      float* to = s_.centroids;
+      for (int64_t s = 0; s < 4 * quads_; ++s, centroids += d_sub * kCentroids) {
+        for (int64_t d = 0; d < d_sub; ++d) {
+          for (int64_t lane = 0; lane < kCentroids; lane += kLanes, to += kLanes) {
+            Simd::Store(to, Tier::LoadStrided(centroids + lane * d_sub + d, d_sub));
           }
         }
       }
+      centroids = s_.centroids;
     }
-    for (int64_t h = 0; h < args_.heads; ++h) Quantize(h);
+    for (int64_t h = 0; h < args_.heads; ++h) {
+      if (d_sub == 1) {
+        BuildTable<1>(h, centroids);
+      } else if (d_sub == 2) {
+        BuildTable<2>(h, centroids);
+      } else {
+        BuildTable<4>(h, centroids);
+      }
+    }
   }
 
-  // The table of a head, from its products.
-  void Quantize(int64_t h) const {
+  template <int kDSub>
+  void BuildTable(int64_t h, const float* centroids) const {
     const int64_t count = 4 * quads_;
-    const float* products = s_.products + h * count * kCentroids;
-    float* least = s_.least + h * count;
-    Float check = Simd::Set(0.0f);  // NaN once a product is not finite
-    float range = 0;
-    float bias = 0;
-    for (int64_t s = 0; s < count; ++s) {
-      const float* from = products + s * kCentroids;
-      Float low = Simd::Load(from);
-      Float high = low;
-      check = Simd::MultiplyAdd(low, Simd::Set(0.0f), check);
-      for (int64_t lane = kLanes; lane < kCentroids; lane += kLanes) {
-        const Float more = Simd::Load(from + lane);
-        low = Simd::Min(low, more);
-        high = Simd::Max(high, more);
-        check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
+    const float* query = s_.query + h * args_.head_dim;
+    float* products = s_.products;
+    for (int64_t s = 0; s < count; ++s, query += kDSub, centroids += kDSub * kCentroids) {
+#pragma GCC unroll 2
+      for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
+        Float product = Simd::Multiply(Simd::Load(centroids + lane), Simd::Set(query[0]));
+#pragma GCC unroll 4
+        for (int d = 1; d < kDSub; ++d) {
+          product = Simd::MultiplyAdd(Simd::Load(centroids + d * kCentroids + lane), Simd::Set(query[d]), product);
+        }
+        Simd::Store(products + s * kCentroids + lane, product);
       }
-      least[s] = Tier::ReduceMin(low);
-      const float width = Tier::ReduceMax(high) - least[s];
-      range = width > range ? width : range;
-      bias += least[s];
     }
+    float* least = s_.least;
+    Float check = Simd::Set(0.0f);  // NaN once a product is not finite
+    Float width = Simd::Set(0.0f);
+    Float sum = Simd::Set(0.0f);
+    for (int64_t s = 0; s < count; s += 4) {
+      Float low[4];
+      Float high[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const float* from = products + (s + i) * kCentroids;
+        low[i] = high[i] = Simd::Load(from);
+        check = Simd::MultiplyAdd(low[i], Simd::Set(0.0f), check);
+        for (int64_t lane = kLanes; lane < kCentroids; lane += kLanes) {
+          const Float more = Simd::Load(from + lane);
+          low[i] = Simd::Min(low[i], more);
+          high[i] = Simd::Max(high[i], more);
+          check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
+        }
+      }
+      const Float lows = Tier::ReduceFour(low, [](Float a, Float b) { return Simd::Min(a, b); });
+      const Float highs = Tier::ReduceFour(high, [](Float a, Float b) { return Simd::Max(a, b); });
+      Simd::Store(least + s, lows);  // more than four: the next ones write over the rest
+      width = Simd::Max(width, Simd::Subtract(highs, lows));
+      sum = Simd::Add(sum, lows);
+    }
+    const float range = Tier::ReduceMax(width);
+    const float bias = Tier::ReduceAdd(sum) * (4.0f / kLanes);
     const bool finite = Tier::ReduceAdd(check) == 0 && range < __builtin_inff();
     const bool flat = !finite || range < kLeastRange;
     s_.biases[h] = finite ? bias : __builtin_nanf("");
@@ -254,12 +295,14 @@ class DecodeLoop {
   // y += weights values for tokens begin … end-1 of rows, kHeads heads and kVectors vectors from `d` on. row(i): the
   // first number of a token's row; load(row, d): kLanes of its floats.
   template <int kHeads, int kVectors, typename Row, typename Load>
-  static void AddRowsTile(const float* weights, int64_t begin, int64_t end, float* const* y, int64_t d, const Row& row,
-                          const Load& load) {
+  static void AddRowsTile(const TileHead* heads, const float* weights, int64_t begin, int64_t end, int64_t d,
+                          const Row& row, const Load& load) {
     Float sum[kHeads][kVectors];
-#pragma GCC unroll 16
-    for (int i = 0; i < kHeads * kVectors; ++i)
-      sum[i / kVectors][i % kVectors] = Simd::Load(y[i / kVectors] + d + i % kVectors * kLanes);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::Load(heads[h].y + d + i * kLanes);
+    }
     for (int64_t j = begin; j < end; ++j) {
       const auto from = row(j);
       Float value[kVectors];
@@ -272,38 +315,53 @@ class DecodeLoop {
         for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::MultiplyAdd(weight, value[i], sum[h][i]);
       }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kHeads * kVectors; ++i)
-      Simd::Store(y[i / kVectors] + d + i % kVectors * kLanes, sum[i / kVectors][i % kVectors]);
+#pragma GCC unroll 4
+    for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) Simd::Store(heads[h].y + d + i * kLanes, sum[h][i]);
+    }
   }
 
   template <int kHeads, typename Row, typename Load>
-  void AddRowsHeads(const float* weights, int64_t begin, int64_t end, float* const* y, const Row& row,
-                    const Load& load) const {
-    int64_t d = 0;
+  void AddRowsHeads(int64_t head, int64_t begin, int64_t end, const Row& row, const Load& load) const {
+    const TileHead* heads = s_.heads + head;
+    const float* weights = s_.weights + head * kTile;
     constexpr int kVectors = Tier::kVectors;
+    int64_t d = 0;
     for (; d + kVectors * kLanes <= args_.head_dim; d += kVectors * kLanes) {
-      AddRowsTile<kHeads, kVectors>(weights, begin, end, y, d, row, load);
+      AddRowsTile<kHeads, kVectors>(heads, weights, begin, end, d, row, load);
     }
-    for (; d < args_.head_dim; d += kLanes) AddRowsTile<kHeads, 1>(weights, begin, end, y, d, row, load);
+    for (; d < args_.head_dim; d += kLanes) AddRowsTile<kHeads, 1>(heads, weights, begin, end, d, row, load);
   }
 
   template <typename Row, typename Load>
   void AddRows(int64_t heads, int64_t begin, int64_t end, const Row& row, const Load& load) const {
-    if (begin >= end) return;
     int64_t h = 0;
-    for (; h + Tier::kHeads <= heads; h += Tier::kHeads) {
-      AddRowsHeads<Tier::kHeads>(s_.weights + h * kTile, begin, end, s_.y + h, row, load);
-    }
-    for (; h < heads; ++h) AddRowsHeads<1>(s_.weights + h * kTile, begin, end, s_.y + h, row, load);
+    for (; h + Tier::kHeads <= heads; h += Tier::kHeads) AddRowsHeads<Tier::kHeads>(h, begin, end, row, load);
+    for (; h < heads; ++h) AddRowsHeads<1>(h, begin, end, row, load);
   }
 
-  // Adds what the tile of tokens from `first` on, of which those in [begin, end) count, gives to the first `heads`
-  // s_.y.
-  void AddValues(int64_t heads, int64_t first, int64_t begin, int64_t end) const {
+  // Makes weights of a tile's scores, from token `from` on, a multiple of kLanes.
+  void Weigh(int64_t heads, int64_t from) const {
+    for (int64_t h = 0; h < heads; ++h) {
+      const TileHead& head = s_.heads[h];
+      const Float maximum = Simd::Set(head.maximum);
+      Float sum = Simd::Load(head.sums);
+      for (int64_t i = from; i < kTile; i += kLanes) {
+        const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(head.scores + i), maximum));
+        Simd::Store(s_.weights + h * kTile + i, weight);
+        sum = Simd::Add(sum, weight);
+      }
+      Simd::Store(head.sums, sum);
+    }
+  }
+
+  // Adds what the tile of tokens from `first` on, of which those in [begin, end) count, gives to the first of s_.heads.
+  void AddTile(int64_t heads, int64_t first, int64_t begin, int64_t end) const {
     const int64_t from = begin > first ? begin - first : 0;
     const int64_t to = end - first < kTile ? end - first : kTile;
     if (args_.values != nullptr) {
+      Weigh(heads, 0);
       return AddRows(
           heads, from, to, [&](int64_t j) { return RowOf(args_.values, (first + j) * args_.value_row_bytes); },
           [](const float* row, int64_t d) { return Simd::Load(row + d); });
@@ -312,9 +370,11 @@ class DecodeLoop {
     const int64_t full = full_ - first < RoundUp(to, kValueBlock) ? full_ - first : RoundUp(to, kValueBlock);
     if (full > 0) {
       Tier::AddInt8Blocks(
-          {args_.head_dim, full / kValueBlock, args_.int8_values + first * row_bytes, s_.weights, s_.parts, s_.y},
+          {args_.head_dim, full / kValueBlock, from, to, args_.int8_values + first * row_bytes, s_.heads, s_.parts},
           heads);
     }
+    if (to <= full) return;
+    Weigh(heads, full);
     const int64_t rest = from > full ? from : full;
     for (int64_t j = rest; j < to; ++j) {
       const uint8_t* row = args_.int8_values + (first + j) * row_bytes;
@@ -326,36 +386,36 @@ class DecodeLoop {
         [](const uint8_t* row, int64_t d) { return Tier::LoadInt8(row + d); });
   }
 
-  // Brings the maximum up to the chunk's scores, and what was added so far with it.
-  void RaiseMaximum(int64_t h, int64_t count, const DecodePartial& partial) const {
+  // Finds the largest scores of a chunk's tiles, and brings the maximum up to them, with what was added so far. Returns
+  // whether a score is NaN.
+  bool RaiseMaximum(int64_t h, int64_t tiles, const DecodePartial& partial) const {
     const float* scores = s_.scores + h * kChunk;
-    Float most = Simd::Set(partial.max[h]);
-    for (int64_t i = 0; i < RoundUp(count, kTile); i += kLanes) most = Simd::Max(Simd::Load(scores + i), most);
-    const float maximum = Tier::ReduceMax(most);
-    if (!(maximum > partial.max[h])) return;
-    const Float correction = Simd::Exp2(Simd::Set(partial.max[h] - maximum));
-    partial.max[h] = maximum;
-    float* y = partial.y + h * args_.head_dim;
-    for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-      Simd::Store(y + d, Simd::Multiply(Simd::Load(y + d), correction));
+    float* tile_most = s_.tile_most + h * kChunkTiles;
+    Float check = Simd::Set(0.0f);  // NaN if a score is
+    float maximum = partial.max[h];
+    for (int64_t tile = 0; tile < tiles; ++tile, scores += kTile) {
+      Float most = Simd::Set(kLowest);
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kTile; i += kLanes) {
+        const Float score = Simd::Load(scores + i);
+        most = Simd::Max(score, most);
+        check = Simd::Add(check, score);
+      }
+      tile_most[tile] = Tier::ReduceMax(most);
+      maximum = tile_most[tile] > maximum ? tile_most[tile] : maximum;
     }
-    float* sums = s_.sums + h * kLanes;
-    Simd::Store(sums, Simd::Multiply(Simd::Load(sums), correction));
-  }
-
-  // Makes weights of a head's tile of scores, and adds them to its sums. Nothing, and false, if all are below `least`.
-  static bool Weigh(const float* scores, float maximum, float least, float* weights, float* sums) {
-    if (!Tier::AnyNotBelow(scores, kTile, least)) return false;
-    Float sum = Simd::Load(sums);
-    const Float from = Simd::Set(maximum);
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kTile; i += kLanes) {
-      const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(scores + i), from));
-      Simd::Store(weights + i, weight);
-      sum = Simd::Add(sum, weight);
+    if (maximum > partial.max[h]) {
+      const Float correction = Simd::Exp2(Simd::Set(partial.max[h] - maximum));
+      partial.max[h] = maximum;
+      float* y = partial.y + h * args_.head_dim;
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        Simd::Store(y + d, Simd::Multiply(Simd::Load(y + d), correction));
+      }
+      float* sums = s_.sums + h * kLanes;
+      Simd::Store(sums, Simd::Multiply(Simd::Load(sums), correction));
     }
-    Simd::Store(sums, sum);
-    return true;
+    const float total = Tier::ReduceAdd(check);
+    return total != total;
   }
 
   void Attend(int64_t begin, int64_t end, const DecodePartial& partial) const {
@@ -364,18 +424,21 @@ class DecodeLoop {
     for (int64_t i = 0; i < args_.heads * kLanes; ++i) s_.sums[i] = 0;
     for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kChunk) {
       const int64_t count = end - first < kChunk ? end - first : kChunk;
+      const int64_t tiles = (count + kTile - 1) / kTile;
       Score(first, count, begin, end);
-      for (int64_t h = 0; h < args_.heads; ++h) RaiseMaximum(h, count, partial);
-      for (int64_t tile = 0; tile < count; tile += kTile) {
+      for (int64_t h = 0; h < args_.heads; ++h) {
+        const bool nan = RaiseMaximum(h, tiles, partial);
+        s_.least[h] = nan ? kMinusInfinity : partial.max[h] - negligible;
+      }
+      for (int64_t tile = 0; tile < tiles; ++tile) {
         int64_t heads = 0;
         for (int64_t h = 0; h < args_.heads; ++h) {
-          const float maximum = partial.max[h];
-          if (Weigh(s_.scores + h * kChunk + tile, maximum, maximum - negligible, s_.weights + heads * kTile,
-                    s_.sums + h * kLanes)) {
-            s_.y[heads++] = partial.y + h * args_.head_dim;
-          }
+          const float most = s_.tile_most[h * kChunkTiles + tile];
+          if (most < s_.least[h]) continue;
+          s_.heads[heads++] = {s_.scores + h * kChunk + tile * kTile, most, partial.max[h], s_.sums + h * kLanes,
+                               partial.y + h * args_.head_dim};
         }
-        if (heads > 0) AddValues(heads, first + tile, begin, end);
+        if (heads > 0) AddTile(heads, first + tile * kTile, begin, end);
       }
     }
     for (int64_t h = 0; h < args_.heads; ++h) partial.sum[h] = Tier::ReduceAdd(Simd::Load(s_.sums + h * kLanes));

@@ -102,7 +102,7 @@ class Case:
         tokens = len(v)
         bound = (np.exp2(2 * error) - 1 + (tokens + 32) * 2.0**-22) * (p @ np.abs(v)) + 2.0**-11 * np.abs(v).max()
         if self.value_cache.dtype == np.uint8:
-            bound += 2.0**-15 * tokens * (p * np.abs(v).max(-1)).max(-1, keepdims=True)
+            bound += 2.0**-16 * tokens * p.max(-1, keepdims=True) * np.abs(v).max()
         return p @ v, bound
 
 

@@ -1,0 +1,266 @@
+"""One token's attention over long caches, one layer of 32 query and 8 key heads of 128 numbers: kernels of
+ops/nomad_attention/decode_attention.h, called without ONNX Runtime around them, against ONNX Runtime.
+
+One measurement is one context, all candidates in the same rounds, on one thread and with cold caches. Parts:
+
+    step      scores, softmax and values, of keys as codes and int8 values
+    scores    the products of the queries with the keys alone
+
+Peers:
+
+    ort_f32, ort_int8, ort_int4    step: ORT GroupQueryAttention with such caches, past and present in one buffer; it
+                                   also appends the token
+    ort_matmul_f32                 scores: ORT FusedMatMul of the queries that share a head with its float32 keys
+    ortolan_f32                    the same by Ortolan's own kernel with float32 keys (step: and values)
+    stream_read                    reading the caches' bytes at the rate of the run; a ratio of 0.8 is 80 % of it
+
+65,536 tokens need 4 GB of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from onnx import GraphProto, ValueInfoProto, helper
+
+from .. import _native
+from ..errors import OrtolanError
+from ..progress import Progress, no_progress
+from .cold_layers import cold_copies
+from .result import BenchOptions, BenchResult, BenchRow
+from .timing import StreamReader, Timing, interleave, last_level_cache_bytes, pinned
+
+OP = "NoMADAttention"
+KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
+SCALE = HEAD_DIM**-0.5
+CONTEXTS = (512, 2048, 16384, 65536)
+QUICK_CONTEXTS = (2048,)
+D_SUB = (1, 2)
+SECONDS, QUICK_SECONDS = 4.0, 0.5
+ROUNDS = 5
+_ORT_KINDS = {"ort_f32": np.float32, "ort_int8": np.int8, "ort_int4": np.uint8}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is timed: a call goes through all the copies of a layer's caches, each of `stored_bytes`."""
+
+    call: Call
+    copies: int
+    stored_bytes: int
+
+
+def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
+    """Measure every context. An interrupt ends it early, with what there is."""
+    for name in ("cases", "sparsity", "layers", "batch", "kinds", "group_size"):
+        if getattr(options, name) is not None:
+            raise OrtolanError(f"{OP} has no weights: options about layers and weights do not apply; leave them out")
+    if 1 not in options.threads:
+        raise OrtolanError(f"{OP} is measured on one thread, not on {options.threads}; leave --threads out")
+    result = BenchResult(
+        notes=["The kernel alone, on one thread; caches cold. stream_read: their bytes at the memory rate."]
+    )
+    contexts = QUICK_CONTEXTS if options.quick else CONTEXTS
+    try:
+        for done, context in enumerate(contexts):
+            progress(f"{context} tokens", done, len(contexts))
+            with pinned(1):
+                result.rows += _measure(context, QUICK_SECONDS if options.quick else SECONDS)
+    except KeyboardInterrupt:
+        if not result.rows:
+            raise
+        result.interrupted = True
+        result.notes.append("Interrupted: not all contexts are measured.")
+    progress("done", len(contexts), len(contexts))
+    return result
+
+
+def _measure(context: int, seconds: float) -> Iterator[BenchRow]:
+    measured = candidates(context)
+    stream = StreamReader(1)
+    timings = interleave(
+        {name: one.call for name, one in measured.items()} | stream.candidates(), seconds=seconds, min_rounds=ROUNDS
+    )
+    times = {name: timings[name].scaled(1 / one.copies) for name, one in measured.items()}
+    for part, peers in (("step", (*_ORT_KINDS, "ortolan_f32")), ("scores", ("ort_matmul_f32", "ortolan_f32"))):
+        for d_sub in D_SUB:
+            ours = f"{part} d_sub {d_sub}"
+            case = {"part": part, "context": context, "d_sub": d_sub}
+            against: dict[str, Timing] = {peer: times[f"{part} {peer}"] for peer in peers}
+            against["stream_read"] = stream.time_for(timings, measured[ours].stored_bytes)
+            for peer, time in against.items():
+                yield BenchRow(OP, case, 1, times[ours], peer, time)
+
+
+def candidates(context: int) -> dict[str, Measured]:
+    """All of one context, by part and name."""
+    rng = np.random.default_rng(context)
+    result = {}
+    for d_sub in D_SUB:
+        codebooks = rng.standard_normal((KV_HEADS, HEAD_DIM // d_sub, 16, d_sub), dtype=np.float32)
+        keys = rng.integers(0, 256, (KV_HEADS, context, HEAD_DIM // d_sub // 2), dtype=np.uint8)
+        values = np.empty((KV_HEADS, context, HEAD_DIM + 2), np.uint8)
+        for head in values:
+            _native.append_values(head, 0, _floats(rng, (context, HEAD_DIM)))
+        q = rng.standard_normal((KV_HEADS, GROUP, HEAD_DIM), dtype=np.float32)
+        result[f"step d_sub {d_sub}"] = _ours((keys, values), _step(q, codebooks))
+        result[f"scores d_sub {d_sub}"] = _ours((keys,), _scores(q, codebooks))
+    shape = (KV_HEADS, context, HEAD_DIM)
+    floats = (_floats(rng, shape), _floats(rng, shape))
+    result["step ortolan_f32"] = _ours(floats, _step(q, None))
+    result["scores ortolan_f32"] = _ours(floats[:1], _scores(q, None))
+    result["scores ort_matmul_f32"] = _ort_scores(q, floats[0])
+    for name, dtype in _ORT_KINDS.items():
+        result[f"step {name}"] = _ort_step(rng, context, dtype)
+    return result
+
+
+def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Normally distributed numbers that repeat themselves: as good for timing, and made faster."""
+    return np.resize(rng.standard_normal(1 << 20, dtype=np.float32), shape)
+
+
+def _copies(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    size = sum(array.nbytes for array in arrays)
+    return cold_copies(arrays, max(2, -(-4 * last_level_cache_bytes() // size)))
+
+
+def _ours(caches: Sequence[np.ndarray], attend: Callable[..., object]) -> Measured:
+    copies = _copies(caches)
+
+    def call() -> None:
+        for copy in copies:
+            attend(*copy)
+
+    return Measured(call, len(copies), sum(cache.nbytes for cache in caches))
+
+
+def _step(q: np.ndarray, codebooks: np.ndarray | None) -> Callable[..., object]:
+    return lambda keys, values: _native.finish_decode(_native.decode_attention(q, SCALE, keys, values, codebooks))
+
+
+def _scores(q: np.ndarray, codebooks: np.ndarray | None) -> Callable[..., object]:
+    return lambda keys: _native.decode_scores(q, SCALE, keys, codebooks)
+
+
+def _ort_step(rng: np.random.Generator, context: int, dtype: type) -> Measured:
+    row = HEAD_DIM // 2 if dtype is np.uint8 else HEAD_DIM
+    caches = [
+        _floats(rng, (1, KV_HEADS, context, row))
+        if dtype is np.float32
+        else np.resize(rng.integers(-127, 128, 1 << 20, dtype=np.int8).view(dtype), (1, KV_HEADS, context, row))
+        for _ in range(2)
+    ]
+    inputs = {
+        "query": rng.standard_normal((1, 1, KV_HEADS * GROUP * HEAD_DIM), dtype=np.float32),
+        "key": rng.standard_normal((1, 1, KV_HEADS * HEAD_DIM), dtype=np.float32),
+        "value": rng.standard_normal((1, 1, KV_HEADS * HEAD_DIM), dtype=np.float32),
+    }
+    copies = _copies(caches)
+    runs = list(group_query_attention(inputs, copies))
+
+    def call(_keep: object = copies) -> None:
+        for one in runs:
+            one()
+
+    return Measured(call, len(copies), sum(cache.nbytes for cache in caches))
+
+
+def group_query_attention(
+    inputs: Mapping[str, np.ndarray], caches: Sequence[Sequence[np.ndarray]], y: np.ndarray | None = None
+) -> Iterator[Call]:
+    """A call a pair of caches [1, kv_heads, context, row]: ORT GroupQueryAttention, which writes key and value into the
+    last row of the caches, and its answer into y. Of int8 and int4 (uint8) the scales are 0.01.
+    """
+    context, row = caches[0][0].shape[2:]
+    dtype = caches[0][0].dtype
+    given = {
+        **inputs,
+        "seqlens_k": np.array([context - 1], np.int32),
+        "total_sequence_length": np.array([context], np.int32),
+    }
+    names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"]
+    attributes: dict[str, Any] = {"num_heads": KV_HEADS * GROUP, "kv_num_heads": KV_HEADS}
+    if dtype != np.float32:
+        given |= dict.fromkeys(("k_scale", "v_scale"), np.full(KV_HEADS * HEAD_DIM, 0.01, np.float32))
+        names += ["", "", "", "", "", "k_scale", "v_scale"]
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
+        attributes["kv_cache_bit_width"] = 8 if dtype == np.int8 else 4
+    node = helper.make_node(
+        "GroupQueryAttention", names, ["y", "present_key", "present_value"], domain="com.microsoft", **attributes
+    )
+    cache_type = helper.np_dtype_to_tensor_dtype(dtype)
+    shape = [1, KV_HEADS, context, row]
+    graph = helper.make_graph(
+        [node],
+        "step",
+        [
+            *(_declared(name, array) for name, array in given.items()),
+            *(helper.make_tensor_value_info(name, cache_type, shape) for name in ("past_key", "past_value")),
+        ],
+        [
+            _declared("y", inputs["query"]),
+            *(helper.make_tensor_value_info(name, cache_type, shape) for name in ("present_key", "present_value")),
+        ],
+    )
+    session = _session(graph)
+    answer = np.ones_like(inputs["query"]) if y is None else y
+    for keys, values in caches:
+        binding = session.io_binding()
+        bound = {**given, "past_key": keys, "past_value": values}
+        values_of = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in bound.items()}
+        for name, value in values_of.items():
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output("present_key", values_of["past_key"])
+        binding.bind_ortvalue_output("present_value", values_of["past_value"])
+        binding.bind_ortvalue_output("y", ort.OrtValue.ortvalue_from_numpy(answer))
+        yield _bound(session, binding, (values_of, answer))
+
+
+def _ort_scores(q: np.ndarray, keys: np.ndarray) -> Measured:
+    node = helper.make_node("FusedMatMul", ["q", "k"], ["s"], domain="com.microsoft", transB=1, alpha=SCALE)
+    scores = np.ones((KV_HEADS, GROUP, keys.shape[1]), np.float32)
+    graph = helper.make_graph([node], "scores", [_declared("q", q), _declared("k", keys)], [_declared("s", scores)])
+    session = _session(graph)
+    runs = []
+    copies = _copies([keys])
+    for (copy,) in copies:
+        binding = session.io_binding()
+        values = {
+            name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in {"q": q, "k": copy, "s": scores}.items()
+        }
+        binding.bind_ortvalue_input("q", values["q"])
+        binding.bind_ortvalue_input("k", values["k"])
+        binding.bind_ortvalue_output("s", values["s"])
+        runs.append(_bound(session, binding, (values, copy, scores, q)))
+
+    def call() -> None:
+        for one in runs:
+            one()
+
+    return Measured(call, len(runs), keys.nbytes)
+
+
+def _bound(session: ort.InferenceSession, binding: ort.IOBinding, keep: object) -> Call:
+    def call(_keep: object = keep) -> None:
+        session.run_with_iobinding(binding)
+
+    return call
+
+
+def _declared(name: str, array: np.ndarray) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+
+
+def _session(graph: GraphProto) -> ort.InferenceSession:
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

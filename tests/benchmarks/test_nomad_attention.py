@@ -1,0 +1,65 @@
+"""`ortolan bench nomad_attention`: that the sides of a comparison compute the same, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ortolan import _native
+from ortolan.benchmarks import nomad_attention
+from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, group_query_attention
+from ortolan.benchmarks.result import BenchOptions
+from ortolan.errors import OrtolanError
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_both_sides_attend_to_the_same(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    context = 70
+    caches = [rng.standard_normal((1, KV_HEADS, context, HEAD_DIM), dtype=np.float32) for _ in range(2)]
+    if dtype is np.int8:
+        caches = [np.clip(np.rint(cache * 30), -127, 127).astype(np.int8) for cache in caches]
+    inputs = {
+        "query": rng.standard_normal((1, 1, KV_HEADS * GROUP * HEAD_DIM), dtype=np.float32),
+        "key": rng.standard_normal((1, 1, KV_HEADS * HEAD_DIM), dtype=np.float32),
+        "value": rng.standard_normal((1, 1, KV_HEADS * HEAD_DIM), dtype=np.float32),
+    }
+    y = np.ones_like(inputs["query"])
+    for call in group_query_attention(inputs, [caches], y):
+        call()
+    keys, values = (np.ascontiguousarray(cache[0] * np.float32(1 if dtype is np.float32 else 0.01)) for cache in caches)
+    q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
+    expected = _native.finish_decode(_native.decode_attention(q, SCALE, keys, values))
+    np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=1e-4 if dtype is np.float32 else 0.02)
+    # The token is in the caches.
+    tolerance = 0 if dtype is np.float32 else 0.0051
+    clipped = np.clip(inputs["key"].reshape(KV_HEADS, HEAD_DIM), *((-1.28, 1.27) if tolerance else (None, None)))
+    np.testing.assert_allclose(keys[:, -1], clipped, atol=tolerance)
+
+
+def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nomad_attention, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(nomad_attention, "QUICK_CONTEXTS", (40,))
+    monkeypatch.setattr(nomad_attention, "ROUNDS", 1)
+    monkeypatch.setattr(nomad_attention, "last_level_cache_bytes", lambda: 100)
+    monkeypatch.setattr("ortolan.benchmarks.timing.last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("ortolan.benchmarks.timing._WARM_UP_SECONDS", 0.0)
+    result = nomad_attention.run(BenchOptions((1, 2), quick=True))
+    assert {(row.case["part"], row.peer) for row in result.rows} == {
+        *(("step", peer) for peer in ("ort_f32", "ort_int8", "ort_int4", "ortolan_f32", "stream_read")),
+        *(("scores", peer) for peer in ("ort_matmul_f32", "ortolan_f32", "stream_read")),
+    }
+    assert {(row.case["context"], row.case["d_sub"]) for row in result.rows} == {(40, 1), (40, 2)}
+    assert all(row.ours.min_ms > 0 and row.peer_time.min_ms > 0 and row.threads == 1 for row in result.rows)
+    assert '"context": 40' in result.to_json()
+
+
+@pytest.mark.parametrize("option", [{"cases": ((1, 2, 3),)}, {"sparsity": (0.5,)}, {"layers": ("q",)}, {"batch": (1,)}])
+def test_options_about_weights_are_refused(option: dict[str, tuple[object, ...]]) -> None:
+    with pytest.raises(OrtolanError, match="NoMADAttention has no weights"):
+        nomad_attention.run(BenchOptions(quick=True, **option))
+
+
+def test_more_threads_are_refused() -> None:
+    with pytest.raises(OrtolanError, match="measured on one thread"):
+        nomad_attention.run(BenchOptions((2,), quick=True))
