@@ -13,6 +13,7 @@ from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
 from ..constants import constant_tensor, remove_unused, stored_bytes
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
+from ..layer_norm import LayerNorm, add_layer_norm
 from ..linear import Linear
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
@@ -47,8 +48,8 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function and the residual Add behind a layer, and a layer of
-    # the same input whose output is multiplied with that.
+    # Whether the operator also takes over the activation function, the residual Add and (VNNISpMM) the
+    # LayerNormalization behind a layer, and a layer of the same input whose output is multiplied with that.
     fuse: bool = field(default=True, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -187,7 +188,8 @@ class ReplacePass(RecipePass):
             if isinstance(quantization, StoredInt4):
                 layer.weight_bits = quantization.bits
             layer.fused = ["into the gate"]
-        context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
+        gated, norm = len(linears) == 2, epilogue.norm is not None
+        context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated, norm)
         if context.dry_run:
             return
         for linear in linears:
@@ -202,7 +204,8 @@ class ReplacePass(RecipePass):
         """What follows the layer and the operator computes as well. It computes on float32."""
         if not self.options.fuse or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
-        return find_epilogue(linear.output, [factor.output for factor in factors])
+        found = find_epilogue(linear.output, [factor.output for factor in factors])
+        return add_layer_norm(found, linear.n) if self._replacement.normalizes else found
 
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
@@ -344,11 +347,15 @@ class ReplacePass(RecipePass):
             x = widen.outputs[0]
         k, n = weight.matrix.shape
         gated_columns = linear.n if len(linears) == 2 else 0
+        norm = self._norm(model, linear, epilogue.norm)
+        attributes = self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns)
+        if self._replacement.normalizes:
+            attributes.append(ir.AttrFloat32("norm_epsilon", -1.0 if epilogue.norm is None else epilogue.norm.epsilon))
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
-            self._replacement.inputs(x, packed, self._bias(model, linears), epilogue.residual),
-            self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns),
+            self._replacement.inputs(x, {**packed, **norm}, self._bias(model, linears), epilogue.residual),
+            attributes,
             name=linear.name,
         )
         nodes.append(node)
@@ -388,6 +395,21 @@ class ReplacePass(RecipePass):
         arrays = [np.zeros(first.n, np.float32) if bias is None else np.array(bias, np.float32) for bias in biases]
         name = self.context.new_name(model, f"{first.name}.bias")
         return _initializer(first, ir.Tensor(arrays[0] if len(linears) == 1 else join_columns(*arrays), name=name))
+
+    def _norm(self, model: ir.Model, linear: Linear, norm: LayerNorm | None) -> dict[str, ir.Value]:
+        """Weight and bias of the LayerNormalization as initializers of the node's own graph."""
+        if norm is None:
+            return {}
+        values = {}
+        for part, value in (("norm_weight", norm.weight), ("norm_bias", norm.bias)):
+            if value is not None and value.is_initializer() and value.graph is linear.node.graph:
+                values[part] = value
+                continue
+            tensor = constant_tensor(value)
+            array = np.zeros(linear.n, np.float32) if tensor is None else np.array(tensor.numpy())
+            name = self.context.new_name(model, f"{linear.name}.{part}")
+            values[part] = _initializer(linear, ir.Tensor(array, name=name))
+        return values
 
     def _why_nothing(self) -> str:
         layers = self.context.report.layers

@@ -40,6 +40,9 @@ class LayerWeight:
 class Replacement(abc.ABC):
     """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
+    # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
+    normalizes = False
+
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         """Why the operator cannot hold a weight of k inputs that is quantized so, or is not, if it cannot."""

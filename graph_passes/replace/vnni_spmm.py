@@ -19,7 +19,7 @@ from .replacement import (
     input_of,
     nodes_of,
 )
-from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, vnni_spmm_function
+from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
 if TYPE_CHECKING:
     from ..quantize import Quantization
@@ -32,7 +32,10 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class VNNISpMM(Replacement):
-    """Y = activation(X W + bias) + residual; X is rounded to 256 steps of its own, row by row."""
+    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps of its own,
+    row by row."""
+
+    normalizes = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
@@ -99,12 +102,14 @@ class VNNISpMM(Replacement):
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
         nodes = nodes_of(model, OP_TYPE)
+        uses = _uses(nodes)
+        needed = (["residual"] if uses.residual else []) + (["norm_weight", "norm_bias"] if uses.norm else [])
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
-            n = node.attributes["n"].as_int()
-            return {"bias": np.zeros(n, np.float32), "residual": np.zeros(1, np.float32)}
+            k, n, gated_columns = (node.attributes[name].as_int() for name in ("k", "n", "gated_columns"))
+            return neutral_inputs(k, n, gated_columns)
 
-        fill_missing(nodes, INPUTS, {"residual"} if _uses(nodes).residual else (), neutral, new_name)
+        fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
@@ -115,4 +120,5 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
         gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        norm=any(node.attributes["norm_epsilon"].as_float() >= 0 for node in nodes),
     )
