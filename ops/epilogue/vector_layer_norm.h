@@ -17,15 +17,7 @@ class VectorLayerNorm {
   // Sums at once: an addition waits for the one before it, and fewer numbers in a sum are fewer roundings.
   static constexpr int kSums = 4;
   static constexpr int64_t kLanes = Simd::kLanes;
-
-  static float SumOfLanes(Float a) {
-    float lanes[kLanes];
-    Simd::Store(lanes, a);
-    for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-      for (int64_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    }
-    return lanes[0];
-  }
+  static constexpr int64_t kRows = 4;
 
   // The sum of add(sum, x) over the row's vectors. Lanes behind the row hold `behind`.
   template <typename Add>
@@ -37,31 +29,46 @@ class VectorLayerNorm {
 #pragma GCC unroll 4
       for (int i = 0; i < kSums; ++i) sums[i] = add(sums[i], Simd::Load(row + j + i * kLanes));
     }
-    for (int i = 0; j + kLanes <= n; j += kLanes, ++i) sums[i] = add(sums[i], Simd::Load(row + j));
+    for (; j + kLanes <= n; j += kLanes) sums[0] = add(sums[0], Simd::Load(row + j));
     if (j < n) {
       float last[kLanes];
       Simd::Store(last, Simd::Set(behind));
       Simd::StoreFirst(last, n - j, Simd::LoadFirst(row + j, n - j));
-      sums[kSums - 1] = add(sums[kSums - 1], Simd::Load(last));
+      sums[0] = add(sums[0], Simd::Load(last));
     }
-    return SumOfLanes(Simd::Add(Simd::Add(sums[0], sums[1]), Simd::Add(sums[2], sums[3])));
+    return Simd::SumOfLanes(Simd::Add(Simd::Add(sums[0], sums[1]), Simd::Add(sums[2], sums[3])));
   }
 
-  static void Row(float* row, const LayerNormArgs& args) {
-    const float count = static_cast<float>(args.n);
-    const float rough = Sum(row, args.n, 0.0f, [](Float sum, Float x) { return Simd::Add(sum, x); }) / count;
-    const Float roughs = Simd::Set(rough);
-    const float rest =
-        Sum(row, args.n, rough, [roughs](Float sum, Float x) { return Simd::Add(sum, Simd::Subtract(x, roughs)); });
-    const float mean = rough + rest / count;
+  // What is known of a row: mean is rough before it is the mean.
+  struct Statistics {
+    float mean;
+    float factor;
+  };
+
+  static float Mean(const float* row, int64_t n) {
+    return Sum(row, n, 0.0f, [](Float sum, Float x) { return Simd::Add(sum, x); }) / static_cast<float>(n);
+  }
+
+  static float MeanDifference(const float* row, int64_t n, float from) {
+    const Float froms = Simd::Set(from);
+    const auto add = [froms](Float sum, Float x) { return Simd::Add(sum, Simd::Subtract(x, froms)); };
+    return Sum(row, n, from, add) / static_cast<float>(n);
+  }
+
+  static float Variance(const float* row, int64_t n, float mean) {
     const Float means = Simd::Set(mean);
-    const float squares = Sum(row, args.n, mean, [means](Float sum, Float x) {
+    const auto add = [means](Float sum, Float x) {
       const Float difference = Simd::Subtract(x, means);
       return Simd::MultiplyAdd(difference, difference, sum);
-    });
-    const Float factor = Simd::Set(1.0f / __builtin_sqrtf(squares / count + args.epsilon));
-    const auto normalize = [&](Float x, Float weight, Float bias) {
-      return Simd::MultiplyAdd(Simd::Multiply(Simd::Subtract(x, means), factor), weight, bias);
+    };
+    return Sum(row, n, mean, add) / static_cast<float>(n);
+  }
+
+  static void Normalize(float* row, const LayerNormArgs& args, const Statistics& statistics) {
+    const Float mean = Simd::Set(statistics.mean);
+    const Float factor = Simd::Set(statistics.factor);
+    const auto normalize = [mean, factor](Float x, Float weight, Float bias) {
+      return Simd::MultiplyAdd(Simd::Multiply(Simd::Subtract(x, mean), factor), weight, bias);
     };
     int64_t j = 0;
     for (; j + kLanes <= args.n; j += kLanes) {
@@ -75,10 +82,21 @@ class VectorLayerNorm {
   }
 
  public:
+  // Some rows at a time, step by step: each step waits for the sum of lanes of the one before, which others fill.
   static void Run(const LayerNormArgs& args) {
     if (args.n == 0) return;
-    for (int64_t i = 0; i < args.m; ++i) {
-      Row(reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes), args);
+    const auto row = [&](int64_t i) {
+      return reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
+    };
+    for (int64_t first = 0; first < args.m; first += kRows) {
+      const int64_t count = args.m - first < kRows ? args.m - first : kRows;
+      Statistics of[kRows];
+      for (int64_t i = 0; i < count; ++i) of[i].mean = Mean(row(first + i), args.n);
+      for (int64_t i = 0; i < count; ++i) of[i].mean += MeanDifference(row(first + i), args.n, of[i].mean);
+      for (int64_t i = 0; i < count; ++i) {
+        of[i].factor = 1.0f / __builtin_sqrtf(Variance(row(first + i), args.n, of[i].mean) + args.epsilon);
+      }
+      for (int64_t i = 0; i < count; ++i) Normalize(row(first + i), args, of[i]);
     }
   }
 };

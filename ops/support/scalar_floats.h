@@ -26,6 +26,7 @@ struct ScalarFloats {
   static float Max(float a, float b) { return a > b ? a : b; }
   static float Min(float a, float b) { return a < b ? a : b; }
   static float Abs(float a) { return std::fabs(a); }
+  static float SumOfLanes(float a) { return a; }
   static float ExponentFromLowBits(float a) { return std::bit_cast<float>(std::bit_cast<uint32_t>(a) << 23); }
 };
 
