@@ -1,4 +1,4 @@
-"""Random graphs of linear layers, activations, sums and normalizations: what is replaced and fused answers as before."""
+"""Random graphs of linear layers, activations, sums and norms: what is replaced and fused answers as before."""
 
 from __future__ import annotations
 
