@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,10 +20,12 @@ from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_f
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
 from ..quantized_weight import QuantizedWeight
+from ..quantizers.fixed_range import FixedRange, choose_range
 from ..report import human_bytes
 from ..stored_int4 import StoredInt4, rounds_inputs
 from ..verify import keep_reference
 from .gated import can_join, find_gated, join_columns, join_weights, split_columns
+from .hidden import HiddenLayer, Mlp, find_mlps, make_byte_table
 from .replacement import LayerWeight, PackedTensor, Replacement
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
@@ -47,9 +50,12 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function and the residual Add behind a layer, and a layer of
-    # the same input whose output is multiplied with that.
+    # Whether the operator also takes over the activation function and the residual Add behind a layer, a layer of the
+    # same input whose output is multiplied with that, and, if pass ranges has run, the layer behind the activation.
     fuse: bool = field(default=True, metadata=takes("bool"))
+    # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator; the
+    # others are as fast with a range for each token, and more exact.
+    fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -79,12 +85,17 @@ class ReplacePass(RecipePass):
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
         self._gated: dict[Linear, Linear] = {}  # both ways
         self._gates: set[Linear] = set()
+        self._mlps: dict[Linear, Mlp] = {}  # by their first layer
+        self._fixed_ranges: dict[ir.Value, FixedRange] = {}  # of layers' inputs
+        self._range_values: dict[Hashable, dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
         if self.options.fuse:
             pairs = find_gated(linears)
             self._gated = pairs | {up: gate for gate, up in pairs.items()}
             self._gates = set(pairs)
+            if context.fixes_ranges and self._replacement.takes_ranges:
+                self._mlps = find_mlps([linear for linear in linears if linear not in self._gated], model.graph)
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
@@ -129,7 +140,7 @@ class ReplacePass(RecipePass):
         if self.context.layer(linear).new_op:  # by another pass of this kind, in a dry run, or with another layer
             return
         weight = self._accepted(linear)
-        if weight is None:
+        if weight is None or (linear in self._mlps and self._replace_mlp(model, self._mlps[linear], weight)):
             return
         other = self._gated.get(linear)
         if other is not None and not self.context.layer(other).new_op:
@@ -148,6 +159,24 @@ class ReplacePass(RecipePass):
         else:
             name = f"{gate.weight_value.name}.gated"
             self._put(model, [gate, up], join_weights(gate_weight, up_weight, self.context.spill, name))
+
+    def _replace_mlp(self, model: ir.Model, mlp: Mlp, hidden_weight: LayerWeight) -> bool:
+        """Replaces both layers by one node, if that can be."""
+        context = self.context
+        weight = None if context.layer(mlp.layer).new_op else self._accepted(mlp.layer)
+        if weight is None:
+            return False
+        if context.dry_run:
+            self._mark([mlp.hidden], mlp.chain.operators)
+            self._put(model, [mlp.layer], weight)
+            return True
+        table = make_byte_table(mlp, context.activations, model.opset_imports)
+        if table is None:
+            return False
+        self._mark([mlp.hidden], mlp.chain.operators)
+        weight = dataclasses.replace(weight, x_range=table.y)
+        self._put(model, [mlp.layer], weight, HiddenLayer(mlp, hidden_weight, table))
+        return True
 
     def _accepted(self, linear: Linear) -> LayerWeight | None:
         """The weight that the operator takes over, or None and, in the report, why not."""
@@ -173,30 +202,80 @@ class ReplacePass(RecipePass):
         if layer.reason:
             return None
         layer.bytes_after = self._packed_bytes(linear, stored)
-        return LayerWeight(matrix, quantization if isinstance(quantization, QuantizedWeight) else None)
+        quantized = quantization if isinstance(quantization, QuantizedWeight) else None
+        return LayerWeight(matrix, quantized, self._x_range(linear))
 
-    def _put(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> None:
-        """Puts the operator in the place of a layer, or of gate and up."""
-        context, gate = self.context, linears[0]
+    def _put(
+        self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight, hidden: HiddenLayer | None = None
+    ) -> None:
+        """Puts the operator in the place of a layer, or of gate and up; of the hidden layer before it as well."""
         epilogue = self._epilogue(*linears)
         assert len(linears) == 1 or epilogue.factor is not None
+        self._mark(
+            linears,
+            describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2),
+            ["into the gate"],
+        )
+        if self.context.dry_run:
+            return
+        constants = self._pack(model, linears, weight)
+        if hidden is not None:
+            constants |= self._pack_hidden(model, hidden)
+        elif weight.x_range is not None:
+            constants |= self._range_inputs(model, linears[0], weight.x_range)
+        self._emit(model, linears, weight, constants, epilogue, hidden)
+
+    def _mark(self, linears: Sequence[Linear], fused: list[str], fused_others: list[str] | None = None) -> None:
+        """Tells the report that the first of the layers becomes a node of ours with so much fused, with the others."""
         for linear in linears:
-            layer = context.layer(linear)
-            layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"
+            layer = self.context.layer(linear)
+            layer.new_op, layer.status = self.options.op, "would replace" if self.context.dry_run else "replaced"
             quantization = self._quantization(linear)
             if isinstance(quantization, StoredInt4):
                 layer.weight_bits = quantization.bits
-            layer.fused = ["into the gate"]
-        context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
-        if context.dry_run:
-            return
-        for linear in linears:
-            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
-        tensors = self._pack(model, linears, weight)
-        sizes = [value.const_value.nbytes for value in tensors.values() if value.const_value is not None]
-        for linear in linears:
-            context.layer(linear).bytes_after = sum(sizes) // len(linears)
-        self._emit(model, linears, weight, tensors, epilogue)
+            layer.fused = fused if linear is linears[0] else fused_others or []
+
+    def _pack_hidden(self, model: ir.Model, hidden: HiddenLayer) -> dict[str, ir.Value]:
+        """The constants of the hidden layer, the range of its input among them."""
+        first, table = hidden.mlp.hidden, hidden.table
+        assert hidden.weight.x_range is not None
+        packed = self._pack(model, [first], hidden.weight)
+        constants = {f"hidden_{name}": value for name, value in packed.items()}
+        bias = self._bias(model, [first])
+        arrays = {"table": table.table, **_range_arrays("table_x", table.x), **_range_arrays("table_y", table.y)}
+        if bias is None:
+            arrays["hidden_bias"] = np.zeros(first.n, np.float32)
+        else:
+            constants["hidden_bias"] = bias
+        for name, array in arrays.items():
+            constants[name] = _initializer(
+                first, ir.Tensor(array, name=self.context.new_name(model, f"{first.name}.{name}"))
+            )
+        return constants | self._range_inputs(model, first, hidden.weight.x_range)
+
+    def _range_inputs(self, model: ir.Model, linear: Linear, x_range: FixedRange) -> dict[str, ir.Value]:
+        """Shared by the layers of one graph that have one input."""
+        key = (linear.x.name, id(linear.node.graph))
+        if key not in self._range_values:
+            self._range_values[key] = {
+                name: _initializer(
+                    linear, ir.Tensor(array, name=self.context.new_name(model, f"{linear.x.name}.{name}"))
+                )
+                for name, array in _range_arrays("x", x_range).items()
+            }
+        return self._range_values[key]
+
+    def _x_range(self, linear: Linear) -> FixedRange | None:
+        """The fixed range of the layer's input, if it has one."""
+        rows = self.context.activations.get(linear.x.name or "")
+        if rows is None or not self._replacement.takes_ranges:
+            return None
+        in_mlp = any(linear in (mlp.hidden, mlp.layer) for mlp in self._mlps.values())
+        if self.options.fixed_ranges == "mlp" and not in_mlp:
+            return None
+        if linear.x not in self._fixed_ranges:
+            self._fixed_ranges[linear.x] = choose_range(rows)
+        return self._fixed_ranges[linear.x]
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
         """What follows the layer and the operator computes as well. It computes on float32."""
@@ -269,17 +348,23 @@ class ReplacePass(RecipePass):
 
     def _pack(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> dict[str, ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""
-        first = linears[0]
+        context, first = self.context, linears[0]
+        for linear in linears:
+            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
         key = (tuple(linear.weight_key for linear in linears), id(first.node.graph))
         if key not in self._packed:
             values = {}
-            for part, packed in self._replacement.pack(weight).items():
-                name = self.context.new_name(model, f"{first.weight_value.name}.{part}")
-                values[part] = _initializer(first, self._stored(name, packed))
+            for part, tensor in self._replacement.pack(weight).items():
+                name = context.new_name(model, f"{first.weight_value.name}.{part}")
+                values[part] = _initializer(first, self._stored(name, tensor))
             self._packed[key] = values
-            self.context.packed_weights += weight.matrix.size
-        self._measure(linears, weight, self._packed[key])
-        return self._packed[key]
+            context.packed_weights += weight.matrix.size
+        packed = self._packed[key]
+        self._measure(linears, weight, packed)
+        sizes = [value.const_value.nbytes for value in packed.values() if value.const_value is not None]
+        for linear in linears:
+            context.layer(linear).bytes_after = sum(sizes) // len(linears)
+        return packed
 
     def _stored(self, name: str, packed: PackedTensor) -> ir.TensorProtocol:
         if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
@@ -325,6 +410,7 @@ class ReplacePass(RecipePass):
         weight: LayerWeight,
         packed: dict[str, ir.Value],
         epilogue: Epilogue,
+        hidden: HiddenLayer | None,
     ) -> None:
         """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
 
@@ -333,9 +419,11 @@ class ReplacePass(RecipePass):
         linear = linears[0]
         graph = linear.node.graph
         assert graph is not None
+        replaced = [*linears] if hidden is None else [hidden.mlp.hidden, *linears]
+        between = () if hidden is None else hidden.mlp.chain.nodes
         # As they are now: whatever made the layer's input may have been replaced meanwhile.
-        x, nodes = linear.node.inputs[0], []
-        weights = [value for layer in linears for value in (*layer.weight_values, layer.bias_value)]
+        x, nodes = replaced[0].node.inputs[0], []
+        weights = [value for layer in replaced for value in (*layer.weight_values, layer.bias_value)]
         assert x is not None
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
@@ -351,17 +439,20 @@ class ReplacePass(RecipePass):
             self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns),
             name=linear.name,
         )
+        if hidden is not None:
+            node.attributes["hidden_k"] = ir.AttrInt64("hidden_k", hidden.mlp.hidden.k)
         nodes.append(node)
         if narrow:
             nodes.append(ir.node("Cast", node.outputs, {"to": linear.dtype}, name=f"{linear.name}/from_float"))
         for made in nodes[:-1]:
             made.outputs[0].name = self.context.new_name(model, f"{made.name}_output")
-        own = [old for layer in linears for old in (layer.node, layer.add) if old is not None]
-        constants = [value for old in epilogue.nodes for value in old.inputs if value is not epilogue.residual]
+        own = [old for layer in replaced for old in (layer.node, layer.add) if old is not None]
+        fused = (*between, *epilogue.nodes)
+        constants = [value for old in fused for value in old.inputs if value is not epilogue.residual]
         ir.convenience.replace_nodes_and_values(
             graph,
             epilogue.nodes[-1] if epilogue.nodes else own[-1],
-            [*own, *epilogue.nodes],
+            [*own, *fused],
             nodes,
             [epilogue.output],
             [nodes[-1].outputs[0]],
@@ -397,6 +488,10 @@ class ReplacePass(RecipePass):
         reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
+
+
+def _range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
+    return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}
 
 
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:

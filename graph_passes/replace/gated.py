@@ -55,8 +55,8 @@ def join_weights(gate: LayerWeight, up: LayerWeight, spill: TensorSpill, name: s
     """The weight of both, [k, 2 padded_columns(n)]; see can_join."""
     matrix = join_columns(gate.matrix, up.matrix)
     if gate.quantized is None or up.quantized is None:
-        return LayerWeight(matrix)
-    return LayerWeight(matrix, _join_quantized(gate.quantized, up.quantized, spill, name))
+        return LayerWeight(matrix, x_range=gate.x_range)
+    return LayerWeight(matrix, _join_quantized(gate.quantized, up.quantized, spill, name), gate.x_range)
 
 
 def _join_quantized(gate: QuantizedWeight, up: QuantizedWeight, spill: TensorSpill, name: str) -> QuantizedWeight:
