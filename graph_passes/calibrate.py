@@ -188,6 +188,31 @@ class InputRecorder:
         self.record(names, lambda name, inputs: rows[name].append(_some_rows(inputs, quota)), on_run)
         return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
 
+    def rows_and_extremes(self, names: Sequence[str], max_rows: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """As some_rows, and two rows more for each value: those with its smallest and its largest number."""
+        rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        extremes: dict[tuple[str, int], np.ndarray] = {}
+        quota = -(-max_rows // len(self._feeds))
+
+        def take(name: str, inputs: np.ndarray) -> None:
+            rows[name].append(_some_rows(inputs, quota))
+            if inputs.size == 0:
+                return
+            for sign in (-1, 1):
+                signed = inputs * np.asarray(sign, inputs.dtype)
+                row = inputs[signed.max(axis=1).argmax()].astype(np.float32)
+                if (name, sign) not in extremes or (sign * row).max() > (sign * extremes[name, sign]).max():
+                    extremes[name, sign] = row
+
+        self.record(names, take, on_run)
+        return {
+            name: np.concatenate(
+                [np.concatenate(parts)[:max_rows], *(row[None] for (of, _), row in extremes.items() if of == name)]
+            )
+            for name, parts in rows.items()
+            if parts
+        }
+
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """X^T X over all inputs X of each value, and how many those are. Keeps no inputs.
 

@@ -23,7 +23,9 @@ from .pipeline import PassContext, RecipePass
 
 @dataclass(frozen=True)
 class RangesOptions(PassOptions):
-    max_rows: int = field(default=512, metadata=takes("int", low=1))  # rows (tokens) kept of each value
+    max_rows: int = field(
+        default=512, metadata=takes("int", low=1)
+    )  # rows (tokens) kept of each value, besides extreme ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class RangesPass(RecipePass):
 
         try:
             recorder = InputRecorder(model, list(watched.values()), feeds, open_copy)
-            rows = recorder.some_rows(
+            rows = recorder.rows_and_extremes(
                 recorder.names, self.options.max_rows, lambda done, total: context.progress("ranges", done, total)
             )
         finally:

@@ -15,6 +15,7 @@ from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 from ..constants import constant_tensor, remove_unused, stored_bytes
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..linear import Linear
+from ..lut import graph_order
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
@@ -24,9 +25,20 @@ from ..quantizers.fixed_range import FixedRange, choose_range
 from ..report import human_bytes
 from ..stored_int4 import StoredInt4, rounds_inputs
 from ..verify import keep_reference
-from .gated import can_join, find_gated, join_columns, join_weights, split_columns
 from .hidden import HiddenLayer, Mlp, find_mlps, make_byte_table
-from .replacement import LayerWeight, PackedTensor, Replacement
+from .joined import (
+    PackedQkv,
+    can_join,
+    columns_of,
+    find_gated,
+    find_packed_qkv,
+    join_columns,
+    join_weights,
+    take_packed,
+)
+from .nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
+from .nomad_attention_function import nomad_attention_function, uses_of
+from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
 from .w4a8_matmul import W4A8MatMul
@@ -53,8 +65,8 @@ class ReplaceOptions(PassOptions):
     # Whether the operator also takes over the activation function and the residual Add behind a layer, a layer of the
     # same input whose output is multiplied with that, and, if pass ranges has run, the layer behind the activation.
     fuse: bool = field(default=True, metadata=takes("bool"))
-    # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator; the
-    # others are as fast with a range for each token, and more exact.
+    # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator;
+    # the others are as fast with a range for each token, and more exact.
     fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -86,6 +98,7 @@ class ReplacePass(RecipePass):
         self._gated: dict[Linear, Linear] = {}  # both ways
         self._gates: set[Linear] = set()
         self._mlps: dict[Linear, Mlp] = {}  # by their first layer
+        self._packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three
         self._fixed_ranges: dict[ir.Value, FixedRange] = {}  # of layers' inputs
         self._range_values: dict[Hashable, dict[str, ir.Value]] = {}
         context = self.context
@@ -96,6 +109,7 @@ class ReplacePass(RecipePass):
             self._gates = set(pairs)
             if context.fixes_ranges and self._replacement.takes_ranges:
                 self._mlps = find_mlps([linear for linear in linears if linear not in self._gated], model.graph)
+            self._packed_qkv = {layer: qkv for qkv in self._find_packed_qkv(model, linears) for layer in qkv.layers}
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
@@ -125,6 +139,10 @@ class ReplacePass(RecipePass):
             self._replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
             model.opset_imports[ORTOLAN_DOMAIN] = 1
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+            if context.portable and self._packed_qkv:
+                attentions = nodes_of(model, NOMAD_ATTENTION)
+                function = nomad_attention_function(model.opset_imports[""], uses_of(attentions))
+                model.functions[function.identifier()] = function
             if context.portable:
                 unpack_once = context.packed_weights <= _UNPACK_ONCE_LIMIT
                 function = self._replacement.function(model, model.opset_imports[""], unpack_once)
@@ -142,23 +160,35 @@ class ReplacePass(RecipePass):
         weight = self._accepted(linear)
         if weight is None or (linear in self._mlps and self._replace_mlp(model, self._mlps[linear], weight)):
             return
-        other = self._gated.get(linear)
-        if other is not None and not self.context.layer(other).new_op:
-            other_weight = self._accepted(other)
-            if other_weight is not None and can_join(self._quantization(linear), self._quantization(other)):
-                gate, up = (linear, other) if linear in self._gates else (other, linear)
-                weights = (weight, other_weight) if gate is linear else (other_weight, weight)
-                return self._replace_gated(model, gate, up, *weights)
+        qkv, other = self._packed_qkv.get(linear), self._gated.get(linear)
+        if qkv is not None:
+            return self._replace_joined(model, qkv.layers, "packed", qkv.attention)
+        if other is not None and not self.context.layer(other).new_op and self._accepted(other) is not None:
+            pair = (linear, other) if linear in self._gates else (other, linear)
+            if can_join(list(map(self._quantization, pair))):
+                return self._replace_joined(model, pair, "gated")
         self._put(model, [linear], weight)
 
-    def _replace_gated(
-        self, model: ir.Model, gate: Linear, up: Linear, gate_weight: LayerWeight, up_weight: LayerWeight
+    def _replace_joined(
+        self, model: ir.Model, linears: Sequence[Linear], suffix: str, attention: ir.Node | None = None
     ) -> None:
-        if self.context.dry_run:
-            self._put(model, [gate, up], gate_weight)
-        else:
-            name = f"{gate.weight_value.name}.gated"
-            self._put(model, [gate, up], join_weights(gate_weight, up_weight, self.context.spill, name))
+        """Replaces layers of one input by one node: gate and up, or query, key and value of the attention."""
+        weights = [weight for linear in linears if (weight := self._accepted(linear)) is not None]
+        assert len(weights) == len(linears)
+        joined = weights[0]
+        if not self.context.dry_run:
+            joined = join_weights(weights, self.context.spill, f"{linears[0].weight_value.name}.{suffix}")
+        self._put(model, linears, joined, attention=attention)
+
+    def _find_packed_qkv(self, model: ir.Model, linears: Sequence[Linear]) -> list[PackedQkv]:
+        """Those of all attentions, if this pass replaces all of their layers."""
+        free = [linear for linear in linears if not self.context.layer(linear).new_op]
+        found = find_packed_qkv(free, model)
+        for qkv in found:
+            if None in map(self._accepted, qkv.layers) or not can_join(list(map(self._quantization, qkv.layers))):
+                return []
+            self.context.release()
+        return found
 
     def _replace_mlp(self, model: ir.Model, mlp: Mlp, hidden_weight: LayerWeight) -> bool:
         """Replaces both layers by one node, if that can be."""
@@ -206,16 +236,25 @@ class ReplacePass(RecipePass):
         return LayerWeight(matrix, quantized, self._x_range(linear))
 
     def _put(
-        self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight, hidden: HiddenLayer | None = None
+        self,
+        model: ir.Model,
+        linears: Sequence[Linear],
+        weight: LayerWeight,
+        hidden: HiddenLayer | None = None,
+        attention: ir.Node | None = None,
     ) -> None:
-        """Puts the operator in the place of a layer, or of gate and up; of the hidden layer before it as well."""
-        epilogue = self._epilogue(*linears)
-        assert len(linears) == 1 or epilogue.factor is not None
-        self._mark(
-            linears,
-            describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2),
-            ["into the gate"],
-        )
+        """Puts the operator in the place of a layer, or of layers of one input; of the hidden layer before it as well.
+
+        attention: what takes the outputs of three.
+        """
+        if attention is not None:
+            epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
+            self._mark(linears, ["key", "value"], ["into the query"])
+        else:
+            epilogue = self._epilogue(*linears)
+            assert len(linears) == 1 or epilogue.factor is not None
+            fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
+            self._mark(linears, fused, ["into the gate"])
         if self.context.dry_run:
             return
         constants = self._pack(model, linears, weight)
@@ -223,7 +262,7 @@ class ReplacePass(RecipePass):
             constants |= self._pack_hidden(model, hidden)
         elif weight.x_range is not None:
             constants |= self._range_inputs(model, linears[0], weight.x_range)
-        self._emit(model, linears, weight, constants, epilogue, hidden)
+        self._emit(model, linears, weight, constants, epilogue, hidden, attention)
 
     def _mark(self, linears: Sequence[Linear], fused: list[str], fused_others: list[str] | None = None) -> None:
         """Tells the report that the first of the layers becomes a node of ours with so much fused, with the others."""
@@ -392,13 +431,10 @@ class ReplacePass(RecipePass):
                 f"layer {name!r} answers differently with its packed weight, beyond what rounding explains; "
                 "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
             )
-        parts = [(found, product)]
-        if len(linears) == 2:
-            n = linears[0].n
-            parts = list(zip(split_columns(found, n), split_columns(product, n), strict=True))
-        for linear, original, (y, xw) in zip(linears, originals, parts, strict=True):
+        columns = columns_of([linear.n for linear in linears])
+        for linear, original, where in zip(linears, originals, columns, strict=True):
             assert original is not None
-            key = layer_key(linear)
+            key, y, xw = layer_key(linear), found[..., where], product[..., where]
             context.rounding[key] = max(context.rounding[key], _relative(y - xw, xw) or 0.0)
             exact = x @ original()
             context.layer(linear).output_error = _relative(exact - y, exact)
@@ -411,6 +447,7 @@ class ReplacePass(RecipePass):
         packed: dict[str, ir.Value],
         epilogue: Epilogue,
         hidden: HiddenLayer | None,
+        attention: ir.Node | None,
     ) -> None:
         """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
 
@@ -449,14 +486,14 @@ class ReplacePass(RecipePass):
         own = [old for layer in replaced for old in (layer.node, layer.add) if old is not None]
         fused = (*between, *epilogue.nodes)
         constants = [value for old in fused for value in old.inputs if value is not epilogue.residual]
-        ir.convenience.replace_nodes_and_values(
-            graph,
-            epilogue.nodes[-1] if epilogue.nodes else own[-1],
-            [*own, *fused],
-            nodes,
-            [epilogue.output],
-            [nodes[-1].outputs[0]],
-        )
+        last = epilogue.nodes[-1] if epilogue.nodes else own[-1]
+        old_values, new_values = [epilogue.output], [nodes[-1].outputs[0]]
+        if attention is not None:  # of another shape than any that there was
+            node.outputs[0].name = self.context.new_name(model, f"{linear.name}/packed_output")
+            take_packed(attention, node.outputs[0])
+            last = max(own, key=graph_order(graph).__getitem__)
+            old_values, new_values = [], []
+        ir.convenience.replace_nodes_and_values(graph, last, [*own, *fused], nodes, old_values, new_values)
         for value in (*weights, *constants):
             if value is not None:
                 remove_unused(value)
@@ -476,9 +513,12 @@ class ReplacePass(RecipePass):
             and list(tensor.shape) == [first.n]
         ):
             return value
-        arrays = [np.zeros(first.n, np.float32) if bias is None else np.array(bias, np.float32) for bias in biases]
+        arrays = [
+            np.zeros(linear.n, np.float32) if bias is None else np.array(bias, np.float32)
+            for linear, bias in zip(linears, biases, strict=True)
+        ]
         name = self.context.new_name(model, f"{first.name}.bias")
-        return _initializer(first, ir.Tensor(arrays[0] if len(linears) == 1 else join_columns(*arrays), name=name))
+        return _initializer(first, ir.Tensor(join_columns(arrays), name=name))
 
     def _why_nothing(self) -> str:
         layers = self.context.report.layers
