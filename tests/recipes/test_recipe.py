@@ -55,7 +55,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: calibrate, fuse_attention, fuse_lut, normalize, prune, "
-            "quantize, replace, verify",
+            "quantize, ranges, replace, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
