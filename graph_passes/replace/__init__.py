@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -108,7 +108,9 @@ class ReplacePass(RecipePass):
             self._gated = pairs | {up: gate for gate, up in pairs.items()}
             self._gates = set(pairs)
             if context.fixes_ranges and self._replacement.takes_ranges:
-                self._mlps = find_mlps([linear for linear in linears if linear not in self._gated], model.graph)
+                free = [linear for linear in linears if linear not in self._gated]
+                self._mlps, refused = find_mlps(free, model.graph)
+                self._note_apart(refused)
             self._packed_qkv = {layer: qkv for qkv in self._find_packed_qkv(model, linears) for layer in qkv.layers}
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
@@ -197,13 +199,14 @@ class ReplacePass(RecipePass):
         if weight is None:
             return False
         if context.dry_run:
-            self._mark([mlp.hidden], mlp.chain.operators)
+            self._mark([mlp.hidden], mlp.between.operators)
             self._put(model, [mlp.layer], weight)
             return True
         table = make_byte_table(mlp, context.activations, model.opset_imports)
-        if table is None:
+        if isinstance(table, str):
+            self._note_apart({mlp.hidden: table})
             return False
-        self._mark([mlp.hidden], mlp.chain.operators)
+        self._mark([mlp.hidden], mlp.between.operators)
         weight = dataclasses.replace(weight, x_range=table.y)
         self._put(model, [mlp.layer], weight, HiddenLayer(mlp, hidden_weight, table))
         return True
@@ -350,6 +353,15 @@ class ReplacePass(RecipePass):
             )
         self.context.note(text)
 
+    def _note_apart(self, reasons: Mapping[Linear, str]) -> None:
+        """Tells why layers with an activation behind them are not one operator with the next layer."""
+        by_reason: dict[str, list[str]] = {}
+        for linear, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(linear.name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(f"layer {names[0]!r}{more} and the next one stay two operators: {reason}")
+
     def _note_stored_twice(self, weights: Sequence[ir.Value]) -> None:
         """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
         used = {value for value in weights if value.uses() or value.is_graph_output()}
@@ -457,7 +469,7 @@ class ReplacePass(RecipePass):
         graph = linear.node.graph
         assert graph is not None
         replaced = [*linears] if hidden is None else [hidden.mlp.hidden, *linears]
-        between = () if hidden is None else hidden.mlp.chain.nodes
+        between = () if hidden is None else hidden.mlp.between.nodes
         # As they are now: whatever made the layer's input may have been replaced meanwhile.
         x, nodes = replaced[0].node.inputs[0], []
         weights = [value for layer in replaced for value in (*layer.weight_values, layer.bias_value)]

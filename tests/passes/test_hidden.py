@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import CalibrationError, Recipe
@@ -197,3 +198,67 @@ def test_a_range_serves_what_is_computed_next() -> None:
     numbers = np.random.default_rng(0).standard_normal((500, 60)).astype(np.float32)
     found = choose_range(numbers, lambda x: np.maximum(x, 0))
     assert found.zero_point < 30 < choose_range(numbers).zero_point
+
+
+def reshaped_model(first: Sequence[int], *, gemm: bool = True) -> onnx.ModelProto:
+    """x in three dimensions, the layers in two: as Hugging Face's Conv1D is exported."""
+    op_type = "Gemm" if gemm else "MatMul"
+    nodes = [
+        helper.make_node(op_type, ["x", "A"], ["t"], name="first"),
+        helper.make_node("Reshape", ["t", "apart"], ["u"], name="apart"),
+        *GELU,
+        helper.make_node("Reshape", ["v", "together"], ["w"], name="together"),
+        helper.make_node(op_type, ["w", "B"], ["y"], name="second"),
+    ]
+    weights = {
+        "A": random_weight(K, HIDDEN),
+        "B": random_weight(HIDDEN, N, seed=1),
+        "apart": np.array(first),
+        "together": np.array([-1, HIDDEN]),
+        "root": np.float32(np.sqrt(2)),
+        "one": np.float32(1),
+        "half": np.float32(0.5),
+    }
+    return make_model(nodes, {"x": (FLOAT, ["batch", K])}, {"y": (FLOAT, ["batch", N])}, weights)
+
+
+def test_reshapes_between_the_layers() -> None:
+    model = reshaped_model([-1, 2, HIDDEN])
+    report = optimized(model)
+    check(model, report, 1)
+    assert op_types(report.model) == ["VNNISpMM"]
+
+
+def test_reshapes_that_mix_rows_keep_layers_apart() -> None:
+    model = reshaped_model([-1, HIDDEN // 2])
+    check(model, optimized(model), 2)
+
+
+@pytest.mark.parametrize(
+    ("between", "outputs", "reason"),
+    [
+        (GELU, ("y", "u"), "is not what a linear layer takes|more than one operator"),
+        (GELU, ("y", "v"), "other operators take 'v' as well"),
+        (
+            [*unary("Relu")[:0], *GELU[:-1], helper.make_node("Softmax", ["g"], ["v"], name="s")],
+            ("y",),
+            "not element-wise",
+        ),
+    ],
+)
+def test_the_report_says_why_layers_stay_apart(between: list[NodeProto], outputs: Sequence[str], reason: str) -> None:
+    report = optimized(mlp_model(between, outputs))
+    assert any(
+        re.search(f"layer 'first' and the next one stay two operators: .*({reason})", note) for note in report.notes
+    )
+
+
+def test_an_activation_without_numbers_keeps_layers_apart() -> None:
+    """0 is in every range; its logarithm is none that could be rounded."""
+    model = mlp_model(unary("Log"))
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(np.abs(numpy_helper.to_array(tensor)), tensor.name))
+    feeds = {"x": np.abs(inputs(512)["x"])}
+    report = optimized(model, calibration=feeds)
+    assert op_types(report.model).count("VNNISpMM") == 2
+    assert any("puts out NaN or infinity for inputs between 0 and" in note for note in report.notes)
