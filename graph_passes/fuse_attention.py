@@ -16,7 +16,7 @@ from .constants import remove_unused
 from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from .options import Globs, PassOptions, takes
 from .pipeline import RecipePass
-from .replace.nomad_attention_function import INPUTS, OP_TYPE, Uses, nomad_attention_function
+from .replace.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
 from .replace.replacement import fill_missing, nodes_of
 from .verify import keep_reference
 
@@ -162,17 +162,8 @@ class FuseAttentionPass(RecipePass):
         model.opset_imports[ORTOLAN_DOMAIN] = 1
         model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
         if context.portable:
-            function = nomad_attention_function(model.opset_imports[""], _uses(nodes))
+            function = nomad_attention_function(model.opset_imports[""], uses_of(nodes))
             model.functions[function.identifier()] = function
-
-
-def _uses(nodes: list[ir.Node]) -> Uses:
-    def some(name: str) -> bool:
-        return any(node.attributes[name].as_int() == 1 for node in nodes)
-
-    heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
-    grouped = any(kv_heads not in (0, count) for count, kv_heads in heads)
-    return Uses(mask=True, grouped=grouped, causal=some("causal"), zero_hidden_rows=some("zero_hidden_rows"))
 
 
 def _remove_dead(value: ir.Value) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
@@ -30,6 +31,16 @@ class LayerNorm:
     bias: ir.Value | None  # the same; none: zeros
     epsilon: float
     nodes: tuple[ir.Node, ...]  # in graph order; the last one puts out the result
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By the names of our operators' inputs."""
+        weight, bias = (constant_tensor(value) for value in (self.weight, self.bias))
+        assert weight is not None
+        norm_weight = np.array(float_array(weight))
+        return {
+            "norm_weight": norm_weight,
+            "norm_bias": np.zeros_like(norm_weight) if bias is None else np.array(float_array(bias)),
+        }
 
     @property
     def output(self) -> ir.Value:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from ..constants import constant_tensor
 from ..epilogue import Activation
 from .replacement import (
     LayerWeight,
@@ -32,10 +33,11 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class VNNISpMM(Replacement):
-    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps of its own,
-    row by row."""
+    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps, of each
+    row's own range or of a fixed one."""
 
     normalizes = True
+    takes_ranges = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
@@ -77,6 +79,7 @@ class VNNISpMM(Replacement):
             "format_version": _FORMAT_VERSION,
             "activation": int(activation),
             "gated_columns": gated_columns,
+            "hidden_k": 0,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -85,13 +88,22 @@ class VNNISpMM(Replacement):
 
         k, n = weight.matrix.shape
         values, indices, starts, scales = (packed[name].array for name in ("values", "indices", "starts", "scales"))
-        return _native.vnni_spmm(x, values, indices, starts, scales, k, n)
+        if weight.x_range is None:
+            return _native.vnni_spmm(x, values, indices, starts, scales, k, n)
+        scale, zero_point = float(weight.x_range.scale), int(weight.x_range.zero_point)
+        return _native.vnni_spmm(x, values, indices, starts, scales, k, n, x_scale=scale, x_zero_point=zero_point)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)
-        # Half a step of each x (ops/vnni_spmm/vnni_spmm.h).
-        half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
-        steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        steps: np.ndarray
+        if weight.x_range is None:
+            # Half a step of each x (ops/vnni_spmm/vnni_spmm.h).
+            half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
+            steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        else:
+            # What is cut off besides; and where a number lies near the middle of two steps, either may be chosen.
+            lost_of_x = np.abs(weight.x_range.rounded(x) - x)
+            steps = np.maximum(lost_of_x, weight.x_range.scale / 2) * (1 + _FLOAT_ROUNDING) @ magnitude
         lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
         bound: np.ndarray = steps + _FLOAT_ROUNDING * (np.abs(x) @ magnitude) + lost
         return bound
@@ -102,14 +114,11 @@ class VNNISpMM(Replacement):
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
         nodes = nodes_of(model, OP_TYPE)
-        uses = _uses(nodes)
-        needed = (["residual"] if uses.residual else []) + (["norm_weight", "norm_bias"] if uses.norm else [])
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
-            k, n, gated_columns = (node.attributes[name].as_int() for name in ("k", "n", "gated_columns"))
-            return neutral_inputs(k, n, gated_columns)
+            return neutral_inputs(*(node.attributes[name].as_int() for name in ("k", "n", "gated_columns")))
 
-        fill_missing(nodes, INPUTS, needed, neutral, new_name)
+        fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
@@ -121,4 +130,18 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
         gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
         norm=any(node.attributes["norm_epsilon"].as_float() >= 0 for node in nodes),
+        own_ranges=any(not _has_range(node) for node in nodes),
+        x_range=any(_has_range(node) for node in nodes),
+        hidden=any(_has_hidden(node) for node in nodes),
+        plain=any(not _has_hidden(node) for node in nodes),
     )
+
+
+def _has_range(node: ir.Node) -> bool:
+    """Whether the node's input has a fixed range: neutral ones are 0."""
+    scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
+    return scale is not None and float(scale.numpy()) != 0
+
+
+def _has_hidden(node: ir.Node) -> bool:
+    return node.attributes["hidden_k"].as_int() != 0

@@ -60,6 +60,13 @@ class Uses:
     hidden: bool = False
     plain: bool = True
 
+    def needed_inputs(self) -> set[str]:
+        """What all nodes must have."""
+        needed = {"residual"} if self.residual else set()
+        needed |= set(_NORM) if self.norm else set()
+        needed |= set(_RANGE) if self.x_range else set()
+        return needed | set(_HIDDEN) if self.hidden else needed
+
 
 def neutral_inputs(k: int, n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
     """What stands for an input that a node of k inputs and n outputs does not have, where it must not be missing."""
