@@ -432,8 +432,18 @@ def test_without_fusion() -> None:
     assert op_types(report.model) == ["VNNISpMM", "Add", "LayerNormalization"]
 
 
-def test_bert() -> None:
-    report = optimize(ir.to_proto(tiny.tiny_bert(num_hidden_layers=3)), recipe="sparse-int8-4x1")
-    fused = [part for layer in report.layers for part in layer.fused]
-    assert fused.count("layer norm") == fused.count("residual") == 6
+@pytest.mark.parametrize("recipe", ["sparse-int8-4x1", "sparse-int8-4x1-static"])
+def test_bert(recipe: str) -> None:
+    """Also where a layer with a norm has a hidden one in front of it."""
+    model = ir.to_proto(tiny.tiny_bert(num_hidden_layers=3))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 50, (2, 16))
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    report = optimize(model, recipe=recipe, calibration=feeds, options={"sparsity": 0.0})
+    parts = [part for layer in report.layers for part in layer.fused]
+    assert parts.count("layer norm") == parts.count("residual") == 6
+    assert report.model is not None
     assert op_types(report.model).count("LayerNormalization") == 1  # of the embeddings
+    (expected,) = run(model, feeds)
+    for library in (True, False):
+        assert relative_error(expected, run(report.model, feeds, library)[0]) < 0.05
