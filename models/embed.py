@@ -39,7 +39,9 @@ class SentenceEncoder:
         self._output = _token_output(session)
         self._tokenizer = Tokenizer.from_file(os.fspath(tokenizer_path))
         self._tokenizer.enable_truncation(max_length)
-        self._tokenizer.enable_padding()
+        # As long as the longest of a batch, with the model's own padding token: position ids may depend on it.
+        padding = self._tokenizer.padding or {}
+        self._tokenizer.enable_padding(**{name: padding[name] for name in ("pad_id", "pad_token") if name in padding})
 
     def encode(self, sentences: Sequence[str], batch_size: int = 32) -> np.ndarray:
         """float32 [len(sentences), hidden]: one vector of length 1 a sentence, in the order given."""
