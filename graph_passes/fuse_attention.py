@@ -103,7 +103,7 @@ class FuseAttentionPass(RecipePass):
         last = output.producer()
         assert last is not None
         made: list[ir.Node] = []
-        mask = self._mask(model, match, made) if match.mask is not None else None
+        mask = self._sum(model, match, made) if match.masks else None
         node = ir.node(
             OP_TYPE,
             [match.query, mask, match.key, match.value],
@@ -127,25 +127,33 @@ class FuseAttentionPass(RecipePass):
         for value in inputs:
             _remove_dead(value)
 
-    def _mask(self, model: ir.Model, match: Attention, made: list[ir.Node]) -> ir.Value:
-        """The mask as floats. The first attention that needs one makes it; those that follow share it."""
-        assert match.mask is not None
-        if match.mask.fill is None:
-            return match.mask.value
-        if match.mask not in self._masks:
-            self._masks[match.mask] = self._make_mask(model, match.node, match.mask, made)
-        return self._masks[match.mask]
+    def _sum(self, model: ir.Model, match: Attention, made: list[ir.Node]) -> ir.Value:
+        """The masks as one. The first attention that needs a node for that makes it; those that follow share it."""
+        total = self._floats(model, match.node, match.masks[0], made)
+        for number in range(2, len(match.masks) + 1):
+            first = match.masks[:number]
+            if first not in self._masks:
+                values = [total, self._floats(model, match.node, first[-1], made)]
+                self._masks[first] = self._made(model, match.node, ir.node("Add", values), made)
+            total = self._masks[first]
+        return total
 
-    def _make_mask(self, model: ir.Model, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
-        graph = node.graph
-        assert graph is not None and mask.fill is not None
-        fill, zero = (self._number(model, node, number) for number in (mask.fill, 0.0))
-        branches = [fill, zero] if mask.hides else [zero, fill]
-        where = ir.node("Where", [mask.value, *branches], name=f"{node.name}/mask")
-        where.outputs[0].name = self.context.new_name(model, f"{node.name}/mask_output_0")
-        where.outputs[0].dtype = ir.DataType.FLOAT
-        made.append(where)
-        return where.outputs[0]
+    def _floats(self, model: ir.Model, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
+        if mask.fill is None:
+            return mask.value
+        if mask not in self._masks:
+            fill, zero = (self._number(model, node, number) for number in (mask.fill, 0.0))
+            branches = [fill, zero] if mask.hides else [zero, fill]
+            self._masks[mask] = self._made(model, node, ir.node("Where", [mask.value, *branches]), made)
+        return self._masks[mask]
+
+    def _made(self, model: ir.Model, node: ir.Node, new: ir.Node, made: list[ir.Node]) -> ir.Value:
+        output = new.outputs[0]
+        output.name = self.context.new_name(model, f"{node.name}/mask_{new.op_type}_output_0")
+        output.dtype = ir.DataType.FLOAT
+        new.name = output.name.removesuffix("_output_0")
+        made.append(new)
+        return output
 
     def _number(self, model: ir.Model, node: ir.Node, number: float) -> ir.Value:
         assert isinstance(node.graph, ir.Graph)
