@@ -63,6 +63,9 @@ class FuseAttentionPass(RecipePass):
                 chosen.append(match)
             else:
                 refused.setdefault(match.reason, []).append(match.names[0])
+        # The first to be fused makes the masks that others share: its place must be before theirs.
+        places = {node: place for place, node in enumerate(model.graph)}
+        chosen.sort(key=lambda match: places[_last(match)])
         context.progress("fuse_attention", 0, len(chosen))
         if chosen and not context.dry_run:
             keep_reference(model, context)
@@ -100,8 +103,6 @@ class FuseAttentionPass(RecipePass):
     def _fuse(self, model: ir.Model, match: Attention) -> None:
         graph, output = match.node.graph, match.output
         assert graph is not None and output is not None
-        last = output.producer()
-        assert last is not None
         made: list[ir.Node] = []
         mask = self._sum(model, match, made) if match.masks else None
         node = ir.node(
@@ -119,9 +120,8 @@ class FuseAttentionPass(RecipePass):
             name=match.node.name,
         )
         inputs = [value for old in match.nodes for value in old.inputs if value is not None]
-        # Its place is that of the last node, behind all that it reads.
         ir.convenience.replace_nodes_and_values(
-            graph, last, list(match.nodes), [*made, node], [output], [node.outputs[0]]
+            graph, _last(match), list(match.nodes), [*made, node], [output], [node.outputs[0]]
         )
         self.context.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
         for value in inputs:
@@ -172,6 +172,14 @@ class FuseAttentionPass(RecipePass):
         if context.portable:
             function = nomad_attention_function(model.opset_imports[""], uses_of(nodes))
             model.functions[function.identifier()] = function
+
+
+def _last(match: Attention) -> ir.Node:
+    """Of its nodes; the new one takes its place, behind all that it reads."""
+    assert match.output is not None
+    node = match.output.producer()
+    assert node is not None
+    return node
 
 
 def _remove_dead(value: ir.Value) -> None:

@@ -335,6 +335,28 @@ def test_rows_that_see_nothing_stay_what_they_were() -> None:
             np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_a_shared_mask_stands_before_all_that_read_it() -> None:
+    """The first Softmax's heads are merged last."""
+    graph = Graph()
+    bias, mask = position_bias(graph), graph.additive_mask()
+    contexts = []
+    for index in range(2):
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q" * (index + 1), "kkk" * (index + 1), "v"))
+        scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+        for one in (bias, mask):
+            scores = graph.op("Add", scores, one)
+        contexts.append(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+    second, first = graph.merge(contexts[1]), graph.merge(contexts[0])
+    model = graph.model(graph.op("Sub", first, second))
+    fused = ortolan.optimize_onnx(model, recipe=recipe()).model
+    assert fused is not None and op_types(fused).count("NoMADAttention") == 2
+    onnx.checker.check_model(fused, full_check=True)
+    given = feeds(model)
+    (expected,) = run(model, given)
+    for found in answers(fused, given):
+        assert relative_error(expected, found) < 1e-5
+
+
 def reasons(report: OptimizationReport) -> list[str]:
     return [note for note in report.notes if "attention not fused" in note]
 
