@@ -1,6 +1,6 @@
 """Finds scaled dot-product attention in a graph, and tells why what looks like one is none.
 
-Three forms: taken apart, as most exports have it (MatMul, a scale, a mask, Softmax, MatMul, between Reshapes and
+Three forms: taken apart, as most exports have it (MatMul, a scale, masks, Softmax, MatMul, between Reshapes and
 Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). What is
 found reads the layers' own outputs [batch, rows, width] and gives [batch, rows, width]: ops/nomad_attention has the
 formula.
