@@ -19,11 +19,20 @@ from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_f
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
 from ..quantized_weight import QuantizedWeight
+from ..quantizers.fixed_range import FixedRange
 from ..report import human_bytes
 from ..stored_int4 import StoredInt4, rounds_inputs
+from ..stored_int8 import (
+    StoredInt8,
+    dynamic_source,
+    layer_input,
+    range_tensors,
+    remove_unused_dynamic,
+    unrounded,
+)
 from ..verify import keep_reference
 from .gated import can_join, find_gated, join_columns, join_weights, split_columns
-from .replacement import LayerWeight, PackedTensor, Replacement
+from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
 from .w4a8_matmul import W4A8MatMul
@@ -39,6 +48,7 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
 _UNPACK_ONCE_LIMIT = 32 * 1024**2
+_STORED = (StoredInt4, StoredInt8)
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class ReplacePass(RecipePass):
         self._replacement = REPLACEMENTS[self.options.op]()
         self._runs = False
         context.why_not_replace.append(self._why_not)
-        context.adopts.append(lambda linear: self._stored_int4(linear) is not None)
+        context.adopts.append(lambda linear: self._stored_numbers(linear) is not None)
 
     def requires(self, model: ir.Model) -> None:
         if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
@@ -77,6 +87,7 @@ class ReplacePass(RecipePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._runs = not self.context.dry_run
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
+        self._ranges: dict[tuple[FixedRange, int], dict[str, ir.Value]] = {}
         self._gated: dict[Linear, Linear] = {}  # both ways
         self._gates: set[Linear] = set()
         context = self.context
@@ -90,7 +101,7 @@ class ReplacePass(RecipePass):
             keep_reference(model, context)
         # Asked while the nodes are there.
         weights = {linear: linear.weight_values for linear in linears}
-        stored = [linear for linear in linears if isinstance(self._quantization(linear), StoredInt4)]
+        stored = [linear for linear in linears if isinstance(self._quantization(linear), _STORED)]
         rounds = {linear: rounds_inputs(linear.node) for linear in stored}
         for number, linear in enumerate(linears):
             context.progress("replace", number, len(linears))
@@ -98,11 +109,14 @@ class ReplacePass(RecipePass):
             context.release()
         context.progress("replace", len(linears), len(linears))
         adopted = [linear for linear in stored if context.layer(linear).new_op]
-        self._note_adopted(adopted, sum(rounds[linear] for linear in adopted))
+        for bits in (4, 8):
+            of_bits = [linear for linear in adopted if context.layer(linear).weight_bits == bits]
+            self._note_adopted(of_bits, bits, sum(rounds[linear] for linear in of_bits))
         if not context.dry_run:
             replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
             self._note_stored_twice([value for linear in replaced for value in weights[linear]])
-        if not context.report.replaced:
+        # Another pass may find what this one did not.
+        if not context.report.replaced and context.why_not_replace[-1] == self._why_not:
             raise NothingToReplaceError(self._why_nothing())
         copies = len(self._packed) - len({weights for weights, _ in self._packed})
         if copies:
@@ -110,7 +124,7 @@ class ReplacePass(RecipePass):
                 f"{copies} packed weights are stored again for another branch of the model: many versions of ONNX "
                 "Runtime (1.24, for one) give an operator only the constants of its own branch"
             )
-        if not context.dry_run:
+        if not context.dry_run and nodes_of(model, self.options.op):
             self._replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
             model.opset_imports[ORTOLAN_DOMAIN] = 1
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
@@ -159,16 +173,20 @@ class ReplacePass(RecipePass):
         problem = self._replacement.why_not(linear.k, quantization)
         if problem and isinstance(linear.int4, str):
             problem += f" (it is stored in 4 bits, but {linear.int4})"
+        elif problem and isinstance(linear.int8, str):
+            problem += f" (it is stored in 8 bits, but {linear.int8})"
         if isinstance(quantization, StoredInt4):
             quantization.check_scales()
         matrix = linear.matrix()
         if quantization is None:
             problem = problem or self._replacement.why_not_matrix(matrix)
         if problem:
-            layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
+            # Another pass that takes the layer's own numbers has said why it left them.
+            if layer.reason is None or not self.context.keeps_numbers(linear):
+                layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None
-        stored = int(np.count_nonzero(matrix))
-        layer.sparsity = 1 - stored / matrix.size
+        layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
+        stored = self._replacement.stored_weights(matrix)
         layer.reason = self._why_not(linear, stored)
         if layer.reason:
             return None
@@ -184,7 +202,7 @@ class ReplacePass(RecipePass):
             layer = context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"
             quantization = self._quantization(linear)
-            if isinstance(quantization, StoredInt4):
+            if isinstance(quantization, _STORED):
                 layer.weight_bits = quantization.bits
             layer.fused = ["into the gate"]
         context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
@@ -207,24 +225,24 @@ class ReplacePass(RecipePass):
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
         found: Quantization | None = self.context.quantized.get(linear.weight_key)
-        if not self._runs:
+        if found is None and not self._runs:
             plans = (plan(linear) for plan in self.context.quantizations)
             found = next((plan for plan in plans if plan is not None), None)
-        return self._stored_int4(linear) if found is None else found
+        return self._stored_numbers(linear) if found is None else found
 
-    def _stored_int4(self, linear: Linear) -> StoredInt4 | None:
-        """The 4-bit numbers that the model stores for the layer, if the operator takes them over."""
+    def _stored_numbers(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:
+        """The numbers of 4 or 8 bits that the model stores for the layer, if the operator takes them over."""
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             return None
-        int4 = linear.int4
-        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(linear.k, int4) is None else None
+        found = linear.int8 if linear.int4 is None else linear.int4
+        return found if isinstance(found, _STORED) and self._replacement.why_not(linear.k, found) is None else None
 
-    def _note_adopted(self, adopted: Sequence[Linear], rounding: int) -> None:
+    def _note_adopted(self, adopted: Sequence[Linear], bits: int, rounding: int) -> None:
         """rounding: of how many of them the original rounds the inputs, too."""
         if not adopted:
             return
         layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
-        text = f"{layers} the 4-bit weights that the model stores, number by number"
+        text = f"{layers} the {bits}-bit weights that the model stores, number by number"
         if rounding:
             text += (
                 f"; the original rounds inputs of {rounding} to int8 in much the same way (accuracy_level 4), so the "
@@ -334,9 +352,13 @@ class ReplacePass(RecipePass):
         graph = linear.node.graph
         assert graph is not None
         # As they are now: whatever made the layer's input may have been replaced meanwhile.
-        x, nodes = linear.node.inputs[0], []
+        given, nodes = linear.node.inputs[0], []
+        x = layer_input(linear.node)
         weights = [value for layer in linears for value in (*layer.weight_values, layer.bias_value)]
-        assert x is not None
+        assert given is not None and x is not None
+        if linear.x_range is not None and self._replacement.takes_ranges:
+            x = unrounded(x, linear.dtype)
+            packed = packed | self._range(model, linear, linear.x_range)
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
@@ -369,6 +391,21 @@ class ReplacePass(RecipePass):
         for value in (*weights, *constants):
             if value is not None:
                 remove_unused(value)
+        # What has rounded the input.
+        if (rounding := dynamic_source(given)) is not None:
+            remove_unused_dynamic(rounding)
+        elif linear.x_range is not None:
+            remove_unused(given)
+
+    def _range(self, model: ir.Model, linear: Linear, chosen: FixedRange) -> dict[str, ir.Value]:
+        """The range of the layer's input as constants of its graph; equal ones are shared."""
+        key = (chosen, id(linear.node.graph))
+        if key not in self._ranges:
+            self._ranges[key] = {}
+            for part, tensor in range_tensors(chosen).items():
+                tensor.name = self.context.new_name(model, f"{linear.name}.{part}")
+                self._ranges[key][part] = _initializer(linear, tensor)
+        return self._ranges[key]
 
     def _bias(self, model: ir.Model, linears: Sequence[Linear]) -> ir.Value | None:
         """The bias as a float32 initializer of the weight's columns: the model's own if it is one."""

@@ -40,6 +40,9 @@ class LayerWeight:
 class Replacement(abc.ABC):
     """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
+    # Whether the operator takes a fixed range of X, as x_scale and x_zero_point.
+    takes_ranges = False
+
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         """Why the operator cannot hold a weight of k inputs that is quantized so, or is not, if it cannot."""
@@ -47,6 +50,10 @@ class Replacement(abc.ABC):
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
         """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
         return None
+
+    def stored_weights(self, matrix: np.ndarray) -> int:
+        """How many weights the packed weight of this matrix holds, by which it is sparse or not."""
+        return int(np.count_nonzero(matrix))
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from ..constants import constant_tensor, float_array
 from ..epilogue import Activation
 from .replacement import (
     LayerWeight,
@@ -19,7 +20,7 @@ from .replacement import (
     input_of,
     nodes_of,
 )
-from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, vnni_spmm_function
+from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
 if TYPE_CHECKING:
     from ..quantize import Quantization
@@ -34,10 +35,15 @@ _SMALLEST_NORMAL = 2.0**-126
 class VNNISpMM(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to 256 steps of its own, row by row."""
 
+    takes_ranges = True
+
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
         return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM" if k > _MOST_INPUTS else None
+
+    def stored_weights(self, matrix: np.ndarray) -> int:
+        return count_blocks(matrix, GROUP_OUTPUTS)
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
         from ortolan import _native
@@ -101,18 +107,35 @@ class VNNISpMM(Replacement):
         nodes = nodes_of(model, OP_TYPE)
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
-            n = node.attributes["n"].as_int()
-            return {"bias": np.zeros(n, np.float32), "residual": np.zeros(1, np.float32)}
+            return neutral_inputs(node.attributes["k"].as_int(), node.attributes["n"].as_int())
 
-        fill_missing(nodes, INPUTS, {"residual"} if _uses(nodes).residual else (), neutral, new_name)
+        uses = _uses(nodes)
+        needed = ({"residual"} if uses.residual else set()) | ({"x_scale", "x_zero_point"} if uses.x_range else set())
+        fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
+def count_blocks(matrix: np.ndarray, outputs: int) -> int:
+    """The weights of those blocks, of one input and so many outputs, that are not all zero."""
+    k, n = matrix.shape
+    whole = n - n % outputs
+    full = np.count_nonzero(matrix[:, :whole].reshape(k, -1, outputs).any(axis=2)) * outputs
+    return int(full + np.count_nonzero(matrix[:, whole:].any(axis=1)) * (n - whole))
+
+
+def _has_range(node: ir.Node) -> bool:
+    scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
+    return scale is not None and bool(float_array(scale) > 0)
+
+
 def _uses(nodes: list[ir.Node]) -> Uses:
+    ranges = [_has_range(node) for node in nodes]
     return Uses(
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
         gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        own_ranges=not all(ranges),
+        x_range=any(ranges),
     )
