@@ -58,6 +58,7 @@ class PassContext:
     why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
     # One for each pass replace: whether it takes over the numbers that the model stores for a layer.
     adopts: list[Callable[[Linear], bool]] = field(default_factory=list)
+    unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
     # One for each pass quantize: how it is going to quantize a layer, or None. Known before any pass runs.
     quantizations: list[Callable[[Linear], Quantization | None]] = field(default_factory=list)
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key

@@ -7,13 +7,14 @@
     QuantizeLinear -> MatMulInteger (-> Add int32) -> Cast -> Mul         (SparseML)
         become DequantizeLinear -> MatMul or Gemm (-> QuantizeLinear), the weight behind DequantizeLinear as well (QDQ)
 
-ONNX Runtime itself brings the first form into the second, and QDQ back into QLinearMatMul and its kin, so that layers
-that no pass replaces run as before. Where a node is not what it should be, it stays, and why_not says the reason.
+ONNX Runtime itself makes MatMulIntegerToFloat of the first form, so that layers that no pass replaces run as before. Of
+QDQ it does not always make an integer product (1.31: not of int8 activations that several layers share), so fold_back
+undoes the second. Where a node is not what it should be, it stays, and why_not says the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,8 @@ from .stored_int8 import (
 
 NewName = Callable[[str], str]
 
+_NONE: Mapping[str, int] = {}
+
 
 @dataclass
 class _Form:
@@ -52,20 +55,73 @@ class _Form:
     y: tuple[ir.Value, ir.Value | None] | None = None  # scale and zero point of the output; None: it is floats
 
 
-def unify_quantized(model: ir.Model, new_name: NewName) -> None:
-    """Rewrites all int8 layers of the model, in place."""
+def unify_quantized(model: ir.Model, new_name: NewName) -> list[ir.Node]:
+    """Rewrites all int8 layers of the model, in place. Returns those MatMul and Gemm that fold_back takes."""
     made: dict[Hashable, ir.Value] = {}
+    products: list[ir.Node] = []
     for node in list(model.graph.all_nodes()):
         # Those that were replaced together with another one have no graph.
         form = _recognize(node) if node.graph is not None else None
         if not isinstance(form, _Form):
             continue
         unused = [value for old in form.nodes for value in old.inputs if value is not None]
-        _Writer(form, made, new_name).put()
+        product = _Writer(form, made, new_name).put()
         if form.dynamic:
             model.opset_imports.setdefault(MICROSOFT_DOMAIN, 1)
+        else:
+            products.append(product)
         for value in unused:
             remove_unused(value)
+    return products
+
+
+def fold_back(model: ir.Model, products: Sequence[ir.Node]) -> None:
+    """Makes QLinearMatMul, QGemm or MatMulIntegerToFloat of those layers of unify_quantized that are there still."""
+    for node in products:
+        factors = [value.producer() if value is not None else None for value in node.inputs[:2]]
+        if node.graph is None or not all(map(_dequantizes, factors)):
+            continue
+        x, weight = (list(factor.inputs) for factor in factors if factor is not None)
+        quantize = _quantize_behind(node)
+        y = [] if quantize is None else list(quantize.inputs[1:])
+        domain, gemm = MICROSOFT_DOMAIN, node.op_type == "Gemm"
+        attributes = {"transB": node.attributes["transB"].as_int()} if gemm else {}
+        if gemm:
+            value = node_input(node, 2)
+            bias = value.producer() if value is not None else None
+            if value is not None and not _dequantizes(bias):
+                continue  # it is floats
+            op_type, inputs = "QGemm", [*x, *weight, None if bias is None else bias.inputs[0], *y]
+        elif quantize is not None:
+            op_type, inputs, domain = "QLinearMatMul", [*x, *weight, *y], ""
+        else:
+            op_type, inputs = MATMUL_INTEGER_TO_FLOAT, [x[0], weight[0], x[1], weight[1], *x[2:], *weight[2:]]
+        if len(x) < 3 or (quantize is not None and len(y) < 2):  # no zero points
+            continue
+        while inputs[-1] is None:
+            inputs.pop()
+        last = node if quantize is None else quantize
+        new = ir.node(op_type, inputs, attributes, domain=domain, name=node.name)
+        unused = [value for value in node.inputs if value is not None]
+        old = [node] if quantize is None else [node, quantize]
+        ir.convenience.replace_nodes_and_values(node.graph, last, old, [new], [last.outputs[0]], [new.outputs[0]])
+        for value in unused:
+            remove_unused(value)
+        if domain:
+            model.opset_imports.setdefault(domain, 1)
+
+
+def _dequantizes(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "DequantizeLinear" and node.domain in DEFAULT_DOMAINS
+
+
+def _quantize_behind(node: ir.Node) -> ir.Node | None:
+    try:
+        following = _only_user(node.outputs[0])
+    except UnfitError:
+        return None
+    constant = all(constant_tensor(value) is not None for value in following.inputs[1:])
+    return following if following.op_type == "QuantizeLinear" and constant else None
 
 
 def why_not(node: ir.Node) -> str | None:
@@ -155,14 +211,13 @@ def _matmul_integer(node: ir.Node) -> _Form:
     )
     nodes.append(following)
     step = _multiply(nodes, shape[1], None if quantize is None else quantize.outputs[1])
+    scales = step
     if quantize is not None:
         _check_dynamic(node, quantize, 2)
-        x_scale, x_zero, scales = quantize.outputs[1], quantize.outputs[2], step
+        x_scale, x_zero = quantize.outputs[1], node_input(node, 2)
     else:
-        x_scale, x_zero, scales = *_range_of_codes(node, source), step
-        scale = constant_tensor(x_scale)
-        assert scale is not None
-        scales = step / float_array(scale).reshape(())
+        x_scale, x_zero = _range_of_codes(node, source)
+        scales = step / _scalar(x_scale)
     form = _Form(
         nodes, nodes[-1].outputs[0], read_numbers(node, 1, scales, 3), weight, codes, x_scale, x_zero,
         dynamic=quantize is not None,
@@ -224,23 +279,27 @@ def _fixed(node: ir.Node, numbers: Int8Numbers, weight: int, scale: int = 1, zer
     if codes is None or weight_value is None or x_scale is None:
         raise UnfitError("an input is missing")
     expect(constant_tensor(codes) is None, "both inputs are constant")
-    expect(range_at(node, scale, zero) is not None, "the range of its input is not one of constant numbers above 0")
+    _check_range(node, scale, zero, "input")
     return _Form([node], node.outputs[0], numbers, weight_value, codes, x_scale, node_input(node, zero))
 
 
 def _output_range(node: ir.Node, scale: int, zero: int) -> tuple[ir.Value, ir.Value | None]:
     value = node_input(node, scale)
-    known = value is not None and range_at(node, scale, zero) is not None
-    expect(known, "the range of its output is not one of constant numbers above 0")
+    _check_range(node, scale, zero, "output")
     assert value is not None
     return value, node_input(node, zero)
 
 
+def _check_range(node: ir.Node, scale: int, zero: int, what: str) -> None:
+    tensor = constant_tensor(node_input(node, scale))
+    known = range_at(node, scale, zero) is not None
+    expect(known, f"the range of its {what} is not one of constant numbers above 0")
+    expect(tensor is None or tensor.dtype == ir.DataType.FLOAT, f"the scale of its {what} is not float32")
+
+
 def _in_steps(bias: ir.TensorProtocol, numbers: Int8Numbers, form: _Form) -> np.ndarray:
     """A bias in steps of the scales as floats [n]."""
-    scale = constant_tensor(form.x_scale)
-    assert scale is not None
-    steps = float_array(scale).reshape(()) * numbers.scales
+    steps = _scalar(form.x_scale) * numbers.scales
     return np.asarray(np.broadcast_to(float_array(bias).reshape(-1), (numbers.n,)) * steps, np.float32)
 
 
@@ -294,7 +353,8 @@ class _Writer:
         self._name = node.name or node.op_type
         self._nodes: list[ir.Node] = []
 
-    def put(self) -> None:
+    def put(self) -> ir.Node:
+        """Returns the node of the product."""
         form = self._form
         scales, zeros = self._weight_range()
         if form.dynamic:
@@ -308,6 +368,7 @@ class _Writer:
         ir.convenience.replace_nodes_and_values(
             self._graph, form.nodes[-1], form.nodes, self._nodes, [form.output], [output]
         )
+        return next(node for node in self._nodes if node.name == self._name)
 
     def _product(self, scales: ir.Value, zeros: ir.Value | None) -> ir.Value:
         """DequantizeLinear of both, MatMul, Add and QuantizeLinear."""
@@ -315,17 +376,19 @@ class _Writer:
         codes = [form.codes, form.x_scale, form.x_zero]
         x = self._shared(codes, "DequantizeLinear", f"{form.codes.name}/floats")
         axis = 0 if form.numbers.transposed else 1
-        weight = self._shared([form.weight, scales, zeros], "DequantizeLinear", f"{form.weight.name}/floats", axis=axis)
+        weight = self._shared(
+            [form.weight, scales, zeros], "DequantizeLinear", f"{form.weight.name}/floats", {"axis": axis}
+        )
         bias = form.bias
         if isinstance(bias, ir.Value):
             steps = self._constant(f"{self._name}/bias_scales", _in_one(form.numbers.scales * _scalar(form.x_scale)))
             # ONNX Runtime makes a QGemm of a Gemm whose bias is int32 like this.
-            bias = self._add("DequantizeLinear", [bias, steps], f"{self._name}/bias", axis=0)
+            bias = self._add("DequantizeLinear", [bias, steps], f"{self._name}/bias", {"axis": 0})
         elif bias is not None:
             bias = self._constant(f"{self._name}/bias", bias)
         if form.gemm:
             factors = [x, weight] if bias is None else [x, weight, bias]
-            output = self._add("Gemm", factors, self._name, transB=int(form.numbers.transposed))
+            output = self._add("Gemm", factors, self._name, {"transB": int(form.numbers.transposed)})
         else:
             output = self._add("MatMul", [x, weight], self._name)
             if bias is not None:
@@ -334,27 +397,31 @@ class _Writer:
             output = self._add("QuantizeLinear", [output, *form.y], f"{self._name}/quantize")
         return output
 
-    def _weight_range(self) -> tuple[ir.Value, ir.Value | None]:
-        """Scales, and zero points of the same shape if there are any."""
+    def _weight_range(self) -> tuple[ir.Value, ir.Value]:
+        """Scales, and zero points of the same shape: without them, ONNX Runtime makes no integer product of it."""
         numbers, name = self._form.numbers, self._form.weight.name
         scales, zeros = _in_one(numbers.scales), _in_one(numbers.zero_points)
         kind = numbers.codes.dtype.numpy()
         if scales.shape != zeros.shape:
             scales, zeros = (np.broadcast_to(array.reshape(-1), (numbers.n,)) for array in (scales, zeros))
-        zero_points = None
-        if zeros.any():
-            zero_points = self._constant(f"{name}.zero_points", zeros.astype(kind))
-        return self._constant(f"{name}.scales", scales), zero_points
+        return self._constant(f"{name}.scales", scales), self._constant(f"{name}.zero_points", zeros.astype(kind))
 
-    def _shared(self, inputs: list[ir.Value | None], op_type: str, name: str, **attributes: int) -> ir.Value:
+    def _shared(
+        self, inputs: list[ir.Value | None], op_type: str, name: str, attributes: Mapping[str, int] = _NONE
+    ) -> ir.Value:
         """The output of a node that layers share."""
         key = (self._graph, op_type, *inputs, *attributes.items())
         if key not in self._made:
-            self._made[key] = self._add(op_type, inputs, self._new_name(name), **attributes)
+            self._made[key] = self._add(op_type, inputs, self._new_name(name), attributes)
         return self._made[key]
 
     def _add(
-        self, op_type: str, inputs: Sequence[ir.Value | None], name: str, domain: str = "", **attributes: int
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        attributes: Mapping[str, int] = _NONE,
+        domain: str = "",
     ) -> ir.Value:
         node = ir.node(op_type, inputs, attributes, domain=domain, name=name)
         node.outputs[0].name = self._new_name(f"{name}_output")

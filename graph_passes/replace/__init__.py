@@ -18,6 +18,7 @@ from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
+from ..quantized_forms import fold_back
 from ..quantized_weight import QuantizedWeight
 from ..quantizers.fixed_range import FixedRange
 from ..report import human_bytes
@@ -115,9 +116,11 @@ class ReplacePass(RecipePass):
         if not context.dry_run:
             replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
             self._note_stored_twice([value for linear in replaced for value in weights[linear]])
-        # Another pass may find what this one did not.
-        if not context.report.replaced and context.why_not_replace[-1] == self._why_not:
-            raise NothingToReplaceError(self._why_nothing())
+        if context.why_not_replace[-1] == self._why_not:  # the last pass of this kind
+            if not context.report.replaced:
+                raise NothingToReplaceError(self._why_nothing())
+            if not context.dry_run:
+                fold_back(model, context.unified)
         copies = len(self._packed) - len({weights for weights, _ in self._packed})
         if copies:
             context.note(
