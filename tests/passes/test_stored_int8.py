@@ -397,7 +397,9 @@ def test_ranges_that_are_none(form, bad, name):
 
 
 def test_an_input_without_a_usable_range_is_rounded_row_by_row():
-    layer = Int8Layer("qdq_gemm", changes={"x_scale": np.full(32, 2**-5, np.float32), "x_zero": np.full(32, 111, np.uint8)})
+    layer = Int8Layer(
+        "qdq_gemm", changes={"x_scale": np.full(32, 2**-5, np.float32), "x_zero": np.full(32, 111, np.uint8)}
+    )
     model, x = layer.model(), layer.inputs()
     (found,) = find_linears(ir.from_proto(model))
     assert found.x_range is None and found.int8 is not None
