@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx_ir as ir
 
-from .constants import constant_tensor
+from .constants import DEFAULT_DOMAINS, constant_tensor
 
 MICROSOFT_DOMAIN = "com.microsoft"
 
@@ -15,6 +17,18 @@ class UnfitError(Exception):
 
 def node_input(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+def makers(value: ir.Value, through: tuple[str, ...]) -> Iterator[ir.Node]:
+    """The node that makes a value, and while it is a standard one of these types, what makes its first input."""
+    node, seen = value.producer(), set[ir.Node]()
+    while node is not None and node not in seen:  # in a malformed model, values may be made of themselves
+        yield node
+        seen.add(node)
+        if node.op_type not in through or node.domain not in DEFAULT_DOMAINS:
+            return
+        source = node_input(node, 0)
+        node = source.producer() if source is not None else None
 
 
 def whole_number(node: ir.Node, name: str, default: int | None = None) -> int:

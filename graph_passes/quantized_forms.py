@@ -155,8 +155,8 @@ def _qgemm(node: ir.Node) -> _Form:
     """A, a_scale, a_zero_point, B, b_scale, b_zero_point, C, y_scale, y_zero_point"""
     transposed = whole_number(node, "transB", 0) == 1
     expect(whole_number(node, "transA", 0) == 0, "transA is 1, expected 0")
-    alpha = node.attributes["alpha"].as_float() if "alpha" in node.attributes else 1.0
-    expect(alpha == 1.0, f"alpha is {alpha:g}, expected 1")
+    alpha = node.attributes["alpha"].value if "alpha" in node.attributes else 1.0
+    expect(alpha == 1.0, f"alpha is {alpha}, expected 1")
     numbers = read_numbers(node, 3, 4, 5, transposed)
     form = _fixed(node, numbers, 3)
     form.gemm = True
@@ -319,6 +319,7 @@ def _only_user(value: ir.Value) -> ir.Node:
 
 
 def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    expect(len(node.inputs) == 2, f"{node.op_type} {node.name!r} has {len(node.inputs)} inputs, expected 2")
     first, second = node.inputs
     return second if first is value else first
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from ortolan.errors import ModelError
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
 
 MATMUL_NBITS = "MatMulNBits"
@@ -73,10 +73,9 @@ def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | No
 
     None: the input is not made by a DequantizeLinear of 4-bit numbers, with at most Transpose and Identity between.
     """
-    node = value.producer()
-    while node is not None and node.op_type in ("Identity", "Transpose") and node.domain in DEFAULT_DOMAINS:
+    node = None
+    for node in makers(value, ("Identity", "Transpose")):
         transposed ^= node.op_type == "Transpose" and not _keeps_order(node)
-        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
         return None
     codes = constant_tensor(node_input(node, 0))

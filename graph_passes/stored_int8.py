@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
-from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, node_input, whole_number
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
 from .quantizers.fixed_range import FixedRange
 from .quantizers.grid import SMALLEST_SCALE
@@ -187,10 +187,9 @@ def read_dequantized_int8(value: ir.Value, transposed: bool) -> StoredInt8 | Mal
 
     None: the input is not made by a DequantizeLinear of 8-bit numbers, with at most Transpose and Identity between.
     """
-    node = value.producer()
-    while node is not None and node.op_type in ("Identity", "Transpose") and node.domain in DEFAULT_DOMAINS:
+    node = None
+    for node in makers(value, ("Identity", "Transpose")):
         transposed ^= node.op_type == "Transpose" and not keeps_order(node)
-        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
         return None
     codes = constant_tensor(node_input(node, 0))
@@ -261,10 +260,7 @@ def fixed_range(x: ir.Value) -> FixedRange | None:
 
 def maker(value: ir.Value, op_type: str) -> ir.Node | None:
     """The node that makes these numbers, which others may have moved about since, if it is a standard one like this."""
-    node = value.producer()
-    while node is not None and node.op_type in _MOVES and node.domain in DEFAULT_DOMAINS:
-        source = node_input(node, 0)
-        node = source.producer() if source is not None else None
+    node = next((node for node in makers(value, _MOVES) if node.op_type not in _MOVES), None)
     return node if node is not None and node.op_type == op_type and node.domain in DEFAULT_DOMAINS else None
 
 

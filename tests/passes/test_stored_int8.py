@@ -498,6 +498,13 @@ BROKEN = {
     "other fixed zero": ("sparse_ml", "linear", inputs(_2="other"), "zero point of its input is not that of the Quant"),
     "no fixed zero": ("sparse_ml", "linear", inputs(_2=""), "zero point of its input is not that of the Quant"),
     "transA": ("qgemm", "linear", attribute("transA", 1), "transA is 1, expected 0"),
+    "three factors": (
+        "chain",
+        "output_mul",
+        lambda node: node.input.append("x"),
+        "'output_mul' has 3 inputs, expected 2",
+    ),
+    "alpha is a number": ("qgemm", "linear", attribute("alpha", 2), "alpha is 2, expected 1"),
     "alpha": ("qgemm", "linear", attribute("alpha", 0.5), "alpha is 0.5, expected 1"),
 }
 
@@ -512,6 +519,17 @@ def test_malformed_patterns(kind):
         numpy_helper.from_array(array, key) for key, array in extra.items() if key not in present
     )
     assert text in why_not(model)
+
+
+@pytest.mark.parametrize("value", ["Wd", "xd"])
+def test_values_that_are_made_of_themselves(value):
+    model = Int8Layer("qdq").model()
+    for node in model.graph.node:
+        node.input[:] = ["loop" if name == value else name for name in node.input]
+    model.graph.node.append(helper.make_node("Identity", ["loop_2"], ["loop"]))
+    model.graph.node.append(helper.make_node("Identity", ["loop"], ["loop_2"]))
+    with pytest.raises(ortolan.OrtolanError):
+        optimize(model)
 
 
 def test_sums_that_are_used_elsewhere():
