@@ -9,7 +9,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from .small_models import make_model
+import ortolan
+from ortolan import OptimizationReport
+
+from .small_models import make_model, run
 
 DYNAMIC = ["chain", "chain_of_two", "dynamic", "dynamic_to_float"]
 FIXED = ["to_float", "sparse_ml", "qdq", "qdq_transpose", "qdq_gemm", "qdq_gemm_trans_b", "qdq_reshape"]
@@ -188,3 +191,18 @@ def packed_numbers(model: onnx.ModelProto, name: str = "linear") -> tuple[np.nda
     tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     values, indices, starts, scales = (tensors[name] for name in node.input[1:5])
     return _native.unpack_block_sparse(values, indices, starts, sizes["k"], sizes["n"]), scales
+
+
+def optimize(model, output=None, *, recipe="sparse-int8-4x1", options=None, **arguments) -> OptimizationReport:
+    may_grow = "replace.1.may_grow" if recipe == "adopt" else "may_grow"
+    options = {"verify.seconds": 0.0, may_grow: True} | (options or {})
+    return ortolan.optimize_onnx(model, output, recipe=recipe, options=options, **arguments)
+
+
+def adopt(model, output=None, **arguments) -> OptimizationReport:
+    return optimize(model, output, recipe="adopt", **arguments)
+
+
+def outputs(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
+    """With the library, and without."""
+    return [run(model, {"x": x}, library)[0] for library in (True, False)]
