@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
-from ..constants import constant_tensor, remove_unused, stored_bytes
+from ..constants import constant_tensor, remove_unused
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..layer_norm import add_layer_norm
 from ..linear import Linear
@@ -21,10 +21,18 @@ from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
+from ..quantized_forms import fold_back
 from ..quantized_weight import QuantizedWeight
 from ..quantizers.fixed_range import FixedRange, choose_range
 from ..report import human_bytes
 from ..stored_int4 import StoredInt4, rounds_inputs
+from ..stored_int8 import (
+    StoredInt8,
+    dynamic_source,
+    layer_input,
+    remove_unused_dynamic,
+    unrounded,
+)
 from ..verify import keep_reference
 from .hidden import HiddenLayer, Mlp, find_mlps, make_byte_table
 from .joined import (
@@ -39,6 +47,7 @@ from .joined import (
 )
 from .nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
 from .nomad_attention_function import nomad_attention_function, uses_of
+from .notes import note_adopted, note_apart, note_stored_twice, why_nothing
 from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
@@ -55,6 +64,7 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
 _UNPACK_ONCE_LIMIT = 32 * 1024**2
+_STORED = (StoredInt4, StoredInt8)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class ReplacePass(RecipePass):
         self._replacement = REPLACEMENTS[self.options.op]()
         self._runs = False
         context.why_not_replace.append(self._why_not)
-        context.adopts.append(lambda linear: self._stored_int4(linear) is not None)
+        context.adopts.append(lambda linear: self._stored_numbers(linear) is not None)
 
     def requires(self, model: ir.Model) -> None:
         if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
@@ -102,7 +112,7 @@ class ReplacePass(RecipePass):
         self._mlps: dict[Linear, Mlp] = {}  # by their first layer
         self._packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three
         self._fixed_ranges: dict[ir.Value, FixedRange] = {}  # of layers' inputs
-        self._range_values: dict[Hashable, dict[str, ir.Value]] = {}
+        self._ranges: dict[tuple[FixedRange, int], dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
         if self.options.fuse:
@@ -112,14 +122,14 @@ class ReplacePass(RecipePass):
             if context.fixes_ranges and self._replacement.takes_ranges:
                 free = [linear for linear in linears if linear not in self._gated]
                 self._mlps, refused = find_mlps(free, model.graph)
-                self._note_apart(refused)
+                note_apart(context, refused)
             self._packed_qkv = {layer: qkv for qkv in self._find_packed_qkv(model, linears) for layer in qkv.layers}
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
         # Asked while the nodes are there.
         weights = {linear: linear.weight_values for linear in linears}
-        stored = [linear for linear in linears if isinstance(self._quantization(linear), StoredInt4)]
+        stored = [linear for linear in linears if isinstance(self._quantization(linear), _STORED)]
         rounds = {linear: rounds_inputs(linear.node) for linear in stored}
         for number, linear in enumerate(linears):
             context.progress("replace", number, len(linears))
@@ -127,19 +137,24 @@ class ReplacePass(RecipePass):
             context.release()
         context.progress("replace", len(linears), len(linears))
         adopted = [linear for linear in stored if context.layer(linear).new_op]
-        self._note_adopted(adopted, sum(rounds[linear] for linear in adopted))
+        for bits in (4, 8):
+            of_bits = [linear for linear in adopted if context.layer(linear).weight_bits == bits]
+            note_adopted(context, of_bits, bits, sum(rounds[linear] for linear in of_bits))
         if not context.dry_run:
             replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
-            self._note_stored_twice([value for linear in replaced for value in weights[linear]])
-        if not context.report.replaced:
-            raise NothingToReplaceError(self._why_nothing())
+            note_stored_twice(context, [value for linear in replaced for value in weights[linear]])
+        if context.why_not_replace[-1] == self._why_not:  # the last pass of this kind
+            if not context.report.replaced:
+                raise NothingToReplaceError(why_nothing(context))
+            if not context.dry_run:
+                fold_back(model, context.unified)
         copies = len(self._packed) - len({weights for weights, _ in self._packed})
         if copies:
             context.note(
                 f"{copies} packed weights are stored again for another branch of the model: many versions of ONNX "
                 "Runtime (1.24, for one) give an operator only the constants of its own branch"
             )
-        if not context.dry_run:
+        if not context.dry_run and nodes_of(model, self.options.op):
             self._replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
             model.opset_imports[ORTOLAN_DOMAIN] = 1
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
@@ -206,7 +221,7 @@ class ReplacePass(RecipePass):
             return True
         table = make_byte_table(mlp, context.activations, model.opset_imports)
         if isinstance(table, str):
-            self._note_apart({mlp.hidden: table})
+            note_apart(context, {mlp.hidden: table})
             return False
         self._mark([mlp.hidden], mlp.between.operators)
         weight = dataclasses.replace(weight, x_range=table.y)
@@ -223,16 +238,20 @@ class ReplacePass(RecipePass):
         problem = self._replacement.why_not(linear.k, quantization)
         if problem and isinstance(linear.int4, str):
             problem += f" (it is stored in 4 bits, but {linear.int4})"
+        elif problem and isinstance(linear.int8, str):
+            problem += f" (it is stored in 8 bits, but {linear.int8})"
         if isinstance(quantization, StoredInt4):
             quantization.check_scales()
         matrix = linear.matrix()
         if quantization is None:
             problem = problem or self._replacement.why_not_matrix(matrix)
         if problem:
-            layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
+            # Another pass that takes the layer's own numbers has said why it left them.
+            if layer.reason is None or not self.context.keeps_numbers(linear):
+                layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None
-        stored = int(np.count_nonzero(matrix))
-        layer.sparsity = 1 - stored / matrix.size
+        layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
+        stored = self._replacement.stored_weights(matrix)
         layer.reason = self._why_not(linear, stored)
         if layer.reason:
             return None
@@ -276,7 +295,7 @@ class ReplacePass(RecipePass):
             layer = self.context.layer(linear)
             layer.new_op, layer.status = self.options.op, "would replace" if self.context.dry_run else "replaced"
             quantization = self._quantization(linear)
-            if isinstance(quantization, StoredInt4):
+            if isinstance(quantization, _STORED):
                 layer.weight_bits = quantization.bits
             layer.fused = fused if linear is linears[0] else fused_others or []
 
@@ -300,23 +319,18 @@ class ReplacePass(RecipePass):
         names = {part: self.context.new_name(model, f"{linear.name}.{part}") for part in arrays}
         return {part: _initializer(linear, ir.Tensor(array, name=names[part])) for part, array in arrays.items()}
 
-    def _range_inputs(self, model: ir.Model, linear: Linear, x_range: FixedRange) -> dict[str, ir.Value]:
-        """Shared by the layers of one graph that have one input."""
-        key = (linear.x.name, id(linear.node.graph))
-        if key not in self._range_values:
-            self._range_values[key] = {
-                name: _initializer(
-                    linear, ir.Tensor(array, name=self.context.new_name(model, f"{linear.x.name}.{name}"))
-                )
-                for name, array in _range_arrays("x", x_range).items()
-            }
-        return self._range_values[key]
+    def _range_inputs(self, model: ir.Model, linear: Linear, chosen: FixedRange) -> dict[str, ir.Value]:
+        """The range of the layer's input as constants of its graph; equal ones are shared."""
+        key = (chosen, id(linear.node.graph))
+        if key not in self._ranges:
+            self._ranges[key] = self._constants(model, linear, _range_arrays("x", chosen))
+        return self._ranges[key]
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
-        """The fixed range of the layer's input, if it has one."""
+        """The fixed range of the layer's input, if it has one: the model's own, or one by what pass ranges recorded."""
         rows = self.context.activations.get(linear.x.name or "")
-        if rows is None or not self._replacement.takes_ranges:
-            return None
+        if not self._replacement.takes_ranges or linear.x_range is not None or rows is None:
+            return linear.x_range if self._replacement.takes_ranges else None
         in_mlp = any(linear in (mlp.hidden, mlp.layer) for mlp in self._mlps.values())
         if self.options.fixed_ranges == "mlp" and not in_mlp:
             return None
@@ -334,51 +348,17 @@ class ReplacePass(RecipePass):
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
         found: Quantization | None = self.context.quantized.get(linear.weight_key)
-        if not self._runs:
+        if found is None and not self._runs:
             plans = (plan(linear) for plan in self.context.quantizations)
             found = next((plan for plan in plans if plan is not None), None)
-        return self._stored_int4(linear) if found is None else found
+        return self._stored_numbers(linear) if found is None else found
 
-    def _stored_int4(self, linear: Linear) -> StoredInt4 | None:
-        """The 4-bit numbers that the model stores for the layer, if the operator takes them over."""
+    def _stored_numbers(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:
+        """The numbers of 4 or 8 bits that the model stores for the layer, if the operator takes them over."""
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
             return None
-        int4 = linear.int4
-        return int4 if isinstance(int4, StoredInt4) and self._replacement.why_not(linear.k, int4) is None else None
-
-    def _note_adopted(self, adopted: Sequence[Linear], rounding: int) -> None:
-        """rounding: of how many of them the original rounds the inputs, too."""
-        if not adopted:
-            return
-        layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
-        text = f"{layers} the 4-bit weights that the model stores, number by number"
-        if rounding:
-            text += (
-                f"; the original rounds inputs of {rounding} to int8 in much the same way (accuracy_level 4), so the "
-                "errors against it are smaller than what this rounding costs"
-            )
-        self.context.note(text)
-
-    def _note_apart(self, reasons: Mapping[Linear, str]) -> None:
-        """Tells why layers with an activation behind them are not one operator with the next layer."""
-        by_reason: dict[str, list[str]] = {}
-        for linear, reason in reasons.items():
-            by_reason.setdefault(reason, []).append(linear.name)
-        for reason, names in by_reason.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.context.note(f"layer {names[0]!r}{more} and the next one stay two operators: {reason}")
-
-    def _note_stored_twice(self, weights: Sequence[ir.Value]) -> None:
-        """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
-        used = {value for value in weights if value.uses() or value.is_graph_output()}
-        size = sum(stored_bytes(value) for value in used)
-        if used:
-            names = sorted(value.name or "" for value in used)
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.context.note(
-                f"{names[0]!r}{others} also serve nodes that stay, such as an embedding, so {human_bytes(size)} of "
-                "weights are now stored twice"
-            )
+        found = linear.int8 if linear.int4 is None else linear.int4
+        return found if isinstance(found, _STORED) and self._replacement.why_not(linear.k, found) is None else None
 
     def _packed_bytes(self, linear: Linear, stored: int) -> int:
         return self._replacement.packed_bytes(linear.k, linear.n, stored, self._quantization(linear))
@@ -477,9 +457,12 @@ class ReplacePass(RecipePass):
         replaced = [*linears] if hidden is None else [hidden.mlp.hidden, *linears]
         between = () if hidden is None else hidden.mlp.between.nodes
         # As they are now: whatever made the layer's input may have been replaced meanwhile.
-        x, nodes = replaced[0].node.inputs[0], []
+        given, nodes = replaced[0].node.inputs[0], []
+        x = layer_input(replaced[0].node)
         weights = [value for layer in replaced for value in (*layer.weight_values, layer.bias_value)]
-        assert x is not None
+        assert given is not None and x is not None
+        if replaced[0].x_range is not None and self._replacement.takes_ranges:
+            x = unrounded(x, linear.dtype)
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
@@ -520,6 +503,11 @@ class ReplacePass(RecipePass):
         for value in (*weights, *constants):
             if value is not None:
                 remove_unused(value)
+        # What has rounded the input.
+        if (rounding := dynamic_source(given)) is not None:
+            remove_unused_dynamic(rounding)
+        elif replaced[0].x_range is not None:
+            remove_unused(given)
 
     def _bias(self, model: ir.Model, linears: Sequence[Linear]) -> ir.Value | None:
         """The bias as a float32 initializer of the weight's columns: the model's own if it is one."""
@@ -542,15 +530,6 @@ class ReplacePass(RecipePass):
         ]
         name = self.context.new_name(model, f"{first.name}.bias")
         return _initializer(first, ir.Tensor(join_columns(arrays), name=name))
-
-    def _why_nothing(self) -> str:
-        layers = self.context.report.layers
-        name = self.context.source.name
-        if not layers:
-            return f"{name} holds no MatMul or Gemm, so there is nothing to replace"
-        reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
-        more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-        return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
 
 
 def _range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:

@@ -55,6 +55,10 @@ class Replacement(abc.ABC):
         """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
         return None
 
+    def stored_weights(self, matrix: np.ndarray) -> int:
+        """How many weights the packed weight of this matrix holds, by which it is sparse or not."""
+        return int(np.count_nonzero(matrix))
+
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:
         """The constant inputs that hold W."""

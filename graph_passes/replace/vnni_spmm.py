@@ -39,10 +39,15 @@ class VNNISpMM(Replacement):
     normalizes = True
     takes_ranges = True
 
+    takes_ranges = True
+
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
         return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM" if k > _MOST_INPUTS else None
+
+    def stored_weights(self, matrix: np.ndarray) -> int:
+        return count_blocks(matrix, GROUP_OUTPUTS)
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
         from ortolan import _native
@@ -122,6 +127,14 @@ class VNNISpMM(Replacement):
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
+
+
+def count_blocks(matrix: np.ndarray, outputs: int) -> int:
+    """The weights of those blocks, of one input and so many outputs, that are not all zero."""
+    k, n = matrix.shape
+    whole = n - n % outputs
+    full = np.count_nonzero(matrix[:, :whole].reshape(k, -1, outputs).any(axis=2)) * outputs
+    return int(full + np.count_nonzero(matrix[:, whole:].any(axis=1)) * (n - whole))
 
 
 def _uses(nodes: list[ir.Node]) -> Uses:

@@ -171,7 +171,10 @@ def _rounded(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses) -> ir.
     if not uses.x_range:
         return _round(body, x, *_own_range(body, x))
     scale = inputs["x_scale"]
-    given = (op("Div", body.number(1), scale), op("Cast", inputs["x_zero_point"], to=ir.DataType.FLOAT), scale)
+    # Not 1 / scale: ONNX Runtime (1.31) makes x / scale of x (1 / scale), which rounds otherwise, and where it has also
+    # removed an Add of zeros in front of that, it cannot load the model any more.
+    factor = op("Div", body.number(-1), op("Neg", scale))
+    given = (factor, op("Cast", inputs["x_zero_point"], to=ir.DataType.FLOAT), scale)
     if not uses.own_ranges:
         return _round(body, x, *given)
     is_given = op("Greater", scale, body.number(0))
