@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "vnni_spmm/quantized_tokens.h"
 #include "vnni_spmm/token_range.h"
 
 namespace ortolan {
@@ -95,10 +96,11 @@ void QuantizeBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k
       __m512i q[16];
 #pragma GCC unroll 16
       for (int64_t i = 0; i < 16; ++i) {
-        const TokenRange& range = ranges[first + i];
-        q[i] = first + i < count ? Quantize64(RowAt(x, x_row_bytes, first + i) + l, k - l, _mm512_set1_ps(range.factor),
-                                              _mm512_set1_epi16(static_cast<int16_t>(range.zero_point)))
-                                 : _mm512_setzero_si512();
+        const int64_t token = TokenAt(kWidth, first + i);
+        const TokenRange& range = ranges[token];
+        q[i] = token < count ? Quantize64(RowAt(x, x_row_bytes, token) + l, k - l, _mm512_set1_ps(range.factor),
+                                          _mm512_set1_epi16(static_cast<int16_t>(range.zero_point)))
+                             : _mm512_setzero_si512();
       }
       Transpose16(q);
 #pragma GCC unroll 16
