@@ -149,7 +149,7 @@ py::array NewTokenBlocks(int64_t elements) {
 }
 
 py::array QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t zero_point,
-                                   const std::optional<std::string>& kernel_name) {
+                              const std::optional<std::string>& kernel_name) {
   if (x.ndim() != 2) throw std::invalid_argument(ErrorText("x has ", x.ndim(), " dimensions, expected 2: [m, k]"));
   const FixedRange range = CheckedRange("", scale, zero_point);
   const int64_t m = x.shape(0);
