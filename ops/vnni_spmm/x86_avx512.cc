@@ -160,6 +160,16 @@ struct PanelSums {
   __m512i of[kPanelOutputs][kVectorsOf<Tokens>];
 };
 
+// Where rows of y lie a multiple of 4096 bytes apart and y is not aligned, panels share lines that leave the cache
+// before the second half is written. So rows of some panels are gathered there.
+inline constexpr int64_t kPanelsAtOnce = 4;
+
+inline void StoreFloats(float* to, const float* from, int64_t count) {
+  int64_t j = 0;
+  for (; j + kFloats <= count; j += kFloats) _mm512_storeu_ps(to + j, _mm512_load_ps(from + j));
+  if (j < count) _mm512_mask_storeu_ps(to + j, First16(count - j), _mm512_load_ps(from + j));
+}
+
 // Of a block of tokens to floats. Sums of a panel are turned into rows of y, 16 tokens at a time, between the groups of
 // the next panel: so the shuffles and the stores overlap with its products.
 template <typename Tokens>
@@ -168,6 +178,8 @@ void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges
   constexpr int kVectors = kVectorsOf<Tokens>;
   const BlockSparseView w = args.w;
   PanelSums<Tokens> sums[2];
+  alignas(64) float gathered[Tokens::kWidth][kPanelsAtOnce * kPanelOutputs];
+  const bool gathers = args.y_row_bytes % 4096 == 0 && reinterpret_cast<uintptr_t>(args.y) % 64 != 0;
   const auto finish = [&](int64_t panel, int v) {
     const PanelScales scales(args, panel);
     const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
@@ -176,14 +188,22 @@ void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges
 #pragma GCC unroll 16
     for (int o = 0; o < 16; ++o) of_tokens[o] = of[o][v];
     Transpose16(of_tokens);
-    float* y = args.YRow(first + 16 * v) + panel * kPanelOutputs;
+    const int64_t part = gathers ? (panel - panel_begin) % kPanelsAtOnce : 0;
+    float* y = gathers ? gathered[16 * v] + part * kPanelOutputs : args.YRow(first + 16 * v) + panel * kPanelOutputs;
+    const int64_t row_bytes = gathers ? static_cast<int64_t>(sizeof(gathered[0])) : args.y_row_bytes;
     const int64_t tokens = count - 16 * v;
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
       if (i >= tokens) break;
       const __m512i zero = _mm512_mullo_epi32(_mm512_set1_epi32(ranges.minus_zeros[16 * v + i]), weight_sums);
       scales.Store(y, _mm512_add_epi32(of_tokens[i], zero), ranges.scales[16 * v + i]);
-      y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + args.y_row_bytes);
+      y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + row_bytes);
+    }
+    if (!gathers || (part + 1 < kPanelsAtOnce && panel + 1 < panel_end)) return;
+    const int64_t column = (panel - part) * kPanelOutputs;
+    const int64_t left = w.n - column, whole = (part + 1) * kPanelOutputs;
+    for (int64_t i = 16 * v; i < 16 * v + 16 && i < count; ++i) {
+      StoreFloats(args.YRow(first + i) + column, gathered[i], left < whole ? left : whole);
     }
   };
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {

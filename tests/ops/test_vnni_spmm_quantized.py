@@ -96,6 +96,27 @@ def test_floats_out(kernel: str, sparsity: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("n", [1024, 1020])
+def test_floats_out_at_any_address(kernel: str, n: int) -> None:
+    """Rows 4096 bytes apart, and not; aligned to a line of the cache, and not."""
+    rng = np.random.default_rng(6)
+    m, k = 70, 24
+    layer = BlockSparseLayer.random(rng, k, n, 0.5)
+    x = to_blocks(rng.integers(0, 256, (m, k), dtype=np.uint8))
+    packed = _native.pack_block_sparse(layer.q)
+    product = _native.QuantizedSpmm(m, 0.03, 100, *packed, layer.scales, k, n, kernel=kernel)
+    expected = product.new_output()
+    assert expected.ctypes.data % 64 == 0
+    product.run([product], x, expected)
+    around = np.full(m * n + 32, 7.0, np.float32)
+    first = -(around.ctypes.data // 4) % 16 + 4  # 16 bytes behind a line's start
+    y = around[first : first + m * n].reshape(m, n)
+    product.run([product], x, y)
+    np.testing.assert_array_equal(y, expected)
+    assert np.all(around[:first] == 7) and np.all(around[first + m * n :] == 7)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_sums_out(kernel: str) -> None:
     rng = np.random.default_rng(5)
     for m in COUNTS:
