@@ -28,9 +28,12 @@ inline void DotAll(__m512i (&sums)[kVectors], const __m512i (&tokens)[kVectors],
   if constexpr (kVectors == 4) {
     __m512i four;
     __asm__(
-        "vpbroadcastd %9, %4\n\tvpdpbusd %4, %5, %0\n\tvpdpbusd %4, %6, %1\n\tvpdpbusd %4, %7, %2\n\tvpdpbusd %4, %8, "
-        "%3"
-        : "+v"(sums[0]), "+v"(sums[1]), "+v"(sums[2]), "+v"(sums[3]), "=&v"(four)
+        "vpbroadcastd %9, %4\n\t"
+        "vpdpbusd %4, %5, %0\n\t"
+        "vpdpbusd %4, %6, %1\n\t"
+        "vpdpbusd %4, %7, %2\n\t"
+        "vpdpbusd %4, %8, %3"
+        : "+&v"(sums[0]), "+&v"(sums[1]), "+&v"(sums[2]), "+&v"(sums[3]), "=&v"(four)
         : "v"(tokens[0]), "v"(tokens[1]), "v"(tokens[2]), "v"(tokens[3]),
           "m"(*reinterpret_cast<const int8_t (*)[4]>(weights)));
   } else {
