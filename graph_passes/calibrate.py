@@ -188,30 +188,28 @@ class InputRecorder:
         self.record(names, lambda name, inputs: rows[name].append(_some_rows(inputs, quota)), on_run)
         return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
 
-    def rows_and_extremes(self, names: Sequence[str], max_rows: int, on_run: OnRun) -> dict[str, np.ndarray]:
-        """As some_rows, and two rows more for each value: those with its smallest and its largest number."""
-        rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        extremes: dict[tuple[str, int], np.ndarray] = {}
-        quota = -(-max_rows // len(self._feeds))
+    def numbers(self, names: Sequence[str], most: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """Up to `most` numbers of each value as float32 [count], drawn at random, about as many of each of the feeds;
+        the value's smallest and largest number are among them."""
+        drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        quota = -(-most // len(self._feeds))
+        rng = np.random.default_rng(0)
 
-        def take(name: str, inputs: np.ndarray) -> None:
-            rows[name].append(_some_rows(inputs, quota))
-            if inputs.size == 0:
+        def draw(name: str, inputs: np.ndarray) -> None:
+            flat = inputs.reshape(-1)
+            if flat.size == 0:
                 return
-            for sign in (-1, 1):
-                signed = inputs * np.asarray(sign, inputs.dtype)
-                row = inputs[signed.max(axis=1).argmax()].astype(np.float32)
-                if (name, sign) not in extremes or (sign * row).max() > (sign * extremes[name, sign]).max():
-                    extremes[name, sign] = row
+            some = flat if flat.size <= quota else flat[rng.integers(0, flat.size, max(quota - 2, 0))]
+            drawn[name].append(np.concatenate([some, [flat.min(), flat.max()]]).astype(np.float32))
 
-        self.record(names, take, on_run)
-        return {
-            name: np.concatenate(
-                [np.concatenate(parts)[:max_rows], *(row[None] for (of, _), row in extremes.items() if of == name)]
-            )
-            for name, parts in rows.items()
-            if parts
-        }
+        self.record(names, draw, on_run)
+        found = {}
+        for name, parts in drawn.items():
+            if parts:
+                numbers = np.concatenate(parts)
+                extremes = [numbers.min(), numbers.max()]
+                found[name] = np.append(numbers[: most - 2], np.asarray(extremes, np.float32))
+        return found
 
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """X^T X over all inputs X of each value, and how many those are. Keeps no inputs.

@@ -23,9 +23,7 @@ from .pipeline import PassContext, RecipePass
 
 @dataclass(frozen=True)
 class RangesOptions(PassOptions):
-    max_rows: int = field(
-        default=512, metadata=takes("int", low=1)
-    )  # rows (tokens) kept of each value, besides extreme ones
+    max_numbers: int = field(default=1 << 18, metadata=takes("int", low=16))  # kept of each value
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +66,17 @@ class RangesPass(RecipePass):
 
         try:
             recorder = InputRecorder(model, list(watched.values()), feeds, open_copy)
-            rows = recorder.rows_and_extremes(
-                recorder.names, self.options.max_rows, lambda done, total: context.progress("ranges", done, total)
+            numbers = recorder.numbers(
+                recorder.names, self.options.max_numbers, lambda done, total: context.progress("ranges", done, total)
             )
         finally:
             for file in (path, data_path(path)):
                 file.unlink(missing_ok=True)
-        for name, found in rows.items():
+        for name, found in numbers.items():
             if not np.isfinite(found).all():
                 raise CalibrationError(
                     f"value {name!r} holds NaN or infinity on the calibration feeds, so it has no range; give other "
                     "feeds, or use a recipe without pass 'ranges', which finds ranges when the model runs"
                 )
-        context.activations = rows
+        context.activations = numbers
         return ir.passes.PassResult(model, modified=False)

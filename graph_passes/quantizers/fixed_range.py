@@ -38,9 +38,11 @@ def choose_range(x: np.ndarray, function: Callable[[np.ndarray], np.ndarray] | N
     function: what is computed from the numbers next, element by element; then its result is what should be near.
     """
     numbers = np.asarray(x, np.float32).reshape(-1)
-    numbers = numbers[:: -(-numbers.size // _MOST_NUMBERS)] if numbers.size else np.zeros(1, np.float32)
+    low, high = min(float(numbers.min(initial=0)), 0.0), max(float(numbers.max(initial=0)), 0.0)
+    # What is tried on some stands for all, but for the ends, of which there is one each.
+    step = max(1, numbers.size // _MOST_NUMBERS)
+    numbers = np.append(numbers[::step], np.asarray([low, high], np.float32))
     exact = numbers if function is None else function(numbers)
-    low, high = min(float(x.min(initial=0)), 0.0), max(float(x.max(initial=0)), 0.0)
 
     def error(low_share: float, high_share: float) -> float:
         found = _range(low * low_share, high * high_share).rounded(numbers)

@@ -328,14 +328,14 @@ class ReplacePass(RecipePass):
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
         """The fixed range of the layer's input, if it has one: the model's own, or one by what pass ranges recorded."""
-        rows = self.context.activations.get(linear.x.name or "")
-        if not self._replacement.takes_ranges or linear.x_range is not None or rows is None:
+        numbers = self.context.activations.get(linear.x.name or "")
+        if not self._replacement.takes_ranges or linear.x_range is not None or numbers is None:
             return linear.x_range if self._replacement.takes_ranges else None
         in_mlp = any(linear in (mlp.hidden, mlp.layer) for mlp in self._mlps.values())
         if self.options.fixed_ranges == "mlp" and not in_mlp:
             return None
         if linear.x not in self._fixed_ranges:
-            self._fixed_ranges[linear.x] = choose_range(rows)
+            self._fixed_ranges[linear.x] = choose_range(numbers)
         return self._fixed_ranges[linear.x]
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:

@@ -111,7 +111,7 @@ def _width(node: ir.Node) -> int | None:
 def make_byte_table(mlp: Mlp, activations: Mapping[str, np.ndarray], opsets: Mapping[str, int]) -> ByteTable | str:
     """The table of the activation for values like these, or why there is none.
 
-    activations: rows of values, by name. opsets: the model's.
+    activations: numbers of values, by name. opsets: the model's.
     """
     outputs = activations[mlp.hidden.output.name or ""]
     grid = np.linspace(min(outputs.min(), 0), max(outputs.max(), 0), _GRID, dtype=np.float32)
