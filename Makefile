@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
 
 test: lint asan
-	cd tests && ../$(BIN)/python -m pytest
+	cd tests && ../$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -30,7 +30,7 @@ lint: $(VENV)/.installed
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 asan: build/asan-site/.installed
 	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q formats ops amx -p no:cacheprovider
+	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q -n auto formats ops amx -p no:cacheprovider
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul

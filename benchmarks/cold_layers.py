@@ -97,10 +97,11 @@ def ort_candidate(
         def bind(x: np.ndarray) -> Run:
             binding = session.io_binding()
             binding.bind_cpu_input("x", to_bytes(x) if types[0] is np.uint8 else x)
-            # One output for all layers, as a model uses the memory of its activations again and again. It exists
-            # already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody has written are
-            # not there yet.
-            y = ort.OrtValue.ortvalue_from_numpy(np.ones((len(x), n), types[1]))
+            # One output for all layers, as a model uses the memory of its activations again and again, and aligned as
+            # there. It exists already, for a fresh one costs page faults; of ones, for the pages of zeros that nobody
+            # has written are not there yet.
+            y = ort.OrtValue.ortvalue_from_shape_and_type((len(x), n), types[1])
+            y.update_inplace(np.ones((len(x), n), types[1]))
             for output in session.get_outputs():
                 binding.bind_ortvalue_output(output.name, y)
 

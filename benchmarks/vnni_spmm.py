@@ -8,7 +8,8 @@ Kinds:
     node    the operator in an ORT session, float32 in and out, each token quantized: nine weights of the three models
             with ten numbers of tokens from 16 to 384, 90 shapes as in the paper (sparse-int8-transformers, Table 9)
     bare    the product alone, u8 token blocks in, on one thread; out: int32 sums as token blocks, as MatMulInteger has
-            them row by row, or u8 token blocks through a table of 256 bytes (an activation). Of BARE_SHAPES
+            them row by row, scaled float32 row by row, or u8 token blocks through a table of 256 bytes (an activation).
+            Of BARE_SHAPES
 
 Peers, whose weights are dense:
 
@@ -55,6 +56,7 @@ BARE_SHAPES = (
     Shape(384, 384, (128,)),
     Shape(384, 1536, (128,)),
 )
+BARE_OUTPUTS = ("int32", "float32", "uint8")
 QUICK_BARE_SHAPES = (Shape(768, 3072, (128,)),)
 ROUNDS = 3
 
@@ -175,15 +177,15 @@ def _prepare_bare(shape: Shape, sparsity: Sequence[float]) -> Setup:
     comparisons = []
     for share in sparsity:
         node = our_node(random_weight(rng, k, n, share), rng.random(n, dtype=np.float32))
-        for out in ("int32", "uint8"):
+        for out in BARE_OUTPUTS:
             name = f"ortolan {out} {share:g}"
-            candidates[name] = bare_candidate(node, out == "uint8")
+            candidates[name] = bare_candidate(node, out)
             comparisons.append(Comparison({"kind": "bare", "out": out, "sparsity": f"{share:.0%}"}, name, peers))
     return Setup(candidates, comparisons)
 
 
-def bare_candidate(node: Node, through_table: bool) -> Candidate:
-    """The products of copies of the node's weight with u8 token blocks: int32 sums, or u8 token blocks by a table."""
+def bare_candidate(node: Node, out: str) -> Candidate:
+    """The products of copies of the node's weight with u8 token blocks; out: one of BARE_OUTPUTS."""
     k, n = node.attributes["k"], node.attributes["n"]
     copies = cold_copies(node.arrays, copies_to_stay_cold(node.stored_bytes))
     table = np.arange(256, dtype=np.uint8)[::-1].copy()
@@ -192,16 +194,17 @@ def bare_candidate(node: Node, through_table: bool) -> Candidate:
         def bind(x: np.ndarray) -> Run:
             # Numbers of normal distribution, in about the range of a byte.
             y_range: dict[str, Any] = (
-                {"y_scale": float(np.sqrt(k)), "y_zero_point": 128, "table": table} if through_table else {}
+                {"y_scale": float(np.sqrt(k)), "y_zero_point": 128, "table": table} if out == "uint8" else {}
             )
             products = [
                 _native.QuantizedSpmm(
-                    len(x), 1 / 40, 128, values, indices, starts, scales, k, n, sums_only=not through_table, **y_range
+                    len(x), 1 / 40, 128, values, indices, starts, scales, k, n, sums_only=out == "int32", **y_range
                 )
                 for values, indices, starts, scales in copies
             ]
             blocks = _native.quantize_tokens((to_bytes(x).astype(np.float32) - 128) / 40, 1 / 40, 128)
             y = products[0].new_output()
+            y.fill(1)  # no page of it is new
             return partial(_native.QuantizedSpmm.run, products, blocks, y)
 
         return bind

@@ -178,8 +178,8 @@ def _search(value: ir.Value, takers: set[ir.Node], k: int, linears: dict[ir.Valu
 def _of_linear(linear: Linear, k: int) -> list[Division] | str:
     if linear.n != k:
         return _made_by(linear.node)
-    if linear.int4 is not None:
-        return "the weight of the layer that makes them is stored in 4 bits"
+    if linear.int4 is not None or linear.int8 is not None:
+        return f"the weight of the layer that makes them is stored in {4 if linear.int4 is not None else 8} bits"
     if len(list(linear.weight_value.uses())) > 1:
         return "the weight of the layer that makes them is used elsewhere"
     divisions = [Division(linear.node, 1, first_axis=linear.transposed, linear=linear)]

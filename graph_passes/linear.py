@@ -14,7 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array, stored_bytes
-from .quantized_weight import dequantized_tensor
+from .quantized_forms import why_not
+from .quantized_weight import QuantizedWeight, dequantized_tensor
+from .quantizers.fixed_range import FixedRange
 from .stored_int4 import (
     BIAS_INPUT,
     MATMUL_NBITS,
@@ -23,6 +25,18 @@ from .stored_int4 import (
     is_matmul_nbits,
     read_dequantized,
     read_matmul_nbits,
+)
+from .stored_int8 import (
+    DYNAMIC_QUANTIZE_MATMUL,
+    MATMUL_INTEGER_TO_FLOAT,
+    Int8Numbers,
+    Malformed,
+    StoredInt8,
+    fixed_range,
+    layer_input,
+    read_dequantized_int8,
+    read_int8,
+    stored_inputs,
 )
 
 # Operators outside of the standard that hold the weights of linear layers, with what to do about it.
@@ -38,25 +52,27 @@ _OTHER_LINEAR_OPS = {
     "MatMulBnb4": "its weight is already quantized",
     "MatMulFpQ4": "its weight is already quantized",
     "MatMulInteger": "its weight is already quantized",
-    "MatMulIntegerToFloat": "its weight is already quantized",
-    "DynamicQuantizeMatMul": "its weight is already quantized",
+    MATMUL_INTEGER_TO_FLOAT: "its weight is already quantized",
+    DYNAMIC_QUANTIZE_MATMUL: "its weight is already quantized",
     "QLinearMatMul": "its weight is already quantized",
     "QGemm": "its weight is already quantized",
     "MoE": "a mixture of experts in a fused operator",
     "QMoE": "a mixture of experts in a fused operator",
     "Einsum": "Einsum is not looked into; export it as MatMul",
 }
+_MISSING = "an input is missing"
 _ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A linear layer. Its node may be a MatMul, Gemm or MatMulNBits, its bias may come from the Add behind it."""
+    """A linear layer. Its node may be a MatMul, Gemm or MatMulNBits, or store an int8 weight (stored_int8.py); its bias
+    may come from the Add behind it."""
 
     node: ir.Node
     add: ir.Node | None
     x: ir.Value
-    weight_value: ir.Value  # what the node consumes; of MatMulNBits the numbers
+    weight_value: ir.Value  # what the node consumes; of nodes that store a quantized weight the numbers
     transposed: bool  # the weight is [n, k], as for Gemm with transB=1
     bias_value: ir.Value | None
     k: int
@@ -64,6 +80,9 @@ class Linear:
     dtype: ir.DataType  # of the activations
     # The weight's 4-bit numbers, if the model stores such, or why W4A8MatMul cannot hold them.
     int4: StoredInt4 | str | None = None
+    # The weight's 8-bit numbers, if the model stores such, or why they cannot be taken over.
+    int8: StoredInt8 | str | None = None
+    x_range: FixedRange | None = None  # that x has in the model
 
     @property
     def name(self) -> str:
@@ -83,6 +102,10 @@ class Linear:
         if is_matmul_nbits(self.node):
             assert isinstance(self.int4, StoredInt4)
             return dequantized_tensor(self.int4, self.transposed, self.dtype)
+        if stored_inputs(self.node) is not None:
+            numbers = read_int8(self.node)
+            assert isinstance(numbers, Int8Numbers)
+            return numbers.tensor(self.dtype)
         tensor = constant_tensor(self.weight_value)
         assert tensor is not None
         return tensor
@@ -90,9 +113,9 @@ class Linear:
     @property
     def weight_values(self) -> list[ir.Value]:
         """The node's inputs that make up the weight."""
-        if not is_matmul_nbits(self.node):
-            return [self.weight_value]
-        inputs = [self.node.inputs[index] for index in WEIGHT_INPUTS if index < len(self.node.inputs)]
+        int8 = stored_inputs(self.node)
+        indices = WEIGHT_INPUTS if is_matmul_nbits(self.node) else int8.weight if int8 is not None else (1,)
+        inputs = [self.node.inputs[index] for index in indices if index < len(self.node.inputs)]
         return [value for value in inputs if value is not None]
 
     @property
@@ -131,8 +154,9 @@ class Linear:
 
     def matrix_as_it_is(self) -> Callable[[], np.ndarray]:
         """Reads the matrix that the layer has now, also after a pass has given it another one."""
-        if isinstance(self.int4, StoredInt4):
-            return self.int4.matrix
+        for stored in (self.int4, self.int8):
+            if isinstance(stored, QuantizedWeight):
+                return stored.matrix
         return partial(weight_matrix, self.weight, self.transposed)
 
     def bias(self) -> np.ndarray | None:
@@ -175,8 +199,11 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
             found.append(_match(node))
         elif is_matmul_nbits(node):
             found.append(_match_nbits(node))
+        elif stored_inputs(node) is not None and _holds_matrix(node):
+            found.append(_match_int8(node))
         elif node.op_type in _OTHER_LINEAR_OPS and _holds_matrix(node):
-            found.append(NotLinear(node, f"{op_name(node)}: {_OTHER_LINEAR_OPS[node.op_type]}"))
+            reason = why_not(node) or _OTHER_LINEAR_OPS[node.op_type]
+            found.append(NotLinear(node, f"{op_name(node)}: {reason}"))
     return found
 
 
@@ -187,7 +214,7 @@ def linears_in(model: ir.Model) -> Iterator[Linear]:
 def _match(node: ir.Node) -> Linear | NotLinear:
     x, weight_value = node.inputs[0], node.inputs[1]
     if x is None or weight_value is None:
-        return NotLinear(node, "an input is missing")
+        return NotLinear(node, _MISSING)
     weight = constant_tensor(weight_value)
     if weight is None:
         return NotLinear(node, _why_not_constant(node, weight_value))
@@ -210,8 +237,12 @@ def _match(node: ir.Node) -> Linear | NotLinear:
             return NotLinear(node, reason)
     else:
         add, bias_value = _bias_add(node, weight.dtype, n)
-    int4 = read_dequantized(weight_value, transposed)
-    return Linear(node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype, int4)
+    int4, int8 = read_dequantized(weight_value, transposed), read_dequantized_int8(weight_value, transposed)
+    if isinstance(int8, Malformed):
+        return NotLinear(node, int8.reason)
+    return Linear(
+        node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype, int4, int8, fixed_range(x)
+    )  # fmt: skip
 
 
 def _match_nbits(node: ir.Node) -> Linear | NotLinear:
@@ -221,7 +252,7 @@ def _match_nbits(node: ir.Node) -> Linear | NotLinear:
     x, weight_value, scales = node.inputs[0], node.inputs[1], constant_tensor(node.inputs[2])
     assert weight_value is not None and scales is not None  # read_matmul_nbits has seen them
     if x is None:
-        return NotLinear(node, "an input is missing")
+        return NotLinear(node, _MISSING)
     if constant_tensor(x) is not None:
         return NotLinear(node, "both inputs are constant")
     k, n = int4.q.shape.numpy()
@@ -236,6 +267,32 @@ def _match_nbits(node: ir.Node) -> Linear | NotLinear:
         found = f"{bias.dtype.name} {list(bias.shape.numpy())}"
         return NotLinear(node, f"bias {bias_value.name!r} is {found}, expected {scales.dtype.name} [{n}]")
     return Linear(node, None, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
+
+
+def _match_int8(node: ir.Node) -> Linear | NotLinear:
+    """DynamicQuantizeMatMul, or MatMulIntegerToFloat behind a DynamicQuantizeLinear."""
+    reason, numbers = why_not(node), read_int8(node)
+    if reason is not None or isinstance(numbers, str):
+        return NotLinear(node, f"{op_name(node)}: {reason or numbers}")
+    inputs, x = stored_inputs(node), layer_input(node)
+    assert inputs is not None
+    weight_value = node.inputs[inputs.codes]
+    assert weight_value is not None  # read_int8 has seen it
+    if x is None:
+        fixed = node.op_type == MATMUL_INTEGER_TO_FLOAT and node.inputs[0] is not None
+        return NotLinear(node, "its input has a fixed range; pass normalize is needed before" if fixed else _MISSING)
+    if constant_tensor(x) is not None:
+        return NotLinear(node, "both inputs are constant")
+    bias_value, add = node.inputs[inputs.bias] if len(node.inputs) > inputs.bias else None, None
+    if bias_value is None:
+        add, bias_value = _bias_add(node, ir.DataType.FLOAT, numbers.n)
+    else:
+        bias = constant_tensor(bias_value)
+        if bias is None or list(bias.shape.numpy()) != [numbers.n] or bias.dtype != ir.DataType.FLOAT:
+            return NotLinear(node, f"bias {bias_value.name!r} is no constant of {numbers.n} numbers, FLOAT")
+    return Linear(
+        node, add, x, weight_value, False, bias_value, numbers.k, numbers.n, ir.DataType.FLOAT, int8=numbers.stored()
+    )
 
 
 def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:

@@ -11,6 +11,7 @@ from ortolan.errors import ModelError
 from .constants import DEFAULT_DOMAINS
 from .model_file import to_proto
 from .pipeline import RecipePass
+from .quantized_forms import unify_quantized
 
 ORTOLAN_DOMAIN = "ai.ortolan"
 RECIPE_KEY = "ortolan.recipe"  # these three stand in the metadata of an optimized model
@@ -22,11 +23,14 @@ _LARGE_TENSOR = 1024
 
 
 class NormalizePass(RecipePass):
-    """Inlines the model's functions, raises an old opset, names nodes, and turns Constant nodes into initializers."""
+    """Inlines the model's functions, raises an old opset, names nodes, turns Constant nodes into initializers, and
+    writes int8 layers in the forms that the passes know (quantized_forms.py)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.context.progress("normalize", 0, 1)
         normalize(model, self.context.source.name)
+        if self.context.adopts:  # only for passes replace, of which the last one folds back what is left
+            self.context.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress("normalize", 1, 1)
         return ir.passes.PassResult(model, modified=True)
 

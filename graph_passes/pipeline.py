@@ -50,14 +50,18 @@ class PassContext:
     # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
+    # Whether a pass ranges prepares fixed ranges for activations, and numbers of values that it has recorded, by name.
+    fixes_ranges: bool = False
+    activations: dict[str, np.ndarray] = field(default_factory=dict)
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
     # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
     # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.
     why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
-    # One for each pass replace: whether it takes over the 4-bit numbers that the model stores for a layer.
+    # One for each pass replace: whether it takes over the numbers that the model stores for a layer.
     adopts: list[Callable[[Linear], bool]] = field(default_factory=list)
+    unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
     # One for each pass quantize: how it is going to quantize a layer, or None. Known before any pass runs.
     quantizations: list[Callable[[Linear], Quantization | None]] = field(default_factory=list)
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key
@@ -93,8 +97,8 @@ class PassContext:
         """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""
         return not self.why_not_replace or any(why_not(linear, stored) is None for why_not in self.why_not_replace)
 
-    def keeps_int4(self, linear: Linear) -> bool:
-        """Whether some pass replace takes over the 4-bit numbers that the model stores for this layer."""
+    def keeps_numbers(self, linear: Linear) -> bool:
+        """Whether some pass replace takes over the numbers of 4 or 8 bits that the model stores for this layer."""
         return any(adopts(linear) for adopts in self.adopts)
 
     def note(self, text: str) -> None:

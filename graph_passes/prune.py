@@ -10,6 +10,7 @@ row-major order go.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from .constants import lazy
 from .linear import Linear
 from .options import Globs, PassOptions, takes
 from .pipeline import RecipePass
+from .quantized_weight import QuantizedWeight
+from .stored_int8 import StoredInt8
 from .weights import WeightGroup, check_patterns, group_layers
 
 # The magnitude of a weight is compared by the bits of its float32 form without the sign: the order is the same.
@@ -57,6 +60,7 @@ class PrunePass(RecipePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = self.context.survey(model)
         groups = self._group(linears)
+        self._int8: list[str] = []  # layers whose stored numbers stay the same but for those that are pruned
         steps = 0
 
         def step() -> None:
@@ -89,9 +93,26 @@ class PrunePass(RecipePass):
                     pruned = pruned_tensor(score, Threshold(threshold.key, own_ties))
                     if self.options.pattern == "4x1":
                         pruned = _without_blocks(group.weight, pruned, group.linears[0].transposed)
-                    group.put(model, self.context, pruned, "pruned")
+                    self._put(model, group, pruned)
         step()
+        if self._int8:
+            self.context.note(
+                f"{len(self._int8)} layers that the model stores in int8, such as {self._int8[0]!r}, were pruned; what "
+                "is left of their numbers stays the same"
+            )
         return ir.passes.PassResult(model, modified=bool(groups))
+
+    def _put(self, model: ir.Model, group: PruneGroup, pruned: ir.TensorProtocol) -> None:
+        """Gives the layers their pruned weight; of int8 numbers that the model stores, what is left stays the same."""
+        first, context = group.linears[0], self.context
+        keeps = context.keeps_numbers(first)
+        value = group.put(model, context, pruned, "pruned")
+        if keeps and isinstance(first.int8, StoredInt8):
+            changed = dataclasses.replace(first, weight_value=value)
+            context.quantized[changed.weight_key] = pruned_numbers(first.int8, pruned, first.transposed)
+            for linear in group.linears:
+                context.layer(linear).weight_bits = first.int8.bits
+            self._int8.append(first.name)
 
     def _scores(self, group: PruneGroup) -> ir.TensorProtocol:
         """What the weights, or blocks of them, are compared by: by magnitude."""
@@ -208,6 +229,18 @@ def pruned_tensor(weight: ir.TensorProtocol, threshold: Threshold) -> ir.LazyTen
         return result
 
     return lazy(compute, weight.dtype, ir.Shape(weight.shape.numpy()))
+
+
+def pruned_numbers(stored: QuantizedWeight, pruned: ir.TensorProtocol, transposed: bool) -> QuantizedWeight:
+    """The numbers of a weight without those that are zero in `pruned`, [k, n] or transposed."""
+
+    def compute() -> np.ndarray:
+        kept = np.asarray(pruned.numpy()) != 0
+        return np.where(kept.T if transposed else kept, stored.q.numpy(), np.int8(0))
+
+    return QuantizedWeight(
+        stored.bits, stored.group_size, lazy(compute, stored.q.dtype, ir.Shape(stored.q.shape.numpy())), stored.scales
+    )
 
 
 BLOCK_OUTPUTS = 4

@@ -106,12 +106,13 @@ class QuantizePass(RecipePass):
             context, context.survey(model), options.select, options.exclude, "quantize", "quantization"
         )
         groups = [group for group in chosen if self._takes(group)]
-        stored = [group.linears[0].name for group in groups if group.linears[0].int4 is not None]
-        if stored:
-            context.note(
-                f"{_count(stored)} stored in 4 bits already, but not as a replacing operator takes them, so their "
-                "weights are rounded once more"
-            )
+        for bits, part in ((4, "int4"), (8, "int8")):
+            stored = [group.linears[0].name for group in groups if getattr(group.linears[0], part) is not None]
+            if stored:
+                context.note(
+                    f"{_count(stored)} stored in {bits} bits already, but not as a replacing operator takes them, so "
+                    "their weights are rounded once more"
+                )
         if context.dry_run:
             self._announce(groups)
         elif groups:
@@ -122,7 +123,7 @@ class QuantizePass(RecipePass):
     def _plan(self, linear: Linear) -> Quantization | None:
         """How this pass is going to quantize a layer, if it does."""
         chosen = linear.matches(self.options.select) and not linear.matches(self.options.exclude)
-        chosen = chosen and not self.context.keeps_int4(linear)
+        chosen = chosen and not self.context.keeps_numbers(linear)
         return self.options.quantization if chosen and linear.k <= MAX_INPUTS else None
 
     def _takes(self, group: WeightGroup) -> bool:
@@ -130,7 +131,7 @@ class QuantizePass(RecipePass):
         context = self.context
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
         # Done by an earlier pass of this kind, or in the model already.
-        if not group.linears or any(context.keeps_int4(linear) for linear in group.linears):
+        if not group.linears or any(context.keeps_numbers(linear) for linear in group.linears):
             return False
         k = group.linears[0].k
         if k > MAX_INPUTS:

@@ -135,7 +135,8 @@ class Recipe:
     def with_options(self, options: Mapping[str, Any]) -> Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 
-        Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's.
+        Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's;
+        "prune.select" and "prune.exclude" are for all of them.
 
         Raises RecipeError for a name that no pass of this recipe has.
         """
@@ -145,10 +146,13 @@ class Recipe:
         changes: list[dict[str, Any]] = [{} for _ in self.passes]
         for name, value in options.items():
             found = self._owners(str(name))
-            if len(found) > 1:
-                choices = listing(self._full_name(index, str(name).rpartition(".")[2]) for index in found)
+            option = str(name).rpartition(".")[2]
+            of_layers = option in ("select", "exclude") and len({self.passes[index].name for index in found}) == 1
+            if len(found) > 1 and not of_layers:
+                choices = listing(self._full_name(index, option) for index in found)
                 raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
-            changes[found[0]][str(name).rpartition(".")[2]] = value
+            for index in found:
+                changes[index][option] = value
         steps = []
         for step, change in zip(self.passes, changes, strict=True):
             values = {key: getattr(step.options, key) for key in step.options.names()} | change

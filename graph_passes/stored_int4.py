@@ -19,10 +19,10 @@ import onnx_ir as ir
 from ortolan.errors import ModelError
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
 
 MATMUL_NBITS = "MatMulNBits"
-MICROSOFT_DOMAIN = "com.microsoft"
 # What a MatMulNBits makes its weight of.
 WEIGHT_INPUTS = (1, 2, 3, 4)
 BIAS_INPUT = 5
@@ -49,17 +49,13 @@ class StoredInt4(QuantizedWeight):
             )
 
 
-class _Unfit(Exception):
-    """Why a weight cannot be taken over."""
-
-
 def is_matmul_nbits(node: ir.Node) -> bool:
     return node.domain == MICROSOFT_DOMAIN and node.op_type == MATMUL_NBITS
 
 
 def rounds_inputs(node: ir.Node) -> bool:
     """Whether ONNX Runtime rounds the inputs of this node to int8; with zero points of a float type it never does."""
-    level, zero_points = node.attributes.get("accuracy_level"), constant_tensor(_input(node, 3))
+    level, zero_points = node.attributes.get("accuracy_level"), constant_tensor(node_input(node, 3))
     whole = zero_points is None or zero_points.dtype == ir.DataType.UINT8
     return is_matmul_nbits(node) and level is not None and level.value == 4 and whole
 
@@ -68,7 +64,7 @@ def read_matmul_nbits(node: ir.Node) -> StoredInt4 | str:
     """The weight of a MatMulNBits node, or why it cannot be taken over."""
     try:
         return _matmul_nbits(node)
-    except _Unfit as reason:
+    except UnfitError as reason:
         return str(reason)
 
 
@@ -77,18 +73,17 @@ def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | No
 
     None: the input is not made by a DequantizeLinear of 4-bit numbers, with at most Transpose and Identity between.
     """
-    node = value.producer()
-    while node is not None and node.op_type in ("Identity", "Transpose") and node.domain in DEFAULT_DOMAINS:
+    node = None
+    for node in makers(value, ("Identity", "Transpose")):
         transposed ^= node.op_type == "Transpose" and not _keeps_order(node)
-        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
         return None
-    codes = constant_tensor(_input(node, 0))
+    codes = constant_tensor(node_input(node, 0))
     if codes is None or codes.dtype not in _INT4_TYPES or len(codes.shape) != 2:
         return None
     try:
         return _dequantized(node, codes, transposed)
-    except _Unfit as reason:
+    except UnfitError as reason:
         return str(reason)
 
 
@@ -100,15 +95,16 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
     """Numbers uint8 [n, blocks, block_size / 2], two to a byte, the first one low; scales [n, blocks]; zero points
     uint8 [n, ceil(blocks / 2)], packed likewise, or [n, blocks] in the type of the scales. The last two may be flat.
     """
-    k, n, block_size = (_number(node, name) for name in ("K", "N", "block_size"))
-    _expect(_number(node, "bits", 4) == 4, f"its weight is stored in {_number(node, 'bits', 4)} bits, expected 4")
-    _expect(_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
+    k, n, block_size = (whole_number(node, name) for name in ("K", "N", "block_size"))
+    bits = whole_number(node, "bits", 4)
+    expect(bits == 4, f"its weight is stored in {bits} bits, expected 4")
+    expect(whole_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
     _check_size(k, n)
-    _expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
+    expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
     blocks = -(-k // block_size)
-    packed = _constant(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block_size // 2))
-    scales = _constant(node, 2, "scales", _SCALE_TYPES, (n, blocks), (n * blocks,))
-    if _input(node, 4) is not None:
+    packed = constant_input(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block_size // 2))
+    scales = constant_input(node, 2, "scales", _SCALE_TYPES, (n, blocks), (n * blocks,))
+    if node_input(node, 4) is not None:
         _check_order(node, k, blocks, block_size)
     group_size = _group_size(k, block_size)
     spread = partial(_spread, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
@@ -139,17 +135,17 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
 
 def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) -> ir.TensorProtocol | None:
     """Of a MatMulNBits: packed or not, or None."""
-    value = _input(node, 3)
+    value = node_input(node, 3)
     if value is None:
         return None
     tensor = constant_tensor(value)
     if tensor is None or tensor.dtype == ir.DataType.UINT8:
         packed = -(-blocks // 2)
-        return _constant(node, 3, "zero_points", (ir.DataType.UINT8,), (n, packed), (n * packed,))
-    tensor = _constant(node, 3, "zero_points", (ir.DataType.UINT8, scale_type), (n, blocks), (n * blocks,))
+        return constant_input(node, 3, "zero_points", (ir.DataType.UINT8,), (n, packed), (n * packed,))
+    tensor = constant_input(node, 3, "zero_points", (ir.DataType.UINT8, scale_type), (n, blocks), (n * blocks,))
     array = float_array(tensor)
     whole = (array == np.rint(array)) & (array >= 0) & (array <= 15)
-    _expect(
+    expect(
         bool(whole.all()),
         f"its zero points {value.name!r} are not all whole numbers from 0 to 15, and W4A8MatMul has no others; "
         "quantize by another method than HQQ",
@@ -159,8 +155,8 @@ def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) ->
 
 def _check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
     """Inputs may be in groups by g_idx only where that says what no g_idx says."""
-    order = _constant(node, 4, "g_idx", (ir.DataType.INT32,), (k,), (blocks * block_size,))
-    _expect(
+    order = constant_input(node, 4, "g_idx", (ir.DataType.INT32,), (k,), (blocks * block_size,))
+    expect(
         bool((order.numpy()[:k] == np.arange(k) // block_size).all()),
         f"its inputs are in groups by g_idx {node.inputs[4].name!r}, not in order; quantize without act-order "  # type: ignore[union-attr]
         "(desc_act = false)",
@@ -172,24 +168,24 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
     shape = tuple(codes.shape.numpy())
     k, n = shape[::-1] if transposed else shape
     _check_size(k, n)
-    axis, block_size = _number(node, "axis", 1), _number(node, "block_size", 0)
-    _expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
+    axis, block_size = whole_number(node, "axis", 1), whole_number(node, "block_size", 0)
+    expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
     along_inputs = axis % 2 == int(transposed)
     shapes: list[tuple[int, ...]]
     if block_size:
-        _expect(along_inputs, "its blocks lie along the outputs, expected along the inputs")
-        _expect(block_size > 0, f"its block_size is {block_size}, expected a multiple of 32")
+        expect(along_inputs, "its blocks lie along the outputs, expected along the inputs")
+        expect(block_size > 0, f"its block_size is {block_size}, expected a multiple of 32")
         blocks = -(-k // block_size)
         shapes = [(n, blocks) if transposed else (blocks, n)]
     else:
         blocks, block_size = 1, k
         shapes = [(), (1,)] if along_inputs else [(), (1,), (n,)]
-    scales = _constant(node, 1, "scales", _SCALE_TYPES, *shapes)
-    made = _number(node, "output_dtype", 0)
-    _expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
+    scales = constant_input(node, 1, "scales", _SCALE_TYPES, *shapes)
+    made = whole_number(node, "output_dtype", 0)
+    expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
     zero_points = None
-    if _input(node, 2) is not None:
-        zero_points = _constant(node, 2, "zero_points", (codes.dtype,), tuple(scales.shape.numpy()))
+    if node_input(node, 2) is not None:
+        zero_points = constant_input(node, 2, "zero_points", (codes.dtype,), tuple(scales.shape.numpy()))
     group_size = _group_size(k, block_size)
 
     def spread(array: np.ndarray) -> np.ndarray:
@@ -256,7 +252,7 @@ def _group_size(k: int, block_size: int) -> int:
     for size in _GROUP_SIZES:
         if block_size % size == 0:
             return size
-    raise _Unfit(f"its block_size is {block_size}, expected a multiple of 32")
+    raise UnfitError(f"its block_size is {block_size}, expected a multiple of 32")
 
 
 def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: int) -> np.ndarray:
@@ -266,42 +262,5 @@ def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: 
 
 
 def _check_size(k: int, n: int) -> None:
-    _expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
-    _expect(k <= MAX_INPUTS, f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow")
-
-
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None
-
-
-def _number(node: ir.Node, name: str, default: int | None = None) -> int:
-    attr = node.attributes.get(name)
-    if attr is None:
-        if default is None:
-            raise _Unfit(f"its attribute {name!r} is missing")
-        return default
-    _expect(attr.type == ir.AttributeType.INT and not attr.is_ref(), f"its attribute {name!r} is no whole number")
-    return attr.as_int()
-
-
-def _constant(
-    node: ir.Node, index: int, what: str, types: tuple[ir.DataType, ...], *shapes: tuple[int, ...]
-) -> ir.TensorProtocol:
-    """The constant that is this input of the node, of one of the types and shapes."""
-    value = _input(node, index)
-    if value is None:
-        raise _Unfit(f"its input {what} is missing")
-    tensor = constant_tensor(value)
-    if tensor is None:
-        raise _Unfit(f"its {what} {value.name!r} are not constant; export the model with them inside")
-    expected = " or ".join(dtype.name for dtype in types)
-    _expect(tensor.dtype in types, f"its {what} {value.name!r} are {tensor.dtype.name}, expected {expected}")
-    shape = tuple(tensor.shape.numpy())
-    expected = " or ".join(str(list(one)) for one in shapes)
-    _expect(shape in shapes, f"its {what} {value.name!r} have shape {list(shape)}, expected {expected}")
-    return tensor
-
-
-def _expect(holds: bool, reason: str) -> None:
-    if not holds:
-        raise _Unfit(reason)
+    expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
+    expect(k <= MAX_INPUTS, f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow")

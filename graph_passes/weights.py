@@ -11,10 +11,12 @@ from ortolan.errors import RecipeError
 
 from .constants import remove_unused
 from .linear import Linear
+from .node_checks import node_input
 from .options import Globs
 from .pipeline import PassContext
 from .report import LayerStatus
 from .stored_int4 import BIAS_INPUT, is_matmul_nbits
+from .stored_int8 import dynamic_source, layer_input, remove_unused_dynamic, stored_inputs
 
 
 @dataclass
@@ -36,7 +38,7 @@ class WeightGroup:
         value = self.linears[0].weight_value
         nodes = {linear.node for linear in self.linears}
         own = all(use.node in nodes and use.idx == 1 for use in value.uses()) and not value.is_graph_output()
-        if value.is_initializer() and own and not is_matmul_nbits(self.linears[0].node):
+        if value.is_initializer() and own and not _is_fused(self.linears[0].node):
             target = value
         else:
             target = ir.Value(name=context.new_name(model, f"{value.name}_{status}"))
@@ -48,7 +50,7 @@ class WeightGroup:
         for linear in self.linears:
             if target is not value:
                 old_values = linear.weight_values
-                if is_matmul_nbits(linear.node):
+                if _is_fused(linear.node):
                     _turn_into_matmul(linear.node, lambda wanted: context.new_name(model, wanted))
                 linear.node.replace_input_with(1, target)
                 for old in old_values:
@@ -58,13 +60,23 @@ class WeightGroup:
         return target
 
 
+def _is_fused(node: ir.Node) -> bool:
+    """Whether it is an operator for a quantized weight."""
+    return is_matmul_nbits(node) or stored_inputs(node) is not None
+
+
 def _turn_into_matmul(node: ir.Node, new_name: Callable[[str], str]) -> None:
-    """Makes a MatMulNBits a MatMul in place, with an Add behind it if it has a bias; the caller replaces input 1.
+    """Makes such a node a MatMul in place, with an Add behind it if it has a bias; the caller replaces input 1.
 
     Passes know a layer by the value that its node makes, so MatMul keeps that, and the Add takes its name and users.
     """
-    bias = node.inputs[BIAS_INPUT] if len(node.inputs) > BIAS_INPUT else None
+    int8 = stored_inputs(node)
+    bias = node_input(node, BIAS_INPUT if int8 is None else int8.bias)
+    x, rounded = layer_input(node), dynamic_source(node.inputs[0])
     node.resize_inputs(2)
+    node.replace_input_with(0, x)
+    if rounded is not None:
+        remove_unused_dynamic(rounded)
     node.domain, node.op_type = "", "MatMul"
     node.attributes.clear()
     if bias is None:

@@ -139,16 +139,27 @@ Array<float> VnniSpmmHidden(const CastArray<float>& x, float x_scale, int64_t x_
   return y;
 }
 
-Array<uint8_t> QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t zero_point,
-                                   const std::optional<std::string>& kernel_name) {
+// An array aligned as ORT aligns tensors, which kernels like.
+template <typename T>
+py::array NewAligned(std::vector<py::ssize_t> shape) {
+  constexpr uintptr_t kAlignment = 64;
+  py::ssize_t bytes = sizeof(T);
+  for (const py::ssize_t size : shape) bytes *= size;
+  Array<char> memory(bytes + static_cast<py::ssize_t>(kAlignment));
+  char* const aligned = memory.mutable_data() + -reinterpret_cast<uintptr_t>(memory.data()) % kAlignment;
+  return py::array(py::dtype::of<T>(), std::move(shape), aligned, memory);
+}
+
+py::array QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t zero_point,
+                              const std::optional<std::string>& kernel_name) {
   if (x.ndim() != 2) throw std::invalid_argument(ErrorText("x has ", x.ndim(), " dimensions, expected 2: [m, k]"));
   const FixedRange range = CheckedRange("", scale, zero_point);
   const int64_t m = x.shape(0);
   const int64_t k = x.shape(1);
   const QuantizedSpmmKernel& kernel =
       KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
-  Array<uint8_t> blocks(PaddedTokens(m) * k);
-  uint8_t* out = blocks.mutable_data();
+  py::array blocks = NewAligned<uint8_t>({PaddedTokens(m) * k});
+  uint8_t* out = static_cast<uint8_t*>(blocks.mutable_data());
   py::gil_scoped_release release;
   kernel.quantize(x.data(), k * static_cast<int64_t>(sizeof(float)), m, k, 1.0f / range.scale, range.zero_point, out);
   return blocks;
@@ -202,8 +213,9 @@ class QuantizedSpmm {
 
   py::array NewOutput() const {
     const BlockSparseView& w = args_.w;
-    if (y_type_.kind() == 'f') return py::array(y_type_, {args_.m, w.n});
-    py::array y(y_type_, PaddedTokens(args_.m) * w.n);
+    if (y_type_.kind() == 'f') return NewAligned<float>({args_.m, w.n});
+    const int64_t elements = PaddedTokens(args_.m) * w.n;
+    py::array y = y_type_.kind() == 'i' ? NewAligned<int32_t>({elements}) : NewAligned<uint8_t>({elements});
     std::memset(y.mutable_data(), 0, static_cast<size_t>(y.nbytes()));
     return y;
   }

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ..constants import constant_tensor
 from ..epilogue import Activation
 from ..stored_int4 import StoredInt4
+from ..stored_int8 import StoredInt8
 from .function_body import PANEL_COLUMNS
 from .replacement import (
     LayerWeight,
@@ -58,6 +59,8 @@ class SparseAMXMatMul(Replacement):
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if isinstance(quantization, StoredInt4):
             return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
+        if isinstance(quantization, StoredInt8):  # it would round activations also where a recipe promises bf16 ones
+            return "is stored in int8, which SparseAMXMatMul does not take over; use recipe 'sparse-int8-4x1'"
         if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
         return None

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "vnni_spmm/quantized_tokens.h"
 #include "vnni_spmm/token_range.h"
 
 namespace ortolan {
@@ -17,28 +18,33 @@ inline __mmask16 First16(int64_t count) {
 }
 
 inline TokenRange RangeOfToken(const float* x, int64_t k) {
+  constexpr int kChains = 4;  // that do not wait for each other
   const __m512 zero = _mm512_setzero_ps();
-  __m512 least[2] = {zero, zero}, most[2] = {zero, zero}, nan[2] = {zero, zero};
+  __m512 least[kChains] = {zero, zero, zero, zero}, most[kChains] = {zero, zero, zero, zero};
+  __m512 nan[kChains] = {zero, zero, zero, zero};
   const auto add = [&](int i, __m512 v) {
     least[i] = _mm512_min_ps(v, least[i]);
     most[i] = _mm512_max_ps(v, most[i]);
     nan[i] = _mm512_fmadd_ps(v, zero, nan[i]);  // NaN from Inf or NaN on
   };
   int64_t l = 0;
-  for (; l + 2 * kFloats <= k; l += 2 * kFloats) {
-    add(0, _mm512_loadu_ps(x + l));
-    add(1, _mm512_loadu_ps(x + l + kFloats));
+  for (; l + kChains * kFloats <= k; l += kChains * kFloats) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; ++i) add(i, _mm512_loadu_ps(x + l + i * kFloats));
   }
   for (; l < k; l += kFloats) add(0, _mm512_maskz_loadu_ps(First16(k - l), x + l));
-  const __m512 sum = _mm512_add_ps(nan[0], nan[1]);
-  const bool finite = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) == 0;
-  return RangeOfToken(_mm512_reduce_min_ps(_mm512_min_ps(least[0], least[1])),
-                      _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1])), finite);
+  for (int i = 1; i < kChains; ++i) {
+    least[0] = _mm512_min_ps(least[0], least[i]);
+    most[0] = _mm512_max_ps(most[0], most[i]);
+    nan[0] = _mm512_add_ps(nan[0], nan[i]);
+  }
+  const bool finite = _mm512_cmp_ps_mask(nan[0], nan[0], _CMP_UNORD_Q) == 0;
+  return RangeOfToken(_mm512_reduce_min_ps(least[0]), _mm512_reduce_max_ps(most[0]), finite);
 }
 
 // clamp(round(x factor) + zero_point, 0, 255) of 64 inputs, of which `left` exist; behind them the zero point. NaN
 // gives 255.
-inline __m512i Quantize64(const float* x, int64_t left, __m512 factor, __m512i zero_point) {
+[[gnu::always_inline]] inline __m512i Quantize64(const float* x, int64_t left, __m512 factor, __m512i zero_point) {
   const __m512 most = _mm512_set1_ps(kMostBeforeRounding);
   __m512i q[4];
   for (int i = 0; i < 4; ++i) {
@@ -82,38 +88,61 @@ inline const float* RowAt(const float* x, int64_t row_bytes, int64_t i) {
   return reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * row_bytes);
 }
 
+// kParts vectors of 4 inputs x 16 tokens each to 4 inputs x 16 kParts tokens.
+template <int kParts>
+inline void JoinTokens(const __m512i* parts, __m512i* joined) {
+  if constexpr (kParts == 1) {
+    joined[0] = parts[0];
+  } else if constexpr (kParts == 2) {
+    joined[0] = _mm512_permutex2var_epi64(parts[0], _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), parts[1]);
+    joined[1] = _mm512_permutex2var_epi64(parts[0], _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), parts[1]);
+  } else {
+    const __m512i a = _mm512_shuffle_i32x4(parts[0], parts[1], 0x44),
+                  b = _mm512_shuffle_i32x4(parts[0], parts[1], 0xee);
+    const __m512i c = _mm512_shuffle_i32x4(parts[2], parts[3], 0x44),
+                  d = _mm512_shuffle_i32x4(parts[2], parts[3], 0xee);
+    joined[0] = _mm512_shuffle_i32x4(a, c, 0x88);
+    joined[1] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    joined[2] = _mm512_shuffle_i32x4(b, d, 0x88);
+    joined[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+}
+
 // A block of kWidth tokens, of which `count` exist: u8 [k][kWidth]. ranges: kWidth of them.
 template <int kWidth>
 void QuantizeBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, const TokenRange* ranges,
                    uint8_t* block) {
+  constexpr int kParts = kWidth / 16;
   // Of 4 tokens x 4 dwords of 4 inputs to 4 inputs x 16 tokens.
   alignas(64) uint8_t order[64];
   for (int i = 0; i < 64; ++i) order[i] = static_cast<uint8_t>(i % 16 * 4 + i / 16);
   const __m512i to_inputs = _mm512_load_si512(order);
-  for (int64_t first = 0; first < kWidth; first += 16) {
-    for (int64_t l = 0; l < k; l += kInputs) {
+  for (int64_t l = 0; l < k; l += kInputs) {
+    __m512i parts[16][kParts];  // of four inputs each
+    for (int p = 0; p < kParts; ++p) {
       __m512i q[16];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < 16; ++i) {
-        const TokenRange& range = ranges[first + i];
-        q[i] = first + i < count ? Quantize64(RowAt(x, x_row_bytes, first + i) + l, k - l, _mm512_set1_ps(range.factor),
-                                              _mm512_set1_epi16(static_cast<int16_t>(range.zero_point)))
-                                 : _mm512_setzero_si512();
+      for (int i = 0; i < 16; ++i) {
+        const int64_t token = TokenAt(kWidth, 16 * p + i);
+        const TokenRange& range = ranges[token];
+        q[i] = token < count ? Quantize64(RowAt(x, x_row_bytes, token) + l, k - l, _mm512_set1_ps(range.factor),
+                                          _mm512_set1_epi16(static_cast<int16_t>(range.zero_point)))
+                             : _mm512_setzero_si512();
       }
       Transpose16(q);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < 16; ++i) {
-        const int64_t left = k - l - 4 * i;
-        if (left <= 0) break;
-        const __m512i inputs = _mm512_permutexvar_epi8(to_inputs, q[i]);
-        uint8_t* to = block + (l + 4 * i) * kWidth + first;
-        const auto store = [to](int64_t input, __m128i tokens) {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + input * kWidth), tokens);
-        };
-        store(0, _mm512_castsi512_si128(inputs));
-        if (left > 1) store(1, _mm512_extracti32x4_epi32(inputs, 1));
-        if (left > 2) store(2, _mm512_extracti32x4_epi32(inputs, 2));
-        if (left > 3) store(3, _mm512_extracti32x4_epi32(inputs, 3));
+      for (int i = 0; i < 16; ++i) parts[i][p] = _mm512_permutexvar_epi8(to_inputs, q[i]);
+    }
+    uint8_t* to = block + l * kWidth;
+    for (int64_t i = 0; i < 16; ++i) {
+      __m512i joined[kParts];
+      JoinTokens<kParts>(parts[i], joined);
+      for (int p = 0; p < kParts; ++p, to += 64) {
+        const int64_t bytes = block + k * kWidth - to;
+        if (bytes >= 64) {
+          _mm512_storeu_si512(to, joined[p]);
+        } else if (bytes > 0) {
+          _mm512_mask_storeu_epi8(to, _bzhi_u64(~uint64_t{0}, static_cast<uint32_t>(bytes)), joined[p]);
+        }
       }
     }
   }

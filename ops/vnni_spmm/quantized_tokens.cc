@@ -37,10 +37,11 @@ void QuantizeTokensScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_
                           uint8_t* blocks) {
   ForEachBlock(m, [&](int64_t first, int64_t width) {
     uint8_t* block = blocks + first * k;
-    for (int64_t i = 0; i < width; ++i) {
-      const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes);
+    for (int64_t place = 0; place < width; ++place) {
+      const int64_t i = first + TokenAt(width, place);
+      const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
       for (int64_t l = 0; l < k; ++l) {
-        block[l * width + i] = first + i < m ? ToByte(row[l] * factor, zero_point) : uint8_t{0};
+        block[l * width + place] = i < m ? ToByte(row[l] * factor, zero_point) : uint8_t{0};
       }
     }
   });
@@ -52,7 +53,7 @@ void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin,
   ForEachBlock(args.m, [&](int64_t first, int64_t width) {
     const uint8_t* x = args.x + first * w.k;
     for (int64_t output = panel_begin * kPanelOutputs; output < end; ++output) {
-      int32_t totals[kTokenBlock] = {};
+      int32_t totals[kTokenBlock] = {};  // by place
       const int64_t group = output / kGroupOutputs;
       for (int64_t quad = w.starts[group]; quad < w.starts[group + 1]; ++quad) {
         const int8_t* weights = w.Values(quad) + output % kGroupOutputs * kQuadInputs;
@@ -63,10 +64,12 @@ void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin,
       }
       const float scale = args.x_scale * args.scales[output];
       const float bias = args.bias == nullptr ? 0.0f : args.bias[output];
-      for (int64_t i = 0; i < std::min(width, args.m - first); ++i) {
-        const float total = static_cast<float>(totals[i]);
+      for (int64_t place = 0; place < width; ++place) {
+        const int64_t i = TokenAt(width, place);
+        if (first + i >= args.m) continue;
+        const float total = static_cast<float>(totals[place]);
         if (args.y_sums != nullptr) {
-          args.y_sums[first * w.n + output * width + i] = totals[i];
+          args.y_sums[first * w.n + output * width + i] = totals[place];
           continue;
         }
         if (args.y != nullptr) {
@@ -76,7 +79,7 @@ void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin,
         }
         const float factor = 1.0f / args.y_scale;
         const uint8_t q = ToByte(total * (scale * factor) + bias * factor, args.y_zero_point);
-        args.y_blocks[first * w.n + output * width + i] = args.table == nullptr ? q : args.table[q];
+        args.y_blocks[first * w.n + output * width + place] = args.table == nullptr ? q : args.table[q];
       }
     }
   });

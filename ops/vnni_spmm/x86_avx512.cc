@@ -12,6 +12,9 @@ inline __m512i Dot(__m512i sums, __m512i tokens, __m512i weights) {
   return sums;
 }
 
+// Weights ahead of those in use that are asked for: they come from memory, which the hardware alone asks too late.
+inline constexpr int64_t kPrefetchBytes = 2048;
+
 inline __m512i DotBroadcast(__m512i sums, __m512i tokens, const int8_t* weights) {
   __asm__("vpdpbusd %2%{1to16%}, %1, %0"
           : "+v"(sums)
@@ -19,10 +22,24 @@ inline __m512i DotBroadcast(__m512i sums, __m512i tokens, const int8_t* weights)
   return sums;
 }
 
-inline __m512i Broadcast4(const int8_t* weights) {
-  int32_t bits;
-  __builtin_memcpy(&bits, weights, sizeof(bits));
-  return _mm512_set1_epi32(bits);
+// One output of some vectors of tokens. In one piece: between pieces gcc 12 copies sums.
+template <int kVectors>
+inline void DotAll(__m512i (&sums)[kVectors], const __m512i (&tokens)[kVectors], const int8_t* weights) {
+  if constexpr (kVectors == 4) {
+    __m512i four;
+    __asm__(
+        "vpbroadcastd %9, %4\n\t"
+        "vpdpbusd %4, %5, %0\n\t"
+        "vpdpbusd %4, %6, %1\n\t"
+        "vpdpbusd %4, %7, %2\n\t"
+        "vpdpbusd %4, %8, %3"
+        : "+&v"(sums[0]), "+&v"(sums[1]), "+&v"(sums[2]), "+&v"(sums[3]), "=&v"(four)
+        : "v"(tokens[0]), "v"(tokens[1]), "v"(tokens[2]), "v"(tokens[3]),
+          "m"(*reinterpret_cast<const int8_t (*)[4]>(weights)));
+  } else {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sums[v] = DotBroadcast(sums[v], tokens[v], weights);
+  }
 }
 
 // The four rows of a quad's inputs.
@@ -36,7 +53,7 @@ struct QuadRows {
   }
 };
 
-// Blocks of tokens. Interleave gives vectors of 16 tokens x 4 inputs; TokenOf says which lane is which token.
+// Blocks of tokens. Interleave gives vectors of 16 tokens x 4 inputs: lane i of vector v is token 16 v + i.
 struct Tokens64 {
   static constexpr int kWidth = 64;
   static void Interleave(const QuadRows<kWidth>& rows, __m512i (&tokens)[4]) {
@@ -48,15 +65,6 @@ struct Tokens64 {
     tokens[1] = _mm512_unpackhi_epi16(a, c);
     tokens[2] = _mm512_unpacklo_epi16(b, d);
     tokens[3] = _mm512_unpackhi_epi16(b, d);
-  }
-  static constexpr int TokenOf(int vector, int lane) { return lane / 4 * 16 + vector * 4 + lane % 4; }
-  static __m512i Load(const int32_t* of_tokens, int vector) {
-    const auto four = [&](int i) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_tokens + 16 * i + 4 * vector));
-    };
-    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(1), 1);
-    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(2)), four(3), 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
 };
 
@@ -82,8 +90,6 @@ struct Tokens32 {
     tokens[0] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kTokensFirst<kWidth>.at[0]), b);
     tokens[1] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kTokensFirst<kWidth>.at[1]), b);
   }
-  static constexpr int TokenOf(int vector, int lane) { return 16 * vector + lane; }
-  static __m512i Load(const int32_t* of_tokens, int vector) { return _mm512_loadu_si512(of_tokens + 16 * vector); }
 };
 
 struct Tokens16 {
@@ -96,46 +102,42 @@ struct Tokens16 {
     tokens[0] = _mm512_permutexvar_epi8(_mm512_load_si512(kTokensFirst<kWidth>.at[0]),
                                         _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
   }
-  static constexpr int TokenOf(int, int lane) { return lane; }
-  static __m512i Load(const int32_t* of_tokens, int) { return _mm512_loadu_si512(of_tokens); }
 };
 
-// The sums of a panel: 16 outputs, of each all tokens in the order of TokenOf.
 template <typename Tokens>
-struct PanelSums {
-  static constexpr int kVectors = Tokens::kWidth / 16;
-  __m512i of[kPanelOutputs][kVectors];
-};
+inline constexpr int kVectorsOf = Tokens::kWidth / 16;
 
-// Four outputs. begin(o, v): what is added to output o of vector v.
-template <typename Tokens, typename Begin>
+// Adds the products of four outputs.
+template <typename Tokens>
 [[gnu::always_inline]] inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
-                                            const Begin& begin,
-                                            __m512i (&total)[kGroupOutputs][PanelSums<Tokens>::kVectors]) {
-  constexpr int kVectors = PanelSums<Tokens>::kVectors;
-#pragma GCC unroll 4
-  for (int o = 0; o < kGroupOutputs; ++o) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) total[o][v] = begin(o, v);
-  }
+                                            __m512i (&total)[kGroupOutputs][kVectorsOf<Tokens>]) {
   const int8_t* values = w.Values(w.starts[group]);
   const int8_t* end = w.Values(w.starts[group + 1]);
   const uint8_t* indices = w.Indices(w.starts[group]);
   for (; values != end; values += kQuadBytes, indices += 2 * kQuadInputs) {
-    __m512i tokens[kVectors];
+    __builtin_prefetch(values + kPrefetchBytes);
+    __builtin_prefetch(indices + kPrefetchBytes / 2);
+    __m512i tokens[kVectorsOf<Tokens>];
     Tokens::Interleave(QuadRows<Tokens::kWidth>(x, indices), tokens);
 #pragma GCC unroll 4
-    for (int o = 0; o < kGroupOutputs; ++o) {
-      if constexpr (kVectors == 1) {
-        total[o][0] = DotBroadcast(total[o][0], tokens[0], values + o * kQuadInputs);
-      } else {
-        const __m512i weights = Broadcast4(values + o * kQuadInputs);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) total[o][v] = Dot(total[o][v], tokens[v], weights);
-      }
-    }
+    for (int o = 0; o < kGroupOutputs; ++o) DotAll(total[o], tokens, values + o * kQuadInputs);
   }
 }
+
+inline int64_t GroupEnd(const BlockSparseView& w, int64_t panel_end) {
+  return panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+}
+
+// What is added to the sums of a group where all tokens have one zero point.
+struct ZeroTerms {
+  __m512i of[kGroupOutputs];
+  ZeroTerms(const int32_t* weight_sums, int64_t group, int32_t zero_point) {
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      of[o] = _mm512_set1_epi32(-zero_point * weight_sums[group * kGroupOutputs + o]);
+    }
+  }
+};
 
 // What a panel's outputs are scaled with, and moved by.
 struct PanelScales {
@@ -155,8 +157,14 @@ struct PanelScales {
   void Store(float* to, __m512i sums, float scale) const { _mm512_mask_storeu_ps(to, outputs, ToFloat(sums, scale)); }
 };
 
-// Rows of y often lie a multiple of 4096 bytes apart: what is written to many of them at once meets in one set of the
-// cache. So 16 rows of some panels are gathered, then written one after the other.
+// The sums of a panel, by output and token.
+template <typename Tokens>
+struct PanelSums {
+  __m512i of[kPanelOutputs][kVectorsOf<Tokens>];
+};
+
+// Where rows of y lie a multiple of 4096 bytes apart and y is not aligned, panels share lines that leave the cache
+// before the second half is written. So rows of some panels are gathered there.
 inline constexpr int64_t kPanelsAtOnce = 4;
 
 inline void StoreFloats(float* to, const float* from, int64_t count) {
@@ -165,54 +173,60 @@ inline void StoreFloats(float* to, const float* from, int64_t count) {
   if (j < count) _mm512_mask_storeu_ps(to + j, First16(count - j), _mm512_load_ps(from + j));
 }
 
-// `count` tokens, at most a block, from token `first` of y on.
+// Of a block of tokens to floats. Sums of a panel are turned into rows of y, 16 tokens at a time, between the groups of
+// the next panel: so the shuffles and the stores overlap with its products.
 template <typename Tokens>
 void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges<Tokens::kWidth>& ranges, int64_t first,
                    int64_t count, int64_t panel_begin, int64_t panel_end) {
-  constexpr int kVectors = PanelSums<Tokens>::kVectors;
-  const BlockSparseView& w = args.w;
-  __m512i zeros[kVectors];
-  for (int v = 0; v < kVectors; ++v) zeros[v] = Tokens::Load(ranges.minus_zeros, v);
-  PanelSums<Tokens> sums[kPanelsAtOnce];
-  for (int64_t panel = panel_begin; panel < panel_end; panel += kPanelsAtOnce) {
-    const int64_t panels = panel_end - panel < kPanelsAtOnce ? panel_end - panel : kPanelsAtOnce;
-    for (int64_t g = 0; g < panels * kPanelGroups; ++g) {
-      const int64_t group = panel * kPanelGroups + g;
-      if (group >= w.Groups()) break;  // what the sums hold there is not stored
-      const int32_t* of_weights = args.sums + group * kGroupOutputs;
-      __m512i total[kGroupOutputs][kVectors];
-      SumGroup<Tokens>(
-          w, group, x, [&](int o, int v) { return _mm512_mullo_epi32(zeros[v], _mm512_set1_epi32(of_weights[o])); },
-          total);
-      __m512i(*to)[kVectors] = sums[0].of + g * kGroupOutputs;
-#pragma GCC unroll 4
-      for (int o = 0; o < kGroupOutputs; ++o) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
-      }
+  constexpr int kVectors = kVectorsOf<Tokens>;
+  const BlockSparseView w = args.w;
+  PanelSums<Tokens> sums[2];
+  alignas(64) float gathered[Tokens::kWidth][kPanelsAtOnce * kPanelOutputs];
+  const bool gathers = args.y_row_bytes % 4096 == 0 && reinterpret_cast<uintptr_t>(args.y) % 64 != 0;
+  const auto finish = [&](int64_t panel, int v) {
+    const PanelScales scales(args, panel);
+    const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
+    const auto& of = sums[panel % 2].of;
+    __m512i of_tokens[16];
+#pragma GCC unroll 16
+    for (int o = 0; o < 16; ++o) of_tokens[o] = of[o][v];
+    Transpose16(of_tokens);
+    const int64_t part = gathers ? (panel - panel_begin) % kPanelsAtOnce : 0;
+    float* y = gathers ? gathered[16 * v] + part * kPanelOutputs : args.YRow(first + 16 * v) + panel * kPanelOutputs;
+    const int64_t row_bytes = gathers ? static_cast<int64_t>(sizeof(gathered[0])) : args.y_row_bytes;
+    const int64_t tokens = count - 16 * v;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      if (i >= tokens) break;
+      const __m512i zero = _mm512_mullo_epi32(_mm512_set1_epi32(ranges.minus_zeros[16 * v + i]), weight_sums);
+      scales.Store(y, _mm512_add_epi32(of_tokens[i], zero), ranges.scales[16 * v + i]);
+      y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + row_bytes);
     }
-    const int64_t column = panel * kPanelOutputs;
-    for (int v = 0; v < kVectors; ++v) {
-      alignas(64) float y[16][kPanelsAtOnce * kPanelOutputs];
-      for (int64_t p = 0; p < panels; ++p) {
-        const PanelScales scales(args, panel + p);
-        __m512i of_tokens[16];
-#pragma GCC unroll 16
-        for (int o = 0; o < 16; ++o) of_tokens[o] = sums[p].of[o][v];
-        Transpose16(of_tokens);
-#pragma GCC unroll 16
-        for (int lane = 0; lane < 16; ++lane) {
-          _mm512_store_ps(y[lane] + p * kPanelOutputs,
-                          scales.ToFloat(of_tokens[lane], ranges.scales[Tokens::TokenOf(v, lane)]));
+    if (!gathers || (part + 1 < kPanelsAtOnce && panel + 1 < panel_end)) return;
+    const int64_t column = (panel - part) * kPanelOutputs;
+    const int64_t left = w.n - column, whole = (part + 1) * kPanelOutputs;
+    for (int64_t i = 16 * v; i < 16 * v + 16 && i < count; ++i) {
+      StoreFloats(args.YRow(first + i) + column, gathered[i], left < whole ? left : whole);
+    }
+  };
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    for (int g = 0; g < kPanelGroups; ++g) {
+      const int64_t group = panel * kPanelGroups + g;
+      if (group < w.Groups()) {
+        __m512i total[kGroupOutputs][kVectors] = {};
+        SumGroup<Tokens>(w, group, x, total);
+        __m512i(*to)[kVectors] = sums[panel % 2].of + g * kGroupOutputs;
+#pragma GCC unroll 4
+        for (int o = 0; o < kGroupOutputs; ++o) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) _mm512_store_si512(&to[o][v], total[o][v]);
         }
       }
-      const int64_t columns = w.n - column < panels * kPanelOutputs ? w.n - column : panels * kPanelOutputs;
-      for (int lane = 0; lane < 16; ++lane) {
-        const int token = Tokens::TokenOf(v, lane);
-        if (token < count) StoreFloats(args.YRow(first + token) + column, y[lane], columns);
-      }
+      if (panel > panel_begin && g < kVectors) finish(panel - 1, g);
     }
   }
+  if (panel_begin == panel_end) return;
+  for (int v = 0; v < kVectors; ++v) finish(panel_end - 1, v);
 }
 
 // A table of 256 bytes, looked up 64 at a time.
@@ -260,25 +274,34 @@ void StoreTokens(uint8_t* to, __m512i bytes) {
 template <typename Tokens>
 void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8_t* y, const ByteTable& table,
                           int64_t panel_begin, int64_t panel_end) {
-  constexpr int kVectors = PanelSums<Tokens>::kVectors;
-  const BlockSparseView& w = args.w;
+  constexpr int kVectors = kVectorsOf<Tokens>;
+  // Copies: what is written to y might be part of args.
+  const BlockSparseView w = args.w;
+  const int32_t* const weight_sums = args.sums;
+  const float *const scales = args.scales, *const biases = args.bias;
+  const int32_t x_zero_point = args.x_zero_point;
+  const bool looks_up = args.table != nullptr;
   const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.y_zero_point));
   const float factor = 1.0f / args.y_scale;
   const float x_factor = args.x_scale * factor;
-  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  const int64_t group_end = GroupEnd(w, panel_end);
   for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
-    const int64_t output = group * kGroupOutputs;
-    const int32_t* of_weights = args.sums + output;
+    const ZeroTerms terms(weight_sums, group, x_zero_point);
     __m512i total[kGroupOutputs][kVectors];
-    SumGroup<Tokens>(
-        w, group, x, [&](int o, int) { return _mm512_set1_epi32(-args.x_zero_point * of_weights[o]); }, total);
 #pragma GCC unroll 4
     for (int o = 0; o < kGroupOutputs; ++o) {
-      if (output + o >= w.n) break;
-      const float bias = args.bias == nullptr ? 0.0f : args.bias[output + o] * factor;
-      __m512i bytes = ToBytes(total[o], args.scales[output + o] * x_factor, bias, zero_point);
-      if (args.table != nullptr) bytes = table(bytes);
-      StoreTokens<Tokens::kWidth>(y + (output + o) * Tokens::kWidth, bytes);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) total[o][v] = terms.of[o];
+    }
+    SumGroup<Tokens>(w, group, x, total);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroupOutputs; ++o) {
+      const int64_t output = group * kGroupOutputs + o;
+      if (output >= w.n) break;
+      const float bias = biases == nullptr ? 0.0f : biases[output] * factor;
+      __m512i bytes = ToBytes(total[o], scales[output] * x_factor, bias, zero_point);
+      if (looks_up) bytes = table(bytes);
+      StoreTokens<Tokens::kWidth>(y + output * Tokens::kWidth, bytes);
     }
   }
 }
@@ -287,31 +310,24 @@ void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8
 template <typename Tokens>
 void MultiplyBlockToSums(const QuantizedSpmmArgs& args, const uint8_t* x, int32_t* y, int64_t panel_begin,
                          int64_t panel_end) {
-  constexpr int kVectors = PanelSums<Tokens>::kVectors;
-  const BlockSparseView& w = args.w;
-  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+  constexpr int kVectors = kVectorsOf<Tokens>;
+  // Copies: what is written to y might be part of args.
+  const BlockSparseView w = args.w;
+  const int32_t* const weight_sums = args.sums;
+  const int32_t x_zero_point = args.x_zero_point;
+  const int64_t group_end = GroupEnd(w, panel_end);
   for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
-    const int64_t output = group * kGroupOutputs;
-    const int32_t* of_weights = args.sums + output;
-    __m512i total[kGroupOutputs][kVectors];
-    SumGroup<Tokens>(
-        w, group, x, [&](int o, int) { return _mm512_set1_epi32(-args.x_zero_point * of_weights[o]); }, total);
+    const ZeroTerms terms(weight_sums, group, x_zero_point);
+    // Sums begin with zeros, which cost nothing: 5 % faster where groups have 10 quads.
+    __m512i total[kGroupOutputs][kVectors] = {};
+    SumGroup<Tokens>(w, group, x, total);
 #pragma GCC unroll 4
     for (int o = 0; o < kGroupOutputs; ++o) {
-      if (output + o >= w.n) break;
-      int32_t* to = y + (output + o) * Tokens::kWidth;
-      if constexpr (kVectors == 4) {  // the order of Tokens64: 4 tokens of each vector
-        const __m512i a = _mm512_shuffle_i32x4(total[o][0], total[o][1], 0x44);
-        const __m512i b = _mm512_shuffle_i32x4(total[o][0], total[o][1], 0xee);
-        const __m512i c = _mm512_shuffle_i32x4(total[o][2], total[o][3], 0x44);
-        const __m512i d = _mm512_shuffle_i32x4(total[o][2], total[o][3], 0xee);
-        _mm512_storeu_si512(to, _mm512_shuffle_i32x4(a, c, 0x88));
-        _mm512_storeu_si512(to + 16, _mm512_shuffle_i32x4(a, c, 0xdd));
-        _mm512_storeu_si512(to + 32, _mm512_shuffle_i32x4(b, d, 0x88));
-        _mm512_storeu_si512(to + 48, _mm512_shuffle_i32x4(b, d, 0xdd));
-      } else {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) _mm512_storeu_si512(to + 16 * v, total[o][v]);
+      const int64_t output = group * kGroupOutputs + o;
+      if (output >= w.n) break;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        _mm512_storeu_si512(y + output * Tokens::kWidth + 16 * v, _mm512_add_epi32(total[o][v], terms.of[o]));
       }
     }
   }

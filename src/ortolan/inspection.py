@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections import Counter
@@ -19,6 +20,7 @@ from ortolan.graph_passes.epilogue import Activation, describe_epilogue
 from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
 from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
 from ortolan.graph_passes.normalize import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY, inline_functions, optimized_with
+from ortolan.graph_passes.quantized_forms import unify_quantized
 from ortolan.graph_passes.replace import sparse_amx_matmul_function as sparse
 from ortolan.graph_passes.replace import w4a8_matmul_function as w4a8
 from ortolan.graph_passes.report import as_text, human_bytes
@@ -165,9 +167,14 @@ def _inspect(file: ModelFile) -> Inspection:
         outputs=[_tensor_info(value) for value in graph_model.graph.outputs],
     )
     inline_functions(graph_model)  # the layers of a model with functions lie inside of them
+    standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
+    outside = {op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
     for node in graph_model.graph.all_nodes():
         if node.domain == ORTOLAN_DOMAIN and node.op_type != lut.OP_TYPE:
             result.linears.append(_packed_info(node))
+    counts = Counter(op_name(node) for node in graph_model.graph.all_nodes())
+    numbers = itertools.count()
+    unify_quantized(graph_model, lambda wanted: f"{wanted}/{next(numbers)}")
     for found in find_linears(graph_model):
         if isinstance(found, Linear):
             matrix = found.matrix()
@@ -187,10 +194,7 @@ def _inspect(file: ModelFile) -> Inspection:
             release_maps(mapped)
         else:
             result.linears.append(LinearInfo(found.name, op_name(found.node), reason=found.reason))
-    counts = Counter(op_name(node) for node in graph_model.graph.all_nodes())
     result.operators = dict(sorted(counts.items()))
-    standard = (*DEFAULT_DOMAINS, ORTOLAN_DOMAIN)
-    outside = {op_name(node) for node in graph_model.graph.all_nodes() if node.domain not in standard}
     result.fusions = {name: count for name, count in result.operators.items() if name in outside}
     return result
 

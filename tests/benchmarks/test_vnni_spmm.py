@@ -6,7 +6,15 @@ import pytest
 from ortolan.benchmarks import dense_peers, vnni_spmm
 from ortolan.benchmarks.cold_layers import layers_session, ort_candidate
 from ortolan.benchmarks.result import BenchOptions, geometric_mean
-from ortolan.benchmarks.vnni_spmm import BARE_SHAPES, TOKENS, WEIGHTS, bare_candidate, our_node, random_weight
+from ortolan.benchmarks.vnni_spmm import (
+    BARE_OUTPUTS,
+    BARE_SHAPES,
+    TOKENS,
+    WEIGHTS,
+    bare_candidate,
+    our_node,
+    random_weight,
+)
 from ortolan.errors import OrtolanError
 
 PEERS = {
@@ -36,10 +44,7 @@ def test_every_sparsity_meets_its_peers():
         for share in ("50%", "90%")
     }
     expected |= {
-        ("bare", 1, m, out, share): PEERS["bare"]
-        for m in (5, 20)
-        for out in ("int32", "uint8")
-        for share in ("50%", "90%")
+        ("bare", 1, m, out, share): PEERS["bare"] for m in (5, 20) for out in BARE_OUTPUTS for share in ("50%", "90%")
     }
     assert found == expected
 
@@ -110,8 +115,8 @@ def test_a_bare_product_and_its_peer_run():
     rng = np.random.default_rng(2)
     x = rng.standard_normal((40, 70), dtype=np.float32)
     node = our_node(random_weight(rng, 70, 37, 0.6), np.ones(37, np.float32))
-    for through_table in (False, True):
-        candidate = bare_candidate(node, through_table)
+    for out in BARE_OUTPUTS:
+        candidate = bare_candidate(node, out)
         assert candidate.copies == 3
         candidate.open(1)(x)()
     dense_peers.ort_matmul_integer(rng, 70, 37).open(1)(x)()

@@ -22,20 +22,31 @@ def widths(m: int) -> list[int]:
     return [width, *widths(m - width)]
 
 
+def places(width: int) -> np.ndarray:
+    """The tokens of a u8 block in the order in which they stand there."""
+    tokens = np.arange(width)
+    return tokens.reshape(4, 4, 4).transpose(1, 0, 2).ravel() if width == 64 else tokens
+
+
 def to_blocks(q: np.ndarray, filling: int = 0) -> np.ndarray:
     """q u8 [m, c] as token blocks."""
     parts, first = [], 0
     for width in widths(len(q)):
         block = q[first : first + width]
-        parts.append(np.pad(block, ((0, width - len(block)), (0, 0)), constant_values=filling).T.ravel())
+        padded = np.pad(block, ((0, width - len(block)), (0, 0)), constant_values=filling)
+        parts.append(padded[places(width)].T.ravel())
         first += width
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
 
 
 def from_blocks(blocks: np.ndarray, m: int, c: int) -> np.ndarray:
+    """Blocks of u8, or of int32 sums, as [m, c]."""
     parts, first = [], 0
     for width in widths(m):
-        parts.append(blocks[first * c : (first + width) * c].reshape(c, width).T)
+        part = blocks[first * c : (first + width) * c].reshape(c, width).T
+        if blocks.dtype == np.uint8:
+            part = part[np.argsort(places(width))]
+        parts.append(part)
         first += width
     return np.concatenate(parts)[:m]
 
@@ -57,6 +68,7 @@ def test_tokens_are_quantized(kernel: str) -> None:
             expected = np.clip(np.rint(x * (np.float32(1) / np.float32(0.02))) + 100, 0, 255).astype(np.uint8)
             blocks = _native.quantize_tokens(x, 0.02, 100, kernel)
             assert blocks.shape == (sum(widths(m)) * k,)
+            assert blocks.ctypes.data % 64 == 0
             np.testing.assert_array_equal(from_blocks(blocks, m, k), expected)
 
 
@@ -81,6 +93,27 @@ def test_floats_out(kernel: str, sparsity: float) -> None:
             product = sums * float(np.float32(0.03)) * layer.scales
             assert y.shape == (m, n) and y.dtype == np.float32
             assert np.all(np.abs(y - (product + bias)) <= 5 * U * (np.abs(product) + np.abs(bias)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("n", [1024, 1020])
+def test_floats_out_at_any_address(kernel: str, n: int) -> None:
+    """Rows 4096 bytes apart, and not; aligned to a line of the cache, and not."""
+    rng = np.random.default_rng(6)
+    m, k = 70, 24
+    layer = BlockSparseLayer.random(rng, k, n, 0.5)
+    x = to_blocks(rng.integers(0, 256, (m, k), dtype=np.uint8))
+    packed = _native.pack_block_sparse(layer.q)
+    product = _native.QuantizedSpmm(m, 0.03, 100, *packed, layer.scales, k, n, kernel=kernel)
+    expected = product.new_output()
+    assert expected.ctypes.data % 64 == 0
+    product.run([product], x, expected)
+    around = np.full(m * n + 32, 7.0, np.float32)
+    first = -(around.ctypes.data // 4) % 16 + 4  # 16 bytes behind a line's start
+    y = around[first : first + m * n].reshape(m, n)
+    product.run([product], x, y)
+    np.testing.assert_array_equal(y, expected)
+    assert np.all(around[:first] == 7) and np.all(around[first + m * n :] == 7)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,0 +1,169 @@
+"""Models that ONNX Runtime's quantizers have made of a sparse one, in every way: their numbers and ranges are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime import quantization
+
+import ortolan
+from ortolan import Recipe
+from ortolan.graph_passes.linear import Linear, find_linears
+from ortolan.models import tiny
+
+from .int8_layers import Int8Layer, optimize, outputs, packed_numbers, sparse_numbers
+from .small_models import make_model, op_types, run
+
+FEEDS = [
+    {
+        "input_ids": np.random.default_rng(seed).integers(0, 101, (2, 12)),
+        "attention_mask": np.ones((2, 12), np.int64),
+        "token_type_ids": np.zeros((2, 12), np.int64),
+    }
+    for seed in range(3)
+]
+
+
+class Reader(quantization.CalibrationDataReader):
+    def __init__(self) -> None:
+        self._left = list(FEEDS)
+
+    def get_next(self):
+        return self._left.pop() if self._left else None
+
+
+@pytest.fixture(scope="module")
+def sparse_bert(tmp_path_factory):
+    """A BERT whose blocks of four outputs are 80 % zero."""
+    path = tmp_path_factory.mktemp("bert") / "float.onnx"
+    steps = [{"name": "normalize"}, {"name": "prune", "pattern": "4x1", "sparsity": 0.8}]
+    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=Recipe.from_dict({"name": "r", "pass": steps}))
+    del report.model.metadata_props[:]  # which say that Ortolan made it
+    onnx.save(report.model, path)
+    return path
+
+
+def layers_of(path) -> dict[str, Linear]:
+    """The int8 layers, by name."""
+    from ortolan.graph_passes.quantized_forms import unify_quantized
+
+    model = ir.load(path)
+    count = iter(range(10**6))
+    unify_quantized(model, lambda wanted: f"{wanted}/{next(count)}")
+    return {found.name: found for found in find_linears(model) if isinstance(found, Linear)}
+
+
+def check_bert(path, tmp_path, most: float, exact: bool) -> None:
+    stored = layers_of(path)
+    assert len(stored) == 12
+    for recipe in ("sparse-int8-4x1", "adopt"):
+        report = optimize(path, tmp_path / "fast.onnx", recipe=recipe, calibration=FEEDS)
+        model = onnx.load(tmp_path / "fast.onnx")
+        assert len(report.replaced) == op_types(model).count("VNNISpMM") == 12
+        for name, layer in stored.items():
+            found, scales = packed_numbers(model, name)
+            np.testing.assert_array_equal(found * scales, layer.matrix())
+            if exact:
+                np.testing.assert_array_equal(found, layer.int8.q.numpy())
+        (error,) = report.output_error
+        assert error.relative_l2 < most
+        assert all(layer.output_error < 0.05 for layer in report.replaced)
+
+
+@pytest.mark.parametrize("reduce_range", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_quantize_dynamic(sparse_bert, tmp_path, per_channel, reduce_range, fused):
+    path = tmp_path / "int8.onnx"
+    quantization.quantize_dynamic(sparse_bert, path, per_channel=per_channel, reduce_range=reduce_range)
+    if fused:
+        path = save_as_optimized(path)
+    check_bert(path, tmp_path, 0.03, exact=True)
+
+
+def save_as_optimized(path):
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(path.with_name("optimized.onnx"))
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    model = onnx.load(path.with_name("optimized.onnx"))
+    # It imports all domains that the process knows, ours as well.
+    kept = [one for one in model.opset_import if one.domain in ("", "com.microsoft")]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    onnx.save(model, path.with_name("optimized.onnx"))
+    return path.with_name("optimized.onnx")
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_quantize_dynamic_to_uint8(sparse_bert, tmp_path, per_channel):
+    """Asymmetric: of 7 bits all zero points fit, of 8 not all."""
+    path = tmp_path / "int8.onnx"
+    kind = quantization.QuantType.QUInt8
+    quantization.quantize_dynamic(sparse_bert, path, per_channel=per_channel, weight_type=kind, reduce_range=True)
+    check_bert(path, tmp_path, 0.03, exact=True)
+    quantization.quantize_dynamic(sparse_bert, path, per_channel=per_channel, weight_type=kind)
+    refused = [layer for layer in layers_of(path).values() if isinstance(layer.int8, str)]
+    assert 0 < len(refused) <= 12
+    report = optimize(path, calibration=FEEDS)
+    assert len(report.replaced) == 12 and report.output_error[0].relative_l2 < 0.05
+    assert any("stored in 8 bits already" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("reduce_range", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("form", list(quantization.QuantFormat))
+@pytest.mark.parametrize("activations", [quantization.QuantType.QUInt8, quantization.QuantType.QInt8])
+def test_quantize_static(sparse_bert, tmp_path, form, per_channel, reduce_range, activations):
+    path = tmp_path / "int8.onnx"
+    quantization.quantize_static(
+        sparse_bert,
+        path,
+        Reader(),
+        quant_format=form,
+        per_channel=per_channel,
+        reduce_range=reduce_range,
+        activation_type=activations,
+        # Residuals and all else stay floats, as quality asks for.
+        op_types_to_quantize=["MatMul"],
+    )
+    # Only where numbers lie at the edge of two steps and sums in another order fall to either side.
+    check_bert(path, tmp_path, 0.01, exact=True)
+
+
+@pytest.mark.parametrize("form", list(quantization.QuantFormat))
+def test_everything_quantized(sparse_bert, tmp_path, form):
+    path = tmp_path / "int8.onnx"
+    quantization.quantize_static(sparse_bert, path, Reader(), quant_format=form)
+    check_bert(path, tmp_path, 0.02, exact=True)
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize("form", list(quantization.QuantFormat))
+def test_quantize_static_of_gemm(tmp_path, form, trans_b):
+    """Its bias is int32."""
+    weights = sparse_numbers(32, 24).astype(np.float32) / 700
+    model = make_model(
+        [helper.make_node("Gemm", ["x", "W", "b"], ["y"], name="linear", transB=int(trans_b))],
+        {"x": (TensorProto.FLOAT, ["batch", 32])},
+        {"y": (TensorProto.FLOAT, ["batch", 24])},
+        {"W": np.ascontiguousarray(weights.T) if trans_b else weights, "b": np.linspace(-1, 1, 24, dtype=np.float32)},
+    )
+    x = Int8Layer("qdq").inputs(50)
+    reader = Reader()
+    reader._left = [{"x": x}]
+    onnx.save(model, tmp_path / "float.onnx")
+    quantization.quantize_static(tmp_path / "float.onnx", tmp_path / "int8.onnx", reader, quant_format=form)
+    (layer,) = layers_of(tmp_path / "int8.onnx").values()
+    report = optimize(tmp_path / "int8.onnx")
+    found, _ = packed_numbers(report.model, layer.name)
+    np.testing.assert_array_equal(found, layer.int8.q.numpy())
+    (original,) = run(str(tmp_path / "int8.onnx"), {"x": x})
+    step = np.ptp(original) / 255
+    for answer in outputs(report.model, x):
+        assert np.abs(answer - original).max() < 1.01 * step
+        assert np.mean(answer != original) < 0.02
