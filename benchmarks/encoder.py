@@ -38,6 +38,7 @@ from .timing import Timing, interleave, pinned
 from .variants import file_megabytes, read_recipes, session_options
 
 PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")
+MOST_TOKENS = 512  # of each of the models
 RANDOM = "bert-base"  # the shape of it, with random weights
 RECIPES = ("sparse-int8-4x1", "sparse-int8-4x1-static")
 SHAPES = ((1, 16), (1, 128), (8, 64), (1, 256))  # batch, tokens
@@ -164,7 +165,10 @@ def read_shape(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"expected BATCHxTOKENS such as 1x128, found {text!r}")
-    return int(match[1]), int(match[2])
+    batch, tokens = int(match[1]), int(match[2])
+    if tokens > MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} has {tokens} tokens, expected at most {MOST_TOKENS}: positions end")
+    return batch, tokens
 
 
 def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[str]]:

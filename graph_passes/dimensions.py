@@ -28,7 +28,7 @@ _NAMES = """
 same: Identity Cast Relu Gelu Erf Tanh Sigmoid Sqrt Softmax LogSoftmax LayerNormalization RMSNormalization Dropout Neg
     Exp Abs Not IsNaN IsInf Clip Round Swish Elu LeakyRelu HardSwish Softplus Reciprocal Floor Ceil Log Sin Cos CumSum
     Trilu SimplifiedLayerNormalization SkipLayerNormalization SkipSimplifiedLayerNormalization BiasGelu FastGelu
-    QuickGelu
+    QuickGelu QuantizeLinear DequantizeLinear DynamicQuantizeLinear
 broadcast: Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Min Max Mod
 boolean: And Or Xor Not Equal Less LessOrEqual Greater GreaterOrEqual IsNaN IsInf
 """
@@ -113,6 +113,12 @@ class Dimensions:
             return ir.DataType.INT64
         if node.op_type in ("Where", "DequantizeLinear"):
             return self.dtype(node.inputs[1])
+        if node.op_type == "QuantizeLinear":
+            return self.dtype(node.inputs[2]) if len(node.inputs) > 2 else node.outputs[0].dtype
+        if node.op_type == "DynamicQuantizeLinear":
+            return ir.DataType.UINT8
+        if node.op_type == "MatMulIntegerToFloat":
+            return ir.DataType.FLOAT
         if node.op_type == "EmbedLayerNormalization":
             return self.dtype(node.inputs[2])
         types = (self.dtype(value) for value in node.inputs)
@@ -311,7 +317,7 @@ class Dimensions:
 
 
 _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
-    "MatMul": Dimensions._matmul,
+    **dict.fromkeys(("MatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"), Dimensions._matmul),
     "Gemm": Dimensions._gemm,
     "MatMulNBits": Dimensions._linear,
     "W4A8MatMul": Dimensions._linear,

@@ -67,7 +67,7 @@ def _operator(x: ir.Value, n: int) -> LayerNorm | None:
     node = only_consumer(x)
     if node is None or node.op_type != "LayerNormalization" or node.domain not in DEFAULT_DOMAINS:
         return None
-    weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
+    weight, bias = (node.inputs[index] if index < len(node.inputs) else None for index in (1, 2))
     attributes = node.attributes
     if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         return None

@@ -96,9 +96,10 @@ class PrunePass(RecipePass):
                     self._put(model, group, pruned)
         step()
         if self._int8:
+            more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
             self.context.note(
-                f"{len(self._int8)} layers that the model stores in int8, such as {self._int8[0]!r}, were pruned; what "
-                "is left of their numbers stays the same"
+                f"pruned, though stored in int8: layer {self._int8[0]!r}{more}; "
+                "what is left of their numbers stays the same"
             )
         return ir.passes.PassResult(model, modified=bool(groups))
 

@@ -46,6 +46,8 @@ class RangesPass(RecipePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
         linears = context.survey(model)
+        if context.dry_run and context.feeds is None:
+            context.note("pass 'ranges' needs calibration inputs (calibration=…): without them, a run is refused")
         if context.dry_run or not linears:
             return ir.passes.PassResult(model, modified=False)
         feeds = feeds_for(context)
@@ -72,11 +74,25 @@ class RangesPass(RecipePass):
         finally:
             for file in (path, data_path(path)):
                 file.unlink(missing_ok=True)
-        for name, found in numbers.items():
-            if not np.isfinite(found).all():
+        idle = []
+        for name in recorder.names:
+            if name not in numbers:
+                raise CalibrationError(
+                    f"value {name!r} is empty on the calibration feeds, so it has no range; give feeds with tokens in "
+                    "them"
+                )
+            if not np.isfinite(numbers[name]).all():
                 raise CalibrationError(
                     f"value {name!r} holds NaN or infinity on the calibration feeds, so it has no range; give other "
-                    "feeds, or use a recipe without pass 'ranges', which finds ranges when the model runs"
+                    "feeds, look for NaN in the model's own constants, or use a recipe without pass 'ranges', which "
+                    "finds ranges when the model runs"
                 )
+            if not numbers[name].any():
+                idle.append(name)
+        if idle:
+            raise CalibrationError(
+                f"{len(idle)} values, such as {idle[0]!r}, are zero throughout the calibration feeds, so whatever else "
+                "they are later would be cut off; give typical feeds"
+            )
         context.activations = numbers
         return ir.passes.PassResult(model, modified=False)

@@ -216,17 +216,23 @@ class ReplacePass(RecipePass):
         if weight is None:
             return False
         if context.dry_run:
-            self._mark([mlp.hidden], mlp.between.operators)
+            self._mark([mlp.hidden], self._between(mlp))
             self._put(model, [mlp.layer], weight)
             return True
         table = make_byte_table(mlp, context.activations, model.opset_imports)
         if isinstance(table, str):
             note_apart(context, {mlp.hidden: table})
             return False
-        self._mark([mlp.hidden], mlp.between.operators)
+        self._mark([mlp.hidden], self._between(mlp))
         weight = dataclasses.replace(weight, x_range=table.y)
         self._put(model, [mlp.layer], weight, HiddenLayer(mlp, hidden_weight, table))
         return True
+
+    def _between(self, mlp: Mlp) -> list[str]:
+        """For people: the activation's name, or its operators."""
+        found = find_epilogue(mlp.hidden.output)
+        named = found.activation != Activation.NONE and found.output is mlp.layer.x and found.residual is None
+        return [found.activation.name.lower()] if named else mlp.between.operators
 
     def _accepted(self, linear: Linear) -> LayerWeight | None:
         """The weight that the operator takes over, or None and, in the report, why not."""

@@ -18,6 +18,8 @@ from ..lut import Chain, NoTableError, evaluate, find_chain, find_cone, graph_or
 from ..quantizers.fixed_range import FixedRange, choose_range
 from .replacement import LayerWeight
 
+# Alone, these make no hidden layer of what is in front of them.
+_NO_ACTIVATION = ("Cast", "DequantizeLinear", "Div", "Identity", "Mul", "QuantizeLinear")
 _SHAPE_OPERATORS = ("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 _GRID = 1 << 16  # numbers that the chain is computed for, to choose a range by what becomes of them
 
@@ -65,20 +67,20 @@ def find_mlps(linears: Sequence[Linear], graph: ir.Graph) -> tuple[dict[Linear, 
         before = reshapes_behind(hidden.output, hidden.n)
         start = before[-1].outputs[0] if before else hidden.output
         cone = find_cone(start, graph, order)
-        if not cone.nodes:
+        if not any(node.op_type not in _NO_ACTIVATION for node in cone.nodes):
             continue
         chain = find_chain(cone)
         if chain is None:
-            refused[hidden] = f"more than one operator takes {start.name!r}"
+            refused[hidden] = "more than one operator takes what the layer puts out"
             continue
         after = reshapes_behind(chain.output, hidden.n)
         end = after[-1].outputs[0] if after else chain.output
         layer = by_input.get(end)
         if layer is None or layer.node.graph is not graph:
-            reasons = [f" ({reason})" for reason in cone.refused.values()]
-            refused[hidden] = f"{end.name!r} is not what a linear layer takes{reasons[0] if reasons else ''}"
+            takers = sorted({use.node.op_type for use in end.uses()})
+            refused[hidden] = f"the activation goes to {', '.join(takers) or 'an output of the model'}, not to a layer"
         elif len(end.uses()) > 1 or end.is_graph_output():
-            refused[hidden] = f"other operators take {end.name!r} as well"
+            refused[hidden] = "not only the next layer takes the activation"
         elif (before or after) and (hidden.node.op_type, layer.node.op_type) != ("Gemm", "Gemm"):
             refused[hidden] = "it is reshaped between the layers, which is understood for Gemm only"
         else:

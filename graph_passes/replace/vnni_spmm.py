@@ -39,8 +39,6 @@ class VNNISpMM(Replacement):
     normalizes = True
     takes_ranges = True
 
-    takes_ranges = True
-
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'

@@ -135,7 +135,11 @@ def optimize(
         ),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Arrays named like the model's inputs: data to verify on.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Arrays named like the model's inputs: to verify on, and for recipes that calibrate.",
+        ),
     ] = None,
     portable: Annotated[
         bool,

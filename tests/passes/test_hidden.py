@@ -86,7 +86,8 @@ def test_an_mlp_is_one_node(between: list[NodeProto]) -> None:
     check(model, report, 1)
     assert len(report.model.graph.node) == 1 and report.model.graph.node[0].name == "second"
     first, second = report.layers
-    assert first.fused == [node.op_type for node in between] and first.new_op == second.new_op == "VNNISpMM"
+    named = {5: ["gelu"]}.get(len(between), ["relu"] if between[0].op_type == "Relu" else [between[0].op_type])
+    assert first.fused == named and first.new_op == second.new_op == "VNNISpMM"
     assert first.output_error is not None and second.output_error is not None
     assert first.output_error < 0.03 and second.output_error < 0.03
 
@@ -168,6 +169,12 @@ def test_a_dry_run_tells_the_same() -> None:
     assert [layer.fused for layer in dry.layers] == [layer.fused for layer in real.layers]
 
 
+@pytest.mark.parametrize(("x", "message"), [(np.zeros((0, K)), "is empty"), (np.zeros((5, K)), "are zero throughout")])
+def test_inputs_that_tell_nothing_are_refused(x: np.ndarray, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        optimized(mlp_model(GELU), calibration={"x": x.astype(np.float32)})
+
+
 def test_values_that_are_not_finite_are_refused() -> None:
     steps = [step for step in Recipe.load(RECIPE).to_dict()["pass"] if step["name"] in ("normalize", "ranges")]
     feeds = inputs()
@@ -237,12 +244,12 @@ def test_reshapes_that_mix_rows_keep_layers_apart() -> None:
 @pytest.mark.parametrize(
     ("between", "outputs", "reason"),
     [
-        (GELU, ("y", "u"), "is not what a linear layer takes|more than one operator"),
-        (GELU, ("y", "v"), "other operators take 'v' as well"),
+        (GELU, ("y", "u"), "not to a layer|more than one operator"),
+        (GELU, ("y", "v"), "not only the next layer takes the activation"),
         (
             [*unary("Relu")[:0], *GELU[:-1], helper.make_node("Softmax", ["g"], ["v"], name="s")],
             ("y",),
-            "not element-wise",
+            "goes to Softmax, not to a layer",
         ),
     ],
 )
