@@ -357,10 +357,14 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
     return index == 0 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
   static void InferShape(OrtShapeInferContext* context) {
-    if (HasMoreInputs(context, kPastKey)) return;  // left open: [B, H, S, D] would have to be told from [B, S, H D]
+    // Y alone: of present_key and present_value, the number of tokens has no name.
+    if (Rank(context, kQuery) != 3) return;
     int64_t width = LastDimension(context, kQuery);
     if (width < 0) return;
-    if (!HasMoreInputs(context, kKey)) {
+    if (Rank(context, kKey) < 2) {
+      // Packed, or a key of which nothing is known.
+      const bool packed = !HasMoreInputs(context, kKey) || IsOneNumber(context, kKey);
+      if (!packed) return;
       const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
       int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
       if (kv_heads == 0) kv_heads = heads;

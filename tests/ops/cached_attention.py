@@ -358,3 +358,15 @@ def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -
     session.run_with_iobinding(binding)
     y = binding.copy_outputs_to_cpu()[-1]  # bound last
     return [y, *(value.numpy().copy() for value in shared.values())]
+
+
+def declare_ranks(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
+    """Gives the model's inputs and outputs shapes of named dimensions, as ONNX's checker wants them."""
+    ranks = {name: array.ndim for name, array in feeds.items()}
+    for value in (*model.graph.input, *model.graph.output):
+        rank = ranks.get(value.name, 3 if value.name == "y" else 4)
+        value.CopyFrom(
+            helper.make_tensor_value_info(
+                value.name, value.type.tensor_type.elem_type, [f"{value.name}{axis}" for axis in range(rank)]
+            )
+        )
