@@ -66,6 +66,24 @@ def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 
+def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
+    """The attribute scale, or what it stands for."""
+    op = body.op
+    given = op("Constant", value_float=ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT))
+    root = op("Sqrt", op("Cast", head_dim, to=ir.DataType.FLOAT))
+    return op("Where", op("Equal", given, body.number(0)), op("Reciprocal", root), given)
+
+
+def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
+    """The softmax of scores; zero_hidden_rows: some nodes have that."""
+    op = body.op
+    weights = op("Softmax", scores, axis=-1)
+    if not zero_hidden_rows:
+        return weights
+    is_set = op("Cast", body.attribute("zero_hidden_rows"), to=ir.DataType.BOOL)
+    return op("Where", op("And", op("IsNaN", weights), is_set), body.number(0), weights)
+
+
 class _Attention:
     def __init__(self, body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses) -> None:
         self._body = body
@@ -86,7 +104,7 @@ class _Attention:
         query, key, value = self._operands()
         # Grouped: batch, key head, query head of its group, row, input; else batch, head, row, input.
         transposed = op("Transpose", key, perm=[0, 1, 2, 4, 3] if self._uses.grouped else [0, 1, 3, 2])
-        scores = op("MatMul", op("Mul", query, self._scale()), transposed)
+        scores = op("MatMul", op("Mul", query, scale_of(body, self._head_dim)), transposed)
         grouped_shape = op("Shape", scores)
         queries, keys = self._size(scores, -2), self._size(scores, -1)
         if self._uses.grouped:
@@ -95,12 +113,7 @@ class _Attention:
             scores = op("Add", scores, self._inputs["mask"])
         if self._uses.causal:
             scores = op("Where", self._seen(queries, keys), scores, body.number(-np.inf))
-        weights = op("Softmax", scores, axis=-1)
-        if self._uses.zero_hidden_rows:
-            zeroed = op(
-                "And", op("IsNaN", weights), op("Cast", body.attribute("zero_hidden_rows"), to=ir.DataType.BOOL)
-            )
-            weights = op("Where", zeroed, body.number(0), weights)
+        weights = weights_of(body, scores, self._uses.zero_hidden_rows)
         if self._uses.grouped:
             weights = op("Reshape", weights, grouped_shape)
         y = op("MatMul", weights, value)
@@ -139,12 +152,6 @@ class _Attention:
         group = op("Div", heads, self._kv_heads) if is_query else body.integer(1)
         split = op("Reshape", x, body.shape(0, 0, self._kv_heads, group, self._head_dim))
         return op("Transpose", split, perm=[0, 2, 3, 1, 4])
-
-    def _scale(self) -> ir.Value:
-        body, op = self._body, self._body.op
-        given = op("Constant", value_float=ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT))
-        root = op("Sqrt", op("Cast", self._head_dim, to=ir.DataType.FLOAT))
-        return op("Where", op("Equal", given, body.number(0)), op("Reciprocal", root), given)
 
     def _seen(self, queries: ir.Value, keys: ir.Value) -> ir.Value:
         """Whether query i sees key j, [queries, keys]; all of them where the node is not causal."""

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "isa/kernel_table.h"
@@ -87,47 +88,98 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, std::string node, Ca
                               ". Optimize the original model again."));
     }
     codebooks_ = static_cast<const float*>(books.data);
+    for (int64_t i = 0; i < books.count; ++i) {
+      if (std::isfinite(codebooks_[i])) continue;
+      throw OpError(ErrorText(node_, ": codebooks '", books.name, "' holds ", codebooks_[i], " at ", i,
+                              ", expected finite numbers. Optimize the original model again."));
+    }
+  }
+  for (const size_t output : {size_t{1}, size_t{2}}) {
+    if (output < names.GetOutputCount() && !names.GetOutputName(output).empty()) continue;
+    throw OpError(ErrorText(node_, ": output ", output, " (", output == 1 ? "present_key" : "present_value",
+                            ") is missing, expected one where past_key is given"));
   }
   has_lengths_ = HasInput(info, inputs.lengths) && !IsEmptyConstant(info, inputs.lengths);
   has_rotary_ = HasInput(info, inputs.cos);
   if (has_rotary_ != HasInput(info, inputs.sin)) {
     throw OpError(ErrorText(node_, ": only one of the inputs cos and sin is given, expected both or none"));
   }
-  interleaved_ = IntAttributeOr(info, "rotary_interleaved", 0) != 0;
+  const int64_t interleaved = IntAttributeOr(info, "rotary_interleaved", 0);
+  if (interleaved != 0 && interleaved != 1) {
+    throw OpError(ErrorText(node_, ": rotary_interleaved is ", interleaved, ", expected 0 or 1"));
+  }
+  interleaved_ = interleaved == 1;
 }
 
-CachedAttention::Lengths CachedAttention::ReadLengths(const Ort::KernelContext& context, int64_t batch,
-                                                      int64_t queries) const {
-  const std::vector<int64_t> shape = ShapeOf(context, inputs_.past_key);
-  const int64_t room = shape.size() == 4 ? shape[2] : 0;
+void CachedAttention::CheckHeadDim(int64_t head_dim) const {
+  if (codebooks_ != nullptr && layout_.head_dim != head_dim) {
+    throw OpError(ErrorText(node_, ": heads are of ", head_dim, " numbers, but codebooks are for ", layout_.head_dim,
+                            ". Optimize the original model again."));
+  }
+  if (has_rotary_ && head_dim % 2 != 0) {
+    throw OpError(ErrorText(node_, ": heads are of ", head_dim, " numbers, expected an even number for cos and sin"));
+  }
+}
+
+int64_t CachedAttention::Room(const Ort::KernelContext& context, const AttentionCall& call) const {
+  const auto tokens_of = [&](size_t input, const std::string& name, int64_t row) {
+    const std::vector<int64_t> shape = ShapeOf(context, input);
+    if (shape.size() == 4 && shape[0] == call.batch && shape[1] == call.kv_heads && shape[3] == row) return shape[2];
+    throw OpError(ErrorText(node_, ": past cache '", name, "' has shape ", ShapeText(shape), ", expected [", call.batch,
+                            ", ", call.kv_heads, ", tokens, ", row, "] (", call.kv_heads, " heads of ", call.head_dim,
+                            "). Feed the model inputs of the shapes it was exported for."));
+  };
+  const int64_t key_row = codebooks_ == nullptr ? call.head_dim : layout_.RowBytes();
+  const int64_t value_row = int8_values_ ? ValueRowBytes(call.head_dim) : call.head_dim;
+  const int64_t room = tokens_of(inputs_.past_key, past_key_name_, key_row);
+  const int64_t value_room = tokens_of(inputs_.past_value, past_value_name_, value_row);
+  if (value_room != room) {
+    throw OpError(ErrorText(node_, ": past_key '", past_key_name_, "' holds ", room, " tokens and past_value '",
+                            past_value_name_, "' ", value_room,
+                            ", expected as many. Feed what the model put out as present."));
+  }
+  if (room > kMaxTokens || call.queries > kMaxTokens - room) {
+    throw OpError(ErrorText(node_, ": there are ", room, " tokens in the cache and ", call.queries,
+                            " in the call, expected at most ", kMaxTokens));
+  }
+  return room;
+}
+
+CachedAttention::Lengths CachedAttention::ReadLengths(const Ort::KernelContext& context,
+                                                      const AttentionCall& call) const {
+  CheckHeadDim(call.head_dim);
+  const int64_t room = Room(context, call);
   Lengths lengths;
   if (!has_lengths_) {
-    lengths.past.assign(static_cast<size_t>(batch), room);
-    lengths.added.assign(static_cast<size_t>(batch), queries);
-    lengths.total = room + queries;
+    lengths.total = room + call.queries;
+    if (lengths.total == 0) return lengths;  // of a batch that need not be in anyone's memory
+    lengths.past.assign(static_cast<size_t>(call.batch), room);
+    lengths.added.assign(static_cast<size_t>(call.batch), call.queries);
     return lengths;
   }
   const Ort::ConstValue value = context.GetInput(inputs_.lengths);
-  const std::vector<int64_t> given = value.GetTensorTypeAndShapeInfo().GetShape();
-  int64_t count = 1;
-  for (const int64_t size : given) count *= size;
-  if (count != batch) {
-    throw OpError(ErrorText(node_, ": lengths has shape ", ShapeText(given), ", expected [", batch,
+  const Ort::TensorTypeAndShapeInfo info = value.GetTensorTypeAndShapeInfo();
+  if (static_cast<int64_t>(info.GetElementCount()) != call.batch) {
+    throw OpError(ErrorText(node_, ": lengths has shape ", ShapeText(info.GetShape()), ", expected [", call.batch,
                             "], one for each sequence. Feed the model inputs of the shapes it was exported for."));
   }
   lengths.total = room;
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t after = int64_t{value.GetTensorData<int32_t>()[b]} + 1;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t last = value.GetTensorData<int32_t>()[b];
+    if (last < 0) {
+      throw OpError(ErrorText(node_, ": lengths holds ", last, " for sequence ", b,
+                              ", expected its tokens after this call less 1, 0 or more"));
+    }
     // Of a first prompt, a sequence may be shorter than the longest: what follows it is padding.
-    const int64_t past = std::max<int64_t>(after - queries, 0);
-    if (after < 1 || past > room || after > kMaxTokens) {
-      throw OpError(ErrorText(node_, ": sequence ", b, " has ", after, " tokens after this call of ", queries,
+    const int64_t past = std::max<int64_t>(last + 1 - call.queries, 0);
+    if (past > room) {
+      throw OpError(ErrorText(node_, ": sequence ", b, " has ", last + 1, " tokens after this call of ", call.queries,
                               ", but past_key '", past_key_name_, "' holds ", room,
                               ". Feed a cache that holds all tokens before."));
     }
     lengths.past.push_back(past);
-    lengths.added.push_back(after - past);
-    lengths.total = std::max(lengths.total, past + queries);
+    lengths.added.push_back(last + 1 - past);
+    lengths.total = std::max(lengths.total, past + call.queries);
   }
   return lengths;
 }
@@ -147,30 +199,18 @@ CachedAttention::Cache CachedAttention::Present(Ort::KernelContext& context, siz
   const Ort::TensorTypeAndShapeInfo info = past.GetTensorTypeAndShapeInfo();
   const bool bytes = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   const int64_t row = bytes ? row_bytes : row_bytes / kFloat;
-  const std::vector<int64_t> shape = info.GetShape();
-  if (shape.size() != 4 || shape[0] != call.batch || shape[1] != call.kv_heads || shape[3] != row) {
-    throw OpError(ErrorText(node_, ": past cache '", input == inputs_.past_key ? past_key_name_ : past_value_name_,
-                            "' has shape ", ShapeText(shape), ", expected [", call.batch, ", ", call.kv_heads,
-                            ", tokens, ", row, "] (", call.kv_heads, " heads of ", call.head_dim,
-                            "). Feed the model inputs of the shapes it was exported for."));
-  }
-  const int64_t room = ShapeOf(context, inputs_.past_key)[2];
-  if (shape[2] != room) {
-    throw OpError(ErrorText(node_, ": past_key '", past_key_name_, "' holds ", room, " tokens and past_value '",
-                            past_value_name_, "' ", shape[2],
-                            ", expected as many. Feed what the model put out as present."));
-  }
+  const int64_t room = info.GetShape()[2];
   Ort::UnownedValue present = context.GetOutput(output, {call.batch, call.kv_heads, lengths.total, row});
   Cache cache;
   cache.data = static_cast<char*>(present.GetTensorMutableRawData());
   cache.row_bytes = row_bytes;
   cache.head_bytes = lengths.total * row_bytes;
   const char* from = static_cast<const char*>(past.GetTensorRawData());
-  if (from == cache.data) return cache;
+  if (from == cache.data || lengths.total == 0) return cache;
   ParallelFor(context, call.batch * call.kv_heads, [&](int64_t i) {
     const int64_t tokens = lengths.past[static_cast<size_t>(i / call.kv_heads)];
     char* to = cache.data + i * cache.head_bytes;
-    std::memcpy(to, from + i * room * row_bytes, static_cast<size_t>(tokens * row_bytes));
+    if (tokens > 0) std::memcpy(to, from + i * room * row_bytes, static_cast<size_t>(tokens * row_bytes));
     // What is not filled is no one's memory.
     std::memset(to + tokens * row_bytes, 0, static_cast<size_t>(cache.head_bytes - tokens * row_bytes));
   });
@@ -233,17 +273,19 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   }
 }
 
-// Whether the mask only hides, and leaves tokens without a gap.
-bool CachedAttention::VisibleRange(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, int64_t keys,
-                                   int64_t* begin, int64_t* end) const {
+// The tokens that a query sees, and whether that is all there is to say: the mask only hides, and leaves tokens without
+// a gap.
+bool CachedAttention::VisibleRange(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t head,
+                                   int64_t query, int64_t* begin, int64_t* end) const {
+  const int64_t past = lengths.past[static_cast<size_t>(batch)];
   *begin = 0;
-  *end = keys;
+  *end = past + lengths.added[static_cast<size_t>(batch)];
+  if (call.causal) *end = std::min(*end, past + query + 1);
   if (call.mask.data == nullptr) return true;
   const std::vector<int64_t>& strides = call.mask.strides;
-  if (head > 0 && strides[1] == 0) return true;  // as that of head 0, which the caller asks first
   const float* row = call.mask.data + batch * strides[0] + head * strides[1] + query * strides[2];
   const auto at = [&](int64_t j) { return row[j * strides[3]]; };
-  while (*begin < keys && at(*begin) <= kHidden) ++*begin;
+  while (*begin < *end && at(*begin) <= kHidden) ++*begin;
   while (*end > *begin && at(*end - 1) <= kHidden) --*end;
   if (*begin == *end) return false;  // what a row of hidden keys gives is the exact kernel's to say
   for (int64_t j = *begin; j < *end; ++j) {
@@ -253,17 +295,6 @@ bool CachedAttention::VisibleRange(const AttentionCall& call, int64_t batch, int
 }
 
 void CachedAttention::Run(Ort::KernelContext& context, AttentionCall call, const Lengths& lengths) const {
-  if (codebooks_ != nullptr && layout_.head_dim != call.head_dim) {
-    throw OpError(ErrorText(node_, ": heads are of ", call.head_dim, " numbers, but codebooks are for ",
-                            layout_.head_dim, ". Optimize the original model again."));
-  }
-  if ((codebooks_ != nullptr || int8_values_) && !ValidateKeyCodeLayout({call.head_dim, 1}).empty()) {
-    throw OpError(
-        ErrorText(node_, ": heads are of ", call.head_dim, " numbers: ", ValidateKeyCodeLayout({call.head_dim, 1})));
-  }
-  if (lengths.total > kMaxTokens) {
-    throw OpError(ErrorText(node_, ": there are ", lengths.total, " tokens, expected at most ", kMaxTokens));
-  }
   const Cache keys = Present(context, inputs_.past_key, 1, call, lengths, KeyRowBytes(call.head_dim));
   const Cache values = Present(context, inputs_.past_value, 2, call, lengths, ValueRowBytesOf(call.head_dim));
   if (call.batch == 0 || call.queries == 0) return;
@@ -285,11 +316,9 @@ void CachedAttention::Run(Ort::KernelContext& context, AttentionCall call, const
   for (int64_t i = 0; ranges && i < call.batch * mask_heads * call.queries; ++i) {
     const int64_t batch = i / (mask_heads * call.queries), query = i % call.queries;
     int64_t begin, end, first_begin, first_end;
-    const int64_t keys_seen = lengths.past[static_cast<size_t>(batch)] + call.queries;
     const int64_t head = i / call.queries % mask_heads;
-    ranges = VisibleRange(call, batch, 0, query, keys_seen, &first_begin, &first_end) &&
-             VisibleRange(call, batch, head, query, keys_seen, &begin, &end) && begin == first_begin &&
-             end == first_end;
+    ranges = VisibleRange(call, lengths, batch, 0, query, &first_begin, &first_end) &&
+             VisibleRange(call, lengths, batch, head, query, &begin, &end) && begin == first_begin && end == first_end;
   }
   if (ranges) return Decode(context, call, lengths, keys, values);
   Prompt(context, call, lengths, keys, values);
@@ -300,8 +329,8 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
   const DecodeAttentionKernel& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
   const int64_t group = call.heads / call.kv_heads;
   const int64_t rows = call.batch * call.kv_heads * call.queries;
-  const int64_t parts =
-      std::clamp<int64_t>(std::min((kPieces + rows - 1) / rows, lengths.total / kMinPartTokens), 1, kPieces);
+  const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
+  const int64_t parts = std::clamp<int64_t>(std::min((kPieces + rows - 1) / rows, most / kMinPartTokens), 1, kPieces);
   const int64_t partial_floats = Aligned(group * (2 + call.head_dim) * kFloat) / kFloat;
   const Scratch partials(context, static_cast<size_t>(rows * parts * partial_floats * kFloat));
   const auto partial_of = [&](int64_t item) {
@@ -315,8 +344,7 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
                        const int64_t batch = row / call.queries / call.kv_heads;
                        const int64_t past = lengths.past[static_cast<size_t>(batch)];
                        int64_t begin, end;
-                       VisibleRange(call, batch, 0, query, past + call.queries, &begin, &end);
-                       if (call.causal) end = std::min(end, past + query + 1);
+                       VisibleRange(call, lengths, batch, 0, query, &begin, &end);
                        const int64_t head = batch * call.kv_heads + kv_head;
                        DecodeAttentionArgs args;
                        args.heads = group;
@@ -325,8 +353,6 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
                        args.q_head_bytes = call.q.head_bytes;
                        args.scale = call.scale;
                        args.tokens = past + lengths.added[static_cast<size_t>(batch)];
-                       end = std::min(end, args.tokens);  // of padding, anything
-                       begin = std::min(begin, end);
                        const char* key_rows = keys.data + head * keys.head_bytes;
                        const char* value_rows = values.data + head * values.head_bytes;
                        if (codebooks_ != nullptr) {
@@ -367,7 +393,9 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
   const int64_t group = call.heads / call.kv_heads;
   const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
   const int64_t row_bytes = call.head_dim * kFloat;
-  const bool as_given = most == call.queries;  // nothing is in the past
+  // A short call reads all from the cache, whatever its masks are.
+  const bool own_cached = call.queries <= kMostDecodeQueries && (codebooks_ != nullptr || int8_values_);
+  const bool as_given = most == call.queries && !own_cached;  // nothing is in the past
   const int64_t row_count = group * call.queries;
   const int64_t chunks = (row_count + kAttentionRows - 1) / kAttentionRows;
   const int64_t heads = call.batch * call.kv_heads;
@@ -384,19 +412,21 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
       float* v = k + most * call.head_dim;
       const char* key_rows = keys.data + head * keys.head_bytes;
       const char* value_rows = values.data + head * values.head_bytes;
-      const int64_t tokens = past + lengths.added[static_cast<size_t>(batch)];
+      const int64_t added = lengths.added[static_cast<size_t>(batch)];
+      const int64_t from_cache = own_cached ? past + added : past;
       if (codebooks_ != nullptr) {
         DecodeKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), reinterpret_cast<const uint8_t*>(key_rows),
-                   tokens, 0, past, k, row_bytes);
+                   past + added, 0, from_cache, k, row_bytes);
       } else {
-        std::memcpy(k, key_rows, static_cast<size_t>(past * row_bytes));
+        std::memcpy(k, key_rows, static_cast<size_t>(from_cache * row_bytes));
       }
       if (int8_values_) {
-        DecodeValues(call.head_dim, reinterpret_cast<const uint8_t*>(value_rows), tokens, 0, past, v, row_bytes);
+        DecodeValues(call.head_dim, reinterpret_cast<const uint8_t*>(value_rows), past + added, 0, from_cache, v,
+                     row_bytes);
       } else {
-        std::memcpy(v, value_rows, static_cast<size_t>(past * row_bytes));
+        std::memcpy(v, value_rows, static_cast<size_t>(from_cache * row_bytes));
       }
-      for (int64_t i = 0; i < call.queries; ++i) {
+      for (int64_t i = from_cache - past; i < call.queries; ++i) {
         std::memcpy(k + (past + i) * call.head_dim, call.k.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
         std::memcpy(v + (past + i) * call.head_dim, call.v.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
       }
@@ -408,7 +438,9 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
     AttentionArgs args;
     args.heads = group;
     args.queries = call.queries;
-    args.keys = lengths.past[static_cast<size_t>(batch)] + call.queries;
+    // Causality hides padding, whose keys are the last ones. Without it they are left out.
+    args.keys = lengths.past[static_cast<size_t>(batch)] +
+                (call.causal ? call.queries : lengths.added[static_cast<size_t>(batch)]);
     args.head_dim = call.head_dim;
     args.q = call.q.At(batch, kv_head * group, 0);
     args.q_head_bytes = call.q.head_bytes;

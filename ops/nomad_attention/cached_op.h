@@ -5,10 +5,15 @@
 //
 //     codebooks float [KV, D / d_sub, 16, d_sub]: keys are codes, u8, row D / d_sub / 2 (formats/key_code_cache.h), and
 //     values int8 with scales, u8, row 2 + D (formats/value_cache.h), or float, row D. Without codebooks keys and
-//     values are float, row D, and attention is exact. lengths int32 [B]: the tokens of each sequence after this call,
-//     less 1, as GroupQueryAttention's seqlens_k; L is then the larger of P and the longest sequence, and P may be room
-//     that is not filled yet. Without: all of P and S. cos, sin float [positions, D / 2]: rotary embedding of query and
-//     key, at the position in the sequence
+//     values are float, row D, and attention is exact. lengths int32, B numbers: the tokens of each sequence after this
+//     call, less 1, as GroupQueryAttention's seqlens_k. A sequence of fewer than S tokens begins with this call, and
+//     what follows it in the call is padding; one of more has its last S tokens in the call. P may then be room that is
+//     not filled yet, and L is the larger of P and the longest past + S. Without: all of P and S. cos, sin float
+//     [positions, D / 2]: rotary embedding of query and key, at the position in the sequence
+//
+// Y of padding is of no use, and may be anything but NaN where the inputs are finite. Padding is not appended, and seen
+// by padding only. What is behind the tokens of a sequence in the present cache stays what it was in a buffer that is
+// shared, and is 0 elsewhere.
 //
 // The cache of some tokens is no cache of fewer: full blocks lie in another order. So lengths may go back only by
 // starting anew.
@@ -16,8 +21,8 @@
 // Where past and present are one buffer, nothing is copied: the cost of a token is what attention reads. Else what is
 // valid of the past is copied.
 //
-// A call of few tokens reads the cache as it is. In a call of several, a prompt, its own keys and values are exact;
-// those of the past are what the cache holds.
+// A call of up to 4 tokens reads the cache as it is, its own tokens included. In a longer one, a prompt, its own keys
+// and values are exact; those of the past are what the cache holds.
 #pragma once
 
 #include <optional>
@@ -79,7 +84,8 @@ class CachedAttention {
     std::vector<int64_t> added;
     int64_t total = 0;  // L
   };
-  Lengths ReadLengths(const Ort::KernelContext& context, int64_t batch, int64_t queries) const;
+  // Throws OpError, also if the shapes of the past cache do not fit the call.
+  Lengths ReadLengths(const Ort::KernelContext& context, const AttentionCall& call) const;
 
   // Rotates, appends and attends. Outputs 1 and 2 are the present cache.
   void Run(Ort::KernelContext& context, AttentionCall call, const Lengths& lengths) const;
@@ -91,6 +97,10 @@ class CachedAttention {
     int64_t head_bytes = 0;
   };
 
+  // Throws OpError if heads of this size do not fit the cache's kind.
+  void CheckHeadDim(int64_t head_dim) const;
+  // The tokens that the past cache holds or has room for, P. Throws OpError if a shape does not fit the call.
+  int64_t Room(const Ort::KernelContext& context, const AttentionCall& call) const;
   int64_t KeyRowBytes(int64_t head_dim) const;
   int64_t ValueRowBytesOf(int64_t head_dim) const;
   Cache Present(Ort::KernelContext& context, size_t input, size_t output, const AttentionCall& call,
@@ -99,8 +109,8 @@ class CachedAttention {
               float* k) const;
   void Append(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head, const Cache& keys,
               const Cache& values) const;
-  bool VisibleRange(const AttentionCall& call, int64_t batch, int64_t head, int64_t query, int64_t keys, int64_t* begin,
-                    int64_t* end) const;
+  bool VisibleRange(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t head, int64_t query,
+                    int64_t* begin, int64_t* end) const;
   void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& keys,
               const Cache& values) const;
   void Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& keys,

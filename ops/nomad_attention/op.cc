@@ -12,9 +12,10 @@
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
 // With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin -> Y, present_key, present_value;
-// attribute rotary_interleaved. Query, key and value may then also be [B, H, S, D] and [B, KV, S, D]. What is left out
-// in front of a given input may be constants: mask, key and value a 0 as below, lengths int32 of shape [0]. The
-// operator is there once for each kind of cache: float, codes with int8 values, codes with float values.
+// attribute rotary_interleaved; all three outputs are there. Query, key and value may then also be [B, H, S, D] and [B,
+// KV, S, D]. What is left out in front of a given input may be constants: mask, key and value a 0 as below, lengths
+// int32 of shape [0]. The operator is there once for each kind of cache: float, codes with int8 values, codes with
+// float values.
 //
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
@@ -36,6 +37,7 @@ namespace {
 
 constexpr const char* kOpType = "NoMADAttention";
 constexpr int64_t kMaxKeys = int64_t{1} << 24;
+constexpr int64_t kMaxHeads = int64_t{1} << 16;
 // Work below this many multiply-adds is not worth handing to another thread.
 constexpr int64_t kMinItemMacs = int64_t{1} << 19;
 constexpr size_t kAlignment = 64;
@@ -60,9 +62,10 @@ class Kernel {
     heads_ = IntAttribute(info, "num_heads", node_);
     kv_heads_ = IntAttributeOr(info, "kv_num_heads", 0);
     if (kv_heads_ == 0) kv_heads_ = heads_;
-    if (heads_ < 1 || kv_heads_ < 1 || heads_ % kv_heads_ != 0) {
+    if (heads_ < 1 || heads_ > kMaxHeads || kv_heads_ < 1 || heads_ % kv_heads_ != 0) {
       throw OpError(ErrorText(node_, ": num_heads is ", heads_, " and kv_num_heads ", kv_heads_,
-                              ", expected a positive number of heads and one that divides it"));
+                              ", expected a positive number of heads (", kMaxHeads,
+                              " at most) and one that divides it"));
     }
     scale_ = FloatAttributeOr(info, "scale", 0);
     if (!std::isfinite(scale_)) throw OpError(ErrorText(node_, ": scale is ", scale_, ", expected a finite number"));
@@ -84,6 +87,8 @@ class Kernel {
     for (size_t i = 0; i < names.GetInputCount(); ++i) names_.push_back(names.GetInputName(i));
     if (HasInput(info, kPastKey)) {
       cache_.emplace(info, node_, CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin}, kv_heads_);
+    } else {
+      CheckNoCache(info);
     }
   }
 
@@ -145,6 +150,20 @@ class Kernel {
     return flag == 1;
   }
 
+  void CheckNoCache(const OrtKernelInfo& info) const {
+    for (size_t i = kPastValue; i < names_.size(); ++i) {
+      if (names_[i].empty()) continue;
+      throw OpError(ErrorText(node_, ": input ", i, " '", names_[i], "' is given without past_key (input ",
+                              static_cast<size_t>(kPastKey), "), expected both or none"));
+    }
+    const Ort::ConstKernelInfo outputs(&info);
+    for (size_t i = 1; i < outputs.GetOutputCount(); ++i) {
+      if (outputs.GetOutputName(i).empty()) continue;
+      throw OpError(ErrorText(node_, ": output ", i, " '", outputs.GetOutputName(i),
+                              "' is of a cache, but past_key is not given"));
+    }
+  }
+
   static std::vector<int64_t> Shape(const Ort::KernelContext& context, size_t index) {
     return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
   }
@@ -166,6 +185,7 @@ class Kernel {
     *batch = shape[0];
     *rows = by_heads ? shape[2] : shape[1];
     *head_dim = by_heads ? shape[3] : shape[2] / heads;
+    if (context.GetInput(index).GetTensorTypeAndShapeInfo().GetElementCount() == 0) return {};  // of any huge sizes
     const int64_t bytes = *head_dim * static_cast<int64_t>(sizeof(float));
     return {context.GetInput(index).GetTensorData<float>(), heads * *rows * bytes, by_heads ? *rows * bytes : bytes,
             by_heads ? bytes : heads * bytes};
@@ -183,8 +203,10 @@ class Kernel {
                             ErrorText("[B, S, ", all, " heads of query, key and value]")));
       }
       call.k = call.v = call.q;
-      call.k.data = call.q.At(0, heads_, 0);
-      call.v.data = call.q.At(0, heads_ + kv_heads_, 0);
+      if (call.q.data != nullptr) {
+        call.k.data = call.q.At(0, heads_, 0);
+        call.v.data = call.q.At(0, heads_ + kv_heads_, 0);
+      }
     } else {
       call.q = Rows(context, kQuery, "query", heads_, &call.batch, &call.queries, &call.head_dim);
       const auto rows_of = [&](size_t index, const char* meaning) {
@@ -202,7 +224,7 @@ class Kernel {
     call.causal = causal_;
     call.zero_hidden_rows = zero_hidden_rows_;
     call.precision = precision_;
-    const CachedAttention::Lengths lengths = cache_->ReadLengths(context, call.batch, call.queries);
+    const CachedAttention::Lengths lengths = cache_->ReadLengths(context, call);
     if (has_mask_) {
       const std::vector<int64_t> mask_shape = Shape(context, kMask);
       const std::vector<int64_t> full{call.batch, heads_, call.queries, lengths.total};
@@ -335,10 +357,14 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
     return index == 0 ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
   static void InferShape(OrtShapeInferContext* context) {
-    if (HasMoreInputs(context, kPastKey)) return;  // left open: [B, H, S, D] would have to be told from [B, S, H D]
+    // Y alone: of present_key and present_value, the number of tokens has no name.
+    if (Rank(context, kQuery) != 3) return;
     int64_t width = LastDimension(context, kQuery);
     if (width < 0) return;
-    if (!HasMoreInputs(context, kKey)) {
+    if (Rank(context, kKey) < 2) {
+      // Packed, or a key of which nothing is known.
+      const bool packed = !HasMoreInputs(context, kKey) || IsOneNumber(context, kKey);
+      if (!packed) return;
       const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
       int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
       if (kv_heads == 0) kv_heads = heads;

@@ -140,6 +140,16 @@ bool HasMoreInputs(const OrtShapeInferContext* context, size_t count) {
   return found > count;
 }
 
+size_t Rank(const OrtShapeInferContext* context, size_t index) {
+  if (!HasMoreInputs(context, index)) return 0;
+  const OrtApi& api = Ort::GetApi();
+  OrtTensorTypeAndShapeInfo* input = nullptr;
+  const Ort::Status status(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
+  size_t rank = 0;
+  if (status.IsOK() && input != nullptr) Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
+  return rank;
+}
+
 bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
   const OrtApi& api = Ort::GetApi();
   OrtTensorTypeAndShapeInfo* input = nullptr;

@@ -144,6 +144,9 @@ int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, 
 // Whether the node has more than `count` inputs, perhaps with an empty name.
 bool HasMoreInputs(const OrtShapeInferContext* context, size_t count);
 
+// The rank of an input; 0 if it is not known, or the input is missing.
+size_t Rank(const OrtShapeInferContext* context, size_t index);
+
 // Whether the input is known to have the shape [1].
 bool IsOneNumber(const OrtShapeInferContext* context, size_t index);
 

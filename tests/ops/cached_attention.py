@@ -1,0 +1,372 @@
+"""NoMADAttention with a cache, as ORT runs it: one-node models, and what calls one after another must give in numpy.
+
+The caches of an oracle are written by the native appenders, which tests/formats compare with numpy; attention over what
+they hold is plain float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from ortolan import _native
+
+from . import decode_attention
+from .attention import Floats, assert_attention_close
+
+HIDDEN = -1e8  # what masks of these tests hide keys with, or less
+SHORT = 4  # tokens of a call that reads its own from the cache
+NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A node. kind: of the cache, float, codes (and int8 values) or codes_float (and float values).
+
+    by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved.
+    """
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    kind: str = "float"
+    d_sub: int = 1
+    packed: bool = False
+    rotary: str | None = None
+    lengths: bool = True
+    causal: bool = True
+    scale: float = 0.0
+    zero_hidden_rows: bool = False
+    mask: bool = False
+    by_heads: frozenset[str] = frozenset()
+    positions: int = 256
+
+    @property
+    def codes(self) -> bool:
+        return self.kind != "float"
+
+    @property
+    def int8_values(self) -> bool:
+        return self.kind == "codes"
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of the cache, in numbers."""
+        key = self.head_dim // self.d_sub // 2 if self.codes else self.head_dim
+        return key, self.head_dim + 2 if self.int8_values else self.head_dim
+
+    @property
+    def dtypes(self) -> tuple[type, type]:
+        return np.uint8 if self.codes else np.float32, np.uint8 if self.int8_values else np.float32
+
+    def empty_cache(self, batch: int, tokens: int = 0) -> list[np.ndarray]:
+        return [
+            np.zeros((batch, self.kv_heads, tokens, row), dtype)
+            for row, dtype in zip(self.rows, self.dtypes, strict=True)
+        ]
+
+    def codebooks(self) -> Floats:
+        """[KV, D / d_sub, 16, d_sub]."""
+        shape = (self.kv_heads, self.head_dim // self.d_sub, 16, self.d_sub)
+        return np.random.default_rng(self.head_dim).standard_normal(shape, dtype=np.float32)
+
+    def cos_sin(self) -> tuple[Floats, Floats]:
+        angles = np.arange(self.positions)[:, None] * 10000.0 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def node_model(
+    setup: Setup,
+    functions: Sequence[onnx.FunctionProto] = (),
+    constants: Mapping[str, np.ndarray] | None = None,
+    opset: int = 17,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """One node "attention": inputs query, mask, key, value, past_key, past_value, lengths; outputs y, present_*.
+
+    constants: in place of the setup's, or of what stands for missing ones.
+    """
+    cos, sin = setup.cos_sin()
+    tensors = {
+        "codebooks": setup.codebooks() if setup.codes else np.zeros(0, np.float32),
+        "none": NOTHING,
+        "no_lengths": np.zeros(0, np.int32),
+    }
+    names = ["query", "mask" if setup.mask else "none", *(["none"] * 2 if setup.packed else ["key", "value"])]
+    names += ["past_key", "past_value", "codebooks", "lengths" if setup.lengths else "no_lengths"]
+    if setup.rotary:
+        tensors |= {"cos": cos, "sin": sin}
+        names += ["cos", "sin"]
+    tensors |= constants or {}
+    types = {np.float32: TensorProto.FLOAT, np.uint8: TensorProto.UINT8}
+    kinds = dict(zip(("past_key", "past_value"), (types[dtype] for dtype in setup.dtypes), strict=True))
+    inputs = [
+        helper.make_tensor_value_info(
+            name,
+            TensorProto.INT32 if name == "lengths" else kinds.get(name, TensorProto.FLOAT),
+            # Of any rank, where bad ones are to be fed too.
+            None,
+        )
+        for name in names
+        if name not in tensors
+    ]
+    node = helper.make_node(
+        "NoMADAttention",
+        names,
+        ["y", "present_key", "present_value"],
+        "attention",
+        domain="ai.ortolan",
+        **{
+            "num_heads": setup.heads,
+            "kv_num_heads": setup.kv_heads,
+            "scale": setup.scale,
+            "causal": int(setup.causal),
+            "zero_hidden_rows": int(setup.zero_hidden_rows),
+            "precision": 32,
+            "rotary_interleaved": int(setup.rotary == "interleaved"),
+        }
+        | attributes,
+    )
+    outputs = [
+        helper.make_tensor_value_info(name, kind, None)
+        for name, kind in zip(node.output, (TensorProto.FLOAT, *kinds.values()), strict=True)
+    ]
+    used = [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in names]
+    return helper.make_model(
+        helper.make_graph([node], "single", inputs, outputs, used),
+        functions=list(functions),
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
+    )
+
+
+def gqa_model(setup: Setup) -> onnx.ModelProto:
+    """The same by ORT's operator, for float caches."""
+    names = ["query", *(["", ""] if setup.packed else ["key", "value"]), "past_key", "past_value", "lengths", "total"]
+    integers = {"lengths", "total"}
+    cos, sin = setup.cos_sin()
+    tensors = {"cos": cos, "sin": sin} if setup.rotary else {}
+    inputs = [
+        helper.make_tensor_value_info(
+            name, TensorProto.INT32 if name in integers else TensorProto.FLOAT, [] if name == "total" else None
+        )
+        for name in names
+        if name
+    ]
+    node = helper.make_node(
+        "GroupQueryAttention",
+        names + list(tensors),
+        ["y", "present_key", "present_value"],
+        domain="com.microsoft",
+        num_heads=setup.heads,
+        kv_num_heads=setup.kv_heads,
+        do_rotary=int(bool(setup.rotary)),
+        rotary_interleaved=int(setup.rotary == "interleaved"),
+    )
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in node.output]
+    initializers = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    return helper.make_model(
+        helper.make_graph([node], "single", inputs, outputs, initializers),
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)],
+    )
+
+
+def rotated(x: Floats, positions: NDArray[np.int64], setup: Setup) -> Floats:
+    """x [B, heads, S, D] at positions [B, S]."""
+    cos, sin = (table[positions][:, None] for table in setup.cos_sin())
+    half = setup.head_dim // 2
+    at = (slice(0, None, 2), slice(1, None, 2)) if setup.rotary == "interleaved" else (slice(half), slice(half, None))
+    a, b = x[..., at[0]], x[..., at[1]]
+    y = np.empty_like(x)
+    y[..., at[0]], y[..., at[1]] = a * cos - b * sin, b * cos + a * sin
+    return y
+
+
+@dataclass
+class Call:
+    """What a call is fed, and what it must give. Heads are in front of rows."""
+
+    setup: Setup
+    feeds: dict[str, np.ndarray]
+    q: Floats  # rotated
+    k: list[Floats]  # of each sequence [KV, tokens, D]: all it sees
+    v: list[Floats]
+    past: list[int]
+    added: list[int]
+    present: list[np.ndarray]
+
+    def check(self, outputs: Sequence[np.ndarray], exact: bool = False) -> None:
+        """exact: all scores are computed from decoded keys, as in a prompt; else as kernels for one token do."""
+        y, *present = outputs
+        for given, expected in zip(present, self.present, strict=True):
+            assert given.dtype == expected.dtype
+            np.testing.assert_array_equal(given, expected)
+        setup = self.setup
+        batch, _, queries, _ = self.q.shape
+        assert y.shape == (batch, queries, setup.heads * setup.head_dim) and y.dtype == np.float32
+        by_heads = y.reshape(batch, queries, setup.heads, setup.head_dim).transpose(0, 2, 1, 3)
+        for b in range(batch):
+            assert np.isfinite(by_heads[b]).all()  # padding too
+            if self.added[b]:
+                self._check_sequence(b, by_heads[b, :, : self.added[b]], exact)
+
+    def _check_sequence(self, b: int, y: Floats, exact: bool) -> None:
+        setup, added = self.setup, self.added[b]
+        q = self.q[b, :, :added]
+        group = setup.heads // setup.kv_heads
+        scale = setup.scale or setup.head_dim**-0.5
+        mask = self.feeds["mask"] if setup.mask else None
+        total = self.present[0].shape[2]
+        tokens = self.past[b] + added
+        if mask is not None:
+            mask = np.broadcast_to(mask, (len(self.q), setup.heads, self.q.shape[2], total))[b, :, :added, :tokens]
+        if exact or self.q.shape[2] > SHORT or setup.head_dim % 16:
+            whole = np.zeros((setup.heads, added, tokens), np.float32) if mask is None else mask.copy()
+            if setup.causal:
+                whole[:, ~np.tri(added, tokens, tokens - added, dtype=bool)] = -np.inf
+            sees = (whole > HIDDEN).any((0, 2))  # the other rows are a test's own to say
+            k, v = (x.repeat(group, 0) for x in (self.k[b], self.v[b]))
+            assert_attention_close(y[:, sees], q[:, sees], k, v, scale, whole[:, sees])
+            return
+        for kv_head in range(setup.kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            for i in range(added):
+                visible = np.arange(tokens) < (tokens - added + i + 1 if setup.causal else tokens)
+                if mask is not None:
+                    assert (mask[heads, i] == mask[kv_head * group, i]).all()
+                    visible &= mask[kv_head * group, i] == 0
+                case = decode_attention.Case(
+                    q[heads, i], scale, self.k[b][kv_head][visible], self.v[b][kv_head][visible],
+                    self.present[0], self.present[1],
+                    setup.codebooks()[kv_head] if setup.codes else None,
+                )  # fmt: skip
+                expected, bound = case.expected()
+                error = np.abs(y[heads, i] - expected)
+                assert (error <= bound).all(), f"largest error over bound: {np.max(error - bound)}, {error.max()}"
+
+
+@dataclass
+class Decoder:
+    """Sequences that grow call by call. room: of a cache that is longer than what it holds."""
+
+    setup: Setup
+    batch: int = 2
+    seed: int = 0
+    room: int = 0
+    q_magnitude: float = 0.5
+    cache: list[np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rng = np.random.default_rng(self.seed)
+        self._keys = [np.zeros((self.setup.kv_heads, 0, self.setup.head_dim), np.float32)] * self.batch
+        self._values = list(self._keys)
+        self.cache = self.setup.empty_cache(self.batch, self.room)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [keys.shape[1] for keys in self._keys]
+
+    def call(self, queries: int, added: Sequence[int] | None = None, mask: np.ndarray | None = None) -> Call:
+        """The next call; added: of each sequence, fewer than queries where padding follows."""
+        setup, rng = self.setup, self._rng
+        added = [queries] * self.batch if added is None else list(added)
+        past = self.tokens
+        drawn = {
+            name: rng.standard_normal((self.batch, heads, queries, setup.head_dim), dtype=np.float32)
+            for name, heads in (("query", setup.heads), ("key", setup.kv_heads), ("value", setup.kv_heads))
+        }
+        drawn["query"] *= np.float32(self.q_magnitude)
+        feeds = self._feeds(drawn, past, added, mask)
+        q, k, v = drawn.values()
+        if setup.rotary:
+            positions = np.array(past, np.int64)[:, None] + np.arange(queries)
+            q, k = rotated(q, positions, setup), rotated(k, positions, setup)
+        room = self.cache[0].shape[2]
+        total = max(room, max((n + queries for n in past), default=0)) if setup.lengths else room + queries
+        present = setup.empty_cache(self.batch, total)
+        seen: tuple[list[Floats], list[Floats]] = ([], [])
+        for b in range(self.batch):
+            self._keys[b] = np.concatenate([self._keys[b], k[b, :, : added[b]]], 1)
+            self._values[b] = np.concatenate([self._values[b], v[b, :, : added[b]]], 1)
+            n = past[b] + added[b]
+            self._append(b, n, present)
+            own = past[b] if queries > SHORT else n
+            for kind, (rows, found) in enumerate(zip((self._keys[b], self._values[b]), seen, strict=True)):
+                found.append(np.concatenate([self._cached(kind, b, n, present)[:, :own], rows[:, own:]], 1))
+        self.cache = present
+        return Call(setup, feeds, q, *seen, past, added, present)
+
+    def _feeds(
+        self, drawn: Mapping[str, Floats], past: list[int], added: list[int], mask: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        setup = self.setup
+        feeds = {
+            name: x
+            if name in setup.by_heads
+            else x.transpose(0, 2, 1, 3).reshape(len(x), x.shape[2], x.shape[1] * x.shape[3])
+            for name, x in drawn.items()
+        }
+        if setup.packed:
+            feeds = {"query": np.concatenate(list(feeds.values()), -1)}
+        feeds |= {"past_key": self.cache[0], "past_value": self.cache[1]}
+        if setup.lengths:
+            feeds["lengths"] = np.array([n + more - 1 for n, more in zip(past, added, strict=True)], np.int32)
+        return feeds | ({"mask": mask} if mask is not None else {})
+
+    def _append(self, b: int, tokens: int, present: list[np.ndarray]) -> None:
+        for head in range(self.setup.kv_heads):
+            keys, values = self._keys[b][head], self._values[b][head]
+            if self.setup.codes:
+                _native.append_keys(present[0][b, head], 0, keys, self.setup.codebooks()[head])
+            else:
+                present[0][b, head, :tokens] = keys
+            if self.setup.int8_values:
+                _native.append_values(present[1][b, head], 0, values)
+            else:
+                present[1][b, head, :tokens] = values
+
+    def _cached(self, kind: int, b: int, tokens: int, present: list[np.ndarray]) -> Floats:
+        """What the cache of keys (0) or values (1) holds, [KV, tokens, D]."""
+        rows = present[kind][b]
+        if kind == 0 and self.setup.codes:
+            books = self.setup.codebooks()
+            return np.stack([_native.decode_keys(row, tokens, book) for row, book in zip(rows, books, strict=True)])
+        if kind == 1 and self.setup.int8_values:
+            return np.stack([_native.decode_values(row, tokens) for row in rows])
+        return rows[:, :tokens]
+
+
+def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """With the present cache bound to the memory of the past one."""
+    binding = session.io_binding()
+    shared = {name: ort.OrtValue.ortvalue_from_numpy(feeds[f"past_{name}"].copy()) for name in ("key", "value")}
+    for name, array in feeds.items():
+        if not name.startswith("past_"):
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+    for name, value in shared.items():
+        binding.bind_ortvalue_input(f"past_{name}", value)
+        binding.bind_ortvalue_output(f"present_{name}", value)
+    binding.bind_output("y")
+    session.run_with_iobinding(binding)
+    y = binding.copy_outputs_to_cpu()[-1]  # bound last
+    return [y, *(value.numpy().copy() for value in shared.values())]
+
+
+def declare_ranks(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
+    """Gives the model's inputs and outputs shapes of named dimensions, as ONNX's checker wants them."""
+    ranks = {name: array.ndim for name, array in feeds.items()}
+    for value in (*model.graph.input, *model.graph.output):
+        rank = ranks.get(value.name, 3 if value.name == "y" else 4)
+        value.CopyFrom(
+            helper.make_tensor_value_info(
+                value.name, value.type.tensor_type.elem_type, [f"{value.name}{axis}" for axis in range(rank)]
+            )
+        )

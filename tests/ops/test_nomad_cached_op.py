@@ -1,0 +1,301 @@
+"""NoMADAttention with a cache, as ORT runs it: against the oracle and ORT's GroupQueryAttention, call by call."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .attention import LOWEST
+from .cached_attention import Call, Decoder, Setup, gqa_model, node_model, run_shared
+from .single_node import session
+
+CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1)  # tokens; 37 in all
+kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
+
+
+def gqa_feeds(call: Call) -> dict[str, np.ndarray]:
+    total = max(past + call.q.shape[2] for past in call.past)
+    return call.feeds | {"total": np.array(total, np.int32)}
+
+
+@pytest.mark.parametrize("rotary", [None, "half", "interleaved"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("room", [0, 48])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_float_caches_are_group_query_attention(rotary: str | None, packed: bool, room: int, batch: int) -> None:
+    setup = Setup(rotary=rotary, packed=packed)
+    ours, ort_session = session(node_model(setup)), session(gqa_model(setup))
+    decoder = Decoder(setup, batch, room=room)
+    for queries in CALLS:
+        call = decoder.call(queries)
+        outputs = ours.run(None, call.feeds)
+        call.check(outputs)
+        if batch > 1 and queries > 1 and call.past[0]:
+            continue  # not to be had there
+        y, *present = ort_session.run(None, gqa_feeds(call))
+        # Tokens of little weight are left out: 2^-12 of the sum, in calls of few tokens.
+        np.testing.assert_allclose(outputs[0], y, rtol=0, atol=2e-3 if queries <= 4 else 2e-6)
+        for a, b in zip(outputs[1:], present, strict=True):
+            tokens = decoder.tokens[0]
+            np.testing.assert_allclose(a[:, :, :tokens], b[:, :, :tokens], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(1, 1, 16), (4, 4, 64), (6, 2, 80), (8, 1, 96), (9, 3, 64), (4, 2, 128), (3, 3, 8), (2, 1, 36)],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_heads_and_threads(heads: int, kv_heads: int, head_dim: int, threads: int) -> None:
+    setup = Setup(heads, kv_heads, head_dim, rotary="half")
+    ours, decoder = session(node_model(setup), threads=threads), Decoder(setup)
+    for queries in CALLS:
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds))
+
+
+@pytest.mark.parametrize("kind", ["codes", "codes_float"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "d_sub"),
+    [(4, 2, 32, 1), (3, 3, 16, 4), (6, 2, 48, 4), (4, 1, 64, 2), (8, 2, 128, 1), (2, 2, 80, 2)],
+)
+def test_codes(kind: str, heads: int, kv_heads: int, head_dim: int, d_sub: int) -> None:
+    for rotary, packed, threads in ((None, True, 3), ("half", False, 1), ("interleaved", True, 1)):
+        setup = Setup(heads, kv_heads, head_dim, kind, d_sub, packed, rotary)
+        ours, decoder = session(node_model(setup), threads=threads), Decoder(setup)
+        for queries in (*CALLS, 27):  # the last ends a block
+            call = decoder.call(queries)
+            call.check(ours.run(None, call.feeds))
+
+
+@kinds
+@pytest.mark.parametrize("tokens", [30, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("queries", [1, 2, 4, 5, 33])
+def test_around_the_ends_of_blocks(kind: str, tokens: int, queries: int) -> None:
+    setup = Setup(kind=kind, lengths=queries % 2 == 0)
+    ours, decoder = session(node_model(setup)), Decoder(setup, 1)
+    for count in (tokens, queries, 1):
+        call = decoder.call(count)
+        call.check(ours.run(None, call.feeds))
+
+
+@kinds
+@pytest.mark.parametrize("causal", [True, False])
+def test_sequences_of_different_lengths(kind: str, causal: bool) -> None:
+    """A first prompt with padding at the end, then tokens at each sequence's own position."""
+    for packed, rotary in ((True, "half"), (False, None)):
+        for prompt, added in ((40, (40, 1, 17, 32)), (3, (3, 1, 2, 2)), (4, (1, 1, 1, 1))):
+            setup = Setup(kind=kind, packed=packed, rotary=rotary, causal=causal)
+            ours, decoder = session(node_model(setup), threads=2), Decoder(setup, 4)
+            call = decoder.call(prompt, added)
+            call.check(ours.run(None, call.feeds))
+            for queries in (1, 1):
+                call = decoder.call(queries)
+                call.check(ours.run(None, call.feeds))
+
+
+def test_a_padded_prompt_is_what_group_query_attention_makes_of_it() -> None:
+    setup = Setup(rotary="half")
+    decoder, ours, ort_session = Decoder(setup, 3), session(node_model(setup)), session(gqa_model(setup))
+    added = (9, 4, 1)
+    call = decoder.call(9, added)
+    for a, b in zip(ours.run(None, call.feeds), ort_session.run(None, gqa_feeds(call)), strict=True):
+        for row, count in enumerate(added):
+            rows = (row, slice(count)) if a.ndim == 3 else (row, slice(None), slice(count))
+            np.testing.assert_allclose(a[rows], b[rows], rtol=0, atol=2e-6)
+    call = decoder.call(1)
+    y, expected = ours.run(None, call.feeds)[0], ort_session.run(None, gqa_feeds(call))[0]
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-3)
+
+
+@kinds
+def test_past_and_present_may_share_memory(kind: str) -> None:
+    """Nothing behind the new tokens is touched."""
+    setup = Setup(kind=kind, rotary="half")
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup, room=50)
+    memory = [np.full_like(array, 0x5A) for array in decoder.cache]
+    for queries in CALLS:
+        call = decoder.call(queries)
+        outputs = run_shared(ours, call.feeds | dict(zip(("past_key", "past_value"), memory, strict=True)))
+        memory = outputs[1:]
+        tokens = decoder.tokens[0]
+        for array, expected in zip(memory, call.present, strict=True):
+            assert (array[:, :, tokens:] == 0x5A).all()
+            np.testing.assert_array_equal(array[:, :, :tokens], expected[:, :, :tokens])
+        call.check([outputs[0], *call.present])
+
+
+def left_padding(batch: int, heads: int, queries: int, total: int, hidden: float) -> np.ndarray:
+    """[B, 1, 1, T]: sequence b begins at token 2 b; as exporters write it."""
+    mask = np.zeros((batch, 1, 1, total), np.float32)
+    for b in range(batch):
+        mask[b, ..., : 2 * b] = hidden
+    return mask
+
+
+@kinds
+@pytest.mark.parametrize("hidden", [LOWEST, -1e9])
+def test_left_padding(kind: str, hidden: float) -> None:
+    """Rows of padding see nothing but padding: the mean of the values, or a softmax of scores far down; not NaN."""
+    setup = Setup(kind=kind, mask=True, lengths=False)
+    for prompt in (9, 4, 3):
+        ours, decoder = session(node_model(setup)), Decoder(setup, 2)
+        for queries in (prompt, 1, 2):
+            total = decoder.tokens[0] + queries
+            call = decoder.call(queries, mask=left_padding(2, 4, queries, total, hidden))
+            outputs = ours.run(None, call.feeds)
+            call.check(outputs, exact=call.past[0] == 0)
+            if call.past[0] == 0 and hidden == LOWEST:  # which absorbs all scores
+                y = outputs[0][1, 1].reshape(4, -1)
+                np.testing.assert_allclose(y, call.v[1][:, :2].mean(1).repeat(2, 0), rtol=1e-6, atol=1e-6)
+
+
+@kinds
+@pytest.mark.parametrize("queries", [1, 3, 6])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, "S", "T"), (1, 4, 1, "T"), (2, 1, "S", 1), ("S", "T"), ("T",), (1,), (), (2, 1, 1, 1)]
+)
+def test_arbitrary_masks(kind: str, queries: int, shape: tuple[int | str, ...]) -> None:
+    """Added to the scores, of any shape that broadcasts; with holes, and of each head its own."""
+    setup = Setup(kind=kind, mask=True, rotary="half")
+    ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
+    for count in (40, queries):
+        total = decoder.tokens[0] + count
+        sizes = [{"S": count, "T": total}.get(size, size) for size in shape]
+        mask = np.array(np.random.default_rng(count).standard_normal(sizes), np.float32)
+        if "T" in shape:
+            mask[np.random.default_rng(1).random(mask.shape) < 0.3] = LOWEST
+            mask[..., 0] = 0
+        call = decoder.call(count, mask=mask)
+        call.check(ours.run(None, call.feeds), exact=True)
+
+
+@kinds
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("zero", [False, True])
+def test_rows_that_see_no_key(kind: str, queries: int, zero: bool) -> None:
+    setup = Setup(kind=kind, mask=True, zero_hidden_rows=zero)
+    ours, decoder = session(node_model(setup)), Decoder(setup)
+    decoder.call(40)
+    before = list(decoder.cache)
+    call = decoder.call(queries, mask=np.zeros((2, 1, queries, 40 + queries), np.float32))
+    assert (before[0] == call.feeds["past_key"]).all()
+    (plain, *_) = ours.run(None, call.feeds)
+    call.feeds["mask"][1, :, -1] = -np.inf
+    y = ours.run(None, call.feeds)[0]
+    assert (y[1, -1] == 0).all() if zero else np.isnan(y[1, -1]).all()
+    others = np.ones(y.shape[:2], bool)
+    others[1, -1] = False
+    # Then by another kernel.
+    np.testing.assert_allclose(y[others], plain[others], rtol=0, atol=0 if queries > 4 else 0.1)
+
+
+@kinds
+def test_masks_of_single_heads(kind: str) -> None:
+    """One head sees less than the others, or all of a group do."""
+    setup = Setup(kind=kind, mask=True)
+    ours, decoder = session(node_model(setup)), Decoder(setup)
+    decoder.call(40)
+    for hidden in (slice(1, 2), slice(2, 4), slice(0, 4)):
+        mask = np.zeros((2, 4, 1, decoder.tokens[0] + 1), np.float32)
+        mask[:, hidden, :, :5] = LOWEST
+        call = decoder.call(1, mask=mask)
+        call.check(ours.run(None, call.feeds), exact=hidden != slice(0, 4))
+
+
+@kinds
+@pytest.mark.parametrize("by_heads", [{"query", "key", "value"}, {"query", "key"}, {"value"}])
+def test_inputs_by_heads(kind: str, by_heads: set[str]) -> None:
+    setup = Setup(kind=kind, by_heads=frozenset(by_heads), rotary="half")
+    ours, decoder = session(node_model(setup)), Decoder(setup)
+    for queries in (6, 1, 3):
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds))
+
+
+@kinds
+@pytest.mark.parametrize("lengths", [True, False])
+def test_empty_inputs(kind: str, lengths: bool) -> None:
+    """No sequence, no token in the call, none in the cache."""
+    setup = Setup(kind=kind, lengths=lengths, rotary="half")
+    ours = session(node_model(setup))
+    for batch in (0, 2):
+        decoder = Decoder(setup, batch)
+        for queries in (3, 0, 1):
+            call = decoder.call(queries)
+            call.check(ours.run(None, call.feeds))
+    empty = Decoder(setup, 0).call(0)
+    empty.check(ours.run(None, empty.feeds))
+    if not lengths:  # which are 1 or more after a call
+        nothing = Decoder(setup, 2).call(0)
+        nothing.check(ours.run(None, nothing.feeds))
+
+
+@kinds
+@pytest.mark.parametrize("threads", [1, 3])
+def test_long_contexts_are_divided_among_threads(kind: str, threads: int) -> None:
+    setup = Setup(2, 1, 16, kind)
+    decoder = Decoder(setup, 1)
+    ours = session(node_model(setup), threads=threads)
+    decoder.call(8300)
+    for queries in (1, 2):
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds))
+
+
+def test_lengths_may_be_of_any_rank() -> None:
+    """[B], [B, 1]: what exporters make of a sum over the attention mask."""
+    setup = Setup()
+    ours, decoder = session(node_model(setup)), Decoder(setup)
+    for queries in (5, 1):
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds | {"lengths": call.feeds["lengths"][:, None]}))
+
+
+def test_output_types_are_known_without_declaring_them() -> None:
+    """To the nodes behind, whatever the kind of cache."""
+    for kind in ("float", "codes", "codes_float"):
+        setup = Setup(kind=kind)
+        model = node_model(setup)
+        names = list(model.graph.node[0].output)
+        for name in names:
+            model.graph.node.append(onnx.helper.make_node("Identity", [name], [f"{name}_copy"]))
+        for output in model.graph.output:
+            output.name += "_copy"
+        call = Decoder(setup).call(3)
+        call.check(session(model).run(None, call.feeds))
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    kind=st.sampled_from(["float", "codes", "codes_float"]),
+    d_sub=st.sampled_from([1, 2, 4]),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    head_dim=st.sampled_from([16, 32, 48, 64]),
+    packed=st.booleans(),
+    rotary=st.sampled_from([None, "half", "interleaved"]),
+    lengths=st.booleans(),
+    causal=st.booleans(),
+    batch=st.integers(1, 3),
+    calls=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    room=st.integers(0, 80),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(
+    kind, d_sub, heads, head_dim, packed, rotary, lengths, causal, batch, calls, room, threads, seed
+) -> None:
+    kv_heads, group = heads
+    setup = Setup(
+        kv_heads * group, kv_heads, head_dim, kind, d_sub if kind != "float" else 1, packed, rotary, lengths, causal
+    )
+    decoder = Decoder(setup, batch, seed, room if lengths else 0, q_magnitude=0.3)
+    ours = session(node_model(setup), threads=threads)
+    for i, queries in enumerate(calls):
+        added = None
+        if i == 0 and lengths:
+            added = np.random.default_rng(seed).integers(1, queries + 1, batch).tolist()
+        call = decoder.call(queries, added)
+        call.check(ours.run(None, call.feeds))
