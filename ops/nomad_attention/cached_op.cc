@@ -223,8 +223,9 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   if (codebooks_ == nullptr) {
     copy(call.k, key_cache, keys.row_bytes);
   } else {
+    const auto& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
     AppendKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
-               reinterpret_cast<uint8_t*>(key_cache));
+               reinterpret_cast<uint8_t*>(key_cache), kernel.encode);
   }
   if (int8_values_) {
     AppendValues(call.head_dim, v, call.v.row_bytes, added, past, reinterpret_cast<uint8_t*>(value_cache));
