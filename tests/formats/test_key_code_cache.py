@@ -138,6 +138,7 @@ def test_keys_that_float32_cannot_measure_have_code_0(bad: float, d_sub: int) ->
     ),
     levels=st.sampled_from([None, 1, 2, 3]),
     scale=st.sampled_from([1.0, 1e-22, 1e-38, 1e15]),
+    mirrored=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_kernel_gives_the_same_codes(
@@ -147,14 +148,21 @@ def test_every_kernel_gives_the_same_codes(
     special: list[float],
     levels: int | None,
     scale: float,
+    mirrored: bool,
     seed: int,
 ) -> None:
-    """Of few levels most distances are equal; of small scales squares are denormal or 0, of large ones Inf."""
+    """Of few levels most distances are equal; of small scales squares are denormal or 0, of large ones Inf.
+
+    mirrored: pairs of centroids at the same distance but for its rounding, so that one less is another code.
+    """
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((sum(splits), size[0]), dtype=np.float32)
     codebook = codebook_of(rng, *size)
     if levels is not None:
         keys, codebook = (np.clip(np.round(array), -levels, levels) for array in (keys, codebook))
+    if mirrored:
+        keys = np.repeat(keys[:, :: codebook.shape[2]], codebook.shape[2], 1)
+        codebook[:, 1::2] = codebook[:, ::2, ::-1]
     keys, codebook = keys * np.float32(scale), codebook * np.float32(scale)
     for array in (keys, codebook):
         for value in special:
