@@ -46,14 +46,21 @@ std::vector<int64_t> ShapeOf(const Ort::KernelContext& context, size_t index) {
   return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
 }
 
-// Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved. to may be from.
-void RotateRow(const float* from, const float* cos, const float* sin, int64_t head_dim, bool interleaved, float* to) {
+// Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved. The compiler makes vectors of the former.
+void RotateRow(const float* __restrict from, const float* cos, const float* sin, int64_t head_dim, bool interleaved,
+               float* __restrict to) {
   const int64_t half = head_dim / 2;
+  if (!interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      to[i] = from[i] * cos[i] - from[i + half] * sin[i];
+      to[i + half] = from[i + half] * cos[i] + from[i] * sin[i];
+    }
+    return;
+  }
   for (int64_t i = 0; i < half; ++i) {
-    const int64_t a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + half;
-    const float x = from[a], y = from[b];
-    to[a] = x * cos[i] - y * sin[i];
-    to[b] = y * cos[i] + x * sin[i];
+    const float x = from[2 * i], y = from[2 * i + 1];
+    to[2 * i] = x * cos[i] - y * sin[i];
+    to[2 * i + 1] = y * cos[i] + x * sin[i];
   }
 }
 
