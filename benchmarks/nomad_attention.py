@@ -1,15 +1,18 @@
 """One token's attention over long caches, one layer of 32 query and 8 key heads of 128 numbers: kernels of
-ops/nomad_attention/decode_attention.h, called without ONNX Runtime around them, against ONNX Runtime.
+ops/nomad_attention/decode_attention.h, called without ONNX Runtime around them, and the operator, against ONNX Runtime.
 
-One measurement is one context, all candidates in the same rounds, on one thread and with cold caches. Parts:
+One measurement is one context, all candidates in the same rounds, with cold caches. Parts:
 
-    step      scores, softmax and values, of keys as codes and int8 values
-    scores    the products of the queries with the keys alone
+    step      scores, softmax and values, of keys as codes and int8 values; on one thread
+    scores    the products of the queries with the keys alone; on one thread
+    node      NoMADAttention in an ORT session, past and present in one buffer: it appends the token, the 17th of a
+              block, and attends; on as many threads as are asked for
 
 Peers:
 
     ort_f32, ort_int8, ort_int4    step: ORT GroupQueryAttention with such caches, past and present in one buffer; it
-                                   also appends the token
+                                   also appends the token; node: the same
+    ortolan_step                   node: the kernel alone, over as many tokens, on one thread
     ort_matmul_f32                 scores: ORT FusedMatMul of the queries that share a head with its float32 keys
     ortolan_f32                    the same by Ortolan's own kernel with float32 keys (step: and values)
     stream_read                    reading the caches' bytes at the rate of the run; a ratio of 0.8 is 80 % of it
@@ -25,21 +28,23 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnx import GraphProto, ValueInfoProto, helper
+from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from .. import _native
 from ..errors import OrtolanError
 from ..progress import Progress, no_progress
+from ..session import register
 from .cold_layers import cold_copies
 from .result import BenchOptions, BenchResult, BenchRow
 from .timing import StreamReader, Timing, interleave, last_level_cache_bytes, pinned
 
-OP = "NoMADAttention"
+OP, DOMAIN = "NoMADAttention", "ai.ortolan"
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 SCALE = HEAD_DIM**-0.5
 CONTEXTS = (512, 2048, 16384, 65536)
 QUICK_CONTEXTS = (2048,)
 D_SUB = (1, 2)
+ROOM_LEFT = 15  # of a buffer that `node` decodes into: blocks are of 32 tokens, and this one is half full
 SECONDS, QUICK_SECONDS = 4.0, 0.5
 ROUNDS = 5
 _ORT_KINDS = {"ort_f32": np.float32, "ort_int8": np.int8, "ort_int4": np.uint8}
@@ -61,17 +66,22 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     for name in ("cases", "sparsity", "layers", "batch", "kinds", "group_size"):
         if getattr(options, name) is not None:
             raise OrtolanError(f"{OP} has no weights: options about layers and weights do not apply; leave them out")
-    if 1 not in options.threads:
-        raise OrtolanError(f"{OP} is measured on one thread, not on {options.threads}; leave --threads out")
     result = BenchResult(
-        notes=["The kernel alone, on one thread; caches cold. stream_read: their bytes at the memory rate."]
+        notes=[
+            "step, scores: the kernel alone, on one thread. node: the operator in a session.",
+            "Caches cold. stream_read: their bytes at the memory rate.",
+        ]
     )
     contexts = QUICK_CONTEXTS if options.quick else CONTEXTS
     try:
         for done, context in enumerate(contexts):
             progress(f"{context} tokens", done, len(contexts))
-            with pinned(1):
-                result.rows += _measure(context, QUICK_SECONDS if options.quick else SECONDS)
+            seconds = QUICK_SECONDS if options.quick else SECONDS
+            for threads in options.threads:
+                with pinned(threads):
+                    if threads == 1:
+                        result.rows += _measure(context, seconds)
+                    result.rows += _measure_node(context, threads, seconds)
     except KeyboardInterrupt:
         if not result.rows:
             raise
@@ -98,16 +108,49 @@ def _measure(context: int, seconds: float) -> Iterator[BenchRow]:
                 yield BenchRow(OP, case, 1, times[ours], peer, time)
 
 
+def _measure_node(context: int, threads: int, seconds: float) -> Iterator[BenchRow]:
+    measured = node_candidates(context, threads)
+    timings = interleave({name: one.call for name, one in measured.items()}, seconds=seconds, min_rounds=ROUNDS)
+    times = {name: timings[name].scaled(1 / one.copies) for name, one in measured.items()}
+    for d_sub in D_SUB:
+        against = {peer: times[peer] for peer in _ORT_KINDS}
+        if threads == 1:
+            against["ortolan_step"] = times[f"step d_sub {d_sub}"]
+        for peer, time in against.items():
+            yield BenchRow(
+                OP,
+                {"part": "node", "context": context, "d_sub": d_sub},
+                threads,
+                times[f"node d_sub {d_sub}"],
+                peer,
+                time,
+            )
+
+
+def node_candidates(context: int, threads: int) -> dict[str, Measured]:
+    """Sessions that decode one token into buffers of `context` tokens, by name."""
+    rng = np.random.default_rng(context)
+    tokens = context - ROOM_LEFT
+    inputs = _inputs(rng)
+    q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
+    result = {}
+    for d_sub in D_SUB:
+        codebooks, *caches = _compressed(rng, context, d_sub)
+        copies = _copies([cache[None] for cache in caches])
+        result[f"node d_sub {d_sub}"] = _in_turn(cached_attention(inputs, codebooks, copies, tokens, threads), copies)
+        result[f"step d_sub {d_sub}"] = _ours(caches, _step(q, codebooks, tokens))
+    for name, dtype in _ORT_KINDS.items():
+        copies = _copies(_ort_caches(rng, context, dtype))
+        result[name] = _in_turn(group_query_attention(inputs, copies, tokens=tokens, threads=threads), copies)
+    return result
+
+
 def candidates(context: int) -> dict[str, Measured]:
     """All of one context, by part and name."""
     rng = np.random.default_rng(context)
     result = {}
     for d_sub in D_SUB:
-        codebooks = rng.standard_normal((KV_HEADS, HEAD_DIM // d_sub, 16, d_sub), dtype=np.float32)
-        keys = rng.integers(0, 256, (KV_HEADS, context, HEAD_DIM // d_sub // 2), dtype=np.uint8)
-        values = np.empty((KV_HEADS, context, HEAD_DIM + 2), np.uint8)
-        for head in values:
-            _native.append_values(head, 0, _floats(rng, (context, HEAD_DIM)))
+        codebooks, keys, values = _compressed(rng, context, d_sub)
         q = rng.standard_normal((KV_HEADS, GROUP, HEAD_DIM), dtype=np.float32)
         result[f"step d_sub {d_sub}"] = _ours((keys, values), _step(q, codebooks))
         result[f"scores d_sub {d_sub}"] = _ours((keys,), _scores(q, codebooks))
@@ -116,9 +159,26 @@ def candidates(context: int) -> dict[str, Measured]:
     result["step ortolan_f32"] = _ours(floats, _step(q, None))
     result["scores ortolan_f32"] = _ours(floats[:1], _scores(q, None))
     result["scores ort_matmul_f32"] = _ort_scores(q, floats[0])
+    inputs = _inputs(rng)
     for name, dtype in _ORT_KINDS.items():
-        result[f"step {name}"] = _ort_step(rng, context, dtype)
+        copies = _copies(_ort_caches(rng, context, dtype))
+        result[f"step {name}"] = _in_turn(group_query_attention(inputs, copies), copies)
     return result
+
+
+def _compressed(rng: np.random.Generator, context: int, d_sub: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codebooks, keys and values of a layer."""
+    codebooks = rng.standard_normal((KV_HEADS, HEAD_DIM // d_sub, 16, d_sub), dtype=np.float32)
+    keys = rng.integers(0, 256, (KV_HEADS, context, HEAD_DIM // d_sub // 2), dtype=np.uint8)
+    values = np.empty((KV_HEADS, context, HEAD_DIM + 2), np.uint8)
+    for head in values:
+        _native.append_values(head, 0, _floats(rng, (context, HEAD_DIM)))
+    return codebooks, keys, values
+
+
+def _inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    heads = {"query": KV_HEADS * GROUP, "key": KV_HEADS, "value": KV_HEADS}
+    return {name: rng.standard_normal((1, 1, count * HEAD_DIM), dtype=np.float32) for name, count in heads.items()}
 
 
 def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -141,49 +201,54 @@ def _ours(caches: Sequence[np.ndarray], attend: Callable[..., object]) -> Measur
     return Measured(call, len(copies), sum(cache.nbytes for cache in caches))
 
 
-def _step(q: np.ndarray, codebooks: np.ndarray | None) -> Callable[..., object]:
-    return lambda keys, values: _native.finish_decode(_native.decode_attention(q, SCALE, keys, values, codebooks))
+def _step(q: np.ndarray, codebooks: np.ndarray | None, tokens: int | None = None) -> Callable[..., object]:
+    return lambda keys, values: _native.finish_decode(
+        _native.decode_attention(q, SCALE, keys, values, codebooks, tokens)
+    )
 
 
 def _scores(q: np.ndarray, codebooks: np.ndarray | None) -> Callable[..., object]:
     return lambda keys: _native.decode_scores(q, SCALE, keys, codebooks)
 
 
-def _ort_step(rng: np.random.Generator, context: int, dtype: type) -> Measured:
+def _ort_caches(rng: np.random.Generator, context: int, dtype: type) -> list[np.ndarray]:
     row = HEAD_DIM // 2 if dtype is np.uint8 else HEAD_DIM
-    caches = [
+    return [
         _floats(rng, (1, KV_HEADS, context, row))
         if dtype is np.float32
         else np.resize(rng.integers(-127, 128, 1 << 20, dtype=np.int8).view(dtype), (1, KV_HEADS, context, row))
         for _ in range(2)
     ]
-    inputs = {
-        "query": rng.standard_normal((1, 1, KV_HEADS * GROUP * HEAD_DIM), dtype=np.float32),
-        "key": rng.standard_normal((1, 1, KV_HEADS * HEAD_DIM), dtype=np.float32),
-        "value": rng.standard_normal((1, 1, KV_HEADS * HEAD_DIM), dtype=np.float32),
-    }
-    copies = _copies(caches)
-    runs = list(group_query_attention(inputs, copies))
+
+
+def _in_turn(calls: Iterator[Call], copies: Sequence[Sequence[np.ndarray]]) -> Measured:
+    runs = list(calls)
 
     def call(_keep: object = copies) -> None:
         for one in runs:
             one()
 
-    return Measured(call, len(copies), sum(cache.nbytes for cache in caches))
+    return Measured(call, len(runs), sum(cache.nbytes for cache in copies[0]))
 
 
 def group_query_attention(
-    inputs: Mapping[str, np.ndarray], caches: Sequence[Sequence[np.ndarray]], y: np.ndarray | None = None
+    inputs: Mapping[str, np.ndarray],
+    caches: Sequence[Sequence[np.ndarray]],
+    y: np.ndarray | None = None,
+    *,
+    tokens: int | None = None,
+    threads: int = 1,
 ) -> Iterator[Call]:
-    """A call a pair of caches [1, kv_heads, context, row]: ORT GroupQueryAttention, which writes key and value into the
-    last row of the caches, and its answer into y. Of int8 and int4 (uint8) the scales are 0.01.
+    """A call a pair of caches [1, kv_heads, context, row]: ORT GroupQueryAttention, which writes key and value into row
+    `tokens` - 1 of the caches, the last one by default, and its answer into y. Of int8 and int4 (uint8) the scales are
+    0.01.
     """
-    context, row = caches[0][0].shape[2:]
+    tokens = tokens or caches[0][0].shape[2]
     dtype = caches[0][0].dtype
     given = {
         **inputs,
-        "seqlens_k": np.array([context - 1], np.int32),
-        "total_sequence_length": np.array([context], np.int32),
+        "seqlens_k": np.array([tokens - 1], np.int32),
+        "total_sequence_length": np.array([tokens], np.int32),
     }
     names = ["query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"]
     attributes: dict[str, Any] = {"num_heads": KV_HEADS * GROUP, "kv_num_heads": KV_HEADS}
@@ -195,30 +260,63 @@ def group_query_attention(
     node = helper.make_node(
         "GroupQueryAttention", names, ["y", "present_key", "present_value"], domain="com.microsoft", **attributes
     )
-    cache_type = helper.np_dtype_to_tensor_dtype(dtype)
-    shape = [1, KV_HEADS, context, row]
+    yield from _decode_calls(node, given, {}, caches, y, threads)
+
+
+def cached_attention(
+    inputs: Mapping[str, np.ndarray],
+    codebooks: np.ndarray,
+    caches: Sequence[Sequence[np.ndarray]],
+    tokens: int,
+    threads: int = 1,
+    y: np.ndarray | None = None,
+) -> Iterator[Call]:
+    """A call a pair of caches, codes and int8 values [1, kv_heads, context, row]: NoMADAttention, which appends key and
+    value as token number `tokens` of the caches, and writes its answer into y.
+    """
+    constants = {"nothing": np.zeros(1, np.float32), "codebooks": codebooks}
+    node = helper.make_node(
+        OP,
+        ["query", "nothing", "key", "value", "past_key", "past_value", "codebooks", "lengths"],
+        ["y", "present_key", "present_value"],
+        domain=DOMAIN,
+        num_heads=KV_HEADS * GROUP,
+        kv_num_heads=KV_HEADS,
+        causal=1,
+        scale=SCALE,
+    )
+    given = {**inputs, "lengths": np.array([tokens - 1], np.int32)}
+    yield from _decode_calls(node, given, constants, caches, y, threads)
+
+
+def _decode_calls(
+    node: NodeProto,
+    given: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray],
+    caches: Sequence[Sequence[np.ndarray]],
+    y: np.ndarray | None,
+    threads: int,
+) -> Iterator[Call]:
+    """A call a pair of caches of a node's session, past and present in one buffer."""
+    pasts = ("past_key", "past_value")
+    shaped = dict(zip(pasts, caches[0], strict=True))
+    answer = np.ones_like(given["query"]) if y is None else y
     graph = helper.make_graph(
         [node],
         "step",
-        [
-            *(_declared(name, array) for name, array in given.items()),
-            *(helper.make_tensor_value_info(name, cache_type, shape) for name in ("past_key", "past_value")),
-        ],
-        [
-            _declared("y", inputs["query"]),
-            *(helper.make_tensor_value_info(name, cache_type, shape) for name in ("present_key", "present_value")),
-        ],
+        [_declared(name, array) for name, array in (dict(given) | shaped).items()],
+        [_declared("y", answer), *(_declared(name.replace("past", "present"), shaped[name]) for name in pasts)],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    session = _session(graph)
-    answer = np.ones_like(inputs["query"]) if y is None else y
-    for keys, values in caches:
+    session = _session(graph, threads)
+    for pair in caches:
         binding = session.io_binding()
-        bound = {**given, "past_key": keys, "past_value": values}
+        bound = {**given, **dict(zip(pasts, pair, strict=True))}
         values_of = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in bound.items()}
         for name, value in values_of.items():
             binding.bind_ortvalue_input(name, value)
-        binding.bind_ortvalue_output("present_key", values_of["past_key"])
-        binding.bind_ortvalue_output("present_value", values_of["past_value"])
+        for name in pasts:
+            binding.bind_ortvalue_output(name.replace("past", "present"), values_of[name])
         binding.bind_ortvalue_output("y", ort.OrtValue.ortvalue_from_numpy(answer))
         yield _bound(session, binding, (values_of, answer))
 
@@ -258,9 +356,10 @@ def _declared(name: str, array: np.ndarray) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
 
 
-def _session(graph: GraphProto) -> ort.InferenceSession:
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+def _session(graph: GraphProto, threads: int = 1) -> ort.InferenceSession:
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid(DOMAIN, 1)]
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    register(options)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -43,12 +43,18 @@ int64_t CheckRows(const CastArray<float>& rows, int64_t head_dim, int64_t room) 
   return rows.shape(0);
 }
 
+const DecodeAttentionKernel& KernelOf(const std::optional<std::string>& name) {
+  return KernelByName(DecodeAttentionKernels(),
+                      SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa()), name);
+}
+
 void AppendKeysArray(Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& keys,
-                     const CastArray<float>& codebook) {
+                     const CastArray<float>& codebook, const std::optional<std::string>& kernel_name) {
   const KeyCodeLayout layout = LayoutOf(codebook);
   CheckCache(cache, layout.RowBytes(), tokens);
   const int64_t count = CheckRows(keys, layout.head_dim, cache.shape(0) - tokens);
-  AppendKeys(layout, codebook.data(), keys.data(), layout.head_dim * kFloat, count, tokens, cache.mutable_data());
+  AppendKeys(layout, codebook.data(), keys.data(), layout.head_dim * kFloat, count, tokens, cache.mutable_data(),
+             KernelOf(kernel_name).encode);
 }
 
 Array<uint8_t> KeyCodes(const Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& codebook) {
@@ -101,8 +107,7 @@ class DecodeCall {
   DecodeCall(const Array<float>& q, float scale, const py::array& keys, const std::optional<Array<float>>& codebooks,
              int64_t first_key, const py::array* values, std::optional<int64_t> tokens, int64_t begin,
              std::optional<int64_t> end, const std::optional<std::string>& kernel_name)
-      : kernel_(KernelByName(DecodeAttentionKernels(),
-                             SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa()), kernel_name)) {
+      : kernel_(KernelOf(kernel_name)) {
     if (q.ndim() != 3 || q.shape(0) < 1 || q.shape(1) < 1) {
       throw std::invalid_argument("q must be [kv_heads, heads, head_dim], each 1 or more");
     }
@@ -273,7 +278,7 @@ Array<float> Finish(PartialArrays partial) {
 
 void BindDecodeAttention(py::module_& module) {
   module.def("append_keys", &AppendKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("keys"),
-             py::arg("codebook"), "Append keys to a cache of codes, in place.");
+             py::arg("codebook"), py::arg("kernel") = py::none(), "Append keys to a cache of codes, in place.");
   module.def("key_codes", &KeyCodes, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"),
              "The codes of a cache.");
   module.def("decode_keys", &DecodeKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"),

@@ -9,8 +9,6 @@
 namespace ortolan {
 namespace {
 
-constexpr int64_t kMaxRowBytes = kMaxHeadDim / 2;
-
 const float* RowAt(const float* from, int64_t bytes) {
   return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
 }
@@ -53,6 +51,20 @@ void EncodeParts(const float* codebook, const float* key, int64_t parts, uint8_t
   }
 }
 
+// The row of a token's codes.
+void WriteRow(const uint8_t* codes, int64_t sub_quantizers, uint8_t* row) {
+  for (; sub_quantizers >= 8; sub_quantizers -= 8, codes += 8, row += 4) {
+    uint32_t low;
+    uint32_t high;
+    std::memcpy(&low, codes, 4);
+    std::memcpy(&high, codes + 4, 4);
+    low |= high << 4;
+    std::memcpy(row, &low, 4);
+  }
+  if (sub_quantizers == 0) return;
+  for (int j = 0; j < 2; ++j) row[j] = static_cast<uint8_t>(codes[j] | codes[2 + j] << 4);
+}
+
 }  // namespace
 
 std::string ValidateKeyCodeLayout(const KeyCodeLayout& layout) {
@@ -65,31 +77,40 @@ std::string ValidateKeyCodeLayout(const KeyCodeLayout& layout) {
   return {};
 }
 
-void EncodeKey(const KeyCodeLayout& layout, const float* codebook, const float* key, uint8_t* codes) {
+void EncodeKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
+                int64_t count, uint8_t* codes) {
   const int64_t parts = layout.SubQuantizers();
-  if (layout.d_sub == 1) return EncodeParts<1>(codebook, key, parts, codes);
-  if (layout.d_sub == 2) return EncodeParts<2>(codebook, key, parts, codes);
-  EncodeParts<4>(codebook, key, parts, codes);
+  for (int64_t i = 0; i < count; ++i, codes += parts) {
+    const float* key = RowAt(keys, i * key_row_bytes);
+    if (layout.d_sub == 1) {
+      EncodeParts<1>(codebook, key, parts, codes);
+    } else if (layout.d_sub == 2) {
+      EncodeParts<2>(codebook, key, parts, codes);
+    } else {
+      EncodeParts<4>(codebook, key, parts, codes);
+    }
+  }
 }
 
 void AppendKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                int64_t count, int64_t tokens, uint8_t* cache) {
+                int64_t count, int64_t tokens, uint8_t* cache, EncodeKeysFn* encode) {
   const int64_t parts = layout.SubQuantizers();
   const int64_t row_bytes = layout.RowBytes();
-  uint8_t codes[kMaxHeadDim];
-  for (int64_t i = 0; i < count; ++i) {
-    EncodeKey(layout, codebook, RowAt(keys, i * key_row_bytes), codes);
-    uint8_t* row = cache + (tokens + i) * row_bytes;
-    std::fill(row, row + row_bytes, uint8_t{0});
-    for (int64_t s = 0; s < parts; ++s) {
-      const Nibble at = InRow(parts, s);
-      row[at.byte] = static_cast<uint8_t>(row[at.byte] | codes[s] << at.shift);
-    }
-    if ((tokens + i + 1) % kKeyBlock != 0) continue;
-    uint8_t rows[kKeyBlock * kMaxRowBytes];
-    uint8_t* block = cache + (tokens + i + 1 - kKeyBlock) * row_bytes;
-    std::memcpy(rows, block, static_cast<size_t>(layout.BlockBytes()));
-    KeyRowsToBlock(layout, rows, kKeyBlock, block);
+  uint8_t codes[kKeyBlock * kMaxHeadDim];
+  uint8_t rows[kKeyBlock * kMaxHeadDim / 2];
+  while (count > 0) {  // up to the end of a block
+    const int64_t before = tokens % kKeyBlock;
+    const int64_t added = std::min(count, kKeyBlock - before);
+    encode(layout, codebook, keys, key_row_bytes, added, codes);
+    uint8_t* block = cache + (tokens - before) * row_bytes;
+    const bool full = before + added == kKeyBlock;
+    uint8_t* to = full ? rows : block;
+    if (full) std::memcpy(rows, block, static_cast<size_t>(before * row_bytes));
+    for (int64_t i = 0; i < added; ++i) WriteRow(codes + i * parts, parts, to + (before + i) * row_bytes);
+    if (full) KeyRowsToBlock(layout, rows, kKeyBlock, block);
+    keys = RowAt(keys, added * key_row_bytes);
+    count -= added;
+    tokens += added;
   }
 }
 

@@ -53,14 +53,18 @@ struct KeyCodeLayout {
 // Empty, or what is wrong with the sizes.
 std::string ValidateKeyCodeLayout(const KeyCodeLayout& layout);
 
-// Writes codes [S], one a byte: the nearest centroid by (float32) sum of squared differences, added from the first
-// number of the part to the last; of equal ones the first. A part with a NaN, or so far from all centroids that float32
-// does not hold the squares, has code 0.
-void EncodeKey(const KeyCodeLayout& layout, const float* codebook, const float* key, uint8_t* codes);
+// Writes codes [count][S], one a byte, of keys that are key_row_bytes apart: the nearest centroid by (float32) sum of
+// squared differences, each product and each sum rounded, added from the first number of the part to the last; of equal
+// ones the first. A part with a NaN, or so far from all centroids that float32 does not hold the squares, has code 0.
+using EncodeKeysFn = void(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
+                          int64_t count, uint8_t* codes);
+
+// Portable. Kernels of an ISA tier give the same codes (nomad_attention/decode_kernels.inc).
+EncodeKeysFn EncodeKeys;
 
 // Appends `count` keys, key_row_bytes apart, to a cache of `tokens` tokens, whose buffer has room for them.
 void AppendKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                int64_t count, int64_t tokens, uint8_t* cache);
+                int64_t count, int64_t tokens, uint8_t* cache, EncodeKeysFn* encode);
 
 // The code of a sub-quantizer of a token, in a cache of `tokens` tokens.
 int KeyCode(const KeyCodeLayout& layout, const uint8_t* cache, int64_t tokens, int64_t token, int64_t sub_quantizer);

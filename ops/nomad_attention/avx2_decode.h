@@ -44,6 +44,18 @@ struct Avx2Decode {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
   }
 
+  static void StoreQuads(uint8_t* to, __m256 a, __m256 b) {
+    const __m256i low = _mm256_set1_epi8(0x0f);
+    const auto join = [&](__m256i nibbles, __m256i others) {
+      return _mm256_or_si256(_mm256_and_si256(low, nibbles), _mm256_andnot_si256(low, others));
+    };
+    const __m256i first = _mm256_castps_si256(a);
+    const __m256i second = _mm256_castps_si256(b);
+    __m256i* quads = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(quads, join(first, _mm256_slli_epi32(second, 4)));
+    _mm256_storeu_si256(quads + 2, join(_mm256_srli_epi32(first, 4), second));
+  }
+
   // So many quads that sums of 16 bits hold their entries; a block's indices to that many tables are 8 KB.
   static constexpr int64_t kQuads = 64;
 

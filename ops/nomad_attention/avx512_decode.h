@@ -40,6 +40,15 @@ struct Avx512Decode {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
   }
 
+  static void StoreQuads(uint8_t* to, __m512 a, __m512 b) {
+    const __m512i low = _mm512_set1_epi8(0x0f);
+    const __m512i first = _mm512_castps_si512(a);
+    const __m512i second = _mm512_castps_si512(b);
+    // 0xCA: low ? the one : the other
+    _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(low, first, _mm512_slli_epi32(second, 4), 0xCA));
+    _mm512_storeu_si512(to + 64, _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(first, 4), second, 0xCA));
+  }
+
   // Scores of kBlocks blocks of 32 keys for kHeads heads. A lane holds four codes of a key: one vpermb looks them up in
   // the tables of a quad, 64 bytes, and vpdpbusd adds the four up.
   template <int kHeads, int kBlocks>

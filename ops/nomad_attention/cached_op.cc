@@ -47,14 +47,21 @@ std::vector<int64_t> ShapeOf(const Ort::KernelContext& context, size_t index) {
   return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
 }
 
-// Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved. to may be from.
-void RotateRow(const float* from, const float* cos, const float* sin, int64_t head_dim, bool interleaved, float* to) {
+// Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved. The compiler makes vectors of the former.
+void RotateRow(const float* __restrict from, const float* cos, const float* sin, int64_t head_dim, bool interleaved,
+               float* __restrict to) {
   const int64_t half = head_dim / 2;
+  if (!interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      to[i] = from[i] * cos[i] - from[i + half] * sin[i];
+      to[i + half] = from[i + half] * cos[i] + from[i] * sin[i];
+    }
+    return;
+  }
   for (int64_t i = 0; i < half; ++i) {
-    const int64_t a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + half;
-    const float x = from[a], y = from[b];
-    to[a] = x * cos[i] - y * sin[i];
-    to[b] = y * cos[i] + x * sin[i];
+    const float x = from[2 * i], y = from[2 * i + 1];
+    to[2 * i] = x * cos[i] - y * sin[i];
+    to[2 * i + 1] = y * cos[i] + x * sin[i];
   }
 }
 
@@ -263,8 +270,9 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   if (codebooks_ == nullptr) {
     copy(call.k, key_cache, keys.row_bytes);
   } else {
+    const auto& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
     AppendKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
-               reinterpret_cast<uint8_t*>(key_cache));
+               reinterpret_cast<uint8_t*>(key_cache), kernel.encode);
   }
   if (int8_values_) {
     AppendValues(call.head_dim, v, call.v.row_bytes, added, past, reinterpret_cast<uint8_t*>(value_cache));

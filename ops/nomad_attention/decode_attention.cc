@@ -11,14 +11,16 @@ namespace ortolan {
 #define ORTOLAN_KERNEL(isa, name)          \
   DecodeAttentionFn DecodeAttention##name; \
   DecodeScoresFn DecodeScores##name;       \
-  DecodeScratchFn DecodeScratch##name;
+  DecodeScratchFn DecodeScratch##name;     \
+  EncodeKeysFn EncodeKeys##name;
 #include "nomad_attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
 
 namespace {
 
 constexpr DecodeAttentionKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name) {#name, Isa::isa, &DecodeScratch##name, &DecodeAttention##name, &DecodeScores##name},
+#define ORTOLAN_KERNEL(isa, name) \
+  {#name, Isa::isa, &DecodeScratch##name, &DecodeAttention##name, &DecodeScores##name, &EncodeKeys##name},
 #include "nomad_attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -139,6 +141,11 @@ void DecodeAttentionScalar(const DecodeAttentionArgs& args, int64_t begin, int64
     partial.max[h] = most;
     partial.sum[h] = sum;
   }
+}
+
+void EncodeKeysScalar(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
+                      int64_t count, uint8_t* codes) {
+  EncodeKeys(layout, codebook, keys, key_row_bytes, count, codes);
 }
 
 std::span<const DecodeAttentionKernel> DecodeAttentionKernels() { return kKernels; }

@@ -97,6 +97,7 @@ struct DecodeAttentionKernel {
   DecodeScratchFn* scratch_bytes;
   DecodeAttentionFn* run;
   DecodeScoresFn* scores;
+  EncodeKeysFn* encode;
 };
 
 // The rows of decode_kernels.inc that this build has, best first; the last one runs on any CPU.

@@ -14,6 +14,8 @@
 //     Float LoadStrided(const float*, int64_t stride)     every stride-th float
 //     Float LoadInt8(const uint8_t*)                      kLanes int8 numbers as floats
 //     void StoreBytes(uint8_t*, Float)                    kLanes numbers 0 … 255, rounded to nearest
+//     void StoreQuads(uint8_t*, Float a, Float b)         a lane: 32 bits of a row of codes, of keys k and 16 + k; the
+//                                                         quad of low nibbles, and 64 bytes later the one of high ones
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
 //     to y
@@ -240,8 +242,7 @@ class DecodeLoop {
                         kChunk};
       if (full > 0) Tier::ScoreBlocks(blocks, args_.heads);
       if (full < count) {
-        KeyRowsToBlock(args_.Layout(), args_.key_codes + full_ * args_.Layout().RowBytes(), args_.tokens - full_,
-                       s_.block);
+        GatherBlock();
         blocks.blocks = 1;
         blocks.codes = s_.block;
         blocks.scores += full;
@@ -252,6 +253,35 @@ class DecodeLoop {
       float* scores = s_.scores + h * kChunk;
       for (int64_t i = 0; i < begin - first; ++i) scores[i] = kMinusInfinity;
       for (int64_t i = end - first; i < RoundUp(count, kTile); ++i) scores[i] = kMinusInfinity;
+    }
+  }
+
+  // KeyRowsToBlock of the last tokens.
+  void GatherBlock() const {
+    const int64_t row_bytes = args_.Layout().RowBytes();
+    const uint8_t* rows = args_.key_codes + full_ * row_bytes;
+    const int64_t count = args_.tokens - full_;
+    const int64_t words = row_bytes / 4;
+    if (row_bytes % 4 != 0) return KeyRowsToBlock(args_.Layout(), rows, count, s_.block);
+    for (int64_t word = 0; word < words; word += kLanes) {
+      const int64_t lanes = words - word < kLanes ? words - word : kLanes;
+      const auto load = [&](int64_t key) {
+        if (key >= count) return Simd::Set(0.0f);
+        const float* from = reinterpret_cast<const float*>(rows + key * row_bytes) + word;
+        return lanes == kLanes ? Simd::Load(from) : Simd::LoadFirst(from, lanes);
+      };
+      for (int64_t k = 0; k < 16; k += kLanes) {
+        Float a[kLanes];
+        Float b[kLanes];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; ++i) {
+          a[i] = load(k + i);
+          b[i] = load(16 + k + i);
+        }
+        Simd::Transpose(a);
+        Simd::Transpose(b);
+        for (int64_t i = 0; i < lanes; ++i) Tier::StoreQuads(s_.block + (word + i) * 128 + 4 * k, a[i], b[i]);
+      }
     }
   }
 

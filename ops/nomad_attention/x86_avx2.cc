@@ -1,5 +1,6 @@
 #include "nomad_attention/avx2_attention.h"
 #include "nomad_attention/avx2_decode.h"
+#include "nomad_attention/encode_loop.h"
 
 namespace ortolan {
 
@@ -20,6 +21,11 @@ void DecodeAttentionAvx2(const DecodeAttentionArgs& args, int64_t begin, int64_t
 
 void DecodeScoresAvx2(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
   DecodeLoop<Avx2Decode>::Scores(args, begin, end, scores, scratch);
+}
+
+void EncodeKeysAvx2(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
+                    int64_t count, uint8_t* codes) {
+  EncodeLoop<Avx2Decode>::Run(layout, codebook, keys, key_row_bytes, count, codes);
 }
 
 }  // namespace ortolan

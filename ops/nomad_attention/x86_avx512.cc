@@ -1,5 +1,6 @@
 #include "nomad_attention/avx512_attention.h"
 #include "nomad_attention/avx512_decode.h"
+#include "nomad_attention/encode_loop.h"
 
 namespace ortolan {
 
@@ -22,6 +23,11 @@ void DecodeAttentionAvx512(const DecodeAttentionArgs& args, int64_t begin, int64
 
 void DecodeScoresAvx512(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
   DecodeLoop<Avx512Decode>::Scores(args, begin, end, scores, scratch);
+}
+
+void EncodeKeysAvx512(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
+                      int64_t count, uint8_t* codes) {
+  EncodeLoop<Avx512Decode>::Run(layout, codebook, keys, key_row_bytes, count, codes);
 }
 
 }  // namespace ortolan

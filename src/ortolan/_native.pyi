@@ -191,11 +191,14 @@ def nomad_attention(
     them or 1. Raises ValueError for wrong shapes and kernels that this CPU cannot run.
     """
 
-def append_keys(cache: NDArray[np.uint8], tokens: int, keys: NDArray[Any], codebook: NDArray[Any]) -> None:
+def append_keys(
+    cache: NDArray[np.uint8], tokens: int, keys: NDArray[Any], codebook: NDArray[Any], kernel: str | None = None
+) -> None:
     """Append keys [count, head_dim] to a cache of key codes, in place (ops/formats/key_code_cache.h).
 
     cache [capacity, head_dim / d_sub / 2] holds `tokens` tokens and has room for `count` more; codebook
-    [head_dim / d_sub, 16, d_sub]. Raises ValueError for wrong shapes.
+    [head_dim / d_sub, 16, d_sub]; kernel: a row of decode_attention_kernels, without it the best one that runs here.
+    Raises ValueError for wrong shapes.
     """
 
 def key_codes(cache: NDArray[np.uint8], tokens: int, codebook: NDArray[Any]) -> NDArray[np.uint8]:

@@ -7,7 +7,7 @@ import pytest
 
 from ortolan import _native
 from ortolan.benchmarks import nomad_attention
-from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, group_query_attention
+from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, cached_attention, group_query_attention
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.errors import OrtolanError
 
@@ -37,6 +37,28 @@ def test_both_sides_attend_to_the_same(dtype: type) -> None:
     np.testing.assert_allclose(keys[:, -1], clipped, atol=tolerance)
 
 
+@pytest.mark.parametrize("d_sub", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_node_appends_and_attends(d_sub: int, threads: int) -> None:
+    rng = np.random.default_rng(d_sub)
+    context, tokens = 70, 55
+    inputs = nomad_attention._inputs(rng)
+    codebooks, keys, values = nomad_attention._compressed(rng, context, d_sub)
+    y = np.ones_like(inputs["query"])
+    caches = [keys[None].copy(), values[None].copy()]
+    for call in cached_attention(inputs, codebooks, [caches], tokens, threads, y):
+        call()
+    for head in range(KV_HEADS):
+        key, value = (inputs[name].reshape(KV_HEADS, 1, HEAD_DIM)[head] for name in ("key", "value"))
+        _native.append_keys(keys[head], tokens - 1, key, codebooks[head])
+        _native.append_values(values[head], tokens - 1, value)
+    np.testing.assert_array_equal(caches[0][0], keys)
+    np.testing.assert_array_equal(caches[1][0], values)
+    q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
+    expected = _native.finish_decode(_native.decode_attention(q, SCALE, keys, values, codebooks, tokens))
+    np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nomad_attention, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(nomad_attention, "QUICK_CONTEXTS", (40,))
@@ -48,9 +70,13 @@ def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(row.case["part"], row.peer) for row in result.rows} == {
         *(("step", peer) for peer in ("ort_f32", "ort_int8", "ort_int4", "ortolan_f32", "stream_read")),
         *(("scores", peer) for peer in ("ort_matmul_f32", "ortolan_f32", "stream_read")),
+        *(("node", peer) for peer in ("ort_f32", "ort_int8", "ort_int4", "ortolan_step")),
     }
+    assert {(row.case["part"], row.threads) for row in result.rows} == {
+        ("step", 1), ("scores", 1), ("node", 1), ("node", 2),
+    }  # fmt: skip
     assert {(row.case["context"], row.case["d_sub"]) for row in result.rows} == {(40, 1), (40, 2)}
-    assert all(row.ours.min_ms > 0 and row.peer_time.min_ms > 0 and row.threads == 1 for row in result.rows)
+    assert all(row.ours.min_ms > 0 and row.peer_time.min_ms > 0 for row in result.rows)
     assert '"context": 40' in result.to_json()
 
 
@@ -58,8 +84,3 @@ def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_about_weights_are_refused(option: dict[str, tuple[object, ...]]) -> None:
     with pytest.raises(OrtolanError, match="NoMADAttention has no weights"):
         nomad_attention.run(BenchOptions(quick=True, **option))
-
-
-def test_more_threads_are_refused() -> None:
-    with pytest.raises(OrtolanError, match="measured on one thread"):
-        nomad_attention.run(BenchOptions((2,), quick=True))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ortolan import _native
 
 SIZES = [(16, 1), (16, 2), (16, 4), (48, 4), (64, 2), (80, 4), (96, 1), (128, 1)]
+KERNELS = [row["name"] for row in _native.decode_attention_kernels() if row["runs_here"]]
 all_sizes = pytest.mark.parametrize(("head_dim", "d_sub"), SIZES)
 
 
@@ -44,14 +45,14 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return cache
 
 
-def appended(keys: np.ndarray, codebook: np.ndarray, splits: list[int]) -> np.ndarray:
+def appended(keys: np.ndarray, codebook: np.ndarray, splits: list[int], kernel: str | None = None) -> np.ndarray:
     """The cache that grows by these numbers of tokens, each time into a copy that is exactly as long."""
     row_bytes = codebook.shape[0] // 2
     cache = np.empty((0, row_bytes), np.uint8)
     for count in splits:
         tokens = len(cache)
         cache = np.concatenate([cache, np.full((count, row_bytes), 0xA5, np.uint8)])
-        _native.append_keys(cache, tokens, keys[tokens : tokens + count], codebook)
+        _native.append_keys(cache, tokens, keys[tokens : tokens + count], codebook, kernel)
     return cache
 
 
@@ -127,6 +128,50 @@ def test_keys_that_float32_cannot_measure_have_code_0(bad: float, d_sub: int) ->
     np.testing.assert_array_equal(_native.key_codes(appended(keys, codebook, [40]), 40, codebook), expected)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(deadline=None, max_examples=120)
+@given(
+    size=st.sampled_from([*SIZES, (16, 1), (32, 2), (64, 4), (112, 4), (144, 2), (256, 1)]),
+    splits=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    special=st.sampled_from(
+        [[], [np.nan], [np.inf, -np.inf], [1e-45, -3e-42], [1e-23, 2e-23], [3e38, -1.9e19], [0.0, -0.0], [np.nan, 1e20]]
+    ),
+    levels=st.sampled_from([None, 1, 2, 3]),
+    scale=st.sampled_from([1.0, 1e-22, 1e-38, 1e15]),
+    mirrored=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_kernel_gives_the_same_codes(
+    kernel: str,
+    size: tuple[int, int],
+    splits: list[int],
+    special: list[float],
+    levels: int | None,
+    scale: float,
+    mirrored: bool,
+    seed: int,
+) -> None:
+    """Of few levels most distances are equal; of small scales squares are denormal or 0, of large ones Inf.
+
+    mirrored: pairs of centroids at the same distance but for its rounding, so that one less is another code.
+    """
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((sum(splits), size[0]), dtype=np.float32)
+    codebook = codebook_of(rng, *size)
+    if levels is not None:
+        keys, codebook = (np.clip(np.round(array), -levels, levels) for array in (keys, codebook))
+    if mirrored:
+        keys = np.repeat(keys[:, :: codebook.shape[2]], codebook.shape[2], 1)
+        codebook[:, 1::2] = codebook[:, ::2, ::-1]
+    keys, codebook = keys * np.float32(scale), codebook * np.float32(scale)
+    for array in (keys, codebook):
+        for value in special:
+            array[rng.random(array.shape) < 0.05] = value
+    cache = appended(keys, codebook, splits, kernel)
+    np.testing.assert_array_equal(cache, pack(encode(keys, codebook)))
+    np.testing.assert_array_equal(cache, appended(keys, codebook, [len(keys)], "Scalar"))
+
+
 GOOD = {
     "cache": np.zeros((8, 8), np.uint8),
     "tokens": 3,
@@ -148,6 +193,7 @@ GOOD = {
         ({"tokens": -1}, "tokens 0 or more"),
         ({"tokens": 4}, "expected rows of 16 numbers, 4 at most"),
         ({"keys": np.zeros((1, 15), np.float32)}, "expected rows of 16 numbers"),
+        ({"kernel": "Best"}, "Best"),
     ],
 )
 def test_wrong_arguments(change: dict, message: str) -> None:
