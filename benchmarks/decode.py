@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import OrtolanError, RecipeError, VerificationError
-from ..graph_passes.recipe import Recipe, parse_setting
+from ..graph_passes.recipe import Recipe
 from ..models import get_model
 from ..models.generate import Decoder, read_head_size, shares_cache
 from ..optimize import optimize_onnx
@@ -32,6 +32,7 @@ from ..session import create_session
 from .matmul_nbits import make_matmul_nbits
 from .result import versions_line
 from .timing import pinned
+from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
 # The first one stores what MatMulNBits g32 does; both, like the peers, also quantize the head.
@@ -133,33 +134,9 @@ def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], fl
     return sorted(rows, key=lambda row: -row.microseconds), statistics.median(run["dur"] for run in runs)
 
 
-def session_options(threads: int) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    return options
-
-
 def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
     session = create_session(path, options)
     return Decoder(session, cache_length if shares_cache(path) else None, read_head_size(path))
-
-
-def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:
-    """NAME or NAME:KEY=VALUE,… by what the table calls it: recipes that prune once for each sparsity, unless set.
-
-    Raises RecipeError for unknown recipes and options.
-    """
-    recipes: dict[str, Recipe] = {}
-    for text in texts:
-        name, _, settings = text.partition(":")
-        options = dict(map(parse_setting, settings.split(","))) if settings else {}
-        recipe = Recipe.load(name).with_options(options)
-        name = f"{name} {settings}".strip()
-        if any(step.name == "prune" for step in recipe.passes) and {"sparsity", "prune.sparsity"}.isdisjoint(options):
-            recipes |= {f"{name} {share:.0%}": recipe.with_options({"sparsity": share}) for share in sparsity}
-        else:
-            recipes[name] = recipe
-    return recipes
 
 
 def make_variants(
@@ -193,11 +170,6 @@ def read_variant(text: str) -> tuple[str, Path]:
     """NAME=PATH; the path of a folder stands for its model.onnx."""
     name, _, path = text.partition("=")
     return name, Path(path) / "model.onnx" if Path(path).is_dir() else Path(path)
-
-
-def file_megabytes(path: Path) -> float:
-    data = path.with_name(f"{path.name}.data")
-    return (path.stat().st_size + (data.stat().st_size if data.is_file() else 0)) / 1e6
 
 
 def speed_table(title: str, speeds: Mapping[str, Speed], variants: Mapping[str, Path], against: str) -> Table:

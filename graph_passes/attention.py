@@ -1,6 +1,6 @@
 """Finds scaled dot-product attention in a graph, and tells why what looks like one is none.
 
-Three forms: taken apart, as most exports have it (MatMul, a scale, a mask, Softmax, MatMul, between Reshapes and
+Three forms: taken apart, as most exports have it (MatMul, a scale, masks, Softmax, MatMul, between Reshapes and
 Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). What is
 found reads the layers' own outputs [batch, rows, width] and gives [batch, rows, width]: ops/nomad_attention has the
 formula.
@@ -43,7 +43,7 @@ class Attention:
     heads: int
     kv_heads: int
     scale: float  # 0: 1 / sqrt of a head's width
-    mask: Mask | None
+    masks: tuple[Mask, ...]  # their sum is added
     causal: bool
     zero_hidden_rows: bool  # rows that see no key give zeros, not NaN
     nodes: set[ir.Node]  # that it takes the place of
@@ -113,12 +113,13 @@ class _TakenApart:
         if int_attribute(softmax, "axis", -1) not in (-1, rank - 1):
             raise _RefusedError("its Softmax is not over the last axis")
         self._nodes |= {context, scores}
-        mask, scale = self._mask_and_scale(softmax.inputs[0], scores)
+        masks, scale = self._masks_and_scale(softmax.inputs[0], scores)
         query = _split_operand(dims, scores.inputs[0], "query", self._nodes)
         key = _split_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
         value = _split_operand(dims, context.inputs[1], "value", self._nodes)
-        causal = mask is not None and self._is_causal(mask)
-        match = _joined(dims, softmax, (query, key, value), None if causal else mask, causal, self._nodes)
+        # Where another mask hides as well, a row may see nothing: then it counts what both add.
+        causal = len(masks) == 1 and self._is_causal(masks[0])
+        match = _joined(dims, softmax, (query, key, value), () if causal else masks, causal, self._nodes)
         if query.heads != key.heads:
             raise _RefusedError(f"it has {query.heads} heads of queries and {key.heads} of keys, expected as many")
         match.scale = scale * query.scale * key.scale
@@ -156,9 +157,10 @@ class _TakenApart:
         found = [product for product in products if product is not None]
         return found[0] if len(found) == 1 else None
 
-    def _mask_and_scale(self, value: ir.Value | None, scores: ir.Node) -> tuple[Mask | None, float]:
-        """Walks from the Softmax's input to the scores."""
-        mask, scale = None, 1.0
+    def _masks_and_scale(self, value: ir.Value | None, scores: ir.Node) -> tuple[tuple[Mask, ...], float]:
+        """Walks from the Softmax's input to the scores; the masks, of padding or of positions, as they were added."""
+        masks: list[Mask] = []
+        scale = 1.0
         while value is not None and (node := value.producer()) is not None and node is not scores:
             self._nodes.add(node)
             index = next(i for i, operand in enumerate(node.inputs) if self._find_scores(operand) is scores)
@@ -168,14 +170,12 @@ class _TakenApart:
             if node.op_type in ("Mul", "Div"):
                 scale *= self._factor(node, index)
                 continue
-            if mask is not None:
-                raise _RefusedError("two masks are added to its scores, expected one")
             if scale != 1:
                 raise _RefusedError("its scores are scaled after the mask is added")
             mask = self._fill(node, index) if node.op_type == "Where" else Mask(_other(node, index))
-        if mask is not None and mask.fill is None and self._dims.number(mask.value) == 0:
-            return None, scale
-        return mask, scale
+            if mask.fill is not None or self._dims.number(mask.value) != 0:
+                masks.insert(0, mask)
+        return tuple(masks), scale
 
     def _is_causal(self, mask: Mask) -> bool:
         """Whether it hides just the keys behind each query: Where(tril(ones) == 0, -Inf, 0)."""
@@ -285,9 +285,14 @@ def _base(dims: Dimensions, value: ir.Value | None, meaning: str) -> tuple[ir.Va
 
 
 def _joined(
-    dims: Dimensions, node: ir.Node, operands: Sequence[_Operand], mask: Mask | None, causal: bool, nodes: set[ir.Node]
+    dims: Dimensions,
+    node: ir.Node,
+    operands: Sequence[_Operand],
+    masks: tuple[Mask, ...],
+    causal: bool,
+    nodes: set[ir.Node],
 ) -> Attention:
-    """Checks that queries, keys and values go together, and the mask with them."""
+    """Checks that queries, keys and values go together, and the masks with them."""
     query, key, value = operands
     if not query.head_dim == key.head_dim == value.head_dim:
         widths = [operand.head_dim for operand in operands]
@@ -301,9 +306,9 @@ def _joined(
         )
     if causal and query.rows != key.rows:
         raise _RefusedError("it is causal, and not known to have as many queries as keys")
-    if mask is not None:
+    for mask in masks:
         _check_mask(dims, mask, (query.batch, query.heads, query.rows, key.rows))
-    return Attention(node, query.base, key.base, value.base, query.heads, key.heads, 0.0, mask, causal, False, nodes)
+    return Attention(node, query.base, key.base, value.base, query.heads, key.heads, 0.0, masks, causal, False, nodes)
 
 
 def _check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
@@ -354,11 +359,11 @@ def _onnx_attention(dims: Dimensions, node: ir.Node) -> Attention:
             _whole_operand(dims, one, meaning, count)
             for one, meaning, count in zip(inputs[:3], meanings, heads, strict=True)
         ]
-    mask = None
+    masks: tuple[Mask, ...] = ()
     if inputs[3] is not None:
         is_bool = dims.dtype(inputs[3]) == ir.DataType.BOOL
-        mask = Mask(inputs[3], -np.inf, hides=False) if is_bool else Mask(inputs[3])
-    match = _joined(dims, node, operands, mask, int_attribute(node, "is_causal", 0) == 1, nodes)
+        masks = (Mask(inputs[3], -np.inf, hides=False) if is_bool else Mask(inputs[3]),)
+    match = _joined(dims, node, operands, masks, int_attribute(node, "is_causal", 0) == 1, nodes)
     match.scale = _scale_attribute(node) * operands[0].scale * operands[1].scale
     if operands[2].scale != 1 or (match.scale == 0 and operands[0].scale * operands[1].scale != 1):
         raise _RefusedError("its inputs are scaled")
@@ -376,8 +381,8 @@ def _multi_head_attention(dims: Dimensions, node: ir.Node) -> Attention:
     heads = int_attribute(node, "num_heads", 0)
     names = ("query", "key", "value")
     operands = [_whole_operand(dims, one, name, heads) for one, name in zip(inputs[:3], names, strict=True)]
-    mask = Mask(inputs[5]) if inputs[5] is not None else None
-    match = _joined(dims, node, operands, mask, int_attribute(node, "unidirectional", 0) == 1, {node})
+    masks = (Mask(inputs[5]),) if inputs[5] is not None else ()
+    match = _joined(dims, node, operands, masks, int_attribute(node, "unidirectional", 0) == 1, {node})
     match.scale = _scale_attribute(node)
     match.output = node.outputs[0]
     return match
@@ -413,8 +418,8 @@ def _check_uses(match: Attention) -> None:
             dead.add(node)
             waiting += [(output, inside, first) for output in node.outputs]
     nodes |= dead
-    inputs = (match.query, match.key, match.value, match.mask.value if match.mask is not None else None)
-    if any(value is not None and value.producer() in nodes for value in inputs):
+    inputs = (match.query, match.key, match.value, *(mask.value for mask in match.masks))
+    if any(value.producer() in nodes for value in inputs):
         raise _RefusedError("its mask is computed from what is inside of it")
 
 

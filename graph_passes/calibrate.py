@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -127,6 +127,17 @@ def capture_inputs(
     return {layer_key(linear): kept[linear.x.name] for linear in linears if linear.x.name in kept}
 
 
+class Recorded(Protocol):
+    """What is to be recorded: a value of the model, such as a layer's input."""
+
+    @property
+    def x(self) -> ir.Value: ...
+    @property
+    def k(self) -> int: ...  # its last dimension
+    @property
+    def dtype(self) -> ir.DataType: ...
+
+
 class InputRecorder:
     """Runs a model, as it was when this was made, and hands out what goes into its layers.
 
@@ -135,7 +146,7 @@ class InputRecorder:
     """
 
     def __init__(
-        self, model: ir.Model, linears: Sequence[Linear], feeds: Sequence[Feeds], open_model: Callable[[], Any]
+        self, model: ir.Model, linears: Sequence[Recorded], feeds: Sequence[Feeds], open_model: Callable[[], Any]
     ) -> None:
         """open_model makes the session; it is called while the wanted values are outputs of the model."""
         self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
@@ -177,6 +188,31 @@ class InputRecorder:
         self.record(names, lambda name, inputs: rows[name].append(_some_rows(inputs, quota)), on_run)
         return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
 
+    def rows_and_extremes(self, names: Sequence[str], max_rows: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """As some_rows, and two rows more for each value: those with its smallest and its largest number."""
+        rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        extremes: dict[tuple[str, int], np.ndarray] = {}
+        quota = -(-max_rows // len(self._feeds))
+
+        def take(name: str, inputs: np.ndarray) -> None:
+            rows[name].append(_some_rows(inputs, quota))
+            if inputs.size == 0:
+                return
+            for sign in (-1, 1):
+                signed = inputs * np.asarray(sign, inputs.dtype)
+                row = inputs[signed.max(axis=1).argmax()].astype(np.float32)
+                if (name, sign) not in extremes or (sign * row).max() > (sign * extremes[name, sign]).max():
+                    extremes[name, sign] = row
+
+        self.record(names, take, on_run)
+        return {
+            name: np.concatenate(
+                [np.concatenate(parts)[:max_rows], *(row[None] for (of, _), row in extremes.items() if of == name)]
+            )
+            for name, parts in rows.items()
+            if parts
+        }
+
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """X^T X over all inputs X of each value, and how many those are. Keeps no inputs.
 
@@ -206,7 +242,7 @@ def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
 
 
 @contextmanager
-def _as_outputs(model: ir.Model, wanted: dict[str, Linear]) -> Iterator[None]:
+def _as_outputs(model: ir.Model, wanted: dict[str, Recorded]) -> Iterator[None]:
     """Inside, the named values are outputs of the model."""
     outputs = model.graph.outputs
     count = len(outputs)
@@ -223,7 +259,7 @@ def _as_outputs(model: ir.Model, wanted: dict[str, Linear]) -> Iterator[None]:
             outputs.pop()
 
 
-def _group(computed: dict[str, Linear], feeds: Sequence[Feeds]) -> list[list[str]]:
+def _group(computed: dict[str, Recorded], feeds: Sequence[Feeds]) -> list[list[str]]:
     """Splits the values so that what one run returns stays below _CAPTURE_BYTES."""
     tokens = max((int(np.prod(array.shape[:2])) for one in feeds for array in one.values()), default=1)
     groups: list[list[str]] = []

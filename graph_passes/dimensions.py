@@ -239,6 +239,12 @@ class Dimensions:
             return None
         return tuple(_fresh(output, axis) if dim is None else dim for axis, dim in enumerate(target))
 
+    def _range(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        start, limit, step = (self.elements(value) for value in node.inputs)
+        if start != (0,) or step != (1,) or limit is None or limit[0] is None or isinstance(limit[0], float):
+            return (_fresh(output, 0),)
+        return (max(0, limit[0]) if isinstance(limit[0], int) else limit[0],)
+
     def _concat(self, node: ir.Node, _: ir.Value) -> Shape | None:
         elements = self._concat_elements(node)
         return None if elements is None else (len(elements),)
@@ -320,6 +326,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "Slice": Dimensions._slice,
     "Expand": Dimensions._expand,
     "ConstantOfShape": Dimensions._constant_of_shape,
+    "Range": Dimensions._range,
     "Shape": Dimensions._shape_shape,
     "Concat": Dimensions._concat,
     "EmbedLayerNormalization": Dimensions._embed,

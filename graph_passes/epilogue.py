@@ -1,5 +1,7 @@
 """Finds what follows a linear layer and can be computed in its epilogue: Y = activation(X W + b) factor + residual.
 
+For operators that compute it too, layer_norm.py finds the LayerNormalization behind that.
+
 Exporters write one activation in many ways: TorchScript GELU as x (1 + erf(x / sqrt 2)) 0.5, others as
 (x 0.5) (1 + erf(...)), tf2onnx multiplies by sqrt 0.5. These orders are not listed here. The nodes behind a layer are
 worked out as polynomials in x, erf(u), tanh(u) and sigmoid(u), and an activation is told by its coefficients, so that
@@ -13,10 +15,14 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor
+
+if TYPE_CHECKING:
+    from .layer_norm import LayerNorm
 
 
 class Activation(IntEnum):
@@ -31,7 +37,8 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """activation(value) factor + residual, by the rules of ONNX Add: the residual may broadcast against the value.
+    """activation(value) factor + residual, by the rules of ONNX Add: the residual may broadcast against the value. With
+    a norm, the LayerNormalization of that.
 
     Whoever puts one operator in the place of layer and epilogue must put it where the last of `nodes` stands: the
     residual may be computed between the layer and there. Constants of the nodes may be without use afterwards.
@@ -42,11 +49,19 @@ class Epilogue:
     nodes: tuple[ir.Node, ...]  # what it takes the place of, in graph order
     output: ir.Value  # that of the last node, or of the layer if there is none
     factor: ir.Value | None = None  # of the value's shape
+    norm: LayerNorm | None = None
 
 
-def describe_epilogue(activation: Activation, residual: ir.Value | None, gated: bool = False) -> list[str]:
-    """For people: ["silu", "gated", "residual"]."""
-    parts = {activation.name.lower(): activation != Activation.NONE, "gated": gated, "residual": residual is not None}
+def describe_epilogue(
+    activation: Activation, residual: ir.Value | None, gated: bool = False, norm: bool = False
+) -> list[str]:
+    """For people: ["silu", "gated", "residual", "layer norm"]."""
+    parts = {
+        activation.name.lower(): activation != Activation.NONE,
+        "gated": gated,
+        "residual": residual is not None,
+        "layer norm": norm,
+    }
     return [part for part, there in parts.items() if there]
 
 
@@ -89,18 +104,18 @@ def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilo
     activation, nodes = _find_activation(output)
     value = nodes[-1].outputs[0] if nodes else output
     factor = None
-    multiply = _only_consumer(value)
+    multiply = only_consumer(value)
     if multiply is not None and multiply.op_type == "Mul" and multiply.domain in DEFAULT_DOMAINS:
         other = multiply.inputs[1] if multiply.inputs[0] is value else multiply.inputs[0]
-        if other is not None and other in factors and _only_consumer(other) is multiply:
+        if other is not None and other in factors and only_consumer(other) is multiply:
             factor, nodes, value = other, [*nodes, multiply], multiply.outputs[0]
     residual = None
-    add = _only_consumer(value)
+    add = only_consumer(value)
     if add is not None and add.op_type == "Add" and add.domain in DEFAULT_DOMAINS:
         # The value is used once, so that nothing else, and so not the other operand, is computed from it.
         residual = add.inputs[1] if add.inputs[0] is value else add.inputs[0]
         nodes, value = [*nodes, add], add.outputs[0]
-    return Epilogue(activation, residual, tuple(_in_graph_order(nodes)), value, factor)
+    return Epilogue(activation, residual, tuple(in_graph_order(nodes)), value, factor)
 
 
 def _element_type(output: ir.Value) -> ir.DataType | None:
@@ -111,20 +126,20 @@ def _element_type(output: ir.Value) -> ir.DataType | None:
     return next((dtype for dtype in types if dtype.is_floating_point()), None)
 
 
-def _only_consumer(value: ir.Value) -> ir.Node | None:
+def only_consumer(value: ir.Value) -> ir.Node | None:
     """The node in the value's own graph that uses it, once, if there is nothing else that sees it."""
     uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not _graph(value):
+    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not graph_of(value):
         return None
     return uses[0].node
 
 
-def _graph(value: ir.Value) -> ir.Graph | ir.Function | None:
+def graph_of(value: ir.Value) -> ir.Graph | ir.Function | None:
     node = value.producer()
     return node.graph if node is not None else None
 
 
-def _in_graph_order(nodes: list[ir.Node]) -> Iterator[ir.Node]:
+def in_graph_order(nodes: list[ir.Node]) -> Iterator[ir.Node]:
     if len(nodes) < 2:
         return iter(nodes)
     graph = nodes[0].graph
@@ -134,7 +149,7 @@ def _in_graph_order(nodes: list[ir.Node]) -> Iterator[ir.Node]:
 
 def _find_activation(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
     """The activation and its nodes, the last one last."""
-    node = _only_consumer(x)
+    node = only_consumer(x)
     activation = _activation_op(node) if node is not None else Activation.NONE
     if node is not None and activation != Activation.NONE:
         return activation, [node]
@@ -174,7 +189,7 @@ def _find_formula(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
         node, polynomial = next(
             ((node, found) for node in waiting if (found := _evaluate(node, known)) is not None), (None, None)
         )
-        if node is None or polynomial is None or node.graph is not _graph(x):
+        if node is None or polynomial is None or node.graph is not graph_of(x):
             break
         waiting.remove(node)
         nodes.append(node)

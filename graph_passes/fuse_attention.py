@@ -16,7 +16,7 @@ from .constants import remove_unused
 from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from .options import Globs, PassOptions, takes
 from .pipeline import RecipePass
-from .replace.nomad_attention_function import INPUTS, OP_TYPE, Uses, nomad_attention_function
+from .replace.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
 from .replace.replacement import fill_missing, nodes_of
 from .verify import keep_reference
 
@@ -63,6 +63,9 @@ class FuseAttentionPass(RecipePass):
                 chosen.append(match)
             else:
                 refused.setdefault(match.reason, []).append(match.names[0])
+        # The first to be fused makes the masks that others share: its place must be before theirs.
+        places = {node: place for place, node in enumerate(model.graph)}
+        chosen.sort(key=lambda match: places[_last(match)])
         context.progress("fuse_attention", 0, len(chosen))
         if chosen and not context.dry_run:
             keep_reference(model, context)
@@ -100,10 +103,8 @@ class FuseAttentionPass(RecipePass):
     def _fuse(self, model: ir.Model, match: Attention) -> None:
         graph, output = match.node.graph, match.output
         assert graph is not None and output is not None
-        last = output.producer()
-        assert last is not None
         made: list[ir.Node] = []
-        mask = self._mask(model, match, made) if match.mask is not None else None
+        mask = self._sum(model, match, made) if match.masks else None
         node = ir.node(
             OP_TYPE,
             [match.query, mask, match.key, match.value],
@@ -119,33 +120,40 @@ class FuseAttentionPass(RecipePass):
             name=match.node.name,
         )
         inputs = [value for old in match.nodes for value in old.inputs if value is not None]
-        # Its place is that of the last node, behind all that it reads.
         ir.convenience.replace_nodes_and_values(
-            graph, last, list(match.nodes), [*made, node], [output], [node.outputs[0]]
+            graph, _last(match), list(match.nodes), [*made, node], [output], [node.outputs[0]]
         )
         self.context.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
         for value in inputs:
             _remove_dead(value)
 
-    def _mask(self, model: ir.Model, match: Attention, made: list[ir.Node]) -> ir.Value:
-        """The mask as floats. The first attention that needs one makes it; those that follow share it."""
-        assert match.mask is not None
-        if match.mask.fill is None:
-            return match.mask.value
-        if match.mask not in self._masks:
-            self._masks[match.mask] = self._make_mask(model, match.node, match.mask, made)
-        return self._masks[match.mask]
+    def _sum(self, model: ir.Model, match: Attention, made: list[ir.Node]) -> ir.Value:
+        """The masks as one. The first attention that needs a node for that makes it; those that follow share it."""
+        total = self._floats(model, match.node, match.masks[0], made)
+        for number in range(2, len(match.masks) + 1):
+            first = match.masks[:number]
+            if first not in self._masks:
+                values = [total, self._floats(model, match.node, first[-1], made)]
+                self._masks[first] = self._made(model, match.node, ir.node("Add", values), made)
+            total = self._masks[first]
+        return total
 
-    def _make_mask(self, model: ir.Model, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
-        graph = node.graph
-        assert graph is not None and mask.fill is not None
-        fill, zero = (self._number(model, node, number) for number in (mask.fill, 0.0))
-        branches = [fill, zero] if mask.hides else [zero, fill]
-        where = ir.node("Where", [mask.value, *branches], name=f"{node.name}/mask")
-        where.outputs[0].name = self.context.new_name(model, f"{node.name}/mask_output_0")
-        where.outputs[0].dtype = ir.DataType.FLOAT
-        made.append(where)
-        return where.outputs[0]
+    def _floats(self, model: ir.Model, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
+        if mask.fill is None:
+            return mask.value
+        if mask not in self._masks:
+            fill, zero = (self._number(model, node, number) for number in (mask.fill, 0.0))
+            branches = [fill, zero] if mask.hides else [zero, fill]
+            self._masks[mask] = self._made(model, node, ir.node("Where", [mask.value, *branches]), made)
+        return self._masks[mask]
+
+    def _made(self, model: ir.Model, node: ir.Node, new: ir.Node, made: list[ir.Node]) -> ir.Value:
+        output = new.outputs[0]
+        output.name = self.context.new_name(model, f"{node.name}/mask_{new.op_type}_output_0")
+        output.dtype = ir.DataType.FLOAT
+        new.name = output.name.removesuffix("_output_0")
+        made.append(new)
+        return output
 
     def _number(self, model: ir.Model, node: ir.Node, number: float) -> ir.Value:
         assert isinstance(node.graph, ir.Graph)
@@ -162,17 +170,16 @@ class FuseAttentionPass(RecipePass):
         model.opset_imports[ORTOLAN_DOMAIN] = 1
         model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
         if context.portable:
-            function = nomad_attention_function(model.opset_imports[""], _uses(nodes))
+            function = nomad_attention_function(model.opset_imports[""], uses_of(nodes))
             model.functions[function.identifier()] = function
 
 
-def _uses(nodes: list[ir.Node]) -> Uses:
-    def some(name: str) -> bool:
-        return any(node.attributes[name].as_int() == 1 for node in nodes)
-
-    heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
-    grouped = any(kv_heads not in (0, count) for count, kv_heads in heads)
-    return Uses(mask=True, grouped=grouped, causal=some("causal"), zero_hidden_rows=some("zero_hidden_rows"))
+def _last(match: Attention) -> ir.Node:
+    """Of its nodes; the new one takes its place, behind all that it reads."""
+    assert match.output is not None
+    node = match.output.producer()
+    assert node is not None
+    return node
 
 
 def _remove_dead(value: ir.Value) -> None:

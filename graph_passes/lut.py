@@ -177,10 +177,17 @@ def make_table(chain: Chain, dtype: ir.DataType, opsets: Mapping[str, int]) -> n
 
     opsets: the model's. Raises NoTableError if ONNX Runtime cannot run the chain.
     """
-    codes = _all_codes(dtype)
-    x = _input("x", codes)
-    nodes, y = _copy(chain, x)
-    return _run(x, codes, nodes, y, opsets)
+    return evaluate(chain, _all_codes(dtype), opsets)
+
+
+def evaluate(chain: Chain, x: np.ndarray, opsets: Mapping[str, int]) -> np.ndarray:
+    """The chain's output for x [count], of its input's type.
+
+    opsets: the model's. Raises NoTableError if ONNX Runtime cannot run the chain.
+    """
+    value = _input("x", x)
+    nodes, y = _copy(chain, value)
+    return _run(value, x, nodes, y, opsets)
 
 
 def make_quantized_table(

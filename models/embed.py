@@ -13,6 +13,7 @@ from ..errors import OrtolanError
 
 if TYPE_CHECKING:
     import onnxruntime as ort
+    from tokenizers import Encoding, Tokenizer
 
 
 class SentenceEncoder:
@@ -28,18 +29,13 @@ class SentenceEncoder:
 
         Raises OrtolanError when the package `tokenizers` is missing or the model has no such output.
         """
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise OrtolanError(
-                "sentence embeddings need the package 'tokenizers'; install it with: pip install 'ortolan[demo]'"
-            ) from error
         self._session = session
         self._inputs = [value.name for value in session.get_inputs()]
         self._output = _token_output(session)
-        self._tokenizer = Tokenizer.from_file(os.fspath(tokenizer_path))
-        self._tokenizer.enable_truncation(max_length)
-        self._tokenizer.enable_padding()
+        self._tokenizer = _load_tokenizer(tokenizer_path, max_length)
+        # As long as the longest of a batch, with the model's own padding token: position ids may depend on it.
+        padding = self._tokenizer.padding or {}
+        self._tokenizer.enable_padding(**{name: padding[name] for name in ("pad_id", "pad_token") if name in padding})
 
     def encode(self, sentences: Sequence[str], batch_size: int = 32) -> np.ndarray:
         """float32 [len(sentences), hidden]: one vector of length 1 a sentence, in the order given."""
@@ -55,16 +51,44 @@ class SentenceEncoder:
         return np.stack(vectors)
 
     def _encode_batch(self, sentences: list[str]) -> np.ndarray:
-        encodings = self._tokenizer.encode_batch(sentences)
-        feeds = {
-            "input_ids": np.array([encoding.ids for encoding in encodings], np.int64),
-            "attention_mask": np.array([encoding.attention_mask for encoding in encodings], np.int64),
-            "token_type_ids": np.array([encoding.type_ids for encoding in encodings], np.int64),
-        }
+        feeds = _feeds(self._tokenizer.encode_batch(sentences))
         (tokens,) = self._session.run([self._output], {name: feeds[name] for name in self._inputs if name in feeds})
         mask = feeds["attention_mask"][:, :, None].astype(np.float32)
         vectors = (tokens * mask).sum(axis=1) / mask.sum(axis=1)
         return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+
+def token_feeds(
+    tokenizer_path: str | os.PathLike[str], sentences: Sequence[str], max_length: int = 256
+) -> list[dict[str, np.ndarray]]:
+    """One sentence a feed, without padding, as to calibrate on: input_ids, attention_mask and token_type_ids, int64
+    [1, tokens]; leave out those that the model does not have.
+
+    Raises OrtolanError when the package `tokenizers` is missing.
+    """
+    tokenizer = _load_tokenizer(tokenizer_path, max_length)
+    tokenizer.no_padding()
+    return [_feeds([encoding]) for encoding in tokenizer.encode_batch(list(sentences))]
+
+
+def _load_tokenizer(path: str | os.PathLike[str], max_length: int) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise OrtolanError(
+            "reading sentences needs the package 'tokenizers'; install it with: pip install 'ortolan[demo]'"
+        ) from error
+    tokenizer = Tokenizer.from_file(os.fspath(path))
+    tokenizer.enable_truncation(max_length)
+    return tokenizer
+
+
+def _feeds(encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
+    return {
+        "input_ids": np.array([encoding.ids for encoding in encodings], np.int64),
+        "attention_mask": np.array([encoding.attention_mask for encoding in encodings], np.int64),
+        "token_type_ids": np.array([encoding.type_ids for encoding in encodings], np.int64),
+    }
 
 
 def _token_output(session: ort.InferenceSession) -> str:

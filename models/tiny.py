@@ -12,6 +12,7 @@ import onnx_ir as ir
 from .bert import BertConfig, bert_weight_shapes, build_bert
 from .graph_builder import GraphBuilder, ModelBuildError, Shape, set_type, tensor_value
 from .llama import AttentionForm, LlamaConfig, build_llama, llama_weight_shapes
+from .mpnet import MpnetConfig, build_mpnet, mpnet_weight_shapes
 
 LinearForm = Literal["matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"]
 
@@ -22,6 +23,14 @@ TINY_BERT = BertConfig(
     num_attention_heads=4,
     intermediate_size=96,
     max_position_embeddings=64,
+)
+TINY_MPNET = MpnetConfig(
+    vocab_size=103,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=66,
 )
 TINY_LLAMA = LlamaConfig(
     vocab_size=97,
@@ -59,6 +68,15 @@ def tiny_bert(seed: int = 0, **overrides: Any) -> ir.Model:
     """
     config = BertConfig(**{**vars(TINY_BERT), **overrides})
     return build_bert(random_weights(bert_weight_shapes(config), seed), config, name="tiny_bert")
+
+
+def tiny_mpnet(seed: int = 0, **overrides: Any) -> ir.Model:
+    """An MPNet encoder as build_mpnet makes it, of configuration TINY_MPNET with `overrides`.
+
+    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    """
+    config = MpnetConfig(**{**vars(TINY_MPNET), **overrides})
+    return build_mpnet(random_weights(mpnet_weight_shapes(config), seed), config, name="tiny_mpnet")
 
 
 def tiny_llama(seed: int = 0, attention: AttentionForm = "standard", **overrides: Any) -> ir.Model:

@@ -1,8 +1,9 @@
-// ortolan._native: the epilogue.
+// ortolan._native: the epilogue and LayerNormalization.
 #include <algorithm>
 
 #include "bindings.h"
 #include "epilogue/epilogue.h"
+#include "epilogue/layer_norm.h"
 
 namespace ortolan {
 namespace {
@@ -66,6 +67,37 @@ StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
   return StridedArray<float>({args.m, args.n}, {args.y_row_bytes, kFloatBytes}, result.data(), result);
 }
 
+// x may have gaps between its rows: the kernel sees its row stride, and the gaps of the result are zeros.
+StridedArray<float> LayerNorm(const StridedArray<float>& x, const Array<float>& weight, const Array<float>& bias,
+                              float epsilon, const std::optional<std::string>& kernel_name) {
+  constexpr int64_t kFloatBytes = sizeof(float);
+  if (x.ndim() != 2) throw std::invalid_argument(ErrorText("x has ", x.ndim(), " dimensions, expected 2: [m, n]"));
+  LayerNormArgs args;
+  args.m = x.shape(0);
+  args.n = x.shape(1);
+  for (const Array<float>* vector : {&weight, &bias}) {
+    if (vector->ndim() == 1 && vector->shape(0) == args.n) continue;
+    throw std::invalid_argument(ErrorText(vector == &weight ? "weight" : "bias", " must be [", args.n, "]"));
+  }
+  const LayerNormKernel& kernel = KernelByName(LayerNormKernels(), SelectLayerNorm(ActiveIsa()), kernel_name);
+  const int64_t row = args.m > 1 ? std::max(args.n, x.strides(0) / kFloatBytes) : args.n;
+  Array<float> result({args.m, row});
+  std::fill_n(result.mutable_data(), result.size(), 0.0f);
+  for (int64_t i = 0; i < args.m; ++i) {
+    for (int64_t j = 0; j < args.n; ++j) result.mutable_at(i, j) = x.at(i, j);
+  }
+  args.y = result.mutable_data();
+  args.y_row_bytes = row * kFloatBytes;
+  args.weight = weight.data();
+  args.bias = bias.data();
+  args.epsilon = epsilon;
+  {
+    py::gil_scoped_release release;
+    kernel.run(args);
+  }
+  return StridedArray<float>({args.m, args.n}, {args.y_row_bytes, kFloatBytes}, result.data(), result);
+}
+
 }  // namespace
 
 void BindEpilogue(py::module_& module) {
@@ -75,6 +107,12 @@ void BindEpilogue(py::module_& module) {
   module.def("epilogue", &Epilogue, py::arg("y"), py::arg("activation"), py::arg("residual") = py::none(),
              py::arg("factor") = py::none(), py::arg("kernel") = py::none(),
              "activation(y) factor + residual [m, n] as a new array, by the named kernel or the best one.");
+  module.def(
+      "layer_norm_kernels", [] { return KernelList(LayerNormKernels()); },
+      "The rows of LayerNormalization's kernel table, best first.");
+  module.def("layer_norm", &LayerNorm, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("epsilon"),
+             py::arg("kernel") = py::none(),
+             "LayerNormalization of the rows of x [m, n] as a new array, by the named kernel or the best one.");
 }
 
 }  // namespace ortolan

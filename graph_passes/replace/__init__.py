@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,17 +14,32 @@ from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
 from ..constants import constant_tensor, remove_unused, stored_bytes
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
+from ..layer_norm import add_layer_norm
 from ..linear import Linear
+from ..lut import graph_order
 from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
 from ..quantized_weight import QuantizedWeight
+from ..quantizers.fixed_range import FixedRange, choose_range
 from ..report import human_bytes
 from ..stored_int4 import StoredInt4, rounds_inputs
 from ..verify import keep_reference
-from .gated import can_join, find_gated, join_columns, join_weights, split_columns
-from .replacement import LayerWeight, PackedTensor, Replacement
+from .hidden import HiddenLayer, Mlp, find_mlps, make_byte_table
+from .joined import (
+    PackedQkv,
+    can_join,
+    columns_of,
+    find_gated,
+    find_packed_qkv,
+    join_columns,
+    join_weights,
+    take_packed,
+)
+from .nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
+from .nomad_attention_function import nomad_attention_function, uses_of
+from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
 from .w4a8_matmul import W4A8MatMul
@@ -47,9 +63,13 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function and the residual Add behind a layer, and a layer of
-    # the same input whose output is multiplied with that.
+    # Whether the operator also takes over the activation function, the residual Add and (VNNISpMM) the
+    # LayerNormalization behind a layer, a layer of the same input whose output is multiplied with that, and, if pass
+    # ranges has run, the layer behind the activation.
     fuse: bool = field(default=True, metadata=takes("bool"))
+    # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator;
+    # the others are as fast with a range for each token, and more exact.
+    fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -79,12 +99,21 @@ class ReplacePass(RecipePass):
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
         self._gated: dict[Linear, Linear] = {}  # both ways
         self._gates: set[Linear] = set()
+        self._mlps: dict[Linear, Mlp] = {}  # by their first layer
+        self._packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three
+        self._fixed_ranges: dict[ir.Value, FixedRange] = {}  # of layers' inputs
+        self._range_values: dict[Hashable, dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
         if self.options.fuse:
             pairs = find_gated(linears)
             self._gated = pairs | {up: gate for gate, up in pairs.items()}
             self._gates = set(pairs)
+            if context.fixes_ranges and self._replacement.takes_ranges:
+                free = [linear for linear in linears if linear not in self._gated]
+                self._mlps, refused = find_mlps(free, model.graph)
+                self._note_apart(refused)
+            self._packed_qkv = {layer: qkv for qkv in self._find_packed_qkv(model, linears) for layer in qkv.layers}
         context.progress("replace", 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
@@ -114,6 +143,10 @@ class ReplacePass(RecipePass):
             self._replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
             model.opset_imports[ORTOLAN_DOMAIN] = 1
             model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+            if context.portable and self._packed_qkv:
+                attentions = nodes_of(model, NOMAD_ATTENTION)
+                function = nomad_attention_function(model.opset_imports[""], uses_of(attentions))
+                model.functions[function.identifier()] = function
             if context.portable:
                 unpack_once = context.packed_weights <= _UNPACK_ONCE_LIMIT
                 function = self._replacement.function(model, model.opset_imports[""], unpack_once)
@@ -129,25 +162,56 @@ class ReplacePass(RecipePass):
         if self.context.layer(linear).new_op:  # by another pass of this kind, in a dry run, or with another layer
             return
         weight = self._accepted(linear)
-        if weight is None:
+        if weight is None or (linear in self._mlps and self._replace_mlp(model, self._mlps[linear], weight)):
             return
-        other = self._gated.get(linear)
-        if other is not None and not self.context.layer(other).new_op:
-            other_weight = self._accepted(other)
-            if other_weight is not None and can_join(self._quantization(linear), self._quantization(other)):
-                gate, up = (linear, other) if linear in self._gates else (other, linear)
-                weights = (weight, other_weight) if gate is linear else (other_weight, weight)
-                return self._replace_gated(model, gate, up, *weights)
+        qkv, other = self._packed_qkv.get(linear), self._gated.get(linear)
+        if qkv is not None:
+            return self._replace_joined(model, qkv.layers, "packed", qkv.attention)
+        if other is not None and not self.context.layer(other).new_op and self._accepted(other) is not None:
+            pair = (linear, other) if linear in self._gates else (other, linear)
+            if can_join(list(map(self._quantization, pair))):
+                return self._replace_joined(model, pair, "gated")
         self._put(model, [linear], weight)
 
-    def _replace_gated(
-        self, model: ir.Model, gate: Linear, up: Linear, gate_weight: LayerWeight, up_weight: LayerWeight
+    def _replace_joined(
+        self, model: ir.Model, linears: Sequence[Linear], suffix: str, attention: ir.Node | None = None
     ) -> None:
-        if self.context.dry_run:
-            self._put(model, [gate, up], gate_weight)
-        else:
-            name = f"{gate.weight_value.name}.gated"
-            self._put(model, [gate, up], join_weights(gate_weight, up_weight, self.context.spill, name))
+        """Replaces layers of one input by one node: gate and up, or query, key and value of the attention."""
+        weights = [weight for linear in linears if (weight := self._accepted(linear)) is not None]
+        assert len(weights) == len(linears)
+        joined = weights[0]
+        if not self.context.dry_run:
+            joined = join_weights(weights, self.context.spill, f"{linears[0].weight_value.name}.{suffix}")
+        self._put(model, linears, joined, attention=attention)
+
+    def _find_packed_qkv(self, model: ir.Model, linears: Sequence[Linear]) -> list[PackedQkv]:
+        """Those of all attentions, if this pass replaces all of their layers."""
+        free = [linear for linear in linears if not self.context.layer(linear).new_op]
+        found = find_packed_qkv(free, model)
+        for qkv in found:
+            if None in map(self._accepted, qkv.layers) or not can_join(list(map(self._quantization, qkv.layers))):
+                return []
+            self.context.release()
+        return found
+
+    def _replace_mlp(self, model: ir.Model, mlp: Mlp, hidden_weight: LayerWeight) -> bool:
+        """Replaces both layers by one node, if that can be."""
+        context = self.context
+        weight = None if context.layer(mlp.layer).new_op else self._accepted(mlp.layer)
+        if weight is None:
+            return False
+        if context.dry_run:
+            self._mark([mlp.hidden], mlp.between.operators)
+            self._put(model, [mlp.layer], weight)
+            return True
+        table = make_byte_table(mlp, context.activations, model.opset_imports)
+        if isinstance(table, str):
+            self._note_apart({mlp.hidden: table})
+            return False
+        self._mark([mlp.hidden], mlp.between.operators)
+        weight = dataclasses.replace(weight, x_range=table.y)
+        self._put(model, [mlp.layer], weight, HiddenLayer(mlp, hidden_weight, table))
+        return True
 
     def _accepted(self, linear: Linear) -> LayerWeight | None:
         """The weight that the operator takes over, or None and, in the report, why not."""
@@ -173,36 +237,99 @@ class ReplacePass(RecipePass):
         if layer.reason:
             return None
         layer.bytes_after = self._packed_bytes(linear, stored)
-        return LayerWeight(matrix, quantization if isinstance(quantization, QuantizedWeight) else None)
+        quantized = quantization if isinstance(quantization, QuantizedWeight) else None
+        return LayerWeight(matrix, quantized, self._x_range(linear))
 
-    def _put(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> None:
-        """Puts the operator in the place of a layer, or of gate and up."""
-        context, gate = self.context, linears[0]
-        epilogue = self._epilogue(*linears)
-        assert len(linears) == 1 or epilogue.factor is not None
+    def _put(
+        self,
+        model: ir.Model,
+        linears: Sequence[Linear],
+        weight: LayerWeight,
+        hidden: HiddenLayer | None = None,
+        attention: ir.Node | None = None,
+    ) -> None:
+        """Puts the operator in the place of a layer, or of layers of one input; of the hidden layer before it as well.
+
+        attention: what takes the outputs of three.
+        """
+        if attention is not None:
+            epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
+            self._mark(linears, ["key", "value"], ["into the query"])
+        else:
+            epilogue = self._epilogue(*linears)
+            assert len(linears) == 1 or epilogue.factor is not None
+            gated, norm = len(linears) == 2, epilogue.norm is not None
+            fused = describe_epilogue(epilogue.activation, epilogue.residual, gated, norm)
+            self._mark(linears, fused, ["into the gate"])
+        if self.context.dry_run:
+            return
+        constants = self._pack(model, linears, weight)
+        if hidden is not None:
+            constants = constants | self._pack_hidden(model, hidden)
+        elif weight.x_range is not None:
+            constants = constants | self._range_inputs(model, linears[0], weight.x_range)
+        self._emit(model, linears, weight, constants, epilogue, hidden, attention)
+
+    def _mark(self, linears: Sequence[Linear], fused: list[str], fused_others: list[str] | None = None) -> None:
+        """Tells the report that the first of the layers becomes a node of ours with so much fused, with the others."""
         for linear in linears:
-            layer = context.layer(linear)
-            layer.new_op, layer.status = self.options.op, "would replace" if context.dry_run else "replaced"
+            layer = self.context.layer(linear)
+            layer.new_op, layer.status = self.options.op, "would replace" if self.context.dry_run else "replaced"
             quantization = self._quantization(linear)
             if isinstance(quantization, StoredInt4):
                 layer.weight_bits = quantization.bits
-            layer.fused = ["into the gate"]
-        context.layer(gate).fused = describe_epilogue(epilogue.activation, epilogue.residual, gated=len(linears) == 2)
-        if context.dry_run:
-            return
-        for linear in linears:
-            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
-        tensors = self._pack(model, linears, weight)
-        sizes = [value.const_value.nbytes for value in tensors.values() if value.const_value is not None]
-        for linear in linears:
-            context.layer(linear).bytes_after = sum(sizes) // len(linears)
-        self._emit(model, linears, weight, tensors, epilogue)
+            layer.fused = fused if linear is linears[0] else fused_others or []
+
+    def _pack_hidden(self, model: ir.Model, hidden: HiddenLayer) -> dict[str, ir.Value]:
+        """The constants of the hidden layer, the range of its input among them."""
+        first, table = hidden.mlp.hidden, hidden.table
+        assert hidden.weight.x_range is not None
+        packed = self._pack(model, [first], hidden.weight)
+        constants = {f"hidden_{name}": value for name, value in packed.items()}
+        bias = self._bias(model, [first])
+        arrays = {"table": table.table, **_range_arrays("table_x", table.x), **_range_arrays("table_y", table.y)}
+        if bias is None:
+            arrays["hidden_bias"] = np.zeros(first.n, np.float32)
+        else:
+            constants["hidden_bias"] = bias
+        constants |= self._constants(model, first, arrays)
+        return constants | self._range_inputs(model, first, hidden.weight.x_range)
+
+    def _constants(self, model: ir.Model, linear: Linear, arrays: Mapping[str, np.ndarray]) -> dict[str, ir.Value]:
+        """New initializers of the layer's graph, by the names of the inputs."""
+        names = {part: self.context.new_name(model, f"{linear.name}.{part}") for part in arrays}
+        return {part: _initializer(linear, ir.Tensor(array, name=names[part])) for part, array in arrays.items()}
+
+    def _range_inputs(self, model: ir.Model, linear: Linear, x_range: FixedRange) -> dict[str, ir.Value]:
+        """Shared by the layers of one graph that have one input."""
+        key = (linear.x.name, id(linear.node.graph))
+        if key not in self._range_values:
+            self._range_values[key] = {
+                name: _initializer(
+                    linear, ir.Tensor(array, name=self.context.new_name(model, f"{linear.x.name}.{name}"))
+                )
+                for name, array in _range_arrays("x", x_range).items()
+            }
+        return self._range_values[key]
+
+    def _x_range(self, linear: Linear) -> FixedRange | None:
+        """The fixed range of the layer's input, if it has one."""
+        rows = self.context.activations.get(linear.x.name or "")
+        if rows is None or not self._replacement.takes_ranges:
+            return None
+        in_mlp = any(linear in (mlp.hidden, mlp.layer) for mlp in self._mlps.values())
+        if self.options.fixed_ranges == "mlp" and not in_mlp:
+            return None
+        if linear.x not in self._fixed_ranges:
+            self._fixed_ranges[linear.x] = choose_range(rows)
+        return self._fixed_ranges[linear.x]
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
         """What follows the layer and the operator computes as well. It computes on float32."""
         if not self.options.fuse or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
-        return find_epilogue(linear.output, [factor.output for factor in factors])
+        found = find_epilogue(linear.output, [factor.output for factor in factors])
+        return add_layer_norm(found, linear.n) if self._replacement.normalizes else found
 
     def _quantization(self, linear: Linear) -> Quantization | None:
         """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
@@ -231,6 +358,15 @@ class ReplacePass(RecipePass):
                 "errors against it are smaller than what this rounding costs"
             )
         self.context.note(text)
+
+    def _note_apart(self, reasons: Mapping[Linear, str]) -> None:
+        """Tells why layers with an activation behind them are not one operator with the next layer."""
+        by_reason: dict[str, list[str]] = {}
+        for linear, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(linear.name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(f"layer {names[0]!r}{more} and the next one stay two operators: {reason}")
 
     def _note_stored_twice(self, weights: Sequence[ir.Value]) -> None:
         """Tells of weights that other nodes use as well, such as an embedding that is also the head."""
@@ -269,17 +405,23 @@ class ReplacePass(RecipePass):
 
     def _pack(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> dict[str, ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""
-        first = linears[0]
+        context, first = self.context, linears[0]
+        for linear in linears:
+            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
         key = (tuple(linear.weight_key for linear in linears), id(first.node.graph))
         if key not in self._packed:
             values = {}
-            for part, packed in self._replacement.pack(weight).items():
-                name = self.context.new_name(model, f"{first.weight_value.name}.{part}")
-                values[part] = _initializer(first, self._stored(name, packed))
+            for part, tensor in self._replacement.pack(weight).items():
+                name = context.new_name(model, f"{first.weight_value.name}.{part}")
+                values[part] = _initializer(first, self._stored(name, tensor))
             self._packed[key] = values
-            self.context.packed_weights += weight.matrix.size
-        self._measure(linears, weight, self._packed[key])
-        return self._packed[key]
+            context.packed_weights += weight.matrix.size
+        packed = self._packed[key]
+        self._measure(linears, weight, packed)
+        sizes = [value.const_value.nbytes for value in packed.values() if value.const_value is not None]
+        for linear in linears:
+            context.layer(linear).bytes_after = sum(sizes) // len(linears)
+        return packed
 
     def _stored(self, name: str, packed: PackedTensor) -> ir.TensorProtocol:
         if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
@@ -307,13 +449,10 @@ class ReplacePass(RecipePass):
                 f"layer {name!r} answers differently with its packed weight, beyond what rounding explains; "
                 "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
             )
-        parts = [(found, product)]
-        if len(linears) == 2:
-            n = linears[0].n
-            parts = list(zip(split_columns(found, n), split_columns(product, n), strict=True))
-        for linear, original, (y, xw) in zip(linears, originals, parts, strict=True):
+        columns = columns_of([linear.n for linear in linears])
+        for linear, original, where in zip(linears, originals, columns, strict=True):
             assert original is not None
-            key = layer_key(linear)
+            key, y, xw = layer_key(linear), found[..., where], product[..., where]
             context.rounding[key] = max(context.rounding[key], _relative(y - xw, xw) or 0.0)
             exact = x @ original()
             context.layer(linear).output_error = _relative(exact - y, exact)
@@ -325,6 +464,8 @@ class ReplacePass(RecipePass):
         weight: LayerWeight,
         packed: dict[str, ir.Value],
         epilogue: Epilogue,
+        hidden: HiddenLayer | None,
+        attention: ir.Node | None,
     ) -> None:
         """Puts the operator where the layer was, under its node's name; what it puts out keeps its name.
 
@@ -333,9 +474,11 @@ class ReplacePass(RecipePass):
         linear = linears[0]
         graph = linear.node.graph
         assert graph is not None
+        replaced = [*linears] if hidden is None else [hidden.mlp.hidden, *linears]
+        between = () if hidden is None else hidden.mlp.between.nodes
         # As they are now: whatever made the layer's input may have been replaced meanwhile.
-        x, nodes = linear.node.inputs[0], []
-        weights = [value for layer in linears for value in (*layer.weight_values, layer.bias_value)]
+        x, nodes = replaced[0].node.inputs[0], []
+        weights = [value for layer in replaced for value in (*layer.weight_values, layer.bias_value)]
         assert x is not None
         narrow = linear.dtype != ir.DataType.FLOAT
         if narrow:  # the operator computes on float32
@@ -344,28 +487,36 @@ class ReplacePass(RecipePass):
             x = widen.outputs[0]
         k, n = weight.matrix.shape
         gated_columns = linear.n if len(linears) == 2 else 0
+        attributes = self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns)
+        if self._replacement.normalizes:
+            attributes.append(ir.AttrFloat32("norm_epsilon", -1.0 if epilogue.norm is None else epilogue.norm.epsilon))
+        if epilogue.norm is not None:
+            packed = packed | self._constants(model, linear, epilogue.norm.arrays())
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
             self._replacement.inputs(x, packed, self._bias(model, linears), epilogue.residual),
-            self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns),
+            attributes,
             name=linear.name,
         )
+        if hidden is not None:
+            node.attributes["hidden_k"] = ir.AttrInt64("hidden_k", hidden.mlp.hidden.k)
         nodes.append(node)
         if narrow:
             nodes.append(ir.node("Cast", node.outputs, {"to": linear.dtype}, name=f"{linear.name}/from_float"))
         for made in nodes[:-1]:
             made.outputs[0].name = self.context.new_name(model, f"{made.name}_output")
-        own = [old for layer in linears for old in (layer.node, layer.add) if old is not None]
-        constants = [value for old in epilogue.nodes for value in old.inputs if value is not epilogue.residual]
-        ir.convenience.replace_nodes_and_values(
-            graph,
-            epilogue.nodes[-1] if epilogue.nodes else own[-1],
-            [*own, *epilogue.nodes],
-            nodes,
-            [epilogue.output],
-            [nodes[-1].outputs[0]],
-        )
+        own = [old for layer in replaced for old in (layer.node, layer.add) if old is not None]
+        fused = (*between, *epilogue.nodes)
+        constants = [value for old in fused for value in old.inputs if value is not epilogue.residual]
+        last = epilogue.nodes[-1] if epilogue.nodes else own[-1]
+        old_values, new_values = [epilogue.output], [nodes[-1].outputs[0]]
+        if attention is not None:  # of another shape than any that there was
+            node.outputs[0].name = self.context.new_name(model, f"{linear.name}/packed_output")
+            take_packed(attention, node.outputs[0])
+            last = max(own, key=graph_order(graph).__getitem__)
+            old_values, new_values = [], []
+        ir.convenience.replace_nodes_and_values(graph, last, [*own, *fused], nodes, old_values, new_values)
         for value in (*weights, *constants):
             if value is not None:
                 remove_unused(value)
@@ -385,9 +536,12 @@ class ReplacePass(RecipePass):
             and list(tensor.shape) == [first.n]
         ):
             return value
-        arrays = [np.zeros(first.n, np.float32) if bias is None else np.array(bias, np.float32) for bias in biases]
+        arrays = [
+            np.zeros(linear.n, np.float32) if bias is None else np.array(bias, np.float32)
+            for linear, bias in zip(linears, biases, strict=True)
+        ]
         name = self.context.new_name(model, f"{first.name}.bias")
-        return _initializer(first, ir.Tensor(arrays[0] if len(linears) == 1 else join_columns(*arrays), name=name))
+        return _initializer(first, ir.Tensor(join_columns(arrays), name=name))
 
     def _why_nothing(self) -> str:
         layers = self.context.report.layers
@@ -397,6 +551,10 @@ class ReplacePass(RecipePass):
         reasons = list(dict.fromkeys(f"{layer.name}: {layer.reason}" for layer in layers if layer.reason))
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         return f"none of the {len(layers)} matrix products of {name} can be replaced: {'; '.join(reasons[:5])}{more}"
+
+
+def _range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
+    return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}
 
 
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:

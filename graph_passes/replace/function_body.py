@@ -54,11 +54,22 @@ class FunctionBody:
         """The function's integer attribute as an int64 scalar."""
         return self.op("Constant", value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT))
 
+    def float_attribute(self, name: str) -> ir.Value:
+        """The function's float attribute as a float32 scalar."""
+        return self.op("Constant", value_float=ir.RefAttr("value_float", name, ir.AttributeType.FLOAT))
+
     def reduce_max(self, x: ir.Value, axis: int) -> ir.Value:
         """The maximum over an axis, which stays with length 1."""
+        return self._reduce("ReduceMax", x, axis)
+
+    def reduce_mean(self, x: ir.Value, axis: int) -> ir.Value:
+        """The mean over an axis, which stays with length 1."""
+        return self._reduce("ReduceMean", x, axis)
+
+    def _reduce(self, op_type: str, x: ir.Value, axis: int) -> ir.Value:
         if self._opset >= 18:
-            return self.op("ReduceMax", x, self.ints(axis), keepdims=1)
-        return self.op("ReduceMax", x, axes=[axis], keepdims=1)
+            return self.op(op_type, x, self.ints(axis), keepdims=1)
+        return self.op(op_type, x, axes=[axis], keepdims=1)
 
     def by_attribute(self, name: str, values: Mapping[int, ir.Value]) -> ir.Value:
         """The value that belongs to the attribute's number. All of them are computed.

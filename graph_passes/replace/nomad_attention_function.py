@@ -5,6 +5,7 @@ It uses only operators that mean the same from opset 13 on. `precision` allows t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,20 @@ class Uses:
     grouped: bool = False  # some have fewer heads of keys and values than of queries
     causal: bool = False  # some are
     zero_hidden_rows: bool = False  # some have that
+
+
+def uses_of(nodes: Sequence[ir.Node]) -> Uses:
+    def some(name: str) -> bool:
+        return any(node.attributes[name].as_int() == 1 for node in nodes)
+
+    heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
+    return Uses(
+        packed=all(len(node.inputs) <= INPUTS.index("key") for node in nodes),
+        mask=any(len(node.inputs) > INPUTS.index("mask") for node in nodes),
+        grouped=any(kv_heads not in (0, count) for count, kv_heads in heads),
+        causal=some("causal"),
+        zero_hidden_rows=some("zero_hidden_rows"),
+    )
 
 
 def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
+from ..quantizers.fixed_range import FixedRange
 
 if TYPE_CHECKING:
     from ..quantize import Quantization, QuantizedWeight
@@ -35,10 +36,16 @@ class LayerWeight:
 
     matrix: np.ndarray  # W, float32 [k, n]; of a quantized weight what it stands for
     quantized: QuantizedWeight | None = None
+    x_range: FixedRange | None = None  # of the layer's input; None: the operator's own
 
 
 class Replacement(abc.ABC):
     """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
+
+    # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
+    normalizes = False
+    # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
+    takes_ranges = False
 
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
@@ -71,7 +78,7 @@ class Replacement(abc.ABC):
 
     @abc.abstractmethod
     def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        """x W as the operator computes it, for x float32 [m, k]."""
+        """x W as the operator computes it, for x float32 [m, k], rounded as the weight's x_range says."""
 
     @abc.abstractmethod
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:

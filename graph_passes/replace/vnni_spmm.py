@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from ..constants import constant_tensor
 from ..epilogue import Activation
 from .replacement import (
     LayerWeight,
@@ -19,7 +20,7 @@ from .replacement import (
     input_of,
     nodes_of,
 )
-from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, vnni_spmm_function
+from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
 if TYPE_CHECKING:
     from ..quantize import Quantization
@@ -32,7 +33,11 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class VNNISpMM(Replacement):
-    """Y = activation(X W + bias) + residual; X is rounded to 256 steps of its own, row by row."""
+    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps, of each
+    row's own range or of a fixed one."""
+
+    normalizes = True
+    takes_ranges = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
@@ -74,6 +79,7 @@ class VNNISpMM(Replacement):
             "format_version": _FORMAT_VERSION,
             "activation": int(activation),
             "gated_columns": gated_columns,
+            "hidden_k": 0,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -82,13 +88,22 @@ class VNNISpMM(Replacement):
 
         k, n = weight.matrix.shape
         values, indices, starts, scales = (packed[name].array for name in ("values", "indices", "starts", "scales"))
-        return _native.vnni_spmm(x, values, indices, starts, scales, k, n)
+        if weight.x_range is None:
+            return _native.vnni_spmm(x, values, indices, starts, scales, k, n)
+        scale, zero_point = float(weight.x_range.scale), int(weight.x_range.zero_point)
+        return _native.vnni_spmm(x, values, indices, starts, scales, k, n, x_scale=scale, x_zero_point=zero_point)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)
-        # Half a step of each x (ops/vnni_spmm/vnni_spmm.h).
-        half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
-        steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        steps: np.ndarray
+        if weight.x_range is None:
+            # Half a step of each x (ops/vnni_spmm/vnni_spmm.h).
+            half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
+            steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        else:
+            # What is cut off besides; and where a number lies near the middle of two steps, either may be chosen.
+            lost_of_x = np.abs(weight.x_range.rounded(x) - x)
+            steps = np.maximum(lost_of_x, weight.x_range.scale / 2) * (1 + _FLOAT_ROUNDING) @ magnitude
         lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
         bound: np.ndarray = steps + _FLOAT_ROUNDING * (np.abs(x) @ magnitude) + lost
         return bound
@@ -101,10 +116,9 @@ class VNNISpMM(Replacement):
         nodes = nodes_of(model, OP_TYPE)
 
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
-            n = node.attributes["n"].as_int()
-            return {"bias": np.zeros(n, np.float32), "residual": np.zeros(1, np.float32)}
+            return neutral_inputs(*(node.attributes[name].as_int() for name in ("k", "n", "gated_columns")))
 
-        fill_missing(nodes, INPUTS, {"residual"} if _uses(nodes).residual else (), neutral, new_name)
+        fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
@@ -115,4 +129,19 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
         residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
         gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        norm=any(node.attributes["norm_epsilon"].as_float() >= 0 for node in nodes),
+        own_ranges=any(not _has_range(node) for node in nodes),
+        x_range=any(_has_range(node) for node in nodes),
+        hidden=any(_has_hidden(node) for node in nodes),
+        plain=any(not _has_hidden(node) for node in nodes),
     )
+
+
+def _has_range(node: ir.Node) -> bool:
+    """Whether the node's input has a fixed range: neutral ones are 0."""
+    scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
+    return scale is not None and float(scale.numpy()) != 0
+
+
+def _has_hidden(node: ir.Node) -> bool:
+    return node.attributes["hidden_k"].as_int() != 0

@@ -1,8 +1,8 @@
 """VNNISpMM as an ONNX function: its specification, and what runs where our library is not registered.
 
-It uses only operators that mean the same from opset 13 on (but for ReduceMax), and serves any k, n and rank of X. The
-format of the weight is specified in ops/formats/block_sparse_4x1.h, the rounding of X and the hidden layer in
-ops/vnni_spmm/vnni_spmm.h, the inputs in ops/vnni_spmm/op.cc.
+It uses only operators that mean the same from opset 13 on (but for ReduceMax and ReduceMean), and serves any k, n and
+rank of X. The format of the weight is specified in ops/formats/block_sparse_4x1.h, the rounding of X and the hidden
+layer in ops/vnni_spmm/vnni_spmm.h, the inputs in ops/vnni_spmm/op.cc.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .function_body import FunctionBody, end_of_layer
 
 OP_TYPE = "VNNISpMM"
 _LAYER = ("X", "values", "indices", "starts", "scales", "bias", "residual")
+_NORM = ("norm_weight", "norm_bias")
 _RANGE = ("x_scale", "x_zero_point")
 _HIDDEN = (
     "hidden_values",
@@ -31,7 +32,7 @@ _HIDDEN = (
     "table_y_scale",
     "table_y_zero_point",
 )
-INPUTS = (*_LAYER, *_RANGE, *_HIDDEN)
+INPUTS = (*_LAYER, *_NORM, *_RANGE, *_HIDDEN)
 ATTRIBUTES = ("k", "n", "format_version", "activation", "gated_columns", "hidden_k")
 
 # As in ops/formats/block_sparse_4x1.h.
@@ -45,26 +46,39 @@ _SMALLEST_HALF_RANGE = 2.0**-100  # as in ops/vnni_spmm/vnni_spmm.h
 class Uses:
     """What the VNNISpMM nodes of a model make use of.
 
-    own_ranges: some quantize X row by row. x_range: some have x_scale and x_zero_point. hidden: some have a hidden
-    layer. plain: some have none. Nodes that lack what others have need inputs in its place: neutral_inputs.
+    norm: some have a LayerNormalization. own_ranges: some quantize X row by row. x_range: some have x_scale and
+    x_zero_point. hidden: some have a hidden layer. plain: some have none. Nodes that lack what others have need inputs
+    in its place: neutral_inputs.
     """
 
     activations: frozenset[Activation] = frozenset({Activation.NONE})
     residual: bool = False
     gated: bool = False
+    norm: bool = False
     own_ranges: bool = True
     x_range: bool = False
     hidden: bool = False
     plain: bool = True
 
+    def needed_inputs(self) -> set[str]:
+        """What all nodes must have."""
+        needed = {"residual"} if self.residual else set()
+        needed |= set(_NORM) if self.norm else set()
+        needed |= set(_RANGE) if self.x_range else set()
+        return needed | set(_HIDDEN) if self.hidden else needed
 
-def neutral_inputs(k: int, n: int) -> dict[str, np.ndarray]:
+
+def neutral_inputs(k: int, n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
     """What stands for an input that a node of k inputs and n outputs does not have, where it must not be missing."""
+    columns = gated_columns or n
     one, nothing = np.ones((), np.float32), np.zeros(1, np.float32)
     none = np.zeros((), np.uint8)
     return {
         "bias": np.zeros(n, np.float32),
         "residual": nothing,
+        # Whole: ONNX Runtime makes one node of the formula and wants as many as there are columns.
+        "norm_weight": np.ones(columns, np.float32),
+        "norm_bias": np.zeros(columns, np.float32),
         "x_scale": np.zeros((), np.float32),
         "x_zero_point": none,
         "hidden_values": np.zeros((0, GROUP_OUTPUTS, QUAD_INPUTS), np.int8),
@@ -90,9 +104,25 @@ def vnni_spmm_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.F
         x = _hidden_layer(body, inputs, x, k, uses, unpack_once)
     product = body.op("MatMul", x, _matrix(body, inputs, "", k, n, unpack_once))
     y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
+    if uses.norm:
+        y.name = "sum"
+        y = _normalized(body, inputs, y)
+        y.name = "Y"
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
+    attributes.append(ir.Attr("norm_epsilon", ir.AttributeType.FLOAT, None))
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+
+
+def _normalized(body: FunctionBody, inputs: dict[str, ir.Value], y: ir.Value) -> ir.Value:
+    """The LayerNormalization of y; y itself where norm_epsilon is -1."""
+    op = body.op
+    epsilon = body.float_attribute("norm_epsilon")
+    d = op("Sub", y, body.reduce_mean(y, -1))
+    variance = body.reduce_mean(op("Mul", d, d), -1)
+    z = op("Div", d, op("Sqrt", op("Add", variance, epsilon)))
+    z = op("Add", op("Mul", z, inputs["norm_weight"]), inputs["norm_bias"])
+    return op("Where", op("Less", epsilon, body.number(0)), y, z)
 
 
 def _matrix(

@@ -1,10 +1,8 @@
 #include "epilogue/epilogue.h"
 
-#include <bit>
-#include <cmath>
-
 #include "epilogue/vector_activations.h"
 #include "isa/kernel_table.h"
+#include "support/scalar_floats.h"
 
 namespace ortolan {
 
@@ -14,28 +12,6 @@ namespace ortolan {
 
 namespace {
 
-// One lane: the same formulas on any CPU.
-struct ScalarSimd {
-  using Float = float;
-  static constexpr int64_t kLanes = 1;
-
-  static float Set(float value) { return value; }
-  static float Load(const float* from) { return *from; }
-  static float LoadFirst(const float* from, int64_t) { return *from; }
-  static void Store(float* to, float a) { *to = a; }
-  static void StoreFirst(float* to, int64_t, float a) { *to = a; }
-
-  static float Add(float a, float b) { return a + b; }
-  static float Subtract(float a, float b) { return a - b; }
-  static float Multiply(float a, float b) { return a * b; }
-  static float Divide(float a, float b) { return a / b; }
-  static float MultiplyAdd(float a, float b, float c) { return a * b + c; }
-  static float Max(float a, float b) { return a > b ? a : b; }
-  static float Min(float a, float b) { return a < b ? a : b; }
-  static float Abs(float a) { return std::fabs(a); }
-  static float ExponentFromLowBits(float a) { return std::bit_cast<float>(std::bit_cast<uint32_t>(a) << 23); }
-};
-
 constexpr EpilogueKernel kKernels[] = {
 #define ORTOLAN_KERNEL(isa, name) {#name, Isa::isa, &Epilogue##name},
 #include "epilogue/kernels.inc"
@@ -44,7 +20,7 @@ constexpr EpilogueKernel kKernels[] = {
 
 }  // namespace
 
-void EpilogueScalar(const EpilogueArgs& args) { VectorActivations<ScalarSimd>::Run(args); }
+void EpilogueScalar(const EpilogueArgs& args) { VectorActivations<ScalarFloats>::Run(args); }
 
 std::span<const EpilogueKernel> EpilogueKernels() { return kKernels; }
 

@@ -29,6 +29,11 @@ struct Avx2Floats {
   static __m256 Max(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
   static __m256 Min(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
   static __m256 Abs(__m256 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+  static float SumOfLanes(__m256 a) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
   static __m256 ExponentFromLowBits(__m256 a) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
   }

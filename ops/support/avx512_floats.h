@@ -27,6 +27,7 @@ struct Avx512Floats {
   static __m512 Max(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
   static __m512 Min(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
   static __m512 Abs(__m512 a) { return _mm512_abs_ps(a); }
+  static float SumOfLanes(__m512 a) { return _mm512_reduce_add_ps(a); }
   static __m512 ExponentFromLowBits(__m512 a) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
   }

@@ -1,5 +1,6 @@
 #include "support/linear_op.h"
 
+#include <limits>
 #include <utility>
 
 namespace ortolan {
@@ -25,6 +26,49 @@ LinearOp::LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, i
   }
   has_residual_ = HasInput(info, inputs_.residual) && !IsConstantZero(info, inputs_.residual);
   x_name_ = Ort::ConstKernelInfo(&info).GetInputName(inputs_.x);
+  if (inputs_.norm) ReadNorm(info, *inputs_.norm);
+}
+
+void LinearOp::ReadNorm(const OrtKernelInfo& info, size_t weight) {
+  const float epsilon = FloatAttributeOr(info, "norm_epsilon", kNoNorm);
+  if (epsilon == kNoNorm) return;
+  if (!(epsilon >= 0.0f && epsilon <= std::numeric_limits<float>::max())) {
+    throw OpError(ErrorText(node_, ": norm_epsilon is ", epsilon, ", expected a finite number from 0 on, or ", kNoNorm,
+                            " for no LayerNormalization. Optimize the original model again."));
+  }
+  const auto vector = [&](size_t input, const char* meaning) {
+    const ConstantTensor tensor = ConstantInput(info, input, meaning, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
+    if (tensor.shape != std::vector<int64_t>{y_n_}) {
+      throw OpError(ErrorText(node_, ": ", meaning, " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
+                              ", expected [", y_n_, "]. Optimize the original model again."));
+    }
+    return static_cast<const float*>(tensor.data);
+  };
+  norm_.emplace();
+  norm_->n = y_n_;
+  norm_->y_row_bytes = YRowBytes();
+  norm_->epsilon = epsilon;
+  norm_->weight = vector(weight, "norm_weight");
+  norm_->bias = vector(weight + 1, "norm_bias");
+}
+
+LayerNormArgs LinearOp::NormOf(float* y, int64_t rows) const {
+  LayerNormArgs args = *norm_;
+  args.y = y;
+  args.m = rows;
+  return args;
+}
+
+void LinearOp::Normalize(const Ort::KernelContext& context, float* y, const std::vector<int64_t>& shape) const {
+  if (!norm_) return;
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+  LayerNormFn* const run = SelectLayerNorm(ActiveIsa()).run;
+  const int64_t chunk_rows = std::max<int64_t>(1, kPackChunkFloats / y_n_);
+  ParallelFor(context, (rows + chunk_rows - 1) / chunk_rows, [&](int64_t chunk) {
+    const int64_t begin = chunk * chunk_rows;
+    run(NormOf(y + begin * y_n_, std::min(chunk_rows, rows - begin)));
+  });
 }
 
 const float* LinearOp::Bias(const Ort::KernelContext& context) const {

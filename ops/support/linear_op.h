@@ -4,13 +4,18 @@
 //     Y = activation(P) + residual                                    gated_columns 0
 //     Y = activation(P[.., : c]) P[.., n / 2 : n / 2 + c] + residual   gated_columns c (GLU: two layers of one input)
 //
-// the epilogue, and how the work is divided among ORT's threads. W has n columns; with c they are those of both layers,
-// each padded to whole panels: n is 2 x 16 ceil(c / 16). A room's kernel class has one and gives it the product.
+// LayerNormalization of Y's rows, for operators that have inputs for it, the epilogue, and how the work is divided
+// among ORT's threads. W has n columns; with c they are those of both layers, each padded to whole panels: n is 2 x 16
+// ceil(c / 16). A room's kernel class has one and gives it the product.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <optional>
+#include <vector>
 
 #include "epilogue/epilogue.h"
+#include "epilogue/layer_norm.h"
 #include "formats/bitmap.h"
 #include "isa/isa.h"
 #include "support/broadcast.h"
@@ -25,9 +30,11 @@ inline constexpr int64_t kRowChunk = 256;
 
 class LinearOp {
  public:
-  // Where the node has its inputs; those but x may be left out.
+  // Where the node has its inputs; those but x may be left out. norm: weight and bias of a LayerNormalization,
+  // constants [columns of Y], begin there; they count where the attribute norm_epsilon is not -1, nor missing.
   struct Inputs {
     size_t x, bias, residual;
+    std::optional<size_t> norm = std::nullopt;
   };
   // Rows of X to be multiplied, and of Y.
   struct Rows {
@@ -36,6 +43,7 @@ class LinearOp {
     int64_t m;
     float* y;
     EpilogueArgs epilogue;  // lacks only what a chunk of y adds
+    bool normalize;         // whether rows of y that are done are to be normalized
   };
   // What a kernel wants of X: see the rooms' headers.
   struct Packing {
@@ -45,7 +53,7 @@ class LinearOp {
     int64_t row_chunk = kRowChunk;  // rows of a piece of work, a multiple of row_block and at most kRowChunk
   };
 
-  // Reads the attributes activation and gated_columns; checks bias. Throws OpError.
+  // Reads the attributes activation, gated_columns and norm_epsilon; checks bias and norm. Throws OpError.
   LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, int64_t k, int64_t n);
 
   // Calls product(rows, bias) for all rows of X; not for none.
@@ -86,6 +94,7 @@ class LinearOp {
   static constexpr int64_t kMinChunkMacs = int64_t{1} << 19;
   // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
   static constexpr int64_t kExpandMacs = 4;
+  static constexpr float kNoNorm = -1.0f;  // as norm_epsilon
   static constexpr int64_t kPackChunkFloats = int64_t{1} << 16;
   // Of P, kept until it is gated: two panels of gate and two of factor for a chunk of rows. On the stack.
   static constexpr int64_t kGatedFloats = kRowChunk * 4 * kPanelColumns;
@@ -99,6 +108,11 @@ class LinearOp {
                      void (*multiply)(const Args&, int64_t, int64_t), const EpilogueArgs& epilogue,
                      EpilogueFn* end) const;
 
+  void ReadNorm(const OrtKernelInfo& info, size_t weight);
+  LayerNormArgs NormOf(float* y, int64_t rows) const;
+  // All rows of Y, after a sum that is no part of the epilogue.
+  void Normalize(const Ort::KernelContext& context, float* y, const std::vector<int64_t>& shape) const;
+
   int64_t YRowBytes() const { return y_n_ * static_cast<int64_t>(sizeof(float)); }
   const float* Bias(const Ort::KernelContext& context) const;
 
@@ -110,6 +124,7 @@ class LinearOp {
   int64_t y_n_;  // of Y
   Activation activation_ = Activation::kNone;
   bool has_residual_ = false;
+  std::optional<LayerNormArgs> norm_;  // lacks the rows
 };
 
 template <typename Product>
@@ -121,7 +136,7 @@ void LinearOp::Compute(Ort::KernelContext& context, const Product& product) cons
                             "]. Feed the model inputs of the shapes it was exported for."));
   }
   shape.back() = y_n_;
-  Rows rows{context, x.GetTensorData<float>(), 1, nullptr, {}};
+  Rows rows{context, x.GetTensorData<float>(), 1, nullptr, {}, norm_.has_value()};
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows.m *= shape[i];
   rows.epilogue.n = y_n_;
   rows.epilogue.activation = activation_;
@@ -147,13 +162,20 @@ void LinearOp::Compute(Ort::KernelContext& context, const Product& product) cons
     rows.epilogue.residual_row_bytes = same ? YRowBytes() : 0;
     return multiply_into(y);
   }
+  rows.normalize = false;
   if (*sum_shape == shape) {
     multiply_into(y);
-    return BroadcastAdd(y, shape, to_add, residual_shape, y, shape);
+    BroadcastAdd(y, shape, to_add, residual_shape, y, shape);
+    return Normalize(context, y, shape);
+  }
+  if (norm_ && sum_shape->back() != y_n_) {
+    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual_shape), ", expected [..., ", y_n_,
+                            "], as norm_weight has. Optimize the original model again."));
   }
   const Scratch product_of_x(context, static_cast<size_t>(rows.m * YRowBytes()));
   multiply_into(static_cast<float*>(product_of_x.data()));
   BroadcastAdd(static_cast<const float*>(product_of_x.data()), shape, to_add, residual_shape, y, *sum_shape);
+  Normalize(context, y, *sum_shape);
 }
 
 template <typename Pack>
@@ -189,13 +211,25 @@ void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded
   args.m = rows.m;
   args.y = rows.y;
   args.y_row_bytes = YRowBytes();
+  const int64_t panels = BitmapPanels(y_n_);
+  // Of each chunk of rows, the panels that are done: whoever does the last one normalizes the rows. With one thread
+  // they are still in the cache, and other threads need not be called once more.
+  std::vector<std::atomic<int64_t>> done(rows.normalize ? (rows.m + packing.row_chunk - 1) / packing.row_chunk : 0);
+  LayerNormFn* const normalize = rows.normalize ? SelectLayerNorm(ActiveIsa()).run : nullptr;
   const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
     const Args part = RowsOf(args, row, packing.row_chunk, packing.row_bytes);
-    if (IsGated()) return MultiplyGated(part, row, panel, panel_end, multiply, epilogue, end);
-    multiply(part, panel, panel_end);
-    if (end != nullptr) end(Piece(epilogue, part, row, panel, panel_end));
+    if (IsGated()) {
+      MultiplyGated(part, row, panel, panel_end, multiply, epilogue, end);
+    } else {
+      multiply(part, panel, panel_end);
+      if (end != nullptr) end(Piece(epilogue, part, row, panel, panel_end));
+    }
+    if (normalize == nullptr) return;
+    const int64_t count = panel_end - panel;
+    const int64_t before = done[row / packing.row_chunk].fetch_add(count, std::memory_order_acq_rel);
+    if (before + count == panels) normalize(NormOf(part.y, part.m));
   };
-  ForEachPiece(rows.context, rows.m, packing.row_chunk, BitmapPanels(y_n_), padded_k * (IsGated() ? 2 : 1), piece);
+  ForEachPiece(rows.context, rows.m, packing.row_chunk, panels, padded_k * (IsGated() ? 2 : 1), piece);
 }
 
 template <typename Args>

@@ -9,6 +9,7 @@
 //     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
 //     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
 //     Float Abs(a)
+//     float SumOfLanes(a)
 //     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
 #pragma once
 

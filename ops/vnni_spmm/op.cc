@@ -1,12 +1,17 @@
 // ORT adapter of VNNISpMM.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (support/linear_op.h)
+//     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
+//         (support/linear_op.h)
 //
 //     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
-//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, activation, gated_columns
+//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, activation, gated_columns,
+//     norm_epsilon
 //
 // values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
 // where they must not be missing, they are zeros and one zero (see SparseAMXMatMul's adapter).
+//
+// norm_weight float [columns of Y], norm_bias float [columns of Y]: constants, needed where the attribute norm_epsilon
+// is 0 or more; -1, or none, stands for no LayerNormalization, and they are ignored.
 //
 // x_scale float [], x_zero_point u8 []: constants, the range that X is quantized with. Optional; x_scale 0 stands for
 // none: token by token.
@@ -48,6 +53,8 @@ enum Input : size_t {
   kScales,
   kBias,
   kResidual,
+  kNormWeight,
+  kNormBias,
   kXScale,
   kXZeroPoint,
   kHiddenValues,
@@ -70,6 +77,8 @@ constexpr const char* kInputNames[] = {"X",
                                        "scales",
                                        "bias",
                                        "residual",
+                                       "norm_weight",
+                                       "norm_bias",
                                        "x_scale",
                                        "x_zero_point",
                                        "hidden_values",
@@ -178,7 +187,8 @@ class Kernel {
     } else if (!HasInput(info, kXScale) && HasInput(info, kXZeroPoint)) {
       throw OpError(ErrorText(node_, ": x_zero_point is given without x_scale. Optimize the original model again."));
     }
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, hidden_ ? hidden_k : k, args_.w.n);
+    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual, kNormWeight}, hidden_ ? hidden_k : k,
+                    args_.w.n);
   }
 
   void Compute(Ort::KernelContext& context);

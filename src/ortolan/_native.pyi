@@ -144,6 +144,22 @@ def epilogue(
     and kernels that this CPU cannot run.
     """
 
+def layer_norm_kernels() -> list[KernelInfo]:
+    """The rows of LayerNormalization's kernel table, best first."""
+
+def layer_norm(
+    x: NDArray[Any],
+    weight: NDArray[np.float32],
+    bias: NDArray[np.float32],
+    epsilon: float,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """LayerNormalization of the rows of x [m, n] as a new array, by the named kernel or the best one.
+
+    weight and bias: [n]. The result keeps the gaps between the rows of x; they hold zeros. Raises ValueError for wrong
+    shapes and kernels that this CPU cannot run.
+    """
+
 def lut_post_op_kernels() -> list[LutKernelInfo]:
     """The rows of the room's kernel table, best first."""
 

@@ -18,10 +18,9 @@ from ortolan.benchmarks.decode import (
     open_decoder,
     profile_decode,
     read_profile,
-    read_recipes,
-    session_options,
 )
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
+from ortolan.benchmarks.variants import read_recipes, session_options
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
 
@@ -90,25 +89,6 @@ def test_a_profile_without_runs_is_refused(tmp_path):
     with pytest.raises(OrtolanError, match="holds no runs after the first 2"):
         read_profile(tmp_path / "profile.json", skip_runs=2)
     assert read_profile(tmp_path / "profile.json", skip_runs=0) == ([], 5)
-
-
-def options_of(recipe):
-    return {name: getattr(step.options, name) for step in recipe.passes for name in step.options.names()}
-
-
-def test_recipes_with_settings():
-    texts = ["int4", "int4:group_size=32,symmetric=true", "sparse-int4:group_size=64", "sparse-bf16:sparsity=0.25"]
-    recipes = {name: options_of(recipe) for name, recipe in read_recipes(texts, [0.0, 0.5]).items()}
-    assert list(recipes) == [
-        "int4",
-        "int4 group_size=32,symmetric=true",
-        "sparse-int4 group_size=64 0%",
-        "sparse-int4 group_size=64 50%",
-        "sparse-bf16 sparsity=0.25",
-    ]
-    assert [options["group_size"] for options in list(recipes.values())[:4]] == [128, 32, 64, 64]
-    assert [options["symmetric"] for options in list(recipes.values())[:2]] == [False, True]
-    assert [options["sparsity"] for options in list(recipes.values())[2:]] == [0.0, 0.5, 0.25]
 
 
 def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_path, monkeypatch):

@@ -360,12 +360,6 @@ def test_bench_without_enough_memory(invoke, assert_one_line):
     )
 
 
-def test_minilm_benchmark_without_its_sentences(tmp_path):
-    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.all_minilm", "--sts", "none.csv"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert result.returncode == 2 and "file 'none.csv' does not exist" in result.stderr
-
-
 def test_an_interrupt_of_the_first_imports_has_no_traceback(tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
     command = [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import ortolan.cli"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -224,7 +225,7 @@ def test_unknown_names_list_the_known_ones():
     with pytest.raises(ManifestError, match=r"known models: .*all-minilm-l6-v2.*stories15m"):
         fetching.fetch("all-minilm")
     with pytest.raises(OrtolanError, match="known models: all-minilm-l6-v2"):
-        catalog.get_model("all-mpnet-base-v2")
+        catalog.get_model("all-mpnet-base-v1")
     with pytest.raises(ManifestError, match=r"'all-minilm-l6-v2' comes in one form.*these do: stories15m"):
         catalog.get_model("all-minilm-l6-v2", attention="gqa")
 
@@ -244,6 +245,30 @@ def test_malformed_entries_are_refused(change):
     table = {"source": "pypi", "architecture": "bert", "licence": "MIT", "packages": []}
     with pytest.raises(ManifestError, match="manifest entry 'x'"):
         parse_entry("x", table | change)
+
+
+def test_a_zip_in_parts_is_joined(tmp_path):
+    from ortolan.models import tiny
+    from ortolan.models.mpnet import mpnet_weight_shapes
+
+    save = pytest.importorskip("safetensors.numpy").save
+    weights = tiny.random_weights(mpnet_weight_shapes(tiny.TINY_MPNET))
+    config = vars(tiny.TINY_MPNET) | {"hidden_act": "gelu", "pad_token_id": 1}
+    content = {"model.safetensors": save(weights), "config.json": json.dumps(config), "tokenizer.json": "{}"}
+    with zipfile.ZipFile(tmp_path / "whole", "w") as archive:
+        for name, text in content.items():
+            archive.writestr(f"all-mpnet-base-v2/{name}", text)
+    whole = (tmp_path / "whole").read_bytes()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in range(12):
+        part = whole[number * len(whole) // 12 : (number + 1) * len(whole) // 12]
+        (folder / f"all-mpnet-base-v2.zip.{number + 1:03}").write_bytes(part)
+    files = set(folder.iterdir())
+    assert len(catalog._build_mpnet(folder).graph) == len(tiny.tiny_mpnet().graph)
+    catalog._write_mpnet_tokenizer(folder, tmp_path / "tokenizer.json")
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert set(folder.iterdir()) == files
 
 
 def test_a_model_is_built_once(entry, cache, downloads, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from ortolan import _native
 from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.gated import join_columns, padded_columns, split_columns
+from ortolan.graph_passes.replace.joined import columns_of, join_columns, padded_columns
 from ortolan.graph_passes.replace.w4a8_matmul_function import Uses
 
 from .single_node import U, session, sparse_amx_matmul_model, sparse_weight
@@ -56,7 +56,8 @@ def test_gate_times_the_other_half(make: Callable[..., onnx.ModelProto], activat
     gated = session(make(np.random.default_rng(n), n, activation, True))
     for m in ROWS:
         x = np.random.default_rng(m).standard_normal((1, m, K), dtype=np.float32)
-        gate, up = split_columns(products.run(None, {"x": x})[0], n)
+        product = products.run(None, {"x": x})[0]
+        gate, up = (product[..., columns] for columns in columns_of([n, n]))
         (y,) = gated.run(None, {"x": x})
         activated = apply(activation, gate)
         assert y.shape == (1, m, n)
@@ -114,8 +115,9 @@ def test_columns_that_do_not_fit_are_refused(columns: int) -> None:
 
 def test_join_columns() -> None:
     gate, up = np.ones((2, 17), np.float32), np.full((2, 17), 2, np.float32)
-    joined = join_columns(gate, up)
+    joined = join_columns([gate, up])
     assert joined.shape == (2, 64)
     np.testing.assert_array_equal(joined.sum(axis=1), [51, 51])
-    for part, half in zip(split_columns(joined, 17), (gate, up), strict=True):
+    for columns, half in zip(columns_of([17, 17]), (gate, up), strict=True):
+        part = joined[..., columns]
         np.testing.assert_array_equal(part, half)

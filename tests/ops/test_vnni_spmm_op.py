@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -24,6 +25,29 @@ def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.Func
     return proto
 
 
+@dataclass(frozen=True)
+class LayerNorm:
+    """Behind the layer."""
+
+    weight: np.ndarray  # float32 [columns of y]
+    bias: np.ndarray  # the same
+    epsilon: float
+
+    @classmethod
+    def random(cls, rng: np.random.Generator, n: int, epsilon: float = 1e-5) -> LayerNorm:
+        return cls(rng.standard_normal(n, dtype=np.float32) + 1, rng.standard_normal(n, dtype=np.float32), epsilon)
+
+    def check(self, y: np.ndarray, x: np.ndarray) -> None:
+        """y is the LayerNormalization of x, in float32 operations on what may be some roundings away from x."""
+        wide = x.astype(np.float64)
+        s = np.sqrt(wide.var(axis=-1, keepdims=True) + self.epsilon)
+        p = (wide - wide.mean(axis=-1, keepdims=True)) / s
+        most = np.abs(wide).max(axis=-1, keepdims=True, initial=0)
+        error = 2.0**-18 * (np.abs(self.weight) * (np.abs(p) + most / s) + np.abs(self.bias))
+        assert y.shape == x.shape and y.dtype == np.float32
+        assert np.all(np.abs(y - (p * self.weight + self.bias)) <= error)
+
+
 def node_model(
     layer: BlockSparseLayer,
     bias: np.ndarray | None = None,
@@ -35,6 +59,7 @@ def node_model(
     gated_columns: int = 0,
     x_range: Range | None = None,
     hidden: HiddenLayer | None = None,
+    norm: LayerNorm | None = None,
     uses: Uses | None = None,
 ) -> onnx.ModelProto:
     """One VNNISpMM node "linear" with its function: input x [d0, …, k], output y.
@@ -50,6 +75,7 @@ def node_model(
             frozenset({activation}),
             residual is not None,
             gated_columns != 0,
+            norm=norm is not None,
             own_ranges=not fixed,
             x_range=fixed,
             hidden=hidden is not None,
@@ -59,6 +85,8 @@ def node_model(
     tensors["scales"] = layer.scales
     if bias is not None:
         tensors["bias"] = bias
+    if norm is not None:
+        tensors |= {"norm_weight": norm.weight, "norm_bias": norm.bias}
     if hidden is not None:
         x_range = hidden.x
         packed = _native.pack_block_sparse(hidden.layer.q)
@@ -68,12 +96,13 @@ def node_model(
         tensors |= range_tensors("table_x", hidden.table_x) | range_tensors("table_y", hidden.table_y)
     if x_range is not None:
         tensors |= range_tensors("x", x_range)
-    if not own or x_range is not None:
-        needed = INPUTS if uses.hidden else INPUTS[: INPUTS.index("hidden_values")]
+    if not own or x_range is not None or norm is not None:
+        after = "hidden_values" if uses.x_range else "x_scale"
+        needed = INPUTS if uses.hidden else INPUTS[: INPUTS.index(after)]
         given = {"residual"} if residual is not None else set()
         tensors |= {
             name: array
-            for name, array in neutral_inputs(k, n).items()
+            for name, array in neutral_inputs(k, n, gated_columns).items()
             if name in needed and name not in tensors and name not in given
         }
     inputs = ["x", *(name if name in tensors else "" for name in INPUTS[1:])]
@@ -98,6 +127,7 @@ def node_model(
         activation=int(activation),
         gated_columns=gated_columns,
         hidden_k=0 if hidden is None else width,
+        norm_epsilon=-1.0 if norm is None else norm.epsilon,
     )
     shape = [*leading, gated_columns or n] if residual is None else None
     graph = helper.make_graph(

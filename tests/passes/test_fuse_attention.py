@@ -179,14 +179,60 @@ def zeros_for_nan(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", weights, graph.heads(v)))
 
 
+def position_bias(graph: Graph) -> str:
+    """By the distance of key and query, as TorchScript writes MPNet's and T5's: [batch, H, rows, rows]."""
+    batch, rows = (graph.op("Gather", graph.op("Shape", "x"), np.array(axis, np.int64), axis=0) for axis in (0, 1))
+    positions = graph.op("Range", np.array(0, np.int64), rows, np.array(1, np.int64))
+    distance = graph.op("Sub", *(graph.op("Unsqueeze", positions, np.array([axis], np.int64)) for axis in (0, 1)))
+    bucket = graph.op("Add", graph.op("Max", graph.op("Min", distance, np.array(3)), np.array(-3)), np.array(3))
+    bias = graph.transpose(graph.op("Gather", random_weight(7, H, seed=5), bucket, axis=0), 2, 0, 1)
+    bias = graph.op("Unsqueeze", bias, np.array([0], np.int64))
+    sizes = [graph.op("Unsqueeze", size, np.array([0], np.int64)) for size in (batch, rows, rows)]
+    wanted = graph.op("Concat", sizes[0], np.array([-1]), *sizes[1:], axis=0)
+    ones = graph.op("ConstantOfShape", np.array([4], np.int64), value=helper.make_tensor("one", INT64, [1], [1]))
+    whole = graph.op("Equal", wanted, np.array(-1, np.int64))
+    return graph.op("Expand", bias, graph.op("Where", whole, ones, wanted))
+
+
+def masked_by(*makers: Callable[[Graph], str], joined: bool = False) -> Callable[[Graph], str]:
+    """These are added to the scores, one after the other; joined: after they were added to each other."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        added = [make(graph) for make in makers]
+        if joined:
+            added = [graph.op("Add", *added)]
+        scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.number(D**-0.5))
+        for one in added:
+            scores = graph.op("Add", scores, one)
+        return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+    return build
+
+
+def filled_and_biased(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), position_bias(graph))
+    scores = graph.op("Where", graph.hidden(), graph.number(LOWEST), scores)
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def no_bias(graph: Graph) -> str:
+    graph.weights["zero"] = np.zeros(1, np.float32)
+    return "zero"
+
+
 def causal(graph: Graph) -> str:
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-    sizes = [graph.op("Slice", graph.op("Shape", x), np.array([-2]), np.array([-1])) for x in (q, k)]
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), causal_mask(graph, q, k))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def causal_mask(graph: Graph, *rows_of: str) -> str:
+    sizes = [graph.op("Slice", graph.op("Shape", x), np.array([-2]), np.array([-1])) for x in rows_of]
     ones = graph.op("Expand", np.array([1], np.float32), graph.op("Concat", *sizes, axis=0))
     above = graph.op("Equal", graph.op("Trilu", ones, upper=0), np.array([0], np.float32))
-    mask = graph.op("Where", above, np.array([-np.inf], np.float32), np.array([0], np.float32))
-    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), mask)
-    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+    return graph.op("Where", above, np.array([-np.inf], np.float32), np.array([0], np.float32))
 
 
 def multi_head_attention(graph: Graph) -> str:
@@ -228,7 +274,13 @@ FORMS = {
     "filled": filled(hides=True),
     "filled with -Inf": filled(hides=False, fill=-np.inf),
     "zeros for NaN": zeros_for_nan,
+    "position bias": masked_by(position_bias),
+    "position bias and mask": masked_by(position_bias, Graph.additive_mask),
+    "mask, nothing and position bias": masked_by(Graph.additive_mask, no_bias, position_bias),
+    "position bias and mask in one": masked_by(position_bias, Graph.additive_mask, joined=True),
+    "filled and biased": filled_and_biased,
     "causal": causal,
+    "causal and padding": masked_by(lambda graph: causal_mask(graph, "x", "x"), Graph.additive_mask),
     "MultiHeadAttention": multi_head_attention,
     "Attention": onnx_attention,
     "Attention of heads": onnx_attention_of_heads,
@@ -261,6 +313,8 @@ def test_every_form_becomes_one_node(form: str) -> None:
     assert left.count("NoMADAttention") == 1
     # Nothing of what it took apart is left, nor what only its shapes were computed with.
     gone = {"Softmax", "Transpose", "Reshape", "Gather", "IsNaN", "Trilu", "MultiHeadAttention", "Attention"}
+    # But what makes the mask is.
+    gone -= {"Transpose", "Gather"} if "bias" in form else {"Trilu"} if "padding" in form else set()
     assert not gone & set(left) and left.count("MatMul") == 3
     for rows in (1, S, 70):
         given = feeds(model, rows)
@@ -270,7 +324,7 @@ def test_every_form_becomes_one_node(form: str) -> None:
 
 
 def test_rows_that_see_nothing_stay_what_they_were() -> None:
-    for form in ("usual", "filled", "zeros for NaN"):
+    for form in ("usual", "filled", "zeros for NaN", "position bias and mask", "filled and biased"):
         graph = Graph()
         model = graph.model(FORMS[form](graph))
         given = feeds(model)
@@ -279,6 +333,28 @@ def test_rows_that_see_nothing_stay_what_they_were() -> None:
         assert np.isfinite(expected).all()
         for found in answers(ortolan.optimize_onnx(model, recipe=recipe()).model, given):
             np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_shared_mask_stands_before_all_that_read_it() -> None:
+    """The first Softmax's heads are merged last."""
+    graph = Graph()
+    bias, mask = position_bias(graph), graph.additive_mask()
+    contexts = []
+    for index in range(2):
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q" * (index + 1), "kkk" * (index + 1), "v"))
+        scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
+        for one in (bias, mask):
+            scores = graph.op("Add", scores, one)
+        contexts.append(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+    second, first = graph.merge(contexts[1]), graph.merge(contexts[0])
+    model = graph.model(graph.op("Sub", first, second))
+    fused = ortolan.optimize_onnx(model, recipe=recipe()).model
+    assert fused is not None and op_types(fused).count("NoMADAttention") == 2
+    onnx.checker.check_model(fused, full_check=True)
+    given = feeds(model)
+    (expected,) = run(model, given)
+    for found in answers(fused, given):
+        assert relative_error(expected, found) < 1e-5
 
 
 def reasons(report: OptimizationReport) -> list[str]:
@@ -309,14 +385,6 @@ def used_scores(graph: Graph) -> str:
     weights, value = plain(graph)
     y = graph.merge(graph.op("MatMul", weights, value))
     return graph.op("Add", y, graph.op("ReduceMax", weights))
-
-
-def two_masks(graph: Graph) -> str:
-    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
-    scores = graph.op("Add", scores, np.ones((1, H, 1, 1), np.float32))
-    weights = graph.op("Softmax", graph.op("Add", scores, graph.additive_mask()), axis=-1)
-    return graph.merge(graph.op("MatMul", weights, v))
 
 
 def scaled_mask(graph: Graph) -> str:
@@ -389,7 +457,6 @@ def capped(graph: Graph) -> str:
         (other_axis, "its Softmax is not over the last axis"),
         (shown_weights, "inside of it is an output of the graph, or makes one"),
         (used_scores, "inside of it is also used by ReduceMax|is an output of the graph, or makes one"),
-        (two_masks, "two masks are added to its scores"),
         (scaled_mask, "its scores are scaled after the mask is added"),
         (learned_scale, "scales its scores by a number that is not known"),
         (filled(hides=True, fill=-10000.0), "replaces scores by something else than -Inf or the lowest float"),
@@ -486,10 +553,37 @@ def test_with_quantized_layers(bits: int) -> None:
         return result
 
     without, fused = optimized(), optimized({"name": "fuse_attention"})
-    assert op_types(fused).count(op) == op_types(without).count(op) == 12
+    # Query, key and value become one node.
+    assert op_types(without).count(op) == 12 and op_types(fused).count(op) == 8
     assert op_types(fused).count("NoMADAttention") == 2 and "MatMul" not in op_types(fused)
     (expected,), (found,) = (run(one, bert_feeds(), library=True) for one in (without, fused))
     assert relative_error(expected, found) < 0.03  # roundings that fell the other way
+
+
+def mpnet_feeds(rows: int) -> dict[str, np.ndarray]:
+    feeds = bert_feeds(rows)
+    return {"input_ids": np.where(feeds["attention_mask"], feeds["input_ids"], 1)} | {
+        "attention_mask": feeds["attention_mask"]
+    }
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_an_encoder_with_a_position_bias(precision: str) -> None:
+    """All layers add the same bias and the same mask: what they share is added once."""
+    model = onnx_model(tiny.tiny_mpnet(num_hidden_layers=3))
+    report = ortolan.optimize_onnx(model, recipe=recipe(precision=precision))
+    assert report.model is not None
+    nodes = [node for node in report.model.graph.node if node.op_type == "NoMADAttention"]
+    assert len(nodes) == 3 and "Softmax" not in op_types(report.model)
+    (shared,) = {node.input[1] for node in nodes}
+    (maker,) = (node for node in report.model.graph.node if shared in node.output)
+    before = [node for node in model.graph.node if set(maker.input) <= set(node.input)]
+    assert maker.op_type == "Add" and set(maker.input) == {"/encoder/Expand_output_0", "/Mul_output_0"} and not before
+    for rows in (5, 62):
+        (expected,) = run(model, mpnet_feeds(rows))
+        (found,) = run(report.model, mpnet_feeds(rows), library=True)
+        assert relative_error(expected, found) < (1e-5 if precision == "f32" else 1e-2)
+        assert relative_error(expected, run(report.model, mpnet_feeds(rows))[0]) < 1e-5
 
 
 def test_dry_run_changes_nothing() -> None:

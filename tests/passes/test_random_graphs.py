@@ -1,4 +1,4 @@
-"""Random graphs of linear layers, activations and additions: what is replaced and fused answers as before."""
+"""Random graphs of linear layers, activations, sums and norms: what is replaced and fused answers as before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ortolan import Recipe
 from .small_models import FAST, make_model, op_types, random_weight, relative_error, run
 
 WIDTH = 32
-RECIPES = ["sparse-bf16", "sparse-int8", "sparse-int4"]
+RECIPES = ["sparse-bf16", "sparse-int8", "sparse-int4", "sparse-int8-4x1"]
 SHAPES: dict[str, list[int]] = {"row": [WIDTH], "one": [1], "number": [], "zero": [1, 1], "column": [3, 1]}
 
 
@@ -33,7 +33,9 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
     for index in range(draw(st.integers(2, 9))):
         source = values[-1] if draw(st.booleans()) else draw(st.sampled_from(values))
         output, name = f"v{index}", f"node{index}"
-        match draw(st.sampled_from(["linear", "linear", "linear", "bias", "activation", "activation", "add", "add"])):
+        match draw(
+            st.sampled_from(["linear", "linear", "linear", "bias", "activation", "activation", "add", "add", "norm"])
+        ):
             case "linear":
                 nodes.append(helper.make_node("MatMul", [source, f"W{draw(st.integers(0, 2))}"], [output], name))
                 linears += 1
@@ -47,6 +49,9 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
                     )
                 )
                 nodes.append(helper.make_node(op, [source], [output], name, domain=domain))
+            case "norm":
+                weight, bias = draw(st.sampled_from(["row", "b"])), draw(st.sampled_from([[], ["row"], ["b"]]))
+                nodes.append(helper.make_node("LayerNormalization", [source, weight, *bias], [output], name))
             case _:
                 operands = [source, draw(st.sampled_from([*values, *SHAPES]))]
                 nodes.append(helper.make_node("Add", draw(st.permutations(operands)), [output], name))

@@ -1,0 +1,240 @@
+"""An encoder, whole: latency against ONNX Runtime's fp32 and dynamic int8, and Spearman on STS-B's dev set.
+
+python -m ortolan.benchmarks.encoder [--model all-minilm-l6-v2] [--recipe NAME[:KEY=VALUE,…] …] [--sparsity 0.8 …]
+    [--shape 1x16 …] [--sts sts-dev.csv] [--texts sentences.txt] [--threads 1] [--peer openvino]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnxruntime.quantization import quantize_dynamic
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import RecipeError, VerificationError
+from ..graph_passes.recipe import Recipe
+from ..models import get_model
+from ..models.bert import BertConfig, bert_weight_shapes, build_bert
+from ..models.embed import SentenceEncoder, spearman_on_sts, token_feeds
+from ..models.tiny import random_weights
+from ..optimize import optimize_onnx
+from ..session import create_session
+from .result import versions_line
+from .timing import Timing, interleave, pinned
+from .variants import file_megabytes, read_recipes, session_options
+
+PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")
+RANDOM = "bert-base"  # the shape of it, with random weights
+RECIPES = ("sparse-int8-4x1", "sparse-int8-4x1-static")
+SHAPES = ((1, 16), (1, 128), (8, 64), (1, 256))  # batch, tokens
+FP32, INT8 = "ORT fp32", "ORT int8"
+# Ids of words, not of special tokens, in every model here.
+_FIRST_WORD, _LAST_WORD = 2000, 30000
+
+# What recipes with fixed ranges, or with weights fitted to inputs, are calibrated on where no texts are given.
+SENTENCES = (
+    "The ferry leaves the old harbour every morning at a quarter past seven.",
+    "She has been working on the same painting since the beginning of spring.",
+    "How do I change the password of my account?",
+    "Heavy rain is expected in the north, with strong winds along the coast.",
+    "The committee rejected the proposal by nine votes to four.",
+    "Two children are playing football in the park.",
+    "Stocks closed slightly lower on Friday as investors waited for new figures on employment.",
+    "Peel the potatoes, cut them into thick slices and boil them in salted water for ten minutes.",
+    "A dog runs through the snow with a stick in its mouth.",
+    "The museum is closed on Mondays, but the garden stays open all week.",
+    "Researchers found that the cells divide more slowly when the temperature falls.",
+    "Please send us the signed contract before the end of the month.",
+    "He could not remember where he had left his keys.",
+    "The train was late again, so we missed the first half of the concert.",
+    "What is the difference between a comet and an asteroid?",
+    "The new bridge, which took six years to build, shortens the journey by almost an hour.",
+    "I ordered the blue one, and they sent me a green one instead!",
+    "According to the report, one in five households has no access to the internet.",
+    "Turn left at the church and follow the river until you reach the mill.",
+    "After the war the family moved to Canada, where his father found work as a carpenter.",
+)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A model to measure; one with random weights has no tokenizer."""
+
+    onnx: Path
+    tokenizer: Path | None
+    inputs: tuple[str, ...]
+
+
+def open_model(name: str, folder: Path) -> Encoder:
+    """Fetches a published model; makes the random one in `folder`."""
+    if name == RANDOM:
+        config = BertConfig()
+        model = build_bert(random_weights(bert_weight_shapes(config)), config, name)
+        path, tokenizer = folder / f"{name}.onnx", None
+        ir.save(model, path, external_data=f"{path.name}.data")
+    else:
+        files = get_model(name)
+        path, tokenizer = files.onnx, files.tokenizer
+    return Encoder(path, tokenizer, tuple(value.name or "" for value in ir.load(path).graph.inputs))
+
+
+def word_feeds(inputs: Sequence[str], batch: int, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random words, nothing masked: int64 [batch, tokens] each."""
+    ids = np.random.default_rng(seed).integers(_FIRST_WORD, _LAST_WORD, (batch, tokens))
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    return {name: feeds[name] for name in inputs}
+
+
+def calibration_feeds(encoder: Encoder, sentences: Sequence[str]) -> list[dict[str, np.ndarray]]:
+    """One sentence a feed, without padding; of a model without a tokenizer as many random words."""
+    if encoder.tokenizer is None:
+        return [word_feeds(encoder.inputs, 1, len(text.split()), seed) for seed, text in enumerate(sentences, start=1)]
+    feeds = token_feeds(encoder.tokenizer, sentences)
+    return [{name: one[name] for name in encoder.inputs} for one in feeds]
+
+
+@contextmanager
+def silent_root_logger() -> Iterator[None]:
+    """ORT's quantizer warns through it that the model could be preprocessed, which gains nothing here."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def make_variants(
+    encoder: Encoder,
+    recipes: Mapping[str, Recipe],
+    calibration: Sequence[dict[str, np.ndarray]],
+    folder: Path,
+    console: Console,
+) -> dict[str, Path]:
+    """Name -> ONNX file, made in `folder`; a recipe whose result does not pass its verification is left out."""
+    variants = {FP32: encoder.onnx, INT8: folder / "ort_int8.onnx"}
+    with silent_root_logger():
+        quantize_dynamic(encoder.onnx, variants[INT8])
+    for name, recipe in recipes.items():
+        path = folder / re.sub(r"[^\w.=%-]", "-", f"{name}.onnx")
+        console.print(f"making {path.name}")
+        try:
+            optimize_onnx(encoder.onnx, path, recipe=recipe, calibration=calibration)
+        except VerificationError as error:
+            console.print(f"left out: {error}")
+        else:
+            variants[name] = path
+    return variants
+
+
+def openvino_call(path: Path, threads: int) -> Callable[[dict[str, np.ndarray]], object]:
+    """Runs a model in OpenVINO, in the precision that it takes on this CPU by itself."""
+    from openvino import Core
+
+    options: dict[str, Any] = {
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    request = Core().compile_model(str(path), "CPU", options).create_infer_request()
+    return lambda feeds: request.infer(feeds)
+
+
+def ratio_cell(timing: Timing, timings: Mapping[str, Timing]) -> str:
+    """Minimum and median, and how many times faster than both of ONNX Runtime's, by the minima."""
+    fp32, int8 = (timings[name].min_ms / timing.min_ms for name in (FP32, INT8))
+    return f"{timing}  {fp32:.2f}x  {int8:.2f}x"
+
+
+def read_shape(text: str) -> tuple[int, int]:
+    """BATCHxTOKENS."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected BATCHxTOKENS such as 1x128, found {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[str]]:
+    """The arguments, the recipes, and the sentences to calibrate on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=PUBLISHED[0], choices=[*PUBLISHED, RANDOM])
+    parser.add_argument(
+        "--recipe", nargs="*", default=RECIPES, metavar="NAME[:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
+    )
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[], help="for recipes that prune; default: theirs")
+    shapes = " ".join(f"{batch}x{tokens}" for batch, tokens in SHAPES)
+    parser.add_argument("--shape", type=read_shape, nargs="+", default=SHAPES, help=f"BATCHxTOKENS; default: {shapes}")
+    parser.add_argument("--sts", type=Path, help="sts-dev.csv: tab-separated, columns 5 to 7 score and two sentences")
+    parser.add_argument("--texts", type=Path, help="sentences to calibrate on, one a line; default: 20 of our own")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3.0, help="per shape")
+    parser.add_argument("--peer", choices=["openvino"], help="time this as well, where it is installed")
+    arguments = parser.parse_args()
+    for option in ("sts", "texts"):
+        path = getattr(arguments, option)
+        if path and not path.is_file():
+            parser.error(f"--{option}: file {str(path)!r} does not exist")
+        if path and arguments.model == RANDOM:
+            parser.error(f"--{option}: {RANDOM} has random weights and no tokenizer; choose another --model")
+    if arguments.peer and find_spec(arguments.peer) is None:
+        parser.error(f"--peer: {arguments.peer} is not installed; pip install {arguments.peer}")
+    lines = arguments.texts.read_text(encoding="utf-8").splitlines() if arguments.texts else SENTENCES
+    sentences = [line.strip() for line in lines if line.strip()]
+    if not sentences:
+        parser.error(f"--texts: {str(arguments.texts)!r} holds no sentences")
+    try:
+        return arguments, read_recipes(arguments.recipe, arguments.sparsity), sentences
+    except RecipeError as error:
+        parser.error(f"--recipe: {error}")
+
+
+def main() -> None:
+    arguments, recipes, sentences = read_arguments()
+    console = Console(width=180)
+    with tempfile.TemporaryDirectory() as temporary, pinned(arguments.threads):
+        folder = Path(temporary)
+        encoder = open_model(arguments.model, folder)
+        variants = make_variants(encoder, recipes, calibration_feeds(encoder, sentences), folder, console)
+        sessions: dict[str, ort.InferenceSession] = {
+            name: create_session(path, session_options(arguments.threads)) for name, path in variants.items()
+        }
+        run: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
+            name: partial(session.run, None) for name, session in sessions.items()
+        }
+        if arguments.peer:
+            run[arguments.peer] = openvino_call(encoder.onnx, arguments.threads)
+
+        title = f"{versions_line()} · {arguments.model} · threads {arguments.threads}"
+        caption = "a shape: ms, min / median; times as fast as ORT fp32, and as ORT int8"
+        table = Table(title=title, title_justify="left", caption=caption)
+        for column in ("", "MB", "Spearman", *(f"{batch} x {tokens}" for batch, tokens in arguments.shape)):
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        timings = []
+        for batch, tokens in arguments.shape:
+            feeds = word_feeds(encoder.inputs, batch, tokens)
+            calls = {name: partial(call, feeds) for name, call in run.items()}
+            timings.append(interleave(calls, seconds=arguments.seconds))
+        for name in run:
+            size = f"{file_megabytes(variants[name]):.1f}" if name in variants else ""
+            spearman = ""
+            if arguments.sts and name in sessions and encoder.tokenizer is not None:
+                spearman = f"{spearman_on_sts(SentenceEncoder(sessions[name], encoder.tokenizer), arguments.sts):.4f}"
+            table.add_row(name, size, spearman, *(ratio_cell(times[name], times) for times in timings))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Records what linear layers take in and put out, for fixed ranges of quantized activations (static quantization).
+
+It runs the model as the passes before have left it (pruned, with rounded weights), on all feeds. Pass `replace` chooses
+the ranges from what is recorded (quantizers/fixed_range.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError
+from ortolan.session import open_session
+
+from .calibrate import InputRecorder, feeds_for, quiet_options
+from .model_file import data_path, write_model
+from .options import PassOptions, takes
+from .pipeline import PassContext, RecipePass
+
+
+@dataclass(frozen=True)
+class RangesOptions(PassOptions):
+    max_rows: int = field(
+        default=512, metadata=takes("int", low=1)
+    )  # rows (tokens) kept of each value, besides extreme ones
+
+
+@dataclass(frozen=True, eq=False)
+class _Value:
+    x: ir.Value
+    k: int
+    dtype: ir.DataType
+
+
+class RangesPass(RecipePass):
+    """Fills context.activations; changes nothing."""
+
+    options_type = RangesOptions
+    options: RangesOptions
+
+    def __init__(self, options: PassOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        context.fixes_ranges = True
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context = self.context
+        linears = context.survey(model)
+        if context.dry_run or not linears:
+            return ir.passes.PassResult(model, modified=False)
+        feeds = feeds_for(context)
+        if context.feeds_made_up:
+            raise CalibrationError(
+                "pass 'ranges' needs calibration inputs: ranges of made-up ones would cut off real ones; give "
+                "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or use a "
+                "recipe without this pass, which finds ranges when the model runs"
+            )
+        watched = {linear.x: _Value(linear.x, linear.k, linear.dtype) for linear in linears}
+        watched |= {linear.output: _Value(linear.output, linear.n, linear.dtype) for linear in linears}
+        path = context.candidate.with_name("ranges.onnx")
+
+        def open_copy() -> Any:
+            write_model(model, path, lambda done, total: None)
+            context.release()
+            return open_session(path, quiet_options())
+
+        try:
+            recorder = InputRecorder(model, list(watched.values()), feeds, open_copy)
+            rows = recorder.rows_and_extremes(
+                recorder.names, self.options.max_rows, lambda done, total: context.progress("ranges", done, total)
+            )
+        finally:
+            for file in (path, data_path(path)):
+                file.unlink(missing_ok=True)
+        for name, found in rows.items():
+            if not np.isfinite(found).all():
+                raise CalibrationError(
+                    f"value {name!r} holds NaN or infinity on the calibration feeds, so it has no range; give other "
+                    "feeds, or use a recipe without pass 'ranges', which finds ranges when the model runs"
+                )
+        context.activations = rows
+        return ir.passes.PassResult(model, modified=False)

@@ -1,0 +1,54 @@
+// LayerNormalization of rows, in place: what may stand behind a linear layer and its epilogue. A part that the matmul
+// rooms share, no op of its own: they run it on rows whose last column is done, while these are in the cache.
+//
+//     y[i, j] = (x[i, j] - mean_i) / s_i  weight[j] + bias[j]                                    i < m, j < n
+//
+//     mean_i = sum over j of x[i, j] / n
+//     s_i    = sqrt(sum over j of (x[i, j] - mean_i)^2 / n + epsilon)
+//
+// The mean is summed up twice, the second time over what the first left of the row, and then the squares of what the
+// second leaves: so a mean far from zero costs its own rounding, and numbers that are all equal give the bias. Error,
+// every kernel, with u = 2^-24, c = (n / 4 + 16) u, a_i = sum over j of |x[i, j]| / n and p = |x[i, j] - mean_i| / s_i,
+// for epsilon >= 2^-60 and |x| <= 2^60:
+//
+//     |error| <= |weight[j]| (t + p (t^2 / 2 + c)) + 2 u |y| + 2^-126,      t = c + (u + c^2) a_i / s_i
+//
+// t is how far the mean may be off. (Measured: README.md.) A NaN or Inf in row i makes all of y[i, :] NaN. So does a
+// row of equal numbers with epsilon 0; where sums exceed float32, it is what float32 makes of the formulas.
+//
+// A row's result depends on nothing but the row, weight, bias and epsilon. Kernels differ from each other in the last
+// bits.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "isa/isa.h"
+
+namespace ortolan {
+
+struct LayerNormArgs {
+  int64_t m = 0;
+  int64_t n = 0;
+  float* y = nullptr;             // [m][n]: x before, y after; only these elements are written
+  int64_t y_row_bytes = 0;        // from one row to the next
+  const float* weight = nullptr;  // [n]
+  const float* bias = nullptr;    // [n]
+  float epsilon = 0.0f;           // 0 or more
+};
+
+using LayerNormFn = void(const LayerNormArgs& args);
+
+struct LayerNormKernel {
+  const char* name;
+  Isa isa;
+  LayerNormFn* run;
+};
+
+// The rows of layer_norm_kernels.inc that this build has, best first; the last one runs on any CPU.
+std::span<const LayerNormKernel> LayerNormKernels();
+
+// The best kernel on a CPU of this tier. Never fails.
+const LayerNormKernel& SelectLayerNorm(Isa isa);
+
+}  // namespace ortolan

@@ -1,0 +1,105 @@
+// LayerNormalization, once for all tiers. Included by layer_norm.cc and x86_*.cc only; everything is local to the
+// including file, as in vector_activations.h.
+//
+// A tier gives a struct Simd: support/vector_math.h.
+#pragma once
+
+#include <cstdint>
+
+#include "epilogue/layer_norm.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd>
+class VectorLayerNorm {
+  using Float = typename Simd::Float;
+  // Sums at once: an addition waits for the one before it, and fewer numbers in a sum are fewer roundings.
+  static constexpr int kSums = 4;
+  static constexpr int64_t kLanes = Simd::kLanes;
+  static constexpr int64_t kRows = 4;
+
+  // The sum of add(sum, x) over the row's vectors. Lanes behind the row hold `behind`.
+  template <typename Add>
+  static float Sum(const float* row, int64_t n, float behind, const Add& add) {
+    Float sums[kSums];
+    for (Float& sum : sums) sum = Simd::Set(0.0f);
+    int64_t j = 0;
+    for (; j + kSums * kLanes <= n; j += kSums * kLanes) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kSums; ++i) sums[i] = add(sums[i], Simd::Load(row + j + i * kLanes));
+    }
+    for (; j + kLanes <= n; j += kLanes) sums[0] = add(sums[0], Simd::Load(row + j));
+    if (j < n) {
+      float last[kLanes];
+      Simd::Store(last, Simd::Set(behind));
+      Simd::StoreFirst(last, n - j, Simd::LoadFirst(row + j, n - j));
+      sums[0] = add(sums[0], Simd::Load(last));
+    }
+    return Simd::SumOfLanes(Simd::Add(Simd::Add(sums[0], sums[1]), Simd::Add(sums[2], sums[3])));
+  }
+
+  // What is known of a row: mean is rough before it is the mean.
+  struct Statistics {
+    float mean;
+    float factor;
+  };
+
+  static float Mean(const float* row, int64_t n) {
+    return Sum(row, n, 0.0f, [](Float sum, Float x) { return Simd::Add(sum, x); }) / static_cast<float>(n);
+  }
+
+  static float MeanDifference(const float* row, int64_t n, float from) {
+    const Float froms = Simd::Set(from);
+    const auto add = [froms](Float sum, Float x) { return Simd::Add(sum, Simd::Subtract(x, froms)); };
+    return Sum(row, n, from, add) / static_cast<float>(n);
+  }
+
+  static float Variance(const float* row, int64_t n, float mean) {
+    const Float means = Simd::Set(mean);
+    const auto add = [means](Float sum, Float x) {
+      const Float difference = Simd::Subtract(x, means);
+      return Simd::MultiplyAdd(difference, difference, sum);
+    };
+    return Sum(row, n, mean, add) / static_cast<float>(n);
+  }
+
+  static void Normalize(float* row, const LayerNormArgs& args, const Statistics& statistics) {
+    const Float mean = Simd::Set(statistics.mean);
+    const Float factor = Simd::Set(statistics.factor);
+    const auto normalize = [mean, factor](Float x, Float weight, Float bias) {
+      return Simd::MultiplyAdd(Simd::Multiply(Simd::Subtract(x, mean), factor), weight, bias);
+    };
+    int64_t j = 0;
+    for (; j + kLanes <= args.n; j += kLanes) {
+      Simd::Store(row + j, normalize(Simd::Load(row + j), Simd::Load(args.weight + j), Simd::Load(args.bias + j)));
+    }
+    const int64_t tail = args.n - j;
+    if (tail == 0) return;
+    Simd::StoreFirst(row + j, tail,
+                     normalize(Simd::LoadFirst(row + j, tail), Simd::LoadFirst(args.weight + j, tail),
+                               Simd::LoadFirst(args.bias + j, tail)));
+  }
+
+ public:
+  // Some rows at a time, step by step: each step waits for the sum of lanes of the one before, which others fill.
+  static void Run(const LayerNormArgs& args) {
+    if (args.n == 0) return;
+    const auto row = [&](int64_t i) {
+      return reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
+    };
+    for (int64_t first = 0; first < args.m; first += kRows) {
+      const int64_t count = args.m - first < kRows ? args.m - first : kRows;
+      Statistics of[kRows];
+      for (int64_t i = 0; i < count; ++i) of[i].mean = Mean(row(first + i), args.n);
+      for (int64_t i = 0; i < count; ++i) of[i].mean += MeanDifference(row(first + i), args.n, of[i].mean);
+      for (int64_t i = 0; i < count; ++i) {
+        of[i].factor = 1.0f / __builtin_sqrtf(Variance(row(first + i), args.n, of[i].mean) + args.epsilon);
+      }
+      for (int64_t i = 0; i < count; ++i) Normalize(row(first + i), args, of[i]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ortolan

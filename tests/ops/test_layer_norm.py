@@ -1,0 +1,167 @@
+"""Every row of LayerNormalization's kernel table against float64, by the contract of ops/epilogue/layer_norm.h."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from ortolan import _native
+
+from .single_node import U
+
+Floats = NDArray[np.float32]
+
+KERNELS = [row["name"] for row in _native.layer_norm_kernels() if row["runs_here"]]
+all_kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def assert_normalized(y: Floats, x: Floats, weight: Floats, bias: Floats, epsilon: float) -> None:
+    """y is the LayerNormalization of x within the contract; all are finite, |x| <= 2^60, epsilon >= 2^-60."""
+    n = x.shape[1]
+    wide = x.astype(np.float64)
+    d = wide - wide.mean(axis=1, keepdims=True)
+    # Twice: the first mean is rounded.
+    d -= d.mean(axis=1, keepdims=True)
+    s = np.sqrt((d * d).mean(axis=1, keepdims=True) + np.float64(np.float32(epsilon)))
+    p = d / s
+    exact = p * weight + bias
+    c = (n / 4 + 16) * U
+    t = c + (U + c * c) * np.abs(wide).mean(axis=1, keepdims=True) / s
+    bound = np.abs(weight) * (t + np.abs(p) * (t * t / 2 + c)) + 2 * U * np.abs(exact) + 2.0**-126
+    assert y.dtype == np.float32 and y.shape == x.shape
+    error = np.abs(y - exact)
+    assert (error <= bound).all(), f"largest error over its bound: {np.max(error / bound)}"
+
+
+def random_vectors(rng: np.random.Generator, n: int) -> tuple[Floats, Floats]:
+    return rng.standard_normal(n, dtype=np.float32) + 1, rng.standard_normal(n, dtype=np.float32)
+
+
+def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
+    order = ["scalar", "avx2", "avx512"]
+    tiers = [order.index(row["isa"]) for row in _native.layer_norm_kernels()]
+    assert tiers == sorted(tiers, reverse=True)
+    assert tiers[-1] == 0
+
+
+@all_kernels
+@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 384, 768, 1000, 4096])
+def test_every_length(kernel: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    weight, bias = random_vectors(rng, n)
+    for scale, mean in ((1, 0), (1e-3, 1), (50, -20), (1e15, 0), (1e-15, 1e-15)):
+        x = (rng.standard_normal((5, n)) * scale + mean).astype(np.float32)
+        for epsilon in (1e-12, 1e-5, 3.0):
+            y = _native.layer_norm(x, weight, bias, epsilon, kernel=kernel)
+            assert_normalized(y, x, weight, bias, epsilon)
+
+
+@all_kernels
+def test_far_mean_and_outliers(kernel: str) -> None:
+    """What transformers' residuals look like: a few columns a thousand times the others, or one of 1e6."""
+    rng = np.random.default_rng(1)
+    n = 768
+    weight, bias = random_vectors(rng, n)
+    x = rng.standard_normal((20, n), dtype=np.float32)
+    x[:, 5] += 3000
+    x[:5, 700] = -1e6
+    x[10:] += 100
+    y = _native.layer_norm(x, weight, bias, 1e-12, kernel=kernel)
+    assert_normalized(y, x, weight, bias, 1e-12)
+    # Better than the contract asks for: errors of a sum are of either sign.
+    wide = x.astype(np.float64)
+    exact = (wide - wide.mean(axis=1, keepdims=True)) / wide.std(axis=1, keepdims=True) * weight + bias
+    assert np.all(np.abs(y[10:] - exact[10:]) < 1e-6 * (1 + np.abs(exact[10:])))
+
+
+@all_kernels
+@settings(deadline=None, max_examples=200)
+@given(
+    x=arrays(
+        np.float32,
+        st.tuples(st.integers(0, 4), st.integers(1, 70)),
+        elements=st.floats(-(2.0**60), 2.0**60, width=32),
+    ),
+    epsilon=st.sampled_from([2.0**-60, 1e-12, 1e-5, 1.0]),
+)
+def test_any_float(kernel: str, x: Floats, epsilon: float) -> None:
+    weight, bias = random_vectors(np.random.default_rng(0), x.shape[1])
+    assert_normalized(_native.layer_norm(x, weight, bias, epsilon, kernel=kernel), x, weight, bias, epsilon)
+
+
+@all_kernels
+@pytest.mark.parametrize("n", [1, 2, 16, 24, 100])
+def test_rows_of_one_number_give_the_bias(kernel: str, n: int) -> None:
+    weight, bias = random_vectors(np.random.default_rng(n), n)
+    x = np.repeat(np.array([[0.0], [-0.0], [1.0], [-3.5], [2.0**60]], np.float32), n, axis=1)
+    x = x if n in (1, 2, 16) else x[:4]  # the others' sums of 2^60 are exact as well
+    y = _native.layer_norm(x, weight, bias, 1e-12, kernel=kernel)
+    np.testing.assert_array_equal(y, np.broadcast_to(bias, y.shape))
+
+
+@all_kernels
+@pytest.mark.parametrize("n", [1, 7, 16, 33, 384])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_infinity_and_nan_fill_their_row(kernel: str, n: int, value: float) -> None:
+    rng = np.random.default_rng(n)
+    weight, bias = random_vectors(rng, n)
+    x = rng.standard_normal((4, n), dtype=np.float32)
+    x[1, 0] = x[2, n - 1] = value
+    y = _native.layer_norm(x, weight, bias, 1e-5, kernel=kernel)
+    assert np.isnan(y[1:3]).all()
+    assert_normalized(y[[0, 3]], x[[0, 3]], weight, bias, 1e-5)
+
+
+@all_kernels
+@pytest.mark.parametrize("n", [1, 17, 64])
+def test_rows_of_one_number_without_epsilon_are_no_numbers(kernel: str, n: int) -> None:
+    weight, bias = random_vectors(np.random.default_rng(n), n)
+    assert np.isnan(_native.layer_norm(np.ones((1, n), np.float32), weight, bias, 0.0, kernel=kernel)).all()
+
+
+@all_kernels
+def test_weight_and_bias_follow_ieee_rules(kernel: str) -> None:
+    x = np.array([[1.0, 2.0, 3.0, 4.0, 2.5]], np.float32)
+    weight = np.array([np.inf, np.nan, 0.0, 1.0, np.inf], np.float32)
+    bias = np.array([1.0, 1.0, np.inf, np.nan, 0.0], np.float32)
+    y = _native.layer_norm(x, weight, bias, 1e-5, kernel=kernel)
+    np.testing.assert_array_equal(y, np.array([[-np.inf, np.nan, np.inf, np.nan, np.nan]], np.float32))
+
+
+@all_kernels
+@pytest.mark.parametrize("n", [1, 7, 8, 15, 16, 17, 40])
+def test_rows_do_not_depend_on_where_they_stand(kernel: str, n: int) -> None:
+    """Gaps between rows are not touched, and a row alone gives the same bits."""
+    rng = np.random.default_rng(n)
+    weight, bias = random_vectors(rng, n)
+    x = rng.standard_normal((4, n + 9), dtype=np.float32)[:, :n]
+    y = _native.layer_norm(x, weight, bias, 1e-5, kernel=kernel)
+    for i in range(4):
+        np.testing.assert_array_equal(y[i : i + 1], _native.layer_norm(x[i : i + 1], weight, bias, 1e-5, kernel=kernel))
+    buffer = y.base
+    assert isinstance(buffer, np.ndarray)
+    assert buffer.shape == (4, n + 9)
+    np.testing.assert_array_equal(buffer[:, n:], 0)
+
+
+@all_kernels
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0)])
+def test_nothing_to_do(kernel: str, shape: tuple[int, int]) -> None:
+    vector = np.ones(shape[1], np.float32)
+    assert _native.layer_norm(np.empty(shape, np.float32), vector, vector, 1e-5, kernel=kernel).shape == shape
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, vector = np.ones((2, 3), np.float32), np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"x has 1 dimensions, expected 2"):
+        _native.layer_norm(x[0], vector, vector, 1e-5)
+    with pytest.raises(ValueError, match=r"weight must be \[3\]"):
+        _native.layer_norm(x, vector[:2], vector, 1e-5)
+    with pytest.raises(ValueError, match=r"bias must be \[3\]"):
+        _native.layer_norm(x, vector, x, 1e-5)
+    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
+        _native.layer_norm(x, vector, vector, 1e-5, kernel="Abacus")

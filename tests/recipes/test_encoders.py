@@ -1,0 +1,54 @@
+"""The recipes of VNNISpMM on whole encoders: all linear layers, attentions and what follows them are replaced."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import ortolan
+from ortolan.models import tiny
+
+from ..passes.small_models import op_types, relative_error, run
+
+SIZES = {"hidden_size": 72, "intermediate_size": 200, "num_attention_heads": 3}
+MODELS = {"bert": tiny.tiny_bert, "mpnet": tiny.tiny_mpnet}
+
+
+def feeds(model: onnx.ModelProto, batch: int, rows: int) -> dict[str, np.ndarray]:
+    """Sentences of different lengths, padded."""
+    rng = np.random.default_rng(rows)
+    mask = (np.arange(rows) < np.linspace(rows, 1, batch, dtype=int)[:, None]).astype(np.int64)
+    ids = np.where(mask, rng.integers(2, 100, (batch, rows)), 1)
+    given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    return {value.name: given[value.name] for value in model.graph.input}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
+    model: onnx.ModelProto = ir.to_proto(MODELS[name](**SIZES))
+    calibration = [feeds(model, 3, rows) for rows in (7, 20, 33)]
+    report = ortolan.optimize_onnx(
+        model,
+        recipe="sparse-int8-4x1-static" if static else "sparse-int8-4x1",
+        options={"sparsity": 0.0, "may_grow": True},
+        calibration=calibration,
+    )
+    assert {layer.status for layer in report.layers} == {"replaced"}
+    fused = Counter(part for layer in report.layers for part in layer.fused)
+    assert fused["residual"] == 4 and (static or fused["gelu"] == 2)
+    left = Counter(op_types(report.model))
+    assert left["NoMADAttention"] == 2 and not {"MatMul", "Softmax", "Erf", "Reshape"} & set(left)
+    # Query, key and value; the attention's output; the MLP, in one node where ranges are known.
+    assert left["VNNISpMM"] == 2 * (3 if static else 4)
+    for batch, rows in ((1, 1), (1, 13), (3, 33)):
+        given = feeds(model, batch, rows)
+        shown = given["attention_mask"] == 1
+        (expected,) = run(model, given)
+        for library in (True, False):
+            (found,) = run(report.model, given, library)
+            assert relative_error(expected[shown], found[shown]) < 0.05
