@@ -328,7 +328,19 @@ def check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
 
 def merged_heads(dims: Dimensions, value: ir.Value, query: Operand, nodes: set[ir.Node]) -> ir.Value:
     """Follows [batch, heads, rows, head_dim] to where it is [batch, rows, width], the heads side by side."""
-    shape = (query.batch, query.heads, query.rows, query.head_dim)
+    shape: Shape = (query.batch, query.heads, query.rows, query.head_dim)
+    known = dims.shape(value)
+    try:
+        return _merged(dims, value, shape, nodes)
+    except RefusedError:
+        # A mask may have hidden that there are as many rows as the query has: then they go by another name.
+        if known is None or known == shape or len(known) != 4 or (known[1], known[3]) != (shape[1], shape[3]):
+            raise
+        return _merged(dims, value, known, nodes)
+
+
+def _merged(dims: Dimensions, value: ir.Value, shape: Shape, nodes: set[ir.Node]) -> ir.Value:
+    found: set[ir.Node] = set()
     view, merged = View(shape), View(shape).permuted(0, 2, 1, 3).merged(2).sources()
     while len(view.axes) != 3 or view.sources() != merged:
         users = [use.node for use in value.uses() if not is_op(use.node, "Shape")]
@@ -338,8 +350,9 @@ def merged_heads(dims: Dimensions, value: ir.Value, query: Operand, nodes: set[i
             raise RefusedError(f"its heads are not merged to [batch, rows, width] behind {name_of(value)}")
         if not view.apply(node, dims):
             raise RefusedError(f"{describe(node)}, which its output goes through, is not understood")
-        nodes.add(node)
+        found.add(node)
         value = node.outputs[0]
+    nodes |= found
     return value
 
 

@@ -210,6 +210,20 @@ class Dimensions:
             return None
         return tuple(shape[axis] if dim == 0 and shape is not None else dim for axis, dim in enumerate(target))
 
+    def _reduce(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        axes: Sequence[Element] | None = ()
+        if "axes" in node.attributes:
+            axes = tuple(node.attributes["axes"].as_ints())
+        elif len(node.inputs) > 1 and node.inputs[1] is not None:
+            axes = self.elements(node.inputs[1])
+        if shape is None or not axes or not all(isinstance(axis, int) for axis in axes):
+            return None
+        gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
+        if int_attribute(node, "keepdims", 1):
+            return tuple(1 if axis in gone else dim for axis, dim in enumerate(shape))
+        return tuple(dim for axis, dim in enumerate(shape) if axis not in gone)
+
     def _unsqueeze(self, node: ir.Node, _: ir.Value) -> Shape | None:
         shape, axes = self.shape(node.inputs[0]), self.elements(node.inputs[1])
         if shape is None or axes is None or not all(isinstance(axis, int) for axis in axes):
@@ -346,6 +360,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "Attention": Dimensions._onnx_attention,
     "Transpose": Dimensions._transpose,
     "Reshape": Dimensions._reshape,
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceL2"), Dimensions._reduce),
     "Unsqueeze": Dimensions._unsqueeze,
     "Gather": Dimensions._gather,
     "Slice": Dimensions._slice,
