@@ -425,6 +425,8 @@ def _asks_for_length(dims: Dimensions, node: ir.Node) -> bool:
     axes = list(range(4))[int_attribute(node, "start", 0) : end]
     if 3 not in axes:
         return True
+    if node.outputs[0].is_graph_output():
+        return False
     for user in node.outputs[0].consumers():
         picked: list[int] | None = None
         numbers = [dims.elements(value) for value in user.inputs[1:3]]

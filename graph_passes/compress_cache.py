@@ -156,7 +156,7 @@ class CompressCachePass(RecipePass):
         feeds = feeds_for(context)
         if context.feeds_made_up:
             raise CalibrationError(
-                "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing about real ones; give "
+                "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
                 "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
                 'keys = "float32", which needs none'
             )

@@ -1,10 +1,10 @@
 """Codebooks of product quantization: 16 centroids for each part of a key (ops/formats/key_code_cache.h).
 
 Keys are cut into parts of d_sub numbers, and each part is clustered by itself: k-means, for the smallest (weighted) sum
-of squared distances to the nearest centroid. Parts of one number are clustered nearly as well as can be: sorted, k-means
-in one dimension is a matter of where to cut, solved by dynamic programming over at most _GRID runs of equal size; then
-Lloyd's steps on all numbers move the cuts inside of the runs. Longer parts begin at k-means++ and take Lloyd's steps.
-The same samples give the same codebooks.
+of squared distances to the nearest centroid. Parts of one number are clustered nearly as well as can be: sorted,
+k-means in one dimension is a matter of where to cut, solved by dynamic programming over at most _GRID runs of equal
+size (exactly, where there are no more numbers); then Lloyd's steps on all numbers move the cuts inside of the runs.
+Longer parts begin at k-means++ and take Lloyd's steps. The same samples give the same codebooks.
 """
 
 from __future__ import annotations
