@@ -40,6 +40,9 @@ _MOST_HEAD_DIM = 1024
 # ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`.
 _EXACT_ROUNDING = 5e-6
 _VALUE_ROUNDING = 0.01
+# Where layers round their inputs to int8, the least difference may turn into a step of that.
+_ROUNDED_INPUTS = 0.01
+_ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
 
 
@@ -87,6 +90,7 @@ class CompressCachePass(RecipePass):
         books = self._learn(model, chosen) if self.options.keys == _CODES else [None] * len(chosen)
         keep_reference(model, context)
         masks = MaskSums(model, context)
+        self._typical_rounding = self._rounding(model)
         nodes = [self._replace(model, match, book, masks) for match, book in zip(chosen, books, strict=True)]
         self._finish(model, nodes)
         return ir.passes.PassResult(model, modified=True)
@@ -244,10 +248,10 @@ class CompressCachePass(RecipePass):
             name=match.node.name,
             num_outputs=3,
         )
-        if book is not None:
-            self._set_format(match.past_key, match.present_key, CacheFormat(match.head_dim, book))
-        if self.options.values == _INT8:
-            self._set_format(match.past_value, match.present_value, CacheFormat(match.head_dim))
+        keys = None if book is None else CacheFormat(match.head_dim, book)
+        values = CacheFormat(match.head_dim) if self.options.values == _INT8 else None
+        self._set_format(match.past_key, match.present_key, keys, match.head_dim)
+        self._set_format(match.past_value, match.present_value, values, match.head_dim)
         inputs = [value for old in match.nodes for value in old.inputs if value is not None]
         ir.convenience.replace_nodes_and_values(
             graph,
@@ -258,22 +262,28 @@ class CompressCachePass(RecipePass):
             node.outputs,
         )
         node.outputs[0].dtype = ir.DataType.FLOAT
-        self.context.rounding[node.outputs[0]] = self._rounding()
+        self.context.rounding[node.outputs[0]] = self._typical_rounding
         for value in inputs:
             remove_dead(value)
         return node
 
-    def _rounding(self) -> float:
+    def _rounding(self, model: ir.Model) -> float:
         keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else _EXACT_ROUNDING
-        return max(keys, _VALUE_ROUNDING if self.options.values == _INT8 else 0.0)
+        values = _VALUE_ROUNDING if self.options.values == _INT8 else 0.0
+        rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
+        return max(keys, values, _ROUNDED_INPUTS if rounds else 0.0)
 
-    def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat) -> None:
+    def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
+        """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
         for value in (past, present):
-            value.dtype = ir.DataType.UINT8
             if value.shape is not None:
-                value.shape = ir.Shape([*value.shape[:3], cache_format.row_bytes])
-        self.context.past_formats[past.name or ""] = cache_format
-        self.context.compressed_outputs.add(present.name or "")
+                last = head_dim if cache_format is None else cache_format.row_bytes
+                value.shape = ir.Shape([*value.shape[:3], last])
+            if cache_format is not None:
+                value.dtype = ir.DataType.UINT8
+        if cache_format is not None:
+            self.context.past_formats[past.name or ""] = cache_format
+            self.context.compressed_outputs.add(present.name or "")
 
     def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
         if array is None:

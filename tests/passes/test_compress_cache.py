@@ -163,7 +163,9 @@ def test_a_step_reads_what_codes_stand_for(d_sub: int) -> None:
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, 71))
     decoding = Decoding(found, ids)
     next(decoding.run(found, (70,)))
-    books = {one.name.split("/")[2]: numpy_helper.to_array(one) for one in found.graph.initializer if "books" in one.name}
+    books = {
+        one.name.split("/")[2]: numpy_helper.to_array(one) for one in found.graph.initializer if "books" in one.name
+    }
     original = Decoding(model, ids)
     for name, cache in decoding.caches.items():
         book = books[f"layers.{name.split('.')[1]}"]
