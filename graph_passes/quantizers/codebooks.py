@@ -42,15 +42,10 @@ def _one_dimension(numbers: np.ndarray, weight: np.ndarray) -> np.ndarray:
     # Sums over all in front of a place: of weights, numbers and squares.
     sums = [np.concatenate([zero, np.cumsum(weights * ordered**power, axis=0)]) for power in range(3)]
     ends = np.unique(np.linspace(0, len(numbers), min(_GRID, len(numbers)) + 1).astype(int))
+    columns = [[one[:, column] for one in sums] for column in range(numbers.shape[1])]
+    cuts = [_cuts(ends, *of_column) for of_column in columns]
     return np.stack(
-        [
-            _refine(
-                ordered[:, column],
-                *(one[:, column] for one in sums[:2]),
-                _cuts(ends, *(one[:, column] for one in sums)),
-            )
-            for column in range(numbers.shape[1])
-        ]
+        [_refine(ordered[:, i], of_column[0], of_column[1], cuts[i]) for i, of_column in enumerate(columns)]
     )
 
 
@@ -72,7 +67,8 @@ def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.n
     cuts = [len(ends) - 1]
     for came_from in reversed(froms):
         cuts.append(came_from[cuts[-1]])
-    return ends[np.array([0, *cuts[::-1]])]
+    found: np.ndarray = ends[np.array([0, *cuts[::-1]])]
+    return found
 
 
 def _refine(ordered: np.ndarray, weights: np.ndarray, sums: np.ndarray, cuts: np.ndarray) -> np.ndarray:

@@ -72,7 +72,7 @@ def feeds(model: onnx.ModelProto, past: int, tokens: int, seed: int = 0) -> Feed
         seen = np.arange(past + tokens)[None] <= past + np.arange(tokens)[:, None]
         seen = seen & (rng.random((2, 1, 1, past + tokens)) > 0.2)
         seen[..., past : past + tokens] |= np.eye(tokens, dtype=bool)
-        is_bool = [value for value in model.graph.input if value.name == "mask"][0].type.tensor_type.elem_type == BOOL
+        is_bool = next(value for value in model.graph.input if value.name == "mask").type.tensor_type.elem_type == BOOL
         made["mask"] = seen if is_bool else np.where(seen, 0, -np.inf).astype(np.float32)
     return made
 
