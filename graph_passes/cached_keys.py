@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -60,22 +59,6 @@ def collect_keys(
                 )
             yield number, keys
     on_run(total, total)
-
-
-def with_random_tokens(feeds: Sequence[Feeds], share: float, tokens: int) -> list[Feeds]:
-    """The feeds, and copies of some with random tokens, so many that they make up a share of all, if possible.
-
-    tokens: in the vocabulary. share: from 0 to below 1.
-    """
-    found = list(feeds)
-    ids = [one for one in feeds if "input_ids" in one]
-    count = math.ceil(len(feeds) * share / (1 - share)) if ids else 0
-    rng = np.random.default_rng(0)
-    for number in range(count):
-        one = ids[number * len(ids) // count % len(ids)]
-        given = one["input_ids"]
-        found.append(one | {"input_ids": rng.integers(0, tokens, given.shape).astype(given.dtype)})
-    return found
 
 
 def decode_step(feeds: Feeds, past: dict[str, np.ndarray]) -> Feeds | None:

@@ -22,10 +22,9 @@ from ortolan.session import open_session, register
 from .attention_mask import MaskSums
 from .cache_format import CacheFormat
 from .cached_attention import CachedAttention, find_cached_attentions
-from .cached_keys import collect_keys, decode_step, with_random_tokens
+from .cached_keys import collect_keys, decode_step
 from .calibrate import feeds_for, quiet_options
 from .constants import remove_dead
-from .feeds import vocabulary
 from .model_file import data_path, write_model
 from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from .options import Globs, PassOptions, takes
@@ -54,8 +53,6 @@ class CompressCacheOptions(PassOptions):
     # Numbers of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
     d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
     max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
-    # Of these, as many of random tokens: keys of tokens that the calibration lacks may lie far from all others.
-    random_share: float = field(default=0.125, metadata=takes("float", low=0.0, below=1.0))
     # By the name of the operator, or of the Softmax or of one of the two MatMuls.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -175,7 +172,7 @@ class CompressCachePass(RecipePass):
                 session,
                 names,
                 sizes,
-                with_random_tokens(feeds, self.options.random_share, self._vocabulary(model)),
+                feeds,
                 self.options.max_tokens,
                 lambda done, total: context.progress("collect keys", done, total),
             )
@@ -184,9 +181,6 @@ class CompressCachePass(RecipePass):
                 context.progress("codebooks", len(books), len(chosen))
             self._keep_decode_step(session, chosen)
         return [books[number] for number in range(len(chosen))]
-
-    def _vocabulary(self, model: ir.Model) -> int:
-        return min((vocabulary(value) for value in model.graph.inputs if value.name == "input_ids"), default=0)
 
     @contextmanager
     def _opened(self, model: ir.Model) -> Any:

@@ -142,7 +142,7 @@ def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: 
             return np.broadcast_to(steps, shape).astype(dtype)
         if "past" in name and not shape:
             return np.asarray(sizes.past, dtype)
-        return rng.integers(0, vocabulary(value), shape).astype(dtype)
+        return rng.integers(0, _vocabulary(value), shape).astype(dtype)
     if not value.dtype.is_floating_point():
         raise CalibrationError(
             f"no value can be made up for input {value.name!r} of type {value.dtype.name}; "
@@ -211,7 +211,7 @@ def _width(value: ir.Value) -> int | None:
     return next((tensor.shape.numpy()[-1] for tensor in constants if tensor is not None and len(tensor.shape)), None)
 
 
-def vocabulary(value: ir.Value) -> int:
+def _vocabulary(value: ir.Value) -> int:
     """How many rows the table has that this input selects from: found through the Gather that reads it."""
     sizes = []
     seen: set[ir.Value] = set()
