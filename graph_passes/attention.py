@@ -8,7 +8,7 @@ formula.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +18,8 @@ from .constants import DEFAULT_DOMAINS, constant_tensor
 from .dimensions import Dim, Dimensions, Shape, int_attribute
 from .views import View
 
-_OTHER_VIEWS = ("Unsqueeze", "Squeeze", "Expand", "Flatten", "Slice", "Gather", "Split")
-_VIEWS = ("Reshape", "Transpose", "Identity", *_OTHER_VIEWS)
+OTHER_VIEWS = ("Unsqueeze", "Squeeze", "Expand", "Flatten", "Slice", "Gather", "Split")
+_VIEWS = ("Reshape", "Transpose", "Identity", *OTHER_VIEWS)
 _MOST_SHAPE_NODES = 200
 _HIDDEN = -1e30  # a mask below that leaves nothing of a score
 
@@ -67,7 +67,7 @@ class NotAttention:
         return [self.node.name or f"{self.node.op_type} that makes {self.node.outputs[0].name!r}"]
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     """The reason reaches the report."""
 
 
@@ -79,21 +79,21 @@ def find_attentions(graph: ir.Graph) -> list[Attention | NotAttention]:
         match: Attention | None = None
         try:
             if node.op_type == "Softmax" and node.domain in DEFAULT_DOMAINS:
-                match = _TakenApart(dims, node).match()
+                match = TakenApart(dims, node).match()
             elif node.op_type == "Attention" and node.domain in DEFAULT_DOMAINS:
                 match = _onnx_attention(dims, node)
             elif node.op_type == "MultiHeadAttention" and node.domain == "com.microsoft":
                 match = _multi_head_attention(dims, node)
             if match is not None:
                 _check_uses(match)
-        except _RefusedError as refusal:
+        except RefusedError as refusal:
             found.append(NotAttention(node, str(refusal)))
         else:
             found += [match] if match is not None else []
     return found
 
 
-class _TakenApart:
+class TakenApart:
     """One Softmax and what is around it."""
 
     def __init__(self, dims: Dimensions, softmax: ir.Node) -> None:
@@ -105,41 +105,41 @@ class _TakenApart:
         """None if it is none, as in a classifier."""
         dims, softmax = self._dims, self._softmax
         weights, zero_hidden_rows = self._weights()
-        context = next((use.node for use in weights.uses() if _is(use.node, "MatMul") and use.idx == 0), None)
+        context = next((use.node for use in weights.uses() if is_op(use.node, "MatMul") and use.idx == 0), None)
         scores = self._find_scores(softmax.inputs[0])
         if context is None or scores is None:
             return None
         rank = len(dims.shape(weights) or ())
         if int_attribute(softmax, "axis", -1) not in (-1, rank - 1):
-            raise _RefusedError("its Softmax is not over the last axis")
+            raise RefusedError("its Softmax is not over the last axis")
         self._nodes |= {context, scores}
         masks, scale = self._masks_and_scale(softmax.inputs[0], scores)
-        query = _split_operand(dims, scores.inputs[0], "query", self._nodes)
-        key = _split_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
-        value = _split_operand(dims, context.inputs[1], "value", self._nodes)
+        query = split_operand(dims, scores.inputs[0], "query", self._nodes)
+        key = split_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
+        value = split_operand(dims, context.inputs[1], "value", self._nodes)
         # Where another mask hides as well, a row may see nothing: then it counts what both add.
         causal = len(masks) == 1 and self._is_causal(masks[0])
         match = _joined(dims, softmax, (query, key, value), () if causal else masks, causal, self._nodes)
         if query.heads != key.heads:
-            raise _RefusedError(f"it has {query.heads} heads of queries and {key.heads} of keys, expected as many")
+            raise RefusedError(f"it has {query.heads} heads of queries and {key.heads} of keys, expected as many")
         match.scale = scale * query.scale * key.scale
         if value.scale != 1:
-            raise _RefusedError("its values are scaled")
+            raise RefusedError("its values are scaled")
         match.zero_hidden_rows = zero_hidden_rows
         match.products = [scores, context]
-        match.output = _merged_heads(dims, context.outputs[0], query, self._nodes)
+        match.output = merged_heads(dims, context.outputs[0], query, self._nodes)
         return match
 
     def _weights(self) -> tuple[ir.Value, bool]:
         """What goes into the second product: the Softmax, perhaps with zeros in place of NaN."""
         softmax = self._softmax.outputs[0]
         users = {use.node for use in softmax.uses()}
-        is_nan = next((node for node in users if _is(node, "IsNaN")), None)
+        is_nan = next((node for node in users if is_op(node, "IsNaN")), None)
         if is_nan is None:
             return softmax, False
-        where = next((node for node in users if _is(node, "Where") and node.inputs[2] is softmax), None)
+        where = next((node for node in users if is_op(node, "Where") and node.inputs[2] is softmax), None)
         if where is None or where.inputs[0] is not is_nan.outputs[0] or self._dims.number(where.inputs[1]) != 0:
-            raise _RefusedError("NaN in its Softmax is replaced in a way that is not known")
+            raise RefusedError("NaN in its Softmax is replaced in a way that is not known")
         self._nodes |= {is_nan, where}
         return where.outputs[0], True
 
@@ -171,7 +171,7 @@ class _TakenApart:
                 scale *= self._factor(node, index)
                 continue
             if scale != 1:
-                raise _RefusedError("its scores are scaled after the mask is added")
+                raise RefusedError("its scores are scaled after the mask is added")
             mask = self._fill(node, index) if node.op_type == "Where" else Mask(_other(node, index))
             if mask.fill is not None or self._dims.number(mask.value) != 0:
                 masks.insert(0, mask)
@@ -180,30 +180,30 @@ class _TakenApart:
     def _is_causal(self, mask: Mask) -> bool:
         """Whether it hides just the keys behind each query: Where(tril(ones) == 0, -Inf, 0)."""
         where = mask.value.producer()
-        if mask.fill is not None or where is None or not _is(where, "Where"):
+        if mask.fill is not None or where is None or not is_op(where, "Where"):
             return False
         equal = where.inputs[0].producer() if where.inputs[0] is not None else None
         fills = [self._dims.number(value) for value in where.inputs[1:]]
         hides = fills[0] is not None and fills[0] < _HIDDEN and fills[1] == 0
-        if equal is None or not _is(equal, "Equal") or not hides or self._dims.number(equal.inputs[1]) != 0:
+        if equal is None or not is_op(equal, "Equal") or not hides or self._dims.number(equal.inputs[1]) != 0:
             return False
         trilu = equal.inputs[0].producer() if equal.inputs[0] is not None else None
-        if trilu is None or not _is(trilu, "Trilu") or int_attribute(trilu, "upper", 1) or len(trilu.inputs) > 1:
+        if trilu is None or not is_op(trilu, "Trilu") or int_attribute(trilu, "upper", 1) or len(trilu.inputs) > 1:
             return False
         expand = trilu.inputs[0].producer() if trilu.inputs[0] is not None else None
-        return expand is not None and _is(expand, "Expand") and self._dims.number(expand.inputs[0]) == 1
+        return expand is not None and is_op(expand, "Expand") and self._dims.number(expand.inputs[0]) == 1
 
     def _factor(self, node: ir.Node, index: int) -> float:
-        number = _scalar(self._dims, _other(node, index))
+        number = scalar(self._dims, _other(node, index))
         if number is None or number == 0 or (node.op_type == "Div" and index == 1):
-            raise _RefusedError(f"{_describe(node)} scales its scores by a number that is not known")
+            raise RefusedError(f"{describe(node)} scales its scores by a number that is not known")
         return 1 / number if node.op_type == "Div" else number
 
     def _fill(self, node: ir.Node, index: int) -> Mask:
         """Of scores that are replaced by a number: as if that were added, since nothing is left of them then."""
         fill = self._dims.number(node.inputs[3 - index]) if index else None
         if fill is None or not fill < _HIDDEN:
-            raise _RefusedError(f"{_describe(node)} replaces scores by something else than -Inf or the lowest float")
+            raise RefusedError(f"{describe(node)} replaces scores by something else than -Inf or the lowest float")
         condition = node.inputs[0]
         assert condition is not None
         return Mask(self._before_expand(condition), fill, hides=index == 2)
@@ -212,15 +212,15 @@ class _TakenApart:
         """The condition before it is made as large as the scores, which broadcasting does as well."""
         source = value
         while (node := source.producer()) is not None and node.inputs[0] is not None:
-            to_bool = _is(node, "Cast") and self._dims.dtype(node.inputs[0]) == ir.DataType.BOOL
-            if not _is(node, "Expand") and not to_bool:
+            to_bool = is_op(node, "Cast") and self._dims.dtype(node.inputs[0]) == ir.DataType.BOOL
+            if not is_op(node, "Expand") and not to_bool:
                 break
             source = node.inputs[0]
         return source
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
     """Queries, keys or values before they are split into heads."""
 
     base: ir.Value  # [batch, rows, width]
@@ -231,16 +231,16 @@ class _Operand:
     scale: float = 1.0  # that stands between it and the product
 
 
-def _split_operand(
+def split_operand(
     dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
-) -> _Operand:
+) -> Operand:
     """Follows [batch, heads, rows, head_dim] (transposed: the last two the other way round) back to its layer."""
     chain, scale = [], 1.0
     while value is not None and (node := value.producer()) is not None and node.domain in DEFAULT_DOMAINS:
         index = 0
         if node.op_type in ("Mul", "Div"):
-            index = 1 if _scalar(dims, node.inputs[0]) is not None else 0
-            number = _scalar(dims, node.inputs[1 - index])
+            index = 1 if scalar(dims, node.inputs[0]) is not None else 0
+            number = scalar(dims, node.inputs[1 - index])
             if number is None or number == 0 or (node.op_type == "Div" and index == 1):
                 break
             scale = scale / number if node.op_type == "Div" else scale * number
@@ -251,35 +251,35 @@ def _split_operand(
     base, shape = _base(dims, value, meaning)
     view = View(shape)
     for node in reversed(chain):
-        if node.op_type in _OTHER_VIEWS or not view.apply(node, dims):
-            raise _RefusedError(f"{_describe(node)}, which its {meaning} goes through, is not understood")
+        if node.op_type in OTHER_VIEWS or not view.apply(node, dims):
+            raise RefusedError(f"{describe(node)}, which its {meaning} goes through, is not understood")
     heads, head_dim = (view.dim(axis) if len(view.axes) == 4 else None for axis in (1, 2 if transposed else 3))
     if heads is None or head_dim is None:
-        raise _RefusedError(f"the number of heads of its {meaning} is not known before it runs")
+        raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
     split = View(shape).split_heads(heads, head_dim)
     if split is None or split.permuted(0, 2, *((3, 1) if transposed else (1, 3))).sources() != view.sources():
-        raise _RefusedError(f"its {meaning} {_name(base)} is not split into heads as [batch, rows, heads, head width]")
+        raise RefusedError(f"its {meaning} {name_of(base)} is not split into heads as [batch, rows, heads, head width]")
     nodes.update(chain)
-    return _Operand(base, shape[0], shape[1], heads, head_dim, scale)
+    return Operand(base, shape[0], shape[1], heads, head_dim, scale)
 
 
-def _whole_operand(dims: Dimensions, value: ir.Value | None, meaning: str, heads: int) -> _Operand:
+def whole_operand(dims: Dimensions, value: ir.Value | None, meaning: str, heads: int) -> Operand:
     """An operand that the operator splits into heads itself."""
     base, shape = _base(dims, value, meaning)
     width = shape[2]
     if not isinstance(width, int) or heads < 1 or width % heads:
-        raise _RefusedError(f"its {meaning} {_name(base)} is not known to be {heads} heads wide")
-    return _Operand(base, shape[0], shape[1], heads, width // heads)
+        raise RefusedError(f"its {meaning} {name_of(base)} is not known to be {heads} heads wide")
+    return Operand(base, shape[0], shape[1], heads, width // heads)
 
 
 def _base(dims: Dimensions, value: ir.Value | None, meaning: str) -> tuple[ir.Value, Shape]:
     shape, dtype = dims.shape(value), dims.dtype(value)
     if value is None or shape is None or len(shape) != 3:
         found = "unknown" if shape is None else str(len(shape))
-        raise _RefusedError(f"its {meaning} comes from {_name(value)}, whose rank is {found}, expected 3")
+        raise RefusedError(f"its {meaning} comes from {name_of(value)}, whose rank is {found}, expected 3")
     if dtype != ir.DataType.FLOAT:
-        raise _RefusedError(
-            f"its {meaning} {_name(value)} is {dtype.name if dtype else 'of unknown type'}, expected FLOAT"
+        raise RefusedError(
+            f"its {meaning} {name_of(value)} is {dtype.name if dtype else 'of unknown type'}, expected FLOAT"
         )
     return value, shape
 
@@ -287,7 +287,7 @@ def _base(dims: Dimensions, value: ir.Value | None, meaning: str) -> tuple[ir.Va
 def _joined(
     dims: Dimensions,
     node: ir.Node,
-    operands: Sequence[_Operand],
+    operands: Sequence[Operand],
     masks: tuple[Mask, ...],
     causal: bool,
     nodes: set[ir.Node],
@@ -296,50 +296,63 @@ def _joined(
     query, key, value = operands
     if not query.head_dim == key.head_dim == value.head_dim:
         widths = [operand.head_dim for operand in operands]
-        raise _RefusedError(f"heads of its queries, keys and values are {widths} wide, expected the same")
+        raise RefusedError(f"heads of its queries, keys and values are {widths} wide, expected the same")
     if key.heads != value.heads or query.heads % key.heads:
         heads = [operand.heads for operand in operands]
-        raise _RefusedError(f"its queries, keys and values have {heads} heads, which do not fit")
+        raise RefusedError(f"its queries, keys and values have {heads} heads, which do not fit")
     if not query.batch == key.batch == value.batch or key.rows != value.rows:
-        raise _RefusedError(
+        raise RefusedError(
             "its queries, keys and values are not known to have the same batch, and keys and values length"
         )
     if causal and query.rows != key.rows:
-        raise _RefusedError("it is causal, and not known to have as many queries as keys")
+        raise RefusedError("it is causal, and not known to have as many queries as keys")
     for mask in masks:
-        _check_mask(dims, mask, (query.batch, query.heads, query.rows, key.rows))
+        check_mask(dims, mask, (query.batch, query.heads, query.rows, key.rows))
     return Attention(node, query.base, key.base, value.base, query.heads, key.heads, 0.0, masks, causal, False, nodes)
 
 
-def _check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
+def check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
     shape, dtype = dims.shape(mask.value), dims.dtype(mask.value)
     if shape is None or len(shape) > len(scores):
-        raise _RefusedError(f"the shape of its mask {_name(mask.value)} is {shape or 'unknown'}, expected at most 4-D")
+        raise RefusedError(f"the shape of its mask {name_of(mask.value)} is {shape or 'unknown'}, expected at most 4-D")
     for dim, wanted in zip(reversed(shape), reversed(scores), strict=False):
         # Of different symbols the graph itself says that they fit: it adds them.
         if isinstance(dim, int) and dim not in (1, wanted):
-            raise _RefusedError(
-                f"its mask {_name(mask.value)} has a dimension of {dim}, expected 1 or that of the scores"
+            raise RefusedError(
+                f"its mask {name_of(mask.value)} has a dimension of {dim}, expected 1 or that of the scores"
             )
     wanted_type = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
     if dtype != wanted_type:
-        raise _RefusedError(f"its mask {_name(mask.value)} is {dtype.name if dtype else 'of unknown type'}")
+        raise RefusedError(f"its mask {name_of(mask.value)} is {dtype.name if dtype else 'of unknown type'}")
 
 
-def _merged_heads(dims: Dimensions, value: ir.Value, query: _Operand, nodes: set[ir.Node]) -> ir.Value:
+def merged_heads(dims: Dimensions, value: ir.Value, query: Operand, nodes: set[ir.Node]) -> ir.Value:
     """Follows [batch, heads, rows, head_dim] to where it is [batch, rows, width], the heads side by side."""
-    shape = (query.batch, query.heads, query.rows, query.head_dim)
+    shape: Shape = (query.batch, query.heads, query.rows, query.head_dim)
+    known = dims.shape(value)
+    try:
+        return _merged(dims, value, shape, nodes)
+    except RefusedError:
+        # A mask may have hidden that there are as many rows as the query has: then they go by another name.
+        if known is None or known == shape or len(known) != 4 or (known[1], known[3]) != (shape[1], shape[3]):
+            raise
+        return _merged(dims, value, known, nodes)
+
+
+def _merged(dims: Dimensions, value: ir.Value, shape: Shape, nodes: set[ir.Node]) -> ir.Value:
+    found: set[ir.Node] = set()
     view, merged = View(shape), View(shape).permuted(0, 2, 1, 3).merged(2).sources()
     while len(view.axes) != 3 or view.sources() != merged:
-        users = [use.node for use in value.uses() if not _is(use.node, "Shape")]
+        users = [use.node for use in value.uses() if not is_op(use.node, "Shape")]
         node = users[0] if len(users) == 1 else None
         known = node is not None and node.domain in DEFAULT_DOMAINS and node.op_type in _VIEWS
-        if node is None or not known or node.op_type in _OTHER_VIEWS or node.inputs[0] is not value:
-            raise _RefusedError(f"its heads are not merged to [batch, rows, width] behind {_name(value)}")
+        if node is None or not known or node.op_type in OTHER_VIEWS or node.inputs[0] is not value:
+            raise RefusedError(f"its heads are not merged to [batch, rows, width] behind {name_of(value)}")
         if not view.apply(node, dims):
-            raise _RefusedError(f"{_describe(node)}, which its output goes through, is not understood")
-        nodes.add(node)
+            raise RefusedError(f"{describe(node)}, which its output goes through, is not understood")
+        found.add(node)
         value = node.outputs[0]
+    nodes |= found
     return value
 
 
@@ -347,16 +360,16 @@ def _onnx_attention(dims: Dimensions, node: ir.Node) -> Attention:
     inputs = [*node.inputs, *[None] * 7]
     _expect_no_cache(node, inputs[4:7])
     if "softcap" in node.attributes and node.attributes["softcap"].as_float() != 0:
-        raise _RefusedError("its scores are capped (softcap)")
+        raise RefusedError("its scores are capped (softcap)")
     nodes = {node}
     split = len(dims.shape(inputs[0]) or ()) == 4
     meanings = {"query": "q_num_heads", "key": "kv_num_heads", "value": "kv_num_heads"}
     if split:
-        operands = [_split_operand(dims, one, meaning, nodes) for one, meaning in zip(inputs, meanings, strict=False)]
+        operands = [split_operand(dims, one, meaning, nodes) for one, meaning in zip(inputs, meanings, strict=False)]
     else:
         heads = [int_attribute(node, name, 0) for name in meanings.values()]
         operands = [
-            _whole_operand(dims, one, meaning, count)
+            whole_operand(dims, one, meaning, count)
             for one, meaning, count in zip(inputs[:3], meanings, heads, strict=True)
         ]
     masks: tuple[Mask, ...] = ()
@@ -364,11 +377,11 @@ def _onnx_attention(dims: Dimensions, node: ir.Node) -> Attention:
         is_bool = dims.dtype(inputs[3]) == ir.DataType.BOOL
         masks = (Mask(inputs[3], -np.inf, hides=False) if is_bool else Mask(inputs[3]),)
     match = _joined(dims, node, operands, masks, int_attribute(node, "is_causal", 0) == 1, nodes)
-    match.scale = _scale_attribute(node) * operands[0].scale * operands[1].scale
+    match.scale = scale_attribute(node) * operands[0].scale * operands[1].scale
     if operands[2].scale != 1 or (match.scale == 0 and operands[0].scale * operands[1].scale != 1):
-        raise _RefusedError("its inputs are scaled")
+        raise RefusedError("its inputs are scaled")
     output = node.outputs[0]
-    match.output = _merged_heads(dims, output, operands[0], nodes) if split else output
+    match.output = merged_heads(dims, output, operands[0], nodes) if split else output
     return match
 
 
@@ -377,53 +390,63 @@ def _multi_head_attention(dims: Dimensions, node: ir.Node) -> Attention:
     _expect_no_cache(node, inputs[6:10])
     for index, meaning in ((3, "bias"), (4, "key_padding_mask")):
         if inputs[index] is not None:
-            raise _RefusedError(f"it has an input {meaning}")
+            raise RefusedError(f"it has an input {meaning}")
     heads = int_attribute(node, "num_heads", 0)
     names = ("query", "key", "value")
-    operands = [_whole_operand(dims, one, name, heads) for one, name in zip(inputs[:3], names, strict=True)]
+    operands = [whole_operand(dims, one, name, heads) for one, name in zip(inputs[:3], names, strict=True)]
     masks = (Mask(inputs[5]),) if inputs[5] is not None else ()
     match = _joined(dims, node, operands, masks, int_attribute(node, "unidirectional", 0) == 1, {node})
-    match.scale = _scale_attribute(node)
+    match.scale = scale_attribute(node)
     match.output = node.outputs[0]
     return match
 
 
-def _scale_attribute(node: ir.Node) -> float:
+def scale_attribute(node: ir.Node) -> float:
     return node.attributes["scale"].as_float() if "scale" in node.attributes else 0.0
 
 
 def _expect_no_cache(node: ir.Node, inputs: Sequence[ir.Value | None]) -> None:
     others = [value for value in node.outputs[1:] if value.uses() or value.is_graph_output()]
     if others or any(value is not None for value in inputs):
-        raise _RefusedError("it has a cache of keys and values")
+        raise RefusedError("it has a cache of keys and values")
 
 
 def _check_uses(match: Attention) -> None:
-    """Nothing else may need a value in between. What only asks for shapes, to make those of other nodes that go away as
-    well, goes away too."""
     assert match.output is not None
-    nodes, last = match.nodes, match.output.producer()
+    inputs = [match.query, match.key, match.value, *(mask.value for mask in match.masks)]
+    check_uses(match.node, match.nodes, match.output, inputs)
+
+
+def check_uses(
+    center: ir.Node,
+    nodes: set[ir.Node],
+    output: ir.Value,
+    inputs: Sequence[ir.Value | None],
+    kept: Collection[ir.Value] = (),
+) -> None:
+    """Nothing else may need a value in between, other than those that are kept as outputs of the graph. What only asks
+    for shapes, to make those of other nodes that go away as well, goes away too: it is added to the nodes."""
+    last = output.producer()
     dead: set[ir.Node] = set()
     waiting = [(value, value, node) for node in nodes if node is not last for value in node.outputs]
     while waiting:
         value, inside, user = waiting.pop()
-        if value.is_graph_output():
-            raise _RefusedError(f"{_name(inside)} inside of it is an output of the graph, or makes one")
+        if value.is_graph_output() and value not in kept:
+            raise RefusedError(f"{name_of(inside)} inside of it is an output of the graph, or makes one")
         for node in value.consumers():
             if node in nodes or node in dead:
                 continue
             first = node if value is inside else user
-            if node.graph is not match.node.graph or len(dead) >= _MOST_SHAPE_NODES:
-                raise _RefusedError(f"{_name(inside)} inside of it is also used by {_describe(first)}")
+            if node.graph is not center.graph or len(dead) >= _MOST_SHAPE_NODES:
+                raise RefusedError(f"{name_of(inside)} inside of it is also used by {describe(first)}")
             dead.add(node)
             waiting += [(output, inside, first) for output in node.outputs]
     nodes |= dead
-    inputs = (match.query, match.key, match.value, *(mask.value for mask in match.masks))
-    if any(value.producer() in nodes for value in inputs):
-        raise _RefusedError("its mask is computed from what is inside of it")
+    if any(value is not None and value.producer() in nodes for value in inputs):
+        raise RefusedError("its mask is computed from what is inside of it")
 
 
-def _scalar(dims: Dimensions, value: ir.Value | None) -> float | None:
+def scalar(dims: Dimensions, value: ir.Value | None) -> float | None:
     number = dims.number(value)
     return number if number is not None and np.isfinite(np.float32(number)) else None
 
@@ -434,13 +457,13 @@ def _other(node: ir.Node, index: int) -> ir.Value:
     return value
 
 
-def _is(node: ir.Node, op_type: str) -> bool:
-    return node.op_type == op_type and node.domain in DEFAULT_DOMAINS
+def is_op(node: ir.Node, *op_types: str) -> bool:
+    return node.op_type in op_types and node.domain in DEFAULT_DOMAINS
 
 
-def _name(value: ir.Value | None) -> str:
+def name_of(value: ir.Value | None) -> str:
     return repr(value.name) if value is not None else "nothing"
 
 
-def _describe(node: ir.Node) -> str:
+def describe(node: ir.Node) -> str:
     return f"{node.op_type} {node.name!r}"

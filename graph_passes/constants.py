@@ -75,6 +75,20 @@ def remove_unused(value: ir.Value) -> None:
             remove_unused(source)
 
 
+def remove_dead(value: ir.Value) -> None:
+    """Removes what only computed a value that nothing uses any more."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        node = one.producer()
+        if node is None:
+            if one.is_initializer():
+                remove_unused(one)
+        elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            waiting += [source for source in node.inputs if source is not None]
+            node.graph.remove(node, safe=True)
+
+
 def lazy(
     compute: Callable[[], np.ndarray], dtype: ir.DataType, shape: ir.Shape, name: str | None = None
 ) -> ir.LazyTensor:

@@ -160,10 +160,23 @@ class Dimensions:
         return broadcast([(*x[:-1], width), self.shape(residual[0])], output)
 
     def _attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
-        """Of NoMADAttention, with three inputs, and MultiHeadAttention: as wide as queries are."""
+        """Of NoMADAttention and MultiHeadAttention: as wide as queries are."""
         query = self.shape(node.inputs[0])
-        separate = len(node.inputs) > 2 and node.inputs[2] is not None
-        return query if separate and query is not None and len(query) == 3 else None
+        key = node.inputs[2] if len(node.inputs) > 2 else None
+        ours = node.domain == "ai.ortolan"
+        if ours and query is not None and len(query) == 4:
+            heads, head_dim = query[1], query[3]
+            return (
+                (query[0], query[2], heads * head_dim) if isinstance(heads, int) and isinstance(head_dim, int) else None
+            )
+        if query is None or len(query) != 3:
+            return None
+        if key is not None and not (ours and self.shape(key) == (1,)):
+            return query
+        if not ours or not isinstance(query[2], int):
+            return None
+        heads = int_attribute(node, "num_heads", 1)
+        return *query[:2], query[2] * heads // (heads + 2 * (int_attribute(node, "kv_num_heads", 0) or heads))
 
     def _onnx_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
         query, value = self.shape(node.inputs[0]), self.shape(node.inputs[2])
@@ -202,6 +215,20 @@ class Dimensions:
         if 0 in target and shape is None:
             return None
         return tuple(shape[axis] if dim == 0 and shape is not None else dim for axis, dim in enumerate(target))
+
+    def _reduce(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        axes: Sequence[Element] | None = ()
+        if "axes" in node.attributes:
+            axes = tuple(node.attributes["axes"].as_ints())
+        elif len(node.inputs) > 1 and node.inputs[1] is not None:
+            axes = self.elements(node.inputs[1])
+        if shape is None or not axes or not all(isinstance(axis, int) for axis in axes):
+            return None
+        gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
+        if int_attribute(node, "keepdims", 1):
+            return tuple(1 if axis in gone else dim for axis, dim in enumerate(shape))
+        return tuple(dim for axis, dim in enumerate(shape) if axis not in gone)
 
     def _unsqueeze(self, node: ir.Node, _: ir.Value) -> Shape | None:
         shape, axes = self.shape(node.inputs[0]), self.elements(node.inputs[1])
@@ -251,9 +278,21 @@ class Dimensions:
             return (_fresh(output, 0),)
         return (max(0, limit[0]) if isinstance(limit[0], int) else limit[0],)
 
-    def _concat(self, node: ir.Node, _: ir.Value) -> Shape | None:
+    def _concat(self, node: ir.Node, output: ir.Value) -> Shape | None:
         elements = self._concat_elements(node)
-        return None if elements is None else (len(elements),)
+        if elements is not None:
+            return (len(elements),)
+        shapes = [self.shape(value) for value in node.inputs]
+        if None in shapes or len({len(shape) for shape in shapes if shape is not None}) != 1:
+            return None
+        dims: list[Dim] = []
+        for place, parts in enumerate(zip(*(shape for shape in shapes if shape is not None), strict=True)):
+            numbers = [dim for dim in parts if isinstance(dim, int)]
+            if place == int_attribute(node, "axis", 0) % len(shapes[0] or ()):
+                dims.append(sum(numbers) if len(numbers) == len(parts) else _fresh(output, place))
+            else:  # all the same, whatever they are called
+                dims.append(numbers[0] if numbers else parts[0])
+        return tuple(dims)
 
     def _shape_shape(self, node: ir.Node, _: ir.Value) -> Shape | None:
         elements = self._shape_elements(node)
@@ -327,6 +366,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "Attention": Dimensions._onnx_attention,
     "Transpose": Dimensions._transpose,
     "Reshape": Dimensions._reshape,
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceL2"), Dimensions._reduce),
     "Unsqueeze": Dimensions._unsqueeze,
     "Gather": Dimensions._gather,
     "Slice": Dimensions._slice,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -11,8 +11,9 @@ import onnx_ir as ir
 
 from ortolan.errors import RecipeError
 
-from .attention import Attention, Mask, find_attentions
-from .constants import remove_unused
+from .attention import Attention, find_attentions
+from .attention_mask import MaskSums
+from .constants import remove_dead
 from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from .options import Globs, PassOptions, takes
 from .pipeline import RecipePass
@@ -69,7 +70,7 @@ class FuseAttentionPass(RecipePass):
         context.progress("fuse_attention", 0, len(chosen))
         if chosen and not context.dry_run:
             keep_reference(model, context)
-        self._masks: dict[Hashable, ir.Value] = {}
+        self._masks = MaskSums(model, context)
         for number, match in enumerate(chosen):
             self._report(match)
             if not context.dry_run:
@@ -104,7 +105,7 @@ class FuseAttentionPass(RecipePass):
         graph, output = match.node.graph, match.output
         assert graph is not None and output is not None
         made: list[ir.Node] = []
-        mask = self._sum(model, match, made) if match.masks else None
+        mask = self._masks.sum_of(match.node, match.masks, made)
         node = ir.node(
             OP_TYPE,
             [match.query, mask, match.key, match.value],
@@ -125,42 +126,7 @@ class FuseAttentionPass(RecipePass):
         )
         self.context.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
         for value in inputs:
-            _remove_dead(value)
-
-    def _sum(self, model: ir.Model, match: Attention, made: list[ir.Node]) -> ir.Value:
-        """The masks as one. The first attention that needs a node for that makes it; those that follow share it."""
-        total = self._floats(model, match.node, match.masks[0], made)
-        for number in range(2, len(match.masks) + 1):
-            first = match.masks[:number]
-            if first not in self._masks:
-                values = [total, self._floats(model, match.node, first[-1], made)]
-                self._masks[first] = self._made(model, match.node, ir.node("Add", values), made)
-            total = self._masks[first]
-        return total
-
-    def _floats(self, model: ir.Model, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
-        if mask.fill is None:
-            return mask.value
-        if mask not in self._masks:
-            fill, zero = (self._number(model, node, number) for number in (mask.fill, 0.0))
-            branches = [fill, zero] if mask.hides else [zero, fill]
-            self._masks[mask] = self._made(model, node, ir.node("Where", [mask.value, *branches]), made)
-        return self._masks[mask]
-
-    def _made(self, model: ir.Model, node: ir.Node, new: ir.Node, made: list[ir.Node]) -> ir.Value:
-        output = new.outputs[0]
-        output.name = self.context.new_name(model, f"{node.name}/mask_{new.op_type}_output_0")
-        output.dtype = ir.DataType.FLOAT
-        new.name = output.name.removesuffix("_output_0")
-        made.append(new)
-        return output
-
-    def _number(self, model: ir.Model, node: ir.Node, number: float) -> ir.Value:
-        assert isinstance(node.graph, ir.Graph)
-        tensor = ir.Tensor(np.array(number, np.float32), name=self.context.new_name(model, f"{node.name}/number"))
-        value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape([]), const_value=tensor)
-        node.graph.register_initializer(value)
-        return value
+            remove_dead(value)
 
     def _finish(self, model: ir.Model) -> None:
         context = self.context
@@ -180,17 +146,3 @@ def _last(match: Attention) -> ir.Node:
     node = match.output.producer()
     assert node is not None
     return node
-
-
-def _remove_dead(value: ir.Value) -> None:
-    """Removes what only computed a value that nothing uses any more."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        node = one.producer()
-        if node is None:
-            if one.is_initializer():
-                remove_unused(one)
-        elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
-            waiting += [source for source in node.inputs if source is not None]
-            node.graph.remove(node, safe=True)

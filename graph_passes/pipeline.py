@@ -23,6 +23,7 @@ from .report import LayerReport, OptimizationReport, human_bytes
 from .spill import TensorSpill
 
 if TYPE_CHECKING:
+    from .cache_format import CacheFormat
     from .quantize import Quantization, QuantizedWeight
     from .recipe import Recipe
 
@@ -67,6 +68,8 @@ class PassContext:
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key
     feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
     reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
+    past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
+    compressed_outputs: set[str] = field(default_factory=set)  # and the outputs that hold the same a token later
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
 
@@ -118,6 +121,11 @@ class PassContext:
             name, number = f"{wanted}_{number}", number + 1
         self._names.add(name)
         return name
+
+    def encoded(self, feeds: Feeds) -> Feeds:
+        """The original model's feeds as the optimized one takes them."""
+        formats = self.past_formats
+        return {name: formats[name].encode(one) if name in formats else one for name, one in feeds.items()}
 
     def release(self) -> None:
         """Unmaps the input's data; the next access maps it again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .calibrate import CalibratePass
+from .compress_cache import CompressCachePass
 from .fuse_attention import FuseAttentionPass
 from .fuse_lut import FuseLutPass
 from .normalize import NormalizePass
@@ -20,6 +21,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "quantize": QuantizePass,
     "fuse_attention": FuseAttentionPass,
     "ranges": RangesPass,
+    "compress_cache": CompressCachePass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
     "verify": VerifyPass,

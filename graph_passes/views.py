@@ -2,7 +2,8 @@
 
 Exporters split and merge heads in several ways: [B, S, W] -> [B, S, H, D] -> [B, H, S, D], perhaps by way of
 [B H, S, D]. A View keeps the tensor's axes as lists of atoms; a Reshape splits and groups atoms without changing their
-order, a Transpose permutes axes.
+order, a Transpose permutes axes. Where heads of keys are shared by several of queries they are repeated, by Unsqueeze
+and Expand: atoms whose source is REPEATED.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from .dimensions import Dim, Dimensions, Shape, permutation
+from .dimensions import Dim, Dimensions, Element, Shape, permutation
+
+REPEATED = -1
 
 
 class Atom:
@@ -35,6 +38,10 @@ class View:
         elif node.op_type == "Reshape":
             target = dims.reshape_target(node)
             return target is not None and self._reshape(target)
+        elif node.op_type == "Unsqueeze":
+            return self._unsqueeze(dims.elements(node.inputs[1]))
+        elif node.op_type == "Expand":
+            return self._expand(dims.elements(node.inputs[1]))
         return True
 
     def dim(self, axis: int) -> int | None:
@@ -49,6 +56,11 @@ class View:
 
     def permuted(self, *axes: int) -> View:
         self.axes = [self.axes[axis] for axis in axes]
+        return self
+
+    def repeated(self, axis: int, times: int) -> View:
+        """Each element along an axis so many times, one behind another."""
+        self.axes[axis].append(Atom(times, REPEATED, 0))
         return self
 
     def merged(self, axis: int) -> View:
@@ -73,6 +85,26 @@ class View:
                     atoms.append(atom)
             found.append([(atom.source, atom.stride) for atom in atoms])
         return found
+
+    def _unsqueeze(self, axes: Sequence[Element] | None) -> bool:
+        if axes is None or not all(isinstance(axis, int) for axis in axes):
+            return False
+        rank = len(self.axes) + len(axes)
+        for axis in sorted(axis % rank for axis in axes if isinstance(axis, int)):
+            self.axes.insert(axis, [Atom(1, REPEATED, 0)])
+        return True
+
+    def _expand(self, target: Sequence[Element] | None) -> bool:
+        if target is None or len(target) > len(self.axes):
+            return False
+        wanted = [1] * (len(self.axes) - len(target)) + list(target)
+        for index, (axis, dim) in enumerate(zip(self.axes, wanted, strict=True)):
+            if dim == 1 or (len(axis) == 1 and axis[0].dim == dim) or (dim is not None and self.dim(index) == dim):
+                continue
+            if self.dim(index) != 1 or not isinstance(dim, int):
+                return False
+            self.axes[index] = [Atom(dim, REPEATED, 0)]
+        return True
 
     def _reshape(self, target: Sequence[Dim | None]) -> bool:
         atoms = [atom for axis in self.axes for atom in axis]

@@ -35,7 +35,11 @@ class Score:
 
 
 def score_tokens(
-    session: ort.InferenceSession, ids: Sequence[int], window: int = 256, stride: int | None = None
+    session: ort.InferenceSession,
+    ids: Sequence[int],
+    window: int = 256,
+    stride: int | None = None,
+    step: int | None = None,
 ) -> Score:
     """How well the model predicts each token of `ids` but the first.
 
@@ -44,13 +48,16 @@ def score_tokens(
     context is at least window - stride tokens, where the text has so many.
 
     window: no longer than the contexts that the model was trained on. 1 <= stride <= window - 1.
-    Raises OrtolanError for fewer than two tokens, a window below 2, or such a stride.
+    step: tokens that the model is given at a time; None: a whole window. What a cache holds of tokens before is only
+        read at the next step: one that rounds them is judged by steps of 1.
+    Raises OrtolanError for fewer than two tokens, a window below 2, a step below 1, or such a stride.
     """
     stride = window // 2 if stride is None else stride
-    if len(ids) < 2 or window < 2 or not 1 <= stride < window:
+    step = window if step is None else step
+    if len(ids) < 2 or window < 2 or not 1 <= stride < window or step < 1:
         raise OrtolanError(
-            f"{len(ids)} tokens, window {window}, stride {stride}; expected at least 2 tokens, window >= 2 and "
-            "1 <= stride < window"
+            f"{len(ids)} tokens, window {window}, stride {stride}, step {step}; expected at least 2 tokens, window >= "
+            "2, 1 <= stride < window and step >= 1"
         )
     decoder = Decoder(session)
     total, scored_to = 0.0, 1
@@ -59,18 +66,27 @@ def score_tokens(
         if start + len(part) <= scored_to:
             break
         decoder.reset()
-        logits = decoder.step(part)
         first = scored_to - start  # in this window
-        total += _surprise(logits[first - 1 : -1], part[first:])
+        for begin in range(0, len(part) - 1, step):
+            end = min(begin + step, len(part))
+            logits = decoder.step(part[begin:end])
+            # The logits of a token are for the next one.
+            of = np.arange(max(begin, first - 1), min(end, len(part) - 1))
+            if len(of):
+                total += _surprise(logits[of - begin], part[of + 1])
         scored_to = start + len(part)
     return Score(total / (len(ids) - 1), len(ids) - 1)
 
 
 def score_texts(
-    session: ort.InferenceSession, texts: Sequence[Sequence[int]], window: int = 256, stride: int | None = None
+    session: ort.InferenceSession,
+    texts: Sequence[Sequence[int]],
+    window: int = 256,
+    stride: int | None = None,
+    step: int | None = None,
 ) -> Score:
     """`score_tokens` of several texts, each with a context of its own, weighted by their tokens."""
-    scores = [score_tokens(session, ids, window, stride) for ids in texts]
+    scores = [score_tokens(session, ids, window, stride, step) for ids in texts]
     tokens = sum(score.tokens for score in scores)
     if not tokens:
         raise OrtolanError("no texts to score; give at least one")
@@ -128,6 +144,7 @@ def main() -> None:
     parser.add_argument("--sampled", type=int, default=20000, help="tokens drawn from the fp32 model; 0: none")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--stride", type=int, help="half a window unless told")
+    parser.add_argument("--step", type=int, help="tokens given at a time; a whole window unless told")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=PATH", help="an ONNX file to score too")
     arguments = parser.parse_args()
@@ -160,7 +177,8 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("text", "model") else "right")
     for label, parts in texts.items():
         scores = {
-            name: score_texts(session, parts, arguments.window, arguments.stride) for name, session in sessions.items()
+            name: score_texts(session, parts, arguments.window, arguments.stride, arguments.step)
+            for name, session in sessions.items()
         }
         for name, score in scores.items():
             increase = score.cross_entropy - scores["fp32"].cross_entropy

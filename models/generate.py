@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from ..errors import OrtolanError
 if TYPE_CHECKING:
     import onnxruntime as ort
 
+_LENGTHS = 7  # the input of NoMADAttention
 _PAST, _PRESENT = "past_key_values.", "present."
-_TYPES: dict[str, type[np.floating]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_CACHE_TYPES = _TYPES | {"tensor(uint8)": np.uint8}  # a compressed cache, which Ortolan's pass compress_cache makes
 
 
 class Decoder:
@@ -24,7 +26,8 @@ class Decoder:
     - growing (any decoder): each step's present.N.* outputs are the next step's past_key_values.N.* inputs, as they
       are; but inside the graph, the node that appends (Concat, or GroupQueryAttention) copies all of it at each step,
       and each step binds every input and output anew.
-    - shared (graphs of GroupQueryAttention only): one buffer, which is both past and present, is written in place.
+    - shared (graphs of GroupQueryAttention, and of NoMADAttention in its place): one buffer, which is both past and
+      present, is written in place.
 
     length: the number of tokens in the cache. session: the one given.
     """
@@ -36,8 +39,8 @@ class Decoder:
             [batch, sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim], optionally
             attention_mask int64 [batch, past_sequence + sequence] and position_ids int64 [batch, sequence]; logits
             [batch, sequence, vocabulary], present.N.key and .value.
-        cache_length: None: a growing cache. A number: a shared one for that many tokens; only for graphs in which
-            GroupQueryAttention keeps the cache (see shares_cache).
+        cache_length: None: a growing cache. A number: a shared one for that many tokens; only for graphs that can do
+            that (see shares_cache).
         head_size: of the cache, where the session's inputs leave it open (see read_head_size).
 
         Raises OrtolanError when the session has other inputs, or no cache of known size.
@@ -58,7 +61,7 @@ class Decoder:
         self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
         # Heads, head size and type of each one: those of keys and values may differ.
         self._caches = [
-            (_dimension(inputs[name], 1), _dimension(inputs[name], 3, head_size), _dtype(inputs[name]))
+            (_dimension(inputs[name], 1), _dimension(inputs[name], 3, head_size), _dtype(inputs[name], _CACHE_TYPES))
             for name in self._past
         ]
         self.vocabulary = _dimension(self._outputs["logits"], 2)
@@ -130,18 +133,29 @@ def _dimension(value: Any, axis: int, default: int | None = None) -> int:
     return size
 
 
-def _dtype(value: Any) -> type[np.floating]:
-    if value.type not in _TYPES:
-        raise OrtolanError(f"{value.name!r} is a {value.type}, expected one of {', '.join(_TYPES)}")
-    return _TYPES[value.type]
+def _dtype(value: Any, types: Mapping[str, type[np.generic]] = _TYPES) -> type[np.generic]:
+    if value.type not in types:
+        raise OrtolanError(f"{value.name!r} is a {value.type}, expected one of {', '.join(types)}")
+    return types[value.type]
 
 
 def shares_cache(path: str | os.PathLike[str]) -> bool:
-    """Whether a model file's cache may be shared between past and present: only GroupQueryAttention writes in place."""
+    """Whether a model file's cache may be shared between past and present: GroupQueryAttention writes in place, and so
+    does NoMADAttention that is told the lengths of the sequences."""
     import onnx
 
     graph = onnx.load(os.fspath(path), load_external_data=False).graph
-    return any(node.op_type == "GroupQueryAttention" for node in graph.node)
+    empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]}
+    kept = [node for node in graph.node if node.output[1:] and _is_cache(node.output[1:], graph)]
+    return bool(kept) and all(
+        node.op_type == "GroupQueryAttention"
+        or (node.op_type == "NoMADAttention" and {*node.input[_LENGTHS : _LENGTHS + 1]} - {"", *empty} != set())
+        for node in kept
+    )
+
+
+def _is_cache(names: Sequence[str], graph: Any) -> bool:
+    return any(value.name in names and value.name.startswith(_PRESENT) for value in graph.output)
 
 
 def read_head_size(path: str | os.PathLike[str]) -> int | None:

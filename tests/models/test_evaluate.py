@@ -47,6 +47,16 @@ def test_every_token_counts_once_with_the_context_of_its_window(attention, windo
     assert score.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-5)
 
 
+@pytest.mark.parametrize("attention", SESSIONS)
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 8, 30])
+@pytest.mark.parametrize(("window", "stride"), [(23, 1), (8, 4), (8, 7), (5, 3)])
+def test_steps_of_any_length_score_alike(attention, window, stride, step):
+    expected = score_tokens(SESSIONS[attention], IDS, window, stride)
+    found = score_tokens(SESSIONS[attention], IDS, window, stride, step)
+    assert found.tokens == expected.tokens
+    assert found.cross_entropy == pytest.approx(expected.cross_entropy, abs=1e-5)
+
+
 def test_texts_are_weighted_by_their_tokens():
     session = SESSIONS["standard"]
     parts = [IDS[:5], IDS[5:]]

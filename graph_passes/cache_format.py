@@ -1,0 +1,37 @@
+"""What a cache of keys or values holds in place of floats, and how floats become that.
+
+Formats: ops/formats/key_code_cache.h, ops/formats/value_cache.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ortolan import _native
+
+_SCALE_BYTES = 2  # in front of a row of int8 values
+
+
+@dataclass(frozen=True, eq=False)
+class CacheFormat:
+    """uint8 [batch, kv_heads, tokens, row_bytes] of keys as codes, where there are codebooks, or of values as int8."""
+
+    head_dim: int
+    codebooks: np.ndarray | None = None  # float32 [kv_heads, head_dim / d_sub, 16, d_sub]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim + _SCALE_BYTES if self.codebooks is None else self.codebooks.shape[1] // 2
+
+    def encode(self, cache: np.ndarray) -> np.ndarray:
+        """Of floats [batch, kv_heads, tokens, head_dim], all of which are taken as tokens of the sequence."""
+        encoded = np.zeros((*cache.shape[:3], self.row_bytes), np.uint8)
+        for batch, head in np.ndindex(*cache.shape[:2]):
+            rows = np.ascontiguousarray(cache[batch, head], np.float32)
+            if self.codebooks is None:
+                _native.append_values(encoded[batch, head], 0, rows)
+            else:
+                _native.append_keys(encoded[batch, head], 0, rows, self.codebooks[head])
+        return encoded

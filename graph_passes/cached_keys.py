@@ -1,0 +1,90 @@
+"""Runs a decoder on feeds and hands out the keys that its cache then holds, to learn codebooks from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ortolan.errors import CalibrationError
+from ortolan.session import one_line
+
+from .calibrate import OnRun
+from .feeds import Feeds
+
+_GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
+
+
+def collect_keys(
+    session: Any, names: Sequence[str], sizes: Sequence[int], feeds: Sequence[Feeds], max_tokens: int, on_run: OnRun
+) -> Iterator[tuple[int, np.ndarray]]:
+    """For each of the outputs `names` [batch, kv_heads, tokens, head_dim]: its number, and up to max_tokens keys of
+    each head, float32 [kv_heads, n, head_dim], about as many of each of the feeds, evenly spread.
+
+    sizes: kv_heads head_dim of each. The model runs once for as many outputs as fit into _GROUP_BYTES.
+    Padding, by an input attention_mask, is left out. Raises CalibrationError where the model does not run, and where
+    keys are none or not finite.
+    """
+    quota = -(-max_tokens // len(feeds))
+    groups: list[list[int]] = []
+    left = 0
+    for number, size in enumerate(sizes):
+        left -= 4 * max_tokens * size
+        if left < 0:
+            groups.append([])
+            left = _GROUP_BYTES - 4 * max_tokens * size
+        groups[-1].append(number)
+    done, total = 0, len(groups) * len(feeds)
+    for group in groups:
+        kept: dict[int, list[np.ndarray]] = {number: [] for number in group}
+        for one in feeds:
+            on_run(done, total)
+            try:
+                caches = session.run([names[number] for number in group], one)
+            except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                raise CalibrationError(
+                    f"the model does not run on the calibration feeds: {one_line(error)}; check their shapes and types"
+                ) from error
+            rows = _some_tokens(one, caches[0].shape, quota)
+            for number, cache in zip(group, caches, strict=True):
+                kept[number].append(cache.transpose(1, 0, 2, 3)[:, rows[0], rows[1]].astype(np.float32))
+            done += 1
+        for number in group:
+            keys = np.concatenate(kept.pop(number), axis=1)[:, :max_tokens]
+            if not keys.size or not np.isfinite(keys).all():
+                raise CalibrationError(
+                    f"the keys {names[number]!r} {'hold NaN or infinity' if keys.size else 'are none'} on the "
+                    "calibration feeds; give others"
+                )
+            yield number, keys
+    on_run(total, total)
+
+
+def decode_step(feeds: Feeds, past: dict[str, np.ndarray]) -> Feeds | None:
+    """Feeds of a prompt that leave a single token to decode, or None where they are not of that kind.
+
+    past: for each input of the cache, the whole of it after the prompt.
+    """
+    ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
+    if ids is None or ids.ndim != 2 or ids.shape[1] < 2 or any(feeds[name].shape[2] for name in past):
+        return None
+    if mask is not None and (mask.shape != ids.shape or not mask[:, -1].all()):
+        return None  # the last token of some is padding
+    step = {name: array[:, -1:] if name in ("input_ids", "position_ids") else array for name, array in feeds.items()}
+    if step.keys() - {"input_ids", "position_ids", "attention_mask", *past}:
+        return None
+    return step | {name: np.ascontiguousarray(cache[:, :, :-1]) for name, cache in past.items()}
+
+
+def _some_tokens(feeds: Feeds, shape: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sequence and place of up to `count` tokens of a cache of this shape."""
+    mask = feeds.get("attention_mask")
+    here = np.ones((shape[0], shape[2]), bool)
+    if mask is not None and mask.shape == here.shape:
+        here = mask != 0
+    sequence, place = np.nonzero(here)
+    if len(place) > count:
+        some = np.linspace(0, len(place) - 1, count).astype(int)
+        sequence, place = sequence[some], place[some]
+    return sequence, place

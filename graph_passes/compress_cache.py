@@ -1,0 +1,320 @@
+"""Puts NoMADAttention in the place of attention with a cache, and a compressed cache in the place of floats.
+
+Keys become 4-bit codes of product quantization, by codebooks for each layer and head; values int8 with a scale a token.
+The cache stays where it is, inputs and outputs of the graph of the same names; its element type becomes uint8, and its
+last dimension the bytes of a token (cache_format.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, RecipeError
+from ortolan.session import open_session, register
+
+from .attention_mask import MaskSums
+from .cache_format import CacheFormat
+from .cached_attention import CachedAttention, find_cached_attentions
+from .cached_keys import collect_keys, decode_step
+from .calibrate import feeds_for, quiet_options
+from .constants import remove_dead
+from .model_file import data_path, write_model
+from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
+from .options import Globs, PassOptions, takes
+from .pipeline import RecipePass
+from .quantizers.codebooks import CENTROIDS, learn_codebook
+from .replace.nomad_attention_function import OP_TYPE
+from .replace.replacement import fill_missing, in_order
+from .verify import keep_reference
+
+INPUTS = ("query", "mask", "key", "value", "past_key", "past_value", "codebooks", "lengths", "cos", "sin")
+_CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
+_MOST_HEAD_DIM = 1024
+# ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`.
+_EXACT_ROUNDING = 5e-6
+_VALUE_ROUNDING = 0.01
+# Where layers round their inputs to int8, the least difference may turn into a step of that.
+_ROUNDED_INPUTS = 0.01
+_ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
+_KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
+
+
+@dataclass(frozen=True)
+class CompressCacheOptions(PassOptions):
+    keys: str = field(default=_CODES, metadata=takes("str", choices=(_CODES, _FLOAT)))
+    values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
+    # Numbers of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
+    d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
+    max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
+    # By the name of the operator, or of the Softmax or of one of the two MatMuls.
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keys == _FLOAT and self.values == _INT8:
+            raise RecipeError(
+                'keys = "float32" goes with values = "float32" only; the operator has no other such cache'
+            )
+
+
+class CompressCachePass(RecipePass):
+    """Replaces attention with a cache, found in the model's main graph."""
+
+    options_type = CompressCacheOptions
+    options: CompressCacheOptions
+
+    def requires(self, model: ir.Model) -> None:
+        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
+            raise RecipeError(
+                "pass 'compress_cache' needs pass 'normalize' before it, for models of an old opset or with "
+                'functions; add [[pass]] name = "normalize" to the recipe'
+            )
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context = self.context
+        context.survey(model)
+        chosen, refused = self._choose(model)
+        self._note(chosen, refused)
+        for match in chosen:
+            self._report(match)
+        if not chosen or context.dry_run:
+            return ir.passes.PassResult(model, modified=False)
+        books = self._learn(model, chosen) if self.options.keys == _CODES else [None] * len(chosen)
+        keep_reference(model, context)
+        masks = MaskSums(model, context)
+        self._typical_rounding = self._rounding(model)
+        nodes = [self._replace(model, match, book, masks) for match, book in zip(chosen, books, strict=True)]
+        self._finish(model, nodes)
+        return ir.passes.PassResult(model, modified=True)
+
+    def _choose(self, model: ir.Model) -> tuple[list[CachedAttention], dict[str, list[str]]]:
+        chosen: list[CachedAttention] = []
+        refused: dict[str, list[str]] = {}
+        for match in find_cached_attentions(model.graph):
+            self.context.names_of_layers += match.names
+            if not _matches(match.names, self.options.select):
+                reason: str | None = "not selected"
+            elif _matches(match.names, self.options.exclude):
+                reason = "excluded"
+            else:
+                reason = self._why_not(match) if isinstance(match, CachedAttention) else match.reason
+            if reason is not None:
+                refused.setdefault(reason, []).append(match.names[0])
+            elif isinstance(match, CachedAttention):
+                chosen.append(match)
+        # The first to be replaced makes the masks that others share: its place must be before theirs.
+        places = {node: place for place, node in enumerate(model.graph)}
+        chosen.sort(key=lambda match: places[_last(match)])
+        return chosen, refused
+
+    def _why_not(self, match: CachedAttention) -> str | None:
+        compressed = self.options.keys == _CODES or self.options.values == _INT8
+        if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
+            return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
+        return None
+
+    def _report(self, match: CachedAttention) -> None:
+        for product in match.products:
+            layer = self.context.layers.get(product.outputs[0])
+            if layer is not None:
+                layer.new_op, layer.reason = OP_TYPE, None
+                layer.status = "would replace" if self.context.dry_run else "replaced"
+
+    def _note(self, chosen: Sequence[CachedAttention], refused: dict[str, list[str]]) -> None:
+        options = self.options
+        verb = "would become" if self.context.dry_run else "became"
+        if chosen:
+            rows = [(self._key_bytes(match) + self._value_bytes(match), 8 * match.head_dim) for match in chosen]
+            after, before = (sum(column) for column in zip(*rows, strict=True))
+            keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
+            self.context.note(
+                f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
+                f"cache takes {after / before:.3g} of the bytes"
+            )
+        elif not refused:
+            self.context.note("no attention with a cache was found: nothing to compress")
+        for reason, names in refused.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(f"cache not compressed: {reason}: {names[0]!r}{more}")
+
+    def _key_bytes(self, match: CachedAttention) -> int:
+        return match.head_dim // self.options.d_sub // 2 if self.options.keys == _CODES else 4 * match.head_dim
+
+    def _value_bytes(self, match: CachedAttention) -> int:
+        return CacheFormat(match.head_dim).row_bytes if self.options.values == _INT8 else 4 * match.head_dim
+
+    # ---- codebooks ---------------------------------------------------------------------------------------------------
+
+    def _learn(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> list[np.ndarray]:
+        """Of each, float32 [kv_heads, head_dim / d_sub, 16, d_sub]: learned from the model as the passes before have
+        left it."""
+        context = self.context
+        feeds = feeds_for(context)
+        if context.feeds_made_up:
+            raise CalibrationError(
+                "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
+                "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
+                'keys = "float32", which needs none'
+            )
+        books: dict[int, np.ndarray] = {}
+        with self._opened(model) as session:
+            names = [match.present_key.name or "" for match in chosen]
+            sizes = [match.kv_heads * match.head_dim for match in chosen]
+            found = collect_keys(
+                session,
+                names,
+                sizes,
+                feeds,
+                self.options.max_tokens,
+                lambda done, total: context.progress("collect keys", done, total),
+            )
+            for number, keys in found:
+                books[number] = np.stack([learn_codebook(head, self.options.d_sub) for head in keys])
+                context.progress("codebooks", len(books), len(chosen))
+            self._keep_decode_step(session, chosen)
+        return [books[number] for number in range(len(chosen))]
+
+    @contextmanager
+    def _opened(self, model: ir.Model) -> Any:
+        path = self.context.candidate.with_name("keys.onnx")
+        options = quiet_options()
+        register(options)
+        try:
+            write_model(model, path, lambda done, total: None)
+            self.context.release()
+            yield open_session(path, options)
+        finally:
+            for file in (path, data_path(path)):
+                file.unlink(missing_ok=True)
+
+    def _keep_decode_step(self, session: Any, chosen: Sequence[CachedAttention]) -> None:
+        """Prompts do not read the cache. So `verify` also runs the last token of one on what comes before it."""
+        context = self.context
+        if context.reference is not None or not context.feeds_to_verify:
+            return
+        feeds = feeds_for(context)
+        outputs = {
+            past.name or "": present.name or ""
+            for match in chosen
+            for past, present in ((match.past_key, match.present_key), (match.past_value, match.present_value))
+        }
+        if not outputs.keys() <= feeds[0].keys():
+            return
+        caches = session.run(list(outputs.values()), feeds[0])
+        step = decode_step(feeds[0], dict(zip(outputs, caches, strict=True)))
+        if step is not None:
+            context.feeds = [feeds[0], step, *feeds[1:]]
+
+    # ---- the graph ---------------------------------------------------------------------------------------------------
+
+    def _replace(self, model: ir.Model, match: CachedAttention, book: np.ndarray | None, masks: MaskSums) -> ir.Node:
+        graph = match.node.graph
+        assert isinstance(graph, ir.Graph)
+        made: list[ir.Node] = []
+        mask = masks.sum_of(match.node, match.masks, made)
+        given = {
+            "query": match.query,
+            "mask": mask,
+            "key": match.key,
+            "value": match.value,
+            "past_key": match.past_key,
+            "past_value": match.past_value,
+            "codebooks": self._constant(model, graph, f"{match.node.name}/codebooks", book),
+            "lengths": match.lengths,
+            "cos": match.cos,
+            "sin": match.sin,
+        }
+        node = ir.node(
+            OP_TYPE,
+            in_order(INPUTS, given),
+            {
+                "num_heads": match.heads,
+                "kv_num_heads": match.kv_heads,
+                "scale": float(match.scale),
+                "causal": int(match.causal),
+                "zero_hidden_rows": int(match.zero_hidden_rows),
+                "precision": 32,
+                "rotary_interleaved": int(match.interleaved),
+            },
+            domain=ORTOLAN_DOMAIN,
+            name=match.node.name,
+            num_outputs=3,
+        )
+        keys = None if book is None else CacheFormat(match.head_dim, book)
+        values = CacheFormat(match.head_dim) if self.options.values == _INT8 else None
+        self._set_format(match.past_key, match.present_key, keys, match.head_dim)
+        self._set_format(match.past_value, match.present_value, values, match.head_dim)
+        inputs = [value for old in match.nodes for value in old.inputs if value is not None]
+        ir.convenience.replace_nodes_and_values(
+            graph,
+            _last(match),
+            list(match.nodes),
+            [*made, node],
+            [match.output, match.present_key, match.present_value],
+            node.outputs,
+        )
+        node.outputs[0].dtype = ir.DataType.FLOAT
+        self.context.rounding[node.outputs[0]] = self._typical_rounding
+        for value in inputs:
+            remove_dead(value)
+        return node
+
+    def _rounding(self, model: ir.Model) -> float:
+        keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else _EXACT_ROUNDING
+        values = _VALUE_ROUNDING if self.options.values == _INT8 else 0.0
+        rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
+        return max(keys, values, _ROUNDED_INPUTS if rounds else 0.0)
+
+    def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
+        """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
+        for value in (past, present):
+            if value.shape is not None:
+                last = head_dim if cache_format is None else cache_format.row_bytes
+                value.shape = ir.Shape([*value.shape[:3], last])
+            if cache_format is not None:
+                value.dtype = ir.DataType.UINT8
+        if cache_format is not None:
+            self.context.past_formats[past.name or ""] = cache_format
+            self.context.compressed_outputs.add(present.name or "")
+
+    def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
+        if array is None:
+            return None
+        tensor = ir.Tensor(array, name=self.context.new_name(model, name))
+        value = ir.Value(
+            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+        )
+        graph.register_initializer(value)
+        return value
+
+    def _finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        context = self.context
+        nothing = np.zeros(1, np.float32)
+        neutral = dict.fromkeys(("mask", "key", "value", "codebooks"), nothing) | {"lengths": np.zeros(0, np.int32)}
+        fill_missing(nodes, INPUTS, (), lambda _: neutral, lambda name: context.new_name(model, name))
+        model.opset_imports[ORTOLAN_DOMAIN] = 1
+        model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+        if context.portable:
+            context.portable = context.report.portable = False
+            context.note(
+                f"the model needs Ortolan's library: {OP_TYPE} with a cache is not written in standard ONNX yet"
+            )
+
+
+def _matches(names: Iterable[str], globs: Globs) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+
+def _last(match: CachedAttention) -> ir.Node:
+    """Of its nodes; the new one takes its place, behind all that it reads."""
+    node = match.output.producer()
+    assert node is not None
+    return node
