@@ -25,16 +25,17 @@ from .cached_attention import CachedAttention, find_cached_attentions
 from .cached_keys import collect_keys, decode_step
 from .calibrate import feeds_for, quiet_options
 from .constants import remove_dead
+from .dimensions import Dimensions
 from .model_file import data_path, write_model
 from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
 from .options import Globs, PassOptions, takes
 from .pipeline import RecipePass
 from .quantizers.codebooks import CENTROIDS, learn_codebook
 from .replace.nomad_attention_function import OP_TYPE
-from .replace.replacement import fill_missing, in_order
+from .replace.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
+from .replace.replacement import fill_missing, in_order, nodes_of
 from .verify import keep_reference
 
-INPUTS = ("query", "mask", "key", "value", "past_key", "past_value", "codebooks", "lengths", "cos", "sin")
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
 _MOST_HEAD_DIM = 1024
 # ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`.
@@ -91,8 +92,9 @@ class CompressCachePass(RecipePass):
         keep_reference(model, context)
         masks = MaskSums(model, context)
         self._typical_rounding = self._rounding(model)
+        uses = self._uses(model, chosen)
         nodes = [self._replace(model, match, book, masks) for match, book in zip(chosen, books, strict=True)]
-        self._finish(model, nodes)
+        self._finish(model, nodes, uses)
         return ir.passes.PassResult(model, modified=True)
 
     def _choose(self, model: ir.Model) -> tuple[list[CachedAttention], dict[str, list[str]]]:
@@ -295,18 +297,53 @@ class CompressCachePass(RecipePass):
         graph.register_initializer(value)
         return value
 
-    def _finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+    def _finish(self, model: ir.Model, nodes: Sequence[ir.Node], uses: CacheUses | None) -> None:
         context = self.context
         nothing = np.zeros(1, np.float32)
-        neutral = dict.fromkeys(("mask", "key", "value", "codebooks"), nothing) | {"lengths": np.zeros(0, np.int32)}
-        fill_missing(nodes, INPUTS, (), lambda _: neutral, lambda name: context.new_name(model, name))
+        neutral = dict.fromkeys(("mask", "key", "value"), nothing)
+        neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
+        # A function cannot ask which inputs its node has.
+        needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
+        fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
         model.opset_imports[ORTOLAN_DOMAIN] = 1
         model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
-        if context.portable:
+        if not context.portable:
+            return
+        if uses is None or len(nodes_of(model, OP_TYPE)) > len(nodes):
             context.portable = context.report.portable = False
             context.note(
-                f"the model needs Ortolan's library: {OP_TYPE} with a cache is not written in standard ONNX yet"
+                f"the model needs Ortolan's library: its {OP_TYPE} nodes have inputs of several forms, which one ONNX "
+                "function cannot serve"
             )
+            return
+        function = nomad_cache_function(model.opset_imports[""], uses)
+        model.functions[function.identifier()] = function
+
+    def _uses(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> CacheUses | None:
+        """For the ONNX function of all of them, before they are replaced; None if no function serves all."""
+        dims = Dimensions(model.graph)
+
+        def form(match: CachedAttention) -> tuple[frozenset[str], bool, bool]:
+            given = {"query": match.query, "key": match.key, "value": match.value}
+            by_heads = {name for name, value in given.items() if len(dims.shape(value) or ()) == 4}
+            return frozenset(by_heads), match.key is None, match.cos is not None
+
+        forms = set(map(form, chosen))
+        if len(forms) > 1:
+            return None
+        by_heads, packed, rotary = forms.pop()
+        return CacheUses(
+            d_sub=self.options.d_sub if self.options.keys == _CODES else 0,
+            int8_values=self.options.values == _INT8,
+            packed=packed,
+            by_heads=by_heads,
+            mask=any(match.masks for match in chosen),
+            grouped=any(match.kv_heads != match.heads for match in chosen),
+            causal=any(match.causal for match in chosen),
+            zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
+            lengths=any(match.lengths is not None for match in chosen),
+            rotary=rotary,
+        )
 
 
 def _matches(names: Iterable[str], globs: Globs) -> bool:

@@ -17,14 +17,15 @@ import onnx_ir as ir
 from numpy.typing import DTypeLike
 
 from ..normalize import ORTOLAN_DOMAIN
-from . import nomad_attention_function
 from .function_body import FunctionBody
+from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
+from .nomad_attention_function import INPUTS as EXACT_INPUTS
 from .nomad_attention_function import OP_TYPE, scale_of, weights_of
 
 _ROTARY = ("cos", "sin")
-INPUTS = (*nomad_attention_function.INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY)
+INPUTS = (*EXACT_INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY)
 OUTPUTS = ("Y", "present_key", "present_value")
-ATTRIBUTES = nomad_attention_function.ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
+ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
 
 # As in ops/formats.
 _BLOCK = 32  # tokens
