@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kFloat = sizeof(float);
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kMaxTokens = int64_t{1} << 24;
+constexpr size_t kPresentExactKey = 3;  // the output
 // So few queries are computed one by one, on the cache as it is.
 constexpr int64_t kMostDecodeQueries = 4;
 // Tokens of a sequence that one thread goes through at least: more than building a query's tables costs.
@@ -107,8 +108,9 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, std::string node, Ca
                             ") is missing, expected one where past_key is given"));
   }
   has_lengths_ = HasInput(info, inputs.lengths) && !IsEmptyConstant(info, inputs.lengths);
-  has_rotary_ = HasInput(info, inputs.cos);
-  if (has_rotary_ != HasInput(info, inputs.sin)) {
+  const auto given = [&](size_t input) { return HasInput(info, input) && !IsConstantZero(info, input); };
+  has_rotary_ = given(inputs.cos);
+  if (has_rotary_ != given(inputs.sin)) {
     throw OpError(ErrorText(node_, ": only one of the inputs cos and sin is given, expected both or none"));
   }
   const int64_t interleaved = IntAttributeOr(info, "rotary_interleaved", 0);
@@ -116,6 +118,50 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, std::string node, Ca
     throw OpError(ErrorText(node_, ": rotary_interleaved is ", interleaved, ", expected 0 or 1"));
   }
   interleaved_ = interleaved == 1;
+  ReadWindow(info, kv_heads);
+}
+
+void CachedAttention::ReadWindow(const OrtKernelInfo& info, int64_t kv_heads) {
+  const auto tokens = [&](const char* name) {
+    const int64_t count = IntAttributeOr(info, name, 0);
+    if (count >= 0 && count <= kMaxTokens) return count;
+    throw OpError(ErrorText(node_, ": ", name, " is ", count, ", expected a number of tokens, 0 to ", kMaxTokens));
+  };
+  window_ = {tokens("window"), tokens("sinks")};
+  const std::string sizes = ErrorText("window is ", window_.window, " and sinks ", window_.sinks);
+  const Ort::ConstKernelInfo names(&info);
+  const bool has_output = names.GetOutputCount() > kPresentExactKey && !names.GetOutputName(kPresentExactKey).empty();
+  if (!window_.Any()) {
+    if (!HasInput(info, inputs_.past_exact_key) && !has_output) return;
+    throw OpError(ErrorText(node_, ": ", sizes,
+                            ", but past_exact_key or present_exact_key is given, expected neither, ",
+                            "or a window or sinks of which they hold the keys"));
+  }
+  if (codebooks_ == nullptr) {
+    throw OpError(ErrorText(node_, ": ", sizes, ", but past_key '", past_key_name_,
+                            "' holds floats, which are exact, expected 0 for both or a cache of codes"));
+  }
+  const std::string expected =
+      ErrorText("the exact keys, float [B, ", kv_heads, ", ", window_.Slots(), ", ", layout_.head_dim, "]");
+  if (!HasInput(info, inputs_.past_exact_key)) {
+    throw OpError(ErrorText(node_, ": ", sizes, ", but input ", inputs_.past_exact_key,
+                            " (past_exact_key) is missing, expected ", expected));
+  }
+  if (!has_output) {
+    throw OpError(ErrorText(node_, ": ", sizes, ", but output ", kPresentExactKey,
+                            " (present_exact_key) is missing, expected ", expected));
+  }
+  past_exact_key_name_ = names.GetInputName(inputs_.past_exact_key);
+}
+
+void CachedAttention::CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const {
+  if (!window_.Any()) return;
+  const std::vector<int64_t> shape = ShapeOf(context, inputs_.past_exact_key);
+  const std::vector<int64_t> expected{call.batch, call.kv_heads, window_.Slots(), call.head_dim};
+  if (shape == expected) return;
+  throw OpError(ErrorText(node_, ": past_exact_key '", past_exact_key_name_, "' has shape ", ShapeText(shape),
+                          ", expected ", ShapeText(expected), " (sinks ", window_.sinks, " and window ", window_.window,
+                          "). Feed what the model put out as present, and zeros of that shape at first."));
 }
 
 void CachedAttention::CheckHeadDim(int64_t head_dim) const {
@@ -156,6 +202,7 @@ CachedAttention::Lengths CachedAttention::ReadLengths(const Ort::KernelContext& 
                                                       const AttentionCall& call) const {
   CheckHeadDim(call.head_dim);
   const int64_t room = Room(context, call);
+  CheckExactKeys(context, call);
   Lengths lengths;
   if (!has_lengths_) {
     lengths.total = room + call.queries;
@@ -199,16 +246,16 @@ int64_t CachedAttention::ValueRowBytesOf(int64_t head_dim) const {
   return int8_values_ ? ValueRowBytes(head_dim) : head_dim * kFloat;
 }
 
-CachedAttention::Cache CachedAttention::Present(Ort::KernelContext& context, size_t input, size_t output,
-                                                const AttentionCall& call, const Lengths& lengths,
-                                                int64_t row_bytes) const {
+CachedAttention::Rows CachedAttention::Present(Ort::KernelContext& context, size_t input, size_t output,
+                                               const AttentionCall& call, const Lengths& lengths,
+                                               int64_t row_bytes) const {
   const Ort::ConstValue past = context.GetInput(input);
   const Ort::TensorTypeAndShapeInfo info = past.GetTensorTypeAndShapeInfo();
   const bool bytes = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   const int64_t row = bytes ? row_bytes : row_bytes / kFloat;
   const int64_t room = info.GetShape()[2];
   Ort::UnownedValue present = context.GetOutput(output, {call.batch, call.kv_heads, lengths.total, row});
-  Cache cache;
+  Rows cache;
   cache.data = static_cast<char*>(present.GetTensorMutableRawData());
   cache.row_bytes = row_bytes;
   cache.head_bytes = lengths.total * row_bytes;
@@ -222,6 +269,18 @@ CachedAttention::Cache CachedAttention::Present(Ort::KernelContext& context, siz
     std::memset(to + tokens * row_bytes, 0, static_cast<size_t>(cache.head_bytes - tokens * row_bytes));
   });
   return cache;
+}
+
+CachedAttention::Rows CachedAttention::PresentExactKeys(Ort::KernelContext& context, const AttentionCall& call) const {
+  if (!window_.Any()) return {};
+  const int64_t row_bytes = call.head_dim * kFloat;
+  Ort::UnownedValue present =
+      context.GetOutput(kPresentExactKey, {call.batch, call.kv_heads, window_.Slots(), call.head_dim});
+  const Rows rows{static_cast<char*>(present.GetTensorMutableRawData()), row_bytes, window_.Slots() * row_bytes};
+  const char* from = static_cast<const char*>(context.GetInput(inputs_.past_exact_key).GetTensorRawData());
+  const int64_t bytes = call.batch * call.kv_heads * rows.head_bytes;
+  if (from != rows.data && bytes > 0) std::memcpy(rows.data, from, static_cast<size_t>(bytes));
+  return rows;
 }
 
 void CachedAttention::Rotate(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
@@ -254,21 +313,21 @@ void CachedAttention::Rotate(const Ort::KernelContext& context, const AttentionC
 }
 
 void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
-                             const Cache& keys, const Cache& values) const {
+                             const Cache& cache) const {
   const int64_t past = lengths.past[static_cast<size_t>(batch)];
   const int64_t added = lengths.added[static_cast<size_t>(batch)];
   const int64_t head = batch * call.kv_heads + kv_head;
   const float* k = call.k.At(batch, kv_head, 0);
   const float* v = call.v.At(batch, kv_head, 0);
-  char* key_cache = keys.data + head * keys.head_bytes;
-  char* value_cache = values.data + head * values.head_bytes;
+  char* key_cache = cache.keys.At(head, 0);
+  char* value_cache = cache.values.At(head, 0);
   const auto copy = [&](const HeadRows& rows, char* to, int64_t row_bytes) {
     for (int64_t i = 0; i < added; ++i) {
       std::memcpy(to + (past + i) * row_bytes, rows.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
     }
   };
   if (codebooks_ == nullptr) {
-    copy(call.k, key_cache, keys.row_bytes);
+    copy(call.k, key_cache, cache.keys.row_bytes);
   } else {
     const auto& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
     AppendKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
@@ -277,7 +336,18 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   if (int8_values_) {
     AppendValues(call.head_dim, v, call.v.row_bytes, added, past, reinterpret_cast<uint8_t*>(value_cache));
   } else {
-    copy(call.v, value_cache, values.row_bytes);
+    copy(call.v, value_cache, cache.values.row_bytes);
+  }
+}
+
+void CachedAttention::AppendExactKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
+                                      const Rows& exact_keys) const {
+  const int64_t past = lengths.past[static_cast<size_t>(batch)];
+  const int64_t tokens = past + lengths.added[static_cast<size_t>(batch)];
+  for (int64_t token = past; token < tokens; ++token) {
+    if (!window_.Holds(token, tokens)) continue;
+    std::memcpy(exact_keys.At(batch * call.kv_heads + kv_head, window_.Slot(token)),
+                call.k.At(batch, kv_head, token - past), static_cast<size_t>(exact_keys.row_bytes));
   }
 }
 
@@ -303,8 +373,9 @@ bool CachedAttention::VisibleRange(const AttentionCall& call, const Lengths& len
 }
 
 void CachedAttention::Run(Ort::KernelContext& context, AttentionCall call, const Lengths& lengths) const {
-  const Cache keys = Present(context, inputs_.past_key, 1, call, lengths, KeyRowBytes(call.head_dim));
-  const Cache values = Present(context, inputs_.past_value, 2, call, lengths, ValueRowBytesOf(call.head_dim));
+  const Cache cache{Present(context, inputs_.past_key, 1, call, lengths, KeyRowBytes(call.head_dim)),
+                    Present(context, inputs_.past_value, 2, call, lengths, ValueRowBytesOf(call.head_dim)),
+                    PresentExactKeys(context, call)};
   if (call.batch == 0 || call.queries == 0) return;
   std::optional<Scratch> rotated;
   if (has_rotary_) {
@@ -318,7 +389,17 @@ void CachedAttention::Run(Ort::KernelContext& context, AttentionCall call, const
     call.k = {k, call.queries * call.kv_heads * head_bytes, head_bytes, call.kv_heads * head_bytes};
   }
   ParallelFor(context, call.batch * call.kv_heads,
-              [&](int64_t i) { Append(call, lengths, i / call.kv_heads, i % call.kv_heads, keys, values); });
+              [&](int64_t i) { Append(call, lengths, i / call.kv_heads, i % call.kv_heads, cache); });
+  Attend(context, call, lengths, cache);
+  if (!window_.Any()) return;
+  // Not before: queries read what these take the place of.
+  ParallelFor(context, call.batch * call.kv_heads, [&](int64_t i) {
+    AppendExactKeys(call, lengths, i / call.kv_heads, i % call.kv_heads, cache.exact_keys);
+  });
+}
+
+void CachedAttention::Attend(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
+                             const Cache& cache) const {
   bool ranges = call.queries <= kMostDecodeQueries && ValidateKeyCodeLayout({call.head_dim, 1}).empty();
   const int64_t mask_heads = call.mask.data != nullptr && call.mask.strides[1] != 0 ? call.heads : 1;
   for (int64_t i = 0; ranges && i < call.batch * mask_heads * call.queries; ++i) {
@@ -328,12 +409,14 @@ void CachedAttention::Run(Ort::KernelContext& context, AttentionCall call, const
     ranges = VisibleRange(call, lengths, batch, 0, query, &first_begin, &first_end) &&
              VisibleRange(call, lengths, batch, head, query, &begin, &end) && begin == first_begin && end == first_end;
   }
-  if (ranges) return Decode(context, call, lengths, keys, values);
-  Prompt(context, call, lengths, keys, values);
+  if (ranges) return Decode(context, call, lengths, cache);
+  // Of a short call each query has a window of its own.
+  const int64_t count = window_.Any() && call.queries <= kMostDecodeQueries ? 1 : call.queries;
+  for (int64_t i = 0; i < call.queries; i += count) Prompt(context, call, lengths, cache, i, count);
 }
 
 void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
-                             const Cache& keys, const Cache& values) const {
+                             const Cache& cache) const {
   const DecodeAttentionKernel& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
   const int64_t group = call.heads / call.kv_heads;
   const int64_t rows = call.batch * call.kv_heads * call.queries;
@@ -341,47 +424,66 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
   const int64_t parts = std::clamp<int64_t>(std::min((kPieces + rows - 1) / rows, most / kMinPartTokens), 1, kPieces);
   const int64_t partial_floats = Aligned(group * (2 + call.head_dim) * kFloat) / kFloat;
   const Scratch partials(context, static_cast<size_t>(rows * parts * partial_floats * kFloat));
+  const auto partial_at = [&](float* at) { return DecodePartial{at, at + group, at + 2 * group}; };
   const auto partial_of = [&](int64_t item) {
-    float* at = static_cast<float*>(partials.data()) + item * partial_floats;
-    return DecodePartial{at, at + group, at + 2 * group};
+    return partial_at(static_cast<float*>(partials.data()) + item * partial_floats);
   };
-  ForEachWithScratch(context, node_, rows * parts, kernel.scratch_bytes(group, call.head_dim),
-                     [&](int64_t item, char* scratch) {
-                       const int64_t row = item / parts, part = item % parts;
-                       const int64_t query = row % call.queries, kv_head = row / call.queries % call.kv_heads;
-                       const int64_t batch = row / call.queries / call.kv_heads;
-                       const int64_t past = lengths.past[static_cast<size_t>(batch)];
-                       int64_t begin, end;
-                       VisibleRange(call, lengths, batch, 0, query, &begin, &end);
-                       const int64_t head = batch * call.kv_heads + kv_head;
-                       DecodeAttentionArgs args;
-                       args.heads = group;
-                       args.head_dim = call.head_dim;
-                       args.q = call.q.At(batch, kv_head * group, query);
-                       args.q_head_bytes = call.q.head_bytes;
-                       args.scale = call.scale;
-                       args.tokens = past + lengths.added[static_cast<size_t>(batch)];
-                       const char* key_rows = keys.data + head * keys.head_bytes;
-                       const char* value_rows = values.data + head * values.head_bytes;
-                       if (codebooks_ != nullptr) {
-                         args.key_codes = reinterpret_cast<const uint8_t*>(key_rows);
-                         args.d_sub = layout_.d_sub;
-                         args.codebook = codebooks_ + kv_head * layout_.CodebookFloats();
-                       } else {
-                         args.keys = reinterpret_cast<const float*>(key_rows);
-                         args.key_row_bytes = keys.row_bytes;
-                       }
-                       if (int8_values_) {
-                         args.int8_values = reinterpret_cast<const uint8_t*>(value_rows);
-                       } else {
-                         args.values = reinterpret_cast<const float*>(value_rows);
-                         args.value_row_bytes = values.row_bytes;
-                       }
-                       // Parts end with whole blocks.
-                       const int64_t step = ((end - begin + parts - 1) / parts + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-                       const int64_t from = std::min(end, begin + part * step);
-                       kernel.run(args, from, std::min(end, from + step), partial_of(item), scratch);
-                     });
+  const int64_t kernel_bytes = Aligned(kernel.scratch_bytes(group, call.head_dim));
+  // Behind it, the partial result of a piece.
+  const int64_t scratch_bytes = kernel_bytes + (window_.Any() ? partial_floats * kFloat : 0);
+  ForEachWithScratch(context, node_, rows * parts, scratch_bytes, [&](int64_t item, char* scratch) {
+    const int64_t row = item / parts, part = item % parts;
+    const int64_t query = row % call.queries, kv_head = row / call.queries % call.kv_heads;
+    const int64_t batch = row / call.queries / call.kv_heads;
+    const int64_t past = lengths.past[static_cast<size_t>(batch)];
+    int64_t begin, end;
+    VisibleRange(call, lengths, batch, 0, query, &begin, &end);
+    const int64_t head = batch * call.kv_heads + kv_head;
+    DecodeAttentionArgs args;
+    args.heads = group;
+    args.head_dim = call.head_dim;
+    args.q = call.q.At(batch, kv_head * group, query);
+    args.q_head_bytes = call.q.head_bytes;
+    args.scale = call.scale;
+    args.tokens = past + lengths.added[static_cast<size_t>(batch)];
+    if (codebooks_ != nullptr) {
+      args.key_codes = reinterpret_cast<const uint8_t*>(cache.keys.At(head, 0));
+      args.d_sub = layout_.d_sub;
+      args.codebook = codebooks_ + kv_head * layout_.CodebookFloats();
+    } else {
+      args.keys = reinterpret_cast<const float*>(cache.keys.At(head, 0));
+      args.key_row_bytes = cache.keys.row_bytes;
+    }
+    if (int8_values_) {
+      args.int8_values = reinterpret_cast<const uint8_t*>(cache.values.At(head, 0));
+    } else {
+      args.values = reinterpret_cast<const float*>(cache.values.At(head, 0));
+      args.value_row_bytes = cache.values.row_bytes;
+    }
+    // Parts end with whole blocks.
+    const int64_t step = ((end - begin + parts - 1) / parts + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+    const int64_t from = std::min(end, begin + part * step), to = std::min(end, from + step);
+    const DecodePartial whole = partial_of(item);
+    const DecodePartial more = partial_at(reinterpret_cast<float*>(scratch + kernel_bytes));
+    int64_t done = from;
+    do {
+      const KeyPiece piece = window_.First(past, past + query, done, to);
+      if (window_.Any()) {  // else the keys of the cache are all there is
+        args.keys = nullptr;
+        args.first_key = piece.begin;
+        if (piece.source == KeyPiece::Source::kExact) {
+          args.keys = reinterpret_cast<const float*>(cache.exact_keys.At(head, window_.Slot(piece.begin)));
+          args.key_row_bytes = cache.exact_keys.row_bytes;
+        } else if (piece.source == KeyPiece::Source::kCall) {
+          args.keys = call.k.At(batch, kv_head, piece.begin - past);
+          args.key_row_bytes = call.k.row_bytes;
+        }
+      }
+      kernel.run(args, piece.begin, piece.end, done == from ? whole : more, scratch);
+      if (done != from) MergeDecodePartial(group, call.head_dim, more, whole);
+      done = piece.end;
+    } while (done < to);
+  });
   for (int64_t row = 0; row < rows; ++row) {
     const DecodePartial whole = partial_of(row * parts);
     for (int64_t part = 1; part < parts; ++part) {
@@ -395,8 +497,36 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
   }
 }
 
+void CachedAttention::WriteKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
+                                const Cache& cache, int64_t position, int64_t end, float* to) const {
+  const int64_t past = lengths.past[static_cast<size_t>(batch)];
+  const int64_t tokens = past + lengths.added[static_cast<size_t>(batch)];
+  const int64_t head = batch * call.kv_heads + kv_head, row_bytes = call.head_dim * kFloat;
+  if (codebooks_ == nullptr) {
+    std::memcpy(to, cache.keys.At(head, 0), static_cast<size_t>(end * row_bytes));
+    return;
+  }
+  for (KeyPiece piece; piece.end < end;) {
+    piece = window_.First(past, position, piece.end, end);
+    float* rows = to + piece.begin * call.head_dim;
+    const int64_t count = piece.end - piece.begin;
+    if (piece.source == KeyPiece::Source::kCache) {
+      DecodeKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(),
+                 reinterpret_cast<const uint8_t*>(cache.keys.At(head, 0)), tokens, piece.begin, piece.end, rows,
+                 row_bytes);
+    } else if (piece.source == KeyPiece::Source::kExact) {
+      std::memcpy(rows, cache.exact_keys.At(head, window_.Slot(piece.begin)), static_cast<size_t>(count * row_bytes));
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(rows + i * call.head_dim, call.k.At(batch, kv_head, piece.begin - past + i),
+                    static_cast<size_t>(row_bytes));
+      }
+    }
+  }
+}
+
 void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
-                             const Cache& keys, const Cache& values) const {
+                             const Cache& cache, int64_t first, int64_t count) const {
   const AttentionKernel& kernel = SelectAttention(ActiveIsa(), call.precision);
   const int64_t group = call.heads / call.kv_heads;
   const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
@@ -404,7 +534,7 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
   // A short call reads all from the cache, whatever its masks are.
   const bool own_cached = call.queries <= kMostDecodeQueries && (codebooks_ != nullptr || int8_values_);
   const bool as_given = most == call.queries && !own_cached;  // nothing is in the past
-  const int64_t row_count = group * call.queries;
+  const int64_t row_count = group * count;
   const int64_t chunks = (row_count + kAttentionRows - 1) / kAttentionRows;
   const int64_t heads = call.batch * call.kv_heads;
   // Keys and values of the past, then this call's, as floats.
@@ -418,16 +548,11 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
       const int64_t past = lengths.past[static_cast<size_t>(batch)];
       float* k = all + 2 * head * most * call.head_dim;
       float* v = k + most * call.head_dim;
-      const char* key_rows = keys.data + head * keys.head_bytes;
-      const char* value_rows = values.data + head * values.head_bytes;
+      const char* value_rows = cache.values.At(head, 0);
       const int64_t added = lengths.added[static_cast<size_t>(batch)];
       const int64_t from_cache = own_cached ? past + added : past;
-      if (codebooks_ != nullptr) {
-        DecodeKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), reinterpret_cast<const uint8_t*>(key_rows),
-                   past + added, 0, from_cache, k, row_bytes);
-      } else {
-        std::memcpy(k, key_rows, static_cast<size_t>(from_cache * row_bytes));
-      }
+      // In the past of a long call, what the exact keys hold.
+      WriteKeys(call, lengths, batch, kv_head, cache, own_cached ? past + first : past - 1, from_cache, k);
       if (int8_values_) {
         DecodeValues(call.head_dim, reinterpret_cast<const uint8_t*>(value_rows), past + added, 0, from_cache, v,
                      row_bytes);
@@ -445,12 +570,12 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
     const int64_t head = item / chunks, batch = head / call.kv_heads, kv_head = head % call.kv_heads;
     AttentionArgs args;
     args.heads = group;
-    args.queries = call.queries;
+    args.queries = count;
     // Causality hides padding, whose keys are the last ones. Without it they are left out.
     args.keys = lengths.past[static_cast<size_t>(batch)] +
-                (call.causal ? call.queries : lengths.added[static_cast<size_t>(batch)]);
+                (call.causal ? first + count : lengths.added[static_cast<size_t>(batch)]);
     args.head_dim = call.head_dim;
-    args.q = call.q.At(batch, kv_head * group, 0);
+    args.q = call.q.At(batch, kv_head * group, first);
     args.q_head_bytes = call.q.head_bytes;
     args.q_row_bytes = call.q.row_bytes;
     if (as_given) {
@@ -465,7 +590,7 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
     }
     if (call.mask.data != nullptr) {
       const std::vector<int64_t>& strides = call.mask.strides;
-      args.mask = call.mask.data + batch * strides[0] + kv_head * group * strides[1];
+      args.mask = call.mask.data + batch * strides[0] + kv_head * group * strides[1] + first * strides[2];
       args.mask_head_stride = group > 1 ? strides[1] : 0;
       args.mask_query_stride = strides[2];
       args.mask_key_stride = strides[3];
@@ -473,7 +598,7 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
     args.scale = call.scale;
     args.causal = call.causal;
     args.zero_hidden_rows = call.zero_hidden_rows;
-    args.y = call.y + (batch * call.queries * call.heads + kv_head * group) * call.head_dim;
+    args.y = call.y + ((batch * call.queries + first) * call.heads + kv_head * group) * call.head_dim;
     args.y_head_bytes = row_bytes;
     args.y_row_bytes = call.heads * row_bytes;
     const int64_t row = item % chunks * kAttentionRows;

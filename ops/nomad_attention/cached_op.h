@@ -23,12 +23,18 @@
 //
 // A call of up to 4 tokens reads the cache as it is, its own tokens included. In a longer one, a prompt, its own keys
 // and values are exact; those of the past are what the cache holds.
+//
+// Attributes window and sinks: keys of so many recent and first tokens are also kept as floats, for caches of codes:
+// past_exact_key, present_exact_key float [B, KV, sinks + window, D] (exact_window.h), and read instead of codes.
+// What is in it follows from the lengths; without tokens in the past, anything. In a prompt, the past's keys are exact
+// as far as past_exact_key holds them. Slots that the call does not write stay as they are in the past.
 #pragma once
 
 #include <optional>
 #include <vector>
 
 #include "nomad_attention/decode_attention.h"
+#include "nomad_attention/exact_window.h"
 #include "nomad_attention/nomad_attention.h"
 #include "support/ort_op.h"
 
@@ -70,7 +76,7 @@ struct AttentionCall {
 
 // Where a node has the inputs and outputs of its cache.
 struct CacheInputs {
-  size_t past_key, past_value, codebooks, lengths, cos, sin;
+  size_t past_key, past_value, codebooks, lengths, cos, sin, past_exact_key;
 };
 
 class CachedAttention {
@@ -87,15 +93,23 @@ class CachedAttention {
   // Throws OpError, also if the shapes of the past cache do not fit the call.
   Lengths ReadLengths(const Ort::KernelContext& context, const AttentionCall& call) const;
 
-  // Rotates, appends and attends. Outputs 1 and 2 are the present cache.
+  // Rotates, appends and attends. Outputs 1, 2 and 3 are the present cache.
   void Run(Ort::KernelContext& context, AttentionCall call, const Lengths& lengths) const;
 
  private:
-  struct Cache {  // present_key or present_value
+  struct Rows {  // present_key, present_value or present_exact_key
     char* data = nullptr;
     int64_t row_bytes = 0;
     int64_t head_bytes = 0;
+
+    char* At(int64_t head, int64_t row) const { return data + head * head_bytes + row * row_bytes; }
   };
+  struct Cache {
+    Rows keys, values, exact_keys;
+  };
+
+  // Reads and checks the attributes. Throws OpError.
+  void ReadWindow(const OrtKernelInfo& info, int64_t kv_heads);
 
   // Throws OpError if heads of this size do not fit the cache's kind.
   void CheckHeadDim(int64_t head_dim) const;
@@ -103,24 +117,36 @@ class CachedAttention {
   int64_t Room(const Ort::KernelContext& context, const AttentionCall& call) const;
   int64_t KeyRowBytes(int64_t head_dim) const;
   int64_t ValueRowBytesOf(int64_t head_dim) const;
-  Cache Present(Ort::KernelContext& context, size_t input, size_t output, const AttentionCall& call,
-                const Lengths& lengths, int64_t row_bytes) const;
+  Rows Present(Ort::KernelContext& context, size_t input, size_t output, const AttentionCall& call,
+               const Lengths& lengths, int64_t row_bytes) const;
+  // Throws OpError if the shape of past_exact_key does not fit the call.
+  void CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const;
+  Rows PresentExactKeys(Ort::KernelContext& context, const AttentionCall& call) const;
   void Rotate(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, float* q,
               float* k) const;
-  void Append(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head, const Cache& keys,
-              const Cache& values) const;
+  void Append(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
+              const Cache& cache) const;
+  void AppendExactKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
+                       const Rows& exact_keys) const;
   bool VisibleRange(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t head, int64_t query,
                     int64_t* begin, int64_t* end) const;
-  void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& keys,
-              const Cache& values) const;
-  void Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& keys,
-              const Cache& values) const;
+  void Attend(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
+              const Cache& cache) const;
+  void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
+              const Cache& cache) const;
+  // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
+  void WriteKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head, const Cache& cache,
+                 int64_t position, int64_t end, float* to) const;
+  // Queries first … first + count - 1.
+  void Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& cache,
+              int64_t first, int64_t count) const;
 
   std::string node_;
   CacheInputs inputs_;
-  std::string past_key_name_, past_value_name_;
+  std::string past_key_name_, past_value_name_, past_exact_key_name_;
   const float* codebooks_ = nullptr;
   KeyCodeLayout layout_;  // of codebooks_
+  ExactWindow window_;
   bool int8_values_ = false;
   bool has_lengths_ = false;
   bool has_rotary_ = false;

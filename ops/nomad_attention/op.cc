@@ -11,11 +11,12 @@
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
-// With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin -> Y, present_key, present_value;
-// attribute rotary_interleaved; all three outputs are there. Query, key and value may then also be [B, H, S, D] and [B,
-// KV, S, D]. What is left out in front of a given input may be constants: mask, key and value a 0 as below, lengths
-// int32 of shape [0]. The operator is there once for each kind of cache: float, codes with int8 values, codes with
-// float values.
+// With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key -> Y, present_key,
+// present_value, present_exact_key; attributes rotary_interleaved, window, sinks; all of the first three outputs are
+// there, and the fourth where window or sinks are not 0. Query, key and value may then also be [B, H, S, D] and [B, KV,
+// S, D]. What is left out in front of a given input may be constants: mask, key, value, cos and sin a 0 as below,
+// lengths int32 of shape [0]. The operator is there once for each kind of cache: float, codes with
+// int8 values, codes with float values.
 //
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
@@ -53,6 +54,7 @@ enum Input : size_t {
   kLengths,
   kCos,
   kSin,
+  kPastExactKey,
   kInputCount
 };
 
@@ -86,7 +88,8 @@ class Kernel {
     const Ort::ConstKernelInfo names(&info);
     for (size_t i = 0; i < names.GetInputCount(); ++i) names_.push_back(names.GetInputName(i));
     if (HasInput(info, kPastKey)) {
-      cache_.emplace(info, node_, CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin}, kv_heads_);
+      cache_.emplace(info, node_, CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin, kPastExactKey},
+                     kv_heads_);
     } else {
       CheckNoCache(info);
     }
@@ -151,6 +154,10 @@ class Kernel {
   }
 
   void CheckNoCache(const OrtKernelInfo& info) const {
+    for (const char* name : {"window", "sinks"}) {
+      const int64_t count = IntAttributeOr(info, name, 0);
+      if (count != 0) throw OpError(ErrorText(node_, ": ", name, " is ", count, ", but past_key is not given"));
+    }
     for (size_t i = kPastValue; i < names_.size(); ++i) {
       if (names_[i].empty()) continue;
       throw OpError(ErrorText(node_, ": input ", i, " '", names_[i], "' is given without past_key (input ",
@@ -340,7 +347,7 @@ template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueTy
 struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
   const char* GetName() const { return kOpType; }
   size_t GetInputTypeCount() const { return kInputCount; }
-  size_t GetOutputTypeCount() const { return 3; }
+  size_t GetOutputTypeCount() const { return 4; }
   ONNXTensorElementDataType GetInputType(size_t index) const {
     return index == kPastKey     ? kKeyType
            : index == kPastValue ? kValueType

@@ -23,6 +23,7 @@ from .attention import Floats, assert_attention_close
 
 HIDDEN = -1e8  # what masks of these tests hide keys with, or less
 SHORT = 4  # tokens of a call that reads its own from the cache
+CACHES = ("key", "value", "exact_key")
 NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
 
 
@@ -30,7 +31,7 @@ NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
 class Setup:
     """A node. kind: of the cache, float, codes (and int8 values) or codes_float (and float values).
 
-    by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved.
+    by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: tokens with exact keys.
     """
 
     heads: int = 4
@@ -47,6 +48,8 @@ class Setup:
     mask: bool = False
     by_heads: frozenset[str] = frozenset()
     positions: int = 256
+    window: int = 0
+    sinks: int = 0
 
     @property
     def codes(self) -> bool:
@@ -66,11 +69,30 @@ class Setup:
     def dtypes(self) -> tuple[type, type]:
         return np.uint8 if self.codes else np.float32, np.uint8 if self.int8_values else np.float32
 
+    @property
+    def slots(self) -> int:
+        """Of exact keys."""
+        return self.sinks + self.window
+
+    def slot(self, token: int) -> int | None:
+        """None: its key is never exact."""
+        if token < self.sinks:
+            return token
+        return self.sinks + (token - self.sinks) % self.window if self.window else None
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        return CACHES if self.slots else CACHES[:2]
+
     def empty_cache(self, batch: int, tokens: int = 0) -> list[np.ndarray]:
-        return [
+        """Of keys, values and, if there are any, exact keys, which are NaN where they must not be read."""
+        cache = [
             np.zeros((batch, self.kv_heads, tokens, row), dtype)
             for row, dtype in zip(self.rows, self.dtypes, strict=True)
         ]
+        if self.slots:
+            cache.append(np.full((batch, self.kv_heads, self.slots, self.head_dim), np.nan, np.float32))
+        return cache
 
     def codebooks(self) -> Floats:
         """[KV, D / d_sub, 16, d_sub]."""
@@ -89,7 +111,7 @@ def node_model(
     opset: int = 17,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One node "attention": inputs query, mask, key, value, past_key, past_value, lengths; outputs y, present_*.
+    """One node "attention": inputs query, mask, key, value, past_*, lengths; outputs y, present_*.
 
     constants: in place of the setup's, or of what stands for missing ones.
     """
@@ -104,6 +126,9 @@ def node_model(
     if setup.rotary:
         tensors |= {"cos": cos, "sin": sin}
         names += ["cos", "sin"]
+    if setup.slots:
+        names += [*(["none"] * (10 - len(names))), "past_exact_key"]
+        attributes = {"window": setup.window, "sinks": setup.sinks} | attributes
     tensors |= constants or {}
     types = {np.float32: TensorProto.FLOAT, np.uint8: TensorProto.UINT8}
     kinds = dict(zip(("past_key", "past_value"), (types[dtype] for dtype in setup.dtypes), strict=True))
@@ -120,7 +145,7 @@ def node_model(
     node = helper.make_node(
         "NoMADAttention",
         names,
-        ["y", "present_key", "present_value"],
+        ["y", *(f"present_{name}" for name in setup.caches)],
         "attention",
         domain="ai.ortolan",
         **{
@@ -136,7 +161,7 @@ def node_model(
     )
     outputs = [
         helper.make_tensor_value_info(name, kind, None)
-        for name, kind in zip(node.output, (TensorProto.FLOAT, *kinds.values()), strict=True)
+        for name, kind in zip(node.output, (TensorProto.FLOAT, *kinds.values(), TensorProto.FLOAT), strict=False)
     ]
     used = [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in names]
     return helper.make_model(
@@ -199,9 +224,18 @@ class Call:
     q: Floats  # rotated
     k: list[Floats]  # of each sequence [KV, tokens, D]: all it sees
     v: list[Floats]
+    exact_k: list[Floats]  # as k, of all tokens as they were given
     past: list[int]
     added: list[int]
     present: list[np.ndarray]
+
+    def keys_of(self, b: int, query: int) -> Floats:
+        """[KV, tokens, D]: what a query of sequence b sees."""
+        setup, past = self.setup, self.past[b]
+        position = past + query if self.q.shape[2] <= SHORT else past - 1
+        token = np.arange(self.k[b].shape[1])
+        recent = token > position - setup.window if setup.window else token < 0
+        return np.where(((token < setup.sinks) | recent)[:, None], self.exact_k[b], self.k[b])
 
     def check(self, outputs: Sequence[np.ndarray], exact: bool = False) -> None:
         """exact: all scores are computed from decoded keys, as in a prompt; else as kernels for one token do."""
@@ -233,8 +267,14 @@ class Call:
             if setup.causal:
                 whole[:, ~np.tri(added, tokens, tokens - added, dtype=bool)] = -np.inf
             sees = (whole > HIDDEN).any((0, 2))  # the other rows are a test's own to say
-            k, v = (x.repeat(group, 0) for x in (self.k[b], self.v[b]))
-            assert_attention_close(y[:, sees], q[:, sees], k, v, scale, whole[:, sees])
+            v = self.v[b].repeat(group, 0)
+            if not setup.slots or self.q.shape[2] > SHORT:
+                k = self.keys_of(b, 0).repeat(group, 0)
+                assert_attention_close(y[:, sees], q[:, sees], k, v, scale, whole[:, sees])
+                return
+            for i in np.flatnonzero(sees):
+                k, at = self.keys_of(b, i).repeat(group, 0), slice(i, i + 1)
+                assert_attention_close(y[:, at], q[:, at], k, v, scale, whole[:, at])
             return
         for kv_head in range(setup.kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
@@ -243,10 +283,12 @@ class Call:
                 if mask is not None:
                     assert (mask[heads, i] == mask[kv_head * group, i]).all()
                     visible &= mask[kv_head * group, i] == 0
+                keys = self.keys_of(b, i)[kv_head][visible]
+                # Where all keys are exact, no table rounds.
+                rounded = setup.codes and not np.array_equal(keys, self.exact_k[b][kv_head][visible])
                 case = decode_attention.Case(
-                    q[heads, i], scale, self.k[b][kv_head][visible], self.v[b][kv_head][visible],
-                    self.present[0], self.present[1],
-                    setup.codebooks()[kv_head] if setup.codes else None,
+                    q[heads, i], scale, keys, self.v[b][kv_head][visible], self.present[0], self.present[1],
+                    setup.codebooks()[kv_head] if rounded else None,
                 )  # fmt: skip
                 expected, bound = case.expected()
                 error = np.abs(y[heads, i] - expected)
@@ -292,17 +334,23 @@ class Decoder:
         room = self.cache[0].shape[2]
         total = max(room, max((n + queries for n in past), default=0)) if setup.lengths else room + queries
         present = setup.empty_cache(self.batch, total)
+        if setup.slots:
+            present[2][:] = self.cache[2]
         seen: tuple[list[Floats], list[Floats]] = ([], [])
         for b in range(self.batch):
             self._keys[b] = np.concatenate([self._keys[b], k[b, :, : added[b]]], 1)
             self._values[b] = np.concatenate([self._values[b], v[b, :, : added[b]]], 1)
             n = past[b] + added[b]
             self._append(b, n, present)
+            for token in range(past[b], n) if setup.slots else ():
+                slot = setup.slot(token)
+                if slot is not None:
+                    present[2][b, :, slot] = self._keys[b][:, token]
             own = past[b] if queries > SHORT else n
             for kind, (rows, found) in enumerate(zip((self._keys[b], self._values[b]), seen, strict=True)):
                 found.append(np.concatenate([self._cached(kind, b, n, present)[:, :own], rows[:, own:]], 1))
         self.cache = present
-        return Call(setup, feeds, q, *seen, past, added, present)
+        return Call(setup, feeds, q, *seen, list(self._keys), past, added, present)
 
     def _feeds(
         self, drawn: Mapping[str, Floats], past: list[int], added: list[int], mask: np.ndarray | None
@@ -316,7 +364,7 @@ class Decoder:
         }
         if setup.packed:
             feeds = {"query": np.concatenate(list(feeds.values()), -1)}
-        feeds |= {"past_key": self.cache[0], "past_value": self.cache[1]}
+        feeds |= {f"past_{name}": cache for name, cache in zip(setup.caches, self.cache, strict=True)}
         if setup.lengths:
             feeds["lengths"] = np.array([n + more - 1 for n, more in zip(past, added, strict=True)], np.int32)
         return feeds | ({"mask": mask} if mask is not None else {})
@@ -347,7 +395,11 @@ class Decoder:
 def run_shared(session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """With the present cache bound to the memory of the past one."""
     binding = session.io_binding()
-    shared = {name: ort.OrtValue.ortvalue_from_numpy(feeds[f"past_{name}"].copy()) for name in ("key", "value")}
+    shared = {
+        name: ort.OrtValue.ortvalue_from_numpy(feeds[f"past_{name}"].copy())
+        for name in CACHES
+        if f"past_{name}" in feeds
+    }
     for name, array in feeds.items():
         if not name.startswith("past_"):
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
