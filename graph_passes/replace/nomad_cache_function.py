@@ -1,8 +1,8 @@
 """NoMADAttention with a cache as an ONNX function: its specification, and what runs where our library is missing.
 
 It uses only operators that mean the same from opset 13 on (but for ReduceMax). The caches' formats are specified in
-ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and cached_op.h. The bytes of
-the present caches are the kernel's, unless the sums of EncodeKey are contracted to fused multiply-adds (as on
+ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and cached_op.h, what keys are
+exact in exact_window.h there. The bytes of the present caches are the kernel's, unless the sums of EncodeKey are contracted to fused multiply-adds (as on
 aarch64) or ONNX Runtime flushes denormal numbers.
 
 Heads stand in front of tokens: [B, heads, tokens, …], as in the caches.
@@ -23,9 +23,10 @@ from .nomad_attention_function import INPUTS as EXACT_INPUTS
 from .nomad_attention_function import OP_TYPE, scale_of, weights_of
 
 _ROTARY = ("cos", "sin")
-INPUTS = (*EXACT_INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY)
-OUTPUTS = ("Y", "present_key", "present_value")
+INPUTS = (*EXACT_INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY, "past_exact_key")
+OUTPUTS = ("Y", "present_key", "present_value", "present_exact_key")
 ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
+_WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
 
 # As in ops/formats.
 _BLOCK = 32  # tokens
@@ -40,8 +41,8 @@ _INT32 = ir.DataType.INT32
 class CacheUses:
     """What the NoMADAttention nodes of a model make use of. All of them have a cache.
 
-    All nodes have all inputs up to lengths, and cos and sin if there is rotary: a float 0 of shape [1] in place of
-    mask, key and value, a float32 [0] in place of codebooks, an int32 [0] in place of lengths.
+    All nodes have all inputs up to lengths, and cos and sin if there is rotary or exact keys: a float 0 of shape [1] in
+    place of mask, key, value, cos and sin, a float32 [0] in place of codebooks, an int32 [0] in place of lengths.
     """
 
     d_sub: int = 0  # the largest of all codebooks; 0: keys are float
@@ -54,17 +55,20 @@ class CacheUses:
     zero_hidden_rows: bool = False  # some have that
     lengths: bool = True  # some have this input
     rotary: bool = False  # all have cos and sin, or none
+    exact_keys: bool = False  # all have past_exact_key and attributes window and sinks, or none; d_sub is not 0 then
 
 
 def nomad_cache_function(opset: int, uses: CacheUses) -> ir.Function:
     """The function for a model of this opset."""
-    inputs = {name: ir.val(name) for name in INPUTS if uses.rotary or name not in _ROTARY}
+    count = len(INPUTS) if uses.exact_keys else len(INPUTS) - 1 if uses.rotary else INPUTS.index(_ROTARY[0])
+    inputs = {name: ir.val(name) for name in INPUTS[:count]}
     body = FunctionBody(opset)
     outputs = _CachedAttention(body, inputs, uses).outputs()
-    for value, name in zip(outputs, OUTPUTS, strict=True):
+    for value, name in zip(outputs, OUTPUTS, strict=False):
         value.name = name
     graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
+    kinds = ATTRIBUTES | _WINDOW_ATTRIBUTES if uses.exact_keys else ATTRIBUTES
+    attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 
@@ -114,6 +118,11 @@ class _CachedAttention:
             query, key = self._rotated(query), self._rotated(key)
         past_key, past_value = self._inputs["past_key"], self._inputs["past_value"]
         is_short = op("Less", self._queries, body.integer(_SHORT_CALL + 1))
+        exact_keys: list[ir.Value] = []  # of all tokens, and which each query sees
+        present_exact_key: list[ir.Value] = []
+        if uses.exact_keys:
+            exact_keys = [self._joined(self._past_exact_keys(), key), self._is_exact(is_short)]
+            present_exact_key = [self._present_exact_keys(key)]
         if uses.d_sub:
             codes = _KeyCodes(body, self._inputs["codebooks"], uses.d_sub)
             past_codes, new_codes = codes.from_cache(past_key, self._past), codes.nearest(key)
@@ -131,7 +140,8 @@ class _CachedAttention:
         else:
             values = present_value = self._joined(past_value, value)
         # Outputs are values of their own.
-        return [self._attention(query, keys, values), op("Identity", present_key), op("Identity", present_value)]
+        present = [op("Identity", cache) for cache in (present_key, present_value)]
+        return [self._attention(query, keys, values, *exact_keys), *present, *present_exact_key]
 
     def _operands(self) -> list[ir.Value]:
         """Query, key and value by heads."""
@@ -192,18 +202,78 @@ class _CachedAttention:
         source = op("Where", op("Less", place, before), place, source)
         sizes = body.shape(self._batch, self._kv_heads, 1, _size(body, new, 3))
         zeros = op("Expand", body.constant(np.zeros((), dtype)), sizes)
-        rows = op("Transpose", op("Concat", past, new, zeros, axis=2), perm=[0, 2, 1, 3])
-        found = op("GatherND", rows, op("Unsqueeze", source, body.ints(2)), batch_dims=1)
+        return self._tokens(op("Concat", past, new, zeros, axis=2), source)
+
+    def _tokens(self, x: ir.Value, places: ir.Value) -> ir.Value:
+        """Of x [B, KV, tokens, row], those at places [B, n] of each sequence."""
+        body, op = self._body, self._body.op
+        rows = op("Transpose", x, perm=[0, 2, 1, 3])
+        found = op("GatherND", rows, op("Unsqueeze", places, body.ints(2)), batch_dims=1)
         return op("Transpose", found, perm=[0, 2, 1, 3])
 
-    def _attention(self, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
+    # ---- exact keys --------------------------------------------------------------------------------------------------
+
+    def _past_exact_keys(self) -> ir.Value:
+        """[B, KV, P, D], anything for tokens that are not held."""
+        body, op = self._body, self._body.op
+        window, sinks, one = body.attribute("window"), body.attribute("sinks"), body.integer(1)
+        token = op("Range", body.integer(0), self._room, one)
+        turn = op("Mod", op("Sub", token, sinks), op("Max", window, one))
+        slot = op("Where", op("Less", token, sinks), token, op("Add", sinks, turn))
+        last = op("Sub", op("Add", sinks, window), one)  # without a window, of all behind the sinks
+        return op("Gather", self._inputs["past_exact_key"], op("Min", slot, last), axis=2)
+
+    def _is_exact(self, is_short: ir.Value) -> ir.Value:
+        """Whether query i of a sequence sees the exact key of its token j, [B, 1, S, total]."""
+        body, op = self._body, self._body.op
+        zero, one, window = body.integer(0), body.integer(1), body.attribute("window")
+        token = op("Range", zero, self._total, one)
+        row = op("Unsqueeze", op("Range", zero, self._queries, one), body.ints(1))
+        # What a long call reads of the past is what is held.
+        row = op("Where", is_short, row, body.integer(-1))
+        position = op("Add", op("Unsqueeze", self._past, body.ints(1, 2, 3)), row)
+        recent = op("And", op("Less", op("Sub", position, window), token), op("Less", zero, window))
+        return op("Or", op("Less", token, body.attribute("sinks")), recent)
+
+    def _present_exact_keys(self, keys: ir.Value) -> ir.Value:
+        """The past's slots, but for those that tokens of this call take."""
+        body, op = self._body, self._body.op
+        zero, one = body.integer(0), body.integer(1)
+        window, sinks = body.attribute("window"), body.attribute("sinks")
+        slot = op("Range", zero, op("Add", sinks, window), one)
+        is_sink = op("Less", slot, sinks)
+        past, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
+        last = op("Sub", after, one)
+        # Of the tokens that have a slot in turn, the last one.
+        token = op("Sub", last, op("Mod", op("Sub", last, slot), op("Max", window, one)))
+        token = op("Where", is_sink, slot, token)
+        least = op("Max", past, op("Where", is_sink, zero, sinks))
+        is_new = op("And", op("Not", op("Less", token, least)), op("Less", token, after))
+        source = op("Where", is_new, op("Sub", token, past), op("Add", self._queries, slot))
+        return self._tokens(op("Concat", keys, self._inputs["past_exact_key"], axis=2), source)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _attention(
+        self,
+        query: ir.Value,
+        keys: ir.Value,
+        values: ir.Value,
+        exact_keys: ir.Value | None = None,
+        is_exact: ir.Value | None = None,
+    ) -> ir.Value:
         body, op, uses = self._body, self._body.op, self._uses
         if uses.grouped:
             head = op("Range", body.integer(0), self._heads, body.integer(1))
             group = op("Div", head, op("Div", self._heads, self._kv_heads))
             keys, values = (op("Gather", x, group, axis=1) for x in (keys, values))
+            if exact_keys is not None:
+                exact_keys = op("Gather", exact_keys, group, axis=1)
         scaled = op("Mul", query, scale_of(body, self._head_dim))
         scores = op("MatMul", scaled, op("Transpose", keys, perm=[0, 1, 3, 2]))
+        if exact_keys is not None and is_exact is not None:
+            exact = op("MatMul", scaled, op("Transpose", exact_keys, perm=[0, 1, 3, 2]))
+            scores = op("Where", is_exact, exact, scores)
         if uses.mask:
             scores = op("Add", scores, self._inputs["mask"])
         if uses.lengths or uses.causal:

@@ -24,6 +24,7 @@ from .attention import Floats, assert_attention_close
 HIDDEN = -1e8  # what masks of these tests hide keys with, or less
 SHORT = 4  # tokens of a call that reads its own from the cache
 CACHES = ("key", "value", "exact_key")
+EXACT_KEY = 10  # the input
 NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
 
 
@@ -127,7 +128,7 @@ def node_model(
         tensors |= {"cos": cos, "sin": sin}
         names += ["cos", "sin"]
     if setup.slots:
-        names += [*(["none"] * (10 - len(names))), "past_exact_key"]
+        names += [*(["none"] * (EXACT_KEY - len(names))), "past_exact_key"]
         attributes = {"window": setup.window, "sinks": setup.sinks} | attributes
     tensors |= constants or {}
     types = {np.float32: TensorProto.FLOAT, np.uint8: TensorProto.UINT8}

@@ -37,6 +37,7 @@ def uses_of(setup: Setup) -> CacheUses:
         zero_hidden_rows=setup.zero_hidden_rows,
         lengths=setup.lengths,
         rotary=bool(setup.rotary),
+        exact_keys=setup.slots > 0,
     )
 
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .attention import LOWEST
-from .cached_attention import Decoder, Setup, node_model, run_shared
+from .cached_attention import Decoder, Setup, declare_ranks, node_model, run_shared
 from .single_node import session
+from .test_nomad_cache_function import Both, all_uses_of
 
 CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1, 4, 12, 2, 1)  # tokens; 56 in all
 kinds = pytest.mark.parametrize("kind", ["codes", "codes_float"])
@@ -154,6 +155,35 @@ def test_empty_inputs() -> None:
         for queries in (3, 0, 1):
             call = decoder.call(queries)
             call.check(ours.run(None, call.feeds))
+
+
+@kinds
+@windows
+@pytest.mark.parametrize("lengths", [True, False])
+def test_the_function(kind: str, window: int, sinks: int, lengths: bool) -> None:
+    """What runs without our library."""
+    setup = Setup(kind=kind, window=window, sinks=sinks, lengths=lengths, rotary="half" if lengths else None)
+    both, decoder = Both(setup), Decoder(setup)
+    for queries in CALLS[:9]:
+        both.check(decoder.call(queries))
+
+
+@kinds
+@pytest.mark.parametrize("opset", [13, 18, 23])
+def test_the_function_of_other_nodes_and_opsets(kind: str, opset: int) -> None:
+    for window, sinks, heads in ((6, 2, 4), (3, 0, 2), (0, 5, 4)):
+        setup = Setup(heads=heads, kind=kind, window=window, sinks=sinks, causal=heads == 4, mask=True)
+        both, decoder = Both(setup, all_uses_of(setup), opset), Decoder(setup, 4, room=30)
+        for queries, added in ((9, (9, 1, 4, 8)), (1, None), (3, None), (0, None), (5, None)):
+            mask = np.zeros((4, 1, queries, max(decoder.cache[0].shape[2], max(decoder.tokens) + queries)), np.float32)
+            mask[..., 1] = LOWEST  # a hole
+            both.check(decoder.call(queries, added, mask=mask), exact=True)
+
+
+def test_models_are_valid() -> None:
+    model = Both(GOOD).model
+    declare_ranks(model, Decoder(GOOD).call(3).feeds)
+    onnx.checker.check_model(model, full_check=True)
 
 
 GOOD = Setup(kind="codes", window=6, sinks=2)
