@@ -35,3 +35,29 @@ class CacheFormat:
             else:
                 _native.append_keys(encoded[batch, head], 0, rows, self.codebooks[head])
         return encoded
+
+
+@dataclass(frozen=True)
+class ExactKeys:
+    """float32 [batch, kv_heads, slots, head_dim]: of the first `sinks` tokens and of a ring of the last `window` ones
+    (ops/nomad_attention/exact_window.h).
+    """
+
+    cache: str  # the input of the graph that holds the codes of all keys
+    window: int
+    sinks: int
+
+    @property
+    def slots(self) -> int:
+        return self.sinks + self.window
+
+    def of(self, cache: np.ndarray) -> np.ndarray:
+        """Of floats [batch, kv_heads, tokens, head_dim], all of which are taken as tokens of the sequence."""
+        exact = np.zeros((*cache.shape[:2], self.slots, cache.shape[3]), np.float32)
+        tokens = cache.shape[2]
+        for token in range(tokens):
+            if token < self.sinks:
+                exact[:, :, token] = cache[:, :, token]
+            elif token >= tokens - self.window:
+                exact[:, :, self.sinks + (token - self.sinks) % self.window] = cache[:, :, token]
+        return exact

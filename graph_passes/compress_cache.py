@@ -3,6 +3,9 @@
 Keys become 4-bit codes of product quantization, by codebooks for each layer and head; values int8 with a scale a token.
 The cache stays where it is, inputs and outputs of the graph of the same names; its element type becomes uint8, and its
 last dimension the bytes of a token (cache_format.py).
+
+With a window or sinks, keys of the most recent and of the first tokens are kept as floats too: in an input and an
+output of a fixed size that each attention has besides, past_key_values.N.exact_key and present.N.exact_key.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ortolan.errors import CalibrationError, RecipeError
 from ortolan.session import open_session, register
 
 from .attention_mask import MaskSums
-from .cache_format import CacheFormat
+from .cache_format import CacheFormat, ExactKeys
 from .cached_attention import CachedAttention, find_cached_attentions
 from .cached_keys import collect_keys, decode_step
 from .calibrate import feeds_for, quiet_options
@@ -53,6 +56,9 @@ class CompressCacheOptions(PassOptions):
     values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
     # Numbers of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
     d_sub: int = field(default=1, metadata=takes("int", choices=(1, 2, 4)))
+    # Recent and first tokens whose keys are exact as well.
+    window: int = field(default=0, metadata=takes("int", low=0))
+    sinks: int = field(default=0, metadata=takes("int", low=0))
     max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
     # By the name of the operator, or of the Softmax or of one of the two MatMuls.
     select: Globs = field(default=("*",), metadata=takes("globs"))
@@ -63,6 +69,10 @@ class CompressCacheOptions(PassOptions):
         if self.keys == _FLOAT and self.values == _INT8:
             raise RecipeError(
                 'keys = "float32" goes with values = "float32" only; the operator has no other such cache'
+            )
+        if self.keys == _FLOAT and (self.window or self.sinks):
+            raise RecipeError(
+                f'window = {self.window} and sinks = {self.sinks} go with keys = "codes" only; others are exact anyway'
             )
 
 
@@ -141,6 +151,11 @@ class CompressCachePass(RecipePass):
                 f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
                 f"cache takes {after / before:.3g} of the bytes"
             )
+            if options.window or options.sinks:
+                self.context.note(
+                    f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact: each "
+                    "attention has an input and an output for them, which a generate loop carries on like the cache's"
+                )
         elif not refused:
             self.context.note("no attention with a cache was found: nothing to compress")
         for reason, names in refused.items():
@@ -233,7 +248,9 @@ class CompressCachePass(RecipePass):
             "lengths": match.lengths,
             "cos": match.cos,
             "sin": match.sin,
+            "past_exact_key": self._past_exact_key(model, match),
         }
+        exact = given["past_exact_key"] is not None
         node = ir.node(
             OP_TYPE,
             in_order(INPUTS, given),
@@ -245,10 +262,11 @@ class CompressCachePass(RecipePass):
                 "zero_hidden_rows": int(match.zero_hidden_rows),
                 "precision": 32,
                 "rotary_interleaved": int(match.interleaved),
-            },
+            }
+            | ({"window": self.options.window, "sinks": self.options.sinks} if exact else {}),
             domain=ORTOLAN_DOMAIN,
             name=match.node.name,
-            num_outputs=3,
+            num_outputs=4 if exact else 3,
         )
         keys = None if book is None else CacheFormat(match.head_dim, book)
         values = CacheFormat(match.head_dim) if self.options.values == _INT8 else None
@@ -261,13 +279,43 @@ class CompressCachePass(RecipePass):
             list(match.nodes),
             [*made, node],
             [match.output, match.present_key, match.present_value],
-            node.outputs,
+            node.outputs[:3],
         )
+        if exact:
+            self._add_present_exact_key(model, match, node)
         node.outputs[0].dtype = ir.DataType.FLOAT
         self.context.rounding[node.outputs[0]] = self._typical_rounding
         for value in inputs:
             remove_dead(value)
         return node
+
+    def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
+        """The new input of the graph, if there is a window or sinks."""
+        keys = ExactKeys(match.past_key.name or "", self.options.window, self.options.sinks)
+        if not keys.slots:
+            return None
+        value = self._exact_key(model, match, match.past_key, keys)
+        model.graph.inputs.append(value)
+        self.context.exact_keys[value.name or ""] = keys
+        return value
+
+    def _add_present_exact_key(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
+        keys = ExactKeys(match.past_key.name or "", self.options.window, self.options.sinks)
+        like = self._exact_key(model, match, match.present_key, keys)
+        value = node.outputs[3]
+        value.name, value.type, value.shape = like.name, like.type, like.shape
+        model.graph.outputs.append(value)
+
+    def _exact_key(self, model: ir.Model, match: CachedAttention, cache: ir.Value, keys: ExactKeys) -> ir.Value:
+        """float32 [batch, kv_heads, slots, head_dim], named as the cache of keys is."""
+        name = cache.name or ""
+        wanted = name.removesuffix("key") + "exact_key" if name.endswith("key") else f"{name}_exact_key"
+        batch = None if cache.shape is None else cache.shape[0]
+        return ir.Value(
+            name=self.context.new_name(model, wanted),
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape([batch, match.kv_heads, keys.slots, match.head_dim]),
+        )
 
     def _rounding(self, model: ir.Model) -> float:
         keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else _EXACT_ROUNDING
@@ -300,7 +348,7 @@ class CompressCachePass(RecipePass):
     def _finish(self, model: ir.Model, nodes: Sequence[ir.Node], uses: CacheUses | None) -> None:
         context = self.context
         nothing = np.zeros(1, np.float32)
-        neutral = dict.fromkeys(("mask", "key", "value"), nothing)
+        neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
         # A function cannot ask which inputs its node has.
         needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
@@ -343,6 +391,7 @@ class CompressCachePass(RecipePass):
             zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
             lengths=any(match.lengths is not None for match in chosen),
             rotary=rotary,
+            exact_keys=self.options.window + self.options.sinks > 0,
         )
 
 

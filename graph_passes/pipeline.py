@@ -23,7 +23,7 @@ from .report import LayerReport, OptimizationReport, human_bytes
 from .spill import TensorSpill
 
 if TYPE_CHECKING:
-    from .cache_format import CacheFormat
+    from .cache_format import CacheFormat, ExactKeys
     from .quantize import Quantization, QuantizedWeight
     from .recipe import Recipe
 
@@ -69,6 +69,7 @@ class PassContext:
     feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
     reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
     past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
+    exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
     compressed_outputs: set[str] = field(default_factory=set)  # and the outputs that hold the same a token later
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
@@ -125,7 +126,8 @@ class PassContext:
     def encoded(self, feeds: Feeds) -> Feeds:
         """The original model's feeds as the optimized one takes them."""
         formats = self.past_formats
-        return {name: formats[name].encode(one) if name in formats else one for name, one in feeds.items()}
+        encoded = {name: formats[name].encode(one) if name in formats else one for name, one in feeds.items()}
+        return encoded | {name: keys.of(feeds[keys.cache]) for name, keys in self.exact_keys.items()}
 
     def release(self) -> None:
         """Unmaps the input's data; the next access maps it again."""

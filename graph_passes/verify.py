@@ -98,11 +98,12 @@ class VerifyPass(RecipePass):
         register(options)
         optimized = open_session(context.candidate, options)
         compressed = context.compressed_outputs
-        _compare_signatures(original, optimized, {*context.past_formats, *compressed})
+        _compare_signatures(original, optimized, {*context.past_formats, *compressed}, len(context.exact_keys))
         progress(2)
         encoded = [context.encoded(one) for one in feeds]
         after = [_run(optimized, one, "the optimized model", VerificationError) for one in encoded]
         names = [output.name for output in original.get_outputs()]
+        after = [answers[: len(names)] for answers in after]
         before, reference, after = (
             [_without(answers, names, compressed) for answers in runs] for runs in (before, reference, after)
         )
@@ -128,6 +129,7 @@ class VerifyPass(RecipePass):
             portable = open_session(context.candidate, quiet_options())
             # One feed is enough to find a wrong weight, and large models are slow without the library.
             alone = [_run(portable, encoded[0], "the optimized model without the library", VerificationError)]
+            alone = [answers[: len(names)] for answers in alone]
             report.portable_error = measure_errors(names, alone, after[:1])
         self._judge(names, kinds, before, after)
         progress(steps)
@@ -250,7 +252,9 @@ def _without(answers: Outputs, names: Sequence[str], compressed: Collection[str]
     return [None if name in compressed else answer for name, answer in zip(names, answers, strict=True)]
 
 
-def _compare_signatures(original: Any, optimized: Any, compressed: Collection[str]) -> None:
+def _compare_signatures(original: Any, optimized: Any, compressed: Collection[str], added: int) -> None:
+    """added: inputs and outputs that the optimized model has behind those of the original."""
+
     def signature(values: Any) -> list[tuple[str, str]]:
         return [(value.name, "" if value.name in compressed else value.type) for value in values]
 
@@ -258,6 +262,7 @@ def _compare_signatures(original: Any, optimized: Any, compressed: Collection[st
         ("inputs", original.get_inputs(), optimized.get_inputs()),
         ("outputs", original.get_outputs(), optimized.get_outputs()),
     ):
+        after = after[: len(after) - added]
         if signature(before) != signature(after):
             raise VerificationError(
                 f"{kind} of the optimized model are {signature(after)}, those of the original are "

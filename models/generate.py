@@ -28,6 +28,7 @@ class Decoder:
       and each step binds every input and output anew.
     - shared (graphs of GroupQueryAttention, and of NoMADAttention in its place): one buffer, which is both past and
       present, is written in place.
+    What has a fixed number of tokens, as past_key_values.N.exact_key of NoMADAttention, keeps that in both.
 
     length: the number of tokens in the cache. session: the one given.
     """
@@ -36,9 +37,9 @@ class Decoder:
         self, session: ort.InferenceSession, cache_length: int | None = None, head_size: int | None = None
     ) -> None:
         """session: a decoder with inputs and outputs as Optimum and ONNX Runtime GenAI name them: input_ids int64
-            [batch, sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim], optionally
-            attention_mask int64 [batch, past_sequence + sequence] and position_ids int64 [batch, sequence]; logits
-            [batch, sequence, vocabulary], present.N.key and .value.
+            [batch, sequence], past_key_values.N.key and .value [batch, heads, past_sequence, head_dim] (others of such
+            names and shapes are carried on alike), optionally attention_mask int64 [batch, past_sequence + sequence]
+            and position_ids int64 [batch, sequence]; logits [batch, sequence, vocabulary], present.N.key and .value.
         cache_length: None: a growing cache. A number: a shared one for that many tokens; only for graphs that can do
             that (see shares_cache).
         head_size: of the cache, where the session's inputs leave it open (see read_head_size).
@@ -59,9 +60,14 @@ class Decoder:
                 f"{_PAST}N.key and .value, and the outputs logits, {_PRESENT}N.key and .value"
             )
         self._has_mask, self._has_positions = "attention_mask" in inputs, "position_ids" in inputs
-        # Heads, head size and type of each one: those of keys and values may differ.
+        # Heads, tokens, head size and type of each one: those of keys and values may differ.
         self._caches = [
-            (_dimension(inputs[name], 1), _dimension(inputs[name], 3, head_size), _dtype(inputs[name], _CACHE_TYPES))
+            (
+                _dimension(inputs[name], 1),
+                _fixed_tokens(inputs[name], cache_length or 0),
+                _dimension(inputs[name], 3, head_size),
+                _dtype(inputs[name], _CACHE_TYPES),
+            )
             for name in self._past
         ]
         self.vocabulary = _dimension(self._outputs["logits"], 2)
@@ -76,8 +82,8 @@ class Decoder:
         self.length = 0
         self._binding: Any = self.session.io_binding()
         self._values: list[Any] = [
-            ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, self.cache_length or 0, size), dtype))
-            for heads, size, dtype in self._caches
+            ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, tokens, size), dtype))
+            for heads, tokens, size, dtype in self._caches
         ]
         if self.cache_length is not None:
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
@@ -120,6 +126,11 @@ class Decoder:
             self._values = binding.get_outputs()[1:]
         self.length = total
         return logits.reshape(count, self.vocabulary)
+
+
+def _fixed_tokens(value: Any, otherwise: int) -> int:
+    size = value.shape[2] if len(value.shape) > 2 else None
+    return size if isinstance(size, int) else otherwise
 
 
 def _dimension(value: Any, axis: int, default: int | None = None) -> int:

@@ -69,7 +69,8 @@ class Decoding:
             if value.name.startswith("past_key_values"):
                 shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
                 dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-                self.caches[value.name] = np.zeros((len(ids), shape[1], 0, shape[3]), dtype)
+                # As many tokens as exact keys are of; else none.
+                self.caches[value.name] = np.zeros((len(ids), *shape[1:]), dtype)
 
     def feeds(self, begin: int, end: int) -> Arrays:
         given = {"input_ids": self.ids[:, begin:end], "attention_mask": self.mask[:, :end]}
@@ -281,6 +282,10 @@ def test_impossible_options() -> None:
         recipe(keys="float32")
     with pytest.raises(RecipeError, match=r"d_sub is 3"):
         recipe(d_sub=3)
+    with pytest.raises(RecipeError, match='window = 0 and sinks = 4 go with keys = "codes" only'):
+        recipe(**EXACT, sinks=4)
+    with pytest.raises(RecipeError, match=r"window is -1"):
+        recipe(window=-1)
     old = llama("standard")
     old.opset_import[0].version = 12
     steps = [{"name": "compress_cache"}]
