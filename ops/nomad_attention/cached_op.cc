@@ -338,6 +338,7 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   } else {
     copy(call.v, value_cache, cache.values.row_bytes);
   }
+  if (window_.Any() && call.queries == 1) AppendExactKeys(call, lengths, batch, kv_head, cache.exact_keys);
 }
 
 void CachedAttention::AppendExactKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
@@ -391,7 +392,7 @@ void CachedAttention::Run(Ort::KernelContext& context, AttentionCall call, const
   ParallelFor(context, call.batch * call.kv_heads,
               [&](int64_t i) { Append(call, lengths, i / call.kv_heads, i % call.kv_heads, cache); });
   Attend(context, call, lengths, cache);
-  if (!window_.Any()) return;
+  if (!window_.Any() || call.queries == 1) return;
   // Not before: queries read what these take the place of.
   ParallelFor(context, call.batch * call.kv_heads, [&](int64_t i) {
     AppendExactKeys(call, lengths, i / call.kv_heads, i % call.kv_heads, cache.exact_keys);
@@ -467,7 +468,7 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
     const DecodePartial more = partial_at(reinterpret_cast<float*>(scratch + kernel_bytes));
     int64_t done = from;
     do {
-      const KeyPiece piece = window_.First(past, past + query, done, to);
+      const KeyPiece piece = window_.First(Held(call, past), past + query, done, to);
       if (window_.Any()) {  // else the keys of the cache are all there is
         args.keys = nullptr;
         args.first_key = piece.begin;
@@ -507,7 +508,7 @@ void CachedAttention::WriteKeys(const AttentionCall& call, const Lengths& length
     return;
   }
   for (KeyPiece piece; piece.end < end;) {
-    piece = window_.First(past, position, piece.end, end);
+    piece = window_.First(Held(call, past), position, piece.end, end);
     float* rows = to + piece.begin * call.head_dim;
     const int64_t count = piece.end - piece.begin;
     if (piece.source == KeyPiece::Source::kCache) {

@@ -130,6 +130,9 @@ class CachedAttention {
                        const Rows& exact_keys) const;
   bool VisibleRange(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t head, int64_t query,
                     int64_t* begin, int64_t* end) const;
+  // The tokens that exact keys hold while queries read them: those before the call, and of a single query its own,
+  // which takes the place of one that has left its window.
+  static int64_t Held(const AttentionCall& call, int64_t past) { return call.queries == 1 ? past + 1 : past; }
   void Attend(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
               const Cache& cache) const;
   void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,

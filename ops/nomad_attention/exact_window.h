@@ -10,7 +10,7 @@
 //     p < sinks  or  p > i - window and window > 0
 //
 // so that its window ends with its own token. Keys of the call itself are at hand as floats; those before are in the
-// ring as it was before the call, which is written when all queries are answered.
+// ring as it was before the call, which is written when all queries are answered (of a single query, before).
 #pragma once
 
 #include <algorithm>
@@ -37,19 +37,19 @@ struct ExactWindow {
   // Whether it holds a token after `tokens` of them.
   bool Holds(int64_t token, int64_t tokens) const { return token < sinks || (window > 0 && token >= tokens - window); }
 
-  // The first piece of tokens begin … end-1, as the query at `position` >= past - 1 sees them; empty if they are none.
-  // past: tokens before the call.
-  KeyPiece First(int64_t past, int64_t position, int64_t begin, int64_t end) const {
+  // The first piece of tokens begin … end-1, as the query at `position` >= held - 1 sees them; empty if they are none.
+  // held: the tokens that the ring has been written for; the call holds those behind.
+  KeyPiece First(int64_t held, int64_t position, int64_t begin, int64_t end) const {
     if (begin >= end || !Any()) return {begin, end, KeyPiece::Source::kCache};
     if (begin < sinks) {
-      if (begin < past) return {begin, std::min({sinks, past, end}), KeyPiece::Source::kExact};
+      if (begin < held) return {begin, std::min({sinks, held, end}), KeyPiece::Source::kExact};
       return {begin, std::min(sinks, end), KeyPiece::Source::kCall};
     }
     const int64_t recent = window > 0 ? position + 1 - window : end;
     if (begin < recent) return {begin, std::min(recent, end), KeyPiece::Source::kCache};
-    if (begin >= past) return {begin, end, KeyPiece::Source::kCall};
+    if (begin >= held) return {begin, end, KeyPiece::Source::kCall};
     const int64_t turn = begin + window - (begin - sinks) % window;  // where the ring begins again
-    return {begin, std::min({turn, past, end}), KeyPiece::Source::kExact};
+    return {begin, std::min({turn, held, end}), KeyPiece::Source::kExact};
   }
 };
 
