@@ -43,6 +43,7 @@ _EXACT_ROUNDING = 5e-6
 _VALUE_ROUNDING = 0.01
 # Where layers round their inputs to int8, the least difference may turn into a step of that.
 _ROUNDED_INPUTS = 0.01
+_FEW_TOKENS = 1024
 _ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
 
@@ -86,6 +87,10 @@ class CompressCachePass(RecipePass):
         self._note(chosen, refused)
         for match in chosen:
             self._report(match)
+        if chosen and context.dry_run and context.feeds is None and self.options.keys == _CODES:
+            context.note(
+                "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
+            )
         if not chosen or context.dry_run:
             return ir.passes.PassResult(model, modified=False)
         books = self._learn(model, chosen) if self.options.keys == _CODES else [None] * len(chosen)
@@ -164,7 +169,7 @@ class CompressCachePass(RecipePass):
             raise CalibrationError(
                 "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
                 "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
-                'keys = "float32", which needs none'
+                'keys = "float32" and values = "float32", which need none'
             )
         books: dict[int, np.ndarray] = {}
         with self._opened(model) as session:
@@ -179,10 +184,23 @@ class CompressCachePass(RecipePass):
                 lambda done, total: context.progress("collect keys", done, total),
             )
             for number, keys in found:
+                self._check_count(keys.shape[1])
                 books[number] = np.stack([learn_codebook(head, self.options.d_sub) for head in keys])
                 context.progress("codebooks", len(books), len(chosen))
             self._keep_decode_step(session, chosen)
         return [books[number] for number in range(len(chosen))]
+
+    def _check_count(self, tokens: int) -> None:
+        if tokens < CENTROIDS:
+            raise CalibrationError(
+                f"the calibration feeds hold {tokens} tokens, expected at least {CENTROIDS}, and for good codebooks "
+                "some thousand; give more text"
+            )
+        if tokens < _FEW_TOKENS:
+            self.context.note(
+                f"codebooks were learned from {tokens} tokens only, which fits them to these; give some thousand "
+                "tokens of text like that to come"
+            )
 
     @contextmanager
     def _opened(self, model: ir.Model) -> Any:
@@ -315,6 +333,7 @@ class CompressCachePass(RecipePass):
                 f"the model needs Ortolan's library: its {OP_TYPE} nodes have inputs of several forms, which one ONNX "
                 "function cannot serve"
             )
+            model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
             return
         function = nomad_cache_function(model.opset_imports[""], uses)
         model.functions[function.identifier()] = function

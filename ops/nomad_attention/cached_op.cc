@@ -213,6 +213,11 @@ CachedAttention::Cache CachedAttention::Present(Ort::KernelContext& context, siz
   cache.row_bytes = row_bytes;
   cache.head_bytes = lengths.total * row_bytes;
   const char* from = static_cast<const char*>(past.GetTensorRawData());
+  if (from == cache.data && room != lengths.total && lengths.total != 0) {
+    throw OpError(ErrorText(node_, ": past and present of '",
+                            input == inputs_.past_key ? past_key_name_ : past_value_name_, "' are one buffer of ", room,
+                            " tokens, expected ", lengths.total, ". Share a buffer for all tokens, or none."));
+  }
   if (from == cache.data || lengths.total == 0) return cache;
   ParallelFor(context, call.batch * call.kv_heads, [&](int64_t i) {
     const int64_t tokens = lengths.past[static_cast<size_t>(i / call.kv_heads)];
