@@ -216,7 +216,8 @@ class CompressCachePass(RecipePass):
                 file.unlink(missing_ok=True)
 
     def _keep_decode_step(self, session: Any, chosen: Sequence[CachedAttention]) -> None:
-        """Prompts do not read the cache. So `verify` also runs the last token of one on what comes before it."""
+        """Prompts do not read the cache. So the first feed that `verify` runs, times, and compares with what runs without
+        our library, is the last token of one on what comes before it."""
         context = self.context
         if context.reference is not None or not context.feeds_to_verify:
             return
@@ -231,7 +232,12 @@ class CompressCachePass(RecipePass):
         caches = session.run(list(outputs.values()), feeds[0])
         step = decode_step(feeds[0], dict(zip(outputs, caches, strict=True)))
         if step is not None:
-            context.feeds = [feeds[0], step, *feeds[1:]]
+            context.feeds = [step, *feeds]
+        else:
+            context.note(
+                "no token was decoded from the cache to verify it: the feeds end with padding, or have inputs besides "
+                "tokens, mask, positions and cache"
+            )
 
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
