@@ -216,8 +216,8 @@ class CompressCachePass(RecipePass):
                 file.unlink(missing_ok=True)
 
     def _keep_decode_step(self, session: Any, chosen: Sequence[CachedAttention]) -> None:
-        """Prompts do not read the cache. So the first feed that `verify` runs, times, and compares with what runs without
-        our library, is the last token of one on what comes before it."""
+        """Prompts do not read the cache. So the first feed that `verify` runs, times, and compares with the answers
+        without our library, is the last token of one on what comes before it."""
         context = self.context
         if context.reference is not None or not context.feeds_to_verify:
             return
