@@ -7,10 +7,9 @@ last dimension the bytes of a token (cache_format.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ from .calibrate import feeds_for, quiet_options
 from .constants import remove_dead
 from .dimensions import Dimensions
 from .model_file import data_path, write_model
-from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
-from .options import Globs, PassOptions, takes
+from .normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
+from .options import Globs, PassOptions, any_matches, takes
 from .pipeline import RecipePass
 from .quantizers.codebooks import CENTROIDS, learn_codebook
 from .replace.nomad_attention_function import OP_TYPE
@@ -74,11 +73,7 @@ class CompressCachePass(RecipePass):
     options: CompressCacheOptions
 
     def requires(self, model: ir.Model) -> None:
-        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
-            raise RecipeError(
-                "pass 'compress_cache' needs pass 'normalize' before it, for models of an old opset or with "
-                'functions; add [[pass]] name = "normalize" to the recipe'
-            )
+        require_normalized(model, "compress_cache")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
@@ -107,9 +102,9 @@ class CompressCachePass(RecipePass):
         refused: dict[str, list[str]] = {}
         for match in find_cached_attentions(model.graph):
             self.context.names_of_layers += match.names
-            if not _matches(match.names, self.options.select):
+            if not any_matches(match.names, self.options.select):
                 reason: str | None = "not selected"
-            elif _matches(match.names, self.options.exclude):
+            elif any_matches(match.names, self.options.exclude):
                 reason = "excluded"
             else:
                 reason = self._why_not(match) if isinstance(match, CachedAttention) else match.reason
@@ -369,10 +364,6 @@ class CompressCachePass(RecipePass):
             lengths=any(match.lengths is not None for match in chosen),
             rotary=rotary,
         )
-
-
-def _matches(names: Iterable[str], globs: Globs) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs for name in names)
 
 
 def _last(match: CachedAttention) -> ir.Node:
