@@ -231,11 +231,13 @@ class Operand:
     scale: float = 1.0  # that stands between it and the product
 
 
-def split_operand(
-    dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
-) -> Operand:
-    """Follows [batch, heads, rows, head_dim] (transposed: the last two the other way round) back to its layer."""
-    chain, scale = [], 1.0
+def through_views(
+    dims: Dimensions, value: ir.Value | None, views: Collection[str]
+) -> tuple[list[ir.Node], float, ir.Value | None]:
+    """Follows a value back through such operators, and products with a number: these nodes, the last one first, the
+    product of the numbers, and the value where they begin."""
+    chain: list[ir.Node] = []
+    scale = 1.0
     while value is not None and (node := value.producer()) is not None and node.domain in DEFAULT_DOMAINS:
         index = 0
         if node.op_type in ("Mul", "Div"):
@@ -244,10 +246,18 @@ def split_operand(
             if number is None or number == 0 or (node.op_type == "Div" and index == 1):
                 break
             scale = scale / number if node.op_type == "Div" else scale * number
-        elif node.op_type not in _VIEWS:
+        elif node.op_type not in views:
             break
         chain.append(node)
         value = node.inputs[index]
+    return chain, scale, value
+
+
+def split_operand(
+    dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
+) -> Operand:
+    """Follows [batch, heads, rows, head_dim] (transposed: the last two the other way round) back to its layer."""
+    chain, scale, value = through_views(dims, value, _VIEWS)
     base, shape = _base(dims, value, meaning)
     view = View(shape)
     for node in reversed(chain):

@@ -29,8 +29,8 @@ from .attention import (
     scalar,
     scale_attribute,
     split_operand,
+    through_views,
 )
-from .constants import DEFAULT_DOMAINS
 from .dimensions import Dimensions, int_attribute
 from .feeds import head_size
 from .views import View
@@ -297,19 +297,7 @@ def _past_operand(
     dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
 ) -> _PastOperand:
     """Follows [batch, heads, tokens, head width] (transposed: the last two the other way round) back to the Concat."""
-    chain, scale = [], 1.0
-    while value is not None and (node := value.producer()) is not None and node.domain in DEFAULT_DOMAINS:
-        index = 0
-        if node.op_type in ("Mul", "Div"):
-            index = 1 if scalar(dims, node.inputs[0]) is not None else 0
-            number = scalar(dims, node.inputs[1 - index])
-            if number is None or number == 0 or (node.op_type == "Div" and index == 1):
-                break
-            scale = scale / number if node.op_type == "Div" else scale * number
-        elif node.op_type not in _VIEWS:
-            break
-        chain.append(node)
-        value = node.inputs[index]
+    chain, scale, value = through_views(dims, value, _VIEWS)
     concat = value.producer() if value is not None else None
     past = concat.inputs[0] if concat is not None and is_op(concat, "Concat") else None
     if concat is None or past is None or not past.is_graph_input():

@@ -10,10 +10,9 @@ output of a fixed size that each attention has besides, past_key_values.N.exact_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from .calibrate import feeds_for, quiet_options
 from .constants import remove_dead
 from .dimensions import Dimensions
 from .model_file import data_path, write_model
-from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
-from .options import Globs, PassOptions, takes
+from .normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
+from .options import Globs, PassOptions, any_matches, takes
 from .pipeline import RecipePass
 from .quantizers.codebooks import CENTROIDS, learn_codebook
 from .replace.nomad_attention_function import OP_TYPE
@@ -46,6 +45,7 @@ _EXACT_ROUNDING = 5e-6
 _VALUE_ROUNDING = 0.01
 # Where layers round their inputs to int8, the least difference may turn into a step of that.
 _ROUNDED_INPUTS = 0.01
+_FEW_TOKENS = 1024
 _ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
 
@@ -83,11 +83,7 @@ class CompressCachePass(RecipePass):
     options: CompressCacheOptions
 
     def requires(self, model: ir.Model) -> None:
-        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
-            raise RecipeError(
-                "pass 'compress_cache' needs pass 'normalize' before it, for models of an old opset or with "
-                'functions; add [[pass]] name = "normalize" to the recipe'
-            )
+        require_normalized(model, "compress_cache")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
@@ -96,6 +92,10 @@ class CompressCachePass(RecipePass):
         self._note(chosen, refused)
         for match in chosen:
             self._report(match)
+        if chosen and context.dry_run and context.feeds is None and self.options.keys == _CODES:
+            context.note(
+                "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
+            )
         if not chosen or context.dry_run:
             return ir.passes.PassResult(model, modified=False)
         books = self._learn(model, chosen) if self.options.keys == _CODES else [None] * len(chosen)
@@ -112,9 +112,9 @@ class CompressCachePass(RecipePass):
         refused: dict[str, list[str]] = {}
         for match in find_cached_attentions(model.graph):
             self.context.names_of_layers += match.names
-            if not _matches(match.names, self.options.select):
+            if not any_matches(match.names, self.options.select):
                 reason: str | None = "not selected"
-            elif _matches(match.names, self.options.exclude):
+            elif any_matches(match.names, self.options.exclude):
                 reason = "excluded"
             else:
                 reason = self._why_not(match) if isinstance(match, CachedAttention) else match.reason
@@ -179,7 +179,7 @@ class CompressCachePass(RecipePass):
             raise CalibrationError(
                 "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
                 "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
-                'keys = "float32", which needs none'
+                'keys = "float32" and values = "float32", which need none'
             )
         books: dict[int, np.ndarray] = {}
         with self._opened(model) as session:
@@ -194,10 +194,23 @@ class CompressCachePass(RecipePass):
                 lambda done, total: context.progress("collect keys", done, total),
             )
             for number, keys in found:
+                self._check_count(keys.shape[1])
                 books[number] = np.stack([learn_codebook(head, self.options.d_sub) for head in keys])
                 context.progress("codebooks", len(books), len(chosen))
             self._keep_decode_step(session, chosen)
         return [books[number] for number in range(len(chosen))]
+
+    def _check_count(self, tokens: int) -> None:
+        if tokens < CENTROIDS:
+            raise CalibrationError(
+                f"the calibration feeds hold {tokens} tokens, expected at least {CENTROIDS}, and for good codebooks "
+                "some thousand; give more text"
+            )
+        if tokens < _FEW_TOKENS:
+            self.context.note(
+                f"codebooks were learned from {tokens} tokens only, which fits them to these; give some thousand "
+                "tokens of text like that to come"
+            )
 
     @contextmanager
     def _opened(self, model: ir.Model) -> Any:
@@ -213,7 +226,8 @@ class CompressCachePass(RecipePass):
                 file.unlink(missing_ok=True)
 
     def _keep_decode_step(self, session: Any, chosen: Sequence[CachedAttention]) -> None:
-        """Prompts do not read the cache. So `verify` also runs the last token of one on what comes before it."""
+        """Prompts do not read the cache. So the first feed that `verify` runs, times, and compares with the answers
+        without our library, is the last token of one on what comes before it."""
         context = self.context
         if context.reference is not None or not context.feeds_to_verify:
             return
@@ -228,7 +242,12 @@ class CompressCachePass(RecipePass):
         caches = session.run(list(outputs.values()), feeds[0])
         step = decode_step(feeds[0], dict(zip(outputs, caches, strict=True)))
         if step is not None:
-            context.feeds = [feeds[0], step, *feeds[1:]]
+            context.feeds = [step, *feeds]
+        else:
+            context.note(
+                "no token was decoded from the cache to verify it: the feeds end with padding, or have inputs besides "
+                "tokens, mask, positions and cache"
+            )
 
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
@@ -363,6 +382,7 @@ class CompressCachePass(RecipePass):
                 f"the model needs Ortolan's library: its {OP_TYPE} nodes have inputs of several forms, which one ONNX "
                 "function cannot serve"
             )
+            model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
             return
         function = nomad_cache_function(model.opset_imports[""], uses)
         model.functions[function.identifier()] = function
@@ -393,10 +413,6 @@ class CompressCachePass(RecipePass):
             rotary=rotary,
             exact_keys=self.options.window + self.options.sinks > 0,
         )
-
-
-def _matches(names: Iterable[str], globs: Globs) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs for name in names)
 
 
 def _last(match: CachedAttention) -> ir.Node:

@@ -73,6 +73,7 @@ def _check_feeds(feeds: Any, model: ir.Model, number: int) -> Feeds:
         raise CalibrationError(f"{where} are a {type(feeds).__name__}, expected a dict of arrays")
     required = {value.name or "": value for value in model_inputs(model)}
     known = {value.name or "": value for value in model.graph.inputs}
+    feeds = {**_beginning_of_text(feeds, required), **feeds}
     missing, unknown = set(required) - set(feeds), set(feeds) - set(known)
     if missing or unknown:
         raise CalibrationError(
@@ -99,6 +100,24 @@ def _check_feeds(feeds: Any, model: ir.Model, number: int) -> Feeds:
             raise CalibrationError(f"{where}: input {name!r} has shape {list(array.shape)}, expected {shape}")
         checked[name] = array
     return checked
+
+
+def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value]) -> Feeds:
+    """What input_ids [batch, tokens] say of other inputs: an empty cache, and no padding."""
+    ids: np.ndarray = np.asarray(feeds.get("input_ids", ())) if "input_ids" in required else np.empty(0)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        return {}
+    plain = {"attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    plain["position_ids"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    made = {name: array for name, array in plain.items() if name in required}
+    for name, value in required.items():
+        shape = value.shape
+        if "past" not in name or shape is None or len(shape) != 4 or value.dtype is None:
+            continue
+        heads, width = shape[1], shape[3] if isinstance(shape[3], int) else head_size(value)
+        if isinstance(heads, int) and width is not None and not isinstance(shape[2], int):
+            made[name] = np.zeros((len(ids), heads, 0, width), value.dtype.numpy())
+    return made
 
 
 def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:

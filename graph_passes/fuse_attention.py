@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import RecipeError
-
 from .attention import Attention, find_attentions
 from .attention_mask import MaskSums
 from .constants import remove_dead
-from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
-from .options import Globs, PassOptions, takes
+from .normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
+from .options import Globs, PassOptions, any_matches, takes
 from .pipeline import RecipePass
 from .replace.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
 from .replace.replacement import fill_missing, nodes_of
@@ -42,11 +38,7 @@ class FuseAttentionPass(RecipePass):
     options: FuseAttentionOptions
 
     def requires(self, model: ir.Model) -> None:
-        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
-            raise RecipeError(
-                "pass 'fuse_attention' needs pass 'normalize' before it, for models of an old opset or with "
-                'functions; add [[pass]] name = "normalize" to the recipe'
-            )
+        require_normalized(model, "fuse_attention")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
@@ -56,9 +48,9 @@ class FuseAttentionPass(RecipePass):
         refused: dict[str, list[str]] = {}
         for match in found:
             context.names_of_layers += match.names
-            if not self._matches(match.names, self.options.select):
+            if not any_matches(match.names, self.options.select):
                 refused.setdefault("not selected", []).append(match.names[0])
-            elif self._matches(match.names, self.options.exclude):
+            elif any_matches(match.names, self.options.exclude):
                 refused.setdefault("excluded", []).append(match.names[0])
             elif isinstance(match, Attention):
                 chosen.append(match)
@@ -80,9 +72,6 @@ class FuseAttentionPass(RecipePass):
         if chosen and not context.dry_run:
             self._finish(model)
         return ir.passes.PassResult(model, modified=bool(chosen) and not context.dry_run)
-
-    def _matches(self, names: Iterable[str], globs: Globs) -> bool:
-        return any(fnmatchcase(name, glob) for glob in globs for name in names)
 
     def _report(self, match: Attention) -> None:
         for product in match.products:

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import numpy as np
 import onnx_ir as ir
-
-from ortolan.errors import RecipeError
 
 from .constants import remove_unused
 from .lut import (
@@ -34,8 +31,8 @@ from .lut import (
     make_table,
     seen_outside,
 )
-from .normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
-from .options import Globs, PassOptions, takes
+from .normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
+from .options import Globs, PassOptions, any_matches, takes
 from .pipeline import PassContext, RecipePass
 from .replace.function_body import FunctionBody
 from .report import LookupReport
@@ -75,11 +72,7 @@ class FuseLutPass(RecipePass):
         self._tables: dict[tuple[int, str, bytes], ir.Value] = {}
 
     def requires(self, model: ir.Model) -> None:
-        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
-            raise RecipeError(
-                "pass 'fuse_lut' needs pass 'normalize' before it, for models of an old opset or with "
-                'functions; add [[pass]] name = "normalize" to the recipe'
-            )
+        require_normalized(model, "fuse_lut")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._tables.clear()
@@ -163,7 +156,7 @@ class FuseLutPass(RecipePass):
         """The chain's table, or NoTableError: why it is better left alone."""
         name = chain.nodes[-1].name or ""
         self.context.names_of_layers.append(name)
-        if not _matches(name, self.options.select) or _matches(name, self.options.exclude):
+        if not any_matches([name], self.options.select) or any_matches([name], self.options.exclude):
             raise NoTableError(f"{name} is not selected")
         if saved == 0:
             raise NoTableError(f"{name} is needed elsewhere")
@@ -218,10 +211,6 @@ def lut_post_op_function(opset: int) -> ir.Function:
     graph = ir.Graph([x, table], [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr("format_version", ir.AttributeType.INT, None)]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
-
-
-def _matches(name: str, globs: Globs) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _exits(cone: Cone, inside: Collection[ir.Node]) -> list[ir.Value]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array, stored_bytes
+from .options import any_matches
 from .quantized_forms import why_not
 from .quantized_weight import QuantizedWeight, dequantized_tensor
 from .quantizers.fixed_range import FixedRange
@@ -145,8 +145,7 @@ class Linear:
 
     def matches(self, globs: tuple[str, ...]) -> bool:
         """Whether the name of the node or of its weight matches one of the patterns."""
-        names = [self.name, *self.weight_names]
-        return any(fnmatchcase(name, glob) for glob in globs for name in names)
+        return any_matches([self.name, *self.weight_names], globs)
 
     def matrix(self) -> np.ndarray:
         """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""

@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes import common as onnx_passes
 
-from ortolan.errors import ModelError
+from ortolan.errors import ModelError, RecipeError
 
 from .constants import DEFAULT_DOMAINS
 from .model_file import to_proto
@@ -70,6 +70,15 @@ def inline_functions(model: ir.Model) -> None:
 def has_functions(model: ir.Model) -> bool:
     """Whether the model has functions of its own. Those of our operators do not count."""
     return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
+
+
+def require_normalized(model: ir.Model, name: str) -> None:
+    """Raises RecipeError if pass `name` meets a model that pass `normalize` would change so that it could be read."""
+    if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
+        raise RecipeError(
+            f"pass {name!r} needs pass 'normalize' before it, for models of an old opset or with functions; add "
+            '[[pass]] name = "normalize" to the recipe'
+        )
 
 
 def optimized_with(model: ir.Model) -> str | None:

@@ -11,12 +11,20 @@ import dataclasses
 import math
 import numbers
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from ortolan.errors import RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
+
+
+def any_matches(names: Iterable[str], globs: Globs) -> bool:
+    """Whether one of the names matches one of the patterns."""
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+
+
 _NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # numpy's count as well
 OptionsT = TypeVar("OptionsT", bound="PassOptions")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
+from ortolan.errors import NothingToReplaceError, VerificationError
 
 from ..constants import constant_tensor, remove_unused
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
@@ -18,7 +18,7 @@ from ..layer_norm import add_layer_norm
 from ..linear import Linear
 from ..lut import graph_order
 from ..model_file import release_maps
-from ..normalize import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, has_functions
+from ..normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
 from ..quantized_forms import fold_back
@@ -98,11 +98,7 @@ class ReplacePass(RecipePass):
         context.adopts.append(lambda linear: self._stored_numbers(linear) is not None)
 
     def requires(self, model: ir.Model) -> None:
-        if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
-            raise RecipeError(
-                "pass 'replace' needs pass 'normalize' before it, for models of an old opset or with "
-                'functions; add [[pass]] name = "normalize" to the recipe'
-            )
+        require_normalized(model, "replace")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self._runs = not self.context.dry_run

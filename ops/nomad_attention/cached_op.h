@@ -107,6 +107,9 @@ class CachedAttention {
   struct Cache {
     Rows keys, values, exact_keys;
   };
+  struct Tokens {
+    int64_t begin, end;
+  };
 
   // Reads and checks the attributes. Throws OpError.
   void ReadWindow(const OrtKernelInfo& info, int64_t kv_heads);
@@ -128,15 +131,16 @@ class CachedAttention {
               const Cache& cache) const;
   void AppendExactKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head,
                        const Rows& exact_keys) const;
-  bool VisibleRange(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t head, int64_t query,
-                    int64_t* begin, int64_t* end) const;
+  std::optional<Tokens> VisibleTokens(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t head,
+                                      int64_t query) const;
+  std::optional<std::vector<Tokens>> VisibleTokens(const AttentionCall& call, const Lengths& lengths) const;
   // The tokens that exact keys hold while queries read them: those before the call, and of a single query its own,
   // which takes the place of one that has left its window.
   static int64_t Held(const AttentionCall& call, int64_t past) { return call.queries == 1 ? past + 1 : past; }
   void Attend(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
               const Cache& cache) const;
-  void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
-              const Cache& cache) const;
+  void Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& cache,
+              const std::vector<Tokens>& seen) const;
   // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
   void WriteKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head, const Cache& cache,
                  int64_t position, int64_t end, float* to) const;

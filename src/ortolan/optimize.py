@@ -72,7 +72,8 @@ def optimize_onnx(
     options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
     calibration: an .npz file, a dict of arrays, or an iterable of such dicts, named like the model's inputs: run to
         verify the result, to measure the error of layers, and by passes that fit weights or ranges to inputs. None:
-        inputs are made up, where that will do.
+        inputs are made up, where that will do. Beside input_ids, an empty cache, a full attention_mask, position_ids
+        and token_type_ids of 0 may be left out.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
     progress: called as progress(stage, done, total). What it raises ends the run and reaches the caller as it is.

@@ -339,3 +339,25 @@ def test_any_feed_is_answered_or_refused(
     else:
         assert y.shape[:2] == feeds["query"].shape[:2]
         assert [x.shape[:2] for x in present] == [(len(y), 2)] * 2
+
+
+def test_one_buffer_for_caches_of_two_sizes() -> None:
+    """Heads would lie at other places before and after."""
+    setup = Setup(kind="float", lengths=False)
+    made = session(node_model(setup))
+    feeds = Decoder(setup, batch=1, room=20).call(1).feeds
+    buffer = np.zeros(2 * 21 * 32 + 16, np.float32)
+    binding = made.io_binding()
+    for name, array in feeds.items():
+        if name != "past_key":
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+    shapes = {"past_key": (1, 2, 20, 32), "present_key": (1, 2, 21, 32)}
+    pointer = buffer.ctypes.data
+    binding.bind_input("past_key", "cpu", 0, np.float32, shapes["past_key"], pointer)
+    binding.bind_output("present_key", "cpu", 0, np.float32, shapes["present_key"], pointer)
+    binding.bind_output("present_value", "cpu")
+    binding.bind_output("y", "cpu")
+    with pytest.raises(
+        Exception, match=f"{NODE}: past and present of 'past_key' are one buffer of 20 tokens, expected 21"
+    ):
+        made.run_with_iobinding(binding)

@@ -242,3 +242,18 @@ def test_flags_are_made_up_both_ways():
     feeds, description = make_up_feeds(ir.from_proto(model), open_session(model.SerializeToString(), quiet_options()))
     assert [bool(one["flag"]) for one in feeds] == [True, True, False]
     assert description.startswith("3 synthetic feed(s)")
+
+
+@pytest.mark.parametrize("attention", ["standard", "gqa"])
+def test_token_ids_are_enough_of_a_feed(attention):
+    model = tiny.tiny_llama(attention=attention, hidden_size=64, head_dim=16)
+    ids = np.arange(10)[None]
+    (feeds,) = read_calibration([{"input_ids": ids}], model)
+    assert set(feeds) == {value.name for value in model.graph.inputs}
+    caches = [array for name, array in feeds.items() if name.startswith("past")]
+    assert caches and all(array.shape[2] == 0 and array.dtype == np.float32 for array in caches)
+    assert feeds["attention_mask"].tolist() == [[1] * 10]
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    assert np.isfinite(session.run(None, feeds)[0]).all()
+    given = {"input_ids": ids, "attention_mask": np.zeros_like(ids)}
+    assert not read_calibration([given], model)[0]["attention_mask"].any()
