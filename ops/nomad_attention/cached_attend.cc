@@ -16,6 +16,8 @@ constexpr int64_t kMostDecodeQueries = 4;
 constexpr int64_t kMinPartTokens = 4096;
 // Enough pieces of work for the threads of a server.
 constexpr int64_t kPieces = 64;
+// Of keys and values as floats, of as many heads as fit at a time, and at least of one.
+constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
 constexpr float kHidden = -1e4f;  // exporters' masks hold this or less
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -200,6 +202,25 @@ void CachedAttention::WriteKeys(const AttentionCall& call, const Lengths& length
   }
 }
 
+void CachedAttention::WriteFloats(const AttentionCall& call, const Lengths& lengths, int64_t head, const Cache& cache,
+                                  int64_t first, bool own_cached, float* k, float* v) const {
+  const int64_t batch = head / call.kv_heads, kv_head = head % call.kv_heads;
+  const int64_t past = lengths.past[static_cast<size_t>(batch)], added = lengths.added[static_cast<size_t>(batch)];
+  const int64_t from_cache = own_cached ? past + added : past, row_bytes = call.head_dim * kFloat;
+  const char* values = cache.values.At(head, 0);
+  // In the past of a long call, what the exact keys hold.
+  WriteKeys(call, lengths, batch, kv_head, cache, own_cached ? past + first : past - 1, from_cache, k);
+  if (int8_values_) {
+    DecodeValues(call.head_dim, reinterpret_cast<const uint8_t*>(values), past + added, 0, from_cache, v, row_bytes);
+  } else {
+    std::memcpy(v, values, static_cast<size_t>(from_cache * row_bytes));
+  }
+  for (int64_t i = from_cache - past; i < call.queries; ++i) {
+    std::memcpy(k + (past + i) * call.head_dim, call.k.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
+    std::memcpy(v + (past + i) * call.head_dim, call.v.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
+  }
+}
+
 void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
                              const Cache& cache, int64_t first, int64_t count) const {
   const AttentionKernel& kernel = SelectAttention(ActiveIsa(), call.precision);
@@ -215,70 +236,60 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
   // Keys and values of the past, then this call's, as floats.
   std::optional<Scratch> floats;
   float* all = nullptr;
+  int64_t at_once = heads;
   if (!as_given) {
-    floats.emplace(context, static_cast<size_t>(2 * heads * most * row_bytes));
+    at_once = std::clamp<int64_t>(kMostFloatBytes / (2 * most * row_bytes), 1, heads);
+    floats.emplace(context, static_cast<size_t>(2 * at_once * most * row_bytes));
     all = static_cast<float*>(floats->data());
-    ParallelFor(context, heads, [&](int64_t head) {
-      const int64_t batch = head / call.kv_heads, kv_head = head % call.kv_heads;
-      const int64_t past = lengths.past[static_cast<size_t>(batch)];
-      float* k = all + 2 * head * most * call.head_dim;
-      float* v = k + most * call.head_dim;
-      const char* value_rows = cache.values.At(head, 0);
-      const int64_t added = lengths.added[static_cast<size_t>(batch)];
-      const int64_t from_cache = own_cached ? past + added : past;
-      // In the past of a long call, what the exact keys hold.
-      WriteKeys(call, lengths, batch, kv_head, cache, own_cached ? past + first : past - 1, from_cache, k);
-      if (int8_values_) {
-        DecodeValues(call.head_dim, reinterpret_cast<const uint8_t*>(value_rows), past + added, 0, from_cache, v,
-                     row_bytes);
-      } else {
-        std::memcpy(v, value_rows, static_cast<size_t>(from_cache * row_bytes));
-      }
-      for (int64_t i = from_cache - past; i < call.queries; ++i) {
-        std::memcpy(k + (past + i) * call.head_dim, call.k.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
-        std::memcpy(v + (past + i) * call.head_dim, call.v.At(batch, kv_head, i), static_cast<size_t>(row_bytes));
-      }
-    });
   }
   const int64_t bytes = kernel.scratch_bytes(most, call.head_dim);
-  ForEachWithScratch(context, node_, heads * chunks, bytes, [&](int64_t item, char* scratch) {
-    const int64_t head = item / chunks, batch = head / call.kv_heads, kv_head = head % call.kv_heads;
-    AttentionArgs args;
-    args.heads = group;
-    args.queries = count;
-    // Causality hides padding, whose keys are the last ones. Without it they are left out.
-    args.keys = lengths.past[static_cast<size_t>(batch)] +
-                (call.causal ? first + count : lengths.added[static_cast<size_t>(batch)]);
-    args.head_dim = call.head_dim;
-    args.q = call.q.At(batch, kv_head * group, first);
-    args.q_head_bytes = call.q.head_bytes;
-    args.q_row_bytes = call.q.row_bytes;
-    if (as_given) {
-      args.k = call.k.At(batch, kv_head, 0);
-      args.k_row_bytes = call.k.row_bytes;
-      args.v = call.v.At(batch, kv_head, 0);
-      args.v_row_bytes = call.v.row_bytes;
-    } else {
-      args.k = all + 2 * head * most * call.head_dim;
-      args.v = args.k + most * call.head_dim;
-      args.k_row_bytes = args.v_row_bytes = row_bytes;
+  for (int64_t first_head = 0; first_head < heads; first_head += at_once) {
+    const int64_t some = std::min(at_once, heads - first_head);
+    if (!as_given) {
+      ParallelFor(context, some, [&](int64_t place) {
+        float* k = all + 2 * place * most * call.head_dim;
+        WriteFloats(call, lengths, first_head + place, cache, first, own_cached, k, k + most * call.head_dim);
+      });
     }
-    if (call.mask.data != nullptr) {
-      const std::vector<int64_t>& strides = call.mask.strides;
-      args.mask = call.mask.data + batch * strides[0] + kv_head * group * strides[1] + first * strides[2];
-      args.mask_head_stride = group > 1 ? strides[1] : 0;
-      args.mask_query_stride = strides[2];
-      args.mask_key_stride = strides[3];
-    }
-    args.scale = call.scale;
-    args.causal = call.causal;
-    args.zero_hidden_rows = call.zero_hidden_rows;
-    args.y = call.y + ((batch * call.queries + first) * call.heads + kv_head * group) * call.head_dim;
-    args.y_head_bytes = row_bytes;
-    args.y_row_bytes = call.heads * row_bytes;
-    const int64_t row = item % chunks * kAttentionRows;
-    kernel.run(args, row, std::min(row_count, row + kAttentionRows), scratch);
-  });
+    ForEachWithScratch(context, node_, some * chunks, bytes, [&](int64_t item, char* scratch) {
+      const int64_t head = first_head + item / chunks, batch = head / call.kv_heads, kv_head = head % call.kv_heads;
+      AttentionArgs args;
+      args.heads = group;
+      args.queries = count;
+      // Causality hides padding, whose keys are the last ones. Without it they are left out.
+      args.keys = lengths.past[static_cast<size_t>(batch)] +
+                  (call.causal ? first + count : lengths.added[static_cast<size_t>(batch)]);
+      args.head_dim = call.head_dim;
+      args.q = call.q.At(batch, kv_head * group, first);
+      args.q_head_bytes = call.q.head_bytes;
+      args.q_row_bytes = call.q.row_bytes;
+      if (as_given) {
+        args.k = call.k.At(batch, kv_head, 0);
+        args.k_row_bytes = call.k.row_bytes;
+        args.v = call.v.At(batch, kv_head, 0);
+        args.v_row_bytes = call.v.row_bytes;
+      } else {
+        args.k = all + 2 * (item / chunks) * most * call.head_dim;
+        args.v = args.k + most * call.head_dim;
+        args.k_row_bytes = args.v_row_bytes = row_bytes;
+      }
+      if (call.mask.data != nullptr) {
+        const std::vector<int64_t>& strides = call.mask.strides;
+        args.mask = call.mask.data + batch * strides[0] + kv_head * group * strides[1] + first * strides[2];
+        args.mask_head_stride = group > 1 ? strides[1] : 0;
+        args.mask_query_stride = strides[2];
+        args.mask_key_stride = strides[3];
+      }
+      args.scale = call.scale;
+      args.causal = call.causal;
+      args.zero_hidden_rows = call.zero_hidden_rows;
+      args.y = call.y + ((batch * call.queries + first) * call.heads + kv_head * group) * call.head_dim;
+      args.y_head_bytes = row_bytes;
+      args.y_row_bytes = call.heads * row_bytes;
+      const int64_t row = item % chunks * kAttentionRows;
+      kernel.run(args, row, std::min(row_count, row + kAttentionRows), scratch);
+    });
+  }
 }
 
 }  // namespace ortolan

@@ -144,6 +144,10 @@ class CachedAttention {
   // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
   void WriteKeys(const AttentionCall& call, const Lengths& lengths, int64_t batch, int64_t kv_head, const Cache& cache,
                  int64_t position, int64_t end, float* to) const;
+  // Keys and values of the past and of the call, [past + S][D] each. own_cached: the call's own as the cache holds
+  // them.
+  void WriteFloats(const AttentionCall& call, const Lengths& lengths, int64_t head, const Cache& cache, int64_t first,
+                   bool own_cached, float* k, float* v) const;
   // Queries first … first + count - 1.
   void Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths, const Cache& cache,
               int64_t first, int64_t count) const;

@@ -449,8 +449,9 @@ class DecodeLoop {
   }
 
   void Attend(int64_t begin, int64_t end, const DecodePartial& partial) const {
-    const float negligible =
-        kNegligiblePowersOfTwo + static_cast<float>(64 - __builtin_clzll(static_cast<uint64_t>(end - begin)));
+    const bool exact = args_.keys != nullptr && args_.values != nullptr;
+    const float negligible = (exact ? kNegligiblePowersOfTwoExact : kNegligiblePowersOfTwo) +
+                             static_cast<float>(64 - __builtin_clzll(static_cast<uint64_t>(end - begin)));
     for (int64_t i = 0; i < args_.heads * kLanes; ++i) s_.sums[i] = 0;
     for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kChunk) {
       const int64_t count = end - first < kChunk ? end - first : kChunk;

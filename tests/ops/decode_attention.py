@@ -100,7 +100,9 @@ class Case:
         error = np.broadcast_to(self.score_error(), self.exact_scores().shape)[:, at].max(-1, keepdims=True)
         assert error.max() < 0.5, "the bound says nothing here"
         tokens = len(v)
-        bound = (np.exp2(2 * error) - 1 + (tokens + 32) * 2.0**-22) * (p @ np.abs(v)) + 2.0**-11 * np.abs(v).max()
+        exact = self.codebook is None and self.value_cache.dtype != np.uint8
+        left_out = 2.0 ** (-23 if exact else -11) * np.abs(v).max()
+        bound = (np.exp2(2 * error) - 1 + (tokens + 32) * 2.0**-22) * (p @ np.abs(v)) + left_out
         if self.value_cache.dtype == np.uint8:
             bound += 2.0**-16 * tokens * p.max(-1, keepdims=True) * np.abs(v).max()
         return p @ v, bound
