@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ortolan import _native
+
 from .attention import LOWEST
 from .cached_attention import Call, Decoder, Setup, gqa_model, node_model, run_shared
 from .single_node import session
@@ -298,3 +300,25 @@ def test_any_shape(
             added = np.random.default_rng(seed).integers(1, queries + 1, batch).tolist()
         call = decoder.call(queries, added)
         call.check(ours.run(None, call.feeds))
+
+
+def test_prompts_on_a_past_that_does_not_fit_as_floats() -> None:
+    """64 MB of keys and values are taken as floats at a time: heads then go through one set after another."""
+    setup = Setup(2, 1, 16, "codes", lengths=False)
+    ours, rng = session(node_model(setup)), np.random.default_rng(5)
+    batch, tokens, queries = 9, 70000, 6
+    values = np.zeros((batch, 1, tokens, 18), np.uint8)
+    for cache in values[:, 0]:
+        _native.append_values(cache, 0, rng.standard_normal((tokens, 16), dtype=np.float32))
+    feeds = {
+        "query": rng.standard_normal((batch, queries, 32), dtype=np.float32),
+        "key": rng.standard_normal((batch, queries, 16), dtype=np.float32),
+        "value": rng.standard_normal((batch, queries, 16), dtype=np.float32),
+        "past_key": rng.integers(0, 256, (batch, 1, tokens, 8), np.uint8),
+        "past_value": values,
+    }
+    together = ours.run(None, feeds)
+    for i in range(batch):
+        alone = ours.run(None, {name: array[i : i + 1] for name, array in feeds.items()})
+        for a, b in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(a[0], b[i])
