@@ -83,6 +83,10 @@ class OptimizationReport:
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
     # Optimized against the pruned and quantized model before its layers were replaced: what operators round.
     rounding_error: list[OutputError] = field(default_factory=list)
+    # Optimized against the original, of tokens decoded from a cache that was compressed, one a call, behind a prompt.
+    decode_error: list[OutputError] = field(default_factory=list)
+    decoded_tokens: int | None = None  # so many
+    decoded_after: int | None = None  # the tokens of the prompt
     portable_error: list[OutputError] = field(default_factory=list)  # portable body against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
     latency_after: Timing | None = None

@@ -151,7 +151,9 @@ def test_compressed_caches_are_near(form: str) -> None:
         logits = decode(found, cuts)
         np.testing.assert_allclose(logits[:, :70], expected[:, :70], atol=2e-5)  # prompts are exact
         errors.append(distance(logits[:, 70:], expected[:, 70:]))
-        assert report.output_error[0].relative_l2 > 1e-4  # verify has seen a decoded token as well
+        assert report.output_error[0].relative_l2 < 1e-5 and report.decoded_after == 42 and report.decoded_tokens == 8
+        assert [error.name for error in report.decode_error] == ["logits"]  # of tokens that read the cache
+        assert 0.3 * errors[-1] < report.decode_error[0].relative_l2 < 2 * errors[-1]
     # Random weights know no clusters: real models are nearer.
     assert 1e-3 < errors[0] < 0.12 and errors[0] < 1.05 * errors[1] < errors[2] < errors[3] < 0.6
 
