@@ -36,6 +36,7 @@ from .quantizers.codebooks import CENTROIDS, learn_codebook
 from .replace.nomad_attention_function import OP_TYPE
 from .replace.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
 from .replace.replacement import fill_missing, in_order, nodes_of
+from .report import CacheReport
 from .verify import keep_reference
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
@@ -150,6 +151,13 @@ class CompressCachePass(RecipePass):
             rows = [(self._key_bytes(match) + self._value_bytes(match), 8 * match.head_dim) for match in chosen]
             after, before = (sum(column) for column in zip(*rows, strict=True))
             keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
+            self.context.report.cache = CacheReport(
+                len(chosen),
+                keys,
+                options.values,
+                bytes_before=sum(8 * match.head_dim * match.kv_heads for match in chosen),
+                bytes_after=sum((self._key_bytes(one) + self._value_bytes(one)) * one.kv_heads for one in chosen),
+            )
             self.context.note(
                 f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
                 f"cache takes {after / before:.3g} of the bytes"

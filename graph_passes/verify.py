@@ -189,8 +189,11 @@ class VerifyPass(RecipePass):
         encoded = [context.encoded(calls[0]), *calls[1:]]
         after = _decode(optimized, encoded, context, names, "the optimized model", VerificationError)
         places = {use.present: names.index(use.present) for use in context.caches.values()}
-        report.decoded_tokens, report.decoded_after = len(before.steps), calls[0]["input_ids"].shape[1]
-        report.decode_error = measure_errors(names, before.steps, after.steps)
+        prompt = calls[0]["input_ids"].shape[1]
+        errors = measure_errors(names, before.steps, after.steps)
+        if report.cache is not None:
+            report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), prompt
+            report.cache.decode_error = errors
         _refuse_infinite(names, before.steps, after.steps)
         reference = context.decoded_reference or before
         # Where none was kept, a part of the error is that of quantization.
@@ -205,7 +208,7 @@ class VerifyPass(RecipePass):
         limit = self.options.max_rounding_error
         if limit is None:
             limit = layers + DECODE_FACTOR * _root(context.cache_rounding.values())
-        where = f"of a token decoded behind a prompt of {report.decoded_after}"
+        where = f"of a token decoded behind a prompt of {prompt}"
         for error in measure_errors(names, reference.steps, after.steps) if known else []:
             if not error.relative_l2 <= limit:
                 raise VerificationError(
@@ -214,7 +217,7 @@ class VerifyPass(RecipePass):
                     "text like that to come, or raise verify.max_rounding_error if your task bears it; if nothing in "
                     "the model explains it, please report this"
                 )
-        self._judge_size(report.decode_error, where, "keep more of the cache exact, or exclude some attentions")
+        self._judge_size(errors, where, "keep more of the cache exact, or exclude some attentions")
         return before, after, shorter(calls, _PORTABLE_PROMPT)
 
     # ---- without our library -----------------------------------------------------------------------------------------

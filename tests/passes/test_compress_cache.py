@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -151,9 +152,11 @@ def test_compressed_caches_are_near(form: str) -> None:
         logits = decode(found, cuts)
         np.testing.assert_allclose(logits[:, :70], expected[:, :70], atol=2e-5)  # prompts are exact
         errors.append(distance(logits[:, 70:], expected[:, 70:]))
-        assert report.output_error[0].relative_l2 < 1e-5 and report.decoded_after == 42 and report.decoded_tokens == 8
-        assert [error.name for error in report.decode_error] == ["logits"]  # of tokens that read the cache
-        assert 0.3 * errors[-1] < report.decode_error[0].relative_l2 < 2 * errors[-1]
+        cache = report.cache
+        assert cache is not None and (cache.prompt_tokens, cache.decoded_tokens) == (42, 8)
+        assert [error.name for error in cache.decode_error] == ["logits"]  # of tokens that read the cache
+        assert report.output_error[0].relative_l2 < 1e-5
+        assert 0.3 * errors[-1] < cache.decode_error[0].relative_l2 < 2 * errors[-1]
     # Random weights know no clusters: real models are nearer.
     assert 1e-3 < errors[0] < 0.12 and errors[0] < 1.05 * errors[1] < errors[2] < errors[3] < 0.6
 
@@ -398,3 +401,10 @@ def test_the_recipe() -> None:
         model, recipe="long-context", calibration=[prompt(model)], options={"verify.seconds": 0.0}
     )
     assert report.model is not None and op_types(report.model).count("NoMADAttention") == LAYERS
+    text = " ".join(str(report).split())
+    assert text.startswith("recipe long-context: cache 512 B -> 104 B a token (4.92x smaller), replaced ")
+    assert "cache 2 attentions: keys codes of 1 number(s), values int8" in text
+    assert "decoded logits: relative error 0." in text and "(8 tokens behind a prompt of 42, which is exact)" in text
+    table = json.loads(report.to_json())["cache"]
+    assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))
+    assert table["decode_error"][0]["name"] == "logits"

@@ -76,7 +76,8 @@ def test_codebooks_of_one_layer(monkeypatch: pytest.MonkeyPatch, form: str) -> N
 @pytest.mark.parametrize("options", [{}, {"d_sub": 2}, {"d_sub": 4}, {"values": "float32"}, EXACT], ids=str)
 def test_the_error_of_decoded_tokens_is_reported(form: str, options: dict[str, object]) -> None:
     _, report = compress(llama(form), **options)
-    (error,) = report.decode_error
+    assert report.cache is not None
+    (error,) = report.cache.decode_error
     assert error.name == "logits"
     if options is EXACT:
         assert error.relative_l2 < 1e-5
