@@ -243,7 +243,7 @@ class CompressCachePass(RecipePass):
         graph = match.node.graph
         assert isinstance(graph, ir.Graph)
         made: list[ir.Node] = []
-        mask = masks.sum_of(match.node, match.masks, made)
+        mask = masks.sum_of(match.node, match.masks, made, (match.past_key, match.key))
         given = {
             "query": match.query,
             "mask": mask,

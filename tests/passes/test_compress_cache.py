@@ -408,3 +408,45 @@ def test_the_recipe() -> None:
     table = json.loads(report.to_json())["cache"]
     assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))
     assert table["decode_error"][0]["name"] == "logits"
+
+
+@pytest.mark.parametrize("hides", [True, False, None])
+def test_masks_that_are_cut_to_the_number_of_keys(hides: bool | None) -> None:
+    """As Optimum exports decoders of transformers 4.57; the number comes from keys that are repeated. hides: what truth
+    values of the mask say; None: it holds floats. It is twice as long here, so that a cut that is lost shows."""
+    model = llama("standard")
+    graph = model.graph
+    where = next(node for node in graph.node if node.op_type == "Where")
+    numbers = {"first": [0], "last": [3], "tokens": 2, "zero": np.float32(0), "hidden": np.float32(-np.inf)}
+    graph.initializer.extend(numpy_helper.from_array(np.array(value), f"m_{name}") for name, value in numbers.items())
+    mask = where.output[0]
+    made = []
+    if hides is not None:
+        made = [helper.make_node("Less" if hides else "Equal", [mask, "m_zero"], ["seen"], "seen")]
+        mask = "seen"
+    made.append(helper.make_node("Concat", [mask, mask], ["twice"], "twice", axis=3))
+    nodes = list(graph.node)
+    place = nodes.index(where) + 1
+    nodes[place:place] = made
+    for layer in range(LAYERS):
+        name = f"/model/layers.{layer}/self_attn"
+        add = next(node for node in nodes if node.name == f"{name}/Add_2")
+        cut = [
+            helper.make_node("Shape", [f"{name}/Reshape_3_output_0"], [f"{name}/s"], f"{name}/s"),
+            helper.make_node("Gather", [f"{name}/s", "m_tokens"], [f"{name}/g"], f"{name}/g"),
+            helper.make_node("Unsqueeze", [f"{name}/g", "m_first"], [f"{name}/u"], f"{name}/u"),
+            helper.make_node("Slice", ["twice", "m_first", f"{name}/u", "m_last"], [f"{name}/cut"], f"{name}/cut"),
+        ]
+        add.input[1] = f"{name}/cut"
+        if hides is not None:
+            fills = ["m_hidden", "m_zero"] if hides else ["m_zero", "m_hidden"]
+            cut.append(helper.make_node("Where", [f"{name}/cut", *fills], [f"{name}/fill"], f"{name}/fill"))
+            add.input[1] = f"{name}/fill"
+        nodes[nodes.index(add) : nodes.index(add)] = cut
+    del graph.node[:]
+    graph.node.extend(nodes)
+    onnx.checker.check_model(model)
+    found, report = compress(model, **EXACT)
+    types = op_types(found)
+    assert types.count("NoMADAttention") == LAYERS and "Softmax" not in types, report.notes
+    np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)
