@@ -8,7 +8,7 @@ formula.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,8 @@ class Mask:
     value: ir.Value
     fill: float | None = None
     hides: bool = True  # true does; else false does
+    # The last axis is cut off behind past and new keys: their dimensions, and the new ones' axis of tokens.
+    cut: tuple[Hashable, Hashable, int] | None = None
 
 
 @dataclass(eq=False)

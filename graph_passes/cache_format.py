@@ -36,6 +36,37 @@ class CacheFormat:
                 _native.append_keys(encoded[batch, head], 0, rows, self.codebooks[head])
         return encoded
 
+    def decode(self, cache: np.ndarray) -> np.ndarray:
+        """What a cache [batch, kv_heads, tokens, row_bytes] stands for, all of it tokens of the sequence: float32
+        [batch, kv_heads, tokens, head_dim]."""
+        decoded = np.zeros((*cache.shape[:3], self.head_dim), np.float32)
+        for batch, head in np.ndindex(*cache.shape[:2]):
+            rows = np.ascontiguousarray(cache[batch, head])
+            if self.codebooks is None:
+                decoded[batch, head] = _native.decode_values(rows, len(rows))
+            else:
+                decoded[batch, head] = _native.decode_keys(rows, len(rows), self.codebooks[head])
+        return decoded
+
+
+@dataclass(frozen=True, eq=False)
+class CacheUse:
+    """An input of the graph and the output that holds the same a token later."""
+
+    past: str
+    present: str
+    node: str  # that appends
+    format: CacheFormat | None = None  # None: floats, as in the original
+    codebooks: str = ""
+    spread: np.ndarray | None = None  # of the keys that codebooks were learned from: see spread_of
+
+
+def spread_of(keys: np.ndarray) -> np.ndarray:
+    """How far keys [kv_heads, n, head_dim] are from the mean of their head, in the root mean square: [kv_heads]."""
+    deviation = keys - keys.mean(axis=1, keepdims=True)
+    spread: np.ndarray = np.sqrt((deviation.astype(np.float64) ** 2).sum(axis=2).mean(axis=1))
+    return spread
+
 
 @dataclass(frozen=True)
 class ExactKeys:

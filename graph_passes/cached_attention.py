@@ -237,10 +237,12 @@ class _CachedTakenApart(TakenApart):
             )
         if value.scale != 1:
             raise RefusedError("its values are scaled")
+        new_key = _folded(dims, key.new, "key", self._nodes)
+        masks = tuple(_cut_mask(dims, mask, key, new_key) for mask in masks)
         return CachedAttention(
             softmax,
             query.base,
-            _folded(dims, key.new, "key", self._nodes),
+            new_key,
             _folded(dims, value.new, "value", self._nodes),
             key.past,
             value.past,
@@ -278,6 +280,29 @@ class _CachedTakenApart(TakenApart):
             if not isinstance(shape[1], int) or not isinstance(shape[3], int):
                 raise RefusedError("the number of its heads is not known before it runs") from None
             return Operand(value, shape[0], shape[2], shape[1], shape[3], scale)
+
+
+def _cut_mask(dims: Dimensions, mask: Mask, key: _PastOperand, new_key: ir.Value) -> Mask:
+    """Exports of transformers 4.5x cut a mask to the keys' number, which they take from keys that are repeated and go
+    away."""
+    node = mask.value.producer()
+    fill, hides = mask.fill, mask.hides
+    if node is not None and is_op(node, "Where") and fill is None and node.inputs[0] is not None:
+        numbers = [dims.number(value) for value in node.inputs[1:]]
+        hides = numbers[1] == 0
+        fill = numbers[0] if hides else numbers[1] if numbers[0] == 0 else None
+        node = node.inputs[0].producer() if fill is not None else None
+    if node is None or not is_op(node, "Slice"):
+        return mask
+    shape, present = dims.shape(node.inputs[0]), dims.shape(key.present)
+    begin, end, axes, steps = (dims.elements(value) for value in _padded(node.inputs, 5)[1:5])
+    past, new = dims.shape(key.past), dims.shape(new_key)
+    if shape is None or present is None or past is None or new is None or node.inputs[0] is None:
+        return mask
+    if begin != (0,) or end != (present[2],) or axes not in ((len(shape) - 1,), (-1,)) or steps not in (None, (1,)):
+        return mask
+    axis = len(new) - 2
+    return Mask(node.inputs[0], fill, hides, cut=(past[2], new[axis], axis))
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,22 +61,6 @@ def collect_keys(
     on_run(total, total)
 
 
-def decode_step(feeds: Feeds, past: dict[str, np.ndarray]) -> Feeds | None:
-    """Feeds of a prompt that leave a single token to decode, or None where they are not of that kind.
-
-    past: for each input of the cache, the whole of it after the prompt.
-    """
-    ids, mask = feeds.get("input_ids"), feeds.get("attention_mask")
-    if ids is None or ids.ndim != 2 or ids.shape[1] < 2 or any(feeds[name].shape[2] for name in past):
-        return None
-    if mask is not None and (mask.shape != ids.shape or not mask[:, -1].all()):
-        return None  # the last token of some is padding
-    step = {name: array[:, -1:] if name in ("input_ids", "position_ids") else array for name, array in feeds.items()}
-    if step.keys() - {"input_ids", "position_ids", "attention_mask", *past}:
-        return None
-    return step | {name: np.ascontiguousarray(cache[:, :, :-1]) for name, cache in past.items()}
-
-
 def _some_tokens(feeds: Feeds, shape: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
     """The sequence and place of up to `count` tokens of a cache of this shape."""
     mask = feeds.get("attention_mask")

@@ -22,9 +22,9 @@ from ortolan.errors import CalibrationError, RecipeError
 from ortolan.session import open_session, register
 
 from .attention_mask import MaskSums
-from .cache_format import CacheFormat, ExactKeys
+from .cache_format import CacheFormat, CacheUse, ExactKeys, spread_of
 from .cached_attention import CachedAttention, find_cached_attentions
-from .cached_keys import collect_keys, decode_step
+from .cached_keys import collect_keys
 from .calibrate import feeds_for, quiet_options
 from .constants import remove_dead
 from .dimensions import Dimensions
@@ -36,6 +36,7 @@ from .quantizers.codebooks import CENTROIDS, learn_codebook
 from .replace.nomad_attention_function import OP_TYPE
 from .replace.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
 from .replace.replacement import fill_missing, in_order, nodes_of
+from .report import CacheReport
 from .verify import keep_reference
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
@@ -101,7 +102,7 @@ class CompressCachePass(RecipePass):
         books = self._learn(model, chosen) if self.options.keys == _CODES else [None] * len(chosen)
         keep_reference(model, context)
         masks = MaskSums(model, context)
-        self._typical_rounding = self._rounding(model)
+        self._exact_rounding, self._cache_rounding = self._rounding(model)
         uses = self._uses(model, chosen)
         nodes = [self._replace(model, match, book, masks) for match, book in zip(chosen, books, strict=True)]
         self._finish(model, nodes, uses)
@@ -112,6 +113,9 @@ class CompressCachePass(RecipePass):
         refused: dict[str, list[str]] = {}
         for match in find_cached_attentions(model.graph):
             self.context.names_of_layers += match.names
+            if isinstance(match, CachedAttention):
+                for past, present in _caches(match):
+                    self._set_use(past, present, match.node.name or "")
             if not any_matches(match.names, self.options.select):
                 reason: str | None = "not selected"
             elif any_matches(match.names, self.options.exclude):
@@ -147,6 +151,13 @@ class CompressCachePass(RecipePass):
             rows = [(self._key_bytes(match) + self._value_bytes(match), 8 * match.head_dim) for match in chosen]
             after, before = (sum(column) for column in zip(*rows, strict=True))
             keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
+            self.context.report.cache = CacheReport(
+                len(chosen),
+                keys,
+                options.values,
+                bytes_before=sum(8 * match.head_dim * match.kv_heads for match in chosen),
+                bytes_after=sum((self._key_bytes(one) + self._value_bytes(one)) * one.kv_heads for one in chosen),
+            )
             self.context.note(
                 f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
                 f"cache takes {after / before:.3g} of the bytes"
@@ -182,6 +193,7 @@ class CompressCachePass(RecipePass):
                 'keys = "float32" and values = "float32", which need none'
             )
         books: dict[int, np.ndarray] = {}
+        self._spreads: dict[str, np.ndarray] = {}
         with self._opened(model) as session:
             names = [match.present_key.name or "" for match in chosen]
             sizes = [match.kv_heads * match.head_dim for match in chosen]
@@ -196,8 +208,8 @@ class CompressCachePass(RecipePass):
             for number, keys in found:
                 self._check_count(keys.shape[1])
                 books[number] = np.stack([learn_codebook(head, self.options.d_sub) for head in keys])
+                self._spreads[names[number]] = spread_of(keys)
                 context.progress("codebooks", len(books), len(chosen))
-            self._keep_decode_step(session, chosen)
         return [books[number] for number in range(len(chosen))]
 
     def _check_count(self, tokens: int) -> None:
@@ -225,37 +237,13 @@ class CompressCachePass(RecipePass):
             for file in (path, data_path(path)):
                 file.unlink(missing_ok=True)
 
-    def _keep_decode_step(self, session: Any, chosen: Sequence[CachedAttention]) -> None:
-        """Prompts do not read the cache. So the first feed that `verify` runs, times, and compares with the answers
-        without our library, is the last token of one on what comes before it."""
-        context = self.context
-        if context.reference is not None or not context.feeds_to_verify:
-            return
-        feeds = feeds_for(context)
-        outputs = {
-            past.name or "": present.name or ""
-            for match in chosen
-            for past, present in ((match.past_key, match.present_key), (match.past_value, match.present_value))
-        }
-        if not outputs.keys() <= feeds[0].keys():
-            return
-        caches = session.run(list(outputs.values()), feeds[0])
-        step = decode_step(feeds[0], dict(zip(outputs, caches, strict=True)))
-        if step is not None:
-            context.feeds = [step, *feeds]
-        else:
-            context.note(
-                "no token was decoded from the cache to verify it: the feeds end with padding, or have inputs besides "
-                "tokens, mask, positions and cache"
-            )
-
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
     def _replace(self, model: ir.Model, match: CachedAttention, book: np.ndarray | None, masks: MaskSums) -> ir.Node:
         graph = match.node.graph
         assert isinstance(graph, ir.Graph)
         made: list[ir.Node] = []
-        mask = masks.sum_of(match.node, match.masks, made)
+        mask = masks.sum_of(match.node, match.masks, made, (match.past_key, match.key))
         given = {
             "query": match.query,
             "mask": mask,
@@ -289,8 +277,9 @@ class CompressCachePass(RecipePass):
         )
         keys = None if book is None else CacheFormat(match.head_dim, book)
         values = CacheFormat(match.head_dim) if self.options.values == _INT8 else None
-        self._set_format(match.past_key, match.present_key, keys, match.head_dim)
-        self._set_format(match.past_value, match.present_value, values, match.head_dim)
+        for (past, present), cache_format in zip(_caches(match), (keys, values), strict=True):
+            self._set_format(past, present, cache_format, match.head_dim)
+            self._set_use(past, present, node.name or "", cache_format, given["codebooks"])
         inputs = [value for old in match.nodes for value in old.inputs if value is not None]
         ir.convenience.replace_nodes_and_values(
             graph,
@@ -303,7 +292,8 @@ class CompressCachePass(RecipePass):
         if exact:
             self._add_present_exact_key(model, match, node)
         node.outputs[0].dtype = ir.DataType.FLOAT
-        self.context.rounding[node.outputs[0]] = self._typical_rounding
+        self.context.rounding[node.outputs[0]] = self._exact_rounding
+        self.context.cache_rounding[node.outputs[0]] = self._cache_rounding
         for value in inputs:
             remove_dead(value)
         return node
@@ -336,11 +326,13 @@ class CompressCachePass(RecipePass):
             shape=ir.Shape([batch, match.kv_heads, keys.slots, match.head_dim]),
         )
 
-    def _rounding(self, model: ir.Model) -> float:
-        keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else _EXACT_ROUNDING
-        values = _VALUE_ROUNDING if self.options.values == _INT8 else 0.0
+    def _rounding(self, model: ir.Model) -> tuple[float, float]:
+        """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
         rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
-        return max(keys, values, _ROUNDED_INPUTS if rounds else 0.0)
+        exact = _ROUNDED_INPUTS if rounds else _EXACT_ROUNDING
+        keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else 0.0
+        values = _VALUE_ROUNDING if self.options.values == _INT8 else 0.0
+        return exact, max(exact, keys, values)
 
     def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
         """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
@@ -353,6 +345,19 @@ class CompressCachePass(RecipePass):
         if cache_format is not None:
             self.context.past_formats[past.name or ""] = cache_format
             self.context.compressed_outputs.add(present.name or "")
+
+    def _set_use(
+        self,
+        past: ir.Value,
+        present: ir.Value,
+        node: str,
+        cache_format: CacheFormat | None = None,
+        codebooks: ir.Value | None = None,
+    ) -> None:
+        spread = self._spreads.get(present.name or "") if cache_format is not None else None
+        books = "" if codebooks is None else codebooks.name or ""
+        use = CacheUse(past.name or "", present.name or "", node, cache_format, books, spread)
+        self.context.caches[use.past] = use
 
     def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
         if array is None:
@@ -413,6 +418,11 @@ class CompressCachePass(RecipePass):
             rotary=rotary,
             exact_keys=self.options.window + self.options.sinks > 0,
         )
+
+
+def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
+    """Input and output of its keys, and of its values."""
+    return (match.past_key, match.present_key), (match.past_value, match.present_value)
 
 
 def _last(match: CachedAttention) -> ir.Node:

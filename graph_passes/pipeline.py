@@ -23,7 +23,8 @@ from .report import LayerReport, OptimizationReport, human_bytes
 from .spill import TensorSpill
 
 if TYPE_CHECKING:
-    from .cache_format import CacheFormat, ExactKeys
+    from .cache_format import CacheFormat, CacheUse, ExactKeys
+    from .decoding import Decoded
     from .quantize import Quantization, QuantizedWeight
     from .recipe import Recipe
 
@@ -57,6 +58,8 @@ class PassContext:
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
     # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
+    # The same for attention that reads its keys and values from a cache, by the output.
+    cache_rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
     # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.
     why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
@@ -68,6 +71,9 @@ class PassContext:
     quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key
     feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
     reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
+    decoded_reference: Decoded | None = None  # what that model answered to calls that read its cache
+    # Of all attention with a cache, whether or not it is replaced, by the input.
+    caches: dict[str, CacheUse] = field(default_factory=dict)
     past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
     compressed_outputs: set[str] = field(default_factory=set)  # and the outputs that hold the same a token later

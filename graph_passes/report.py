@@ -68,6 +68,21 @@ class OutputError:
 
 
 @dataclass
+class CacheReport:
+    """Attention with a cache that pass compress_cache replaced. Bytes are those of a token, of all these together."""
+
+    attentions: int
+    keys: str
+    values: str
+    bytes_before: int
+    bytes_after: int
+    # Against the original, of tokens decoded from the cache, one a call, behind a prompt.
+    decode_error: list[OutputError] = field(default_factory=list)
+    decoded_tokens: int | None = None  # so many
+    prompt_tokens: int | None = None
+
+
+@dataclass
 class OptimizationReport:
     """The result of optimize_onnx. `print` it, or take `to_json()`."""
 
@@ -78,6 +93,7 @@ class OptimizationReport:
     portable: bool = True
     layers: list[LayerReport] = field(default_factory=list)
     lookups: list[LookupReport] = field(default_factory=list)  # by pass fuse_lut
+    cache: CacheReport | None = None  # by pass compress_cache
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
@@ -154,7 +170,12 @@ class OptimizationReport:
 
     def _headline(self) -> str:
         verb = "would replace" if self.dry_run else "replaced"
-        return f"{verb} {len(self.replaced)} of {len(self.layers)} matrix products"
+        layers = f"{verb} {len(self.replaced)} of {len(self.layers)} matrix products"
+        if self.cache is None:
+            return layers
+        before, after = self.cache.bytes_before, self.cache.bytes_after
+        change = f"cache {human_bytes(before)} -> {human_bytes(after)} a token"
+        return f"{change} ({_factor(before / after, 'smaller', 'larger')}), {layers}"
 
     def _summary(self) -> list[str]:
         lines = self._lookup_lines()
@@ -171,12 +192,15 @@ class OptimizationReport:
             )
         if self.latency_before and self.latency_after:
             before, after = self.latency_before, self.latency_after
+            what = "one token, " if self.cache is not None and self.cache.decoded_tokens is not None else ""
             lines.append(
-                f"latency       min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
+                f"latency       {what}min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
                 f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms "
                 f"({_factor(before.min_ms / after.min_ms, 'faster', 'slower')} by the minimum, "
                 f"ONNX Runtime's default threads, {self.latency_cpus} CPUs)"
             )
+        if self.cache is not None:
+            lines += self._cache_lines(self.cache)
         for error in self.output_error[:_OUTPUTS_SHOWN]:
             lines.append(
                 f"output        {error.name}: relative error {_number(error.relative_l2)}, "
@@ -199,6 +223,15 @@ class OptimizationReport:
         if self.feeds:
             lines.append(f"measured on   {self.feeds}")
         lines += [f"note          {note}" for note in self.notes]
+        return lines
+
+    def _cache_lines(self, cache: CacheReport) -> list[str]:
+        lines = [f"cache         {cache.attentions} attentions: keys {cache.keys}, values {cache.values}"]
+        for error in cache.decode_error:
+            lines.append(
+                f"decoded       {error.name}: relative error {_number(error.relative_l2)}, cosine {error.cosine:.5f} "
+                f"({cache.decoded_tokens} tokens behind a prompt of {cache.prompt_tokens}, which is exact)"
+            )
         return lines
 
     def _lookup_lines(self) -> list[str]:

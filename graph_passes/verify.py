@@ -8,20 +8,27 @@
   their squares. Measured in bf16: 0.006 for all-MiniLM (36 layers), 0.019 for stories15M (43), 0.05 for a random Llama
   with 449. ROUNDING_FACTOR times that sum is allowed. What goes wrong in all layers alike makes more (lost biases 0.2
   to 1.3); what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
+- likewise, where attention reads keys and values from a cache that compress_cache has put into another form: of a token
+  decoded behind a prompt. There attention itself is wrong by what the codes of keys lose (0.1 of the norm at d_sub 1),
+  and DECODE_FACTOR times the root of the sum of squares is allowed (measured: 0.2 to 1.1 times; what comes later
+  repairs some of it). As that is much in a deep model, the caches themselves are compared as well (decoding.py);
 - the optimized model without our kernels, if it is portable. Kernels and portable body compute the same formula on the
   same bf16 numbers and differ only in the order of fp32 sums; but a sum that lies near the middle of two bf16 numbers
   may then be rounded up by one and down by the other in the next layer: 0.0023 in the norm of an output of a 6-layer
   BERT, 0.017 in a 64-layer Llama. PORTABLE_ERROR allows three times the latter. In int8 a step is larger (0.03 for
   all-MiniLM); past one such step the two round independently, so twice what rounding costs is allowed as well, or
-  PORTABLE_FACTOR times the sum above (0.054 for SmolLM2-135M in bf16, whose sum is 0.03).
+  PORTABLE_FACTOR times the sum above (0.054 for SmolLM2-135M in bf16, whose sum is 0.03). Of a decoded token, the
+  kernel's scores are sums of 8-bit numbers, the body's of floats, which makes 0.1 to 0.22 of what codes of keys lose
+  (0.009 for stories15M, 0.03 for SmolLM2-135M, 0.1 at d_sub 2); TABLE_SHARE of that is allowed.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +40,16 @@ from ortolan.errors import CalibrationError, VerificationError
 from ortolan.session import one_line, open_session, register
 
 from .calibrate import feeds_for, open_original, quiet_options
+from .decoding import (
+    Decoded,
+    calls_to_decode,
+    check_contents,
+    check_same_contents,
+    decode,
+    shorter,
+    without,
+    without_padding,
+)
 from .feeds import Feeds
 from .model_file import data_path, write_model
 from .options import PassOptions, takes
@@ -40,10 +57,14 @@ from .pipeline import Outputs, PassContext, RecipePass
 from .report import OutputError
 
 ROUNDING_FACTOR = 9.0
+DECODE_FACTOR = 2.0
 PORTABLE_ERROR = 5e-2
 PORTABLE_FACTOR = 3.0
+TABLE_SHARE = 0.5
 POOR_ERROR = 0.3  # against the original: the report warns
 PORTABLE_COSINE = 0.998
+_FEW_TOKENS = 4  # which read the cache for their own keys, too
+_PORTABLE_PROMPT = 40  # tokens: a full block of the cache, and some more
 
 
 @dataclass(frozen=True)
@@ -104,10 +125,13 @@ class VerifyPass(RecipePass):
         after = [_run(optimized, one, "the optimized model", VerificationError) for one in encoded]
         names = [output.name for output in original.get_outputs()]
         after = [answers[: len(names)] for answers in after]
-        before, reference, after = (
-            [_without(answers, names, compressed) for answers in runs] for runs in (before, reference, after)
-        )
+        hidden = [names.index(name) for name in compressed]
+        before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
         _compare_shapes(names, before, after)
+        if context.cache_rounding:
+            before, reference, after = (
+                [without_padding(*one) for one in zip(feeds, runs, strict=True)] for runs in (before, reference, after)
+            )
         report.output_error = measure_errors(names, before, after)
         # A rounding may turn a whole number, such as the place of the largest, into any other.
         kinds: dict[str, str] = {
@@ -115,40 +139,120 @@ class VerifyPass(RecipePass):
         }
         errors = measure_errors(names, reference, after)
         report.rounding_error = [error for error in errors if kinds[error.name] == "f"]
+        self._judge(names, kinds, before, after, any(self._reads_cache(one) for one in feeds))
+        decoded = self._decode(original, optimized, feeds, names)
         progress(3)
         if self.options.seconds:
             # In turn, so that whatever else the machine does hits both alike.
-            calls = {"before": partial(original.run, None, feeds[0]), "after": partial(optimized.run, None, encoded[0])}
+            timed = (feeds[0], encoded[0]) if decoded is None else (decoded[0].last_feeds, decoded[1].last_feeds)
+            calls = {"before": partial(original.run, None, timed[0]), "after": partial(optimized.run, None, timed[1])}
             timings = interleave(calls, seconds=self.options.seconds, min_rounds=3)
             report.latency_before, report.latency_after = timings["before"], timings["after"]
             report.latency_cpus = len(os.sched_getaffinity(0))
             del calls
-        del original, optimized
+        del original
         if context.portable:
             progress(4)
-            portable = open_session(context.candidate, quiet_options())
-            # One feed is enough to find a wrong weight, and large models are slow without the library.
-            alone = [_run(portable, encoded[0], "the optimized model without the library", VerificationError)]
-            alone = [answers[: len(names)] for answers in alone]
-            report.portable_error = measure_errors(names, alone, after[:1])
-        self._judge(names, kinds, before, after)
+            calls_after = [(encoded[0], after[0])]
+            if decoded is not None:
+                # A prompt is cut short, as large models are slow without the library.
+                begin = context.encoded(decoded[2])
+                prompt = _run(optimized, begin, "the optimized model", VerificationError)
+                calls_after = [(decoded[1].last_feeds, decoded[1].last), (begin, prompt)]
+            self._compare_portable(names, calls_after, {} if decoded is None else decoded[3])
         progress(steps)
 
-    def _judge(
-        self, names: Sequence[str], kinds: dict[str, str], before: Sequence[Outputs], after: Sequence[Outputs]
+    def _reads_cache(self, feeds: Feeds) -> bool:
+        """Whether attention reads keys and values from a compressed cache: of tokens before, or of a few new ones."""
+        formats = self.context.past_formats
+        ids = feeds.get("input_ids")
+        few = ids is None or ids.ndim != 2 or ids.shape[1] <= _FEW_TOKENS
+        return bool(formats) and (few or any(feeds[name].shape[2] for name in formats if name in feeds))
+
+    # ---- tokens decoded from a cache ---------------------------------------------------------------------------------
+
+    def _decode(
+        self, original: Any, optimized: Any, feeds: Sequence[Feeds], names: Sequence[str]
+    ) -> tuple[Decoded, Decoded, Feeds, dict[str, float]] | None:
+        """What both models answer to a prompt and the tokens behind it, judged; a short prompt; by output, how wrong
+        decoded tokens are. None where no attention with a cache was replaced, or the feeds are of another kind."""
+        context, report = self.context, self.context.report
+        if not context.cache_rounding:
+            return None
+        calls, before = calls_to_decode(feeds, context.caches), None
+        if calls is not None:
+            with suppress(CalibrationError):  # the model takes other shapes only
+                before = _decode(original, calls, context, names, "the original model", CalibrationError)
+        if calls is None or before is None:
+            context.note(
+                "no token was decoded from the cache to verify it: the feeds hold no two tokens of a sequence, or have "
+                "inputs besides tokens, mask, positions and cache, or the model takes no others of their shapes"
+            )
+            return None
+        encoded = [context.encoded(calls[0]), *calls[1:]]
+        after = _decode(optimized, encoded, context, names, "the optimized model", VerificationError)
+        places = {use.present: names.index(use.present) for use in context.caches.values()}
+        prompt = calls[0]["input_ids"].shape[1]
+        errors = measure_errors(names, before.steps, after.steps)
+        if report.cache is not None:
+            report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), prompt
+            report.cache.decode_error = errors
+        _refuse_infinite(names, before.steps, after.steps)
+        reference = context.decoded_reference or before
+        # Where none was kept, a part of the error is that of quantization.
+        known = context.reference is None or context.decoded_reference is not None
+        layers = ROUNDING_FACTOR * self._rounding_of_layers()
+        check_contents(
+            context.caches.values(),
+            {name: _array(reference.prompt[place]) for name, place in places.items()},
+            {name: _array(after.prompt[place]) for name, place in places.items()},
+            layers if known else math.inf,
+        )
+        limit = self.options.max_rounding_error
+        if limit is None:
+            limit = layers + DECODE_FACTOR * _root(context.cache_rounding.values())
+        where = f"of a token decoded behind a prompt of {prompt}"
+        found = measure_errors(names, reference.steps, after.steps)
+        for error in found if known else []:
+            if not error.relative_l2 <= limit:
+                raise VerificationError(
+                    f"output {error.name!r} {where} has relative error {error.relative_l2:.3g} against the model "
+                    f"before its caches were compressed, expected at most {limit:.3g}; nothing was saved; calibrate on "
+                    "text like that to come, or raise verify.max_rounding_error if your task bears it; if nothing in "
+                    "the model explains it, please report this"
+                )
+        self._judge_size(errors, where, "keep more of the cache exact, or exclude some attentions")
+        sizes = {error.name: error.relative_l2 for error in found}
+        return before, after, shorter(calls, _PORTABLE_PROMPT), sizes
+
+    # ---- without our library -----------------------------------------------------------------------------------------
+
+    def _compare_portable(
+        self, names: Sequence[str], calls: Sequence[tuple[Feeds, Outputs]], decoded: dict[str, float]
     ) -> None:
-        report = self.context.report
-        for index, name in enumerate(names):
-            for reference, found in zip(before, after, strict=True):
-                expected, answer = reference[index], found[index]
-                if expected is not None and answer is not None and (np.isfinite(expected) & ~np.isfinite(answer)).any():
-                    raise VerificationError(
-                        f"output {name!r} of the optimized model holds NaN or infinity where the "
-                        "original does not; nothing was saved; try less sparsity"
-                    )
-        rounding = {error.name: error.relative_l2 for error in report.rounding_error}
-        for error in report.portable_error:
-            most = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0), PORTABLE_FACTOR * self._rounding_of_layers())
+        """calls: feeds, and what the optimized model has answered; few are enough to find a wrong weight. decoded: by
+        output, the error that codes make."""
+        context = self.context
+        portable = open_session(context.candidate, quiet_options())
+        found: dict[str, OutputError] = {}
+        rounding = {error.name: error.relative_l2 for error in context.report.rounding_error}
+        layers = PORTABLE_FACTOR * self._rounding_of_layers()
+        hidden = [names.index(name) for name in context.compressed_outputs]
+        for feeds, answers in calls:
+            alone = _run(portable, feeds, "the optimized model without the library", VerificationError)
+            for error in measure_errors(names, *([without(one[: len(names)], hidden)] for one in (alone, answers))):
+                if error.name not in found or error.relative_l2 > found[error.name].relative_l2:
+                    found[error.name] = error
+            written = [
+                {names[place]: _array(one[place]) for place in hidden if one[place] is not None}
+                for one in (answers, alone)
+            ]
+            uses = [use for use in context.caches.values() if use.present in written[0]]
+            check_same_contents(uses, written[0], written[1], layers)
+        context.report.portable_error = list(found.values())
+        for error in found.values():
+            codes = TABLE_SHARE * decoded.get(error.name, 0.0)
+            most = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0), layers, codes)
             cosine = min(PORTABLE_COSINE, 1 - most * most)
             if not (error.relative_l2 <= most and error.cosine >= cosine):
                 raise VerificationError(
@@ -156,9 +260,23 @@ class VerifyPass(RecipePass):
                     f"error {error.relative_l2:.3g}, expected at most {most:.3g}; cosine {error.cosine:.5f}, "
                     f"expected at least {cosine:.5f}; nothing was saved; please report this"
                 )
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _judge(
+        self,
+        names: Sequence[str],
+        kinds: dict[str, str],
+        before: Sequence[Outputs],
+        after: Sequence[Outputs],
+        cached: bool,
+    ) -> None:
+        """cached: some of the feeds read a compressed cache."""
+        report = self.context.report
+        _refuse_infinite(names, before, after)
         limit = self.options.max_rounding_error
         if limit is None:
-            limit = ROUNDING_FACTOR * self._rounding_of_layers()
+            limit = ROUNDING_FACTOR * self._rounding_of_layers(cached)
         for error in report.rounding_error:
             if not error.relative_l2 <= limit:
                 raise VerificationError(
@@ -167,26 +285,73 @@ class VerifyPass(RecipePass):
                     "exclude layers from replacement, or raise verify.max_rounding_error if your task bears it; if "
                     "nothing in the model explains it, please report this"
                 )
+        floats = [error for error in report.output_error if kinds[error.name] == "f"]
+        self._judge_size(
+            floats, "", "try less sparsity, exclude layers from pruning (prune.exclude)", report.output_error
+        )
+
+    def _judge_size(
+        self, floats: Sequence[OutputError], where: str, advice: str, errors: Sequence[OutputError] | None = None
+    ) -> None:
+        """Against the original. errors: of all outputs, where some are no floats."""
         limit = self.options.max_error
-        poor = [error for error in report.output_error if kinds[error.name] == "f" and error.relative_l2 > POOR_ERROR]
+        where = f" {where}" if where else ""
+        poor = [error for error in floats if error.relative_l2 > POOR_ERROR]
         if poor and limit is None:
             worst = max(poor, key=lambda error: error.relative_l2)
             self.context.note(
-                f"output {worst.name!r} has relative error {worst.relative_l2:.2g} against the original, which is much "
-                f"(above {POOR_ERROR:g}): test the model on your task; try less sparsity, exclude layers from pruning "
-                "(prune.exclude), or set max_error to refuse such a result"
+                f"output {worst.name!r}{where} has relative error {worst.relative_l2:.2g} against the original, which "
+                f"is much (above {POOR_ERROR:g}): test the model on your task; {advice}, or set max_error to refuse "
+                "such a result"
             )
-        for error in report.output_error:
+        for error in floats if errors is None else errors:
             if limit is not None and not error.relative_l2 <= limit:
                 raise VerificationError(
-                    f"output {error.name!r} has relative error {error.relative_l2:.3g} against the "
+                    f"output {error.name!r}{where} has relative error {error.relative_l2:.3g} against the "
                     f"original, expected at most max_error {limit:g}; nothing was saved; try less "
                     "sparsity, or exclude the layers with the largest error"
                 )
 
-    def _rounding_of_layers(self) -> float:
-        """What all layers round, added up as in a random walk."""
-        return math.sqrt(sum(share * share for share in self.context.rounding.values()))
+    def _rounding_of_layers(self, cached: bool = False) -> float:
+        """What all layers round, added up as in a random walk. cached: with caches read."""
+        context = self.context
+        shares = context.rounding | (context.cache_rounding if cached else {})
+        return _root(shares.values())
+
+
+def _root(shares: Iterable[float]) -> float:
+    return math.sqrt(sum(share * share for share in shares))
+
+
+def _refuse_infinite(names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]) -> None:
+    for index, name in enumerate(names):
+        for reference, found in zip(before, after, strict=True):
+            expected, answer = reference[index], found[index]
+            if expected is not None and answer is not None and (np.isfinite(expected) & ~np.isfinite(answer)).any():
+                raise VerificationError(
+                    f"output {name!r} of the optimized model holds NaN or infinity where the "
+                    "original does not; nothing was saved; try less sparsity"
+                )
+
+
+def _decode(
+    session: Any,
+    calls: Sequence[Feeds],
+    context: PassContext,
+    names: Sequence[str],
+    who: str,
+    error_type: type[Exception],
+) -> Decoded:
+    """names: of the original's outputs. The steps hold no other, and no caches."""
+    carried = {use.past: names.index(use.present) for use in context.caches.values()}
+    added = {name: len(names) + number for number, name in enumerate(context.exact_keys) if name in calls[0]}
+    decoded = decode(lambda feeds: _run(session, feeds, who, error_type), calls, carried | added)
+    return replace(decoded, steps=[answers[: len(names)] for answers in decoded.steps])
+
+
+def _array(answer: np.ndarray | None) -> np.ndarray:
+    assert answer is not None
+    return answer
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
@@ -199,9 +364,13 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     context.release()
     feeds = feeds_for(context)[: context.feeds_to_verify]
     session = open_session(path, quiet_options())
-    context.reference = [
-        _run(session, one, "the model before its layers were replaced", VerificationError) for one in feeds
-    ]
+    who = "the model before its layers were replaced"
+    context.reference = [_run(session, one, who, VerificationError) for one in feeds]
+    calls = calls_to_decode(feeds, context.caches) if context.caches else None
+    if calls is not None:
+        names = [output.name for output in session.get_outputs()]
+        with suppress(VerificationError):  # the model takes other shapes only
+            context.decoded_reference = _decode(session, calls, context, names, who, VerificationError)
     del session
     for file in (path, data_path(path)):
         file.unlink(missing_ok=True)
@@ -245,11 +414,6 @@ def _run(session: Any, feeds: Feeds, who: str, error_type: type[Exception]) -> O
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise error_type(f"{who} does not run on the feeds: {one_line(error)}; nothing was saved") from error
     return [answer if isinstance(answer, np.ndarray) and answer.dtype.kind in "fiub" else None for answer in answers]
-
-
-def _without(answers: Outputs, names: Sequence[str], compressed: Collection[str]) -> Outputs:
-    """The outputs that can be compared: a compressed cache holds other numbers."""
-    return [None if name in compressed else answer for name, answer in zip(names, answers, strict=True)]
 
 
 def _compare_signatures(original: Any, optimized: Any, compressed: Collection[str], added: int) -> None:

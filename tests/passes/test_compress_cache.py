@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -151,7 +152,11 @@ def test_compressed_caches_are_near(form: str) -> None:
         logits = decode(found, cuts)
         np.testing.assert_allclose(logits[:, :70], expected[:, :70], atol=2e-5)  # prompts are exact
         errors.append(distance(logits[:, 70:], expected[:, 70:]))
-        assert report.output_error[0].relative_l2 > 1e-4  # verify has seen a decoded token as well
+        cache = report.cache
+        assert cache is not None and (cache.prompt_tokens, cache.decoded_tokens) == (42, 8)
+        assert [error.name for error in cache.decode_error] == ["logits"]  # of tokens that read the cache
+        assert report.output_error[0].relative_l2 < 1e-5
+        assert 0.3 * errors[-1] < cache.decode_error[0].relative_l2 < 2 * errors[-1]
     # Random weights know no clusters: real models are nearer.
     assert 1e-3 < errors[0] < 0.12 and errors[0] < 1.05 * errors[1] < errors[2] < errors[3] < 0.6
 
@@ -396,3 +401,52 @@ def test_the_recipe() -> None:
         model, recipe="long-context", calibration=[prompt(model)], options={"verify.seconds": 0.0}
     )
     assert report.model is not None and op_types(report.model).count("NoMADAttention") == LAYERS
+    text = " ".join(str(report).split())
+    assert text.startswith("recipe long-context: cache 512 B -> 104 B a token (4.92x smaller), replaced ")
+    assert "cache 2 attentions: keys codes of 1 number(s), values int8" in text
+    assert "decoded logits: relative error 0." in text and "(8 tokens behind a prompt of 42, which is exact)" in text
+    table = json.loads(report.to_json())["cache"]
+    assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))
+    assert table["decode_error"][0]["name"] == "logits"
+
+
+@pytest.mark.parametrize("hides", [True, False, None])
+def test_masks_that_are_cut_to_the_number_of_keys(hides: bool | None) -> None:
+    """As Optimum exports decoders of transformers 4.57; the number comes from keys that are repeated. hides: what truth
+    values of the mask say; None: it holds floats. It is twice as long here, so that a cut that is lost shows."""
+    model = llama("standard")
+    graph = model.graph
+    where = next(node for node in graph.node if node.op_type == "Where")
+    numbers = {"first": [0], "last": [3], "tokens": 2, "zero": np.float32(0), "hidden": np.float32(-np.inf)}
+    graph.initializer.extend(numpy_helper.from_array(np.array(value), f"m_{name}") for name, value in numbers.items())
+    mask = where.output[0]
+    made = []
+    if hides is not None:
+        made = [helper.make_node("Less" if hides else "Equal", [mask, "m_zero"], ["seen"], "seen")]
+        mask = "seen"
+    made.append(helper.make_node("Concat", [mask, mask], ["twice"], "twice", axis=3))
+    nodes = list(graph.node)
+    place = nodes.index(where) + 1
+    nodes[place:place] = made
+    for layer in range(LAYERS):
+        name = f"/model/layers.{layer}/self_attn"
+        add = next(node for node in nodes if node.name == f"{name}/Add_2")
+        cut = [
+            helper.make_node("Shape", [f"{name}/Reshape_3_output_0"], [f"{name}/s"], f"{name}/s"),
+            helper.make_node("Gather", [f"{name}/s", "m_tokens"], [f"{name}/g"], f"{name}/g"),
+            helper.make_node("Unsqueeze", [f"{name}/g", "m_first"], [f"{name}/u"], f"{name}/u"),
+            helper.make_node("Slice", ["twice", "m_first", f"{name}/u", "m_last"], [f"{name}/cut"], f"{name}/cut"),
+        ]
+        add.input[1] = f"{name}/cut"
+        if hides is not None:
+            fills = ["m_hidden", "m_zero"] if hides else ["m_zero", "m_hidden"]
+            cut.append(helper.make_node("Where", [f"{name}/cut", *fills], [f"{name}/fill"], f"{name}/fill"))
+            add.input[1] = f"{name}/fill"
+        nodes[nodes.index(add) : nodes.index(add)] = cut
+    del graph.node[:]
+    graph.node.extend(nodes)
+    onnx.checker.check_model(model)
+    found, report = compress(model, **EXACT)
+    types = op_types(found)
+    assert types.count("NoMADAttention") == LAYERS and "Softmax" not in types, report.notes
+    np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)

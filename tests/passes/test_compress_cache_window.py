@@ -37,7 +37,8 @@ def test_more_exact_keys_are_nearer(form: str) -> None:
         errors.append(distance(decode(found, CUTS)[:, 70:], expected))
         # Of a prompt of 50 tokens, verify reads codes where not all keys are exact.
         some_codes = sum(options.values()) < 50
-        assert (report.output_error[0].relative_l2 > 1e-4) == some_codes
+        assert report.cache is not None
+        assert (report.cache.decode_error[0].relative_l2 > 1e-4) == some_codes
     assert errors[3] < errors[2] < errors[1] < errors[0]
 
 

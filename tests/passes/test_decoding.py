@@ -1,0 +1,183 @@
+"""verify decodes tokens from a compressed cache, and refuses one that does not hold what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import ortolan
+from ortolan import VerificationError
+from ortolan.graph_passes import compress_cache
+from ortolan.graph_passes.cache_format import CacheFormat, CacheUse, spread_of
+from ortolan.graph_passes.compress_cache import CompressCachePass
+from ortolan.graph_passes.decoding import calls_to_decode, check_contents, check_same_contents, decode
+from ortolan.graph_passes.quantizers.codebooks import learn_codebook
+from ortolan.graph_passes.replace import nomad_cache_function
+
+from .test_compress_cache import EXACT, FORMS, LAYERS, compress, llama, prompt, recipe
+
+Books = np.ndarray  # [kv_heads, head_dim / d_sub, 16, d_sub]
+
+
+def zeros(books: Books) -> Books:
+    return 0 * books
+
+
+def mean_key(books: Books) -> Books:
+    return np.broadcast_to(books.mean(axis=2, keepdims=True), books.shape).copy()
+
+
+def half(books: Books) -> Books:
+    return books / 2
+
+
+def other_order(books: Books) -> Books:
+    """Of sub-quantizers whose numbers have nothing in common, as after an embedding of positions."""
+    return np.ascontiguousarray(books[:, ::-1]) + np.float32(2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("ruin", "d_sub"),
+    [(zeros, 1), (zeros, 2), (zeros, 4), (mean_key, 1), (mean_key, 4), (half, 1), (other_order, 1), (other_order, 2)],
+)
+def test_ruined_codebooks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, form: str, ruin: Callable[[Books], Books], d_sub: int
+) -> None:
+    learn = compress_cache.learn_codebook
+    monkeypatch.setattr(
+        compress_cache, "learn_codebook", lambda keys, d_sub: ruin(learn(keys, d_sub)[None])[0].astype(np.float32)
+    )
+    with pytest.raises(
+        VerificationError,
+        match=r"node '.*layers.0.*': the keys of head \d in its cache 'present.0.key' are wrong by .* of their spread, "
+        r"expected at most .*: codebooks '.*layers.0.*/codebooks' do not stand for them",
+    ):
+        compress(llama(form), d_sub=d_sub)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codebooks_of_one_layer(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Ruined where they are put into the model: what is learned is right."""
+    right = CompressCachePass._constant
+
+    def wrong(self, model, graph, name, array):  # type: ignore[no-untyped-def]
+        return right(self, model, graph, name, 0 * array if "layers.1" in name else array)
+
+    monkeypatch.setattr(CompressCachePass, "_constant", wrong)
+    with pytest.raises(VerificationError, match=r"in its cache 'present.1.key' are wrong"):
+        compress(llama(form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("options", [{}, {"d_sub": 2}, {"d_sub": 4}, {"values": "float32"}, EXACT], ids=str)
+def test_the_error_of_decoded_tokens_is_reported(form: str, options: dict[str, object]) -> None:
+    _, report = compress(llama(form), **options)
+    assert report.cache is not None
+    (error,) = report.cache.decode_error
+    assert error.name == "logits"
+    if options is EXACT:
+        assert error.relative_l2 < 1e-5
+    else:
+        assert 1e-3 < error.relative_l2 < 0.7
+    assert max(one.relative_l2 for one in report.portable_error) < 0.02
+    assert len(report.portable_error) == 1 + sum(2 if options is EXACT else "values" in options for _ in range(LAYERS))
+
+
+def test_a_limit_of_the_user_holds_for_decoded_tokens() -> None:
+    model = llama("gqa")
+    steps = recipe().with_options({"max_error": 0.01})
+    with pytest.raises(
+        VerificationError, match=r"a token decoded behind a prompt of 42 has relative error 0.* max_error"
+    ):
+        ortolan.optimize_onnx(model, recipe=steps, calibration=[prompt(model)])
+
+
+def test_a_step_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches are right, but attention reads them with a wrong scale."""
+    right = CompressCachePass._replace
+
+    def wrong(self, *given):  # type: ignore[no-untyped-def]
+        node = right(self, *given)
+        node.attributes["scale"] = ir.AttrFloat32("scale", -4.0)
+        return node
+
+    monkeypatch.setattr(CompressCachePass, "_replace", wrong)
+    model = llama("gqa")
+    with pytest.raises(VerificationError, match=r"'logits' has relative error"):
+        compress(model, **EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_that_writes_another_cache(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    right = nomad_cache_function.nomad_cache_function
+
+    def wrong(opset: int, uses: nomad_cache_function.CacheUses) -> ir.Function:
+        function = right(opset, uses)
+        node = next(node for node in function if node.outputs[0].name == "present_value")
+        flipped = ir.node("BitShift", [node.inputs[0], node.inputs[0]], {"direction": "LEFT"})
+        node.replace_input_with(0, flipped.outputs[0])
+        function.insert_before(node, flipped)
+        return function
+
+    monkeypatch.setattr(compress_cache, "nomad_cache_function", wrong)
+    with pytest.raises(
+        VerificationError, match=r"node '.*layers.0.*': its cache 'present.0.value' differs between the native kernels"
+    ):
+        compress(llama(form))
+
+
+def test_padding_is_left_out() -> None:
+    """Of the longest sequence, without its padding, and as many steps as leave a prompt."""
+    ids = np.arange(20, dtype=np.int64).reshape(2, 10)
+    mask = np.ones((2, 13), np.int64)
+    mask[0, :3] = mask[0, 8:] = mask[1, 3:7] = 0
+    past = np.ones((2, 3, 3, 16), np.float32)
+    feeds = {"input_ids": ids, "attention_mask": mask, "past.key": past}
+    calls = calls_to_decode([feeds], ["past.key"])
+    assert calls is not None
+    assert [call["input_ids"].tolist() for call in calls] == [[[14, 15, 16]], [[17]], [[18]], [[19]]]
+    assert [call["attention_mask"].shape for call in calls] == [(1, 3), (1, 4), (1, 5), (1, 6)]
+    assert calls[0]["past.key"].shape == (1, 3, 0, 16) and "past.key" not in calls[1]
+    assert calls_to_decode([feeds | {"other": ids}], ["past.key"]) is None
+    assert calls_to_decode([feeds | {"input_ids": ids[:, :1]}], ["past.key"]) is None
+    done = decode(lambda given: [given["input_ids"] + len(given), given["past.key"] + 1], calls, {"past.key": 1})
+    assert done.last_feeds["past.key"].shape == (1, 3, 0, 16) and done.steps[0][1] is None
+    np.testing.assert_array_equal(done.steps[2][0], [[19 + 3]])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_to_padding_are_not_compared(form: str) -> None:
+    model = llama(form)
+    feeds = prompt(model)
+    feeds["attention_mask"][1, 30:] = 0
+    _, report = compress(model, [feeds], **EXACT)
+    assert len(report.output_error) == 1 + 2 * LAYERS
+    assert max(error.relative_l2 for error in report.output_error) < 1e-5
+
+
+def test_contents() -> None:
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((1, 2, 40, 16)).astype(np.float32) + 3
+    books = np.stack([learn_codebook(head, 1) for head in keys[0]])
+    use = CacheUse("past", "present", "node", CacheFormat(16, books), "books", spread_of(keys[0]))
+    found = {"present": CacheFormat(16, books).encode(keys)}
+    check_contents([use], {"present": keys}, found, 0.0)
+    # Four tokens alone would be near to each other.
+    close = keys[:, :, :4] * 0.01 + 3
+    check_contents([use], {"present": close}, {"present": CacheFormat(16, books).encode(close)}, 0.0)
+    with pytest.raises(VerificationError, match="node 'node': the keys of head 1 in its cache 'present'"):
+        check_contents([use], {"present": keys * np.array([1, 2])[None, :, None, None]}, found, 0.0)
+    values = CacheUse("past", "present", "node", CacheFormat(16))
+    found = {"present": CacheFormat(16).encode(keys)}
+    check_contents([values], {"present": keys}, found, 0.0)
+    with pytest.raises(VerificationError, match=r"the values of head \d in its cache 'present' are wrong by 0\.0"):
+        check_contents([values], {"present": keys * 1.05}, found, 0.0)
+    check_contents([values], {"present": keys * 1.05}, found, 0.1)
+    other = {"present": CacheFormat(16).encode(keys * 1.001)}
+    check_same_contents([values], found, other, 0.0)
+    with pytest.raises(VerificationError, match=r"between the native kernels and the portable operators: by 0\.0"):
+        check_same_contents([values], found, {"present": CacheFormat(16).encode(keys * 1.05)}, 0.0)
