@@ -6,9 +6,9 @@ k-means in one dimension is a matter of where to cut, solved by dynamic programm
 size (exactly, where there are no more numbers); then Lloyd's steps on all numbers move the cuts inside of the runs.
 Longer parts begin at k-means++ and take Lloyd's steps. The same samples give the same codebooks.
 
-Of one number, 14 centroids are learned; the two others stand guard, beyond the largest and the smallest by 0.3 of what
-lies between these. Text that is unlike the samples has keys out there, and what attends to them is wrong altogether
-where they are cut off (measured in ops/nomad_attention/README.md). More samples do not help: such tokens are rare.
+Text that is unlike the samples has keys beyond theirs, and what attends to a key that is cut off is wrong altogether
+(measured in ops/nomad_attention/README.md). So single numbers are clustered together with a copy that lies _FARTHER
+from their mean and weighs _SHARE as much. More samples would not do: such tokens are rare.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 CENTROIDS = 16
-_GUARDED = CENTROIDS - 2
-_GUARD = 0.3  # of the range of the others
+_FARTHER, _SHARE = 1.5, 0.1
 _GRID = 128
 _STEPS = 40  # of Lloyd's, at most
 _CHUNK = 1 << 22  # numbers of distances at once
@@ -27,15 +26,15 @@ def learn_codebook(keys: np.ndarray, d_sub: int, weights: np.ndarray | None = No
     """The centroids [head_dim / d_sub, 16, d_sub], float32, for keys [n, head_dim].
 
     weights: how much each key counts, [n]; all the same when None. n >= 1; d_sub divides head_dim.
-    Fewer than 16 different parts give centroids that occur more than once.
+    Few different parts give centroids that occur more than once.
     """
     count, head_dim = keys.shape
     weight = np.ones(count) if weights is None else np.asarray(weights, np.float64)
     if d_sub == 1:
-        inner = _one_dimension(keys.astype(np.float64), weight)
-        beyond = _GUARD * (inner[:, -1:] - inner[:, :1])
-        guarded = np.concatenate([inner[:, :1] - beyond, inner, inner[:, -1:] + beyond], axis=1)
-        return guarded[:, :, None].astype(np.float32)
+        numbers = keys.astype(np.float64)
+        mean = np.average(numbers, axis=0, weights=weight)
+        numbers = np.concatenate([numbers, mean + _FARTHER * (numbers - mean)])
+        return _one_dimension(numbers, np.concatenate([weight, _SHARE * weight]))[:, :, None].astype(np.float32)
     parts = keys.reshape(count, head_dim // d_sub, d_sub).transpose(1, 0, 2).astype(np.float32)
     per_chunk = max(1, _CHUNK // (count * CENTROIDS))
     chunks = [parts[start : start + per_chunk] for start in range(0, len(parts), per_chunk)]
@@ -43,7 +42,7 @@ def learn_codebook(keys: np.ndarray, d_sub: int, weights: np.ndarray | None = No
 
 
 def _one_dimension(numbers: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """[n, columns] -> centroids [columns, 14], in ascending order."""
+    """[n, columns] -> centroids [columns, 16], in ascending order."""
     order = np.argsort(numbers, axis=0, kind="stable")
     ordered = np.take_along_axis(numbers, order, axis=0)
     weights = weight[order]
@@ -59,7 +58,7 @@ def _one_dimension(numbers: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.ndarray) -> np.ndarray:
-    """Where to cut the sorted numbers, at some of the ends of runs, for the smallest error: [15], from 0 to n."""
+    """Where to cut the sorted numbers, at some of the ends of runs, for the smallest error: [17], from 0 to n."""
     w, s, q = weights[ends], sums[ends], squares[ends]
     inside = w[None, :] - w[:, None]
     # What a cluster from one end to another costs; the other way round it is impossible.
@@ -69,7 +68,7 @@ def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.n
     cost[np.tril_indices(len(ends), -1)] = np.inf
     best = cost[0].copy()  # of all in front of an end, in so many clusters
     froms = []
-    for _ in range(_GUARDED - 1):
+    for _ in range(CENTROIDS - 1):
         totals = best[:, None] + cost
         froms.append(totals.argmin(axis=0))
         best = totals[froms[-1], np.arange(len(ends))]
@@ -82,7 +81,7 @@ def _cuts(ends: np.ndarray, weights: np.ndarray, sums: np.ndarray, squares: np.n
 
 def _refine(ordered: np.ndarray, weights: np.ndarray, sums: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     """Lloyd's steps on sorted numbers, from these cuts on."""
-    centroids = np.zeros(_GUARDED)
+    centroids = np.zeros(CENTROIDS)
     for _ in range(_STEPS):
         inside, total = np.diff(weights[cuts]), np.diff(sums[cuts])
         # A cluster of nothing stays where it is, or where its cut is.

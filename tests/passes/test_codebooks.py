@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import combinations
 
 import numpy as np
@@ -22,7 +21,7 @@ def best_of_all_cuts(numbers: np.ndarray, weights: np.ndarray) -> float:
     order = np.argsort(numbers)
     numbers, weights = numbers[order], weights[order]
     best = np.inf
-    for cuts in combinations(range(1, len(numbers)), CENTROIDS - 3):
+    for cuts in combinations(range(1, len(numbers)), CENTROIDS - 1):
         total = 0.0
         for part, w in zip(np.split(numbers, cuts), np.split(weights, cuts), strict=True):
             total += float(w @ (part - w @ part / w.sum()) ** 2)
@@ -30,42 +29,35 @@ def best_of_all_cuts(numbers: np.ndarray, weights: np.ndarray) -> float:
     return best
 
 
+def with_far_ones(keys: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What is clustered, if parts are single numbers."""
+    mean = weights @ keys / weights.sum()
+    return np.concatenate([keys, 1.5 * keys - 0.5 * mean]), np.concatenate([weights, 0.1 * weights])
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_one_dimension_is_optimal(seed: int, weighted: bool) -> None:
     rng = np.random.default_rng(seed)
-    keys = rng.standard_normal((17, 2)) ** 3
-    weights = rng.random(17) + 0.1 if weighted else np.ones(17)
+    keys = rng.standard_normal((10, 2)) ** 3
+    weights = rng.random(10) + 0.1 if weighted else np.ones(10)
     codebook = learn_codebook(keys, 1, weights)
+    keys, weights = with_far_ones(keys, weights)
     assert codebook.shape == (2, CENTROIDS, 1) and codebook.dtype == np.float32
     for column in range(2):
-        found = distance(keys[:, column : column + 1], codebook[column : column + 1, 1:-1], weights)
+        found = distance(keys[:, column : column + 1], codebook[column : column + 1], weights)
         assert found == pytest.approx(best_of_all_cuts(keys[:, column], weights), rel=1e-5)
 
 
 def test_a_normal_distribution_gives_lloyd_and_max() -> None:
-    """Of 14 levels, by Lloyd's steps on the distribution itself (Max, 1960); 16 would have an error of 0.009497."""
-    levels = np.linspace(-2, 2, 14)
-    for _ in range(3000):
-        ends = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-        density = np.exp(-(ends**2) / 2) / math.sqrt(2 * math.pi)
-        share = np.diff([(1 + math.erf(end / math.sqrt(2))) / 2 for end in ends])
-        levels = -np.diff(density) / share
-    error = 1 - share @ levels**2
-    keys = np.random.default_rng(0).standard_normal((50_000, 2))
-    keys = np.concatenate([keys, -keys])
+    """And more room at its ends: 16 levels for it alone have an error of 0.009497 (Max, 1960), 14 of 0.0122."""
+    keys = np.random.default_rng(0).standard_normal((100_000, 2))
     codebook = learn_codebook(keys, 1)
-    assert distance(keys, codebook[:, 1:-1]) / keys.size == pytest.approx(error, rel=0.02)
-    np.testing.assert_allclose(codebook[0, 1:-1, 0], levels, atol=0.1)  # the minimum is flat
-
-
-def test_guards_stand_beyond_the_samples() -> None:
-    keys = np.random.default_rng(1).uniform(-3, 5, (5000, 2))
-    codebook = learn_codebook(keys, 1)[:, :, 0]
-    assert (np.diff(codebook, axis=1) > 0).all()
-    step = 8 / 14  # from one of the others to the next
-    np.testing.assert_allclose(codebook[:, 0], -3 + step / 2 - 0.3 * 13 * step, atol=0.1)
-    np.testing.assert_allclose(codebook[:, -1], 5 - step / 2 + 0.3 * 13 * step, atol=0.1)
+    assert 0.009497 < distance(keys, codebook) / keys.size < 0.0122
+    assert (np.diff(codebook[:, :, 0], axis=1) > 0).all()
+    np.testing.assert_allclose(codebook[0, :, 0], -codebook[0, ::-1, 0], atol=0.1)
+    # Max's outermost is 2.733.
+    assert (codebook[:, [0, -1], 0] * [-1, 1] > 3).all()
 
 
 @pytest.mark.parametrize("d_sub", [2, 4])
@@ -99,13 +91,15 @@ def test_the_same_keys_give_the_same_codebook(d_sub: int) -> None:
 
 
 @pytest.mark.parametrize("d_sub", [1, 2, 4])
-@pytest.mark.parametrize("count", [1, 2, 15, 17])
+@pytest.mark.parametrize("count", [1, 2, 8, 15, 17])
 def test_few_keys_are_kept_exactly(count: int, d_sub: int) -> None:
     keys = np.random.default_rng(count).standard_normal((count, 16)).astype(np.float32)
     keys = np.concatenate([keys, keys])
     codebook = learn_codebook(keys, d_sub)
     assert np.isfinite(codebook).all()
-    assert distance(keys, codebook) == pytest.approx(0, abs=1e-9 if count <= 14 or (d_sub > 1 and count == 15) else 2.0)
+    assert distance(keys, codebook) == pytest.approx(
+        0, abs=1e-9 if count <= CENTROIDS // (2 if d_sub == 1 else 1) else 2.0
+    )
 
 
 def test_weights_draw_centroids_towards_them() -> None:
