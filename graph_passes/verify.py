@@ -85,7 +85,11 @@ class VerifyPass(RecipePass):
         progress(1)
         original = open_original(context)
         feeds = feeds_for(context, original)[: self.options.feeds]
-        before = [_run(original, one, "the original model", CalibrationError) for one in feeds]
+        given = feeds
+        if context.prompt is not None:
+            past = context.prompt.exact_past(original)
+            given = [context.prompt.in_front_of(one, past) for one in feeds]
+        before = [_run(original, one, "the original model", CalibrationError) for one in given]
         answers = [answer for one in before for answer in one if answer is not None]
         if answers and not any(np.isfinite(answer).any() for answer in answers):
             raise CalibrationError(
@@ -103,6 +107,10 @@ class VerifyPass(RecipePass):
         encoded = [context.encoded(one) for one in feeds]
         after = [_run(optimized, one, "the optimized model", VerificationError) for one in encoded]
         names = [output.name for output in original.get_outputs()]
+        if context.prompt is not None:
+            before, reference = (
+                [context.prompt.cut_from(names, answers) for answers in runs] for runs in (before, reference)
+            )
         after = [answers[: len(names)] for answers in after]
         before, reference, after = (
             [_without(answers, names, compressed) for answers in runs] for runs in (before, reference, after)
@@ -118,7 +126,7 @@ class VerifyPass(RecipePass):
         progress(3)
         if self.options.seconds:
             # In turn, so that whatever else the machine does hits both alike.
-            calls = {"before": partial(original.run, None, feeds[0]), "after": partial(optimized.run, None, encoded[0])}
+            calls = {"before": partial(original.run, None, given[0]), "after": partial(optimized.run, None, encoded[0])}
             timings = interleave(calls, seconds=self.options.seconds, min_rounds=3)
             report.latency_before, report.latency_after = timings["before"], timings["after"]
             report.latency_cpus = len(os.sched_getaffinity(0))
@@ -192,13 +200,16 @@ class VerifyPass(RecipePass):
 def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Runs a pruned or quantized model whose layers are about to be replaced, for a pass verify that comes later."""
     changed = any(layer.status in ("pruned", "quantized") for layer in context.layers.values())
-    if not changed or not context.feeds_to_verify or context.reference is not None:
+    if not (changed or context.prompt) or not context.feeds_to_verify or context.reference is not None:
         return
     path = context.candidate.with_name("reference.onnx")
     write_model(model, path, lambda done, total: None)
     context.release()
     feeds = feeds_for(context)[: context.feeds_to_verify]
     session = open_session(path, quiet_options())
+    if context.prompt is not None:
+        past = context.prompt.pruned_past()
+        feeds = [context.prompt.in_front_of(one, past) for one in feeds]
     context.reference = [
         _run(session, one, "the model before its layers were replaced", VerificationError) for one in feeds
     ]

@@ -2,8 +2,9 @@
 
 It uses only operators that mean the same from opset 13 on (but for ReduceMax). The caches' formats are specified in
 ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and cached_op.h, exact keys in
-ops/nomad_attention/exact_window.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's, unless the sums of EncodeKey are
-contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal numbers.
+ops/nomad_attention/exact_window.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's,
+unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal
+numbers.
 
 Heads stand in front of tokens: [B, heads, tokens, …], as in the caches.
 """
@@ -344,7 +345,7 @@ class _CachedAttention:
     def _seen(self) -> ir.Value:
         """Whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
         body, op = self._body, self._body.op
-        zero, one = body.integer(0), body.integer(1)
+        one = body.integer(1)
         token = op("Range", op("Neg", self._prompt), self._total, one)
         past, after = (op("Unsqueeze", count, body.ints(1, 2, 3)) for count in (self._past, self._after))
         exists = op("Less", token, after)
