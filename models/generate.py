@@ -94,6 +94,10 @@ class Decoder:
                 self._binding.bind_ortvalue_input(past, value)
                 self._binding.bind_ortvalue_output(present, value)
 
+    def cache(self) -> dict[str, np.ndarray]:
+        """Copies of what the cache holds, by the names of the inputs; of a shared one with the room behind."""
+        return {name: value.numpy().copy() for name, value in zip(self._past, self._values, strict=True)}
+
     def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller.
 
