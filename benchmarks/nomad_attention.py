@@ -7,8 +7,8 @@ One measurement is one context, all candidates in the same rounds, with cold cac
     scores    the products of the queries with the keys alone; on one thread
     node      NoMADAttention in an ORT session, past and present in one buffer: it appends the token, the 17th of a
               block, and attends; on as many threads as are asked for
-    prompt    the same with float caches that hold nothing but the new token, behind a prompt of `context` tokens that is
-              part of the model, pruned (`keys` and `values`: the share of zeros); on one thread
+    prompt    the same with float caches of nothing but the new token, behind a prompt of `context` tokens that is part
+              of the model, pruned (`keys` and `values`: the share of zeros); on one thread
 
 Peers:
 

@@ -40,15 +40,15 @@ class PromptCache:
 
     @property
     def tokens(self) -> int:
-        return self.keys.shape[1]
+        return int(self.keys.shape[1])
 
     @property
     def head_dim(self) -> int:
-        return self.keys.shape[2]
+        return int(self.keys.shape[2])
 
     def pack(self) -> dict[str, PackedTensor]:
         """By the names of PROMPT_INPUTS."""
-        packed = (
+        packed: tuple[np.ndarray, ...] = (
             *_native.pack_bitmap(_key_matrix(self.keys), dense=self.dense_keys),
             *_native.pack_bitmap(_value_matrix(self.values), dense=self.dense_values),
         )
@@ -69,7 +69,7 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        return self.feeds["input_ids"].shape[1]
+        return int(self.feeds["input_ids"].shape[1])
 
     def pruned_past(self) -> Feeds:
         """What is packed, as inputs of the cache [1, kv_heads, tokens, head_dim]."""
