@@ -79,14 +79,14 @@ void AttendPrompt(const PromptCache& cache, Isa isa, int64_t kv_head, int64_t ch
 int64_t PromptUnpackBytes(const PromptCache& cache) { return cache.ChunkTokens() * cache.head_dim * kFloat; }
 
 void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch) {
-  float* unpacked = static_cast<float*>(scratch);
-  const int64_t tokens = cache.TokensIn(chunk), width = cache.ChunkTokens();
-  UnpackBitmap(KeysOf(cache, kv_head, chunk), unpacked, width);
-  for (int64_t j = 0; j < tokens; ++j) {
-    for (int64_t d = 0; d < cache.head_dim; ++d) keys[j * cache.head_dim + d] = unpacked[d * width + j];
-  }
-  UnpackBitmap(ValuesOf(cache, kv_head, chunk), unpacked, cache.head_dim);
-  std::memcpy(values, unpacked, static_cast<size_t>(tokens * cache.head_dim * kFloat));
+  const int64_t tokens = cache.TokensIn(chunk);
+  BitmapView some = KeysOf(cache, kv_head, chunk);
+  some.n = tokens;  // behind them there may be other rows
+  UnpackBitmap(some, keys, 1, cache.head_dim);
+  const BitmapView rows = ValuesOf(cache, kv_head, chunk);
+  if (tokens == cache.ChunkTokens()) return UnpackBitmap(rows, values, cache.head_dim);
+  UnpackBitmap(rows, static_cast<float*>(scratch), cache.head_dim);
+  std::memcpy(values, scratch, static_cast<size_t>(tokens * cache.head_dim * kFloat));
 }
 
 }  // namespace ortolan
