@@ -7,11 +7,14 @@ One measurement is one context, all candidates in the same rounds, with cold cac
     scores    the products of the queries with the keys alone; on one thread
     node      NoMADAttention in an ORT session, past and present in one buffer: it appends the token, the 17th of a
               block, and attends; on as many threads as are asked for
+    prompt    the same with float caches of nothing but the new token, behind a prompt of `context` tokens that is part
+              of the model, pruned (`keys` and `values`: the share of zeros); on one thread
 
 Peers:
 
     ort_f32, ort_int8, ort_int4    step: ORT GroupQueryAttention with such caches, past and present in one buffer; it
-                                   also appends the token; node: the same
+                                   also appends the token; node, prompt (ort_f32): the same
+    ortolan_float, ortolan_codes   prompt: NoMADAttention with caches of as many tokens, float32; codes and int8
     ortolan_step                   node: the kernel alone, over as many tokens, on one thread
     ort_matmul_f32                 scores: ORT FusedMatMul of the queries that share a head with its float32 keys
     ortolan_f32                    the same by Ortolan's own kernel with float32 keys (step: and values)
@@ -26,12 +29,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from .. import _native
 from ..errors import OrtolanError
+from ..graph_passes.prompt_cache import PromptCache, prune_prompt
 from ..progress import Progress, no_progress
 from ..session import register
 from .cold_layers import cold_copies
@@ -44,6 +49,7 @@ SCALE = HEAD_DIM**-0.5
 CONTEXTS = (512, 2048, 16384, 65536)
 QUICK_CONTEXTS = (2048,)
 D_SUB = (1, 2)
+PRUNED = ((0.0, 0.0), (0.3, 0.5), (0.5, 0.5))  # keys and values of prompts
 ROOM_LEFT = 15  # of a buffer that `node` decodes into: blocks are of 32 tokens, and this one is half full
 SECONDS, QUICK_SECONDS = 4.0, 0.5
 ROUNDS = 5
@@ -81,6 +87,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
                 with pinned(threads):
                     if threads == 1:
                         result.rows += _measure(context, seconds)
+                        result.rows += _measure_prompt(context, seconds)
                     result.rows += _measure_node(context, threads, seconds)
     except KeyboardInterrupt:
         if not result.rows:
@@ -125,6 +132,47 @@ def _measure_node(context: int, threads: int, seconds: float) -> Iterator[BenchR
                 peer,
                 time,
             )
+
+
+def _measure_prompt(context: int, seconds: float) -> Iterator[BenchRow]:
+    measured = prompt_candidates(context)
+    stream = StreamReader(1)
+    timings = interleave(
+        {name: one.call for name, one in measured.items()} | stream.candidates(), seconds=seconds, min_rounds=ROUNDS
+    )
+    times = {name: timings[name].scaled(1 / one.copies) for name, one in measured.items()}
+    for keys, values in PRUNED:
+        ours = _prompt_name(keys, values)
+        case = {"part": "prompt", "context": context, "keys": keys, "values": values}
+        against = {peer: times[peer] for peer in ("ort_f32", "ortolan_float", "ortolan_codes")}
+        against["stream_read"] = stream.time_for(timings, measured[ours].stored_bytes)
+        for peer, time in against.items():
+            yield BenchRow(OP, case, 1, times[ours], peer, time)
+
+
+def prompt_candidates(context: int) -> dict[str, Measured]:
+    """Sessions that decode one token behind `context` others, by name."""
+    rng = np.random.default_rng(context)
+    inputs = _inputs(rng)
+    result = {}
+    for sparsities in PRUNED:
+        shape = (KV_HEADS, context, HEAD_DIM)
+        prompt = prune_prompt(_floats(rng, shape), _floats(rng, shape), *sparsities)
+        stored = sum(tensor.array.nbytes for tensor in prompt.pack().values())
+        count = max(2, -(-4 * last_level_cache_bytes() // stored))
+        runs = [behind_prompt(inputs, prompt) for _ in range(count)]
+        result[_prompt_name(*sparsities)] = Measured(_one_after_another(runs), count, stored)
+    codebooks, *caches = _compressed(rng, context, 1)
+    copies = _copies([cache[None] for cache in caches])
+    result["ortolan_codes"] = _in_turn(cached_attention(inputs, codebooks, copies, context), copies)
+    copies = _copies(_ort_caches(rng, context, np.float32))
+    result["ortolan_float"] = _in_turn(cached_attention(inputs, np.zeros(0, np.float32), copies, context), copies)
+    result["ort_f32"] = _in_turn(group_query_attention(inputs, copies), copies)
+    return result
+
+
+def _prompt_name(keys: float, values: float) -> str:
+    return f"prompt {keys:g} {values:g}"
 
 
 def node_candidates(context: int, threads: int) -> dict[str, Measured]:
@@ -223,12 +271,15 @@ def _ort_caches(rng: np.random.Generator, context: int, dtype: type) -> list[np.
 
 def _in_turn(calls: Iterator[Call], copies: Sequence[Sequence[np.ndarray]]) -> Measured:
     runs = list(calls)
+    return Measured(_one_after_another(runs, copies), len(runs), sum(cache.nbytes for cache in copies[0]))
 
-    def call(_keep: object = copies) -> None:
+
+def _one_after_another(runs: Sequence[Call], keep: object = None) -> Call:
+    def call(_keep: object = keep) -> None:
         for one in runs:
             one()
 
-    return Measured(call, len(runs), sum(cache.nbytes for cache in copies[0]))
+    return call
 
 
 def group_query_attention(
@@ -271,8 +322,8 @@ def cached_attention(
     threads: int = 1,
     y: np.ndarray | None = None,
 ) -> Iterator[Call]:
-    """A call a pair of caches, codes and int8 values [1, kv_heads, context, row]: NoMADAttention, which appends key and
-    value as token number `tokens` of the caches, and writes its answer into y.
+    """A call a pair of caches, codes and int8 values [1, kv_heads, context, row], or floats and codebooks [0]:
+    NoMADAttention, which appends key and value as token number `tokens` of the caches, and writes its answer into y.
     """
     constants = {"nothing": np.zeros(1, np.float32), "codebooks": codebooks}
     node = helper.make_node(
@@ -287,6 +338,33 @@ def cached_attention(
     )
     given = {**inputs, "lengths": np.array([tokens - 1], np.int32)}
     yield from _decode_calls(node, given, constants, caches, y, threads)
+
+
+def behind_prompt(
+    inputs: Mapping[str, np.ndarray], prompt: PromptCache, y: np.ndarray | None = None, threads: int = 1
+) -> Call:
+    """NoMADAttention with the prompt in its session, and a float cache that gets key and value as its only token."""
+    packed = {
+        name: tensor.array.view(ml_dtypes.bfloat16) if tensor.array.dtype == np.uint16 else tensor.array
+        for name, tensor in prompt.pack().items()
+    }
+    constants = {"nothing": np.zeros(1, np.float32), "no_codebooks": np.zeros(0, np.float32), **packed}
+    names = ["query", "nothing", "key", "value", "past_key", "past_value", "no_codebooks", "lengths"]
+    node = helper.make_node(
+        OP,
+        [*names, "nothing", "nothing", "nothing", *packed],
+        ["y", "present_key", "present_value"],
+        domain=DOMAIN,
+        num_heads=KV_HEADS * GROUP,
+        kv_num_heads=KV_HEADS,
+        causal=1,
+        scale=SCALE,
+        prompt_tokens=prompt.tokens,
+        prompt_head_dim=HEAD_DIM,
+    )
+    given = {**inputs, "lengths": np.array([prompt.tokens], np.int32)}
+    cache = [np.zeros((1, KV_HEADS, 1, HEAD_DIM), np.float32) for _ in range(2)]
+    return next(_decode_calls(node, given, constants, [cache], y, threads))
 
 
 def _decode_calls(

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
-from ortolan.session import one_line
+from ortolan.session import one_line, open_session, register
 
-from .calibrate import OnRun
+from .calibrate import OnRun, quiet_options
 from .feeds import Feeds
+from .model_file import data_path, write_model
+from .pipeline import PassContext
 
 _GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
+
+
+@contextmanager
+def opened_model(model: ir.Model, context: PassContext) -> Iterator[Any]:
+    """A session for the model as the passes so far have left it."""
+    path = context.candidate.with_name("keys.onnx")
+    options = quiet_options()
+    register(options)
+    try:
+        write_model(model, path, lambda done, total: None)
+        context.release()
+        yield open_session(path, options)
+    finally:
+        for file in (path, data_path(path)):
+            file.unlink(missing_ok=True)
 
 
 def collect_keys(

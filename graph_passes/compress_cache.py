@@ -11,31 +11,29 @@ output of a fixed size that each attention has besides, past_key_values.N.exact_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, RecipeError
-from ortolan.session import open_session, register
+from ortolan.errors import CalibrationError, ModelError, RecipeError
 
+from .attention import is_op
 from .attention_mask import MaskSums
 from .cache_format import CacheFormat, CacheUse, ExactKeys, spread_of
 from .cached_attention import CachedAttention, find_cached_attentions
-from .cached_keys import collect_keys
-from .calibrate import feeds_for, quiet_options
+from .cached_keys import collect_keys, opened_model
+from .calibrate import feeds_for
 from .constants import remove_dead
-from .dimensions import Dimensions
-from .model_file import data_path, write_model
-from .normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
+from .dimensions import Dimensions, int_attribute
+from .normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, PROMPT_KEY, require_normalized
 from .options import Globs, PassOptions, any_matches, takes
-from .pipeline import RecipePass
+from .pipeline import PassContext, RecipePass
 from .quantizers.codebooks import CENTROIDS, learn_codebook
+from .replace import UNPACK_ONCE_LIMIT
 from .replace.nomad_attention_function import OP_TYPE
 from .replace.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
-from .replace.replacement import fill_missing, in_order, nodes_of
+from .replace.replacement import fill_missing, in_order, nodes_of, stored_tensor
 from .report import CacheReport
 from .verify import keep_reference
 
@@ -44,6 +42,7 @@ _MOST_HEAD_DIM = 1024
 # ||Y - exact|| / ||Y|| of an attention that reads its past from the cache, for `verify`.
 _EXACT_ROUNDING = 5e-6
 _VALUE_ROUNDING = 0.01
+_PROMPT_ROUNDING = 0.004  # queries and weights of short calls become bf16
 # Where layers round their inputs to int8, the least difference may turn into a step of that.
 _ROUNDED_INPUTS = 0.01
 _FEW_TOKENS = 1024
@@ -83,6 +82,10 @@ class CompressCachePass(RecipePass):
     options_type = CompressCacheOptions
     options: CompressCacheOptions
 
+    def __init__(self, options: PassOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        context.takes_prompt = True
+
     def requires(self, model: ir.Model) -> None:
         require_normalized(model, "compress_cache")
 
@@ -91,6 +94,12 @@ class CompressCachePass(RecipePass):
         context.survey(model)
         chosen, refused = self._choose(model)
         self._note(chosen, refused)
+        if context.prompt is not None and refused:
+            reason, names = next(iter(refused.items()))
+            raise ModelError(
+                f"a prompt must be in the cache of all attentions, but {names[0]!r} keeps its own: {reason}; give no "
+                "prompt, or select all of them"
+            )
         for match in chosen:
             self._report(match)
         if chosen and context.dry_run and context.feeds is None and self.options.keys == _CODES:
@@ -104,6 +113,8 @@ class CompressCachePass(RecipePass):
         masks = MaskSums(model, context)
         self._exact_rounding, self._cache_rounding = self._rounding(model)
         uses = self._uses(model, chosen)
+        if context.prompt is not None:
+            _rename_lengths(model)
         nodes = [self._replace(model, match, book, masks) for match, book in zip(chosen, books, strict=True)]
         self._finish(model, nodes, uses)
         return ir.passes.PassResult(model, modified=True)
@@ -132,7 +143,7 @@ class CompressCachePass(RecipePass):
         return chosen, refused
 
     def _why_not(self, match: CachedAttention) -> str | None:
-        compressed = self.options.keys == _CODES or self.options.values == _INT8
+        compressed = self.options.keys == _CODES or self.options.values == _INT8 or self.context.prompt_ids is not None
         if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
             return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
         return None
@@ -194,7 +205,7 @@ class CompressCachePass(RecipePass):
             )
         books: dict[int, np.ndarray] = {}
         self._spreads: dict[str, np.ndarray] = {}
-        with self._opened(model) as session:
+        with opened_model(model, context) as session:
             names = [match.present_key.name or "" for match in chosen]
             sizes = [match.kv_heads * match.head_dim for match in chosen]
             found = collect_keys(
@@ -224,25 +235,13 @@ class CompressCachePass(RecipePass):
                 "tokens of text like that to come"
             )
 
-    @contextmanager
-    def _opened(self, model: ir.Model) -> Any:
-        path = self.context.candidate.with_name("keys.onnx")
-        options = quiet_options()
-        register(options)
-        try:
-            write_model(model, path, lambda done, total: None)
-            self.context.release()
-            yield open_session(path, options)
-        finally:
-            for file in (path, data_path(path)):
-                file.unlink(missing_ok=True)
-
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
     def _replace(self, model: ir.Model, match: CachedAttention, book: np.ndarray | None, masks: MaskSums) -> ir.Node:
         graph = match.node.graph
         assert isinstance(graph, ir.Graph)
         made: list[ir.Node] = []
+        prompt = self.context.prompt
         mask = masks.sum_of(match.node, match.masks, made, (match.past_key, match.key))
         given = {
             "query": match.query,
@@ -256,6 +255,7 @@ class CompressCachePass(RecipePass):
             "cos": match.cos,
             "sin": match.sin,
             "past_exact_key": self._past_exact_key(model, match),
+            **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
         node = ir.node(
@@ -270,7 +270,8 @@ class CompressCachePass(RecipePass):
                 "precision": 32,
                 "rotary_interleaved": int(match.interleaved),
             }
-            | ({"window": self.options.window, "sinks": self.options.sinks} if exact else {}),
+            | ({"window": self.options.window, "sinks": self.options.sinks} if exact else {})
+            | ({"prompt_tokens": prompt.tokens, "prompt_head_dim": match.head_dim} if prompt is not None else {}),
             domain=ORTOLAN_DOMAIN,
             name=match.node.name,
             num_outputs=4 if exact else 3,
@@ -296,7 +297,21 @@ class CompressCachePass(RecipePass):
         self.context.cache_rounding[node.outputs[0]] = self._cache_rounding
         for value in inputs:
             remove_dead(value)
+        if prompt is not None:
+            for past in (match.past_key, match.past_value):
+                _lengthen(past, prompt.tokens)
         return node
+
+    def _prompt_inputs(self, model: ir.Model, graph: ir.Graph, match: CachedAttention) -> dict[str, ir.Value]:
+        if self.context.prompt is None:
+            return {}
+        packed = self.context.prompt.caches[match.past_key.name or ""].pack()
+        inputs = {}
+        for name, tensor in packed.items():
+            wanted = self.context.new_name(model, f"{match.node.name}/{name}")
+            inputs[name] = self._registered(graph, stored_tensor(self.context.spill, wanted, tensor))
+        self.context.packed_weights += 2 * match.kv_heads * self.context.prompt.tokens * match.head_dim
+        return inputs
 
     def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
         """The new input of the graph, if there is a window or sinks."""
@@ -330,6 +345,8 @@ class CompressCachePass(RecipePass):
         """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
         rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
         exact = _ROUNDED_INPUTS if rounds else _EXACT_ROUNDING
+        if self.context.prompt is not None:
+            exact = max(exact, _PROMPT_ROUNDING)
         keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else 0.0
         values = _VALUE_ROUNDING if self.options.values == _INT8 else 0.0
         return exact, max(exact, keys, values)
@@ -362,9 +379,14 @@ class CompressCachePass(RecipePass):
     def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
         if array is None:
             return None
-        tensor = ir.Tensor(array, name=self.context.new_name(model, name))
+        return self._registered(graph, ir.Tensor(array, name=self.context.new_name(model, name)))
+
+    def _registered(self, graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(
-            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+            name=tensor.name,
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape(tensor.shape.numpy()),
+            const_value=tensor,
         )
         graph.register_initializer(value)
         return value
@@ -372,11 +394,13 @@ class CompressCachePass(RecipePass):
     def _finish(self, model: ir.Model, nodes: Sequence[ir.Node], uses: CacheUses | None) -> None:
         context = self.context
         nothing = np.zeros(1, np.float32)
-        neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin"), nothing)
+        neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
         # A function cannot ask which inputs its node has.
         needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
         fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
+        if context.prompt is not None:
+            model.metadata_props[PROMPT_KEY] = str(context.prompt.tokens)
         model.opset_imports[ORTOLAN_DOMAIN] = 1
         model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
         if not context.portable:
@@ -417,7 +441,13 @@ class CompressCachePass(RecipePass):
             lengths=any(match.lengths is not None for match in chosen),
             rotary=rotary,
             exact_keys=self.options.window + self.options.sinks > 0,
+            prompt=self.context.prompt is not None,
+            unpack_prompt_once=self._prompt_weights(chosen) <= UNPACK_ONCE_LIMIT,
         )
+
+    def _prompt_weights(self, chosen: Sequence[CachedAttention]) -> int:
+        tokens = 0 if self.context.prompt is None else self.context.prompt.tokens
+        return sum(2 * match.kv_heads * tokens * match.head_dim for match in chosen)
 
 
 def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
@@ -430,3 +460,27 @@ def _last(match: CachedAttention) -> ir.Node:
     node = match.output.producer()
     assert node is not None
     return node
+
+
+def _lengthen(past: ir.Value, tokens: int) -> None:
+    """What the graph asks a cache for its length, it asks for the tokens of all that are in the past."""
+    for shape in [use.node for use in past.uses() if is_op(use.node, "Shape")]:
+        graph = shape.graph
+        assert isinstance(graph, ir.Graph)
+        end = shape.attributes["end"].as_int() if "end" in shape.attributes else None
+        more = np.array([0, 0, tokens, 0], np.int64)[int_attribute(shape, "start", 0) : end]
+        if not more.any():
+            continue
+        constant = ir.node("Constant", [], {"value": ir.tensor(more)})
+        added = ir.node("Add", [shape.outputs[0], constant.outputs[0]])
+        graph.insert_after(shape, [constant, added])
+        shape.outputs[0].replace_all_uses_with(added.outputs[0])
+        added.replace_input_with(0, shape.outputs[0])
+
+
+def _rename_lengths(model: ir.Model) -> None:
+    """A mask is now longer than a cache by the prompt: what names a length of the cache may not name that of the
+    mask."""
+    for value in model.graph.inputs:
+        if value.name == "attention_mask" and value.shape is not None and len(value.shape) == 2:
+            value.shape = ir.Shape([value.shape[0], "prompt_and_total_sequence_length"])

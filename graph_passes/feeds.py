@@ -59,7 +59,38 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
             ) from None
     if not given:
         raise CalibrationError("calibration holds no feeds, expected at least one")
-    return [_check_feeds(feeds, model, number) for number, feeds in enumerate(given, 1)]
+    return [_check_feeds(feeds, model, f"calibration feeds {number}") for number, feeds in enumerate(given, 1)]
+
+
+def read_prompt(prompt: Any) -> np.ndarray:
+    """The tokens of a prompt, int64 [1, tokens]: an array or sequence of them, or an .npy file. Raises
+    CalibrationError."""
+    where = "prompt"
+    if isinstance(prompt, str | os.PathLike):
+        where = f"prompt file {os.fspath(prompt)!r}"
+        try:
+            prompt = np.load(prompt, allow_pickle=False)
+        except FileNotFoundError:
+            raise CalibrationError(f"{where} does not exist") from None
+        except Exception as error:  # numpy raises whatever it trips over in a damaged file
+            raise CalibrationError(f"{where} is not an .npy file of token ids: {error}") from error
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:
+        raise CalibrationError(f"{where} is no array of token ids: {error}") from error
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
+        raise CalibrationError(
+            f"{where} is {ids.dtype} {list(ids.shape)}, expected token ids: whole numbers from 0, [tokens], one or more"
+        )
+    return ids.astype(np.int64)[None]
+
+
+def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
+    """Of a decoder, for tokens [1, tokens]: an empty cache, and masks and positions if it has such inputs. Raises
+    CalibrationError."""
+    return _check_feeds({"input_ids": ids}, model, "the prompt")
 
 
 def model_inputs(model: ir.Model) -> list[ir.Value]:
@@ -67,8 +98,7 @@ def model_inputs(model: ir.Model) -> list[ir.Value]:
     return [value for value in model.graph.inputs if not value.is_initializer()]
 
 
-def _check_feeds(feeds: Any, model: ir.Model, number: int) -> Feeds:
-    where = f"calibration feeds {number}"
+def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
     if not isinstance(feeds, Mapping):
         raise CalibrationError(f"{where} are a {type(feeds).__name__}, expected a dict of arrays")
     required = {value.name or "": value for value in model_inputs(model)}

@@ -25,6 +25,7 @@ from .spill import TensorSpill
 if TYPE_CHECKING:
     from .cache_format import CacheFormat, CacheUse, ExactKeys
     from .decoding import Decoded
+    from .prompt_cache import Prompt
     from .quantize import Quantization, QuantizedWeight
     from .recipe import Recipe
 
@@ -76,6 +77,9 @@ class PassContext:
     caches: dict[str, CacheUse] = field(default_factory=dict)
     past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
+    prompt_ids: np.ndarray | None = None  # int64 [1, tokens], given by the user
+    takes_prompt: bool = False  # whether a pass compress_cache puts the prompt into the graph
+    prompt: Prompt | None = None  # made by a pass cache_prompt
     compressed_outputs: set[str] = field(default_factory=set)  # and the outputs that hold the same a token later
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
@@ -132,6 +136,7 @@ class PassContext:
     def encoded(self, feeds: Feeds) -> Feeds:
         """The original model's feeds as the optimized one takes them."""
         formats = self.past_formats
+        feeds = feeds if self.prompt is None else self.prompt.counted_in(feeds)
         encoded = {name: formats[name].encode(one) if name in formats else one for name, one in feeds.items()}
         return encoded | {name: keys.of(feeds[keys.cache]) for name, keys in self.exact_keys.items()}
 

@@ -132,6 +132,21 @@ class Recipe:
             lines += ["", "[[pass]]", *(f"{key} = {_toml(value)}" for key, value in step.items())]
         return "\n".join(lines) + "\n"
 
+    def with_prompt(self) -> Recipe:
+        """The recipe with a pass cache_prompt in front of compress_cache, if it has none. Raises RecipeError for a
+        recipe without compress_cache."""
+        names = [step.name for step in self.passes]
+        if "compress_cache" not in names:
+            raise RecipeError(
+                f"a prompt was given, but recipe {self.name!r} has no pass 'compress_cache', which puts it into the "
+                "graph; give recipe 'cached-prompt' or 'long-context', or add the pass"
+            )
+        if "cache_prompt" in names:
+            return self
+        at = names.index("compress_cache")
+        step = RecipeStep("cache_prompt", PASSES["cache_prompt"].options_type())
+        return replace(self, passes=(*self.passes[:at], step, *self.passes[at:]))
+
     def with_options(self, options: Mapping[str, Any]) -> Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 

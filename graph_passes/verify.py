@@ -106,7 +106,11 @@ class VerifyPass(RecipePass):
         progress(1)
         original = open_original(context)
         feeds = feeds_for(context, original)[: self.options.feeds]
-        before = [_run(original, one, "the original model", CalibrationError) for one in feeds]
+        given = feeds
+        if context.prompt is not None:
+            past = context.prompt.exact_past(original)
+            given = [context.prompt.in_front_of(one, past) for one in feeds]
+        before = [_run(original, one, "the original model", CalibrationError) for one in given]
         answers = [answer for one in before for answer in one if answer is not None]
         if answers and not any(np.isfinite(answer).any() for answer in answers):
             raise CalibrationError(
@@ -124,6 +128,10 @@ class VerifyPass(RecipePass):
         encoded = [context.encoded(one) for one in feeds]
         after = [_run(optimized, one, "the optimized model", VerificationError) for one in encoded]
         names = [output.name for output in original.get_outputs()]
+        if context.prompt is not None:
+            before, reference = (
+                [context.prompt.cut_from(names, answers) for answers in runs] for runs in (before, reference)
+            )
         after = [answers[: len(names)] for answers in after]
         hidden = [names.index(name) for name in compressed]
         before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
@@ -144,7 +152,7 @@ class VerifyPass(RecipePass):
         progress(3)
         if self.options.seconds:
             # In turn, so that whatever else the machine does hits both alike.
-            timed = (feeds[0], encoded[0]) if decoded is None else (decoded[0].last_feeds, decoded[1].last_feeds)
+            timed = (given[0], encoded[0]) if decoded is None else (decoded[0].last_feeds, decoded[1].last_feeds)
             calls = {"before": partial(original.run, None, timed[0]), "after": partial(optimized.run, None, timed[1])}
             timings = interleave(calls, seconds=self.options.seconds, min_rounds=3)
             report.latency_before, report.latency_after = timings["before"], timings["after"]
@@ -179,23 +187,25 @@ class VerifyPass(RecipePass):
         context, report = self.context, self.context.report
         if not context.cache_rounding:
             return None
-        calls, before = calls_to_decode(feeds, context.caches), None
+        calls, before, prompt = calls_to_decode(feeds, context.caches), None, context.prompt
         if calls is not None:
+            past = None if prompt is None else prompt.exact_past(original)
             with suppress(CalibrationError):  # the model takes other shapes only
-                before = _decode(original, calls, context, names, "the original model", CalibrationError)
+                before = _decode(original, calls, context, names, "the original model", CalibrationError, past)
         if calls is None or before is None:
             context.note(
                 "no token was decoded from the cache to verify it: the feeds hold no two tokens of a sequence, or have "
                 "inputs besides tokens, mask, positions and cache, or the model takes no others of their shapes"
             )
             return None
-        encoded = [context.encoded(calls[0]), *calls[1:]]
+        steps = calls[1:] if prompt is None else map(prompt.counted_in, calls[1:])
+        encoded = [context.encoded(calls[0]), *steps]
         after = _decode(optimized, encoded, context, names, "the optimized model", VerificationError)
         places = {use.present: names.index(use.present) for use in context.caches.values()}
-        prompt = calls[0]["input_ids"].shape[1]
+        tokens = calls[0]["input_ids"].shape[1]
         errors = measure_errors(names, before.steps, after.steps)
         if report.cache is not None:
-            report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), prompt
+            report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), tokens
             report.cache.decode_error = errors
         _refuse_infinite(names, before.steps, after.steps)
         reference = context.decoded_reference or before
@@ -211,7 +221,7 @@ class VerifyPass(RecipePass):
         limit = self.options.max_rounding_error
         if limit is None:
             limit = layers + DECODE_FACTOR * _root(context.cache_rounding.values())
-        where = f"of a token decoded behind a prompt of {prompt}"
+        where = f"of a token decoded behind a prompt of {tokens}"
         found = measure_errors(names, reference.steps, after.steps)
         for error in found if known else []:
             if not error.relative_l2 <= limit:
@@ -341,11 +351,20 @@ def _decode(
     names: Sequence[str],
     who: str,
     error_type: type[Exception],
+    past: Feeds | None = None,
 ) -> Decoded:
-    """names: of the original's outputs. The steps hold no other, and no caches."""
+    """names: of the original's outputs. The steps hold no other, and no caches.
+
+    past: the prompt's keys and values, which go in front of the calls of a model that it is not part of.
+    """
+    prompt = context.prompt
+    if prompt is not None and past is not None:
+        calls = [prompt.in_front_of(calls[0], past), *map(prompt.counted_in, calls[1:])]
     carried = {use.past: names.index(use.present) for use in context.caches.values()}
     added = {name: len(names) + number for number, name in enumerate(context.exact_keys) if name in calls[0]}
     decoded = decode(lambda feeds: _run(session, feeds, who, error_type), calls, carried | added)
+    if prompt is not None and past is not None:
+        decoded = replace(decoded, prompt=prompt.cut_from(names, decoded.prompt))
     return replace(decoded, steps=[answers[: len(names)] for answers in decoded.steps])
 
 
@@ -357,20 +376,23 @@ def _array(answer: np.ndarray | None) -> np.ndarray:
 def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Runs a pruned or quantized model whose layers are about to be replaced, for a pass verify that comes later."""
     changed = any(layer.status in ("pruned", "quantized") for layer in context.layers.values())
-    if not changed or not context.feeds_to_verify or context.reference is not None:
+    if not (changed or context.prompt) or not context.feeds_to_verify or context.reference is not None:
         return
     path = context.candidate.with_name("reference.onnx")
     write_model(model, path, lambda done, total: None)
     context.release()
     feeds = feeds_for(context)[: context.feeds_to_verify]
     session = open_session(path, quiet_options())
+    past = None if context.prompt is None else context.prompt.pruned_past()
     who = "the model before its layers were replaced"
-    context.reference = [_run(session, one, who, VerificationError) for one in feeds]
     calls = calls_to_decode(feeds, context.caches) if context.caches else None
     if calls is not None:
         names = [output.name for output in session.get_outputs()]
         with suppress(VerificationError):  # the model takes other shapes only
-            context.decoded_reference = _decode(session, calls, context, names, who, VerificationError)
+            context.decoded_reference = _decode(session, calls, context, names, who, VerificationError, past)
+    if context.prompt is not None and past is not None:
+        feeds = [context.prompt.in_front_of(one, past) for one in feeds]
+    context.reference = [_run(session, one, who, VerificationError) for one in feeds]
     del session
     for file in (path, data_path(path)):
         file.unlink(missing_ok=True)

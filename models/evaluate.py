@@ -73,7 +73,7 @@ def score_tokens(
             # The logits of a token are for the next one.
             of = np.arange(max(begin, first - 1), min(end, len(part) - 1))
             if len(of):
-                total += _surprise(logits[of - begin], part[of + 1])
+                total += surprise(logits[of - begin], part[of + 1])
         scored_to = start + len(part)
     return Score(total / (len(ids) - 1), len(ids) - 1)
 
@@ -93,7 +93,7 @@ def score_texts(
     return Score(sum(score.cross_entropy * score.tokens for score in scores) / tokens, tokens)
 
 
-def _surprise(logits: np.ndarray, tokens: np.ndarray) -> float:
+def surprise(logits: np.ndarray, tokens: np.ndarray) -> float:
     """The sum of -log softmax(logits)[token] over the rows."""
     rows = logits.astype(np.float64)
     peak = rows.max(axis=1)

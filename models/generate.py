@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import OrtolanError
+from ..graph_passes.normalize import PROMPT_KEY
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -30,7 +31,8 @@ class Decoder:
       present, is written in place.
     What has a fixed number of tokens, as past_key_values.N.exact_key of NoMADAttention, keeps that in both.
 
-    length: the number of tokens in the cache. session: the one given.
+    length: the number of tokens in the cache. session: the one given. prompt_tokens: of a prompt that is part of the
+    model, in front of those of the cache.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Decoder:
         self.vocabulary = _dimension(self._outputs["logits"], 2)
         self._logits_dtype = _dtype(self._outputs["logits"])
         self.cache_length = cache_length
+        # Of a prompt that is part of the model: masks and positions count its tokens, the cache does not hold them.
+        self.prompt_tokens = int(session.get_modelmeta().custom_metadata_map.get(PROMPT_KEY, 0))
         self.reset()
 
     def reset(self) -> None:
@@ -89,6 +93,10 @@ class Decoder:
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
                 self._binding.bind_ortvalue_input(past, value)
                 self._binding.bind_ortvalue_output(present, value)
+
+    def cache(self) -> dict[str, np.ndarray]:
+        """Copies of what the cache holds, by the names of the inputs; of a shared one with the room behind."""
+        return {name: value.numpy().copy() for name, value in zip(self._past, self._values, strict=True)}
 
     def step(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Appends tokens to the sequence. Returns their logits [tokens, vocabulary], which belong to the caller.
@@ -110,9 +118,9 @@ class Decoder:
         logits: np.ndarray = np.empty((1, count, self.vocabulary), self._logits_dtype)
         feeds = {"input_ids": tokens}
         if self._has_mask:
-            feeds["attention_mask"] = np.ones((1, total), np.int64)
+            feeds["attention_mask"] = np.ones((1, self.prompt_tokens + total), np.int64)
         if self._has_positions:
-            feeds["position_ids"] = np.arange(self.length, total, dtype=np.int64)[None]
+            feeds["position_ids"] = self.prompt_tokens + np.arange(self.length, total, dtype=np.int64)[None]
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         binding.bind_output("logits", "cpu", 0, self._logits_dtype, logits.shape, logits.ctypes.data)

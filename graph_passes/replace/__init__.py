@@ -48,7 +48,7 @@ from .joined import (
 from .nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
 from .nomad_attention_function import nomad_attention_function, uses_of
 from .notes import note_adopted, note_apart, note_stored_twice, why_nothing
-from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of
+from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of, stored_tensor
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
 from .w4a8_matmul import W4A8MatMul
@@ -63,7 +63,7 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
 }
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
-_UNPACK_ONCE_LIMIT = 32 * 1024**2
+UNPACK_ONCE_LIMIT = 32 * 1024**2
 _STORED = (StoredInt4, StoredInt8)
 
 
@@ -159,7 +159,7 @@ class ReplacePass(RecipePass):
                 function = nomad_attention_function(model.opset_imports[""], uses_of(attentions))
                 model.functions[function.identifier()] = function
             if context.portable:
-                unpack_once = context.packed_weights <= _UNPACK_ONCE_LIMIT
+                unpack_once = context.packed_weights <= UNPACK_ONCE_LIMIT
                 function = self._replacement.function(model, model.opset_imports[""], unpack_once)
                 if not unpack_once:
                     context.note(
@@ -395,7 +395,7 @@ class ReplacePass(RecipePass):
             values = {}
             for part, tensor in self._replacement.pack(weight).items():
                 name = context.new_name(model, f"{first.weight_value.name}.{part}")
-                values[part] = _initializer(first, self._stored(name, tensor))
+                values[part] = _initializer(first, stored_tensor(context.spill, name, tensor))
             self._packed[key] = values
             context.packed_weights += weight.matrix.size
         packed = self._packed[key]
@@ -404,11 +404,6 @@ class ReplacePass(RecipePass):
         for linear in linears:
             context.layer(linear).bytes_after = sum(sizes) // len(linears)
         return packed
-
-    def _stored(self, name: str, packed: PackedTensor) -> ir.TensorProtocol:
-        if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
-            return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
-        return self.context.spill.add(name, packed.array, packed.dtype)
 
     def _measure(self, linears: Sequence[Linear], weight: LayerWeight, values: dict[str, ir.Value]) -> None:
         """Reports ||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.

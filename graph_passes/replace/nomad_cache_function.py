@@ -2,8 +2,9 @@
 
 It uses only operators that mean the same from opset 13 on (but for ReduceMax). The caches' formats are specified in
 ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and cached_op.h, exact keys in
-ops/nomad_attention/exact_window.h. The bytes of the present caches are the kernel's, unless the sums of EncodeKey are
-contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal numbers.
+ops/nomad_attention/exact_window.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's,
+unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal
+numbers.
 
 Heads stand in front of tokens: [B, heads, tokens, …], as in the caches.
 """
@@ -17,22 +18,28 @@ import onnx_ir as ir
 from numpy.typing import DTypeLike
 
 from ..normalize import ORTOLAN_DOMAIN
-from .function_body import FunctionBody
+from ..prompt_cache import PROMPT_INPUTS
+from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
 from .nomad_attention_function import OP_TYPE, scale_of, weights_of
+from .sparse_amx_matmul_function import unpacked_bitmap
 
 _ROTARY = ("cos", "sin")
-INPUTS = (*EXACT_INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY, "past_exact_key")
+_CACHE_INPUTS = (*EXACT_INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY, "past_exact_key")
+INPUTS = (*_CACHE_INPUTS, *PROMPT_INPUTS)
 OUTPUTS = ("Y", "present_key", "present_value", "present_exact_key")
 ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
 _WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
+_PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
 
 # As in ops/formats.
 _BLOCK = 32  # tokens
 _CENTROIDS = 16
 _SCALE_BYTES = 2  # of a row of int8 values
 _SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/cached_op.h
+_MOST_PROMPT_CHUNK = 512  # tokens: ops/nomad_attention/prompt_cache.h
+_TILE_INPUTS = 32
 _NAN_BITS = 0x7FC0  # bfloat16
 _INT32 = ir.DataType.INT32
 
@@ -56,18 +63,26 @@ class CacheUses:
     lengths: bool = True  # some have this input
     rotary: bool = False  # all have cos and sin, or none
     exact_keys: bool = False  # all have past_exact_key and attributes window and sinks, or none; d_sub is not 0 then
+    prompt: bool = False  # all have a prompt, and all inputs: a float 0 of shape [1] may be past_exact_key
+    unpack_prompt_once: bool = True  # see sparse_amx_matmul_function
+
+    def inputs(self) -> tuple[str, ...]:
+        if self.prompt:
+            return INPUTS
+        if self.exact_keys:
+            return _CACHE_INPUTS
+        return INPUTS[: INPUTS.index("past_exact_key" if self.rotary else _ROTARY[0])]
 
 
 def nomad_cache_function(opset: int, uses: CacheUses) -> ir.Function:
     """The function for a model of this opset."""
-    count = len(INPUTS) if uses.exact_keys else len(INPUTS) - 1 if uses.rotary else INPUTS.index(_ROTARY[0])
-    inputs = {name: ir.val(name) for name in INPUTS[:count]}
+    inputs = {name: ir.val(name) for name in uses.inputs()}
     body = FunctionBody(opset)
     outputs = _CachedAttention(body, inputs, uses).outputs()
     for value, name in zip(outputs, OUTPUTS, strict=False):
         value.name = name
     graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    kinds = ATTRIBUTES | _WINDOW_ATTRIBUTES if uses.exact_keys else ATTRIBUTES
+    kinds = ATTRIBUTES | (_WINDOW_ATTRIBUTES if uses.exact_keys else {}) | (_PROMPT_ATTRIBUTES if uses.prompt else {})
     attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
@@ -90,6 +105,8 @@ class _CachedAttention:
                 heads = op("Add", heads, op("Mul", self._kv_heads, body.integer(2)))
             self._head_dim = op("Div", _size(body, query, 2), heads)
         self._room = _size(body, inputs["past_key"], 2)
+        # Tokens in front of those of lengths and caches.
+        self._prompt = body.attribute("prompt_tokens") if uses.prompt else body.integer(0)
         self._read_lengths()
 
     def _read_lengths(self) -> None:
@@ -102,7 +119,7 @@ class _CachedAttention:
             self._past = op("Expand", self._room, body.vector(self._batch))
             return
         given = op("Reshape", op("Cast", self._inputs["lengths"], to=ir.DataType.INT64), body.ints(-1))
-        given = op("Add", given, body.integer(1))
+        given = op("Add", given, op("Sub", body.integer(1), self._prompt))
         # Of an empty one, all.
         self._after = op(
             "Slice", op("Concat", given, every, axis=0), body.ints(0), body.vector(self._batch), body.ints(0)
@@ -141,6 +158,11 @@ class _CachedAttention:
             values = present_value = self._joined(past_value, value)
         # Outputs are values of their own.
         present = [op("Identity", cache) for cache in (present_key, present_value)]
+        if uses.prompt:
+            prompt_keys, prompt_values = self._prompt_keys(), self._prompt_values()
+            values = op("Concat", prompt_values, values, axis=2)
+            keys = op("Concat", prompt_keys, keys, axis=2)
+            exact_keys[:1] = [op("Concat", prompt_keys, one, axis=2) for one in exact_keys[:1]]
         return [self._attention(query, keys, values, *exact_keys), *present, *present_exact_key]
 
     def _operands(self) -> list[ir.Value]:
@@ -168,7 +190,7 @@ class _CachedAttention:
         body, op = self._body, self._body.op
         one, interleaved = body.integer(1), body.attribute("rotary_interleaved")
         row = op("Range", body.integer(0), self._queries, one)
-        positions = op("Add", op("Unsqueeze", self._past, body.ints(1)), row)
+        positions = op("Add", op("Unsqueeze", op("Add", self._past, self._prompt), body.ints(1)), row)
         cos, sin = (
             op("Unsqueeze", op("Gather", self._inputs[name], positions, axis=0), body.ints(1)) for name in _ROTARY
         )
@@ -211,6 +233,41 @@ class _CachedAttention:
         found = op("GatherND", rows, op("Unsqueeze", places, body.ints(2)), batch_dims=1)
         return op("Transpose", found, perm=[0, 2, 1, 3])
 
+    # ---- prompt ------------------------------------------------------------------------------------------------------
+
+    def _prompt_keys(self) -> ir.Value:
+        """[B, KV, P, D]."""
+        body, op = self._body, self._body.op
+        head_dim = body.attribute("prompt_head_dim")
+        columns = op("Mul", body.divided_up(self._prompt, body.integer(PANEL_COLUMNS)), body.integer(PANEL_COLUMNS))
+        matrix = self._prompt_matrix("prompt_key", head_dim, op("Mul", self._kv_heads, columns))
+        by_heads = op("Reshape", matrix, body.shape(head_dim, self._kv_heads, columns))
+        return self._of_prompt(op("Transpose", by_heads, perm=[1, 2, 0]))
+
+    def _prompt_values(self) -> ir.Value:
+        """[B, KV, P, D]."""
+        body, op = self._body, self._body.op
+        head_dim = body.attribute("prompt_head_dim")
+        chunks = body.divided_up(self._prompt, body.integer(_MOST_PROMPT_CHUNK))
+        tiles = body.divided_up(body.divided_up(self._prompt, chunks), body.integer(_TILE_INPUTS))
+        tokens = op("Mul", tiles, body.integer(_TILE_INPUTS))
+        matrix = self._prompt_matrix("prompt_value", tokens, op("Mul", op("Mul", self._kv_heads, chunks), head_dim))
+        by_chunks = op("Reshape", matrix, body.shape(tokens, self._kv_heads, chunks, head_dim))
+        by_heads = op("Transpose", by_chunks, perm=[1, 2, 0, 3])
+        return self._of_prompt(op("Reshape", by_heads, body.shape(self._kv_heads, -1, head_dim)))
+
+    def _prompt_matrix(self, name: str, k: ir.Value, n: ir.Value) -> ir.Value:
+        inputs = self._inputs
+        later = None if self._uses.unpack_prompt_once else inputs["query"]
+        masks, values = inputs[f"{name}_masks"], inputs[f"{name}_values"]
+        return unpacked_bitmap(self._body, masks, values, k, n, dense=True, seems_to_depend_on=later)
+
+    def _of_prompt(self, rows: ir.Value) -> ir.Value:
+        """Its tokens, the same for all sequences."""
+        body, op = self._body, self._body.op
+        tokens = op("Slice", rows, body.ints(0), body.vector(self._prompt), body.ints(1))
+        return op("Expand", op("Unsqueeze", tokens, body.ints(0)), body.shape(self._batch, 1, 1, 1))
+
     # ---- exact keys --------------------------------------------------------------------------------------------------
 
     def _past_exact_keys(self) -> ir.Value:
@@ -224,10 +281,13 @@ class _CachedAttention:
         return op("Gather", self._inputs["past_exact_key"], op("Min", slot, last), axis=2)
 
     def _is_exact(self, is_short: ir.Value) -> ir.Value:
-        """Whether query i of a sequence sees the exact key of its token j, [B, 1, S, total]."""
+        """Whether query i of a sequence sees the exact key of its token j, [B, 1, S, P + total].
+
+        Of the prompt, both keys are the same.
+        """
         body, op = self._body, self._body.op
         zero, one, window = body.integer(0), body.integer(1), body.attribute("window")
-        token = op("Range", zero, self._total, one)
+        token = op("Range", op("Neg", self._prompt), self._total, one)
         row = op("Unsqueeze", op("Range", zero, self._queries, one), body.ints(1))
         # What a long call reads of the past is what is held.
         row = op("Where", is_short, row, body.integer(-1))
@@ -283,10 +343,10 @@ class _CachedAttention:
         return _reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
 
     def _seen(self) -> ir.Value:
-        """Whether query i of a sequence sees its token j, [B, 1, S, total]."""
+        """Whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
         body, op = self._body, self._body.op
-        zero, one = body.integer(0), body.integer(1)
-        token = op("Range", zero, self._total, one)
+        one = body.integer(1)
+        token = op("Range", op("Neg", self._prompt), self._total, one)
         past, after = (op("Unsqueeze", count, body.ints(1, 2, 3)) for count in (self._past, self._after))
         exists = op("Less", token, after)
         if not self._uses.causal:

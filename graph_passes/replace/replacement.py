@@ -13,6 +13,7 @@ import onnx_ir as ir
 from ..epilogue import Activation
 from ..normalize import ORTOLAN_DOMAIN
 from ..quantizers.fixed_range import FixedRange
+from ..spill import TensorSpill
 
 if TYPE_CHECKING:
     from ..quantize import Quantization, QuantizedWeight
@@ -24,6 +25,13 @@ class PackedTensor:
 
     array: np.ndarray
     dtype: ir.DataType
+
+
+def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.TensorProtocol:
+    """For an initializer of this name; the numbers wait on disk."""
+    if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
+        return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
+    return spill.add(name, packed.array, packed.dtype)
 
 
 # By the name of the operator's input.

@@ -55,7 +55,8 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     """
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
-    weight = _Weight(body, inputs, uses, unpack_once).matrix()
+    k, n = body.attribute("k"), body.attribute("n")
+    weight = _Weight(body, inputs, uses, k, n, None if unpack_once else inputs["X"]).matrix()
     product = _product(body, inputs["X"], weight, uses)
     y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
@@ -63,18 +64,41 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
 
 
-class _Weight:
-    """Unpacks W to float32."""
+def unpacked_bitmap(
+    body: FunctionBody,
+    masks: ir.Value,
+    values: ir.Value,
+    k: ir.Value,
+    n: ir.Value,
+    dense: bool,
+    seems_to_depend_on: ir.Value | None,
+) -> ir.Value:
+    """A bf16 bitmap as float32 [k, n]. dense: its storage may be. seems_to_depend_on: see _Weight."""
+    return _Weight(body, {"masks": masks, "values": values}, Uses(dense=dense), k, n, seems_to_depend_on).matrix()
 
-    def __init__(self, body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> None:
+
+class _Weight:
+    """Unpacks W to float32.
+
+    seems_to_depend_on: keeps ONNX Runtime from unpacking it once for all.
+    """
+
+    def __init__(
+        self,
+        body: FunctionBody,
+        inputs: dict[str, ir.Value],
+        uses: Uses,
+        k: ir.Value,
+        n: ir.Value,
+        seems_to_depend_on: ir.Value | None,
+    ) -> None:
         self._body = body
         self._inputs = inputs
         self._uses = uses
-        self._k, self._n = body.attribute("k"), body.attribute("n")
-        # A zero that is constant, or that seems to depend on X.
+        self._k, self._n = k, n
         self._zero = body.integer(0)
-        if not unpack_once:
-            self._zero = body.op("Min", body.op("Size", inputs["X"]), self._zero)
+        if seems_to_depend_on is not None:
+            self._zero = body.op("Min", body.op("Size", seems_to_depend_on), self._zero)
         self._row_inputs = body.by_attribute(
             "weight_bits", {bits: body.integer(row_inputs(bits)) for bits in sorted(uses.weight_bits)}
         )

@@ -61,22 +61,37 @@ BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n
   return packed;
 }
 
-void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride) {
+void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t column_stride) {
   const int64_t rows = BitmapTiles(view.k) * kTileRows;
   for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
     const uint8_t* masks = view.PanelMasks(kBf16Bitmap, panel);
     const uint8_t* value = view.PanelValues(kBf16Bitmap, panel);
+    const bool all_columns = (panel + 1) * kPanelColumns <= view.n;
     for (int64_t row = 0; row < rows; ++row) {
       const uint32_t mask = view.IsDense() ? ~uint32_t{0} : Load<uint32_t>(masks + row * sizeof(uint32_t));
+      float* to = w + InputOf(row, 0) * row_stride + panel * kPanelColumns * column_stride;
+      if (all_columns && InputOf(row, 1) < view.k) {
+        // No branches: behind the last value there is padding, and dense storage has no bits that are not set.
+        for (int64_t column = 0; column < kPanelColumns; ++column, to += column_stride) {
+          for (int64_t input = 0; input < 2; ++input) {
+            const uint32_t stored = (mask >> (2 * column + input)) & 1u;
+            to[input * row_stride] = Bf16ToFloat(static_cast<uint16_t>(Load<uint16_t>(value) & (0u - stored)));
+            value += stored * kValueBytes;
+          }
+        }
+        continue;
+      }
       for (int64_t bit = 0; bit < kRowValues; ++bit) {
         const int64_t input = InputOf(row, bit);
-        const int64_t column = panel * kPanelColumns + ColumnOf(bit);
+        const int64_t column = ColumnOf(bit);
         float weight = 0.0f;
         if (((mask >> bit) & 1u) != 0) {
           weight = Bf16ToFloat(Load<uint16_t>(value));
           value += kValueBytes;
         }
-        if (input < view.k && column < view.n) w[input * row_stride + column] = weight;
+        if (input < view.k && panel * kPanelColumns + column < view.n) {
+          to[(bit & 1) * row_stride + column * column_stride] = weight;
+        }
       }
     }
   }

@@ -109,8 +109,9 @@ struct BitmapMatrix {
 // rounding (dense: all; zeros are +0). Needs 1 <= k, n <= kMaxDimension.
 BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage = Storage::kBitmap);
 
-// Writes the dense matrix, row-major [k, n], rows `row_stride` floats apart. The view must have passed ValidateBitmap.
-void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride);
+// Writes the dense matrix [k, n], rows `row_stride` and columns `column_stride` floats apart. The view must have passed
+// ValidateBitmap, or be some of the panels of one that has.
+void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t column_stride = 1);
 
 // What an untrusted file says, before anything is read through a pointer: the counts are those of the tensors found.
 struct BitmapClaim {

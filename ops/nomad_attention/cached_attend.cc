@@ -1,15 +1,14 @@
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "isa/kernel_table.h"
 #include "nomad_attention/cached_op.h"
+#include "nomad_attention/thread_scratch.h"
 
 namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-constexpr int64_t kAlignment = 64;
 // So few queries are computed one by one, on the cache as it is.
 constexpr int64_t kMostDecodeQueries = 4;
 // Tokens of a sequence that one thread goes through at least: more than building a query's tables costs.
@@ -20,38 +19,19 @@ constexpr int64_t kPieces = 64;
 constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
 constexpr float kHidden = -1e4f;  // exporters' masks hold this or less
 
-int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-char* AlignedData(const Scratch& scratch) {
-  return reinterpret_cast<char*>(Aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(scratch.data()))));
-}
-
-// Runs body(item, scratch of bytes) on ORT's threads, each with scratch of its own.
-template <typename Body>
-void ForEachWithScratch(const Ort::KernelContext& context, const std::string& node, int64_t items, int64_t bytes,
-                        const Body& body) {
-  std::atomic<bool> no_memory{false};
-  ParallelFor(context, items, [&](int64_t item) {
-    try {
-      const Scratch scratch(context, static_cast<size_t>(bytes + kAlignment));
-      body(item, AlignedData(scratch));
-    } catch (...) {  // of getting memory
-      no_memory = true;
-    }
-  });
-  if (no_memory) throw OpError(ErrorText(node, ": no memory for ", bytes, " bytes of scratch a thread"));
-}
-
 }  // namespace
 
-// The tokens that a query sees; none if the mask does more than to hide others, or leaves a gap.
+// The tokens behind the prompt that a query sees, with all of the prompt; none if the mask does more than to hide
+// others, or leaves a gap.
 std::optional<CachedAttention::Tokens> CachedAttention::VisibleTokens(const AttentionCall& call, const Lengths& lengths,
                                                                       int64_t batch, int64_t head,
                                                                       int64_t query) const {
   const int64_t past = lengths.past[static_cast<size_t>(batch)];
-  Tokens seen{0, past + lengths.added[static_cast<size_t>(batch)]};
-  if (call.causal) seen.end = std::min(seen.end, past + query + 1);
-  if (call.mask.data == nullptr) return seen;
+  const int64_t prompt = prompt_.Tokens();
+  const auto behind_prompt = [&](Tokens all) { return Tokens{all.begin - prompt, all.end - prompt}; };
+  Tokens seen{0, prompt + past + lengths.added[static_cast<size_t>(batch)]};
+  if (call.causal) seen.end = std::min(seen.end, prompt + past + query + 1);
+  if (call.mask.data == nullptr) return behind_prompt({prompt, seen.end});
   const std::vector<int64_t>& strides = call.mask.strides;
   const float* row = call.mask.data + batch * strides[0] + head * strides[1] + query * strides[2];
   const auto at = [&](int64_t j) { return row[j * strides[3]]; };
@@ -61,7 +41,9 @@ std::optional<CachedAttention::Tokens> CachedAttention::VisibleTokens(const Atte
   for (int64_t j = seen.begin; j < seen.end; ++j) {
     if (at(j) != 0.0f) return std::nullopt;
   }
-  return seen;
+  if (prompt == 0) return seen;
+  if (seen.begin > 0 || seen.end < prompt) return std::nullopt;  // some of the prompt is hidden
+  return behind_prompt({prompt, seen.end});
 }
 
 // Of each query of the batch; none if those of one query are no range, or differ between heads.
@@ -161,6 +143,8 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
       done = piece.end;
     } while (done < to);
   });
+  std::optional<CachedPrompt::Partials> prompt;
+  if (prompt_.Tokens() > 0) prompt.emplace(context, node_, prompt_, call);
   for (int64_t row = 0; row < rows; ++row) {
     const DecodePartial whole = partial_of(row * parts);
     for (int64_t part = 1; part < parts; ++part) {
@@ -168,6 +152,7 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
     }
     const int64_t query = row % call.queries, kv_head = row / call.queries % call.kv_heads;
     const int64_t batch = row / call.queries / call.kv_heads;
+    if (prompt) prompt->MergeInto(whole, batch, kv_head, query);
     FinishDecode(group, call.head_dim, whole,
                  call.y + ((batch * call.queries + query) * call.heads + kv_head * group) * call.head_dim,
                  call.head_dim * kFloat);
@@ -225,15 +210,16 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
                              const Cache& cache, int64_t first, int64_t count) const {
   const AttentionKernel& kernel = SelectAttention(ActiveIsa(), call.precision);
   const int64_t group = call.heads / call.kv_heads;
-  const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
+  const int64_t prompt = prompt_.Tokens();
+  const int64_t most = prompt + *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
   const int64_t row_bytes = call.head_dim * kFloat;
   // A short call reads all from the cache, whatever its masks are.
   const bool own_cached = call.queries <= kMostDecodeQueries && (codebooks_ != nullptr || int8_values_);
-  const bool as_given = most == call.queries && !own_cached;  // nothing is in the past
+  const bool as_given = most == call.queries && !own_cached;  // there is no past
   const int64_t row_count = group * count;
   const int64_t chunks = (row_count + kAttentionRows - 1) / kAttentionRows;
   const int64_t heads = call.batch * call.kv_heads;
-  // Keys and values of the past, then this call's, as floats.
+  // Keys and values of the prompt and the past, then this call's, as floats.
   std::optional<Scratch> floats;
   float* all = nullptr;
   int64_t at_once = heads;
@@ -242,13 +228,21 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
     floats.emplace(context, static_cast<size_t>(2 * at_once * most * row_bytes));
     all = static_cast<float*>(floats->data());
   }
+  const int64_t pieces = prompt > 0 ? prompt_.cache().Chunks() : 0;
+  const int64_t unpack_bytes = prompt > 0 ? PromptUnpackBytes(prompt_.cache()) : 0;
   const int64_t bytes = kernel.scratch_bytes(most, call.head_dim);
   for (int64_t first_head = 0; first_head < heads; first_head += at_once) {
     const int64_t some = std::min(at_once, heads - first_head);
     if (!as_given) {
       ParallelFor(context, some, [&](int64_t place) {
-        float* k = all + 2 * place * most * call.head_dim;
+        float* k = all + (2 * place * most + prompt) * call.head_dim;
         WriteFloats(call, lengths, first_head + place, cache, first, own_cached, k, k + most * call.head_dim);
+      });
+      ForEachWithScratch(context, node_, some * pieces, unpack_bytes, [&](int64_t item, char* scratch) {
+        const int64_t place = item / pieces, chunk = item % pieces;
+        float* k = all + (2 * place * most + chunk * prompt_.cache().ChunkTokens()) * call.head_dim;
+        UnpackPrompt(prompt_.cache(), (first_head + place) % call.kv_heads, chunk, k, k + most * call.head_dim,
+                     scratch);
       });
     }
     ForEachWithScratch(context, node_, some * chunks, bytes, [&](int64_t item, char* scratch) {
@@ -257,7 +251,7 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
       args.heads = group;
       args.queries = count;
       // Causality hides padding, whose keys are the last ones. Without it they are left out.
-      args.keys = lengths.past[static_cast<size_t>(batch)] +
+      args.keys = prompt + lengths.past[static_cast<size_t>(batch)] +
                   (call.causal ? first + count : lengths.added[static_cast<size_t>(batch)]);
       args.head_dim = call.head_dim;
       args.q = call.q.At(batch, kv_head * group, first);

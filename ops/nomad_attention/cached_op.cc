@@ -88,6 +88,7 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, std::string node, Ca
   }
   interleaved_ = interleaved == 1;
   ReadWindow(info, kv_heads);
+  prompt_ = CachedPrompt(info, node_, inputs.prompt, kv_heads);
 }
 
 void CachedAttention::ReadWindow(const OrtKernelInfo& info, int64_t kv_heads) {
@@ -101,7 +102,8 @@ void CachedAttention::ReadWindow(const OrtKernelInfo& info, int64_t kv_heads) {
   const Ort::ConstKernelInfo names(&info);
   const bool has_output = names.GetOutputCount() > kPresentExactKey && !names.GetOutputName(kPresentExactKey).empty();
   if (!window_.Any()) {
-    if (!HasInput(info, inputs_.past_exact_key) && !has_output) return;
+    const bool has_input = HasInput(info, inputs_.past_exact_key) && !IsConstantZero(info, inputs_.past_exact_key);
+    if (!has_input && !has_output) return;
     throw OpError(ErrorText(node_, ": ", sizes,
                             ", but past_exact_key or present_exact_key is given, expected neither, ",
                             "or a window or sinks of which they hold the keys"));
@@ -138,6 +140,10 @@ void CachedAttention::CheckHeadDim(int64_t head_dim) const {
     throw OpError(ErrorText(node_, ": heads are of ", head_dim, " numbers, but codebooks are for ", layout_.head_dim,
                             ". Optimize the original model again."));
   }
+  if (prompt_.Tokens() > 0 && prompt_.cache().head_dim != head_dim) {
+    throw OpError(ErrorText(node_, ": heads are of ", head_dim, " numbers, but prompt_head_dim is ",
+                            prompt_.cache().head_dim, ". Optimize the original model again."));
+  }
   if (has_rotary_ && head_dim % 2 != 0) {
     throw OpError(ErrorText(node_, ": heads are of ", head_dim, " numbers, expected an even number for cos and sin"));
   }
@@ -160,9 +166,10 @@ int64_t CachedAttention::Room(const Ort::KernelContext& context, const Attention
                             past_value_name_, "' ", value_room,
                             ", expected as many. Feed what the model put out as present."));
   }
-  if (room > kMaxTokens || call.queries > kMaxTokens - room) {
+  const int64_t most = kMaxTokens - prompt_.Tokens();
+  if (room > most || call.queries > most - room) {
     throw OpError(ErrorText(node_, ": there are ", room, " tokens in the cache and ", call.queries,
-                            " in the call, expected at most ", kMaxTokens));
+                            " in the call, expected at most ", most));
   }
   return room;
 }
@@ -188,10 +195,12 @@ CachedAttention::Lengths CachedAttention::ReadLengths(const Ort::KernelContext& 
   }
   lengths.total = room;
   for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t last = value.GetTensorData<int32_t>()[b];
+    const int64_t given = value.GetTensorData<int32_t>()[b];
+    const int64_t last = given - prompt_.Tokens();
     if (last < 0) {
-      throw OpError(ErrorText(node_, ": lengths holds ", last, " for sequence ", b,
-                              ", expected its tokens after this call less 1, 0 or more"));
+      throw OpError(ErrorText(node_, ": lengths holds ", given, " for sequence ", b,
+                              ", expected its tokens after this call less 1, ", prompt_.Tokens(), " or more",
+                              prompt_.Tokens() > 0 ? ": those of the prompt in the model count" : ""));
     }
     // Of a first prompt, a sequence may be shorter than the longest: what follows it is padding.
     const int64_t past = std::max<int64_t>(last + 1 - call.queries, 0);
@@ -267,7 +276,8 @@ void CachedAttention::Rotate(const Ort::KernelContext& context, const AttentionC
   }
   const float* cos = context.GetInput(inputs_.cos).GetTensorData<float>();
   const float* sin = context.GetInput(inputs_.sin).GetTensorData<float>();
-  const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
+  const int64_t prompt = prompt_.Tokens();
+  const int64_t most = prompt + *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
   if (most > shape[0]) {
     throw OpError(ErrorText(node_, ": a sequence has ", most, " tokens, but cos and sin are for ", shape[0],
                             " positions. Feed shorter sequences."));
@@ -275,7 +285,7 @@ void CachedAttention::Rotate(const Ort::KernelContext& context, const AttentionC
   const auto rotate = [&](const HeadRows& rows, int64_t heads, float* to) {
     ParallelFor(context, call.batch * call.queries, [&](int64_t i) {
       const int64_t batch = i / call.queries, row = i % call.queries;
-      const int64_t position = lengths.past[static_cast<size_t>(batch)] + row;
+      const int64_t position = prompt + lengths.past[static_cast<size_t>(batch)] + row;
       for (int64_t head = 0; head < heads; ++head) {
         RotateRow(rows.At(batch, head, row), cos + position * half, sin + position * half, call.head_dim, interleaved_,
                   to + (i * heads + head) * call.head_dim);

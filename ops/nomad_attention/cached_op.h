@@ -28,11 +28,15 @@
 // past_exact_key, present_exact_key float [B, KV, sinks + window, D] (exact_window.h), and read instead of codes.
 // What is in it follows from the lengths; without tokens in the past, anything. In a prompt, the past's keys are exact
 // as far as past_exact_key holds them. Slots that the call does not write stay as they are in the past.
+//
+// A prompt may be part of the model, in front of all sequences: cached_prompt.h. lengths then count its tokens too, and
+// positions begin behind it.
 #pragma once
 
 #include <optional>
 #include <vector>
 
+#include "nomad_attention/cached_prompt.h"
 #include "nomad_attention/decode_attention.h"
 #include "nomad_attention/exact_window.h"
 #include "nomad_attention/nomad_attention.h"
@@ -76,7 +80,7 @@ struct AttentionCall {
 
 // Where a node has the inputs and outputs of its cache.
 struct CacheInputs {
-  size_t past_key, past_value, codebooks, lengths, cos, sin, past_exact_key;
+  size_t past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, prompt;  // prompt: the first of six
 };
 
 class CachedAttention {
@@ -88,10 +92,13 @@ class CachedAttention {
   struct Lengths {
     std::vector<int64_t> past;
     std::vector<int64_t> added;
-    int64_t total = 0;  // L
+    int64_t total = 0;  // L; none of these counts the prompt's tokens
   };
   // Throws OpError, also if the shapes of the past cache do not fit the call.
   Lengths ReadLengths(const Ort::KernelContext& context, const AttentionCall& call) const;
+
+  // Of a prompt that is part of the model; 0 without one.
+  int64_t PromptTokens() const { return prompt_.Tokens(); }
 
   // Rotates, appends and attends. Outputs 1, 2 and 3 are the present cache.
   void Run(Ort::KernelContext& context, AttentionCall call, const Lengths& lengths) const;
@@ -158,6 +165,7 @@ class CachedAttention {
   const float* codebooks_ = nullptr;
   KeyCodeLayout layout_;  // of codebooks_
   ExactWindow window_;
+  CachedPrompt prompt_;
   bool int8_values_ = false;
   bool has_lengths_ = false;
   bool has_rotary_ = false;

@@ -12,7 +12,8 @@ namespace ortolan {
   DecodeAttentionFn DecodeAttention##name; \
   DecodeScoresFn DecodeScores##name;       \
   DecodeScratchFn DecodeScratch##name;     \
-  EncodeKeysFn EncodeKeys##name;
+  EncodeKeysFn EncodeKeys##name;           \
+  WeighScoresFn WeighScores##name;
 #include "nomad_attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
 
@@ -20,7 +21,13 @@ namespace {
 
 constexpr DecodeAttentionKernel kKernels[] = {
 #define ORTOLAN_KERNEL(isa, name) \
-  {#name, Isa::isa, &DecodeScratch##name, &DecodeAttention##name, &DecodeScores##name, &EncodeKeys##name},
+  {#name,                         \
+   Isa::isa,                      \
+   &DecodeScratch##name,          \
+   &DecodeAttention##name,        \
+   &DecodeScores##name,           \
+   &EncodeKeys##name,             \
+   &WeighScores##name},
 #include "nomad_attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -146,6 +153,16 @@ void DecodeAttentionScalar(const DecodeAttentionArgs& args, int64_t begin, int64
 void EncodeKeysScalar(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
                       int64_t count, uint8_t* codes) {
   EncodeKeys(layout, codebook, keys, key_row_bytes, count, codes);
+}
+
+void WeighScoresScalar(float* scores, int64_t count, float factor, float* maximum, float* sum) {
+  *maximum = kLowest;
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] *= factor;
+    *maximum = std::max(*maximum, scores[i]);
+  }
+  *sum = 0;
+  for (int64_t i = 0; i < count; ++i) *sum += scores[i] = std::exp2(scores[i] - *maximum);
 }
 
 std::span<const DecodeAttentionKernel> DecodeAttentionKernels() { return kKernels; }

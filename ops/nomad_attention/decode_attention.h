@@ -91,6 +91,10 @@ using DecodeAttentionFn = void(const DecodeAttentionArgs& args, int64_t begin, i
 using DecodeScoresFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch);
 using DecodeScratchFn = int64_t(int64_t heads, int64_t head_dim);
 
+// In place, scores s[i], i < count, become weights 2^(factor s[i] - maximum), whose sum is put out; 1 <= count. There
+// is room for count rounded up to 16; what is behind count may be anything. A NaN among the scores makes the sum NaN.
+using WeighScoresFn = void(float* scores, int64_t count, float factor, float* maximum, float* sum);
+
 struct DecodeAttentionKernel {
   const char* name;
   Isa isa;
@@ -98,6 +102,7 @@ struct DecodeAttentionKernel {
   DecodeAttentionFn* run;
   DecodeScoresFn* scores;
   EncodeKeysFn* encode;
+  WeighScoresFn* weigh;
 };
 
 // The rows of decode_kernels.inc that this build has, best first; the last one runs on any CPU.

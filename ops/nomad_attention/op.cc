@@ -11,12 +11,12 @@
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
-// With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key -> Y, present_key,
-// present_value, present_exact_key; attributes rotary_interleaved, window, sinks; all of the first three outputs are
-// there, and the fourth where window or sinks are not 0. Query, key and value may then also be [B, H, S, D] and [B, KV,
-// S, D]. What is left out in front of a given input may be constants: mask, key, value, cos and sin a 0 as below,
-// lengths int32 of shape [0]. The operator is there once for each kind of cache: float, codes with
-// int8 values, codes with float values.
+// With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
+// prompt (cached_prompt.h) -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window,
+// sinks, prompt_tokens, prompt_head_dim; all of the first three outputs are there, and the fourth where window or sinks
+// are not 0. Query, key and value may then also be [B, H, S, D] and [B, KV, S, D]. What is left out in front of a given
+// input may be constants: mask, key, value, cos, sin, past_exact_key a 0 as below, lengths int32 of shape [0]. The
+// operator is there once for each kind of cache: float, codes with int8 values, codes with float values.
 //
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
@@ -55,6 +55,12 @@ enum Input : size_t {
   kCos,
   kSin,
   kPastExactKey,
+  kPromptKeyMasks,
+  kPromptKeyValues,
+  kPromptKeyOffsets,
+  kPromptValueMasks,
+  kPromptValueValues,
+  kPromptValueOffsets,
   kInputCount
 };
 
@@ -88,8 +94,10 @@ class Kernel {
     const Ort::ConstKernelInfo names(&info);
     for (size_t i = 0; i < names.GetInputCount(); ++i) names_.push_back(names.GetInputName(i));
     if (HasInput(info, kPastKey)) {
-      cache_.emplace(info, node_, CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin, kPastExactKey},
-                     kv_heads_);
+      cache_.emplace(
+          info, node_,
+          CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin, kPastExactKey, kPromptKeyMasks},
+          kv_heads_);
     } else {
       CheckNoCache(info);
     }
@@ -154,7 +162,7 @@ class Kernel {
   }
 
   void CheckNoCache(const OrtKernelInfo& info) const {
-    for (const char* name : {"window", "sinks"}) {
+    for (const char* name : {"window", "sinks", "prompt_tokens"}) {
       const int64_t count = IntAttributeOr(info, name, 0);
       if (count != 0) throw OpError(ErrorText(node_, ": ", name, " is ", count, ", but past_key is not given"));
     }
@@ -234,7 +242,7 @@ class Kernel {
     const CachedAttention::Lengths lengths = cache_->ReadLengths(context, call);
     if (has_mask_) {
       const std::vector<int64_t> mask_shape = Shape(context, kMask);
-      const std::vector<int64_t> full{call.batch, heads_, call.queries, lengths.total};
+      const std::vector<int64_t> full{call.batch, heads_, call.queries, cache_->PromptTokens() + lengths.total};
       if (mask_shape.size() > full.size() || BroadcastShape(full, mask_shape) != full) {
         throw OpError(Wrong(kMask, mask_shape, "mask", "one that broadcasts to " + ShapeText(full)));
       }
@@ -349,10 +357,25 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
   size_t GetInputTypeCount() const { return kInputCount; }
   size_t GetOutputTypeCount() const { return 4; }
   ONNXTensorElementDataType GetInputType(size_t index) const {
-    return index == kPastKey     ? kKeyType
-           : index == kPastValue ? kValueType
-           : index == kLengths   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32
-                                 : kFloats;
+    switch (index) {
+      case kPastKey:
+        return kKeyType;
+      case kPastValue:
+        return kValueType;
+      case kLengths:
+        return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+      case kPromptKeyMasks:
+      case kPromptValueMasks:
+        return kBytes;
+      case kPromptKeyValues:
+      case kPromptValueValues:
+        return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+      case kPromptKeyOffsets:
+      case kPromptValueOffsets:
+        return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+      default:
+        return kFloats;
+    }
   }
   ONNXTensorElementDataType GetOutputType(size_t index) const {
     return index == 1 ? kKeyType : index == 2 ? kValueType : kFloats;

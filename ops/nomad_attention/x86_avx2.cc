@@ -1,6 +1,7 @@
 #include "nomad_attention/avx2_attention.h"
 #include "nomad_attention/avx2_decode.h"
 #include "nomad_attention/encode_loop.h"
+#include "nomad_attention/weigh_loop.h"
 
 namespace ortolan {
 
@@ -26,6 +27,10 @@ void DecodeScoresAvx2(const DecodeAttentionArgs& args, int64_t begin, int64_t en
 void EncodeKeysAvx2(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
                     int64_t count, uint8_t* codes) {
   EncodeLoop<Avx2Decode>::Run(layout, codebook, keys, key_row_bytes, count, codes);
+}
+
+void WeighScoresAvx2(float* scores, int64_t count, float factor, float* maximum, float* sum) {
+  WeighLoop<Avx2Decode>(scores, count, factor, maximum, sum);
 }
 
 }  // namespace ortolan

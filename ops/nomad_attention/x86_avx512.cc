@@ -1,6 +1,7 @@
 #include "nomad_attention/avx512_attention.h"
 #include "nomad_attention/avx512_decode.h"
 #include "nomad_attention/encode_loop.h"
+#include "nomad_attention/weigh_loop.h"
 
 namespace ortolan {
 
@@ -28,6 +29,10 @@ void DecodeScoresAvx512(const DecodeAttentionArgs& args, int64_t begin, int64_t 
 void EncodeKeysAvx512(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
                       int64_t count, uint8_t* codes) {
   EncodeLoop<Avx512Decode>::Run(layout, codebook, keys, key_row_bytes, count, codes);
+}
+
+void WeighScoresAvx512(float* scores, int64_t count, float factor, float* maximum, float* sum) {
+  WeighLoop<Avx512Decode>(scores, count, factor, maximum, sum);
 }
 
 }  // namespace ortolan

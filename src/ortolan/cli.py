@@ -141,6 +141,13 @@ def optimize(
             help="Arrays named like the model's inputs: to verify on, and for recipes that calibrate.",
         ),
     ] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npy",
+            help="Token ids that all sequences begin with: their keys and values become part of the model, pruned.",
+        ),
+    ] = None,
     portable: Annotated[
         bool,
         typer.Option(
@@ -164,6 +171,7 @@ def optimize(
             recipe=recipe,
             options=options,
             calibration=calibration,
+            prompt=prompt,
             portable=portable,
             dry_run=dry_run,
             progress=progress,

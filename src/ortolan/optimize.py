@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortolan.graph_passes.feeds import Calibration, read_calibration
+from ortolan.graph_passes.feeds import Calibration, read_calibration, read_prompt
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
@@ -42,11 +42,12 @@ from .progress import Progress, no_progress, raising_unchanged
 from .session import cpu_info, package_versions
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import onnx
 
 _PROTOBUF_LIMIT = 2**31 - 2**20
 _STALE_SECONDS = 24 * 3600
-_DEFAULT, _ADOPT = "sparse-bf16", "adopt"  # recipes
+_DEFAULT, _ADOPT, _CACHED_PROMPT = "sparse-bf16", "adopt", "cached-prompt"  # recipes
 _RESULT = "result"  # in the work folder
 
 
@@ -57,6 +58,7 @@ def optimize_onnx(
     recipe: str | os.PathLike[str] | Recipe | None = None,
     options: Mapping[str, Any] | None = None,
     calibration: Calibration | None = None,
+    prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
     portable: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -67,20 +69,26 @@ def optimize_onnx(
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
         Of a folder, the folder to write: the new model under the name of the old one, and copies of all other files;
         links that lead out of the folder, and hidden files, are left out.
-    recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "adopt" for a model that stores 4-bit
-        weights, else "sparse-bf16".
+    recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "cached-prompt" with a prompt, "adopt"
+        for a model that stores 4-bit weights, else "sparse-bf16".
     options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
     calibration: an .npz file, a dict of arrays, or an iterable of such dicts, named like the model's inputs: run to
         verify the result, to measure the error of layers, and by passes that fit weights or ranges to inputs. None:
         inputs are made up, where that will do. Beside input_ids, an empty cache, a full attention_mask, position_ids
         and token_type_ids of 0 may be left out.
+    prompt: token ids [tokens], or an .npy file of them: a system prompt or knowledge that all sequences begin with. Its
+        keys and values become part of the model (recipe "cached-prompt", or any with a pass compress_cache), which
+        then is given what follows; attention_mask and position_ids count the prompt's tokens too.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
     progress: called as progress(stage, done, total). What it raises ends the run and reaches the caller as it is.
 
     Raises an OrtolanError. After any error or interrupt the output is as it was before: absent, or the older model.
     """
-    chosen = None if recipe is None else _load_recipe(recipe, options)
+    ids = None if prompt is None else read_prompt(prompt)
+    if ids is not None and recipe is None:
+        recipe = _CACHED_PROMPT
+    chosen = None if recipe is None else _load_recipe(recipe, options, ids is not None)
     source = load_model(model)
     _refuse_optimized(source)
     stored = _count_stored_int4(source) if chosen is None else 0
@@ -118,6 +126,7 @@ def optimize_onnx(
             _candidate(work, source, target),
             spill,
             feeds=feeds,
+            prompt_ids=ids,
             portable=portable,
             dry_run=dry_run,
             progress=tell,
@@ -130,8 +139,12 @@ def optimize_onnx(
     return report
 
 
-def _load_recipe(recipe: str | os.PathLike[str] | Recipe, options: Mapping[str, Any] | None) -> Recipe:
+def _load_recipe(
+    recipe: str | os.PathLike[str] | Recipe, options: Mapping[str, Any] | None, prompt: bool = False
+) -> Recipe:
     chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    if prompt:
+        chosen = chosen.with_prompt()
     return chosen.with_options({} if options is None else options)
 
 

@@ -10,6 +10,7 @@ from ortolan.benchmarks import nomad_attention
 from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, cached_attention, group_query_attention
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.errors import OrtolanError
+from ortolan.graph_passes.prompt_cache import prune_prompt
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])
@@ -59,6 +60,22 @@ def test_the_node_appends_and_attends(d_sub: int, threads: int) -> None:
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_behind_a_prompt(threads: int) -> None:
+    rng = np.random.default_rng(0)
+    inputs = nomad_attention._inputs(rng)
+    prompt = prune_prompt(*rng.standard_normal((2, KV_HEADS, 600, HEAD_DIM), dtype=np.float32), 0.3, 0.5)
+    y = np.ones_like(inputs["query"])
+    nomad_attention.behind_prompt(inputs, prompt, y, threads)()
+    keys, values = (
+        np.concatenate([rows, inputs[name].reshape(KV_HEADS, 1, HEAD_DIM)], axis=1)
+        for name, rows in (("key", prompt.keys), ("value", prompt.values))
+    )
+    q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
+    expected = _native.finish_decode(_native.decode_attention(q, SCALE, keys, values))
+    np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=2e-3)
+
+
 def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nomad_attention, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(nomad_attention, "QUICK_CONTEXTS", (40,))
@@ -71,11 +88,15 @@ def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         *(("step", peer) for peer in ("ort_f32", "ort_int8", "ort_int4", "ortolan_f32", "stream_read")),
         *(("scores", peer) for peer in ("ort_matmul_f32", "ortolan_f32", "stream_read")),
         *(("node", peer) for peer in ("ort_f32", "ort_int8", "ort_int4", "ortolan_step")),
+        *(("prompt", peer) for peer in ("ort_f32", "ortolan_float", "ortolan_codes", "stream_read")),
     }
     assert {(row.case["part"], row.threads) for row in result.rows} == {
-        ("step", 1), ("scores", 1), ("node", 1), ("node", 2),
+        ("step", 1), ("scores", 1), ("prompt", 1), ("node", 1), ("node", 2),
     }  # fmt: skip
-    assert {(row.case["context"], row.case["d_sub"]) for row in result.rows} == {(40, 1), (40, 2)}
+    assert {row.case["context"] for row in result.rows} == {40}
+    assert {row.case.get("d_sub") for row in result.rows} == {1, 2, None}
+    pruned = {(row.case["keys"], row.case["values"]) for row in result.rows if row.case["part"] == "prompt"}
+    assert pruned == set(nomad_attention.PRUNED)
     assert all(row.ours.min_ms > 0 and row.peer_time.min_ms > 0 for row in result.rows)
     assert '"context": 40' in result.to_json()
 

@@ -18,6 +18,7 @@ import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.models import tiny
+from ortolan.models.generate import Decoder
 
 
 def test_version_and_help_are_quick_and_plain(run_cli):
@@ -94,6 +95,16 @@ def test_optimize_reads_calibration_data(invoke, mlp_path, tmp_path):
     assert "1 given" in json.loads(result.stdout)["feeds"]
 
 
+def test_optimize_takes_a_prompt(invoke, tmp_path):
+    model, prompt, output = (tmp_path / name for name in ("llama.onnx", "ids.npy", "prompted.onnx"))
+    ir.save(tiny.tiny_llama(head_dim=16), model)
+    np.save(prompt, np.arange(20))
+    result = invoke("optimize", model, "-o", output, "--prompt", prompt, "--set", "keys_sparsity=0.4", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert any("keys 40% and values 50% sparse" in note for note in json.loads(result.stdout)["notes"])
+    assert Decoder(ortolan.create_session(output)).prompt_tokens == 20
+
+
 def test_dry_run_writes_nothing(invoke, mlp_path, tmp_path):
     result = invoke("optimize", mlp_path, "--dry-run")
     assert result.exit_code == 0, result.stderr
@@ -110,6 +121,7 @@ def test_dry_run_writes_nothing(invoke, mlp_path, tmp_path):
         (("--set", "sparsty=0.5"), ("sparsty", "sparsity")),
         (("--set", "sparsity"), ("sparsity", "=")),
         (("--calibration", "none.npz"), ("none.npz",)),
+        (("--prompt", "none.npy"), ("prompt file 'none.npy' does not exist",)),
         (("-o", "no/such/folder/out.onnx"), ("no/such/folder",)),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import _native
+from ortolan.graph_passes.prompt_cache import PromptCache, prune_prompt
 
 from . import decode_attention
 from .attention import Floats, assert_attention_close
@@ -24,7 +26,7 @@ from .attention import Floats, assert_attention_close
 HIDDEN = -1e8  # what masks of these tests hide keys with, or less
 SHORT = 4  # tokens of a call that reads its own from the cache
 CACHES = ("key", "value", "exact_key")
-EXACT_KEY = 10  # the input
+EXACT_KEY, PROMPT = 10, 11  # the inputs
 NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
 
 
@@ -33,6 +35,7 @@ class Setup:
     """A node. kind: of the cache, float, codes (and int8 values) or codes_float (and float values).
 
     by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: tokens with exact keys.
+    prompt: tokens that are part of the model; prompt_sparsity: of their keys and values, 0 is stored dense.
     """
 
     heads: int = 4
@@ -51,6 +54,8 @@ class Setup:
     positions: int = 256
     window: int = 0
     sinks: int = 0
+    prompt: int = 0
+    prompt_sparsity: tuple[float, float] = (0.3, 0.5)
 
     @property
     def codes(self) -> bool:
@@ -100,6 +105,13 @@ class Setup:
         shape = (self.kv_heads, self.head_dim // self.d_sub, 16, self.d_sub)
         return np.random.default_rng(self.head_dim).standard_normal(shape, dtype=np.float32)
 
+    def prompt_cache(self) -> PromptCache:
+        rng = np.random.default_rng(self.prompt)
+        shape = (self.kv_heads, self.prompt, self.head_dim)
+        if not self.prompt:
+            return PromptCache(*np.zeros((2, *shape), np.float32))
+        return prune_prompt(*rng.standard_normal((2, *shape), dtype=np.float32), *self.prompt_sparsity)
+
     def cos_sin(self) -> tuple[Floats, Floats]:
         angles = np.arange(self.positions)[:, None] * 10000.0 ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -130,6 +142,13 @@ def node_model(
     if setup.slots:
         names += [*(["none"] * (EXACT_KEY - len(names))), "past_exact_key"]
         attributes = {"window": setup.window, "sinks": setup.sinks} | attributes
+    if setup.prompt:
+        names += ["none"] * (PROMPT - len(names))
+        attributes = {"prompt_tokens": setup.prompt, "prompt_head_dim": setup.head_dim} | attributes
+        for name, packed in setup.prompt_cache().pack().items():
+            bf16 = packed.array.dtype == np.uint16
+            tensors[name] = packed.array.view(ml_dtypes.bfloat16) if bf16 else packed.array
+            names.append(name)
     tensors |= constants or {}
     types = {np.float32: TensorProto.FLOAT, np.uint8: TensorProto.UINT8}
     kinds = dict(zip(("past_key", "past_value"), (types[dtype] for dtype in setup.dtypes), strict=True))
@@ -223,7 +242,7 @@ class Call:
     setup: Setup
     feeds: dict[str, np.ndarray]
     q: Floats  # rotated
-    k: list[Floats]  # of each sequence [KV, tokens, D]: all it sees
+    k: list[Floats]  # of each sequence [KV, tokens, D]: all it sees, the prompt included
     v: list[Floats]
     exact_k: list[Floats]  # as k, of all tokens as they were given
     past: list[int]
@@ -234,7 +253,7 @@ class Call:
         """[KV, tokens, D]: what a query of sequence b sees."""
         setup, past = self.setup, self.past[b]
         position = past + query if self.q.shape[2] <= SHORT else past - 1
-        token = np.arange(self.k[b].shape[1])
+        token = np.arange(self.k[b].shape[1]) - setup.prompt
         recent = token > position - setup.window if setup.window else token < 0
         return np.where(((token < setup.sinks) | recent)[:, None], self.exact_k[b], self.k[b])
 
@@ -259,8 +278,8 @@ class Call:
         group = setup.heads // setup.kv_heads
         scale = setup.scale or setup.head_dim**-0.5
         mask = self.feeds["mask"] if setup.mask else None
-        total = self.present[0].shape[2]
-        tokens = self.past[b] + added
+        total = setup.prompt + self.present[0].shape[2]
+        tokens = setup.prompt + self.past[b] + added
         if mask is not None:
             mask = np.broadcast_to(mask, (len(self.q), setup.heads, self.q.shape[2], total))[b, :, :added, :tokens]
         if exact or self.q.shape[2] > SHORT or setup.head_dim % 16:
@@ -287,9 +306,11 @@ class Call:
                 keys = self.keys_of(b, i)[kv_head][visible]
                 # Where all keys are exact, no table rounds.
                 rounded = setup.codes and not np.array_equal(keys, self.exact_k[b][kv_head][visible])
+                # If a mask hides some of the prompt, it is unpacked.
+                prompt = setup.prompt if visible[: setup.prompt].all() else 0
                 case = decode_attention.Case(
                     q[heads, i], scale, keys, self.v[b][kv_head][visible], self.present[0], self.present[1],
-                    setup.codebooks()[kv_head] if rounded else None,
+                    setup.codebooks()[kv_head] if rounded else None, prompt=prompt,
                 )  # fmt: skip
                 expected, bound = case.expected()
                 error = np.abs(y[heads, i] - expected)
@@ -330,13 +351,15 @@ class Decoder:
         feeds = self._feeds(drawn, past, added, mask)
         q, k, v = drawn.values()
         if setup.rotary:
-            positions = np.array(past, np.int64)[:, None] + np.arange(queries)
+            positions = setup.prompt + np.array(past, np.int64)[:, None] + np.arange(queries)
             q, k = rotated(q, positions, setup), rotated(k, positions, setup)
         room = self.cache[0].shape[2]
         total = max(room, max((n + queries for n in past), default=0)) if setup.lengths else room + queries
         present = setup.empty_cache(self.batch, total)
         if setup.slots:
             present[2][:] = self.cache[2]
+        prompt = setup.prompt_cache()
+        prompts = (prompt.keys, prompt.values)
         seen: tuple[list[Floats], list[Floats]] = ([], [])
         for b in range(self.batch):
             self._keys[b] = np.concatenate([self._keys[b], k[b, :, : added[b]]], 1)
@@ -349,9 +372,11 @@ class Decoder:
                     present[2][b, :, slot] = self._keys[b][:, token]
             own = past[b] if queries > SHORT else n
             for kind, (rows, found) in enumerate(zip((self._keys[b], self._values[b]), seen, strict=True)):
-                found.append(np.concatenate([self._cached(kind, b, n, present)[:, :own], rows[:, own:]], 1))
+                cached = self._cached(kind, b, n, present)
+                found.append(np.concatenate([prompts[kind], cached[:, :own], rows[:, own:]], 1))
         self.cache = present
-        return Call(setup, feeds, q, *seen, list(self._keys), past, added, present)
+        exact_keys = [np.concatenate([prompt.keys, keys], 1) for keys in self._keys]
+        return Call(setup, feeds, q, *seen, exact_keys, past, added, present)
 
     def _feeds(
         self, drawn: Mapping[str, Floats], past: list[int], added: list[int], mask: np.ndarray | None
@@ -367,7 +392,9 @@ class Decoder:
             feeds = {"query": np.concatenate(list(feeds.values()), -1)}
         feeds |= {f"past_{name}": cache for name, cache in zip(setup.caches, self.cache, strict=True)}
         if setup.lengths:
-            feeds["lengths"] = np.array([n + more - 1 for n, more in zip(past, added, strict=True)], np.int32)
+            feeds["lengths"] = np.array(
+                [setup.prompt + n + more - 1 for n, more in zip(past, added, strict=True)], np.int32
+            )
         return feeds | ({"mask": mask} if mask is not None else {})
 
     def _append(self, b: int, tokens: int, present: list[np.ndarray]) -> None:

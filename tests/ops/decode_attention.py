@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ortolan import _native
 
-from .single_node import U
+from .single_node import U, to_bf16
 
 LOG2E = 1.4426950408889634
 Doubles = NDArray[np.float64]
@@ -24,7 +24,8 @@ def runnable_kernels() -> list[str]:
 class Case:
     """A group of query heads that share a head of keys and values, and what the caches hold of these.
 
-    keys: the decoded ones, float32 [tokens, head_dim]; codes and codebook: where they are codes.
+    keys: the decoded ones, float32 [tokens, head_dim]; codes and codebook: where they are codes. prompt: the first so
+    many are of a prompt that is part of the model (ops/nomad_attention/prompt_cache.h).
     """
 
     q: NDArray[np.float32]
@@ -35,6 +36,7 @@ class Case:
     value_cache: NDArray[np.generic]
     codebook: NDArray[np.float32] | None = None
     codes: NDArray[np.uint8] | None = None
+    prompt: int = 0
 
     @property
     def tokens(self) -> int:
@@ -55,16 +57,22 @@ class Case:
         )[0]
 
     def exact_scores(self) -> Doubles:
-        return LOG2E * self.scale * (self.q.astype(np.float64) @ self.keys.astype(np.float64).T)
+        scores = self.q.astype(np.float64) @ self.keys.astype(np.float64).T
+        prompt = slice(self.prompt)
+        scores[:, prompt] = to_bf16(self.q).astype(np.float64) @ self.keys[prompt].astype(np.float64).T
+        return LOG2E * self.scale * scores
 
     def score_error(self) -> Doubles:
         """The contract's e, [heads, tokens] or [heads, 1]."""
+        dots = np.abs(self.q.astype(np.float64)) @ np.abs(self.keys.astype(np.float64)).T
+        dots[:, : self.prompt] *= 1 + 2.0**-8
+        floats = (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots
         if self.codebook is None:
-            dots = np.abs(self.q.astype(np.float64)) @ np.abs(self.keys.astype(np.float64)).T
-            return (self.q.shape[1] + 8) * U * abs(LOG2E * self.scale) * dots
+            return floats
         step, _, largest = self._products()
         parts = len(self.codebook)
-        return (parts * (step * (0.5 + 2.0**-12) + 2.0**-100) + (2 * parts + 16) * U * largest)[:, None]
+        codes = (parts * (step * (0.5 + 2.0**-12) + 2.0**-100) + (2 * parts + 16) * U * largest)[:, None]
+        return np.maximum(codes, floats[:, : self.prompt].max(-1, initial=0, keepdims=True))
 
     def table_scores(self) -> tuple[Doubles, Doubles]:
         """What the quantized tables add up to, [heads, tokens], and how far a kernel may be from it: entries that lie
@@ -103,6 +111,8 @@ class Case:
         exact = self.codebook is None and self.value_cache.dtype != np.uint8
         left_out = 2.0 ** (-23 if exact else -11) * np.abs(v).max()
         bound = (np.exp2(2 * error) - 1 + (tokens + 32) * 2.0**-22) * (p @ np.abs(v)) + left_out
+        prompt = slice(max(self.prompt - begin, 0))
+        bound += 2.0**-8 * (p[:, prompt] @ np.abs(v[prompt]))
         if self.value_cache.dtype == np.uint8:
             bound += 2.0**-16 * tokens * p.max(-1, keepdims=True) * np.abs(v).max()
         return p @ v, bound

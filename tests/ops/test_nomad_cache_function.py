@@ -38,6 +38,7 @@ def uses_of(setup: Setup) -> CacheUses:
         lengths=setup.lengths,
         rotary=bool(setup.rotary),
         exact_keys=setup.slots > 0,
+        prompt=setup.prompt > 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from .cached_attention import NOTHING, Decoder, Setup, node_model
 from .single_node import session
@@ -361,3 +362,112 @@ def test_one_buffer_for_caches_of_two_sizes() -> None:
         Exception, match=f"{NODE}: past and present of 'past_key' are one buffer of 20 tokens, expected 21"
     ):
         made.run_with_iobinding(binding)
+
+
+PROMPTED = Setup(prompt=40)
+
+
+def prompt_tensors(setup: Setup = PROMPTED) -> dict[str, np.ndarray]:
+    """As node_model puts them in, to be damaged."""
+    names = {tensor.name: tensor for tensor in node_model(setup).graph.initializer if tensor.name.startswith("prompt_")}
+    return {name: numpy_helper.to_array(tensor).copy() for name, tensor in names.items()}
+
+
+def damaged(name: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: change(prompt_tensors()[name])}
+
+
+def with_bit(masks: np.ndarray) -> np.ndarray:
+    """A key of token 40, of which there is none."""
+    masks.reshape(-1, 64)[2, 32] |= 1
+    return masks
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        (
+            damaged("prompt_key_masks", lambda a: a[:-1]),
+            "malformed prompt_key in tensors 'prompt_key_masks', 'prompt_key_values', 'prompt_key_offsets': masks "
+            "hold 320 bytes, expected 384",
+        ),
+        (damaged("prompt_key_offsets", lambda a: a[::-1].copy()), r"malformed prompt_key .*offsets\[0\] is"),
+        (damaged("prompt_key_values", lambda a: a[:-1]), r"malformed prompt_key .*values hold"),
+        (damaged("prompt_value_offsets", lambda a: a[:-1]), r"malformed prompt_value .*offsets hold 4 entries"),
+        (damaged("prompt_value_masks", lambda a: a | np.uint8(1)), r"malformed prompt_value .*masks of panel"),
+        ({"prompt_value_masks": np.zeros(0, np.uint8)}, "malformed prompt_value"),
+        (
+            damaged("prompt_key_masks", lambda a: a[:0]) | damaged("prompt_key_offsets", lambda a: a[:0]),
+            "malformed prompt_key .*without masks and offsets values hold .* entries, expected 3072",
+        ),
+    ],
+)
+def test_bad_prompts(constants: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(Exception, match=f"{NODE}: .*{message}"):
+        session(node_model(PROMPTED, constants=constants))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"prompt_tokens": -1}, "prompt_tokens is -1, expected a number of tokens"),
+        ({"prompt_tokens": 2**40}, "prompt_tokens is 1099511627776, expected a number of tokens"),
+        ({"prompt_tokens": 0}, r"input 11 'prompt_key_masks' is of a prompt, but prompt_tokens is 0"),
+        ({"prompt_tokens": 49}, "malformed prompt_key"),
+        ({"prompt_head_dim": 24}, "prompt_head_dim is 24, expected a multiple of 16 from 16 to 1024"),
+        ({"prompt_head_dim": -16}, "prompt_head_dim is -16"),
+        ({"prompt_head_dim": 48}, "malformed prompt_key"),
+    ],
+)
+def test_bad_attributes_of_prompts(attributes: dict[str, int], message: str) -> None:
+    with pytest.raises(Exception, match=f"{NODE}: {message}"):
+        session(node_model(PROMPTED, **attributes))
+
+
+def test_prompts_that_do_not_fit_the_call() -> None:
+    call = Decoder(PROMPTED).call(2)
+    ours = session(node_model(PROMPTED))
+    with pytest.raises(
+        Exception, match=r"lengths holds 39 for sequence 0, expected .* 40 or more: those of the prompt"
+    ):
+        ours.run(None, call.feeds | {"lengths": np.array([39, 50], np.int32)})
+    other = Setup(prompt=40, head_dim=16)
+    with pytest.raises(Exception, match="heads are of 16 numbers, but prompt_head_dim is 32"):
+        ours.run(None, Decoder(other).call(2).feeds)
+    rotary = Setup(prompt=40, rotary="half", positions=44)
+    ours = session(node_model(rotary))
+    decoder = Decoder(dataclasses.replace(rotary, positions=256))
+    ours.run(None, decoder.call(4).feeds)
+    with pytest.raises(Exception, match="a sequence has 45 tokens, but cos and sin are for 44 positions"):
+        ours.run(None, decoder.call(1).feeds)
+
+
+def test_a_prompt_without_a_cache() -> None:
+    model = node_model(PROMPTED)
+    node = model.graph.node[0]
+    del node.input[4:], node.output[1:], model.graph.output[1:]
+    with pytest.raises(Exception, match=f"{NODE}: prompt_tokens is 40, but past_key is not given"):
+        session(model)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_damaged_prompts_never_crash(seed: int) -> None:
+    """An error or an answer."""
+    rng = np.random.default_rng(seed)
+    dense = rng.random() < 0.3
+    setup = dataclasses.replace(PROMPTED, prompt_sparsity=(0.0, 0.0) if dense else (0.3, 0.5))
+    tensors = prompt_tensors(setup)
+    name = list(tensors)[rng.integers(len(tensors))]
+    content = bytearray(tensors[name].tobytes())
+    for _ in range(rng.integers(1, 4) if content else 0):
+        content[rng.integers(len(content))] = rng.integers(256)
+    array = np.frombuffer(bytes(content), tensors[name].dtype)
+    if rng.random() < 0.4:
+        array = np.resize(array, rng.integers(2 * array.size + 1)) if array.size else np.zeros(1, array.dtype)
+    attributes = {"prompt_tokens": int(rng.integers(30, 50))} if rng.random() < 0.3 else {}
+    call = Decoder(setup, 1).call(int(rng.choice([1, 6])))
+    try:
+        session(node_model(setup, constants={name: array}, **attributes)).run(None, call.feeds)
+    except Exception as error:
+        assert NODE in str(error)

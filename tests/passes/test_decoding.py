@@ -42,7 +42,16 @@ def other_order(books: Books) -> Books:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("ruin", "d_sub"),
-    [(zeros, 1), (zeros, 2), (zeros, 4), (mean_key, 1), (mean_key, 4), (too_small, 1), (other_order, 1), (other_order, 2)],
+    [
+        (zeros, 1),
+        (zeros, 2),
+        (zeros, 4),
+        (mean_key, 1),
+        (mean_key, 4),
+        (too_small, 1),
+        (other_order, 1),
+        (other_order, 2),
+    ],
 )
 def test_ruined_codebooks_are_refused(
     monkeypatch: pytest.MonkeyPatch, form: str, ruin: Callable[[Books], Books], d_sub: int

@@ -1,0 +1,144 @@
+"""A prompt's keys and values as NoMADAttention's constants: pruned, packed as nomad_attention/prompt_cache.h says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from ortolan import _native
+
+from .feeds import Feeds
+from .prune import find_threshold, pruned_tensor
+from .replace.replacement import PackedTensor
+
+PROMPT_INPUTS = (
+    "prompt_key_masks",
+    "prompt_key_values",
+    "prompt_key_offsets",
+    "prompt_value_masks",
+    "prompt_value_values",
+    "prompt_value_offsets",
+)
+_MOST_CHUNK = 512  # tokens
+_TILE_INPUTS = 32
+_PANEL_COLUMNS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PromptCache:
+    """Of one layer, float32 [kv_heads, tokens, head_dim] of numbers that bfloat16 holds. dense: stored so."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    dense_keys: bool = False
+    dense_values: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return int(self.keys.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.keys.shape[2])
+
+    def pack(self) -> dict[str, PackedTensor]:
+        """By the names of PROMPT_INPUTS."""
+        packed: tuple[np.ndarray, ...] = (
+            *_native.pack_bitmap(_key_matrix(self.keys), dense=self.dense_keys),
+            *_native.pack_bitmap(_value_matrix(self.values), dense=self.dense_values),
+        )
+        dtypes = (ir.DataType.UINT8, ir.DataType.BFLOAT16, ir.DataType.INT64) * 2
+        return {
+            name: PackedTensor(array, dtype) for name, array, dtype in zip(PROMPT_INPUTS, packed, dtypes, strict=True)
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt that becomes part of a model. Inputs of the cache are those of the original model."""
+
+    feeds: Feeds  # of the original model: its tokens, with an empty cache
+    caches: dict[str, PromptCache]  # by the input of the keys' cache
+    values_of: dict[str, str]  # of these, the input of the values' cache
+    presents: dict[str, str]  # of each input of a cache, keys and values, its output
+
+    @property
+    def tokens(self) -> int:
+        return int(self.feeds["input_ids"].shape[1])
+
+    def pruned_past(self) -> Feeds:
+        """What is packed, as inputs of the cache [1, kv_heads, tokens, head_dim]."""
+        keys = {name: cache.keys[None] for name, cache in self.caches.items()}
+        return keys | {self.values_of[name]: cache.values[None] for name, cache in self.caches.items()}
+
+    def exact_past(self, session: Any) -> Feeds:
+        """The same of the original model in this session."""
+        outputs = session.run(list(self.presents.values()), self.feeds)
+        return dict(zip(self.presents, outputs, strict=True))
+
+    def in_front_of(self, feeds: Feeds, past: Feeds) -> Feeds:
+        """The original model's feeds, the prompt being in the past of all sequences."""
+        batch = len(feeds["input_ids"])
+        joined = {
+            name: np.concatenate([np.repeat(rows, batch, axis=0), feeds[name]], axis=2) for name, rows in past.items()
+        }
+        return self.counted_in(feeds) | joined
+
+    def counted_in(self, feeds: Feeds) -> Feeds:
+        """The same for a model that the prompt is part of: masks and positions, but no cache."""
+        counted = dict(feeds)
+        if (mask := feeds.get("attention_mask")) is not None:
+            counted["attention_mask"] = np.concatenate([np.ones((len(mask), self.tokens), mask.dtype), mask], axis=1)
+        if (positions := feeds.get("position_ids")) is not None:
+            counted["position_ids"] = positions + positions.dtype.type(self.tokens)
+        return counted
+
+    def cut_from(self, names: Sequence[str], answers: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+        """The outputs `names` of the original model without the prompt's tokens in the caches."""
+        presents = set(self.presents.values())
+        return [
+            one[:, :, self.tokens :] if one is not None and name in presents else one
+            for name, one in zip(names, answers, strict=True)
+        ]
+
+
+def prune_prompt(keys: np.ndarray, values: np.ndarray, keys_sparsity: float, values_sparsity: float) -> PromptCache:
+    """Of a layer's keys and values [kv_heads, tokens, head_dim], the smallest of all heads together become zero.
+
+    keys_sparsity, values_sparsity: the share of them; at 0 the storage is dense. Raises ModelError where one is NaN or
+    infinity.
+    """
+    kept = (_pruned(keys, keys_sparsity, "keys"), _pruned(values, values_sparsity, "values"))
+    return PromptCache(*kept, dense_keys=keys_sparsity == 0, dense_values=values_sparsity == 0)
+
+
+def _pruned(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
+    tensor = ir.tensor(np.ascontiguousarray(array, np.float32))
+    threshold = find_threshold([tensor], [f"prompt's {name}"], round(sparsity * array.size))
+    return pruned_tensor(tensor, threshold).numpy().astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def chunk_tokens(tokens: int) -> tuple[int, int]:
+    """The number of chunks that values are cut into, and the tokens that each of them has room for."""
+    chunks = -(-tokens // _MOST_CHUNK)
+    longest = -(-tokens // chunks)
+    return chunks, -(-longest // _TILE_INPUTS) * _TILE_INPUTS
+
+
+def _key_matrix(keys: np.ndarray) -> np.ndarray:
+    tokens, head_dim = keys.shape[1:]
+    padded = np.pad(keys, ((0, 0), (0, -tokens % _PANEL_COLUMNS), (0, 0)))
+    return np.ascontiguousarray(padded.transpose(2, 0, 1).reshape(head_dim, -1))
+
+
+def _value_matrix(values: np.ndarray) -> np.ndarray:
+    kv_heads, tokens, head_dim = values.shape
+    chunks, size = chunk_tokens(tokens)
+    padded = np.pad(values, ((0, 0), (0, chunks * size - tokens), (0, 0)))
+    by_chunk = padded.reshape(kv_heads, chunks, size, head_dim)
+    return np.ascontiguousarray(by_chunk.transpose(2, 0, 1, 3).reshape(size, -1))

@@ -1,0 +1,92 @@
+#include "nomad_attention/prompt_cache.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "isa/kernel_table.h"
+#include "sparse_amx_matmul/sparse_amx_matmul.h"
+
+namespace ortolan {
+namespace {
+
+constexpr int64_t kFloat = sizeof(float);
+constexpr int64_t kAlignment = 64;
+constexpr float kLog2E = 1.44269504f;
+
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Some panels as a matrix of their own.
+BitmapView PanelsOf(const BitmapView& all, int64_t first, int64_t count) {
+  BitmapView part = all;
+  part.n = count * kPanelColumns;
+  if (all.IsDense()) {
+    part.values = all.PanelValues(kBf16Bitmap, first);
+  } else {
+    part.masks = all.PanelMasks(kBf16Bitmap, first);
+    part.offsets = all.offsets + first;
+  }
+  return part;
+}
+
+BitmapView KeysOf(const PromptCache& cache, int64_t kv_head, int64_t chunk) {
+  const int64_t first = kv_head * cache.KeyPanels() + BitmapPanels(chunk * cache.ChunkTokens());
+  return PanelsOf(cache.keys, first, BitmapPanels(cache.TokensIn(chunk)));
+}
+
+BitmapView ValuesOf(const PromptCache& cache, int64_t kv_head, int64_t chunk) {
+  const int64_t panels = BitmapPanels(cache.head_dim);
+  return PanelsOf(cache.values, (kv_head * cache.Chunks() + chunk) * panels, panels);
+}
+
+}  // namespace
+
+int64_t PromptScratchBytes(const PromptCache& cache, Isa isa, int64_t rows) {
+  const SparseMatMulKernel& kernel = SelectSparseMatMul(isa, rows);
+  const int64_t packed =
+      std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, cache.ChunkTokens()));
+  return Aligned(packed) + rows * cache.ChunkTokens() * kFloat;
+}
+
+void AttendPrompt(const PromptCache& cache, Isa isa, int64_t kv_head, int64_t chunk, const float* q, int64_t rows,
+                  float scale, const DecodePartial& partial, void* scratch) {
+  const SparseMatMulKernel& kernel = SelectSparseMatMul(isa, rows);
+  const auto weigh = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), isa).weigh;
+  const int64_t width = cache.ChunkTokens();
+  const int64_t packed_bytes =
+      Aligned(std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, width)));
+  float* scores = reinterpret_cast<float*>(static_cast<char*>(scratch) + packed_bytes);
+  SparseMatMulArgs args;
+  args.m = rows;
+  args.x = scratch;
+  kernel.pack(q, cache.head_dim * kFloat, rows, cache.head_dim, scratch);
+  args.w = KeysOf(cache, kv_head, chunk);
+  args.y = scores;
+  args.y_row_bytes = width * kFloat;
+  kernel.multiply(args, 0, BitmapPanels(args.w.n));
+  const int64_t tokens = cache.TokensIn(chunk);
+  for (int64_t i = 0; i < rows; ++i) {
+    float* row = scores + i * width;
+    weigh(row, tokens, scale * kLog2E, partial.max + i, partial.sum + i);
+    std::fill(row + tokens, row + width, 0.0f);
+  }
+  kernel.pack(scores, width * kFloat, rows, width, scratch);
+  args.w = ValuesOf(cache, kv_head, chunk);
+  args.y = partial.y;
+  args.y_row_bytes = cache.head_dim * kFloat;
+  kernel.multiply(args, 0, BitmapPanels(args.w.n));
+}
+
+int64_t PromptUnpackBytes(const PromptCache& cache) { return cache.ChunkTokens() * cache.head_dim * kFloat; }
+
+void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch) {
+  const int64_t tokens = cache.TokensIn(chunk);
+  BitmapView some = KeysOf(cache, kv_head, chunk);
+  some.n = tokens;  // behind them there may be other rows
+  UnpackBitmap(some, keys, 1, cache.head_dim);
+  const BitmapView rows = ValuesOf(cache, kv_head, chunk);
+  if (tokens == cache.ChunkTokens()) return UnpackBitmap(rows, values, cache.head_dim);
+  UnpackBitmap(rows, static_cast<float*>(scratch), cache.head_dim);
+  std::memcpy(values, scratch, static_cast<size_t>(tokens * cache.head_dim * kFloat));
+}
+
+}  // namespace ortolan

@@ -1,0 +1,68 @@
+// A prompt that is part of the model: keys and values of its tokens, pruned, as constants that each call reads
+// (SparAMX, section 6.2: a static cache of a system prompt or of knowledge). What comes after it is in the cache that
+// grows.
+//
+// Two matrices hold it, in bitmap or dense storage (formats/bitmap.h), so that SparseAMXMatMul's kernels multiply with
+// them. P tokens, KV heads of D numbers (a multiple of 16), keys after the rotary embedding:
+//
+//     keys     [D, KV P16]         token j of head h is column h P16 + j; the others are zero.   P16 = 16 ceil(P / 16)
+//     values   [C, KV chunks D]    token c C + j of head h: row j, columns (h chunks + c) D …; rows of no token are
+//     zero chunks = ceil(P / 512), C = 32 ceil(ceil(P / chunks) / 32)
+//
+// A chunk of C tokens gives a partial result (decode_attention.h) of all queries that read a head, of m rows:
+//
+//     s = log2(e) scale (bf16(q) . k),  max, w = 2^(s - max),  sum of w,  y = sum of bf16(w) v      k, v: bf16 as
+//     stored
+//
+// Error, with those of decode_attention.h: e of a score is (head_dim + 8) u sum |log2(e) scale bf16(q)_d k_d| against
+// the product with the rounded query, which is itself off by up to 2^-8 sum |log2(e) scale q_d k_d|. Rounded weights
+// add 2^-8 (sum over the prompt's tokens of p[j] |v[j]|) to the error of y / sum. A NaN or infinite score makes the
+// row's sum NaN. No token is left out.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/bitmap.h"
+#include "isa/isa.h"
+#include "nomad_attention/decode_attention.h"
+
+namespace ortolan {
+
+inline constexpr int64_t kMostPromptChunk = 512;
+// Queries that pass over a chunk together.
+inline constexpr int64_t kPromptRows = 64;
+
+struct PromptCache {
+  int64_t tokens = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  BitmapView keys;  // both have passed ValidateBitmap, with k and n as below
+  BitmapView values;
+
+  constexpr int64_t Chunks() const { return (tokens + kMostPromptChunk - 1) / kMostPromptChunk; }
+  constexpr int64_t ChunkTokens() const {  // C
+    return ((tokens + Chunks() - 1) / Chunks() + kTileInputs - 1) / kTileInputs * kTileInputs;
+  }
+  constexpr int64_t KeyPanels() const { return BitmapPanels(tokens); }  // of a head
+  constexpr int64_t KeyColumns() const { return kv_heads * KeyPanels() * kPanelColumns; }
+  constexpr int64_t ValueColumns() const { return kv_heads * Chunks() * head_dim; }
+  // Of a chunk, 1 … ChunkTokens().
+  constexpr int64_t TokensIn(int64_t chunk) const {
+    const int64_t left = tokens - chunk * ChunkTokens();
+    return left < ChunkTokens() ? left : ChunkTokens();
+  }
+};
+
+// Bytes of scratch, aligned to 64, for that many rows.
+int64_t PromptScratchBytes(const PromptCache& cache, Isa isa, int64_t rows);
+
+// The partial result of a chunk for rows queries, q [rows][head_dim], 1 … kPromptRows of them.
+void AttendPrompt(const PromptCache& cache, Isa isa, int64_t kv_head, int64_t chunk, const float* q, int64_t rows,
+                  float scale, const DecodePartial& partial, void* scratch);
+
+// Keys and values of a chunk's tokens as rows of floats, [TokensIn(chunk)][head_dim]. scratch:
+// PromptUnpackBytes(cache).
+void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch);
+int64_t PromptUnpackBytes(const PromptCache& cache);
+
+}  // namespace ortolan
