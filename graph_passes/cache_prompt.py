@@ -1,8 +1,8 @@
 """Makes a prompt part of a decoder: its keys and values are computed once, pruned, and read by every call.
 
-Keys and values of a layer are pruned by magnitude, of all heads together (SparAMX, section 6). The pass compress_cache,
-which a recipe has behind this one, puts them into the graph: what comes after the prompt is in the cache, of floats or
-compressed. Masks, positions and lengths count the prompt's tokens, as if they were in the cache.
+Keys and values are pruned by magnitude: of each token and head by itself, or of a layer (SparAMX, section 6). The pass
+compress_cache, which a recipe has behind this one, puts them into the graph: what comes after the prompt is in the
+cache, of floats or compressed. Masks, positions and lengths count the prompt's tokens, as if they were in the cache.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _COUNTED = ("input_ids", "attention_mask", "position_ids")  # inputs that are kn
 
 @dataclass(frozen=True)
 class CachePromptOptions(PassOptions):
-    # The share of keys and of values that become zero, in each layer; 0: none, and no masks are stored.
+    # The share of keys and of values that become zero; 0: none, and no masks are stored.
     keys_sparsity: float = field(default=0.3, metadata=takes("float", low=0.0, below=1.0))
     values_sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
+    # Of what the smallest go: each head of each token, or the layer.
+    scope: str = field(default="token", metadata=takes("str", choices=("token", "layer")))
 
 
 class CachePromptPass(RecipePass):
@@ -89,7 +91,7 @@ class CachePromptPass(RecipePass):
             context.progress("cache prompt", done, len(matches) + 1)
             keys, values = (outputs.pop(past.name or "")[0] for past in (match.past_key, match.past_value))
             caches[match.past_key.name or ""] = prune_prompt(
-                keys, values, self.options.keys_sparsity, self.options.values_sparsity
+                keys, values, self.options.keys_sparsity, self.options.values_sparsity, self.options.scope
             )
         context.progress("cache prompt", len(matches) + 1, len(matches) + 1)
         values_of = {match.past_key.name or "": match.past_value.name or "" for match in matches}

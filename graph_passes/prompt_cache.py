@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan import _native
+from ortolan.errors import ModelError
 
 from .feeds import Feeds
 from .prune import find_threshold, pruned_tensor
@@ -107,20 +108,33 @@ class Prompt:
         ]
 
 
-def prune_prompt(keys: np.ndarray, values: np.ndarray, keys_sparsity: float, values_sparsity: float) -> PromptCache:
-    """Of a layer's keys and values [kv_heads, tokens, head_dim], the smallest of all heads together become zero.
+def prune_prompt(
+    keys: np.ndarray, values: np.ndarray, keys_sparsity: float, values_sparsity: float, scope: str = "token"
+) -> PromptCache:
+    """Of a layer's keys and values [kv_heads, tokens, head_dim], the smallest become zero.
 
-    keys_sparsity, values_sparsity: the share of them; at 0 the storage is dense. Raises ModelError where one is NaN or
-    infinity.
+    keys_sparsity, values_sparsity: the share of them; at 0 the storage is dense. scope: of what they are the smallest,
+    each head of each token ("token") or the layer ("layer"). Raises ModelError where one is NaN or infinity.
     """
-    kept = (_pruned(keys, keys_sparsity, "keys"), _pruned(values, values_sparsity, "values"))
-    return PromptCache(*kept, dense_keys=keys_sparsity == 0, dense_values=values_sparsity == 0)
+    prune = {"token": _pruned_rows, "layer": _pruned_layer}[scope]
+    kept = (prune(keys, keys_sparsity, "prompt's keys"), prune(values, values_sparsity, "prompt's values"))
+    rounded = (one.astype(ml_dtypes.bfloat16).astype(np.float32) for one in kept)
+    return PromptCache(*rounded, dense_keys=keys_sparsity == 0, dense_values=values_sparsity == 0)
 
 
-def _pruned(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
+def _pruned_layer(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
     tensor = ir.tensor(np.ascontiguousarray(array, np.float32))
-    threshold = find_threshold([tensor], [f"prompt's {name}"], round(sparsity * array.size))
-    return pruned_tensor(tensor, threshold).numpy().astype(ml_dtypes.bfloat16).astype(np.float32)
+    threshold = find_threshold([tensor], [name], round(sparsity * array.size))
+    return pruned_tensor(tensor, threshold).numpy()
+
+
+def _pruned_rows(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
+    if not np.isfinite(array).all():
+        raise ModelError(f"the {name} hold NaN or infinity, which has no place among the others; give another prompt")
+    pruned = array.astype(np.float32)
+    smallest = np.argsort(np.abs(pruned), axis=-1, kind="stable")[..., : round(sparsity * array.shape[-1])]
+    np.put_along_axis(pruned, smallest, 0, axis=-1)
+    return pruned
 
 
 def chunk_tokens(tokens: int) -> tuple[int, int]:

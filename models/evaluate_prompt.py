@@ -50,12 +50,12 @@ class PromptedDecoder:
         self._decoder.step(prompt)
         return self._decoder.cache()
 
-    def pruned(self, caches: Caches, sparsities: Sparsities) -> Caches:
+    def pruned(self, caches: Caches, sparsities: Sparsities, scope: str = "token") -> Caches:
         """As the pass packs them."""
         result = {}
         for key in self._keys:
             value = key.removesuffix("key") + "value"
-            layer = prune_prompt(caches[key][0], caches[value][0], *sparsities)
+            layer = prune_prompt(caches[key][0], caches[value][0], *sparsities, scope)
             result[key], result[value] = layer.keys[None], layer.values[None]
         return result
 
@@ -76,14 +76,16 @@ def mean(scores: Sequence[Score]) -> Score:
     return Score(sum(score.cross_entropy * score.tokens for score in scores) / tokens, tokens)
 
 
-def score_operator(model: Path, prompt: Sequence[int], ids: Sequence[int], sparsities: Sparsities) -> Score:
+def score_operator(
+    model: Path, prompt: Sequence[int], ids: Sequence[int], sparsities: Sparsities, scope: str = "token"
+) -> Score:
     """The same by the operator: the model is optimized with this prompt, and given one token after another."""
     from .. import Recipe, create_session, optimize_onnx
 
     keys, values = sparsities
     steps = [
         {"name": "normalize"},
-        {"name": "cache_prompt", "keys_sparsity": keys, "values_sparsity": values},
+        {"name": "cache_prompt", "keys_sparsity": keys, "values_sparsity": values, "scope": scope},
         {"name": "compress_cache", "keys": "float32", "values": "float32"},
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--prompt", type=int, default=256, help="of these, the prompt's")
     parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES, help="of keys, and of values")
+    parser.add_argument("--scope", choices=("token", "layer"), default="token", help="of what the smallest are pruned")
     parser.add_argument("--run", type=int, default=0, metavar="N", help="windows that the operator scores too")
     parser.add_argument("--run-sparsity", type=float, nargs=2, default=(0.3, 0.5), metavar=("KEYS", "VALUES"))
     arguments = parser.parse_args()
@@ -145,12 +148,14 @@ def main() -> None:
     for window in track(windows, "windows"):
         caches = decoder.exact(window[:cut])
         for pair, found in scores.items():
-            found.append(decoder.score(caches if pair is None else decoder.pruned(caches, pair), window[cut:]))
+            pruned = caches if pair is None else decoder.pruned(caches, pair, arguments.scope)
+            found.append(decoder.score(pruned, window[cut:]))
     console = Console(width=120)
     exact = mean(scores[None])
     table = Table(
         title=f"{arguments.model}: perplexity of {exact.tokens} tokens behind prompts of {cut}, {exact.perplexity:.3f} "
-        "with an exact cache; increase with one whose keys (rows) and values (columns) are pruned",
+        "with an exact cache; increase with one whose keys (rows) and values (columns) are pruned, the smallest of "
+        f"each {arguments.scope}",
         title_justify="left",
     )
     table.add_column("keys")
@@ -166,9 +171,10 @@ def main() -> None:
     if arguments.run:
         pair = tuple(arguments.run_sparsity)
         some = windows[: arguments.run]
-        simulated = mean([decoder.score(decoder.pruned(decoder.exact(w[:cut]), pair), w[cut:]) for w in some])
+        scope = arguments.scope
+        simulated = mean([decoder.score(decoder.pruned(decoder.exact(w[:cut]), pair, scope), w[cut:]) for w in some])
         before = mean([decoder.score(decoder.exact(w[:cut]), w[cut:]) for w in some])
-        operator = mean([score_operator(files.onnx, w[:cut], w[cut:], pair) for w in track(some, "operator")])
+        operator = mean([score_operator(files.onnx, w[:cut], w[cut:], pair, scope) for w in track(some, "operator")])
         console.print(
             f"of {len(some)}, keys {pair[0]:.0%} and values {pair[1]:.0%}: perplexity {before.perplexity:.4f} "
             f"with an exact cache, {simulated.perplexity:.4f} pruned, {operator.perplexity:.4f} by the operator"

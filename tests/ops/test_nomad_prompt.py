@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from ortolan.errors import ModelError
 from ortolan.graph_passes.prompt_cache import prune_prompt
 
 from .cached_attention import Decoder, Setup, node_model, run_shared
@@ -127,11 +128,28 @@ def test_nothing_pruned_is_a_cache_of_the_same_tokens() -> None:
         np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 if queries > 4 else 0.03)
 
 
+def test_pruning_is_by_magnitude_of_each_token() -> None:
+    rng = np.random.default_rng(0)
+    keys, values = rng.standard_normal((2, 3, 40, 16)).astype(np.float32)
+    keys[1] *= 10
+    values[0, 5] = 1  # of equal ones the first
+    pruned = prune_prompt(keys, values, 0.3, 0.5)
+    assert ((pruned.keys == 0).sum(-1) == 5).all() and ((pruned.values == 0).sum(-1) == 8).all()
+    largest = np.where(pruned.keys == 0, np.abs(keys), 0).max(-1)
+    assert (largest <= np.where(pruned.keys != 0, np.abs(keys), np.inf).min(-1)).all()
+    assert (pruned.values[0, 5] == [0] * 8 + [1] * 8).all()
+    np.testing.assert_allclose(pruned.values[pruned.values != 0], values[pruned.values != 0], rtol=2.0**-8)
+    for bad in (np.nan, np.inf):
+        values[2, 3, 1] = bad
+        with pytest.raises(ModelError, match="prompt's values hold NaN or infinity"):
+            prune_prompt(keys, values, 0.3, 0.5)
+
+
 def test_pruning_is_by_magnitude_over_all_heads() -> None:
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 3, 40, 16)).astype(np.float32)
     keys[1] *= 10
-    pruned = prune_prompt(keys, values, 0.3, 0.5)
+    pruned = prune_prompt(keys, values, 0.3, 0.5, "layer")
     assert (pruned.keys == 0).sum() == round(0.3 * keys.size) and (pruned.values == 0).sum() == values.size // 2
     assert np.abs(keys[pruned.keys == 0]).max() <= np.abs(keys[pruned.keys != 0]).min()
     assert (pruned.keys[1] == 0).mean() < 0.1 < (pruned.keys[0] == 0).mean()

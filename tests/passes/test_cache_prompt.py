@@ -63,14 +63,14 @@ def logits(decoder: Decoder) -> np.ndarray:
     return np.concatenate([decoder.step(part) for part in np.split(TEXT[: ends[-1]], ends[:-1])])
 
 
-def behind_pruned_prompt(model: onnx.ModelProto, sparsities: tuple[float, float]) -> np.ndarray:
+def behind_pruned_prompt(model: onnx.ModelProto, sparsities: tuple[float, float], scope: str = "token") -> np.ndarray:
     """The original's logits with a cache that is pruned here."""
     original = decoder(model)
     original.step(IDS)
     caches = original.cache()
     for key in [name for name in caches if name.endswith(".key")]:
         value = key.replace(".key", ".value")
-        pruned = prune_prompt(caches[key][0], caches[value][0], *sparsities)
+        pruned = prune_prompt(caches[key][0], caches[value][0], *sparsities, scope)
         caches[key], caches[value] = pruned.keys[None], pruned.values[None]
     tokens = TEXT[None, : sum(CUTS)]
     feeds = {
@@ -89,13 +89,16 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sparsities", [(0.0, 0.0), (0.3, 0.5), (0.6, 0.0)])
-def test_a_prompt_is_a_pruned_past(form: str, sparsities: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("sparsities", "scope"),
+    [((0.0, 0.0), "token"), ((0.3, 0.5), "token"), ((0.6, 0.0), "token"), ((0.3, 0.5), "layer")],
+)
+def test_a_prompt_is_a_pruned_past(form: str, sparsities: tuple[float, float], scope: str) -> None:
     model = llama(form)
-    found, report = optimize(model, keys_sparsity=sparsities[0], values_sparsity=sparsities[1])
+    found, report = optimize(model, keys_sparsity=sparsities[0], values_sparsity=sparsities[1], scope=scope)
     assert op_types(found).count("NoMADAttention") == LAYERS
     assert report.portable
-    expected = behind_pruned_prompt(model, sparsities)
+    expected = behind_pruned_prompt(model, sparsities, scope)
     # bf16 of queries and weights: 2^-9 each in the root mean square, in some of the layers' sums.
     assert distance(logits(decoder(found)), expected) < 0.004
     assert distance(logits(decoder(found, library=False)), expected) < 1e-5
