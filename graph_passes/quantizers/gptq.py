@@ -39,12 +39,10 @@ import numpy as np
 
 from .error_feedback import BLOCK, settle_inputs
 from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, best_grid, bf16, dequantize
-from .hessian import choose_order, damped, inverse_factor
+from .hessian import best_damping, choose_order, damped, inverse_factor
 
 _COLUMNS = 1024  # that are rounded together: what is at work stays in the cache
 _SWEEPS = 4
-_DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
-_SAMPLED_COLUMNS = 64
 
 
 def gptq(
@@ -59,24 +57,13 @@ def gptq(
 
 
 def choose_damping(matrix: np.ndarray, halves: np.ndarray, quantization: Quantization) -> float:
-    """The damping with which weights fitted to half of the inputs do best on the other half.
+    """best_damping for weights that are rounded. halves: X^T X of each half of the inputs, float [2, k, k]."""
 
-    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried on some columns.
+    def fit(sample: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+        rounded = gptq_of(sample, hessian, quantization, act_order=False, sweeps=0)
+        return dequantize(rounded, quantization.group_size)
 
-    halves: X^T X of each half, float [2, k, k].
-    """
-    sample = np.ascontiguousarray(matrix[:, :: -(-matrix.shape[1] // _SAMPLED_COLUMNS)])
-    best, least = _DAMPINGS[0], np.inf
-    for damping in _DAMPINGS:
-        error = 0.0
-        for fitted, other in (halves, halves[::-1]):
-            rounded = gptq_of(sample, damped(fitted, damping), quantization, act_order=False, sweeps=0)
-            difference = sample - dequantize(rounded, quantization.group_size)
-            error += float(np.vdot(difference, other @ difference))
-        if not error < least:
-            break
-        best, least = damping, error
-    return best
+    return best_damping(matrix, halves, fit)
 
 
 def gptq_of(
