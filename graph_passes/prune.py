@@ -49,10 +49,11 @@ class PruneOptions(PassOptions):
     sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))  # N:M has its own, 1 - N / M
     # Whether the weights that are kept are changed to make up for those that go, by least squares over the inputs.
     repair: bool = field(default=False, metadata=takes("bool"))
-    # sparsegpt: also rounds the weights that are kept, to make up for both at once, as pass quantize would with these.
-    bits: int | None = field(default=None, metadata=takes("int", choices=(4, 8), none=True))
-    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
-    symmetric: bool = field(default=True, metadata=takes("bool"))
+    # sparsegpt: also rounds the weights that are kept, making up for both at once. As bits, group_size and symmetric of
+    # pass quantize are for that; with other names, so that each has one owner in a recipe of both passes.
+    weight_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 8), none=True))
+    weight_group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    zero_points: bool = field(default=False, metadata=takes("bool"))
     # wanda, sparsegpt, repair: what a layer's inputs come from, layers in front of it that are pruned already, or the
     # model as it was. The latter is one run of the model for many layers, the former one in pieces (segments.py).
     inputs: str = field(default="pruned", metadata=takes("str", choices=("pruned", "original")))
@@ -81,13 +82,15 @@ class PruneOptions(PassOptions):
                 f"scope is 'global', expected 'layer' with method = {self.method!r}, whose scores of different layers "
                 "cannot be compared"
             )
-        if self.bits is not None and self.method != "sparsegpt":
-            raise RecipeError(f"bits is {self.bits}, which only method = 'sparsegpt' has; use pass quantize after this")
-        if self.bits != 4 and (self.group_size is not None or not self.symmetric):
-            name = "group_size" if self.group_size is not None else "symmetric"
-            raise RecipeError(f"{name} is {getattr(self, name)!r}, which only bits = 4 has; leave it out")
-        if self.bits is not None and self.repair:
-            raise RecipeError("repair is true, expected false with bits, which are fitted jointly; leave it out")
+        if self.weight_bits is not None and self.method != "sparsegpt":
+            raise RecipeError(
+                f"weight_bits is {self.weight_bits}, which only method = 'sparsegpt' has; or use pass quantize"
+            )
+        if self.weight_bits != 4 and (self.weight_group_size is not None or self.zero_points):
+            name = "weight_group_size" if self.weight_group_size is not None else "zero_points"
+            raise RecipeError(f"{name} is {getattr(self, name)!r}, which only weight_bits = 4 has; leave it out")
+        if self.weight_bits is not None and self.repair:
+            raise RecipeError("repair is true, expected false with weight_bits, which makes up for pruning by itself")
         if self.damping is not None and self.method != "sparsegpt" and not self.repair:
             raise RecipeError(f"damping is {self.damping:g}, which only sparsegpt and repair have; leave it out")
 
@@ -108,9 +111,10 @@ class PruneOptions(PassOptions):
 
     @property
     def quantization(self) -> Quantization | None:
-        if self.bits is None:
+        if self.weight_bits is None:
             return None
-        return Quantization(self.bits, None if self.bits == 8 else self.group_size or 128, symmetric=self.symmetric)
+        group_size = None if self.weight_bits == 8 else self.weight_group_size or 128
+        return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points)
 
 
 @dataclass
@@ -172,7 +176,7 @@ class PrunePass(RecipePass):
     def _only_rounds(self, group: PruneGroup) -> bool:
         """Turns a group that is sparse already into one that is only rounded, if this pass rounds."""
         group.sparsity, group.pattern = 0.0, Pattern()
-        return self.options.bits is not None and not group.keeps_numbers
+        return self.options.weight_bits is not None and not group.keeps_numbers
 
     def _gains(self, group: PruneGroup) -> bool:
         """Whether there are layers left that a pass replace would gain from, once the group is pruned."""
@@ -188,8 +192,8 @@ class PrunePass(RecipePass):
         for linear in group.linears:
             layer = self.context.layer(linear)
             layer.status, layer.bytes_after = "pruned", group.weight.nbytes
-            if self.options.bits is not None:
-                layer.status, layer.weight_bits = "quantized", self.options.bits
+            if self.options.weight_bits is not None:
+                layer.status, layer.weight_bits = "quantized", self.options.weight_bits
 
     def _by_magnitude(self, groups: Sequence[PruneGroup]) -> dict[int, ir.TensorProtocol]:
         """By id of those groups that are pruned, their weights."""

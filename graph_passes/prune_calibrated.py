@@ -2,7 +2,7 @@
 
     wanda       the smallest |w| ||x||_2 of each output go (Sun, Liu, Bair, Kolter, ICLR 2024, arXiv:2306.11695): the
                 input's norm says how much a weight of it counts
-    sparsegpt   pruners/sparsegpt.py; with `bits` jointly with quantization
+    sparsegpt   pruners/sparsegpt.py; with `weight_bits` jointly with quantization
     repair      pruners/least_squares.py, of whatever mask
 
 One layer, or the layers that share an input, at a time, in the order of the graph; memory stays near one Hessian.

@@ -75,10 +75,19 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (PRUNE + 'pattern = "1:4"', "sparsity is 0.5, but pattern '1:4' makes it 0.75; set sparsity to that"),
         (PRUNE + 'pattern = "2:4"\nscope = "global"', "scope is 'global', but with pattern '2:4' all layers have one"),
         (PRUNE + 'method = "wanda"\nscope = "global"', "scope is 'global', expected 'layer' with method = 'wanda'"),
-        (PRUNE + "bits = 4", "bits is 4, which only method = 'sparsegpt' has"),
-        (PRUNE + 'method = "sparsegpt"\ngroup_size = 32', "group_size is 32, which only bits = 4 has"),
-        (PRUNE + 'method = "sparsegpt"\nbits = 8\nsymmetric = false', "symmetric is False, which only bits = 4 has"),
-        (PRUNE + 'method = "sparsegpt"\nbits = 8\nrepair = true', "repair is true, expected false with bits"),
+        (PRUNE + "weight_bits = 4", "weight_bits is 4, which only method = 'sparsegpt' has"),
+        (
+            PRUNE + 'method = "sparsegpt"\nweight_group_size = 32',
+            "weight_group_size is 32, which only weight_bits = 4 has",
+        ),
+        (
+            PRUNE + 'method = "sparsegpt"\nweight_bits = 8\nzero_points = true',
+            "zero_points is True, which only weight_bits = 4 has",
+        ),
+        (
+            PRUNE + 'method = "sparsegpt"\nweight_bits = 8\nrepair = true',
+            "repair is true, expected false with weight_bits",
+        ),
         (PRUNE + "damping = 0.1", "damping is 0.1, which only sparsegpt and repair have"),
         (QUANTIZE + "bits = 3", r"pass 1 \(quantize\): bits is 3, expected one of 4, 8"),
         (QUANTIZE + "bits = 4.0", "bits is 4.0, expected one of 4, 8"),
