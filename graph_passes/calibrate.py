@@ -74,6 +74,10 @@ def quiet_options() -> Any:
     return options
 
 
+def open_quietly(path: Path) -> Any:
+    return open_session(path, quiet_options())
+
+
 def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
     """The user's feeds, or made-up ones on which the original runs. Found once a run."""
     if context.feeds is None:

@@ -13,9 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
-from ortolan.session import open_session
 
-from .calibrate import HessianSums, feeds_for, quiet_options, recording
+from .calibrate import HessianSums, feeds_for, recording
 from .pipeline import PassContext
 from .segments import Segments
 from .weights import WeightGroup
@@ -67,7 +66,7 @@ def inputs_in_turn(model: ir.Model, context: PassContext, groups: Sequence[Weigh
     feeds = feeds_for(context)
     linears = [linear for group in groups for linear in group.linears]
     folder = context.candidate.with_name("segments")
-    with Segments(model, linears, feeds, folder, lambda path: open_session(path, quiet_options())) as segments:
+    with Segments(model, linears, feeds, folder) as segments:
         recorded = set(segments.values)
         left = {id(group): {linear.x for linear in group.linears} & recorded for group in groups}
         found: dict[int, list[LayerInputs]] = {id(group): [] for group in groups}

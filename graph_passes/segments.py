@@ -22,8 +22,9 @@ import onnx
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, OutputError
-from ortolan.session import one_line, open_session
+from ortolan.session import one_line
 
+from .calibrate import open_quietly
 from .feeds import Feeds
 from .linear import Linear
 from .pipeline import layer_key
@@ -43,7 +44,7 @@ class Segments:
         linears: Sequence[Linear],
         feeds: Sequence[Feeds],
         folder: Path,
-        open_model: Callable[[Path], Any] = open_session,
+        open_model: Callable[[Path], Any] = open_quietly,
     ) -> None:
         """Layers in subgraphs are left out: their inputs cannot be made outputs."""
         self._model, self._feeds, self._folder, self._open = model, feeds, folder, open_model

@@ -48,8 +48,7 @@ def find_tokenizer(model: Path | None) -> Path | None:
 def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
     """input_ids int64 [1, tokens] for each text, or for each piece of one of more than TOKENS_OF_PIECE tokens.
 
-    Raises CalibrationError without a tokenizer, for one that cannot be used, for a model without input_ids, or for
-    token ids beyond its vocabulary.
+    Raises CalibrationError without a tokenizer, for one that cannot be used, or for a model without input_ids.
     """
     inputs = [value.name or "" for value in model_inputs(model)]
     if "input_ids" not in inputs:

@@ -138,8 +138,8 @@ def optimize(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify on, "
-            "and for recipes that calibrate.",
+            help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify "
+            "on, and for recipes that calibrate.",
         ),
     ] = None,
     tokenizer: Annotated[
