@@ -60,7 +60,7 @@ def prune_calibrated(
     require_feeds(context, options)
     inputs_of = inputs_in_turn if options.inputs == "pruned" else inputs_as_it_is
     by_id = {id(group): group for group in groups}
-    without, poor = list[str](), list[str]()
+    without, poor, dampings = list[str](), list[str](), _Dampings(options)
     for number, (found, inputs) in enumerate(inputs_of(model, context, groups)):
         group = by_id[id(found)]
         context.progress("prune", number, len(groups))
@@ -73,7 +73,7 @@ def prune_calibrated(
             inputs = LayerInputs(np.stack([alike, alike]), first.k)
         elif inputs.rows < first.k:
             poor.append(first.name)
-        result = _pruned(options, group, matrix, inputs, masked.get(id(group)))
+        result = _pruned(options, group, matrix, inputs, masked.get(id(group)), dampings)
         if isinstance(result, Rounded):
             assert options.quantization is not None
             put_quantized(model, context, group, result, options.quantization)
@@ -90,52 +90,58 @@ def prune_calibrated(
     note_inputs(context, without, poor, "pruned by magnitude")
 
 
+class _Dampings:
+    """The damping for a layer's inputs: the option, or chosen once for the layers that share them."""
+
+    def __init__(self, options: PruneOptions) -> None:
+        self._options = options
+        self._inputs: LayerInputs | None = None
+        self._chosen = 0.0
+
+    def choose(self, group: PruneGroup, matrix: np.ndarray, inputs: LayerInputs) -> float:
+        if self._options.damping is not None:
+            return self._options.damping
+        if self._inputs is not inputs:
+            pattern, sparsity = group.pattern, group.sparsity or self._options.sparsity
+
+            def fit(weights: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+                if self._options.method == "sparsegpt":
+                    return sparsegpt(weights, hessian, pattern, sparsity)
+                # Of other columns the mask may be another: what matters is how closely weights may be fitted.
+                return repair(weights, weights, _wanda_mask(weights, hessian, pattern, sparsity), hessian)
+
+            self._inputs, self._chosen = inputs, best_damping(matrix, inputs.halves, fit)
+        return self._chosen
+
+
 def _pruned(
     options: PruneOptions,
     group: PruneGroup,
     matrix: np.ndarray,
     inputs: LayerInputs,
     masked: ir.TensorProtocol | None,
+    dampings: _Dampings,
 ) -> np.ndarray | Rounded:
-    pattern, sparsity, halves = group.pattern, group.sparsity or 0.0, inputs.halves
-    hessian = inputs.hessian
-    if options.method == "sparsegpt":
-        if group.keeps_numbers:  # what stays of them stays the same, so nothing can be made up for
-            return np.where(_wanda_mask(matrix, hessian, pattern, sparsity), matrix, np.float32(0))
-
-        def fit(weights: np.ndarray, damped_hessian: np.ndarray) -> np.ndarray:
-            return sparsegpt(weights, damped_hessian, pattern, sparsity)
-
-        damping = best_damping(matrix, halves, fit) if options.damping is None else options.damping
+    pattern, sparsity = group.pattern, group.sparsity or 0.0
+    if group.keeps_numbers or (options.method != "sparsegpt" and masked is None):
+        # What is left of numbers that the model stores stays the same, so they cannot make up for anything.
+        kept = _wanda_mask(matrix, inputs.hessian, pattern, sparsity)
+    elif masked is not None:
+        kept = np.asarray(masked.numpy()) != 0
+        kept = kept.T if group.linears[0].transposed else kept
+    values = matrix
+    if not group.keeps_numbers and (options.method == "sparsegpt" or options.repair):
+        damping = dampings.choose(group, matrix, inputs)
         with needs_factor(group, damping, "prune"):
-            precise = damped(hessian, damping)
+            hessian = damped(inputs.hessian, damping)
             if options.quantization is not None:
-                return sparsegpt_rounded(matrix, precise, pattern, sparsity, options.quantization)
-            values = sparsegpt(matrix, precise, pattern, sparsity)
-        kept = values != 0
-    else:
-        if masked is not None:
-            kept = np.asarray(masked.numpy()) != 0
-            kept = kept.T if group.linears[0].transposed else kept
-        else:
-            kept = _wanda_mask(matrix, hessian, pattern, sparsity)
-        values = np.where(kept, matrix, np.float32(0))
-        damping = options.damping
-    if not options.repair or group.keeps_numbers:
-        return values
-    if damping is None:
-        # The mask of the sampled columns is another one: what matters is how closely weights may be fitted.
-        damping = best_damping(
-            matrix,
-            halves,
-            lambda weights, damped_hessian: _repaired_sample(weights, damped_hessian, pattern, sparsity),
-        )
-    return repair(matrix, values, kept, damped(hessian, damping))
-
-
-def _repaired_sample(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
-    kept = _wanda_mask(matrix, hessian, pattern, sparsity)
-    return repair(matrix, matrix, kept, hessian)
+                return sparsegpt_rounded(matrix, hessian, pattern, sparsity, options.quantization)
+            if options.method == "sparsegpt":
+                values = sparsegpt(matrix, hessian, pattern, sparsity)
+                kept = values != 0
+        if options.repair:
+            return repair(matrix, values, kept, hessian)
+    return np.where(kept, values, np.float32(0))
 
 
 def _wanda_mask(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
