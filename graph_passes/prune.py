@@ -23,7 +23,7 @@ from .constants import lazy
 from .linear import Linear
 from .options import Globs, PassOptions, takes
 from .pipeline import PassContext, RecipePass
-from .prune_calibrated import prune_calibrated
+from .prune_calibrated import allocate_by_sensitivity, prune_calibrated
 from .pruners.masks import BLOCK_OUTPUTS, MOST_OF_GROUP, Pattern, keep_in_groups
 from .quantize import GROUP_SIZES, check_finite
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
@@ -44,7 +44,9 @@ _SAME = 1e-3  # shares of N:M need not be written with more digits
 @dataclass(frozen=True)
 class PruneOptions(PassOptions):
     method: str = field(default="magnitude", metadata=takes("str", choices=_METHODS))
-    scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global")))
+    # layer: each has the sparsity; global: one threshold for all; sensitivity: layers that bear it are sparser
+    # (pruners/allocation.py).
+    scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global", "sensitivity")))
     pattern: str = field(default="unstructured", metadata=takes("str"))  # or "4x1", or "N:M"
     sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))  # N:M has its own, 1 - N / M
     # Whether the weights that are kept are changed to make up for those that go, by least squares over the inputs.
@@ -69,8 +71,8 @@ class PruneOptions(PassOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         pattern = self.units
-        if pattern.of and (self.scope == "global" or self.layers):
-            found = "scope is 'global'" if self.scope == "global" else "layers is given"
+        if pattern.of and (self.scope != "layer" or self.layers):
+            found = f"scope is {self.scope!r}" if self.scope != "layer" else "layers is given"
             raise RecipeError(f"{found}, but with pattern {self.pattern!r} all layers have one sparsity; leave it out")
         share = 1 - pattern.kept / pattern.of if pattern.of else self.sparsity
         if abs(share - self.sparsity) > _SAME:
@@ -79,8 +81,8 @@ class PruneOptions(PassOptions):
             )
         if self.scope == "global" and self.method != "magnitude":
             raise RecipeError(
-                f"scope is 'global', expected 'layer' with method = {self.method!r}, whose scores of different layers "
-                "cannot be compared"
+                f"scope is 'global', expected 'layer' or 'sensitivity' with method = {self.method!r}, whose scores of "
+                "different layers cannot be compared"
             )
         if self.weight_bits is not None and self.method != "sparsegpt":
             raise RecipeError(
@@ -107,7 +109,7 @@ class PruneOptions(PassOptions):
 
     @property
     def needs_inputs(self) -> bool:
-        return self.method != "magnitude" or self.repair
+        return self.method != "magnitude" or self.repair or self.scope == "sensitivity"
 
     @property
     def quantization(self) -> Quantization | None:
@@ -142,19 +144,22 @@ class PrunePass(RecipePass):
         groups = [group for group in groups if not self._is_sparse(group) or self._only_rounds(group)]
         if options.needs_inputs and context.dry_run and context.feeds is None:
             context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run is refused")
+        if options.scope == "sensitivity":
+            self._allocate(model, [group for group in groups if group.sparsity is None])
         if options.method == "magnitude":
             pruned = self._by_magnitude(groups)
             groups = [group for group in groups if id(group) in pruned]
-            if not options.repair or context.dry_run:
+            repairs = options.repair and not context.dry_run
+            if not repairs:
                 for group in groups:
                     self._put(model, group, pruned[id(group)])
         else:
-            pruned = {}
+            repairs, pruned = False, {}
             groups = [group for group in groups if self._gains(group)]
             if context.dry_run:
                 for group in groups:
                     self._announce(group)
-        if groups and options.needs_inputs and not context.dry_run:
+        if groups and (repairs or options.method != "magnitude") and not context.dry_run:
             prune_calibrated(
                 model, context, options, groups, pruned, lambda group, weight: self._put(model, group, weight)
             )
@@ -187,6 +192,13 @@ class PrunePass(RecipePass):
         for linear in group.linears:
             self.context.layer(linear).sparsity = 1 - kept / group.weight.size
         return bool(group.linears)
+
+    def _allocate(self, model: ir.Model, groups: Sequence[PruneGroup]) -> None:
+        """Gives each group a sparsity of its own."""
+        for group in groups:
+            group.sparsity = self.options.sparsity
+        if groups and not self.context.dry_run:
+            allocate_by_sensitivity(model, self.context, self.options, groups)
 
     def _announce(self, group: PruneGroup) -> None:
         for linear in group.linears:
@@ -292,7 +304,7 @@ class PrunePass(RecipePass):
         for glob, sparsity in self.options.layers.items():
             if linear.matches((glob,)):
                 return sparsity
-        return None if self.options.scope == "global" else self.options.sparsity
+        return self.options.sparsity if self.options.scope == "layer" else None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .calibrate import feeds_for
 from .constants import lazy
 from .layer_inputs import LayerInputs, inputs_as_it_is, inputs_in_turn, note_inputs
 from .pipeline import PassContext
+from .pruners.allocation import allocate, error_curve, levels
 from .pruners.least_squares import repair
 from .pruners.masks import Pattern, keep_by_output
 from .pruners.sparsegpt import sparsegpt, sparsegpt_rounded
@@ -41,11 +42,37 @@ def require_feeds(context: PassContext, options: PruneOptions) -> None:
     feeds_for(context)
     if context.feeds_made_up:
         what = f"method {options.method!r}" if options.method != "magnitude" else "repair"
+        what = "scope 'sensitivity'" if options.scope == "sensitivity" else what
         raise CalibrationError(
             f"pass 'prune': {what} fits the layers to typical inputs, and none were given; give calibration=… (a list "
             "of texts with tokenizer=…, an .npz file, a dict of arrays, or a list of such dicts), or set "
-            'prune.method to "magnitude" and repair to false, which need none'
+            'prune.method to "magnitude", scope to "layer" and repair to false, which need none'
         )
+
+
+def allocate_by_sensitivity(
+    model: ir.Model, context: PassContext, options: PruneOptions, groups: Sequence[PruneGroup]
+) -> None:
+    """Gives each group a sparsity, so that the option's share of all their weights goes. Layers whose inputs cannot be
+    recorded have the option's."""
+    require_feeds(context, options)
+    shares = levels(options.sparsity)
+    by_id = {id(group): group for group in groups}
+    found: list[tuple[PruneGroup, np.ndarray]] = []
+    for number, (one, inputs) in enumerate(inputs_as_it_is(model, context, groups)):
+        context.progress("sensitivity", number, len(groups))
+        matrix = one.linears[0].matrix()
+        check_finite(matrix, one, "pruned")
+        if inputs is not None:
+            group = by_id[id(one)]
+            found.append((group, error_curve(matrix, inputs.hessian, group.pattern, shares)))
+        del matrix
+        context.release()
+    context.progress("sensitivity", len(groups), len(groups))
+    sizes = [group.weight.size for group, _ in found]
+    sparsities = allocate([curve for _, curve in found], sizes, shares, options.sparsity)
+    for (group, _), sparsity in zip(found, sparsities, strict=True):
+        group.sparsity = sparsity
 
 
 def prune_calibrated(

@@ -182,7 +182,9 @@ def test_layers_in_subgraphs_are_pruned_by_magnitude():
     assert [layer.sparsity for layer in report.layers] == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("options", [{"method": "wanda"}, {"method": "sparsegpt"}, {"repair": True}])
+@pytest.mark.parametrize(
+    "options", [{"method": "wanda"}, {"method": "sparsegpt"}, {"repair": True}, {"scope": "sensitivity"}]
+)
 def test_without_calibration_it_refuses(options):
     with pytest.raises(CalibrationError, match=r"pass 'prune': .* typical inputs, and none were given; .*tokenizer"):
         ortolan.optimize_onnx(two_layers(), recipe=recipe_of({"name": "prune", **options}))
@@ -217,6 +219,38 @@ def test_few_inputs_are_noted():
     assert [note for note in report.notes if "layer '/a' is calibrated on fewer rows than the layer has inputs" in note]
     report = pruned(two_layers(), {"x": correlated(100, 40)}, method="sparsegpt")
     assert not [note for note in report.notes if "calibrated on fewer" in note]
+
+
+# ---- layers of different sparsity ------------------------------------------------------------------------------------
+
+
+def test_layers_that_bear_it_are_sparser():
+    """B sees inputs of which most are next to nothing: half of its weights go for free."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "A"], ["h"], name="/a"),
+        helper.make_node("Mul", ["h", "s"], ["m"]),
+        helper.make_node("MatMul", ["m", "B"], ["y"], name="/b"),
+    ]
+    scale = np.where(np.arange(40) % 4 == 0, 1, 1e-3).astype(np.float32)
+    weights = {"A": random_weight(40, 40), "B": random_weight(40, 40, seed=1), "s": scale}
+    model = make_model(nodes, {"x": (FLOAT, ["batch", 40])}, {"y": (FLOAT, ["batch", 40])}, weights)
+    x = correlated(400, 40, 0.5)
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        reports = [pruned(model, {"x": x}, method=method, scope=scope) for scope in ("layer", "sensitivity")]
+        found = weights_of(reports[1])
+        zeros = {name: np.count_nonzero(found[name] == 0) for name in "AB"}
+        assert abs(sum(zeros.values()) - 1600) <= 1 and zeros["B"] == round(0.7 * 1600)
+        assert [layer.sparsity for layer in reports[1].layers] == pytest.approx([0.3, 0.7])
+        (exact,) = run(model, {"x": x})
+        errors = [relative_error(exact, run(report.model, {"x": x})[0]) for report in reports]
+        if method != "magnitude":  # which takes weights of inputs that count
+            assert errors[1] < 0.8 * errors[0]
+
+
+def test_layers_with_a_sparsity_of_their_own_take_no_part():
+    x = correlated(400, 40, 0.5)
+    report = pruned(two_layers(), {"x": x}, method="wanda", scope="sensitivity", layers={"/b": 0.25})
+    assert [layer.sparsity for layer in report.layers] == [0.5, 0.25]
 
 
 # ---- jointly with rounding -------------------------------------------------------------------------------------------

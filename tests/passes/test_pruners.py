@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ortolan.graph_passes.pruners.allocation import allocate, levels
 from ortolan.graph_passes.pruners.least_squares import repair
 from ortolan.graph_passes.pruners.masks import Pattern, keep_by_output, keep_largest
 from ortolan.graph_passes.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
@@ -232,6 +233,37 @@ def test_repair_only_makes_better(monkeypatch):
             losses.append(loss(hessian, weight, repair(weight, values, kept, hessian)))
         assert all(after <= before * (1 + 1e-5) for before, after in itertools.pairwise(losses))
         assert losses[-1] < 0.9 * losses[0]
+
+
+# ---- sparsities of layers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_allocation_is_the_best_of_all(seed):
+    """Against every combination of the levels, for convex curves and layers of one size."""
+    rng = np.random.default_rng(seed)
+    shares = np.array([0.3, 0.4, 0.5, 0.6, 0.7])
+    curves = [np.cumsum(np.sort(rng.random(5))) for _ in range(4)]
+    found = allocate(curves, [100] * 4, shares, 0.5)
+    assert sum(found) == pytest.approx(2.0)
+    cost = sum(np.interp(share, shares, curve) for share, curve in zip(found, curves, strict=True))
+    best = min(
+        sum(curve[index] for index, curve in zip(combination, curves, strict=True))
+        for combination in itertools.product(range(5), repeat=4)
+        if sum(shares[index] for index in combination) >= 2.0 - 1e-9
+    )
+    assert cost == pytest.approx(best)
+
+
+def test_the_allocation_of_layers_of_any_size_meets_the_target():
+    rng = np.random.default_rng(0)
+    for target in (0.05, 0.5, 0.9):
+        shares = levels(target)
+        sizes = [int(size) for size in rng.integers(10, 10**6, 9)]
+        curves = [rng.random(len(shares)) for _ in sizes]  # not even rising
+        found = allocate(curves, sizes, shares, target)
+        assert np.average(found, weights=sizes) == pytest.approx(target)
+        assert min(found) >= shares[0] - 1e-12 and max(found) <= shares[-1] + 1e-12
 
 
 # ---- joint rounding --------------------------------------------------------------------------------------------------

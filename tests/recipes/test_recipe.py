@@ -74,7 +74,10 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (PRUNE + 'pattern = "4:2"', "pattern is '4:2', expected 'unstructured', '4x1', or 'N:M' with N < M <= 128"),
         (PRUNE + 'pattern = "1:4"', "sparsity is 0.5, but pattern '1:4' makes it 0.75; set sparsity to that"),
         (PRUNE + 'pattern = "2:4"\nscope = "global"', "scope is 'global', but with pattern '2:4' all layers have one"),
-        (PRUNE + 'method = "wanda"\nscope = "global"', "scope is 'global', expected 'layer' with method = 'wanda'"),
+        (
+            PRUNE + 'method = "wanda"\nscope = "global"',
+            "scope is 'global', expected 'layer' or 'sensitivity' with method = 'wanda'",
+        ),
         (PRUNE + "weight_bits = 4", "weight_bits is 4, which only method = 'sparsegpt' has"),
         (
             PRUNE + 'method = "sparsegpt"\nweight_group_size = 32',
