@@ -235,7 +235,7 @@ def test_repair_only_makes_better(monkeypatch):
         assert losses[-1] < 0.9 * losses[0]
 
 
-# ---- sparsities of layers ---------------------------------------------------------------------------------------------
+# ---- sparsities of layers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
