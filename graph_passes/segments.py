@@ -82,14 +82,15 @@ class Segments:
 
         What the caller has changed by then in layers that use it counts for all values to come.
         """
-        begin = 0
+        previous: ir.Node | None = None
         for number, (x, node) in enumerate(self._stages):
             nodes = list(self._model.graph)
+            # Anew each time: the caller may have added and removed nodes, but not those that use the values.
             place = {one: index for index, one in enumerate(nodes)}
-            end = place[node]
+            begin = 0 if previous is None else place[previous]
             later = [value for value, _ in self._stages[number + 1 :]]
-            self._run_piece(nodes, place, begin, end, x, later, take)
-            begin = end
+            self._run_piece(nodes, place, begin, place[node], x, later, take)
+            previous = node
             yield x
 
     def _run_piece(
@@ -104,6 +105,8 @@ class Segments:
     ) -> None:
         """Runs the nodes from `begin` to before `end`; stores what later values are computed from."""
         _, crossing = self._needed(later, place, end)
+        if later:  # a layer that took x rounded may take x itself, once it is changed
+            crossing = list(dict.fromkeys([x, *crossing]))
         made = [value for value in {x: None, **dict.fromkeys(crossing)} if self._is_made(value)]
         needed, inputs = self._needed(made, place, begin)
         piece = [nodes[index] for index in sorted(needed)]

@@ -21,6 +21,7 @@ from ortolan.graph_passes.quantizers.grid import Quantization, dequantize
 from ortolan.graph_passes.quantizers.hessian import damped
 from ortolan.models import tiny
 
+from .int8_layers import MICROSOFT, Int8Layer, sparse_numbers
 from .small_models import branches_model, make_model, matmul_model, op_types, random_weight, relative_error, run
 from .test_pruners import block_zeros
 from .test_quantize import recipe_of, weights_of
@@ -219,6 +220,28 @@ def test_few_inputs_are_noted():
     assert [note for note in report.notes if "layer '/a' is calibrated on fewer rows than the layer has inputs" in note]
     report = pruned(two_layers(), {"x": correlated(100, 40)}, method="sparsegpt")
     assert not [note for note in report.notes if "calibrated on fewer" in note]
+
+
+@pytest.mark.parametrize("inputs", ["pruned", "original"])
+def test_layers_that_round_their_inputs_at_run_time(inputs):
+    """Changed, a layer takes its input as it is: the next piece needs another value than before."""
+    layer = Int8Layer("dynamic_to_float", 40, 40, q=sparse_numbers(40, 40, 0.0))
+    nodes = [
+        helper.make_node("MatMul", ["given", "A"], ["x"], name="/a"),
+        *layer.nodes("r"),
+        helper.make_node("MatMul", ["r", "B"], ["y"], name="/b"),
+    ]
+    used = {name for node in nodes for name in node.input}
+    weights = {name: array for name, array in layer.tensors.items() if name in used}
+    weights |= {"A": random_weight(40, 40), "B": random_weight(40, 20, seed=1)}
+    model = make_model(
+        nodes, {"given": (FLOAT, ["batch", 40])}, {"y": (FLOAT, ["batch", 20])}, weights, domains={MICROSOFT: 1}
+    )
+    x = correlated(300, 40, 0.9)
+    report = pruned(model, {"given": x}, inputs=inputs, **FIXED)
+    assert [one.sparsity for one in report.layers] == pytest.approx([0.5] * 3, abs=1e-3)
+    assert op_types(report.model) == ["MatMul"] * 3
+    assert relative_error(run(model, {"given": x})[0], run(report.model, {"given": x})[0]) < 0.5
 
 
 # ---- layers of different sparsity ------------------------------------------------------------------------------------
