@@ -26,7 +26,7 @@ from .pipeline import PassContext, RecipePass
 from .prune_calibrated import allocate_by_sensitivity, prune_calibrated
 from .pruners.masks import BLOCK_OUTPUTS, MOST_OF_GROUP, Pattern, keep_in_groups
 from .quantize import GROUP_SIZES, check_finite
-from .quantized_weight import MAX_INPUTS, QuantizedWeight
+from .quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from .quantizers.grid import Quantization
 from .stored_int8 import StoredInt8
 from .weights import WeightGroup, check_patterns, group_layers
@@ -186,6 +186,10 @@ class PrunePass(RecipePass):
     def _gains(self, group: PruneGroup) -> bool:
         """Whether there are layers left that a pass replace would gain from, once the group is pruned."""
         linear = group.linears[0]
+        if self.options.weight_bits is not None and linear.k > MAX_INPUTS:
+            for one in group.linears:
+                self.context.layer(one).reason = too_wide(linear.k)
+            return False
         zeros = group.pattern.zeros(linear.k, linear.n, group.sparsity or 0.0)
         kept = round((1 - zeros / group.pattern.units(linear.k, linear.n)) * group.weight.size)
         group.linears = [linear for linear in group.linears if self.context.gains(linear, kept)]

@@ -38,6 +38,7 @@ from .pipeline import PassContext, RecipePass, layer_key
 from .quantized_weight import MAX_INPUTS as MAX_INPUTS
 from .quantized_weight import QuantizedWeight as QuantizedWeight
 from .quantized_weight import dequantized_tensor as dequantized_tensor
+from .quantized_weight import too_wide
 from .quantizers.gptq import choose_damping, gptq
 from .quantizers.grid import Quantization as Quantization
 from .quantizers.grid import Rounded, round_to_nearest
@@ -131,9 +132,8 @@ class QuantizePass(RecipePass):
             return False
         k = group.linears[0].k
         if k > MAX_INPUTS:
-            reason = f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
             for linear in group.linears:
-                context.layer(linear).reason = reason
+                context.layer(linear).reason = too_wide(k)
         return k <= MAX_INPUTS
 
     def _announce(self, groups: Sequence[WeightGroup]) -> None:

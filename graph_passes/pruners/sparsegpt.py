@@ -6,9 +6,8 @@ M for N:M), all that is settled before them included, those go that cost least. 
 stand, which N:M needs.
 
 Jointly with quantization the paper rounds in the same loop (section 3.5). Here the mask comes from the loop without
-rounding; a second one then starts from the dense W again and settles each input at its rounded value, or at zero, so
-that one update makes up for both errors. Grids are fitted to what the first loop left of the weights, inputs are taken
-in GPTQ's order, and GPTQ's refinement ends it (quantizers/gptq.py).
+rounding; V, the best weights under it (least_squares.py), stand for the dense ones from then on: for any Q of that mask,
+||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, damping included. So GPTQ of V (quantizers/gptq.py) makes up for both.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from ..quantizers.error_feedback import settle_inputs
 from ..quantizers.gptq import gptq_of
 from ..quantizers.grid import Quantization, Rounded
 from ..quantizers.hessian import inverse_factor
+from .least_squares import repair
 from .masks import Pattern, keep_in_groups, keep_largest, share_out, unit_scores
 
 
@@ -55,4 +55,5 @@ def sparsegpt_rounded(
 ) -> Rounded:
     """The same, jointly with rounding."""
     pruned = sparsegpt(matrix, hessian, pattern, sparsity)
-    return gptq_of(matrix, hessian, quantization, kept=pruned != 0, fit_to=pruned)
+    kept = pruned != 0
+    return gptq_of(repair(matrix, pruned, kept, hessian), hessian, quantization, kept=kept)

@@ -30,7 +30,7 @@ is, in shares of round-to-nearest's, with
 
 Weights that are zero stay zero; what the updates would have made of them counts as rounding error and is passed on, as
 in SparseGPT (Frantar, Alistarh, ICML 2023, section 3.3), so that pruned layers keep their pattern. The error of pruning
-itself is not made up for: the target is W as it is given (pruners/sparsegpt.py gives the dense one, and a mask).
+itself is not made up for: the target is W as it is given (pruners/sparsegpt.py sees to that).
 """
 
 from __future__ import annotations
@@ -73,12 +73,10 @@ def gptq_of(
     act_order: bool = True,
     sweeps: int = _SWEEPS,
     kept: np.ndarray | None = None,
-    fit_to: np.ndarray | None = None,
 ) -> Rounded:
     """The same for a damped Hessian, float64 [k, k].
 
     kept: bool [k, n], which weights may be other than zero; None: those that are now.
-    fit_to: float32 [k, n], the weights that grids are fitted to; None: W.
     """
     k, n = matrix.shape
     rows = quantization.rows(k)
@@ -92,9 +90,8 @@ def gptq_of(
         columns = slice(first, first + _COLUMNS)
         part = matrix[:, columns]
         mask = part != 0 if kept is None else kept[:, columns]
-        shape = part if fit_to is None else fit_to[:, columns]
         grids = [
-            best_grid(shape[start : start + rows], importance[start : start + rows], quantization)
+            best_grid(part[start : start + rows], importance[start : start + rows], quantization)
             for start in range(0, k, rows)
         ]
         q = _round(part, mask, grids, rows, order, factor)
