@@ -112,8 +112,8 @@ class Segments:
         piece = [nodes[index] for index in sorted(needed)]
         session = None
         for number, feeds in enumerate(self._feeds):
-            given = {value.name or "": self._load(value, number, feeds) for value in inputs}
-            given = {name: array for name, array in given.items() if array is not None}
+            loaded = {value.name or "": self._load(value, number, feeds) for value in inputs}
+            given = {name: array for name, array in loaded.items() if array is not None}
             arrays: dict[ir.Value, np.ndarray] = {}
             if made:
                 if session is None:

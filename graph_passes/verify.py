@@ -113,8 +113,8 @@ class VerifyPass(RecipePass):
             name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None
         }
         # Without a pass replace there is no model before it to compare with.
-        alone = context.reference is None and context.changed_weights
-        errors = [] if alone else measure_errors(names, reference, after)
+        none_before = context.reference is None and context.changed_weights
+        errors = [] if none_before else measure_errors(names, reference, after)
         report.rounding_error = [error for error in errors if kinds[error.name] == "f"]
         progress(3)
         if self.options.seconds:

@@ -56,13 +56,12 @@ def allocate(curves: Sequence[np.ndarray], sizes: Sequence[int], shares: np.ndar
         for before, after in pairwise(corners):
             slope = (curve[after] - curve[before]) / ((shares[after] - shares[before]) * size)
             steps.append((slope, layer, float(shares[before]), float(shares[after])))
-    left = (target - float(shares[0])) * sum(sizes)
+    left: float = (target - float(shares[0])) * sum(sizes)
     for _, layer, before, after in sorted(steps):
-        size = sizes[layer]
-        taken = min(left, (after - before) * size)
+        taken = min(left, (after - before) * sizes[layer])
         if taken <= 0:
             break
-        chosen[layer] = before + taken / size
+        chosen[layer] = before + taken / sizes[layer]
         left -= taken
     return chosen
 

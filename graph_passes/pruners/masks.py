@@ -128,7 +128,8 @@ def keep_in_groups(scores: np.ndarray, alive: np.ndarray, pattern: Pattern) -> n
         order = np.argsort(part, axis=0, kind="stable")
         stays = np.broadcast_to(np.arange(len(part))[:, None] >= gone, part.shape)
         np.put_along_axis(kept[start : start + pattern.of], order, stays, axis=0)
-    return kept & alive
+    both: np.ndarray = kept & alive
+    return both
 
 
 def _chunks(columns: int) -> Iterator[slice]:

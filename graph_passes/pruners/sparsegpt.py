@@ -6,8 +6,8 @@ M for N:M), all that is settled before them included, those go that cost least. 
 stand, which N:M needs.
 
 Jointly with quantization the paper rounds in the same loop (section 3.5). Here the mask comes from the loop without
-rounding; V, the best weights under it (least_squares.py), stand for the dense ones from then on: for any Q of that mask,
-||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, damping included. So GPTQ of V (quantizers/gptq.py) makes up for both.
+rounding; V, the best weights under it (least_squares.py), stand for the dense ones from then on: for any Q of that
+mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, damping included. So GPTQ of V (quantizers/gptq.py) makes up for both.
 """
 
 from __future__ import annotations

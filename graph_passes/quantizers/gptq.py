@@ -113,7 +113,8 @@ def _round(
     def settle(i: int, row: np.ndarray) -> np.ndarray:
         grid = grids[order[i] // rows]
         q[order[i]] = grid.round(row)
-        return grid.weights(q[order[i]])
+        value: np.ndarray = grid.weights(q[order[i]])
+        return value
 
     settle_inputs(matrix[order], factor, lambda start, stop, weights: mask[start:stop], settle)
     return q

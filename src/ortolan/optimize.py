@@ -135,7 +135,7 @@ def _read_feeds(
     calibration: Calibration, tokenizer: Tokenizer | None, source: ModelFile, report: OptimizationReport
 ) -> list[Feeds]:
     """The feeds, with a word on them in the report."""
-    given = calibration
+    given: Any = calibration
     if isinstance(given, str | os.PathLike) and os.fspath(given).endswith(".txt"):
         given = read_texts(given)
     elif not isinstance(given, str | os.PathLike | Mapping) and isinstance(given, Iterable):
