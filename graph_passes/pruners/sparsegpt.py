@@ -7,7 +7,8 @@ stand, which N:M needs.
 
 Jointly with quantization the paper rounds in the same loop (section 3.5). Here the mask comes from the loop without
 rounding; V, the best weights under it (least_squares.py), stand for the dense ones from then on: for any Q of that
-mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, damping included. So GPTQ of V (quantizers/gptq.py) makes up for both.
+mask, ||XW - XQ||^2 = ||XW - XV||^2 + ||XV - XQ||^2, damping included. So GPTQ of V (quantizers/gptq.py) makes
+up for both.
 """
 
 from __future__ import annotations
