@@ -16,14 +16,14 @@ from ortolan.session import one_line, open_session
 
 from .feeds import SIZES_TO_TRY, Feeds, Sizes, synthetic_feeds
 from .linear import Linear
-from .model_file import to_bytes
+from .model_file import data_path, to_bytes, write_model
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
 
 OnRun = Callable[[int, int], None]  # on_run(done, total)
 
 _CAPTURE_BYTES = 256 * 1024**2  # of recorded inputs that one run may return
-_HESSIAN_ROWS = 8192  # that are converted and multiplied at once
+_HESSIAN_ROWS = 8192  # that are multiplied at once
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ def quiet_options() -> Any:
     # Threads of one session must not spin while another is measured.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
+
+
+def open_quietly(path: Path) -> Any:
+    return open_session(path, quiet_options())
 
 
 def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
@@ -136,6 +140,23 @@ class Recorded(Protocol):
     def k(self) -> int: ...  # its last dimension
     @property
     def dtype(self) -> ir.DataType: ...
+
+
+@contextmanager
+def recording(model: ir.Model, context: PassContext, linears: Sequence[Linear]) -> Iterator[InputRecorder]:
+    """Runs a copy of the model as it is now, on the feeds."""
+    path = context.candidate.with_name("calibrate.onnx")
+
+    def open_copy() -> Any:
+        write_model(model, path, lambda done, total: None)
+        context.release()
+        return open_session(path, quiet_options())
+
+    try:
+        yield InputRecorder(model, linears, feeds_for(context), open_copy)
+    finally:
+        for file in (path, data_path(path)):
+            file.unlink(missing_ok=True)
 
 
 class InputRecorder:
@@ -212,26 +233,55 @@ class InputRecorder:
         return found
 
     def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """X^T X over all inputs X of each value, and how many those are. Keeps no inputs.
-
-        float32 [2, k, k]: every other one of the feeds, and the rest; of a single one, its first half and its second.
-        """
-        sums: dict[str, np.ndarray] = {}
-        counts: dict[str, int] = {}
-        taken: dict[str, int] = {}
+        """X^T X over all inputs X of each value, float32 [2, k, k] (see HessianSums), and how many those are."""
+        found: dict[str, HessianSums] = {}
 
         def add(name: str, inputs: np.ndarray) -> None:
-            total = sums.setdefault(name, np.zeros((2, inputs.shape[1], inputs.shape[1]), np.float32))
-            for part in np.array_split(inputs, 2 if len(self._feeds) == 1 else 1):
-                half = total[taken.get(name, 0) % 2]
-                for start in range(0, len(part), _HESSIAN_ROWS):
-                    rows = part[start : start + _HESSIAN_ROWS].astype(np.float32, copy=False)
-                    half += rows.T @ rows
-                taken[name] = taken.get(name, 0) + 1
-            counts[name] = counts.get(name, 0) + len(inputs)
+            found.setdefault(name, HessianSums(inputs.shape[1], len(self._feeds))).add(inputs)
 
         self.record(names, add, on_run)
-        return sums, counts
+        return {name: sums.halves() for name, sums in found.items()}, {name: sums.rows for name, sums in found.items()}
+
+
+class HessianSums:
+    """X^T X over inputs X of one value, float32 [2, k, k]: of every other one of the feeds, and of the rest; of a
+    single one, of its first half and its second. Of the inputs it keeps half as many bytes as of the sums."""
+
+    def __init__(self, k: int, feeds: int) -> None:
+        self.rows = 0
+        self._sums = np.zeros((2, k, k), np.float32)
+        self._waiting: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._at_once = min(k // 2 + 1, _HESSIAN_ROWS)
+        self._split = 2 if feeds == 1 else 1
+        self._taken = 0
+
+    @staticmethod
+    def bytes_for(k: int) -> int:
+        """About."""
+        return 12 * k * k
+
+    def add(self, inputs: np.ndarray) -> None:
+        """inputs: [rows, k] of one of the feeds."""
+        for part in np.array_split(inputs, self._split):
+            waiting = self._waiting[self._taken % 2]
+            for start in range(0, len(part), _HESSIAN_ROWS):
+                waiting.append(part[start : start + _HESSIAN_ROWS].astype(np.float32))
+                # Many rows at once: of a few, reading and writing the sum would take longer than the products.
+                if sum(map(len, waiting)) >= self._at_once:
+                    self._multiply(self._taken % 2)
+            self._taken += 1
+        self.rows += len(inputs)
+
+    def halves(self) -> np.ndarray:
+        self._multiply(0)
+        self._multiply(1)
+        return self._sums
+
+    def _multiply(self, half: int) -> None:
+        if self._waiting[half]:
+            rows = np.concatenate(self._waiting[half])
+            self._waiting[half].clear()
+            self._sums[half] += rows.T @ rows
 
 
 def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:

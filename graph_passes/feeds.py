@@ -16,7 +16,7 @@ from ortolan.errors import CalibrationError, listing
 from .constants import constant_tensor
 
 Feeds = dict[str, np.ndarray]
-Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
+Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
 
 _UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
 
@@ -54,8 +54,8 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
             given = list(calibration)
         except TypeError:
             raise CalibrationError(
-                f"calibration is a {type(calibration).__name__}, expected the path of an .npz file, a "
-                "dict of arrays, or an iterable of such dicts"
+                f"calibration is a {type(calibration).__name__}, expected texts, the path of a .txt or "
+                ".npz file, a dict of arrays, or an iterable of such dicts"
             ) from None
     if not given:
         raise CalibrationError("calibration holds no feeds, expected at least one")

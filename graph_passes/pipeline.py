@@ -107,6 +107,11 @@ class PassContext:
     def layer(self, linear: Linear) -> LayerReport:
         return self.layers[layer_key(linear)]
 
+    @property
+    def changed_weights(self) -> bool:
+        """Whether there are layers that are pruned or quantized, and not replaced so far."""
+        return any(layer.status in ("pruned", "quantized") for layer in self.layers.values())
+
     def gains(self, linear: Linear, stored: int) -> bool:
         """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""
         return not self.why_not_replace or any(why_not(linear, stored) is None for why_not in self.why_not_replace)

@@ -1,11 +1,11 @@
-"""Sets the smallest weights of linear layers to zero, except where no pass `replace` would gain from it.
+"""Sets the least important weights of linear layers to zero, except where no pass `replace` would gain from it.
 
-What goes is a weight by itself (pattern "unstructured"), or a block of weights of one input and four consecutive
-outputs ("4x1"), by the sum of their magnitudes.
+What goes is a weight by itself (pattern "unstructured"), a block of weights of one input and four consecutive outputs
+("4x1"), or all but N of M consecutive inputs of an output ("2:4" and the like). The number of zeros is exact.
 
-The new weights are lazy: a layer is pruned anew each time its array is asked for, from the original in the mapped file
-and one threshold, so no copy is kept. The number of zeros is exact: of weights as large as the threshold, the first in
-row-major order go.
+Here: by magnitude, of blocks by the sum of their magnitudes. Such weights are lazy: a layer is pruned anew each time
+its array is asked for, from the original in the mapped file and one threshold, so no copy is kept. Of weights as large
+as the threshold, the first in row-major order go. Methods that need inputs are in prune_calibrated.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from ortolan.errors import ModelError, RecipeError
 from .constants import lazy
 from .linear import Linear
 from .options import Globs, PassOptions, takes
-from .pipeline import RecipePass
-from .quantized_weight import QuantizedWeight
+from .pipeline import PassContext, RecipePass
+from .prune_calibrated import allocate_by_sensitivity, prune_calibrated
+from .pruners.masks import BLOCK_OUTPUTS, MOST_OF_GROUP, Pattern, keep_in_groups
+from .quantize import GROUP_SIZES, check_finite
+from .quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
+from .quantizers.grid import Quantization
 from .stored_int8 import StoredInt8
 from .weights import WeightGroup, check_patterns, group_layers
 
@@ -33,34 +37,188 @@ _INFINITY_KEY = 0x7F800000
 _CHUNK = 1 << 22
 
 
+_METHODS = ("magnitude", "wanda", "sparsegpt")
+_SAME = 1e-3  # shares of N:M need not be written with more digits
+
+
 @dataclass(frozen=True)
 class PruneOptions(PassOptions):
-    method: str = field(default="magnitude", metadata=takes("str", choices=("magnitude",)))
-    scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global")))
-    pattern: str = field(default="unstructured", metadata=takes("str", choices=("unstructured", "4x1")))
-    sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))
+    method: str = field(default="magnitude", metadata=takes("str", choices=_METHODS))
+    # layer: each has the sparsity; global: one threshold for all; sensitivity: layers that bear it are sparser
+    # (pruners/allocation.py).
+    scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global", "sensitivity")))
+    pattern: str = field(default="unstructured", metadata=takes("str"))  # or "4x1", or "N:M"
+    sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))  # N:M has its own, 1 - N / M
+    # Whether the weights that are kept are changed to make up for those that go, by least squares over the inputs.
+    repair: bool = field(default=False, metadata=takes("bool"))
+    # sparsegpt: also rounds the weights that are kept, making up for both at once. As bits, group_size and symmetric of
+    # pass quantize are for that; with other names, so that each has one owner in a recipe of both passes.
+    weight_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 8), none=True))
+    weight_group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    zero_points: bool = field(default=False, metadata=takes("bool"))
+    # wanda, sparsegpt, repair: what a layer's inputs come from, layers in front of it that are pruned already, or the
+    # model as it was. The latter is one run of the model for many layers, the former one in pieces (segments.py).
+    inputs: str = field(default="pruned", metadata=takes("str", choices=("pruned", "original")))
+    # sparsegpt, repair: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by
+    # how weights fitted to half of the feeds do on the other half.
+    damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
     layers: dict[str, float] = field(default_factory=dict, metadata=takes("numbers_by_glob", low=0.0, below=1.0))
     # Layers of which this share is zero already, by the pattern, were pruned by training: they stay as they are.
     keep_sparse: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pattern = self.units
+        if pattern.of and (self.scope != "layer" or self.layers):
+            found = f"scope is {self.scope!r}" if self.scope != "layer" else "layers is given"
+            raise RecipeError(f"{found}, but with pattern {self.pattern!r} all layers have one sparsity; leave it out")
+        share = 1 - pattern.kept / pattern.of if pattern.of else self.sparsity
+        if abs(share - self.sparsity) > _SAME:
+            raise RecipeError(
+                f"sparsity is {self.sparsity:g}, but pattern {self.pattern!r} makes it {share:g}; set sparsity to that"
+            )
+        if self.scope == "global" and self.method != "magnitude":
+            raise RecipeError(
+                f"scope is 'global', expected 'layer' or 'sensitivity' with method = {self.method!r}, whose scores of "
+                "different layers cannot be compared"
+            )
+        if self.weight_bits is not None and self.method != "sparsegpt":
+            raise RecipeError(
+                f"weight_bits is {self.weight_bits}, which only method = 'sparsegpt' has; or use pass quantize"
+            )
+        if self.weight_bits != 4 and (self.weight_group_size is not None or self.zero_points):
+            name = "weight_group_size" if self.weight_group_size is not None else "zero_points"
+            raise RecipeError(f"{name} is {getattr(self, name)!r}, which only weight_bits = 4 has; leave it out")
+        if self.weight_bits is not None and self.repair:
+            raise RecipeError("repair is true, expected false with weight_bits, which makes up for pruning by itself")
+        if self.damping is not None and self.method != "sparsegpt" and not self.repair:
+            raise RecipeError(f"damping is {self.damping:g}, which only sparsegpt and repair have; leave it out")
+
+    @property
+    def units(self) -> Pattern:
+        """The pattern. Raises RecipeError if it is none."""
+        pattern = Pattern.read(self.pattern)
+        if pattern is None:
+            raise RecipeError(
+                f"pattern is {self.pattern!r}, expected 'unstructured', '4x1', or 'N:M' with N < M <= {MOST_OF_GROUP}, "
+                "such as '2:4'"
+            )
+        return pattern
+
+    @property
+    def needs_inputs(self) -> bool:
+        return self.method != "magnitude" or self.repair or self.scope == "sensitivity"
+
+    @property
+    def quantization(self) -> Quantization | None:
+        if self.weight_bits is None:
+            return None
+        group_size = None if self.weight_bits == 8 else self.weight_group_size or 128
+        return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points)
+
 
 @dataclass
 class PruneGroup(WeightGroup):
     sparsity: float | None  # None: the layers take part in the global threshold
+    pattern: Pattern
+    keeps_numbers: bool = False  # those that the model stores in int8 stay, but for what is pruned
 
 
 class PrunePass(RecipePass):
-    """Magnitude pruning with a threshold for each layer or one for all of them."""
+    """Prunes each weight once, also where several layers share it."""
 
     options_type = PruneOptions
     options: PruneOptions
 
+    def __init__(self, options: PassOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        if self.options.quantization is not None:
+            context.quantizations.append(self._plan)
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        linears = self.context.survey(model)
-        groups = self._group(linears)
+        options, context = self.options, self.context
+        groups = self._group(context.survey(model))
         self._int8: list[str] = []  # layers whose stored numbers stay the same but for those that are pruned
+        groups = [group for group in groups if not self._is_sparse(group) or self._only_rounds(group)]
+        if options.needs_inputs and context.dry_run and context.feeds is None:
+            context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run is refused")
+        if options.scope == "sensitivity":
+            self._allocate(model, [group for group in groups if group.sparsity is None])
+        if options.method == "magnitude":
+            pruned = self._by_magnitude(groups)
+            groups = [group for group in groups if id(group) in pruned]
+            repairs = options.repair and not context.dry_run
+            if not repairs:
+                for group in groups:
+                    self._put(model, group, pruned[id(group)])
+        else:
+            repairs, pruned = False, {}
+            groups = [group for group in groups if self._gains(group)]
+            if context.dry_run:
+                for group in groups:
+                    self._announce(group)
+        if groups and (repairs or options.method != "magnitude") and not context.dry_run:
+            prune_calibrated(
+                model, context, options, groups, pruned, lambda group, weight: self._put(model, group, weight)
+            )
+        context.progress("prune", len(groups), len(groups))
+        if self._int8:
+            more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
+            context.note(
+                f"pruned, though stored in int8: layer {self._int8[0]!r}{more}; "
+                "what is left of their numbers stays the same"
+            )
+        return ir.passes.PassResult(model, modified=bool(groups))
+
+    def _plan(self, linear: Linear) -> Quantization | None:
+        """How this pass is going to round a layer, if it does."""
+        chosen = linear.matches(self.options.select) and not linear.matches(self.options.exclude)
+        chosen = chosen and not self.context.keeps_numbers(linear)
+        return self.options.quantization if chosen and linear.k <= MAX_INPUTS else None
+
+    def _only_rounds(self, group: PruneGroup) -> bool:
+        """Turns a group that is sparse already into one that is only rounded, if this pass rounds."""
+        group.sparsity, group.pattern = 0.0, Pattern()
+        return self.options.weight_bits is not None and not group.keeps_numbers
+
+    def _gains(self, group: PruneGroup) -> bool:
+        """Whether there are layers left that a pass replace would gain from, once the group is pruned."""
+        linear = group.linears[0]
+        if self.options.weight_bits is not None and linear.k > MAX_INPUTS:
+            for one in group.linears:
+                self.context.layer(one).reason = too_wide(linear.k)
+            return False
+        zeros = group.pattern.zeros(linear.k, linear.n, group.sparsity or 0.0)
+        kept = round((1 - zeros / group.pattern.units(linear.k, linear.n)) * group.weight.size)
+        group.linears = [linear for linear in group.linears if self.context.gains(linear, kept)]
+        for linear in group.linears:
+            self.context.layer(linear).sparsity = 1 - kept / group.weight.size
+        return bool(group.linears)
+
+    def _allocate(self, model: ir.Model, groups: Sequence[PruneGroup]) -> None:
+        """Gives each group a sparsity of its own."""
+        for group in groups:
+            group.sparsity = self.options.sparsity
+        if groups and not self.context.dry_run:
+            allocate_by_sensitivity(model, self.context, self.options, groups)
+
+    def _announce(self, group: PruneGroup) -> None:
+        for linear in group.linears:
+            layer = self.context.layer(linear)
+            layer.status, layer.bytes_after = "pruned", group.weight.nbytes
+            if self.options.weight_bits is not None:
+                layer.status, layer.weight_bits = "quantized", self.options.weight_bits
+
+    def _by_magnitude(self, groups: Sequence[PruneGroup]) -> dict[int, ir.TensorProtocol]:
+        """By id of those groups that are pruned, their weights."""
+        if self.options.units.of:
+            for group in groups:
+                check_finite(group.linears[0].matrix(), group, "pruned")
+                self.context.release()
+            return {id(group): _without_smallest_of_groups(group) for group in groups if self._gains(group)}
+        found: dict[int, ir.TensorProtocol] = {}
         steps = 0
 
         def step() -> None:
@@ -69,7 +227,6 @@ class PrunePass(RecipePass):
             self.context.release()
             steps += 1
 
-        groups = [group for group in groups if not self._is_sparse(group)]
         together = [group for group in groups if group.sparsity is None]
         for batch in [[group] for group in groups if group.sparsity is not None] + ([together] if together else []):
             share = batch[0].sparsity if batch[0].sparsity is not None else self.options.sparsity
@@ -93,22 +250,15 @@ class PrunePass(RecipePass):
                     pruned = pruned_tensor(score, Threshold(threshold.key, own_ties))
                     if self.options.pattern == "4x1":
                         pruned = _without_blocks(group.weight, pruned, group.linears[0].transposed)
-                    self._put(model, group, pruned)
-        step()
-        if self._int8:
-            more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
-            self.context.note(
-                f"pruned, though stored in int8: layer {self._int8[0]!r}{more}; "
-                "what is left of their numbers stays the same"
-            )
-        return ir.passes.PassResult(model, modified=bool(groups))
+                    found[id(group)] = pruned
+        return found
 
     def _put(self, model: ir.Model, group: PruneGroup, pruned: ir.TensorProtocol) -> None:
         """Gives the layers their pruned weight; of int8 numbers that the model stores, what is left stays the same."""
         first, context = group.linears[0], self.context
-        keeps = context.keeps_numbers(first)
         value = group.put(model, context, pruned, "pruned")
-        if keeps and isinstance(first.int8, StoredInt8):
+        if group.keeps_numbers:
+            assert isinstance(first.int8, StoredInt8)
             changed = dataclasses.replace(first, weight_value=value)
             context.quantized[changed.weight_key] = pruned_numbers(first.int8, pruned, first.transposed)
             for linear in group.linears:
@@ -150,14 +300,15 @@ class PrunePass(RecipePass):
                         f"pass 'prune': layers {first.name!r} and {linear.name!r} share the weight "
                         f"{group.weight_name!r}, but their sparsities differ; select both by its name"
                     )
-            groups.append(PruneGroup(group.linears, sparsity))
+            keeps = self.context.keeps_numbers(first) and isinstance(first.int8, StoredInt8)
+            groups.append(PruneGroup(group.linears, sparsity, options.units, keeps))
         return groups
 
     def _own_sparsity(self, linear: Linear) -> float | None:
         for glob, sparsity in self.options.layers.items():
             if linear.matches((glob,)):
                 return sparsity
-        return None if self.options.scope == "global" else self.options.sparsity
+        return self.options.sparsity if self.options.scope == "layer" else None
 
 
 @dataclass(frozen=True)
@@ -244,7 +395,17 @@ def pruned_numbers(stored: QuantizedWeight, pruned: ir.TensorProtocol, transpose
     )
 
 
-BLOCK_OUTPUTS = 4
+def _without_smallest_of_groups(group: PruneGroup) -> ir.LazyTensor:
+    """N:M by magnitude."""
+    weight, transposed, pattern = group.weight, group.linears[0].transposed, group.pattern
+
+    def compute() -> np.ndarray:
+        matrix = np.asarray(weight.numpy())
+        scores = np.abs((matrix.T if transposed else matrix).astype(np.float32))
+        kept = keep_in_groups(scores, scores > 0, pattern)
+        return np.where(kept.T if transposed else kept, matrix, matrix.dtype.type(0))
+
+    return lazy(compute, weight.dtype, ir.Shape(weight.shape.numpy()))
 
 
 def block_sums(weight: ir.TensorProtocol, transposed: bool) -> ir.LazyTensor:

@@ -20,35 +20,32 @@ more, and never to infinity.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, RecipeError
-from ortolan.session import open_session
 
-from .calibrate import InputRecorder, feeds_for, quiet_options
+from .calibrate import feeds_for, recording
 from .fold_scales import scale_inputs
+from .layer_inputs import GroupInputs, LayerInputs, count_layers, inputs_as_it_is, note_inputs
 from .linear import Linear, linears_in
-from .model_file import data_path, write_model
 from .options import Globs, PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
 from .quantized_weight import MAX_INPUTS as MAX_INPUTS
 from .quantized_weight import QuantizedWeight as QuantizedWeight
 from .quantized_weight import dequantized_tensor as dequantized_tensor
+from .quantized_weight import too_wide
 from .quantizers.gptq import choose_damping, gptq
 from .quantizers.grid import Quantization as Quantization
 from .quantizers.grid import Rounded, round_to_nearest
 from .quantizers.hqq import half_quadratic
 from .weights import WeightGroup, group_layers
 
-_GROUP_SIZES = (32, 64, 128)
-_HESSIAN_BYTES = 512 * 1024**2  # of Hessians that are gathered at once
+GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class QuantizeOptions(PassOptions):
     method: str = field(default="rtn", metadata=takes("str", choices=("rtn", "gptq", "awq", "hqq")))
     bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
     # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits, which take no other.
-    group_size: int | None = field(default=None, metadata=takes("int", choices=_GROUP_SIZES, none=True))
+    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
     # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
     # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
@@ -110,8 +107,8 @@ class QuantizePass(RecipePass):
             stored = [group.linears[0].name for group in groups if getattr(group.linears[0], part) is not None]
             if stored:
                 context.note(
-                    f"{_count(stored)} stored in {bits} bits already, but not as a replacing operator takes them, so "
-                    "their weights are rounded once more"
+                    f"{count_layers(stored)} stored in {bits} bits already, but not as a replacing operator takes "
+                    "them, so their weights are rounded once more"
                 )
         if context.dry_run:
             self._announce(groups)
@@ -135,9 +132,8 @@ class QuantizePass(RecipePass):
             return False
         k = group.linears[0].k
         if k > MAX_INPUTS:
-            reason = f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
             for linear in group.linears:
-                context.layer(linear).reason = reason
+                context.layer(linear).reason = too_wide(k)
         return k <= MAX_INPUTS
 
     def _announce(self, groups: Sequence[WeightGroup]) -> None:
@@ -151,174 +147,121 @@ class QuantizePass(RecipePass):
         context, options, chosen = self.context, self.options, self.options.quantization
         if options.method == "awq":
             self._scale(model, groups)
-        for number, (group, halves) in enumerate(self._with_hessians(model, groups)):
+        for number, (group, inputs) in enumerate(self._with_inputs(model, groups)):
             context.progress("quantize", number, len(groups))
             matrix = group.linears[0].matrix()
-            _check_finite(matrix, group)
-            if halves is not None:
-                rounded = self._gptq(matrix, halves, group)
+            check_finite(matrix, group, "quantized")
+            if inputs is not None:
+                rounded = self._gptq(matrix, inputs, group)
             elif options.method == "hqq":
                 rounded = half_quadratic(matrix, chosen)
             else:
                 rounded = round_to_nearest(matrix, chosen)
-            self._put(model, group, rounded)
+            put_quantized(model, context, group, rounded, chosen)
             context.release()
 
     def _scale(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
         """awq: scales inputs of layers, and makes the groups see their new weights."""
         context = self.context
         for group in groups:
-            _check_finite(group.linears[0].matrix(), group)
+            check_finite(group.linears[0].matrix(), group, "quantized")
             context.release()
-        with self._recorder(model, groups) as recorder:
+        self._note_made_up()
+        with recording(model, context, [linear for group in groups for linear in group.linears]) as recorder:
             scale_inputs(model, context, groups, recorder, self.options.quantization)
         changed = {layer_key(linear): linear for linear in linears_in(model)}
         for group in groups:
             group.linears = [changed[layer_key(linear)] for linear in group.linears]
 
-    def _with_hessians(
-        self, model: ir.Model, groups: Sequence[WeightGroup]
-    ) -> Iterator[tuple[WeightGroup, np.ndarray | None]]:
-        """The groups in order, for gptq each with X^T X over both halves of its layers' inputs, float32 [2, k, k]."""
+    def _with_inputs(self, model: ir.Model, groups: Sequence[WeightGroup]) -> GroupInputs:
+        """The groups in order, for gptq each with its layers' inputs."""
         if self.options.method != "gptq":
             yield from ((group, None) for group in groups)
             return
-        context, poor, without = self.context, list[str](), list[str]()
-        with self._recorder(model, groups) as recorder:
-            for batch in _batches(groups):
-                names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))
-                hessians, counts = recorder.hessians(
-                    [name for name in names if name in recorder.names],
-                    lambda done, total: context.progress("calibrate", done, total),
-                )
-                for group in batch:
-                    first = group.linears[0]
-                    seen = {linear.x.name or "" for linear in group.linears} & hessians.keys()
-                    if not seen:
-                        without.append(first.name)
-                        yield group, None
-                        continue
-                    if sum(counts[name] for name in seen) < first.k:
-                        poor.append(first.name)
-                    yield group, functools.reduce(np.add, (hessians[name] for name in sorted(seen)))
-        if without:
-            context.note(
-                f"{_count(without)} rounded to nearest instead: the inputs lie in a subgraph, or the feeds lack "
-                "them, so they cannot be recorded"
-            )
-        if poor:
-            context.note(
-                f"{_count(poor)} calibrated on fewer rows than the layer has inputs, which fits weights to these rows "
-                "only; give calibration=… with more text, several times as many tokens as the widest layer has inputs"
-            )
+        poor, without = list[str](), list[str]()
+        self._note_made_up()
+        for group, inputs in inputs_as_it_is(model, self.context, groups):
+            first = group.linears[0]
+            if inputs is None:
+                without.append(first.name)
+            elif inputs.rows < first.k:
+                poor.append(first.name)
+            yield group, inputs
+        note_inputs(self.context, without, poor, "rounded to nearest")
 
-    @contextmanager
-    def _recorder(self, model: ir.Model, groups: Sequence[WeightGroup]) -> Iterator[InputRecorder]:
-        """Runs a copy of the model as it is now."""
-        context = self.context
-        feeds = feeds_for(context)
-        if context.feeds_made_up:
-            context.note(
+    def _note_made_up(self) -> None:
+        feeds_for(self.context)
+        if self.context.feeds_made_up:
+            self.context.note(
                 f"method {self.options.method!r} was calibrated on made-up inputs, which tells little of real ones; "
                 "give calibration=… with typical inputs"
             )
-        path = context.candidate.with_name("calibrate.onnx")
-        linears = [linear for group in groups for linear in group.linears]
 
-        def open_copy() -> Any:
-            write_model(model, path, lambda done, total: None)
-            context.release()
-            return open_session(path, quiet_options())
-
-        try:
-            yield InputRecorder(model, linears, feeds, open_copy)
-        finally:
-            for file in (path, data_path(path)):
-                file.unlink(missing_ok=True)
-
-    def _gptq(self, matrix: np.ndarray, halves: np.ndarray, group: WeightGroup) -> Rounded:
-        options, name = self.options, group.linears[0].name
-        hessian = halves.sum(axis=0)
-        if not np.isfinite(hessian.diagonal()).all():
-            raise CalibrationError(
-                f"the inputs of layer {name!r} hold NaN, infinity or numbers whose squares overflow, on the "
-                "calibration feeds; give other feeds, or exclude this layer"
-            )
+    def _gptq(self, matrix: np.ndarray, inputs: LayerInputs, group: WeightGroup) -> Rounded:
+        options, halves = self.options, inputs.halves
         damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
-        try:
-            return gptq(matrix, hessian, options.quantization, damping, options.act_order is not False)
-        except np.linalg.LinAlgError:
-            raise CalibrationError(
-                f"X^T X of the inputs of layer {name!r} has no Cholesky factor with damping {damping:g}; raise "
-                "quantize.damping, or give more calibration feeds"
-            ) from None
-
-    def _put(self, model: ir.Model, group: WeightGroup, rounded: Rounded) -> None:
-        """Gives the layers their quantized weight."""
-        context, chosen = self.context, self.options.quantization
-        first = group.linears[0]
-        weight = self._spill(group.weight_name, rounded)
-        stored = int(
-            np.count_nonzero(weight.matrix()) if rounded.zero_points is not None else np.count_nonzero(rounded.q)
-        )
-        group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
-        if not group.linears:
-            return
-        value = group.put(model, context, dequantized_tensor(weight, first.transposed, first.dtype), "quantized")
-        context.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
-        for linear in group.linears:
-            layer = context.layer(linear)
-            layer.sparsity, layer.weight_bits = (rounded.q.size - stored) / rounded.q.size, chosen.bits
-            layer.output_error = self._output_error(linear, weight)
-
-    def _spill(self, name: str, rounded: Rounded) -> QuantizedWeight:
-        add, chosen = self.context.spill.add, self.options.quantization
-        q_type = ir.DataType.INT8 if chosen.symmetric else ir.DataType.UINT8
-        zeros = rounded.zero_points
-        return QuantizedWeight(
-            chosen.bits,
-            chosen.group_size,
-            add(f"{name}.q", rounded.q, q_type),
-            add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
-            None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
-        )
-
-    def _output_error(self, linear: Linear, weight: QuantizedWeight) -> float | None:
-        """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
-        key = layer_key(linear)
-        if key not in self.context.captured:
-            return None
-        x = self.context.captured[key]
-        exact = x @ self.context.originals[key]()
-        norm = float(np.linalg.norm(exact))
-        return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
+        with needs_factor(group, damping, "quantize"):
+            return gptq(matrix, inputs.hessian, options.quantization, damping, options.act_order is not False)
 
 
-def _check_finite(matrix: np.ndarray, group: WeightGroup) -> None:
+def put_quantized(
+    model: ir.Model, context: PassContext, group: WeightGroup, rounded: Rounded, quantization: Quantization
+) -> None:
+    """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
+    first = group.linears[0]
+    weight = _spill(context, group.weight_name, rounded, quantization)
+    stored = int(np.count_nonzero(weight.matrix()) if rounded.zero_points is not None else np.count_nonzero(rounded.q))
+    group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
+    if not group.linears:
+        return
+    value = group.put(model, context, dequantized_tensor(weight, first.transposed, first.dtype), "quantized")
+    context.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
+    for linear in group.linears:
+        layer = context.layer(linear)
+        layer.sparsity, layer.weight_bits = (rounded.q.size - stored) / rounded.q.size, quantization.bits
+        layer.output_error = _output_error(context, linear, weight)
+
+
+def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quantization) -> QuantizedWeight:
+    add = context.spill.add
+    q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
+    zeros = rounded.zero_points
+    return QuantizedWeight(
+        quantization.bits,
+        quantization.group_size,
+        add(f"{name}.q", rounded.q, q_type),
+        add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
+        None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
+    )
+
+
+def _output_error(context: PassContext, linear: Linear, weight: QuantizedWeight) -> float | None:
+    """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
+    key = layer_key(linear)
+    if key not in context.captured:
+        return None
+    x = context.captured[key]
+    exact = x @ context.originals[key]()
+    norm = float(np.linalg.norm(exact))
+    return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
+
+
+def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:
+    """Raises ModelError for a weight that is not; doing: "quantized"."""
     if not (np.isfinite(matrix.max()) and np.isfinite(matrix.min())):
         raise ModelError(
-            f"weight {group.weight_name!r} holds NaN or infinity, so it cannot be quantized; export the model again, "
+            f"weight {group.weight_name!r} holds NaN or infinity, so it cannot be {doing}; export the model again, "
             "or exclude this layer"
         )
 
 
-def _batches(groups: Sequence[WeightGroup]) -> Iterator[list[WeightGroup]]:
-    """Splits the groups, in order, so that the Hessians of a batch stay below _HESSIAN_BYTES, or are of one group."""
-    batch: list[WeightGroup] = []
-    names: set[str] = set()
-    size = 0
-    for group in groups:
-        k = group.linears[0].k
-        more = {linear.x.name or "" for linear in group.linears} - names
-        if batch and size + 8 * k * k * len(more) > _HESSIAN_BYTES:
-            yield batch
-            batch, names, size = [], set(), 0
-            more = {linear.x.name or "" for linear in group.linears}
-        batch.append(group)
-        names |= more
-        size += 8 * k * k * len(more)
-    yield batch
-
-
-def _count(names: Sequence[str]) -> str:
-    return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"
+@contextmanager
+def needs_factor(group: WeightGroup, damping: float, pass_name: str) -> Iterator[None]:
+    """Says what to do where a Hessian has no Cholesky factor."""
+    try:
+        yield
+    except np.linalg.LinAlgError:
+        raise CalibrationError(
+            f"X^T X of the inputs of layer {group.linears[0].name!r} has no Cholesky factor with damping {damping:g}; "
+            f"raise {pass_name}.damping, or give more calibration feeds"
+        ) from None

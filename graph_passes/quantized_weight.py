@@ -15,6 +15,11 @@ from .quantizers.grid import Quantization, Rounded, dequantize
 MAX_INPUTS = 1 << 17
 
 
+def too_wide(k: int) -> str:
+    """Why a layer of more inputs is not quantized."""
+    return f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
+
+
 @dataclass(frozen=True)
 class QuantizedWeight(Quantization):
     """W = scales (q - zero_points), [k, n]. The numbers lie in a file; whoever reads them calls release()."""

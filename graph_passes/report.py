@@ -104,6 +104,7 @@ class OptimizationReport:
     latency_after: Timing | None = None
     latency_cpus: int | None = None  # that this process may use: ONNX Runtime chooses the number of threads by them
     feeds: str | None = None
+    tokens: int | None = None  # in the given feeds; None: none were given, or they are no tokens
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     cpu: dict[str, Any] = field(default_factory=dict)

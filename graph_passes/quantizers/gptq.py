@@ -7,8 +7,8 @@ on the grid, for inputs X [rows, k], greedily in a fixed order of inputs, by the
     for i in order:    v_i = round(w_i),    e = (w_i - v_i) / U_ii,    w_j -= U_ij e for all j > i
 
 (A factor of H cancels, so the paper's 2 X X^T is X^T X here.) Row i of U holds what input i tells those behind it: by
-the lower factor, or with i and j swapped, the error spreads to where it cannot be made up for. Blocks of 128 inputs
-update the rest of W at once ("lazy batch-updates", section 3.3). Three things are chosen with more care than there:
+the lower factor, or with i and j swapped, the error spreads to where it cannot be made up for. The loop is in
+error_feedback.py. Three things are chosen with more care than in the paper:
 
 Order. hessian.py, choose_order; without act_order, inputs go as they stand.
 
@@ -30,21 +30,19 @@ is, in shares of round-to-nearest's, with
 
 Weights that are zero stay zero; what the updates would have made of them counts as rounding error and is passed on, as
 in SparseGPT (Frantar, Alistarh, ICML 2023, section 3.3), so that pruned layers keep their pattern. The error of pruning
-itself is not made up for: the target is W as it is given.
+itself is not made up for: the target is W as it is given (pruners/sparsegpt.py sees to that).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .error_feedback import BLOCK, settle_inputs
 from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, best_grid, bf16, dequantize
-from .hessian import choose_order, damped, inverse_factor
+from .hessian import best_damping, choose_order, damped, inverse_factor
 
-_BLOCK = 128  # inputs; a multiple of every group size
 _COLUMNS = 1024  # that are rounded together: what is at work stays in the cache
 _SWEEPS = 4
-_DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
-_SAMPLED_COLUMNS = 64
 
 
 def gptq(
@@ -55,32 +53,31 @@ def gptq(
     Works on copies of W, and on float64 copies of the Hessian. Raises numpy.linalg.LinAlgError if the damped Hessian
     is not positive definite.
     """
-    return _gptq(matrix, damped(hessian, damping), quantization, act_order, _SWEEPS)
+    return gptq_of(matrix, damped(hessian, damping), quantization, act_order)
 
 
 def choose_damping(matrix: np.ndarray, halves: np.ndarray, quantization: Quantization) -> float:
-    """The damping with which weights fitted to half of the inputs do best on the other half.
+    """best_damping for weights that are rounded. halves: X^T X of each half of the inputs, float [2, k, k]."""
 
-    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried on some columns.
+    def fit(sample: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+        rounded = gptq_of(sample, hessian, quantization, act_order=False, sweeps=0)
+        return dequantize(rounded, quantization.group_size)
 
-    halves: X^T X of each half, float [2, k, k].
+    return best_damping(matrix, halves, fit)
+
+
+def gptq_of(
+    matrix: np.ndarray,
+    hessian: np.ndarray,
+    quantization: Quantization,
+    act_order: bool = True,
+    sweeps: int = _SWEEPS,
+    kept: np.ndarray | None = None,
+) -> Rounded:
+    """The same for a damped Hessian, float64 [k, k].
+
+    kept: bool [k, n], which weights may be other than zero; None: those that are now.
     """
-    sample = np.ascontiguousarray(matrix[:, :: -(-matrix.shape[1] // _SAMPLED_COLUMNS)])
-    best, least = _DAMPINGS[0], np.inf
-    for damping in _DAMPINGS:
-        error = 0.0
-        for fitted, other in (halves, halves[::-1]):
-            rounded = _gptq(sample, damped(fitted, damping), quantization, act_order=False, sweeps=0)
-            difference = sample - dequantize(rounded, quantization.group_size)
-            error += float(np.vdot(difference, other @ difference))
-        if not error < least:
-            break
-        best, least = damping, error
-    return best
-
-
-def _gptq(matrix: np.ndarray, hessian: np.ndarray, quantization: Quantization, act_order: bool, sweeps: int) -> Rounded:
-    """For a damped Hessian."""
     k, n = matrix.shape
     rows = quantization.rows(k)
     result = Rounded.empty(k, n, quantization)
@@ -92,40 +89,40 @@ def _gptq(matrix: np.ndarray, hessian: np.ndarray, quantization: Quantization, a
     for first in range(0, n, _COLUMNS):
         columns = slice(first, first + _COLUMNS)
         part = matrix[:, columns]
+        mask = part != 0 if kept is None else kept[:, columns]
         grids = [
             best_grid(part[start : start + rows], importance[start : start + rows], quantization)
             for start in range(0, k, rows)
         ]
-        q = _round(part, grids, rows, order, factor)
+        q = _round(part, mask, grids, rows, order, factor)
         if precise is not None:
-            _refine(part, q, grids, quantization, precise, sweeps)
+            _refine(part, mask, q, grids, quantization, precise, sweeps)
         result.q[:, columns] = q
         for group, grid in enumerate(grids):
             grid.store(result, group, columns)
     return result
 
 
-def _round(matrix: np.ndarray, grids: list[Grid], rows: int, order: np.ndarray, factor: np.ndarray) -> np.ndarray:
+def _round(
+    matrix: np.ndarray, kept: np.ndarray, grids: list[Grid], rows: int, order: np.ndarray, factor: np.ndarray
+) -> np.ndarray:
     """q, as float32 [k, n], by the algorithm at the top of this file. order, factor: of the inputs in that order."""
-    k, n = matrix.shape
-    q = np.empty((k, n), np.float32)
-    weights = matrix[order]
-    kept = weights != 0
-    for start in range(0, k, _BLOCK):
-        stop = min(start + _BLOCK, k)
-        errors = np.empty((stop - start, n), np.float32)
-        for i in range(start, stop):
-            grid = grids[order[i] // rows]
-            rounded = grid.round(weights[i] * kept[i])
-            q[order[i]] = rounded
-            error = np.divide(weights[i] - grid.weights(rounded), factor[i, i], out=errors[i - start])
-            weights[i + 1 : stop] -= np.outer(factor[i, i + 1 : stop], error)
-        weights[stop:] -= factor[start:stop, stop:].T @ errors
+    q = np.empty(matrix.shape, np.float32)
+    mask = kept[order]
+
+    def settle(i: int, row: np.ndarray) -> np.ndarray:
+        grid = grids[order[i] // rows]
+        q[order[i]] = grid.round(row)
+        value: np.ndarray = grid.weights(q[order[i]])
+        return value
+
+    settle_inputs(matrix[order], factor, lambda start, stop, weights: mask[start:stop], settle)
     return q
 
 
 def _refine(
     matrix: np.ndarray,
+    kept: np.ndarray,
     q: np.ndarray,
     grids: list[Grid],
     quantization: Quantization,
@@ -135,12 +132,11 @@ def _refine(
     """Makes q, float32 [k, n], and the scales of the grids better in place. hessian: damped, float32."""
     k = len(q)
     rows = quantization.rows(k)
-    kept = matrix != 0
     values = np.concatenate([grid.weights(q[g * rows : (g + 1) * rows]) for g, grid in enumerate(grids)])
     slope = hessian @ (matrix - values)  # H (W - V): where it is positive, a larger v is better
     for _ in range(sweeps):
-        for start in range(0, k, _BLOCK):
-            stop = min(start + _BLOCK, k)
+        for start in range(0, k, BLOCK):
+            stop = min(start + BLOCK, k)
             block = hessian[start:stop, start:stop]
             before = values[start:stop].copy()
             near = slope[start:stop].copy()  # is kept up to date inside of the block

@@ -1,9 +1,13 @@
-"""What GPTQ needs of H = X^T X: damped, an order of the inputs, and a factor of the inverse."""
+"""What GPTQ and SparseGPT need of H = X^T X: damped, an order of the inputs, and a factor of the inverse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
+_SAMPLED_COLUMNS = 64
 _BLOCK = 128  # inputs that are taken out of the rest at once
 _LEAF = 64  # triangular matrices of this size are inverted as any other
 
@@ -17,6 +21,27 @@ def damped(hessian: np.ndarray, damping: float) -> np.ndarray:
     result /= mean
     result[np.diag_indices_from(result)] += damping
     return result
+
+
+def best_damping(matrix: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
+    """The damping with which weights fitted to half of the inputs do best on the other half.
+
+    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried on some columns.
+
+    matrix: W, float32 [k, n]. halves: X^T X of each half, float [2, k, k].
+    fit: V for some columns of W and a damped H.
+    """
+    sample = np.ascontiguousarray(matrix[:, :: -(-matrix.shape[1] // _SAMPLED_COLUMNS)])
+    best, least = DAMPINGS[0], np.inf
+    for damping in DAMPINGS:
+        error = 0.0
+        for fitted, other in (halves, halves[::-1]):
+            difference = sample - fit(sample, damped(fitted, damping))
+            error += float(np.vdot(difference, other @ difference))
+        if not error < least:
+            break
+        best, least = damping, error
+    return best
 
 
 def choose_order(hessian: np.ndarray) -> np.ndarray:

@@ -137,8 +137,16 @@ def optimize(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.npz",
-            help="Arrays named like the model's inputs: to verify on, and for recipes that calibrate.",
+            metavar="FILE",
+            help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify "
+            "on, and for recipes that calibrate.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="For calibration texts: the model's tokenizer.json. Without it: the one beside MODEL.",
         ),
     ] = None,
     prompt: Annotated[
@@ -172,6 +180,7 @@ def optimize(
             options=options,
             calibration=calibration,
             prompt=prompt,
+            tokenizer=tokenizer,
             portable=portable,
             dry_run=dry_run,
             progress=progress,

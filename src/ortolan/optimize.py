@@ -7,12 +7,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortolan.graph_passes.feeds import Calibration, read_calibration, read_prompt
+from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, read_prompt
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
@@ -36,8 +36,9 @@ from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 from ortolan.graph_passes.stored_int4 import StoredInt4
+from ortolan.graph_passes.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
-from .errors import LibraryError, ModelError, OutputError, RecipeError
+from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
 from .progress import Progress, no_progress, raising_unchanged
 from .session import cpu_info, package_versions
 
@@ -58,6 +59,7 @@ def optimize_onnx(
     recipe: str | os.PathLike[str] | Recipe | None = None,
     options: Mapping[str, Any] | None = None,
     calibration: Calibration | None = None,
+    tokenizer: Tokenizer | None = None,
     prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
     portable: bool = True,
     dry_run: bool = False,
@@ -72,10 +74,12 @@ def optimize_onnx(
     recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "cached-prompt" with a prompt, "adopt"
         for a model that stores 4-bit weights, else "sparse-bf16".
     options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
-    calibration: an .npz file, a dict of arrays, or an iterable of such dicts, named like the model's inputs: run to
-        verify the result, to measure the error of layers, and by passes that fit weights or ranges to inputs. None:
-        inputs are made up, where that will do. Beside input_ids, an empty cache, a full attention_mask, position_ids
-        and token_type_ids of 0 may be left out.
+    calibration: texts, or a .txt file of one text a line; or an .npz file, a dict of arrays, or an iterable of such
+        dicts, named like the model's inputs: run to verify the result, to measure the error of layers, and by passes
+        that fit weights or ranges to inputs. None: inputs are made up, where that will do. Beside input_ids, an empty
+        cache, a full attention_mask, position_ids and token_type_ids of 0 may be left out.
+    tokenizer: for texts: the path of a tokenizer.json, or an object whose encode(text) gives token ids. None: the
+        tokenizer.json beside the model.
     prompt: token ids [tokens], or an .npy file of them: a system prompt or knowledge that all sequences begin with. Its
         keys and values become part of the model (recipe "cached-prompt", or any with a pass compress_cache), which
         then is given what follows; attention_mask and position_ids count the prompt's tokens too.
@@ -111,10 +115,7 @@ def optimize_onnx(
         cpu=_cpu(),
     )
     source.model.metadata_props.update(_provenance(chosen))
-    feeds = None
-    if calibration is not None:
-        feeds = read_calibration(calibration, source.model)
-        report.feeds = f"{len(feeds)} given feed(s)"
+    feeds = None if calibration is None else _read_feeds(calibration, tokenizer, source, report)
     with (
         raising_unchanged(progress or no_progress) as tell,
         _work_folder(None if dry_run else target) as work,
@@ -137,6 +138,31 @@ def optimize_onnx(
         if not dry_run:
             _finish(source, context, target)
     return report
+
+
+def _read_feeds(
+    calibration: Calibration, tokenizer: Tokenizer | None, source: ModelFile, report: OptimizationReport
+) -> list[Feeds]:
+    """The feeds, with a word on them in the report."""
+    given: Any = calibration
+    if isinstance(given, str | os.PathLike) and os.fspath(given).endswith(".txt"):
+        given = read_texts(given)
+    elif not isinstance(given, str | os.PathLike | Mapping) and isinstance(given, Iterable):
+        given = list(given)
+    texts = isinstance(given, list) and bool(given) and isinstance(given[0], str)
+    if tokenizer is not None and not texts:
+        raise CalibrationError(
+            "a tokenizer was given, but calibration holds no texts; give a list of texts or a .txt file of one text a "
+            "line, or leave the tokenizer out"
+        )
+    what = "given feed(s)"
+    if texts:
+        what = f"feed(s) of {len(given)} text(s)"
+        given = feeds_of_texts(given, tokenizer or find_tokenizer(source.path), source.model)
+    feeds = read_calibration(given, source.model)
+    report.tokens = count_tokens(feeds)
+    report.feeds = f"{len(feeds)} {what}" + (f", {report.tokens} tokens" if report.tokens is not None else "")
+    return feeds
 
 
 def _load_recipe(

@@ -112,6 +112,31 @@ def test_dry_run_writes_nothing(invoke, mlp_path, tmp_path):
     assert list(tmp_path.iterdir()) == [mlp_path]
 
 
+def test_optimize_reads_calibration_texts(invoke, bert_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = bert_path.parent
+    words = tokenizers.models.WordLevel({"[UNK]": 1, "one": 2, "two": 3}, unk_token="[UNK]")
+    tokenizers.Tokenizer(words).save(str(folder / "words.json"))
+    (folder / "texts.txt").write_text("one\ntwo\n", encoding="utf-8")
+    arguments = [
+        "optimize",
+        bert_path,
+        "--recipe",
+        "sparsegpt-int8",
+        "--set",
+        "may_grow=true",
+        "--set",
+        "verify.seconds=0",
+    ]
+    texts = ["--calibration", folder / "texts.txt", "--tokenizer", folder / "words.json"]
+    result = invoke(*arguments, *texts, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens"] == 2
+    for given, message in ((texts[:2], "no tokenizer was given"), ((), "typical inputs, and none were given")):
+        result = invoke(*arguments, *given)
+        assert result.exit_code == 1 and message in result.stderr.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

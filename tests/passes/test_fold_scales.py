@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import CalibrationError, ModelError, NothingToReplaceError, RecipeError
-from ortolan.graph_passes import calibrate, fold_scales, quantize
+from ortolan.graph_passes import calibrate, fold_scales, layer_inputs, quantize
 from ortolan.graph_passes.calibrate import _as_outputs
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.quantizers.grid import Quantization, dequantize, round_to_nearest
@@ -101,7 +101,7 @@ def norm_model(kind: str) -> onnx.ModelProto:
 
 def scale_only(model: onnx.ModelProto, monkeypatch, feeds) -> tuple[onnx.ModelProto, ortolan.OptimizationReport]:
     """The model after awq has folded its scales, with weights that are not rounded."""
-    monkeypatch.setattr(quantize.QuantizePass, "_put", lambda *_: None)
+    monkeypatch.setattr(quantize, "put_quantized", lambda *_: None)
     report = quantized(model, feeds, method="awq", exclude=["/first"] if "/first" in str(model) else [])
     assert report.model is not None
     return report.model, report
@@ -182,7 +182,7 @@ def test_awq_and_gptq_are_better_than_nearest_in_a_llama(symmetric):
 
 @pytest.mark.parametrize("hessian_bytes", [1 << 29, 1])
 def test_gptq_sees_all_rows_of_all_feeds(monkeypatch, hessian_bytes):
-    monkeypatch.setattr(quantize, "_HESSIAN_BYTES", hessian_bytes)
+    monkeypatch.setattr(layer_inputs, "_HESSIAN_BYTES", hessian_bytes)
     monkeypatch.setattr(calibrate, "_HESSIAN_ROWS", 37)
     seen = []
     monkeypatch.setattr(

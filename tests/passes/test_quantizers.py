@@ -101,7 +101,7 @@ def test_gptq_gains_by_correlation(correlation, most, seed):
 
 def greedy(weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0) -> Rounded:
     """Without an order of its own, and unless told, without refinement."""
-    return gptq_module._gptq(weight, damped(hessian, 0.01), INT4[0], act_order=False, sweeps=sweeps)
+    return gptq_module.gptq_of(weight, damped(hessian, 0.01), INT4[0], act_order=False, sweeps=sweeps)
 
 
 def lower_factor(hessian: np.ndarray) -> np.ndarray:

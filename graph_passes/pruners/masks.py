@@ -1,0 +1,136 @@
+"""Patterns of zeros, and masks with exactly as many of them as asked for.
+
+    unstructured    each weight by itself
+    4x1             blocks of one input and four consecutive outputs; n is filled up to a multiple of four
+    N:M             N of M consecutive inputs are kept, for each output ("2:4"); of the last r < M inputs, all but
+                    (M - N) r / M, rounded down
+
+Weights that are zero already go first, and count; so a mask that is there stays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..quantizers.error_feedback import BLOCK
+
+BLOCK_OUTPUTS = 4
+MOST_OF_GROUP = BLOCK
+_GONE = np.float32(-1)  # a score below all others
+_COLUMNS = 1024  # that are sorted at once
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """kept, of: of N:M; else 0."""
+
+    outputs: int = 1  # that a unit spans: it is kept or goes as a whole
+    kept: int = 0
+    of: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Pattern | None:
+        """None: not a pattern."""
+        if text in ("unstructured", "4x1"):
+            return cls(BLOCK_OUTPUTS if text == "4x1" else 1)
+        match = re.fullmatch(r"([1-9]\d?):([1-9]\d{0,2})", text)
+        if match is None or not int(match[1]) < int(match[2]) <= MOST_OF_GROUP:
+            return None
+        return cls(1, int(match[1]), int(match[2]))
+
+    def units(self, k: int, n: int) -> int:
+        return k * -(-n // self.outputs)
+
+    def zeros(self, k: int, n: int, sparsity: float) -> int:
+        """How many units of a weight without zeros go."""
+        if not self.of:
+            return round(sparsity * self.units(k, n))
+        whole, rest = divmod(k, self.of)
+        return n * (whole * (self.of - self.kept) + (self.of - self.kept) * rest // self.of)
+
+    @property
+    def span(self) -> int:
+        """For how many inputs SparseGPT chooses a mask at once."""
+        return self.of or BLOCK
+
+
+def unit_scores(scores: np.ndarray, alive: np.ndarray, outputs: int) -> np.ndarray:
+    """The sum of the scores of each unit, -1 where all of it is zero: float32 [k, n / outputs, rounded up]."""
+    if outputs == 1:
+        return np.where(alive, scores, _GONE)
+    rows, n = scores.shape
+    padding = ((0, 0), (0, -n % outputs))
+    sums = np.pad(np.where(alive, scores, 0), padding).reshape(rows, -1, outputs).sum(axis=2)
+    any_alive = np.pad(alive, padding).reshape(rows, -1, outputs).any(axis=2)
+    return np.where(any_alive, sums, _GONE)
+
+
+def spread_units(kept: np.ndarray, alive: np.ndarray, outputs: int) -> np.ndarray:
+    """Whether each weight is kept, bool [k, n], by whether its unit is and it is no zero."""
+    if outputs > 1:
+        kept = np.repeat(kept, outputs, axis=1)[:, : alive.shape[1]]
+    both: np.ndarray = kept & alive
+    return both
+
+
+def share_out(alive: np.ndarray, sizes: np.ndarray, sparsity: float) -> np.ndarray:
+    """How many units go of each part, int [parts]: the zeros of each, and of the others even shares up to the target.
+
+    alive, sizes: int [parts], the units that are not zero, and all. The sum is round(sparsity * all), or the zeros that
+    there are, if these are more.
+    """
+    zeros = sizes - alive
+    more = max(round(sparsity * int(sizes.sum())) - int(zeros.sum()), 0)
+    total = max(int(alive.sum()), 1)
+    ends = np.array([round(more * int(before) / total) for before in (0, *np.cumsum(alive))])
+    counts: np.ndarray = zeros + np.diff(ends)
+    return counts
+
+
+def keep_by_output(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:
+    """The mask of which each output keeps the same number of weights, those with the largest scores.
+
+    scores: float32 [k, n], 0 or more. alive: bool [k, n], the weights that are not zero.
+    """
+    if pattern.of:
+        return keep_in_groups(scores, alive, pattern)
+    units = unit_scores(scores, alive, pattern.outputs)
+    k = len(units)
+    counts = share_out((units >= 0).sum(axis=0), np.full(units.shape[1], k), sparsity)
+    kept = np.empty(units.shape, bool)
+    for columns in _chunks(units.shape[1]):
+        order = np.argsort(units[:, columns], axis=0, kind="stable")
+        stays = np.arange(k)[:, None] >= counts[columns]
+        np.put_along_axis(kept[:, columns], order, stays, axis=0)
+    return spread_units(kept, alive, pattern.outputs)
+
+
+def keep_largest(scores: np.ndarray, alive: np.ndarray, pattern: Pattern, count: int) -> np.ndarray:
+    """The mask without the `count` units with the smallest scores of all; not of N:M."""
+    units = unit_scores(scores, alive, pattern.outputs)
+    kept = np.ones(units.size, bool)
+    if count:
+        kept[np.argpartition(units, count - 1, axis=None)[:count]] = False
+    return spread_units(kept.reshape(units.shape), alive, pattern.outputs)
+
+
+def keep_in_groups(scores: np.ndarray, alive: np.ndarray, pattern: Pattern) -> np.ndarray:
+    """The mask of N:M, that keeps the largest scores of each group."""
+    units = unit_scores(scores, alive, 1)
+    kept = np.empty(units.shape, bool)
+    for start in range(0, len(units), pattern.of):
+        part = units[start : start + pattern.of]
+        gone = (pattern.of - pattern.kept) * len(part) // pattern.of
+        order = np.argsort(part, axis=0, kind="stable")
+        stays = np.broadcast_to(np.arange(len(part))[:, None] >= gone, part.shape)
+        np.put_along_axis(kept[start : start + pattern.of], order, stays, axis=0)
+    both: np.ndarray = kept & alive
+    return both
+
+
+def _chunks(columns: int) -> Iterator[slice]:
+    return (slice(start, start + _COLUMNS) for start in range(0, columns, _COLUMNS))

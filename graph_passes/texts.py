@@ -1,0 +1,133 @@
+"""Calibration texts as feeds: one text, or a piece of a long one, is one feed without padding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, listing
+
+from .feeds import Feeds, model_inputs
+
+# The path of a tokenizer.json, or of a tokenizer.bin of llama2.c; or an object whose encode(text) gives token ids, or
+# something with ids.
+Tokenizer = str | os.PathLike[str] | Any
+
+TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes as many
+_SHORTEST_PIECE = 16  # tokens, of what is left of a text that was cut
+_FILE = "tokenizer.json"
+
+
+def read_texts(path: str | os.PathLike[str]) -> list[str]:
+    """The lines of a text file, UTF-8, that are not empty: one text each. Raises CalibrationError."""
+    try:
+        content = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CalibrationError(f"calibration file {os.fspath(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"calibration file {os.fspath(path)!r} cannot be read as UTF-8 text: {error}") from error
+    texts = [line.strip() for line in content.split("\n") if line.strip()]
+    if not texts:
+        raise CalibrationError(f"calibration file {os.fspath(path)!r} holds no text, expected one a line")
+    return texts
+
+
+def find_tokenizer(model: Path | None) -> Path | None:
+    """The tokenizer.json beside the model, or of a model in a folder onnx/, as on model hubs, beside that."""
+    if model is None:
+        return None
+    folders = [model.parent, model.parent.parent] if model.parent.name == "onnx" else [model.parent]
+    return next((folder / _FILE for folder in folders if (folder / _FILE).is_file()), None)
+
+
+def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
+    """input_ids int64 [1, tokens] for each text, or for each piece of one of more than TOKENS_OF_PIECE tokens.
+
+    Raises CalibrationError without a tokenizer, for one that cannot be used, or for a model without input_ids.
+    """
+    inputs = [value.name or "" for value in model_inputs(model)]
+    if "input_ids" not in inputs:
+        raise CalibrationError(
+            f"calibration holds texts, but the model has no input 'input_ids': its inputs are {listing(inputs)}; give "
+            "arrays instead (an .npz file, a dict of arrays, or a list of such dicts)"
+        )
+    if tokenizer is None:
+        raise CalibrationError(
+            "calibration holds texts, and no tokenizer was given, nor is there a tokenizer.json beside the model; give "
+            "tokenizer=… (--tokenizer), the path of the model's tokenizer.json"
+        )
+    encode = _open(tokenizer)
+    feeds: list[Feeds] = []
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise CalibrationError(f"calibration item {number} is a {type(text).__name__}, expected a text as before")
+        feeds += ({"input_ids": piece[None]} for piece in _pieces(encode(text)))
+    if not feeds:
+        raise CalibrationError("the calibration texts hold no tokens, expected at least one")
+    return feeds
+
+
+def count_tokens(feeds: Sequence[Mapping[str, np.ndarray]]) -> int | None:
+    """How many tokens the feeds hold, those masked out left out; None: they are no tokens."""
+    if not all("input_ids" in one for one in feeds):
+        return None
+    total = 0
+    for one in feeds:
+        mask, ids = one.get("attention_mask"), one["input_ids"]
+        total += int(np.count_nonzero(mask)) if mask is not None and mask.shape == ids.shape else ids.size
+    return total
+
+
+def _pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids), TOKENS_OF_PIECE):
+        piece = ids[start : start + TOKENS_OF_PIECE]
+        if start == 0 or len(piece) >= _SHORTEST_PIECE:
+            yield piece
+
+
+def _open(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
+    """Text to token ids, int64 [tokens]."""
+    encode = _open_file(tokenizer) if isinstance(tokenizer, str | os.PathLike) else getattr(tokenizer, "encode", None)
+    if encode is None:
+        raise CalibrationError(
+            f"tokenizer is a {type(tokenizer).__name__}, expected the path of a tokenizer.json, or an object with a "
+            "method encode(text)"
+        )
+
+    def ids(text: str) -> np.ndarray:
+        encoded = encode(text)
+        try:
+            return np.asarray(getattr(encoded, "ids", encoded), np.int64).reshape(-1)
+        except (TypeError, ValueError) as error:
+            raise CalibrationError(
+                f"the tokenizer's encode() gives a {type(encoded).__name__}, expected token ids: {error}"
+            ) from error
+
+    return ids
+
+
+def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
+    if not Path(path).is_file():
+        raise CalibrationError(f"tokenizer file {os.fspath(path)!r} does not exist")
+    if Path(path).suffix == ".bin":
+        from ortolan.models.stories import Llama2cTokenizer
+
+        return Llama2cTokenizer(path).encode
+    try:
+        from tokenizers import Tokenizer as JsonTokenizer
+    except ImportError as error:
+        raise CalibrationError(
+            "calibration texts need the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
+        ) from error
+    try:
+        tokenizer = JsonTokenizer.from_file(os.fspath(path))
+    except Exception as error:  # tokenizers raises a plain Exception
+        raise CalibrationError(f"tokenizer file {os.fspath(path)!r} is no tokenizer.json: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return lambda text: tokenizer.encode(text)

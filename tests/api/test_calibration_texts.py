@@ -1,0 +1,149 @@
+"""Calibration texts: what becomes of them, which tokenizer reads them, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import ortolan
+from ortolan import CalibrationError
+from ortolan.graph_passes.feeds import read_calibration
+from ortolan.graph_passes.texts import TOKENS_OF_PIECE, count_tokens, feeds_of_texts, find_tokenizer
+from ortolan.models import tiny
+
+from ..passes.small_models import matmul_model
+
+RECIPE = {"name": "r", "pass": [{"name": "normalize"}, {"name": "prune", "method": "wanda"}]}
+
+
+class Letters:
+    """Each letter is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 50 for letter in text]
+
+
+def write_tokenizer(path: Path) -> Path:
+    """A tokenizer.json of whole words, with a control token in front of each text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[CLS]": 1, "[UNK]": 2, "one": 3, "two": 4, "three": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
+    )
+    tokenizer.enable_padding(length=16)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    ir.save(tiny.tiny_bert(), tmp_path / "model.onnx")
+    return tmp_path
+
+
+def optimize(folder: Path, calibration, **arguments) -> ortolan.OptimizationReport:
+    recipe = ortolan.Recipe.from_dict(RECIPE)
+    return ortolan.optimize_onnx(folder / "model.onnx", recipe=recipe, calibration=calibration, **arguments)
+
+
+def test_each_text_is_one_feed_and_long_ones_are_cut():
+    texts = ["abc", "d" * (2 * TOKENS_OF_PIECE + 3), "e" * (TOKENS_OF_PIECE + 20)]
+    feeds = feeds_of_texts(texts, Letters(), tiny.tiny_bert())
+    assert [one["input_ids"].shape for one in feeds] == [
+        (1, 3), (1, TOKENS_OF_PIECE), (1, TOKENS_OF_PIECE), (1, TOKENS_OF_PIECE), (1, 20),
+    ]  # fmt: skip
+    np.testing.assert_array_equal(feeds[0]["input_ids"], [[97 % 50, 98 % 50, 99 % 50]])
+    assert count_tokens(feeds) == 3 + 3 * TOKENS_OF_PIECE + 20
+
+
+@pytest.mark.parametrize("build", [tiny.tiny_bert, tiny.tiny_llama])
+def test_other_inputs_are_filled_in(build):
+    model = build()
+    feeds = read_calibration(feeds_of_texts(["abc"], Letters(), model), model)
+    assert feeds[0].keys() == {value.name for value in model.graph.inputs}
+
+
+def test_tokens_that_are_masked_do_not_count():
+    ids = np.ones((2, 5), np.int64)
+    mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert count_tokens([{"input_ids": ids, "attention_mask": mask}]) == 8
+    assert count_tokens([{"x": ids}]) is None
+
+
+def test_a_tokenizer_json(folder):
+    """Control tokens are added; its padding and truncation do not count."""
+    path = write_tokenizer(folder / "words.json")
+    report = optimize(folder, ["one two three", "three two"], tokenizer=path)
+    assert report.tokens == 4 + 3
+    assert report.feeds == "2 feed(s) of 2 text(s), 7 tokens"
+    assert "7 tokens" in str(report) and report.to_dict()["tokens"] == 7
+
+
+def test_the_tokenizer_beside_the_model(folder):
+    write_tokenizer(folder / "tokenizer.json")
+    assert optimize(folder, ["one two three"]).tokens == 4
+    (folder / "onnx").mkdir()
+    assert find_tokenizer(folder / "onnx" / "model.onnx") == folder / "tokenizer.json"
+    assert find_tokenizer(folder / "other" / "model.onnx") is None
+
+
+def test_a_text_file_has_one_text_a_line(folder):
+    texts = folder / "texts.txt"
+    texts.write_text("one two\n\n  three \r\n", encoding="utf-8")
+    report = optimize(folder, texts, tokenizer=Letters())
+    assert report.feeds == "2 feed(s) of 2 text(s), 12 tokens"
+
+
+def test_an_iterator_of_texts(folder):
+    assert optimize(folder, (text for text in ("abc", "de")), tokenizer=Letters()).tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("calibration", "tokenizer", "message"),
+    [
+        (["abc"], None, r"no tokenizer was given, nor is there a tokenizer.json beside the model; give tokenizer="),
+        (["abc"], "none.json", "tokenizer file 'none.json' does not exist"),
+        (["abc"], 3, r"tokenizer is a int, expected the path of a tokenizer.json, or an object with a method encode"),
+        (["abc", 3], Letters(), "calibration item 2 is a int, expected a text"),
+        ([""], type("Words", (), {"encode": lambda self, text: text.split()})(), "hold no tokens"),
+        (["a"], type("Words", (), {"encode": lambda self, text: text.split()})(), "expected token ids"),
+        ({"input_ids": np.ones((1, 3), np.int64)}, Letters(), "a tokenizer was given, but calibration holds no texts"),
+        ("none.txt", Letters(), "calibration file 'none.txt' does not exist"),
+        (["abc"] * 2 + [{"x": 1}], Letters(), "calibration item 3 is a dict"),
+    ],
+)
+def test_refused(folder, calibration, tokenizer, message):
+    with pytest.raises(CalibrationError, match=message):
+        optimize(folder, calibration, tokenizer=tokenizer)
+
+
+def test_files_that_hold_something_else_are_refused(folder):
+    (folder / "empty.txt").write_text("\n \n")
+    with pytest.raises(CalibrationError, match=r"empty.txt' holds no text, expected one a line"):
+        optimize(folder, folder / "empty.txt", tokenizer=Letters())
+    (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CalibrationError, match="cannot be read as UTF-8 text"):
+        optimize(folder, folder / "binary.txt", tokenizer=Letters())
+    pytest.importorskip("tokenizers")
+    (folder / "bad.json").write_text("{}")
+    with pytest.raises(CalibrationError, match=r"bad.json' is no tokenizer.json"):
+        optimize(folder, ["abc"], tokenizer=folder / "bad.json")
+
+
+def test_models_that_take_no_tokens_are_told():
+    with pytest.raises(CalibrationError, match="the model has no input 'input_ids': its inputs are x"):
+        ortolan.optimize_onnx(matmul_model(), calibration=["abc"], tokenizer=Letters())
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch, folder):
+    path = folder / "words.json"
+    path.write_text("{}")
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(CalibrationError, match=r"pip install 'ortolan\[text\]'"):
+        optimize(folder, ["abc"], tokenizer=path)
