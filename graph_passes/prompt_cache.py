@@ -117,9 +117,16 @@ def prune_prompt(
     each head of each token ("token") or the layer ("layer"). Raises ModelError where one is NaN or infinity.
     """
     prune = {"token": _pruned_rows, "layer": _pruned_layer}[scope]
-    kept = (prune(keys, keys_sparsity, "prompt's keys"), prune(values, values_sparsity, "prompt's values"))
-    rounded = (one.astype(ml_dtypes.bfloat16).astype(np.float32) for one in kept)
-    return PromptCache(*rounded, dense_keys=keys_sparsity == 0, dense_values=values_sparsity == 0)
+    return PromptCache(
+        _to_bfloat16(prune(keys, keys_sparsity, "prompt's keys")),
+        _to_bfloat16(prune(values, values_sparsity, "prompt's values")),
+        dense_keys=keys_sparsity == 0,
+        dense_values=values_sparsity == 0,
+    )
+
+
+def _to_bfloat16(array: np.ndarray) -> np.ndarray:
+    return array.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def _pruned_layer(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:

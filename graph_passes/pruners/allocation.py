@@ -57,11 +57,11 @@ def allocate(curves: Sequence[np.ndarray], sizes: Sequence[int], shares: np.ndar
             slope = (curve[after] - curve[before]) / ((shares[after] - shares[before]) * size)
             steps.append((slope, layer, float(shares[before]), float(shares[after])))
     left: float = (target - float(shares[0])) * sum(sizes)
-    for _, layer, before, after in sorted(steps):
-        taken = min(left, (after - before) * sizes[layer])
+    for _, layer, low, high in sorted(steps):
+        taken = min(left, (high - low) * sizes[layer])
         if taken <= 0:
             break
-        chosen[layer] = before + taken / sizes[layer]
+        chosen[layer] = low + taken / sizes[layer]
         left -= taken
     return chosen
 
