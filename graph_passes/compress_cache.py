@@ -74,8 +74,8 @@ class CompressCacheOptions(PassOptions):
             )
         if self.equal_rows and _FLOAT in (self.keys, self.values):
             raise RecipeError(
-                f'equal_rows = true goes with keys = "codes" and values = "int8" only; keys are "{self.keys}" and values '
-                f'"{self.values}" here'
+                f'equal_rows = true goes with keys = "codes" and values = "int8" only; keys are "{self.keys}" and '
+                f'values "{self.values}" here'
             )
         if self.keys == _FLOAT and (self.window or self.sinks):
             raise RecipeError(
