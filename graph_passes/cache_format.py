@@ -16,37 +16,50 @@ _SCALE_BYTES = 2  # in front of a row of int8 values
 
 @dataclass(frozen=True, eq=False)
 class CacheFormat:
-    """uint8 [batch, kv_heads, tokens, row_bytes] of keys as codes, where there are codebooks, or of values as int8."""
+    """uint8 [batch, kv_heads, tokens, width] of keys as codes, where there are codebooks, or of values as int8.
+
+    A head's rows, of row_bytes each, lie one behind the other from its first byte on, and zeros behind all of them.
+    """
 
     head_dim: int
     codebooks: np.ndarray | None = None  # float32 [kv_heads, head_dim / d_sub, 16, d_sub]
+    equal_width: int | None = None  # of caches of keys and values alike; None: row_bytes
 
     @property
     def row_bytes(self) -> int:
         return self.head_dim + _SCALE_BYTES if self.codebooks is None else self.codebooks.shape[1] // 2
 
+    @property
+    def width(self) -> int:
+        return self.row_bytes if self.equal_width is None else self.equal_width
+
     def encode(self, cache: np.ndarray) -> np.ndarray:
         """Of floats [batch, kv_heads, tokens, head_dim], all of which are taken as tokens of the sequence."""
-        encoded = np.zeros((*cache.shape[:3], self.row_bytes), np.uint8)
+        encoded = np.zeros((*cache.shape[:3], self.width), np.uint8)
         for batch, head in np.ndindex(*cache.shape[:2]):
             rows = np.ascontiguousarray(cache[batch, head], np.float32)
             if self.codebooks is None:
-                _native.append_values(encoded[batch, head], 0, rows)
+                _native.append_values(self._rows(encoded[batch, head]), 0, rows)
             else:
-                _native.append_keys(encoded[batch, head], 0, rows, self.codebooks[head])
+                _native.append_keys(self._rows(encoded[batch, head]), 0, rows, self.codebooks[head])
         return encoded
 
     def decode(self, cache: np.ndarray) -> np.ndarray:
-        """What a cache [batch, kv_heads, tokens, row_bytes] stands for, all of it tokens of the sequence: float32
+        """What a cache [batch, kv_heads, tokens, width] stands for, all of it tokens of the sequence: float32
         [batch, kv_heads, tokens, head_dim]."""
         decoded = np.zeros((*cache.shape[:3], self.head_dim), np.float32)
         for batch, head in np.ndindex(*cache.shape[:2]):
-            rows = np.ascontiguousarray(cache[batch, head])
+            rows = self._rows(np.ascontiguousarray(cache[batch, head]))
             if self.codebooks is None:
                 decoded[batch, head] = _native.decode_values(rows, len(rows))
             else:
                 decoded[batch, head] = _native.decode_keys(rows, len(rows), self.codebooks[head])
         return decoded
+
+    def _rows(self, head: np.ndarray) -> np.ndarray:
+        """Of a head [tokens, width], a view [tokens, row_bytes]."""
+        tokens = len(head)
+        return head.reshape(-1)[: tokens * self.row_bytes].reshape(tokens, self.row_bytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 Keys become 4-bit codes of product quantization, by codebooks for each layer and head; values int8 with a scale a token.
 The cache stays where it is, inputs and outputs of the graph of the same names; its element type becomes uint8, and its
-last dimension the bytes of a token (cache_format.py).
+last dimension the bytes of a token (cache_format.py), of keys and values each or, with equal_rows, of all caches alike.
 
 With a window or sinks, keys of the most recent and of the first tokens are kept as floats too: in an input and an
 output of a fixed size that each attention has besides, past_key_values.N.exact_key and present.N.exact_key.
@@ -59,6 +59,8 @@ class CompressCacheOptions(PassOptions):
     # Recent and first tokens whose keys are exact as well.
     window: int = field(default=0, metadata=takes("int", low=0))
     sinks: int = field(default=0, metadata=takes("int", low=0))
+    # Caches of keys as wide as those of values, for hosts that make all alike, such as onnxruntime-genai.
+    equal_rows: bool = field(default=False, metadata=takes("bool"))
     max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
     # By the name of the operator, or of the Softmax or of one of the two MatMuls.
     select: Globs = field(default=("*",), metadata=takes("globs"))
@@ -69,6 +71,11 @@ class CompressCacheOptions(PassOptions):
         if self.keys == _FLOAT and self.values == _INT8:
             raise RecipeError(
                 'keys = "float32" goes with values = "float32" only; the operator has no other such cache'
+            )
+        if self.equal_rows and _FLOAT in (self.keys, self.values):
+            raise RecipeError(
+                f'equal_rows = true goes with keys = "codes" and values = "int8" only; keys are "{self.keys}" and '
+                f'values "{self.values}" here'
             )
         if self.keys == _FLOAT and (self.window or self.sinks):
             raise RecipeError(
@@ -93,6 +100,8 @@ class CompressCachePass(RecipePass):
         context = self.context
         context.survey(model)
         chosen, refused = self._choose(model)
+        rows = [max(self._key_bytes(match), self._value_bytes(match)) for match in chosen]
+        self._equal_width = max(rows, default=0) if self.options.equal_rows else None
         self._note(chosen, refused)
         if context.prompt is not None and refused:
             reason, names = next(iter(refused.items()))
@@ -159,19 +168,19 @@ class CompressCachePass(RecipePass):
         options = self.options
         verb = "would become" if self.context.dry_run else "became"
         if chosen:
-            rows = [(self._key_bytes(match) + self._value_bytes(match), 8 * match.head_dim) for match in chosen]
-            after, before = (sum(column) for column in zip(*rows, strict=True))
+            bytes_before = sum(8 * match.head_dim * match.kv_heads for match in chosen)
+            bytes_after = sum(sum(self._widths(match)) * match.kv_heads for match in chosen)
             keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
             self.context.report.cache = CacheReport(
                 len(chosen),
                 keys,
                 options.values,
-                bytes_before=sum(8 * match.head_dim * match.kv_heads for match in chosen),
-                bytes_after=sum((self._key_bytes(one) + self._value_bytes(one)) * one.kv_heads for one in chosen),
+                bytes_before=bytes_before,
+                bytes_after=bytes_after,
             )
             self.context.note(
                 f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
-                f"cache takes {after / before:.3g} of the bytes"
+                f"cache takes {bytes_after / bytes_before:.3g} of the bytes"
             )
             if options.window or options.sinks:
                 self.context.note(
@@ -189,6 +198,11 @@ class CompressCachePass(RecipePass):
 
     def _value_bytes(self, match: CachedAttention) -> int:
         return CacheFormat(match.head_dim).row_bytes if self.options.values == _INT8 else 4 * match.head_dim
+
+    def _widths(self, match: CachedAttention) -> tuple[int, int]:
+        """Bytes of a token and a head in the caches of keys and values."""
+        own = self._key_bytes(match), self._value_bytes(match)
+        return own if self._equal_width is None else (self._equal_width, self._equal_width)
 
     # ---- codebooks ---------------------------------------------------------------------------------------------------
 
@@ -276,8 +290,8 @@ class CompressCachePass(RecipePass):
             name=match.node.name,
             num_outputs=4 if exact else 3,
         )
-        keys = None if book is None else CacheFormat(match.head_dim, book)
-        values = CacheFormat(match.head_dim) if self.options.values == _INT8 else None
+        keys = None if book is None else CacheFormat(match.head_dim, book, self._equal_width)
+        values = CacheFormat(match.head_dim, equal_width=self._equal_width) if self.options.values == _INT8 else None
         for (past, present), cache_format in zip(_caches(match), (keys, values), strict=True):
             self._set_format(past, present, cache_format, match.head_dim)
             self._set_use(past, present, node.name or "", cache_format, given["codebooks"])
@@ -355,7 +369,7 @@ class CompressCachePass(RecipePass):
         """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
         for value in (past, present):
             if value.shape is not None:
-                last = head_dim if cache_format is None else cache_format.row_bytes
+                last = head_dim if cache_format is None else cache_format.width
                 value.shape = ir.Shape([*value.shape[:3], last])
             if cache_format is not None:
                 value.dtype = ir.DataType.UINT8
@@ -440,6 +454,7 @@ class CompressCachePass(RecipePass):
             zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
             lengths=any(match.lengths is not None for match in chosen),
             rotary=rotary,
+            equal_rows=self.options.equal_rows,
             exact_keys=self.options.window + self.options.sinks > 0,
             prompt=self.context.prompt is not None,
             unpack_prompt_once=self._prompt_weights(chosen) <= UNPACK_ONCE_LIMIT,

@@ -62,6 +62,7 @@ class CacheUses:
     zero_hidden_rows: bool = False  # some have that
     lengths: bool = True  # some have this input
     rotary: bool = False  # all have cos and sin, or none
+    equal_rows: bool = False  # keys are codes, values int8, and past and present of both of one width that holds a row
     exact_keys: bool = False  # all have past_exact_key and attributes window and sinks, or none; d_sub is not 0 then
     prompt: bool = False  # all have a prompt, and all inputs: a float 0 of shape [1] may be past_exact_key
     unpack_prompt_once: bool = True  # see sparse_amx_matmul_function
@@ -142,16 +143,21 @@ class _CachedAttention:
             present_exact_key = [self._present_exact_keys(key)]
         if uses.d_sub:
             codes = _KeyCodes(body, self._inputs["codebooks"], uses.d_sub)
-            past_codes, new_codes = codes.from_cache(past_key, self._past), codes.nearest(key)
+            past_codes = codes.from_cache(self._narrow(past_key, codes.row_bytes), self._past)
+            new_codes = codes.nearest(key)
             present_key = codes.to_cache(self._joined(past_codes, new_codes, np.int32), self._after)
+            present_key = self._wide(present_key, codes.row_bytes)
             past_key, key = codes.keys(past_codes), op("Where", is_short, codes.keys(new_codes), key)
             keys = self._joined(past_key, key)
         else:
             keys = present_key = self._joined(past_key, key)
         if uses.int8_values:
             values_of = _Int8Values(body)
-            past_rows, new_rows = values_of.from_cache(past_value, self._past), values_of.rows(value)
+            row_bytes = op("Add", self._head_dim, body.integer(_SCALE_BYTES))
+            past_rows = values_of.from_cache(self._narrow(past_value, row_bytes), self._past)
+            new_rows = values_of.rows(value)
             present_value = values_of.to_cache(self._joined(past_rows, new_rows, np.uint8), self._after)
+            present_value = self._wide(present_value, row_bytes)
             past_value, value = values_of.values(past_rows), op("Where", is_short, values_of.values(new_rows), value)
             values = self._joined(past_value, value)
         else:
@@ -225,6 +231,26 @@ class _CachedAttention:
         sizes = body.shape(self._batch, self._kv_heads, 1, _size(body, new, 3))
         zeros = op("Expand", body.constant(np.zeros((), dtype)), sizes)
         return self._tokens(op("Concat", past, new, zeros, axis=2), source)
+
+    def _narrow(self, cache: ir.Value, row_bytes: ir.Value) -> ir.Value:
+        """Of a past cache [B, KV, P, W] its rows, which are one behind the other: [B, KV, P, row_bytes]."""
+        body, op = self._body, self._body.op
+        if not self._uses.equal_rows:
+            return cache
+        flat = _reshape(body, cache, 2, op("Mul", self._room, _size(body, cache, 3)))
+        rows = op("Slice", flat, body.ints(0), body.vector(op("Mul", self._room, row_bytes)), body.ints(2))
+        return _reshape(body, rows, 2, self._room, row_bytes)
+
+    def _wide(self, rows: ir.Value, row_bytes: ir.Value) -> ir.Value:
+        """A present cache [B, KV, total, W] of [B, KV, total, row_bytes], with zeros behind all rows of a head."""
+        body, op = self._body, self._body.op
+        if not self._uses.equal_rows:
+            return rows
+        width = _size(body, self._inputs["past_key"], 3)
+        flat = _reshape(body, rows, 2, op("Mul", self._total, row_bytes))
+        more = body.shape(self._batch, self._kv_heads, op("Mul", self._total, op("Sub", width, row_bytes)))
+        flat = op("Concat", flat, op("Expand", body.constant(np.zeros((), np.uint8)), more), axis=2)
+        return _reshape(body, flat, 2, self._total, width)
 
     def _tokens(self, x: ir.Value, places: ir.Value) -> ir.Value:
         """Of x [B, KV, tokens, row], those at places [B, n] of each sequence."""
@@ -404,7 +430,7 @@ class _KeyCodes:
         self._body, self._codebooks, self._largest = body, codebooks, d_sub
         op = body.op
         self._parts, self._d_sub = _size(body, codebooks, 1), _size(body, codebooks, 3)
-        self._row_bytes = op("Div", self._parts, body.integer(2))
+        self.row_bytes = op("Div", self._parts, body.integer(2))
         self._quads = op("Div", self._parts, body.integer(4))
         # The nibble of a row, the low ones of a byte before the high ones, in which a part's code stands.
         eight = body.integer(8)
@@ -431,13 +457,13 @@ class _KeyCodes:
 
     def to_cache(self, codes: ir.Value, tokens: ir.Value) -> ir.Value:
         body, op = self._body, self._body.op
-        nibbles = _reshape(body, op("Gather", codes, self._part, axis=3), 3, self._row_bytes, 2)
+        nibbles = _reshape(body, op("Gather", codes, self._part, axis=3), 3, self.row_bytes, 2)
         rows = self._bytes(nibbles, 4)
         whole = _whole_blocks(body, codes, np.int32)
         count = op("Div", _size(body, whole, 2), body.integer(_BLOCK))
         keys = _reshape(body, whole, 2, count, 2, _BLOCK // 2, self._quads, 4)
         quads = self._bytes(op("Transpose", keys, perm=[0, 1, 2, 3, 5, 4, 6]), 3)
-        blocks = _reshape(body, quads, 2, _size(body, whole, 2), self._row_bytes)
+        blocks = _reshape(body, quads, 2, _size(body, whole, 2), self.row_bytes)
         return op("Cast", _by_place(body, blocks, rows, tokens), to=ir.DataType.UINT8)
 
     def nearest(self, keys: ir.Value) -> ir.Value:

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kFloat = sizeof(float);
 constexpr int64_t kMaxTokens = int64_t{1} << 24;
-constexpr size_t kPresentExactKey = 3;  // the output
+constexpr int64_t kMaxWidth = int64_t{1} << 16;  // bytes of a token, where rows are shorter
+constexpr size_t kPresentExactKey = 3;           // the output
 
 std::vector<int64_t> ShapeOf(const Ort::KernelContext& context, size_t index) {
   return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
@@ -149,18 +150,30 @@ void CachedAttention::CheckHeadDim(int64_t head_dim) const {
   }
 }
 
+int64_t CachedAttention::TokensOf(const std::vector<int64_t>& shape, const std::string& name, int64_t row,
+                                  bool may_be_wide, const AttentionCall& call) const {
+  if (shape.size() == 4 && shape[0] == call.batch && shape[1] == call.kv_heads &&
+      (shape[3] == row || (may_be_wide && shape[3] > row && shape[3] <= kMaxWidth))) {
+    return shape[2];
+  }
+  const std::string wide = int8_values_ ? ErrorText(", or both caches of one width of ", ValueRowBytes(call.head_dim),
+                                                    " to ", kMaxWidth, " bytes")
+                                        : "";
+  throw OpError(ErrorText(node_, ": past cache '", name, "' has shape ", ShapeText(shape), ", expected [", call.batch,
+                          ", ", call.kv_heads, ", tokens, ", row, "] (", call.kv_heads, " heads of ", call.head_dim,
+                          wide, "). Feed the model inputs of the shapes it was exported for."));
+}
+
 int64_t CachedAttention::Room(const Ort::KernelContext& context, const AttentionCall& call) const {
-  const auto tokens_of = [&](size_t input, const std::string& name, int64_t row) {
-    const std::vector<int64_t> shape = ShapeOf(context, input);
-    if (shape.size() == 4 && shape[0] == call.batch && shape[1] == call.kv_heads && shape[3] == row) return shape[2];
-    throw OpError(ErrorText(node_, ": past cache '", name, "' has shape ", ShapeText(shape), ", expected [", call.batch,
-                            ", ", call.kv_heads, ", tokens, ", row, "] (", call.kv_heads, " heads of ", call.head_dim,
-                            "). Feed the model inputs of the shapes it was exported for."));
-  };
+  const std::vector<int64_t> key_shape = ShapeOf(context, inputs_.past_key);
+  const std::vector<int64_t> value_shape = ShapeOf(context, inputs_.past_value);
   const int64_t key_row = codebooks_ == nullptr ? call.head_dim : layout_.RowBytes();
   const int64_t value_row = int8_values_ ? ValueRowBytes(call.head_dim) : call.head_dim;
-  const int64_t room = tokens_of(inputs_.past_key, past_key_name_, key_row);
-  const int64_t value_room = tokens_of(inputs_.past_value, past_value_name_, value_row);
+  // Of keys alone, rows as wide as those of values are a mistake.
+  const bool one_width =
+      int8_values_ && !key_shape.empty() && !value_shape.empty() && key_shape.back() == value_shape.back();
+  const int64_t room = TokensOf(key_shape, past_key_name_, key_row, one_width, call);
+  const int64_t value_room = TokensOf(value_shape, past_value_name_, value_row, one_width, call);
   if (value_room != room) {
     throw OpError(ErrorText(node_, ": past_key '", past_key_name_, "' holds ", room, " tokens and past_value '",
                             past_value_name_, "' ", value_room,
@@ -230,13 +243,14 @@ CachedAttention::Rows CachedAttention::Present(Ort::KernelContext& context, size
   const Ort::ConstValue past = context.GetInput(input);
   const Ort::TensorTypeAndShapeInfo info = past.GetTensorTypeAndShapeInfo();
   const bool bytes = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-  const int64_t row = bytes ? row_bytes : row_bytes / kFloat;
-  const int64_t room = info.GetShape()[2];
-  Ort::UnownedValue present = context.GetOutput(output, {call.batch, call.kv_heads, lengths.total, row});
+  const std::vector<int64_t> shape = info.GetShape();
+  const int64_t room = shape[2], width = shape[3];
+  const int64_t width_bytes = bytes ? width : width * kFloat;
+  Ort::UnownedValue present = context.GetOutput(output, {call.batch, call.kv_heads, lengths.total, width});
   Rows cache;
   cache.data = static_cast<char*>(present.GetTensorMutableRawData());
   cache.row_bytes = row_bytes;
-  cache.head_bytes = lengths.total * row_bytes;
+  cache.head_bytes = lengths.total * width_bytes;
   const char* from = static_cast<const char*>(past.GetTensorRawData());
   if (from == cache.data && room != lengths.total && lengths.total != 0) {
     throw OpError(ErrorText(node_, ": past and present of '",
@@ -247,7 +261,7 @@ CachedAttention::Rows CachedAttention::Present(Ort::KernelContext& context, size
   ParallelFor(context, call.batch * call.kv_heads, [&](int64_t i) {
     const int64_t tokens = lengths.past[static_cast<size_t>(i / call.kv_heads)];
     char* to = cache.data + i * cache.head_bytes;
-    if (tokens > 0) std::memcpy(to, from + i * room * row_bytes, static_cast<size_t>(tokens * row_bytes));
+    if (tokens > 0) std::memcpy(to, from + i * room * width_bytes, static_cast<size_t>(tokens * row_bytes));
     // What is not filled is no one's memory.
     std::memset(to + tokens * row_bytes, 0, static_cast<size_t>(cache.head_bytes - tokens * row_bytes));
   });

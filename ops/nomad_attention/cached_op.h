@@ -18,6 +18,10 @@
 // The cache of some tokens is no cache of fewer: full blocks lie in another order. So lengths may go back only by
 // starting anew.
 //
+// Caches that are both u8 may be wider than their rows, both of one width W, as hosts want it that make all caches
+// alike: [B, KV, P, W]. A head's rows then lie as in a narrow cache, one behind the other from its first byte on: P row
+// bytes of its P W. The others are of no use: they stay what they were in a buffer that is shared, and are 0 elsewhere.
+//
 // Where past and present are one buffer, nothing is copied: the cost of a token is what attention reads. Else what is
 // valid of the past is copied.
 //
@@ -125,6 +129,9 @@ class CachedAttention {
   void CheckHeadDim(int64_t head_dim) const;
   // The tokens that the past cache holds or has room for, P. Throws OpError if a shape does not fit the call.
   int64_t Room(const Ort::KernelContext& context, const AttentionCall& call) const;
+  // Of a cache's shape. Throws OpError as Room does.
+  int64_t TokensOf(const std::vector<int64_t>& shape, const std::string& name, int64_t row, bool may_be_wide,
+                   const AttentionCall& call) const;
   int64_t KeyRowBytes(int64_t head_dim) const;
   int64_t ValueRowBytesOf(int64_t head_dim) const;
   Rows Present(Ort::KernelContext& context, size_t input, size_t output, const AttentionCall& call,

@@ -34,6 +34,7 @@ NOTHING = np.zeros(1, np.float32)  # stands for a missing mask, key and value
 class Setup:
     """A node. kind: of the cache, float, codes (and int8 values) or codes_float (and float values).
 
+    width: bytes of a token of a head in both caches, of kind codes; 0: of each what it takes.
     by_heads: inputs of shape [B, heads, S, D]. rotary: half or interleaved. window, sinks: tokens with exact keys.
     prompt: tokens that are part of the model; prompt_sparsity: of their keys and values, 0 is stored dense.
     """
@@ -56,6 +57,7 @@ class Setup:
     sinks: int = 0
     prompt: int = 0
     prompt_sparsity: tuple[float, float] = (0.3, 0.5)
+    width: int = 0
 
     @property
     def codes(self) -> bool:
@@ -70,6 +72,17 @@ class Setup:
         """Of the cache, in numbers."""
         key = self.head_dim // self.d_sub // 2 if self.codes else self.head_dim
         return key, self.head_dim + 2 if self.int8_values else self.head_dim
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The last dimensions of the caches."""
+        return (self.width, self.width) if self.width else self.rows
+
+    def row_views(self, kind: int, head: np.ndarray) -> np.ndarray:
+        """Of a head of the cache of keys (0) or values (1), [tokens, width], its rows: [tokens, row], one behind the
+        other."""
+        row = self.rows[kind]
+        return head.reshape(-1)[: len(head) * row].reshape(-1, row)
 
     @property
     def dtypes(self) -> tuple[type, type]:
@@ -93,8 +106,8 @@ class Setup:
     def empty_cache(self, batch: int, tokens: int = 0) -> list[np.ndarray]:
         """Of keys, values and, if there are any, exact keys, which are NaN where they must not be read."""
         cache = [
-            np.zeros((batch, self.kv_heads, tokens, row), dtype)
-            for row, dtype in zip(self.rows, self.dtypes, strict=True)
+            np.zeros((batch, self.kv_heads, tokens, width), dtype)
+            for width, dtype in zip(self.widths, self.dtypes, strict=True)
         ]
         if self.slots:
             cache.append(np.full((batch, self.kv_heads, self.slots, self.head_dim), np.nan, np.float32))
@@ -400,18 +413,19 @@ class Decoder:
     def _append(self, b: int, tokens: int, present: list[np.ndarray]) -> None:
         for head in range(self.setup.kv_heads):
             keys, values = self._keys[b][head], self._values[b][head]
+            key_rows, value_rows = (self.setup.row_views(kind, present[kind][b, head]) for kind in range(2))
             if self.setup.codes:
-                _native.append_keys(present[0][b, head], 0, keys, self.setup.codebooks()[head])
+                _native.append_keys(key_rows, 0, keys, self.setup.codebooks()[head])
             else:
-                present[0][b, head, :tokens] = keys
+                key_rows[:tokens] = keys
             if self.setup.int8_values:
-                _native.append_values(present[1][b, head], 0, values)
+                _native.append_values(value_rows, 0, values)
             else:
-                present[1][b, head, :tokens] = values
+                value_rows[:tokens] = values
 
     def _cached(self, kind: int, b: int, tokens: int, present: list[np.ndarray]) -> Floats:
         """What the cache of keys (0) or values (1) holds, [KV, tokens, D]."""
-        rows = present[kind][b]
+        rows = np.stack([self.setup.row_views(kind, head) for head in present[kind][b]])
         if kind == 0 and self.setup.codes:
             books = self.setup.codebooks()
             return np.stack([_native.decode_keys(row, tokens, book) for row, book in zip(rows, books, strict=True)])

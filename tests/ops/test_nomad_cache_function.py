@@ -37,6 +37,7 @@ def uses_of(setup: Setup) -> CacheUses:
         zero_hidden_rows=setup.zero_hidden_rows,
         lengths=setup.lengths,
         rotary=bool(setup.rotary),
+        equal_rows=setup.width > 0,
         exact_keys=setup.slots > 0,
         prompt=setup.prompt > 0,
     )
