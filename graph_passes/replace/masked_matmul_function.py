@@ -53,5 +53,7 @@ def _weight(body: FunctionBody, b: ir.Value, scale: ir.Value) -> ir.Value:
     k = op("Squeeze", op("Slice", op("Shape", b), body.ints(-2), body.ints(-1)), body.ints(0))
     group_size = body.attribute("group_size")
     one_group = op("Equal", group_size, body.integer(0))
-    groups = op("Div", op("Range", body.integer(0), k, body.integer(1)), op("Where", one_group, k, group_size))
+    # Where k is 0 as well, what divides must not be.
+    rows = op("Where", one_group, op("Max", k, body.integer(1)), group_size)
+    groups = op("Div", op("Range", body.integer(0), k, body.integer(1)), rows)
     return op("Mul", op("Cast", b, to=ir.DataType.FLOAT), op("Gather", scale, groups))
