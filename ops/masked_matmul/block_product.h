@@ -52,7 +52,9 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
     case Way::kBlocks:
       return pattern.blocks * kBlocksCost + kPatternCost;
     case Way::kTwoSided:
-      return pattern.blocks * pattern.used * kTwoSidedCost + kPatternCost + kListCost;
+      // Both count active inputs only.
+      return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost + kPatternCost +
+             kListCost;
     default:
       return kLeastGain;
   }
@@ -185,8 +187,7 @@ inline bool LooksDense(const MaskedMatMulKernel& kernel, const FloatRows& a, con
 // y = A B by Way::kBlocks or Way::kTwoSided; pattern is that of a and b, which are finite.
 template <typename Parallel, typename Allocate>
 void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
-                    const FloatRows& b, float* y, int64_t y_row_bytes, const Parallel& parallel,
-                    Allocate& allocate) {
+                    const FloatRows& b, float* y, int64_t y_row_bytes, const Parallel& parallel, Allocate& allocate) {
   using namespace block_product;
   const bool two_sided = way == Way::kTwoSided;
   const int64_t words = MaskWords(a.columns);
