@@ -51,6 +51,7 @@ PYBIND11_MODULE(_native, module) {
   BindW4A8MatMul(module);
   BindVNNISpMM(module);
   BindLutPostOp(module);
+  BindMaskedMatMul(module);
   BindNoMADAttention(module);
   BindDecodeAttention(module);
   BindEpilogue(module);

@@ -24,6 +24,7 @@ void BindSparseAMXMatMul(py::module_& module);
 void BindW4A8MatMul(py::module_& module);
 void BindVNNISpMM(py::module_& module);
 void BindLutPostOp(py::module_& module);
+void BindMaskedMatMul(py::module_& module);
 void BindNoMADAttention(py::module_& module);
 void BindDecodeAttention(py::module_& module);
 void BindEpilogue(py::module_& module);

@@ -392,3 +392,27 @@ class QuantizedSpmm:
     @staticmethod
     def run(products: list[QuantizedSpmm], x: NDArray[np.uint8], y: NDArray[Any]) -> None:
         """Each product of x into y, one after the other: what a benchmark measures."""
+
+def masked_matmul_kernels() -> list[KernelInfo]:
+    """The rows of ops/masked_matmul/kernels.inc, best first."""
+
+def masked_matmul(
+    a: NDArray[Any], b: NDArray[Any], two_sided: bool = False, kernel: str | None = None
+) -> NDArray[np.float32] | None:
+    """a [m, k] @ b [k, n] on one thread, blocks of zeros of b skipped; two_sided: also what tiles of a do not use.
+
+    None if a or b holds Inf or NaN. kernel: a name of masked_matmul_kernels; None: the best one.
+    """
+
+def masked_rows(
+    a: NDArray[Any],
+    b: NDArray[Any],
+    scales: NDArray[np.float32] | None = None,
+    group: int = 1,
+    always: NDArray[np.uint8] | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses, or always names.
+
+    b: float32, int8 or uint16 (bits of bf16). scales: [groups, n], of `group` rows of b each.
+    """

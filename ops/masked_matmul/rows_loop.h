@@ -1,0 +1,203 @@
+// The rows kernels of all tiers, over the Block of tile_loop.h: y = the listed rows of B, weighted.
+//
+// Four rows of B at a time, as many streams as the processor's prefetcher follows well: their products are added to y
+// in one pass over it, and y stays in a cache, so that the loop waits for B alone. The rows are read far along before
+// the next four are: asking for lines by hand, or narrow pieces, made it slower.
+#pragma once
+
+#include <cstdint>
+
+#include "masked_matmul/tile_loop.h"
+
+namespace ortolan {
+namespace {
+
+inline constexpr int64_t kRowsAtATime = 4;
+inline constexpr int64_t kStripColumns = 512;    // of B: what four rows of A use at a time
+inline constexpr int64_t kCachedFloats = 16384;  // of y, for its rows together
+
+struct FloatWeights {
+  using Number = float;
+  template <typename Block>
+  static typename Block::Vector Load(const float* from) {
+    return Block::Load(from);
+  }
+  static float ToFloat(float number) { return number; }
+};
+
+struct Bf16Weights {
+  using Number = uint16_t;
+  template <typename Block>
+  static typename Block::Vector Load(const uint16_t* from) {
+    return Block::LoadBf16(from);
+  }
+  static float ToFloat(uint16_t number) {
+    const uint32_t bits = static_cast<uint32_t>(number) << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+};
+
+struct Int8Weights {
+  using Number = int8_t;
+  template <typename Block>
+  static typename Block::Vector Load(const int8_t* from) {
+    return Block::LoadInt8(from);
+  }
+  static float ToFloat(int8_t number) { return number; }
+};
+
+// sums[i][j] += a[i][r] x rows[r][j] for kRows rows of A and kCount rows of B, whose weights in A stay in registers.
+template <typename Block, typename Weights, int kRows, int kCount>
+void AddProducts(const float* a, int64_t a_row, const typename Weights::Number* const* rows, float* sums,
+                 int64_t sums_row, int64_t begin, int64_t end) {
+  using Vector = typename Block::Vector;
+  typename Block::Scalar weights[kRows][kCount];
+  ORTOLAN_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    ORTOLAN_UNROLL
+    for (int r = 0; r < kCount; ++r) weights[i][r] = Block::Broadcast(a + i * a_row + r);
+  }
+  int64_t j = begin;
+  for (; j + kBlockColumns <= end; j += kBlockColumns) {
+    Vector w[kCount];
+    ORTOLAN_UNROLL
+    for (int r = 0; r < kCount; ++r) w[r] = Weights::template Load<Block>(rows[r] + j);
+    ORTOLAN_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      Vector sum = Block::Load(sums + i * sums_row + j);
+      ORTOLAN_UNROLL
+      for (int r = 0; r < kCount; ++r) sum = Block::MultiplyAdd(weights[i][r], w[r], sum);
+      Block::Store(sums + i * sums_row + j, sum);
+    }
+  }
+  for (; j < end; ++j) {
+    for (int i = 0; i < kRows; ++i) {
+      float sum = sums[i * sums_row + j];
+      for (int r = 0; r < kCount; ++r) sum += a[i * a_row + r] * Weights::ToFloat(rows[r][j]);
+      sums[i * sums_row + j] = sum;
+    }
+  }
+}
+
+// The same for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
+template <typename Block, typename Weights, int kCount>
+void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
+  using Number = typename Weights::Number;
+  constexpr int64_t kRegisterRows = Block::kVectorsABlock == 1 ? 4 : 1;
+  const Number* rows[kCount];
+  for (int r = 0; r < kCount; ++r) {
+    rows[r] = static_cast<const Number*>(args.b) + args.inputs[first + r] * args.n + column;
+  }
+  const int64_t strip = args.m <= kRegisterRows ? columns : kStripColumns;
+  for (int64_t begin = 0; begin < columns; begin += strip) {
+    const int64_t end = columns - begin < strip ? columns : begin + strip;
+    for (int64_t i = 0; i < args.m;) {
+      const float* a = args.a + i * args.a_row + first;
+      float* to = sums + i * sums_row;
+      const int64_t left = args.m - i;
+      if (kRegisterRows >= 4 && left >= 4) {
+        AddProducts<Block, Weights, 4, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        i += 4;
+      } else if (kRegisterRows >= 2 && left >= 2) {
+        AddProducts<Block, Weights, 2, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        i += 2;
+      } else {
+        AddProducts<Block, Weights, 1, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        i += 1;
+      }
+    }
+  }
+}
+
+template <typename Block, typename Weights>
+void AddListed(const RowsArgs& args, int64_t begin, int64_t end, float* sums, int64_t sums_row, int64_t column,
+               int64_t columns) {
+  int64_t q = begin;
+  for (; q + kRowsAtATime <= end; q += kRowsAtATime) {
+    AddRows<Block, Weights, kRowsAtATime>(args, q, sums, sums_row, column, columns);
+  }
+  for (; q < end; ++q) AddRows<Block, Weights, 1>(args, q, sums, sums_row, column, columns);
+}
+
+template <typename Block, typename Weights>
+void MultiplyRows(const RowsArgs& args, int64_t column_begin, int64_t column_end) {
+  const int64_t most = kCachedFloats / args.m < 512 ? 512 : kCachedFloats / args.m;
+  for (int64_t column = column_begin; column < column_end; column += most) {
+    const int64_t columns = column_end - column < most ? column_end - column : most;
+    for (int64_t i = 0; i < args.m; ++i) __builtin_memset(args.y + i * args.n + column, 0, columns * sizeof(float));
+    if (args.scales == nullptr) {
+      AddListed<Block, Weights>(args, 0, args.count, args.y + column, args.n, column, columns);
+      continue;
+    }
+    for (int64_t begin = 0; begin < args.count;) {
+      const int64_t group = args.inputs[begin] / args.group;
+      int64_t end = begin + 1;
+      while (end < args.count && args.inputs[end] / args.group == group) ++end;
+      float* sums = args.sums + (column - column_begin);
+      const int64_t sums_row = column_end - column_begin;
+      for (int64_t i = 0; i < args.m; ++i) __builtin_memset(sums + i * sums_row, 0, columns * sizeof(float));
+      AddListed<Block, Weights>(args, begin, end, sums, sums_row, column, columns);
+      const float* scales = args.scales + group * args.n + column;
+      for (int64_t i = 0; i < args.m; ++i) {
+        float* y = args.y + i * args.n + column;
+        const float* from = sums + i * sums_row;
+        for (int64_t j = 0; j < columns; ++j) y[j] += scales[j] * from[j];
+      }
+      begin = end;
+    }
+  }
+}
+
+template <typename Block>
+int64_t ListInputs(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row) {
+  int64_t count = 0;
+  for (int64_t first = 0; first < a.columns; first += kBlockColumns) {
+    const int64_t left = a.columns - first;
+    uint32_t used = 0;
+    for (int64_t i = 0; i < a.rows; ++i) {
+      const float* from = a.Row(i) + first;
+      used |= Block::Bits(left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left));
+    }
+    if (always != nullptr) {
+      for (int64_t l = 0; l < kBlockColumns && l < left; ++l)
+        used |= static_cast<uint32_t>(always[first + l] != 0) << l;
+    }
+    for (; used != 0; used &= used - 1) {
+      const int64_t l = first + __builtin_ctz(used);
+      inputs[count] = static_cast<int32_t>(l);
+      for (int64_t i = 0; i < a.rows; ++i) to[i * to_row + count] = a.Row(i)[l];
+      ++count;
+    }
+  }
+  return count;
+}
+
+}  // namespace
+
+// Defines the functions that a row of kernels.inc declares.
+#define ORTOLAN_MASKED_KERNEL(name, Block, kTileRows, kSparseTileRows)                                              \
+  bool ScanRows##name(const FloatRows& a, uint64_t* mask) { return ScanRows<Block>(a, mask); }                      \
+  bool ScanBlocks##name(const FloatRows& b, uint64_t* masks, int64_t stride) {                                      \
+    return ScanBlocks<Block>(b, masks, stride);                                                                     \
+  }                                                                                                                 \
+  void PackBlocks##name(const PackBlocksArgs& args) { PackBlocks<Block>(args); }                                    \
+  void PackTile##name(const FloatRows& a, float* tile) { PackTile<Block, kTileRows>(a, tile); }                     \
+  void PackSparseTile##name(const FloatRows& a, float* tile) { PackTile<Block, kSparseTileRows>(a, tile); }         \
+  void MultiplyTile##name(const TileArgs& args) { MultiplyTile<Block, kTileRows>(args); }                           \
+  void MultiplySparseTile##name(const SparseTileArgs& args) { MultiplySparseTile<Block, kSparseTileRows>(args); }   \
+  int64_t ListInputs##name(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row) { \
+    return ListInputs<Block>(a, always, inputs, to, to_row);                                                        \
+  }                                                                                                                 \
+  void MultiplyRowsFloat##name(const RowsArgs& args, int64_t begin, int64_t end) {                                  \
+    MultiplyRows<Block, FloatWeights>(args, begin, end);                                                            \
+  }                                                                                                                 \
+  void MultiplyRowsBf16##name(const RowsArgs& args, int64_t begin, int64_t end) {                                   \
+    MultiplyRows<Block, Bf16Weights>(args, begin, end);                                                             \
+  }                                                                                                                 \
+  void MultiplyRowsInt8##name(const RowsArgs& args, int64_t begin, int64_t end) {                                   \
+    MultiplyRows<Block, Int8Weights>(args, begin, end);                                                             \
+  }
+
+}  // namespace ortolan

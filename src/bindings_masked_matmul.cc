@@ -1,0 +1,130 @@
+// ortolan._native: kernels of MaskedMatMul.
+#include <memory>
+
+#include "bindings.h"
+#include "masked_matmul/block_product.h"
+#include "masked_matmul/masked_matmul.h"
+
+namespace ortolan {
+namespace {
+
+// Memory that lives as long as a call.
+class Memory {
+ public:
+  char* operator()(size_t bytes) {
+    constexpr size_t kAlignment = 64;
+    blocks_.push_back(std::make_unique<char[]>(bytes + kAlignment));
+    const auto address = reinterpret_cast<uintptr_t>(blocks_.back().get());
+    return reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  std::vector<std::unique_ptr<char[]>> blocks_;
+};
+
+FloatRows Matrix(const CastArray<float>& x, const char* name) {
+  if (x.ndim() != 2 || x.shape(0) < 1 || x.shape(1) < 1) {
+    throw std::invalid_argument(ErrorText(name, " must be a matrix of one row and column or more"));
+  }
+  return {x.data(), x.shape(1) * static_cast<int64_t>(sizeof(float)), x.shape(0), x.shape(1)};
+}
+
+const MaskedMatMulKernel& KernelFor(const std::optional<std::string>& name) {
+  return KernelByName(MaskedMatMulKernels(), SelectMaskedMatMul(ActiveIsa()), name);
+}
+
+void OnOneThread(int64_t count, const auto& body) {
+  for (int64_t i = 0; i < count; ++i) body(i);
+}
+
+constexpr auto kOneThread = [](int64_t count, const auto& body) { OnOneThread(count, body); };
+
+// None where a or b is not finite.
+std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b, bool two_sided,
+                                         const std::optional<std::string>& kernel_name) {
+  const FloatRows a_rows = Matrix(a, "a");
+  const FloatRows b_rows = Matrix(b, "b");
+  if (a_rows.columns != b_rows.rows) throw std::invalid_argument("a and b do not fit");
+  if (two_sided && a_rows.columns > kMostListedInputs) throw std::invalid_argument("k is too large for two_sided");
+  const MaskedMatMulKernel& kernel = KernelFor(kernel_name);
+  Array<float> y({a_rows.rows, b_rows.columns});
+  float* out = y.mutable_data();
+  bool finite = true;
+  {
+    py::gil_scoped_release release;
+    Memory memory;
+    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, kOneThread, memory);
+    finite = pattern.finite;
+    if (finite) {
+      MultiplyBlocks(kernel, two_sided ? Way::kTwoSided : Way::kBlocks, pattern, a_rows, b_rows, out,
+                     b_rows.columns * static_cast<int64_t>(sizeof(float)), kOneThread, memory);
+    }
+  }
+  if (!finite) return std::nullopt;
+  return y;
+}
+
+// b float32, int8, or u16: the bits of bf16.
+template <typename Weight>
+Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
+                        const std::optional<CastArray<float>>& scales, int64_t group,
+                        const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name) {
+  const FloatRows a_rows = Matrix(a, "a");
+  if (b.ndim() != 2 || b.shape(0) != a_rows.columns || b.shape(1) < 1)
+    throw std::invalid_argument("a and b do not fit");
+  const int64_t n = b.shape(1);
+  const int64_t k = a_rows.columns;
+  if (group < 1) throw std::invalid_argument("group must be 1 or more");
+  if (scales && (scales->ndim() != 2 || scales->shape(0) != (k + group - 1) / group || scales->shape(1) != n)) {
+    throw std::invalid_argument("scales must be [groups, n]");
+  }
+  if (always && always->size() != k) throw std::invalid_argument("always must be [k]");
+  const MaskedMatMulKernel& kernel = KernelFor(kernel_name);
+  Array<float> y({a_rows.rows, n});
+  std::vector<float> used(static_cast<size_t>(a_rows.rows * (k + kBlockColumns)));
+  std::vector<float> sums(static_cast<size_t>(a_rows.rows * n));
+  std::vector<int32_t> inputs(static_cast<size_t>(k + kBlockColumns));
+  RowsArgs args;
+  args.m = a_rows.rows;
+  args.a = used.data();
+  args.a_row = k + kBlockColumns;
+  args.inputs = inputs.data();
+  args.b = b.data();
+  args.n = n;
+  args.scales = scales ? scales->data() : nullptr;
+  args.group = group;
+  args.sums = sums.data();
+  args.y = y.mutable_data();
+  py::gil_scoped_release release;
+  args.count = kernel.list_inputs(a_rows, always ? always->data() : nullptr, inputs.data(), used.data(), args.a_row);
+  // In pieces, as the operator does it.
+  const int64_t half = n / 2;
+  MultiplyRowsFn* const multiply = sizeof(Weight) == 4   ? kernel.multiply_rows_float
+                                   : sizeof(Weight) == 2 ? kernel.multiply_rows_bf16
+                                                         : kernel.multiply_rows_int8;
+  multiply(args, 0, half);
+  multiply(args, half, n);
+  return y;
+}
+
+}  // namespace
+
+void BindMaskedMatMul(py::module_& module) {
+  module.def(
+      "masked_matmul_kernels", [] { return KernelList(MaskedMatMulKernels()); },
+      "The rows of the room's kernel table, best first.");
+  module.def(
+      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("two_sided") = false,
+      py::arg("kernel") = py::none(),
+      "a [m, k] @ b [k, n] on one thread, zeros skipped, by the named or best kernel; None unless all is finite.");
+  const auto define_rows = [&](auto* function) {
+    module.def("masked_rows", function, py::arg("a"), py::arg("b").noconvert(), py::arg("scales") = py::none(),
+               py::arg("group") = 1, py::arg("always").noconvert() = py::none(), py::arg("kernel") = py::none(),
+               "a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses.");
+  };
+  define_rows(&MaskedRows<float>);
+  define_rows(&MaskedRows<uint16_t>);
+  define_rows(&MaskedRows<int8_t>);
+}
+
+}  // namespace ortolan
