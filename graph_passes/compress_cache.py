@@ -182,6 +182,15 @@ class CompressCachePass(RecipePass):
                 f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
                 f"cache takes {bytes_after / bytes_before:.3g} of the bytes"
             )
+            if self._equal_width is not None:
+                self.context.note(
+                    f"caches of keys and values {verb} equally wide, {self._equal_width} bytes a token and head: "
+                    "keys do not use all of theirs"
+                )
+                if refused:
+                    self.context.note(
+                        "caches that are not compressed hold floats: a host that makes all alike cannot run it"
+                    )
             if options.window or options.sinks:
                 self.context.note(
                     f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact: each "
