@@ -16,7 +16,7 @@ from ortolan.session import one_line, open_session
 
 from .feeds import SIZES_TO_TRY, Feeds, Sizes, synthetic_feeds
 from .linear import Linear
-from .model_file import to_bytes
+from .model_file import data_path, to_bytes, write_model
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
 
@@ -136,6 +136,23 @@ class Recorded(Protocol):
     def k(self) -> int: ...  # its last dimension
     @property
     def dtype(self) -> ir.DataType: ...
+
+
+@contextmanager
+def recording(model: ir.Model, context: PassContext, linears: Sequence[Linear]) -> Iterator[InputRecorder]:
+    """Runs a copy of the model as it is now, on the feeds."""
+    path = context.candidate.with_name("calibrate.onnx")
+
+    def open_copy() -> Any:
+        write_model(model, path, lambda done, total: None)
+        context.release()
+        return open_session(path, quiet_options())
+
+    try:
+        yield InputRecorder(model, linears, feeds_for(context), open_copy)
+    finally:
+        for file in (path, data_path(path)):
+            file.unlink(missing_ok=True)
 
 
 class InputRecorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .activations import ActivationsPass
 from .calibrate import CalibratePass
 from .compress_cache import CompressCachePass
 from .fuse_attention import FuseAttentionPass
@@ -21,6 +22,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "quantize": QuantizePass,
     "fuse_attention": FuseAttentionPass,
     "ranges": RangesPass,
+    "activations": ActivationsPass,
     "compress_cache": CompressCachePass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,

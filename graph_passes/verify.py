@@ -14,6 +14,11 @@
   BERT, 0.017 in a 64-layer Llama. PORTABLE_ERROR allows three times the latter. In int8 a step is larger (0.03 for
   all-MiniLM); past one such step the two round independently, so twice what rounding costs is allowed as well, or
   PORTABLE_FACTOR times the sum above (0.054 for SmolLM2-135M in bf16, whose sum is 0.03).
+
+Where inputs below a threshold are taken for zero (activations.py), the pruned and quantized model does so, too. But any
+rounding turns some numbers near the threshold into zeros, or back, and each of them turns others in the next layers; in
+the end the two drop numbers independently, and are sqrt 2 times as far from each other as each is from the model without
+thresholds. MASK_FACTOR times what the deliberate changes cost, as measured on the feeds, is allowed for that.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from ortolan.benchmarks.timing import interleave
 from ortolan.errors import CalibrationError, VerificationError
 from ortolan.session import one_line, open_session, register
 
+from .activations import masked_inputs
 from .calibrate import feeds_for, open_original, quiet_options
 from .feeds import Feeds
 from .model_file import data_path, write_model
@@ -42,6 +48,7 @@ from .report import OutputError
 ROUNDING_FACTOR = 9.0
 PORTABLE_ERROR = 5e-2
 PORTABLE_FACTOR = 3.0
+MASK_FACTOR = 1.5
 POOR_ERROR = 0.3  # against the original: the report warns
 PORTABLE_COSINE = 0.998
 
@@ -112,6 +119,10 @@ class VerifyPass(RecipePass):
         kinds: dict[str, str] = {
             name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None
         }
+        self._by_masks: dict[str, float] = {}
+        if context.masks_inputs:
+            changes = measure_errors(names, before, reference)
+            self._by_masks = {error.name: MASK_FACTOR * error.relative_l2 for error in changes}
         errors = measure_errors(names, reference, after)
         report.rounding_error = [error for error in errors if kinds[error.name] == "f"]
         progress(3)
@@ -147,6 +158,7 @@ class VerifyPass(RecipePass):
         rounding = {error.name: error.relative_l2 for error in report.rounding_error}
         for error in report.portable_error:
             most = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0), PORTABLE_FACTOR * self._rounding_of_layers())
+            most = max(most, self._by_masks.get(error.name, 0.0))
             cosine = min(PORTABLE_COSINE, 1 - most * most)
             if not (error.relative_l2 <= most and error.cosine >= cosine):
                 raise VerificationError(
@@ -154,10 +166,10 @@ class VerifyPass(RecipePass):
                     f"error {error.relative_l2:.3g}, expected at most {most:.3g}; cosine {error.cosine:.5f}, "
                     f"expected at least {cosine:.5f}; nothing was saved; please report this"
                 )
-        limit = self.options.max_rounding_error
-        if limit is None:
-            limit = ROUNDING_FACTOR * self._rounding_of_layers()
         for error in report.rounding_error:
+            limit = self.options.max_rounding_error
+            if limit is None:
+                limit = ROUNDING_FACTOR * self._rounding_of_layers() + self._by_masks.get(error.name, 0.0)
             if not error.relative_l2 <= limit:
                 raise VerificationError(
                     f"output {error.name!r} has relative error {error.relative_l2:.3g} against the model before its "
@@ -188,12 +200,15 @@ class VerifyPass(RecipePass):
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
-    """Runs a pruned or quantized model whose layers are about to be replaced, for a pass verify that comes later."""
+    """Runs a pruned or quantized model, or one with thresholds, whose layers are about to be replaced, for a pass verify
+    that comes later."""
     changed = any(layer.status in ("pruned", "quantized") for layer in context.layers.values())
+    changed = changed or context.masks_inputs
     if not changed or not context.feeds_to_verify or context.reference is not None:
         return
     path = context.candidate.with_name("reference.onnx")
-    write_model(model, path, lambda done, total: None)
+    with masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)):
+        write_model(model, path, lambda done, total: None)
     context.release()
     feeds = feeds_for(context)[: context.feeds_to_verify]
     session = open_session(path, quiet_options())
