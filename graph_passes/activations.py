@@ -100,10 +100,10 @@ class ActivationsPass(RecipePass):
         feeds_for(context)
         if context.feeds_made_up and self._needs_feeds:
             raise CalibrationError(
-                "pass 'activations' needs calibration inputs: thresholds for made-up ones would cut off too much or too "
-                "little of real ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a list "
-                "of such dicts), or leave out its options sparsity and error, so that it takes only inputs that are "
-                "sparse by themselves"
+                "pass 'activations' needs calibration inputs: thresholds for made-up ones would cut off too much or "
+                "too little of real ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a "
+                "list of such dicts), or leave out its options sparsity and error, so that it takes only inputs that "
+                "are sparse by themselves"
             )
         by_input: dict[str, list[Linear]] = {}
         with recording(model, context, linears) as recorder:

@@ -15,10 +15,10 @@
   all-MiniLM); past one such step the two round independently, so twice what rounding costs is allowed as well, or
   PORTABLE_FACTOR times the sum above (0.054 for SmolLM2-135M in bf16, whose sum is 0.03).
 
-Where inputs below a threshold are taken for zero (activations.py), the pruned and quantized model does so, too. But any
-rounding turns some numbers near the threshold into zeros, or back, and each of them turns others in the next layers; in
-the end the two drop numbers independently, and are sqrt 2 times as far from each other as each is from the model without
-thresholds. MASK_FACTOR times what the deliberate changes cost, as measured on the feeds, is allowed for that.
+Where inputs below a threshold are taken for zero (activations.py), the pruned and quantized model does so, too. But
+any rounding turns some numbers near the threshold into zeros, or back, and each of them turns others in the next layers;
+in the end the two drop numbers independently, and are sqrt 2 times as far from each other as each is from the model
+without thresholds. MASK_FACTOR times what the deliberate changes cost, as measured on the feeds, is allowed for that.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class VerifyPass(RecipePass):
 
 
 def keep_reference(model: ir.Model, context: PassContext) -> None:
-    """Runs a pruned or quantized model, or one with thresholds, whose layers are about to be replaced, for a pass verify
-    that comes later."""
+    """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced, for a pass
+    verify that comes later."""
     changed = any(layer.status in ("pruned", "quantized") for layer in context.layers.values())
     changed = changed or context.masks_inputs
     if not changed or not context.feeds_to_verify or context.reference is not None:

@@ -54,7 +54,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         ("name = 3", "name is 3, expected a text"),
         (
             'name = "r"',
-            r"has no \[\[pass\]\]; the passes are: calibrate, compress_cache, fuse_attention, fuse_lut, normalize, "
+            r"has no \[\[pass\]\]; the passes are: activations, calibrate, compress_cache, fuse_attention, fuse_lut, normalize, "
             "prune, quantize, ranges, replace, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
