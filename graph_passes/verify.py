@@ -16,9 +16,9 @@
   PORTABLE_FACTOR times the sum above (0.054 for SmolLM2-135M in bf16, whose sum is 0.03).
 
 Where inputs below a threshold are taken for zero (activations.py), the pruned and quantized model does so, too. But
-any rounding turns some numbers near the threshold into zeros, or back, and each of them turns others in the next layers;
-in the end the two drop numbers independently, and are sqrt 2 times as far from each other as each is from the model
-without thresholds. MASK_FACTOR times what the deliberate changes cost, as measured on the feeds, is allowed for that.
+any rounding turns some numbers near the threshold into zeros, or back, and each of them turns others in the next
+layers; in the end the two drop numbers independently, and are sqrt 2 times as far from each other as each is from the
+model without thresholds. MASK_FACTOR times what the deliberate changes cost, as measured on the feeds, is allowed.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         ("name = 3", "name is 3, expected a text"),
         (
             'name = "r"',
-            r"has no \[\[pass\]\]; the passes are: activations, calibrate, compress_cache, fuse_attention, fuse_lut, normalize, "
-            "prune, quantize, ranges, replace, verify",
+            r"has no \[\[pass\]\]; the passes are: activations, calibrate, compress_cache, fuse_attention, fuse_lut, "
+            "normalize, prune, quantize, ranges, replace, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
