@@ -70,7 +70,8 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
                         const std::optional<CastArray<float>>& scales, int64_t group,
                         const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name) {
   const FloatRows a_rows = Matrix(a, "a");
-  if (b.ndim() != 2 || b.shape(0) != a_rows.columns || b.shape(1) < 1) throw std::invalid_argument("a and b do not fit");
+  if (b.ndim() != 2 || b.shape(0) != a_rows.columns || b.shape(1) < 1)
+    throw std::invalid_argument("a and b do not fit");
   const int64_t n = b.shape(1);
   const int64_t k = a_rows.columns;
   if (group < 1) throw std::invalid_argument("group must be 1 or more");
@@ -112,9 +113,10 @@ void BindMaskedMatMul(py::module_& module) {
   module.def(
       "masked_matmul_kernels", [] { return KernelList(MaskedMatMulKernels()); },
       "The rows of the room's kernel table, best first.");
-  module.def("masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("two_sided") = false,
-             py::arg("kernel") = py::none(),
-             "a [m, k] @ b [k, n] on one thread, zeros skipped, by the named or best kernel; None unless all is finite.");
+  module.def(
+      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("two_sided") = false,
+      py::arg("kernel") = py::none(),
+      "a [m, k] @ b [k, n] on one thread, zeros skipped, by the named or best kernel; None unless all is finite.");
   const auto define_rows = [&](auto* function) {
     module.def("masked_rows", function, py::arg("a"), py::arg("b").noconvert(), py::arg("scales") = py::none(),
                py::arg("group") = 1, py::arg("always").noconvert() = py::none(), py::arg("kernel") = py::none(),

@@ -52,7 +52,9 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
     case Way::kBlocks:
       return pattern.blocks * kBlocksCost + kPatternCost;
     case Way::kTwoSided:
-      return pattern.blocks * pattern.used * kTwoSidedCost + kPatternCost + kListCost;
+      // Both count active inputs only.
+      return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost + kPatternCost +
+             kListCost;
     default:
       return kLeastGain;
   }
@@ -73,9 +75,9 @@ inline Way CheapestWay(const Pattern& pattern, int64_t m, int64_t k, int64_t n) 
 namespace block_product {
 
 inline constexpr int64_t kTilesAUnit = 8;
-// Inputs of a pass: a tile of so many fits the L2 cache beside what streams past it.
+// Inputs of a pass, or half as many more: a tile of so many fits the L2 cache, and the blocks stream past it.
 inline constexpr int64_t kPassInputs = 2048;
-inline constexpr int64_t kTileGroupBytes = int64_t{400} << 10;
+inline constexpr int64_t kTileGroupBytes = int64_t{200} << 10;
 inline constexpr int64_t kMostSlots = 16;
 
 template <typename T, typename Allocate>
@@ -185,21 +187,21 @@ inline bool LooksDense(const MaskedMatMulKernel& kernel, const FloatRows& a, con
 // y = A B by Way::kBlocks or Way::kTwoSided; pattern is that of a and b, which are finite.
 template <typename Parallel, typename Allocate>
 void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
-                    const FloatRows& b, float* y, int64_t y_row_bytes, const Parallel& parallel,
-                    Allocate& allocate) {
+                    const FloatRows& b, float* y, int64_t y_row_bytes, const Parallel& parallel, Allocate& allocate) {
   using namespace block_product;
   const bool two_sided = way == Way::kTwoSided;
   const int64_t words = MaskWords(a.columns);
   const int64_t panels = BlockPanels(b.columns);
   const int64_t tile_rows = two_sided ? kernel.sparse_tile_rows : kernel.tile_rows;
-  const int64_t pass_inputs = std::min(kPassInputs, words * kMaskBits);
-  const int64_t pass_words = pass_inputs / kMaskBits;
+  const int64_t passes = std::max<int64_t>(1, (a.columns + kPassInputs / 2) / kPassInputs);
+  const int64_t pass_words = (words + passes - 1) / passes;
+  const int64_t pass_inputs = pass_words * kMaskBits;
   const int64_t tile_floats = (pass_inputs + 1) * tile_rows;
 
   // Rows by groups of tiles, and where these are few also columns, in units of work; a slot is a unit's scratch memory.
   const int64_t tiles = (a.rows + tile_rows - 1) / tile_rows;
-  const int64_t group =
-      std::clamp<int64_t>(kTileGroupBytes / (tile_floats * static_cast<int64_t>(sizeof(float))), 1, tiles);
+  const int64_t tile_bytes = tile_floats * static_cast<int64_t>(sizeof(float));
+  const int64_t group = two_sided ? 1 : std::clamp<int64_t>(kTileGroupBytes / tile_bytes, 1, tiles);
   const int64_t groups = (tiles + group - 1) / group;
   const int64_t parts = std::clamp<int64_t>(kMostSlots / groups, 1, std::max<int64_t>(1, panels / 8));
   const int64_t units = groups * parts;
@@ -211,20 +213,21 @@ void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
   int64_t* places = New<int64_t>(allocate, pass_words * panels);
   float* values = nullptr;
   uint32_t* inputs = nullptr;
+  uint16_t* ranks = two_sided ? New<uint16_t>(allocate, panels * (pass_inputs + 1)) : nullptr;
   int64_t capacity = 0;
   for (int64_t first_word = 0; first_word < words; first_word += pass_words) {
     const int64_t last_word = std::min(words, first_word + pass_words);
     const int64_t first_input = first_word * kMaskBits;
     const int64_t count = std::min(a.columns - first_input, pass_inputs);
-    // Where the blocks of each panel and word go; an even number a panel, or a slot for each input and one of zeros.
+    // Where the blocks of each panel and word go; behind them, one or two of zeros, for an even number.
     starts[0] = 0;
     for (int64_t panel = 0; panel < panels; ++panel) {
       int64_t place = starts[panel];
       for (int64_t word = first_word; word < last_word; ++word) {
         places[(word - first_word) * panels + panel] = place;
-        place += two_sided ? kMaskBits : std::popcount(pattern.panel_masks[panel * words + word]);
+        place += std::popcount(pattern.panel_masks[panel * words + word]);
       }
-      starts[panel + 1] = two_sided ? starts[panel] + count + 1 : starts[panel] + (place - starts[panel] + 1) / 2 * 2;
+      starts[panel + 1] = starts[panel] + (place - starts[panel] + 2) / 2 * 2;
     }
     if (starts[panels] > capacity) {
       capacity = starts[panels];
@@ -233,15 +236,17 @@ void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
     }
     parallel(last_word - first_word, [&](int64_t i) {
       const int64_t word = first_word + i;
-      kernel.pack_blocks({b.Rows(word * kMaskBits, kMaskBits), pattern.panel_masks + word, words, two_sided,
-                          static_cast<uint32_t>(i * kMaskBits), places + i * panels, values, inputs});
+      kernel.pack_blocks({b.Rows(word * kMaskBits, kMaskBits), pattern.panel_masks + word, words,
+                          static_cast<uint32_t>(i * kMaskBits), starts, places + i * panels, values, inputs, ranks,
+                          pass_inputs + 1});
     });
     int64_t* ends = places + (last_word - 1 - first_word) * panels;
     for (int64_t panel = 0; panel < panels; ++panel) {
-      const int64_t last = two_sided ? starts[panel] + count : starts[panel + 1] - 1;
-      if (!two_sided && ends[panel] > last) continue;
-      std::fill_n(values + last * kBlockColumns, kBlockColumns, 0.0f);
-      if (!two_sided) inputs[last] = static_cast<uint32_t>(count);
+      for (int64_t place = ends[panel]; place < starts[panel + 1]; ++place) {
+        std::fill_n(values + place * kBlockColumns, kBlockColumns, 0.0f);
+        if (!two_sided) inputs[place] = static_cast<uint32_t>(count);
+      }
+      if (two_sided) ranks[panel * (pass_inputs + 1) + count] = static_cast<uint16_t>(ends[panel] - starts[panel]);
     }
 
     parallel(slots, [&](int64_t slot) {
@@ -271,6 +276,7 @@ void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
             if (two_sided) {
               args.tile_mask = pattern.tile_masks + tile * words + first_word;
               args.panel_mask = pattern.panel_masks + panel * words + first_word;
+              args.ranks = ranks + panel * (pass_inputs + 1);
               args.k = count;
               args.list = lists + slot * (pass_inputs + kListPadding);
               kernel.multiply_sparse_tile(args);

@@ -94,11 +94,22 @@ ORTOLAN_MASKED_KERNEL(Scalar, ScalarBlock, 4, 4)
 namespace {
 
 constexpr MaskedMatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, tile_rows, sparse_tile_rows)                                                         \
-  {#name,                  Isa::isa,                 tile_rows,                   sparse_tile_rows,                    \
-   &ScanRows##name,        &ScanBlocks##name,        &PackBlocks##name,           &PackTile##name,                     \
-   &PackSparseTile##name,  &MultiplyTile##name,      &MultiplySparseTile##name,   &ListInputs##name,                   \
-   &MultiplyRowsFloat##name, &MultiplyRowsBf16##name, &MultiplyRowsInt8##name},
+#define ORTOLAN_KERNEL(isa, name, tile_rows, sparse_tile_rows) \
+  {#name,                                                      \
+   Isa::isa,                                                   \
+   tile_rows,                                                  \
+   sparse_tile_rows,                                           \
+   &ScanRows##name,                                            \
+   &ScanBlocks##name,                                          \
+   &PackBlocks##name,                                          \
+   &PackTile##name,                                            \
+   &PackSparseTile##name,                                      \
+   &MultiplyTile##name,                                        \
+   &MultiplySparseTile##name,                                  \
+   &ListInputs##name,                                          \
+   &MultiplyRowsFloat##name,                                   \
+   &MultiplyRowsBf16##name,                                    \
+   &MultiplyRowsInt8##name},
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };

@@ -62,17 +62,19 @@ using ScanRowsFn = bool(const FloatRows& a, uint64_t* mask);
 using ScanBlocksFn = bool(const FloatRows& b, uint64_t* masks, int64_t stride);
 
 // Packs up to 64 rows of B: the blocks whose bit is set in masks[panel x stride] go to values[16 x place], one behind
-// the other from places[panel] on, and the block's row, from `first_row` on, to inputs[place]. slots: instead, the
-// block of row i goes to place places[panel] + i, and no inputs are written. Advances places by what it wrote.
+// the other from places[panel] on, which this advances. The block's row, counted from `first_row`, goes to
+// inputs[place], or, where there are ranks, its place in the panel to ranks[panel x ranks_row + row].
 struct PackBlocksArgs {
   FloatRows b;
   const uint64_t* masks = nullptr;
   int64_t stride = 0;
-  bool slots = false;
   uint32_t first_row = 0;
-  int64_t* places = nullptr;   // [panels]
+  const int64_t* starts = nullptr;  // [panels]: the places of rank 0
+  int64_t* places = nullptr;        // [panels]
   float* values = nullptr;
   uint32_t* inputs = nullptr;
+  uint16_t* ranks = nullptr;
+  int64_t ranks_row = 0;
 };
 using PackBlocksFn = void(const PackBlocksArgs& args);
 
@@ -94,11 +96,12 @@ struct TileArgs {
 };
 using MultiplyTileFn = void(const TileArgs& args);
 
-// The same with the blocks in slots, for the inputs in both masks; k is at most kMostListedInputs. values has a slot of
-// zeros behind the last input, where the tile has its row of zeros.
+// The same for the inputs in both masks, whose blocks are found by their ranks; k is at most kMostListedInputs. The
+// rank behind the last input is that of a block of zeros, as the tile has a row of zeros there.
 struct SparseTileArgs : TileArgs {
   const uint64_t* tile_mask = nullptr;   // [words]
   const uint64_t* panel_mask = nullptr;  // [words]
+  const uint16_t* ranks = nullptr;       // [k + 1]
   int64_t k = 0;
   uint16_t* list = nullptr;  // scratch: [k + kListPadding]
 };

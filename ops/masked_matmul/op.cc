@@ -19,6 +19,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <thread>
 
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
@@ -34,19 +35,20 @@ constexpr int64_t kFormatVersion = 1;
 
 // Up to so many rows of A the time goes into reading B: the rows kernels are asked first.
 constexpr int64_t kMostDecodeRows = 16;
-// From this share of active inputs on, a dense product reads B as fast.
-constexpr double kDenseDecode = 0.95;
 // Columns of B that are unpacked at a time, where a dense product takes them.
 constexpr int64_t kUnpackedColumns = 512;
 // Numbers to copy or mask in one piece of work.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
-constexpr int64_t kPieceColumns = 4096;
+// Columns of y that a thread takes at least: it reads so many numbers of a row of B in one go.
+constexpr int64_t kLeastColumns = 4096;
 
 enum Input : size_t { kA, kB, kBScale, kAMask, kBMask, kInputCount };
 
 using Shape = std::vector<int64_t>;
 
-int64_t Count(const Shape& shape) { return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>()); }
+int64_t Count(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
 
 // Memory that lives as long as a call.
 class Memory {
@@ -112,8 +114,8 @@ class Kernel {
     const Shape a_shape = a.GetTensorTypeAndShapeInfo().GetShape();
     const Shape b_shape = b.GetTensorTypeAndShapeInfo().GetShape();
     const ONNXTensorElementDataType b_type = b.GetTensorTypeAndShapeInfo().GetElementType();
-    if (b_type != weight_type_ && !(weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED &&
-                                    b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)) {
+    if (b_type != weight_type_ &&
+        !(weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED && b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT)) {
       throw OpError(ErrorText(node_, ": B is computed at run time and not float, expected float or an initializer"));
     }
     const Shape y_shape = OutputShape(a_shape, b_shape);
@@ -176,11 +178,10 @@ class Kernel {
       if (group_ != 0) throw OpError(ErrorText(node_, ": group_size is ", group_, ", expected 0: B is no initializer"));
       return;
     }
-    const ConstantTensor b =
-        ConstantInput(info, kB, "B",
-                      {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16,
-                       ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
-                      node_);
+    const ConstantTensor b = ConstantInput(info, kB, "B",
+                                           {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16,
+                                            ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
+                                           node_);
     weight_type_ = b.type;
     const bool is_float = b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
     if (!is_float && b_threshold_ != 0.0f) {
@@ -213,8 +214,7 @@ class Kernel {
   }
 
   void ReadScales(const OrtKernelInfo& info, int64_t k, int64_t n) {
-    const ConstantTensor scales =
-        ConstantInput(info, kBScale, "b_scale", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
+    const ConstantTensor scales = ConstantInput(info, kBScale, "b_scale", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
     const Shape expected{group_ == 0 ? 1 : (k + group_ - 1) / group_, n};
     if (scales.shape != expected) {
       throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' has shape ", ShapeText(scales.shape), ", expected ",
@@ -230,8 +230,7 @@ class Kernel {
 
   Shape OutputShape(const Shape& a, const Shape& b) const {
     const auto refuse = [&](const char* expected) {
-      throw OpError(
-          ErrorText(node_, ": A has shape ", ShapeText(a), " and B ", ShapeText(b), ", expected ", expected));
+      throw OpError(ErrorText(node_, ": A has shape ", ShapeText(a), " and B ", ShapeText(b), ", expected ", expected));
     };
     if (a.size() < 2 || b.size() < 2) refuse("two dimensions or more of each");
     if (a.back() != b[b.size() - 2]) refuse("[..., m, k] and [..., k, n]");
@@ -314,15 +313,13 @@ class Kernel {
     const auto [m, k, n] = product;
     const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveIsa());
     if (m <= kMostDecodeRows) {
-      if (!b_finite_ || !MultiplyListed(context, memory, product, a, b, kernel.multiply_rows_float, kDenseDecode, y)) {
-        MultiplyDense(context, product, a, b, y);
-      }
-      return;
+      return b_finite_ ? MultiplyListed(context, memory, product, a, b, kernel.multiply_rows_float, y)
+                       : MultiplyDense(context, product, a, b, y);
     }
     const FloatRows a_rows = Matrix(a, m, k);
     const FloatRows b_rows = Matrix(b, k, n);
-    uint64_t* words = reinterpret_cast<uint64_t*>(
-        memory(static_cast<size_t>(2 * MaskWords(k) + BlockPanels(n)) * sizeof(uint64_t)));
+    uint64_t* words =
+        reinterpret_cast<uint64_t*>(memory(static_cast<size_t>(2 * MaskWords(k) + BlockPanels(n)) * sizeof(uint64_t)));
     if (LooksDense(kernel, a_rows, b_rows, words, words + 2 * MaskWords(k))) {
       return MultiplyDense(context, product, a, b, y);
     }
@@ -346,9 +343,8 @@ class Kernel {
     const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveIsa());
     const bool is_int8 = weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
     if (m <= kMostDecodeRows) {
-      MultiplyListed(context, memory, product, a, b, is_int8 ? kernel.multiply_rows_int8 : kernel.multiply_rows_bf16,
-                     2.0, y);
-      return;
+      return MultiplyListed(context, memory, product, a, b,
+                            is_int8 ? kernel.multiply_rows_int8 : kernel.multiply_rows_bf16, y);
     }
     int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(k + kBlockColumns) * sizeof(int32_t)));
     float* used_a = memory.Floats(m * (k + kBlockColumns));
@@ -386,9 +382,9 @@ class Kernel {
 
   const uint8_t* Always() const { return always_.empty() ? nullptr : always_.data(); }
 
-  // Reads only the rows of B that A uses; false, and nothing done, if these are `too_many` of all or more.
-  bool MultiplyListed(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
-                      const void* b, MultiplyRowsFn* multiply, double too_many, float* y) const {
+  // Reads only the rows of B that A uses.
+  void MultiplyListed(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
+                      const void* b, MultiplyRowsFn* multiply, float* y) const {
     const auto [m, k, n] = product;
     RowsArgs args;
     args.m = m;
@@ -399,7 +395,6 @@ class Kernel {
     float* used_a = memory.Floats(m * args.a_row);
     int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(args.a_row) * sizeof(int32_t)));
     args.count = SelectMaskedMatMul(ActiveIsa()).list_inputs(Matrix(a, m, k), Always(), inputs, used_a, args.a_row);
-    if (static_cast<double>(args.count) >= too_many * static_cast<double>(k)) return false;
     args.a = used_a;
     args.inputs = inputs;
     float* sums = nullptr;
@@ -408,13 +403,14 @@ class Kernel {
       args.group = group_ == 0 ? k : group_;
       sums = memory.Floats(m * n);
     }
-    const int64_t columns = std::max<int64_t>(kBlockColumns, kPieceColumns / m / kBlockColumns * kBlockColumns);
+    const auto most_pieces = std::max<int64_t>(1, std::thread::hardware_concurrency());
+    const int64_t pieces = std::clamp<int64_t>(n / kLeastColumns, 1, most_pieces);
+    const int64_t columns = ((n + pieces - 1) / pieces + kBlockColumns - 1) / kBlockColumns * kBlockColumns;
     ParallelFor(context, (n + columns - 1) / columns, [&](int64_t piece) {
       RowsArgs of_piece = args;
       of_piece.sums = sums == nullptr ? nullptr : sums + piece * columns * m;
       multiply(of_piece, piece * columns, std::min(n, (piece + 1) * columns));
     });
-    return true;
   }
 
   // The dense product of the inputs that A and B both use.

@@ -1,7 +1,8 @@
 // The rows kernels of all tiers, over the Block of tile_loop.h: y = the listed rows of B, weighted.
 //
-// Four rows of B at a time: their products are added to y in one pass over it, and y stays in the L1 cache, so that the
-// loop waits for B alone.
+// Four rows of B at a time, as many streams as the processor's prefetcher follows well: their products are added to y
+// in one pass over it, and y stays in a cache, so that the loop waits for B alone. The rows are read far along before
+// the next four are: asking for lines by hand, or narrow pieces, made it slower.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@ namespace ortolan {
 namespace {
 
 inline constexpr int64_t kRowsAtATime = 4;
-inline constexpr int64_t kCachedFloats = 4096;  // of y: half of a small L1
+inline constexpr int64_t kStripColumns = 512;    // of B: what four rows of A use at a time
+inline constexpr int64_t kCachedFloats = 16384;  // of y, for its rows together
 
 struct FloatWeights {
   using Number = float;
@@ -46,42 +48,65 @@ struct Int8Weights {
   static float ToFloat(int8_t number) { return number; }
 };
 
-// sums[i][j] += the products of inputs first … first+kCount-1, for columns of the panel.
-template <typename Block, typename Weights, int kCount>
-void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
+// sums[i][j] += a[i][r] x rows[r][j] for kRows rows of A and kCount rows of B, whose weights in A stay in registers.
+template <typename Block, typename Weights, int kRows, int kCount>
+void AddProducts(const float* a, int64_t a_row, const typename Weights::Number* const* rows, float* sums,
+                 int64_t sums_row, int64_t begin, int64_t end) {
   using Vector = typename Block::Vector;
-  using Number = typename Weights::Number;
-  const Number* rows[kCount];
-  const Number* next[kCount];
-  for (int r = 0; r < kCount; ++r) {
-    rows[r] = static_cast<const Number*>(args.b) + args.inputs[first + r] * args.n + column;
-    // The same columns of the rows that come next: the processor's own prefetcher cannot know them.
-    const int64_t ahead = first + kCount + r < args.count ? first + kCount + r : args.count - 1;
-    next[r] = static_cast<const Number*>(args.b) + args.inputs[ahead] * args.n + column;
+  typename Block::Scalar weights[kRows][kCount];
+  ORTOLAN_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    ORTOLAN_UNROLL
+    for (int r = 0; r < kCount; ++r) weights[i][r] = Block::Broadcast(a + i * a_row + r);
   }
-  int64_t j = 0;
-  for (; j + kBlockColumns <= columns; j += kBlockColumns) {
+  int64_t j = begin;
+  for (; j + kBlockColumns <= end; j += kBlockColumns) {
     Vector w[kCount];
     ORTOLAN_UNROLL
-    for (int r = 0; r < kCount; ++r) {
-      w[r] = Weights::template Load<Block>(rows[r] + j);
-      if (j % (64 / static_cast<int64_t>(sizeof(Number))) == 0) __builtin_prefetch(next[r] + j);
-    }
-    for (int64_t i = 0; i < args.m; ++i) {
-      const float* a = args.a + i * args.a_row + first;
-      float* to = sums + i * sums_row + j;
-      Vector sum = Block::Load(to);
+    for (int r = 0; r < kCount; ++r) w[r] = Weights::template Load<Block>(rows[r] + j);
+    ORTOLAN_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      Vector sum = Block::Load(sums + i * sums_row + j);
       ORTOLAN_UNROLL
-      for (int r = 0; r < kCount; ++r) sum = Block::MultiplyAdd(Block::Broadcast(a + r), w[r], sum);
-      Block::Store(to, sum);
+      for (int r = 0; r < kCount; ++r) sum = Block::MultiplyAdd(weights[i][r], w[r], sum);
+      Block::Store(sums + i * sums_row + j, sum);
     }
   }
-  for (; j < columns; ++j) {
-    for (int64_t i = 0; i < args.m; ++i) {
-      const float* a = args.a + i * args.a_row + first;
+  for (; j < end; ++j) {
+    for (int i = 0; i < kRows; ++i) {
       float sum = sums[i * sums_row + j];
-      for (int r = 0; r < kCount; ++r) sum += a[r] * Weights::ToFloat(rows[r][j]);
+      for (int r = 0; r < kCount; ++r) sum += a[i * a_row + r] * Weights::ToFloat(rows[r][j]);
       sums[i * sums_row + j] = sum;
+    }
+  }
+}
+
+// The same for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
+template <typename Block, typename Weights, int kCount>
+void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
+  using Number = typename Weights::Number;
+  constexpr int64_t kRegisterRows = Block::kVectorsABlock == 1 ? 4 : 1;
+  const Number* rows[kCount];
+  for (int r = 0; r < kCount; ++r) {
+    rows[r] = static_cast<const Number*>(args.b) + args.inputs[first + r] * args.n + column;
+  }
+  const int64_t strip = args.m <= kRegisterRows ? columns : kStripColumns;
+  for (int64_t begin = 0; begin < columns; begin += strip) {
+    const int64_t end = columns - begin < strip ? columns : begin + strip;
+    for (int64_t i = 0; i < args.m;) {
+      const float* a = args.a + i * args.a_row + first;
+      float* to = sums + i * sums_row;
+      const int64_t left = args.m - i;
+      if (kRegisterRows >= 4 && left >= 4) {
+        AddProducts<Block, Weights, 4, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        i += 4;
+      } else if (kRegisterRows >= 2 && left >= 2) {
+        AddProducts<Block, Weights, 2, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        i += 2;
+      } else {
+        AddProducts<Block, Weights, 1, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        i += 1;
+      }
     }
   }
 }
@@ -98,7 +123,7 @@ void AddListed(const RowsArgs& args, int64_t begin, int64_t end, float* sums, in
 
 template <typename Block, typename Weights>
 void MultiplyRows(const RowsArgs& args, int64_t column_begin, int64_t column_end) {
-  const int64_t most = kCachedFloats / args.m < 64 ? 64 : kCachedFloats / args.m;
+  const int64_t most = kCachedFloats / args.m < 512 ? 512 : kCachedFloats / args.m;
   for (int64_t column = column_begin; column < column_end; column += most) {
     const int64_t columns = column_end - column < most ? column_end - column : most;
     for (int64_t i = 0; i < args.m; ++i) __builtin_memset(args.y + i * args.n + column, 0, columns * sizeof(float));
@@ -136,7 +161,8 @@ int64_t ListInputs(const FloatRows& a, const uint8_t* always, int32_t* inputs, f
       used |= Block::Bits(left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left));
     }
     if (always != nullptr) {
-      for (int64_t l = 0; l < kBlockColumns && l < left; ++l) used |= static_cast<uint32_t>(always[first + l] != 0) << l;
+      for (int64_t l = 0; l < kBlockColumns && l < left; ++l)
+        used |= static_cast<uint32_t>(always[first + l] != 0) << l;
     }
     for (; used != 0; used &= used - 1) {
       const int64_t l = first + __builtin_ctz(used);
@@ -151,7 +177,7 @@ int64_t ListInputs(const FloatRows& a, const uint8_t* always, int32_t* inputs, f
 }  // namespace
 
 // Defines the functions that a row of kernels.inc declares.
-#define ORTOLAN_MASKED_KERNEL(name, Block, kTileRows, kSparseTileRows)                                             \
+#define ORTOLAN_MASKED_KERNEL(name, Block, kTileRows, kSparseTileRows)                                              \
   bool ScanRows##name(const FloatRows& a, uint64_t* mask) { return ScanRows<Block>(a, mask); }                      \
   bool ScanBlocks##name(const FloatRows& b, uint64_t* masks, int64_t stride) {                                      \
     return ScanBlocks<Block>(b, masks, stride);                                                                     \

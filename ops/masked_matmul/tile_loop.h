@@ -78,28 +78,27 @@ bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
 
 // ---- packing --------------------------------------------------------------------------------------------------------
 
+// Panel by panel: the rows' loads jump, but the number of blocks, and not each bit, is what a branch must guess.
 template <typename Block>
 void PackBlocks(const PackBlocksArgs& args) {
   const int64_t panels = BlockPanels(args.b.columns);
-  for (int64_t i = 0; i < args.b.rows; ++i) {
-    const float* from = args.b.Row(i);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      if (((args.masks[panel * args.stride] >> i) & 1) == 0) continue;
-      const int64_t column = panel * kBlockColumns;
-      const int64_t left = args.b.columns - column;
-      int64_t place = args.places[panel];
-      if (args.slots) {
-        place += i;
-      } else {
-        args.inputs[place] = args.first_row + static_cast<uint32_t>(i);
-        ++args.places[panel];
-      }
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const int64_t column = panel * kBlockColumns;
+    const int64_t left = args.b.columns - column;
+    int64_t place = args.places[panel];
+    for (uint64_t bits = args.masks[panel * args.stride]; bits != 0; bits &= bits - 1, ++place) {
+      const int64_t i = __builtin_ctzll(bits);
+      const float* from = args.b.Row(i) + column;
+      const uint32_t row = args.first_row + static_cast<uint32_t>(i);
       Block::Store(args.values + place * kBlockColumns,
-                   left >= kBlockColumns ? Block::Load(from + column) : Block::LoadFirst(from + column, left));
+                   left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left));
+      if (args.ranks == nullptr) {
+        args.inputs[place] = row;
+      } else {
+        args.ranks[panel * args.ranks_row + row] = static_cast<uint16_t>(place - args.starts[panel]);
+      }
     }
-  }
-  if (args.slots) {
-    for (int64_t panel = 0; panel < panels; ++panel) args.places[panel] += args.b.rows;
+    args.places[panel] = place;
   }
 }
 
@@ -193,10 +192,10 @@ void MultiplySparseTile(const SparseTileArgs& args) {
     uint64_t four;
     __builtin_memcpy(&four, args.list + q, sizeof(four));
     const uint64_t l[] = {four & 0xffff, (four >> 16) & 0xffff, (four >> 32) & 0xffff, four >> 48};
-    sums.template Add<0>(args.tile + l[0] * kRows, args.values + l[0] * kBlockColumns);
-    sums.template Add<kChains - 1>(args.tile + l[1] * kRows, args.values + l[1] * kBlockColumns);
-    sums.template Add<0>(args.tile + l[2] * kRows, args.values + l[2] * kBlockColumns);
-    sums.template Add<kChains - 1>(args.tile + l[3] * kRows, args.values + l[3] * kBlockColumns);
+    sums.template Add<0>(args.tile + l[0] * kRows, args.values + args.ranks[l[0]] * kBlockColumns);
+    sums.template Add<kChains - 1>(args.tile + l[1] * kRows, args.values + args.ranks[l[1]] * kBlockColumns);
+    sums.template Add<0>(args.tile + l[2] * kRows, args.values + args.ranks[l[2]] * kBlockColumns);
+    sums.template Add<kChains - 1>(args.tile + l[3] * kRows, args.values + args.ranks[l[3]] * kBlockColumns);
   }
   sums.Store(args);
 }

@@ -40,9 +40,9 @@ struct Avx512Block {
     const __m512d ab_low = pairs(_mm512_unpacklo_ps(a, b)), ab_high = pairs(_mm512_unpackhi_ps(a, b));
     const __m512d cd_low = pairs(_mm512_unpacklo_ps(c, d)), cd_high = pairs(_mm512_unpackhi_ps(c, d));
     // Lane l of columns[i] is column 4 l + i.
-    const __m512 columns[] = {
-        floats(_mm512_unpacklo_pd(ab_low, cd_low)), floats(_mm512_unpackhi_pd(ab_low, cd_low)),
-        floats(_mm512_unpacklo_pd(ab_high, cd_high)), floats(_mm512_unpackhi_pd(ab_high, cd_high))};
+    const __m512 columns[] = {floats(_mm512_unpacklo_pd(ab_low, cd_low)), floats(_mm512_unpackhi_pd(ab_low, cd_low)),
+                              floats(_mm512_unpacklo_pd(ab_high, cd_high)),
+                              floats(_mm512_unpackhi_pd(ab_high, cd_high))};
     ORTOLAN_UNROLL
     for (int i = 0; i < 4; ++i) {
       _mm_storeu_ps(to + i * to_row, _mm512_castps512_ps128(columns[i]));

@@ -51,7 +51,7 @@ def assert_product_close(y: np.ndarray, a: np.ndarray, b: np.ndarray, products: 
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
         np.testing.assert_array_equal(y[np.isinf(expected)], expected[np.isinf(expected)].astype(np.float32))
-        magnitude = np.abs(np.nan_to_num(a64)) @ np.abs(np.nan_to_num(b64))
+        magnitude = np.abs(np.where(np.isfinite(a64), a64, 0)) @ np.abs(np.where(np.isfinite(b64), b64, 0))
     bound = (a.shape[1] + 8 * products) * U * magnitude + 1e-37
     error = np.abs(np.where(finite, y, 0) - np.where(finite, expected, 0))
     assert np.all(error <= bound), f"largest error over bound: {np.max(error - bound)}"
