@@ -94,9 +94,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     return result
 
 
-def _cases(
-    options: BenchOptions, kinds: Sequence[str]
-) -> Iterator[tuple[str, Callable[[int], Iterator[BenchRow]]]]:
+def _cases(options: BenchOptions, kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[int], Iterator[BenchRow]]]]:
     """What is measured, by name, and how for a number of threads."""
     quick = options.quick
     seconds = QUICK_SECONDS if quick else SECONDS
@@ -170,9 +168,7 @@ def sparse_blocks(rng: np.random.Generator, rows: int, columns: int, share: floa
     return x
 
 
-def _product(
-    case: dict[str, Any], a: np.ndarray, b: np.ndarray, threads: int, seconds: float
-) -> Iterator[BenchRow]:
+def _product(case: dict[str, Any], a: np.ndarray, b: np.ndarray, threads: int, seconds: float) -> Iterator[BenchRow]:
     calls = {
         "ours": product_call(OP, a, b, threads),
         "ort_matmul": product_call("MatMul", a, b, threads),
@@ -196,7 +192,7 @@ def csr_call(a: np.ndarray, b: np.ndarray) -> dict[str, Call]:
 
 def product_model(op_type: str) -> onnx.ModelProto:
     """y = a b of matrices that are fed, by ORT's MatMul or ours."""
-    attributes = {"domain": "ai.ortolan", "format_version": 1} if op_type == OP else {}
+    attributes: dict[str, Any] = {"domain": "ai.ortolan", "format_version": 1} if op_type == OP else {}
     graph = helper.make_graph(
         [helper.make_node(op_type, ["a", "b"], ["y"], "product", **attributes)],
         "product",
@@ -260,8 +256,8 @@ def decode_candidates(
     """Ours, the peer's name, and the peer; None: ours without zeros."""
     attributes = {"format_version": 1}
     if weights == "int8":
-        constants = [rng.integers(-127, 128, (k, n), dtype=np.int8), rng.random((1, n), dtype=np.float32)]
-        return ort_candidate(Node(OP, constants, "ai.ortolan", attributes), k, n), "ortolan_dense_int8", None
+        q, scales = rng.integers(-127, 128, (k, n), dtype=np.int8), rng.random((1, n), dtype=np.float32)
+        return ort_candidate(Node(OP, [q, scales], "ai.ortolan", attributes), k, n), "ortolan_dense_int8", None
     w = sparse_numbers(rng, k, n, 0.0)
     if weights == "float":
         ours = ort_candidate(Node(OP, [w], "ai.ortolan", attributes), k, n)

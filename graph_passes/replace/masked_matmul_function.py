@@ -1,8 +1,7 @@
 """MaskedMatMul as an ONNX function: its specification, and what runs where our library is not registered.
 
 It uses only operators that mean the same from opset 13 on, and serves any rank of A and B. A function cannot ask
-whether an input is there, so its nodes have all inputs: NO_SCALE stands for a b_scale that is not needed, NO_MASK for a
-mask.
+whether an input is there, so its nodes have all inputs: NO_SCALE and NO_MASK stand for what is not needed.
 """
 
 from __future__ import annotations

@@ -44,10 +44,8 @@ def assert_product_close(y: np.ndarray, a: np.ndarray, b: np.ndarray, products: 
     assert y.dtype == np.float32 and y.shape == (a.shape[0], b.shape[1])
     with np.errstate(invalid="ignore"):
         a64, b64 = a.astype(np.float64), b.astype(np.float64)
-        if np.isfinite(a64).all() and np.isfinite(b64).all():
-            expected = a64 @ b64
-        else:
-            expected = expected_product(a, b)
+        all_finite = np.isfinite(a64).all() and np.isfinite(b64).all()
+        expected = a64 @ b64 if all_finite else expected_product(a, b)
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
         np.testing.assert_array_equal(y[np.isinf(expected)], expected[np.isinf(expected)].astype(np.float32))
