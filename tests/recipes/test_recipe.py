@@ -106,7 +106,10 @@ def test_refused(text, message):
 def test_passes_in_the_wrong_order(names):
     before, after = names.split()
     steps = [{"name": name} for name in ("normalize", before, after)]
-    order = "normalize, calibrate, prune, quantize, fuse_attention, ranges, compress_cache, replace, fuse_lut, verify"
+    order = (
+        "normalize, calibrate, prune, quantize, fuse_attention, ranges, activations, compress_cache, replace, "
+        "fuse_lut, verify"
+    )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
         Recipe.from_dict({"name": "r", "pass": steps})
