@@ -207,7 +207,7 @@ def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
 
 # ---- inputs that are sparse by themselves ----------------------------------------------------------------------------
 
-# Operators whose output is zero wherever their first input is; with the others of Mul it is the same.
+# Operators whose output is zero wherever their first input is.
 _KEEPS_ZEROS = {
     *("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "Dropout", "Cast"),
     *("Abs", "Neg", "Sqrt", "Div"),
@@ -216,24 +216,37 @@ _KEEPS_ZEROS = {
 
 def is_sparse_by_itself(x: ir.Value | None) -> bool:
     """Whether zeros stand in x wherever a ReLU, in front of it, has put them."""
-    node = x.producer() if x is not None else None
-    if node is None or node.domain not in DEFAULT_DOMAINS or not node.inputs:
-        return False
-    match node.op_type:
-        case "Relu" | "ThresholdedRelu":
+    waiting, seen = [x], set[ir.Node]()
+    while waiting:
+        value = waiting.pop()
+        node = value.producer() if value is not None else None
+        if node is None or node in seen or node.domain not in DEFAULT_DOMAINS or not node.inputs:
+            continue
+        if _makes_zeros(node):
             return True
-        case "Clip":  # ReLU6
-            low = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
-            return low is not None and low.size == 1 and float(low.numpy().item()) == 0
-        case "Max":
-            constants = [tensor for value in node.inputs if (tensor := constant_tensor(value)) is not None]
-            return len(node.inputs) == 2 and len(constants) == 1 and not np.any(constants[0].numpy())
-        case "Mul":
-            return any(map(is_sparse_by_itself, node.inputs))
-        case "Pow":
-            power = constant_tensor(node.inputs[1])
-            return power is not None and bool(np.all(power.numpy() > 0)) and is_sparse_by_itself(node.inputs[0])
-    return node.op_type in _KEEPS_ZEROS and is_sparse_by_itself(node.inputs[0])
+        seen.add(node)
+        waiting += _zeros_from(node)
+    return False
+
+
+def _makes_zeros(node: ir.Node) -> bool:
+    if node.op_type == "Clip":  # ReLU6
+        low = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
+        return low is not None and low.size == 1 and float(low.numpy().item()) == 0
+    if node.op_type == "Max":
+        constants = [tensor for value in node.inputs if (tensor := constant_tensor(value)) is not None]
+        return len(node.inputs) == 2 and len(constants) == 1 and not np.any(constants[0].numpy())
+    return node.op_type in ("Relu", "ThresholdedRelu")
+
+
+def _zeros_from(node: ir.Node) -> list[ir.Value | None]:
+    """The inputs of which any one makes the output zero where it is."""
+    if node.op_type == "Mul":
+        return list(node.inputs)
+    if node.op_type == "Pow":
+        power = constant_tensor(node.inputs[1])
+        return [node.inputs[0]] if power is not None and bool(np.all(power.numpy() > 0)) else []
+    return [node.inputs[0]] if node.op_type in _KEEPS_ZEROS else []
 
 
 # ---- the model with its thresholds -----------------------------------------------------------------------------------

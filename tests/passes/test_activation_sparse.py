@@ -142,6 +142,13 @@ def test_inputs_behind_a_relu_are_found(form):
     assert found == {"u": False, "t": False, "p": form in SPARSE}
 
 
+def test_a_long_chain_of_squares_is_followed_once():
+    squares = [node("Mul", f"q{index} q{index}", f"q{index + 1}") for index in range(60)]
+    between = [node("Identity", "u", "q0"), *squares, node("Identity", "q60", "v")]
+    model = ir.from_proto(mlp_model(between))
+    assert not any(is_sparse_by_itself(linear.x) for linear in linears_in(model))
+
+
 @pytest.mark.parametrize("form", SPARSE)
 def test_they_need_no_threshold_and_nothing_changes(form):
     model, feeds = mlp_model(SPARSE[form]), some_x()
