@@ -36,8 +36,9 @@ _STEPS = 256  # shares of zeros that are tried for a given error: multiples of 1
 class ActivationsOptions(PassOptions):
     # The share of each input that is to be zero. Neither this nor an error: only inputs that are sparse by themselves.
     sparsity: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
-    # The largest ||(X - X')W|| / ||XW|| of a layer, X' being what is left of its inputs X; of layers that share an
-    # input, of each.
+    # The largest ||(x - x')W|| / ||xW|| of a layer, x' being what is left of its input x: the root mean square over
+    # tokens, so that the few whose inputs are huge (a text's first one) do not decide. Of layers that share an input,
+    # of each.
     error: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
     max_numbers: int = field(default=1 << 18, metadata=takes("int", low=16))  # kept of each input, drawn at random
     max_rows: int = field(default=256, metadata=takes("int", low=1))  # error: inputs (tokens) on which it is measured
@@ -174,14 +175,15 @@ def quantile(magnitudes: np.ndarray, share: float) -> float:
 
 def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], magnitudes: np.ndarray) -> float:
     """The largest threshold for inputs x float32 [rows, k] at which no layer's output is off by more than the error,
-    in the norm over all rows; found by bisection of the share of `magnitudes`, ascending, that it makes zero."""
+    in the root mean square over rows; found by bisection of the share of `magnitudes`, ascending, that it makes zero.
+    """
 
     def is_within(threshold: float) -> bool:
         lost = np.where(np.abs(x) <= threshold, x, 0)
-        return all(float(np.linalg.norm(lost @ matrix)) <= error * norm for matrix, norm in products)
+        return all(_relative(lost @ matrix, norms) <= error for matrix, norms in products)
 
     matrices = [linear.matrix() for linear in linears]
-    products = [(matrix, float(np.linalg.norm(x @ matrix))) for matrix in matrices]
+    products = [(matrix, np.linalg.norm(x @ matrix, axis=1)) for matrix in matrices]
     within, beyond = 0, _STEPS
     while beyond - within > 1:
         middle = (within + beyond) // 2
@@ -190,6 +192,13 @@ def threshold_within(error: float, x: np.ndarray, linears: Sequence[Linear], mag
         else:
             beyond = middle
     return quantile(magnitudes, within / _STEPS)
+
+
+def _relative(lost: np.ndarray, norms: np.ndarray) -> float:
+    """The root mean square of what rows have lost, as shares of their norms [rows]; without rows that are zero."""
+    counted = norms > 0
+    shares = np.linalg.norm(lost[counted], axis=1) / norms[counted]
+    return float(np.sqrt(np.mean(shares * shares))) if len(shares) else 0.0
 
 
 def _batches(widths: Mapping[str, int], rows: int) -> Iterator[list[str]]:
