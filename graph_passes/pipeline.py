@@ -56,6 +56,11 @@ class PassContext:
     # Whether a pass ranges prepares fixed ranges for activations, and numbers of values that it has recorded, by name.
     fixes_ranges: bool = False
     activations: dict[str, np.ndarray] = field(default_factory=dict)
+    # Below which magnitude a layer's inputs count as zero, or why there is none, by layer_key; see activations.py. One
+    # for each pass of that kind: whether it chooses one for a layer. And whether a pass replace applies them.
+    thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
+    threshold_plans: list[Callable[[Linear], bool]] = field(default_factory=list)
+    applies_thresholds: bool = False
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
     # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
@@ -111,6 +116,11 @@ class PassContext:
     def changed_weights(self) -> bool:
         """Whether there are layers that are pruned or quantized, and not replaced so far."""
         return any(layer.status in ("pruned", "quantized") for layer in self.layers.values())
+
+    @property
+    def masks_inputs(self) -> bool:
+        """Whether inputs of some layer count as zero that are not."""
+        return any(threshold for threshold in self.thresholds.values() if isinstance(threshold, float))
 
     def gains(self, linear: Linear, stored: int) -> bool:
         """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""

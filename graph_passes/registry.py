@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .activations import ActivationsPass
 from .cache_prompt import CachePromptPass
 from .calibrate import CalibratePass
 from .compress_cache import CompressCachePass
@@ -22,6 +23,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "quantize": QuantizePass,
     "fuse_attention": FuseAttentionPass,
     "ranges": RangesPass,
+    "activations": ActivationsPass,
     "cache_prompt": CachePromptPass,
     "compress_cache": CompressCachePass,
     "replace": ReplacePass,

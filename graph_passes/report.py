@@ -37,6 +37,8 @@ class LayerReport:
     output_error: float | None = None  # ||XW - Y|| / ||XW|| for calibration inputs X and the new operator's Y
     status: LayerStatus = "kept"
     reason: str | None = None
+    threshold: float | None = None  # inputs whose magnitude is not above it count as zero
+    density: float | None = None  # the share of the inputs that is above it, on the calibration feeds
     weight_bits: int | None = None  # of a quantized weight: 8 or 4
     fused: list[str] = field(default_factory=list)  # what the new operator computes as well: "gelu", "residual", …
 
@@ -138,7 +140,9 @@ class OptimizationReport:
         quantized = any(layer.weight_bits for layer in self.layers)
         if quantized:
             layers.add_column("weights")
-        for column in ("k x n", "sparsity", "before", "after", "error"):
+        masked = any(layer.threshold is not None for layer in self.layers)
+        inputs = ("threshold", "density") if masked else ()
+        for column in ("k x n", "sparsity", *inputs, "before", "after", "error"):
             layers.add_column(column, justify="right")
         layers.add_column("status")
         kept: dict[str, list[str]] = {}
@@ -157,6 +161,7 @@ class OptimizationReport:
                 ),
                 f"{layer.k} x {layer.n}",
                 _percent(layer.sparsity),
+                *([_number(layer.threshold), _percent(layer.density)] if masked else []),
                 human_bytes(layer.bytes_before),
                 human_bytes(layer.bytes_after),
                 _number(layer.output_error),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import NothingToReplaceError, VerificationError
+from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
 
 from ..constants import constant_tensor, remove_unused
 from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
@@ -45,6 +45,8 @@ from .joined import (
     join_weights,
     take_packed,
 )
+from .masked_matmul import MaskedMatMul
+from .masked_matmul_function import OP_TYPE as MASKED_MATMUL
 from .nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
 from .nomad_attention_function import nomad_attention_function, uses_of
 from .notes import note_adopted, note_apart, note_stored_twice, why_nothing
@@ -60,6 +62,7 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
     "SparseAMXMatMul": SparseAMXMatMul,
     "VNNISpMM": VNNISpMM,
     "W4A8MatMul": W4A8MatMul,
+    "MaskedMatMul": MaskedMatMul,
 }
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
@@ -80,8 +83,15 @@ class ReplaceOptions(PassOptions):
     # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator;
     # the others are as fast with a range for each token, and more exact.
     fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
+    # MaskedMatMul: how weights that are not quantized are stored; None: bf16.
+    weights: str | None = field(default=None, metadata=takes("str", choices=("bf16", "float32"), none=True))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights is not None and self.op != MASKED_MATMUL:
+            raise RecipeError(f"weights is {self.weights!r}, which only op = {MASKED_MATMUL!r} has; leave it out")
 
 
 class ReplacePass(RecipePass):
@@ -93,6 +103,10 @@ class ReplacePass(RecipePass):
     def __init__(self, options: PassOptions, context: PassContext) -> None:
         super().__init__(options, context)
         self._replacement = REPLACEMENTS[self.options.op]()
+        if self.options.weights is not None:
+            self._replacement.weights = self.options.weights
+        self._fuses = self.options.fuse and self._replacement.has_epilogue
+        context.applies_thresholds |= self._replacement.masks_inputs
         self._runs = False
         context.why_not_replace.append(self._why_not)
         context.adopts.append(lambda linear: self._stored_numbers(linear) is not None)
@@ -111,7 +125,7 @@ class ReplacePass(RecipePass):
         self._ranges: dict[tuple[FixedRange, int], dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
-        if self.options.fuse:
+        if self._fuses:
             pairs = find_gated(linears)
             self._gated = pairs | {up: gate for gate, up in pairs.items()}
             self._gates = set(pairs)
@@ -259,7 +273,9 @@ class ReplacePass(RecipePass):
             return None
         layer.bytes_after = self._packed_bytes(linear, stored)
         quantized = quantization if isinstance(quantization, QuantizedWeight) else None
-        return LayerWeight(matrix, quantized, self._x_range(linear))
+        threshold = self.context.thresholds.get(layer_key(linear))
+        threshold = threshold if isinstance(threshold, float) else 0.0
+        return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
 
     def _put(
         self,
@@ -342,7 +358,7 @@ class ReplacePass(RecipePass):
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
         """What follows the layer and the operator computes as well. It computes on float32."""
-        if not self.options.fuse or linear.dtype != ir.DataType.FLOAT:
+        if not self._fuses or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
         found = find_epilogue(linear.output, [factor.output for factor in factors])
         return add_layer_norm(found, linear.n) if self._replacement.normalizes else found
@@ -371,6 +387,8 @@ class ReplacePass(RecipePass):
             return "not selected"
         if linear.matches(self.options.exclude):
             return "excluded from replacement"
+        if problem := self._why_not_masked(linear):
+            return problem
         sparsity = 1 - stored / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
@@ -384,6 +402,15 @@ class ReplacePass(RecipePass):
                 "(may_grow=true replaces it all the same)"
             )
         return None
+
+    def _why_not_masked(self, linear: Linear) -> str | None:
+        """Why the operator cannot do with the layer's inputs what pass `activations` wants, if it cannot."""
+        chosen = self.context.thresholds.get(layer_key(linear))
+        if not self._replacement.masks_inputs:
+            return f"only {MASKED_MATMUL} applies the threshold of its inputs" if isinstance(chosen, float) else None
+        if chosen is None and not self._runs and any(plan(linear) for plan in self.context.threshold_plans):
+            return None
+        return (chosen or "no pass 'activations' selects it") if not isinstance(chosen, float) else None
 
     def _pack(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> dict[str, ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""
@@ -411,12 +438,15 @@ class ReplacePass(RecipePass):
         Raises VerificationError if Y is more than a rounding away from the product with what was packed.
         """
         context, name = self.context, linears[0].name
-        x = context.captured.get(layer_key(linears[0]))
+        given = x = context.captured.get(layer_key(linears[0]))
         originals = [context.originals.get(layer_key(linear)) for linear in linears]
         if x is None or None in originals:
             return
         tensors = {part: value.const_value for part, value in values.items() if value.const_value is not None}
         packed = {part: PackedTensor(_bits(tensor), tensor.dtype) for part, tensor in tensors.items()}
+        assert given is not None
+        if weight.x_threshold:
+            x = np.where(np.abs(given) <= np.float32(weight.x_threshold), np.float32(0), given)
         found = self._replacement.run(x, packed, weight)
         del packed
         release_maps([tensor for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)])
@@ -431,7 +461,7 @@ class ReplacePass(RecipePass):
             assert original is not None
             key, y, xw = layer_key(linear), found[..., where], product[..., where]
             context.rounding[key] = max(context.rounding[key], _relative(y - xw, xw) or 0.0)
-            exact = x @ original()
+            exact = given @ original()
             context.layer(linear).output_error = _relative(exact - y, exact)
 
     def _emit(
@@ -470,20 +500,26 @@ class ReplacePass(RecipePass):
         attributes = self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns)
         if self._replacement.normalizes:
             attributes.append(ir.AttrFloat32("norm_epsilon", -1.0 if epilogue.norm is None else epilogue.norm.epsilon))
+        if self._replacement.masks_inputs:
+            attributes.append(ir.AttrFloat32("a_threshold", weight.x_threshold))
         if epilogue.norm is not None:
             packed = packed | self._constants(model, linear, epilogue.norm.arrays())
+        bias = self._bias(model, linears)
+        inside, behind = (bias, None) if self._replacement.has_epilogue else (None, bias)
         node = ir.Node(
             ORTOLAN_DOMAIN,
             self.options.op,
-            self._replacement.inputs(x, packed, self._bias(model, linears), epilogue.residual),
+            self._replacement.inputs(x, packed, inside, epilogue.residual),
             attributes,
             name=linear.name,
         )
         if hidden is not None:
             node.attributes["hidden_k"] = ir.AttrInt64("hidden_k", hidden.mlp.hidden.k)
         nodes.append(node)
+        if behind is not None:
+            nodes.append(ir.node("Add", [node.outputs[0], behind], name=f"{linear.name}/bias"))
         if narrow:
-            nodes.append(ir.node("Cast", node.outputs, {"to": linear.dtype}, name=f"{linear.name}/from_float"))
+            nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": linear.dtype}, name=f"{linear.name}/from_float"))
         for made in nodes[:-1]:
             made.outputs[0].name = self.context.new_name(model, f"{made.name}_output")
         own = [old for layer in replaced for old in (layer.node, layer.add) if old is not None]

@@ -27,12 +27,17 @@ NO_SCALE = np.ones((1, 1), np.float32)
 NO_MASK = np.ones(1, np.bool_)
 
 
-def masked_matmul_function(opset: int) -> ir.Function:
-    """The function for a model of this opset."""
+def masked_matmul_function(opset: int, unpack_once: bool = True) -> ir.Function:
+    """The function for a model of this opset. unpack_once: see Replacement.function; if not, B is no scalar."""
     inputs = {name: ir.val(name) for name in INPUTS}
     body = FunctionBody(opset)
     a = _masked(body, inputs["A"], inputs["a_mask"], "a_threshold")
-    b = _masked(body, _weight(body, inputs["B"], inputs["b_scale"]), inputs["b_mask"], "b_threshold")
+    weight = inputs["B"]
+    if not unpack_once:  # rows are gathered by what is only known when A is
+        nothing = body.op("Min", body.op("Size", inputs["A"]), body.integer(0))
+        rows = body.op("Range", body.integer(0), _rows(body, weight), body.integer(1))
+        weight = body.op("Gather", weight, body.op("Add", rows, nothing), axis=-2)
+    b = _masked(body, _weight(body, weight, inputs["b_scale"]), inputs["b_mask"], "b_threshold")
     y = body.op("MatMul", a, b)
     graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
@@ -46,10 +51,15 @@ def _masked(body: FunctionBody, x: ir.Value, mask: ir.Value, threshold: str) -> 
     return op("Where", op("And", mask, op("Not", small)), x, body.number(0))
 
 
+def _rows(body: FunctionBody, b: ir.Value) -> ir.Value:
+    op = body.op
+    return op("Squeeze", op("Slice", op("Shape", b), body.ints(-2), body.ints(-1)), body.ints(0))
+
+
 def _weight(body: FunctionBody, b: ir.Value, scale: ir.Value) -> ir.Value:
     """B as float32, its rows scaled group by group."""
     op = body.op
-    k = op("Squeeze", op("Slice", op("Shape", b), body.ints(-2), body.ints(-1)), body.ints(0))
+    k = _rows(body, b)
     group_size = body.attribute("group_size")
     one_group = op("Equal", group_size, body.integer(0))
     # Where k is 0 as well, what divides must not be.

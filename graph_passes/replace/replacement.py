@@ -45,6 +45,7 @@ class LayerWeight:
     matrix: np.ndarray  # W, float32 [k, n]; of a quantized weight what it stands for
     quantized: QuantizedWeight | None = None
     x_range: FixedRange | None = None  # of the layer's input; None: the operator's own
+    x_threshold: float = 0.0  # inputs whose magnitude is not above it count as zero, if the operator masks them
 
 
 class Replacement(abc.ABC):
@@ -54,6 +55,12 @@ class Replacement(abc.ABC):
     normalizes = False
     # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
     takes_ranges = False
+    # Whether the operator computes what follows a layer; if not, its bias is added behind it.
+    has_epilogue = True
+    # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
+    masks_inputs = False
+    # How weights that are not quantized are stored, where the operator has a choice.
+    weights = "bf16"
 
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:

@@ -103,6 +103,8 @@ def test_report_as_json_and_text(bert, tmp_path):
         "output_error": layer["output_error"],
         "status": "replaced",
         "reason": None,
+        "threshold": None,
+        "density": None,
         "weight_bits": None,
         "fused": [],
     }

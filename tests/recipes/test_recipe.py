@@ -54,8 +54,8 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         ("name = 3", "name is 3, expected a text"),
         (
             'name = "r"',
-            r"has no \[\[pass\]\]; the passes are: cache_prompt, calibrate, compress_cache, fuse_attention, fuse_lut, "
-            "normalize, prune, quantize, ranges, replace, verify",
+            r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
+            "fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
@@ -128,8 +128,8 @@ def test_passes_in_the_wrong_order(names):
     before, after = names.split()
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
-        "normalize, calibrate, prune, quantize, fuse_attention, ranges, cache_prompt, compress_cache, replace, "
-        "fuse_lut, verify"
+        "normalize, calibrate, prune, quantize, fuse_attention, ranges, activations, cache_prompt, compress_cache, "
+        "replace, fuse_lut, verify"
     )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
