@@ -328,7 +328,7 @@ def test_float16_activations():
 def test_weights_that_are_unpacked_in_each_run(monkeypatch):
     model, feeds = mlp_model(DENSE["gelu"]), some_x()
     once = sparsify(model, feeds, sparsity=0.4, weights="bf16")
-    monkeypatch.setattr(replace, "_UNPACK_ONCE_LIMIT", 0)
+    monkeypatch.setattr(replace, "UNPACK_ONCE_LIMIT", 0)
     each = sparsify(model, feeds, sparsity=0.4, weights="bf16")
     assert op_types(each.model) == op_types(once.model)
     assert any("unpacks its weights anew" in note for note in each.notes)
