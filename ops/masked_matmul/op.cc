@@ -403,7 +403,8 @@ class Kernel {
       args.group = group_ == 0 ? k : group_;
       sums = memory.Floats(m * n);
     }
-    const auto most_pieces = std::max<int64_t>(1, std::thread::hardware_concurrency());
+    // Asked once: glibc opens a file to answer.
+    static const auto most_pieces = std::max<int64_t>(1, std::thread::hardware_concurrency());
     const int64_t pieces = std::clamp<int64_t>(n / kLeastColumns, 1, most_pieces);
     const int64_t columns = ((n + pieces - 1) / pieces + kBlockColumns - 1) / kBlockColumns * kBlockColumns;
     ParallelFor(context, (n + columns - 1) / columns, [&](int64_t piece) {
