@@ -178,9 +178,10 @@ class CompressCachePass(RecipePass):
                 bytes_before=bytes_before,
                 bytes_after=bytes_after,
             )
+            share = bytes_after / bytes_before
             self.context.note(
-                f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}; the "
-                f"cache takes {bytes_after / bytes_before:.3g} of the bytes"
+                f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}"
+                + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
             )
             if self._equal_width is not None:
                 self.context.note(

@@ -45,7 +45,7 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
         except Exception as error:  # numpy, zipfile and zlib raise whatever they trip over in a damaged file
             raise CalibrationError(
                 f"calibration file {os.fspath(calibration)!r} is not an .npz file of arrays named "
-                f"like the model's inputs: {error}"
+                "like the model's inputs; texts, one a line, must be in a .txt file"
             ) from error
     elif isinstance(calibration, Mapping):
         given = [calibration]
@@ -73,7 +73,7 @@ def read_prompt(prompt: Any) -> np.ndarray:
         except FileNotFoundError:
             raise CalibrationError(f"{where} does not exist") from None
         except Exception as error:  # numpy raises whatever it trips over in a damaged file
-            raise CalibrationError(f"{where} is not an .npy file of token ids: {error}") from error
+            raise CalibrationError(f"{where} is not an .npy file of token ids, as numpy.save writes it") from error
     try:
         ids = np.asarray(prompt)
     except ValueError as error:
@@ -103,6 +103,9 @@ def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
         raise CalibrationError(f"{where} are a {type(feeds).__name__}, expected a dict of arrays")
     required = {value.name or "": value for value in model_inputs(model)}
     known = {value.name or "": value for value in model.graph.inputs}
+    ids = np.asarray(feeds.get("input_ids", 0))
+    if "input_ids" in known and ids.dtype.kind not in "iub":  # not to be lost among inputs that follow from them
+        raise CalibrationError(f"{where}: input 'input_ids' has type {ids.dtype}, expected whole numbers: token ids")
     feeds = {**_beginning_of_text(feeds, required), **feeds}
     missing, unknown = set(required) - set(feeds), set(feeds) - set(known)
     if missing or unknown:

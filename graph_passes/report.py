@@ -236,7 +236,7 @@ class OptimizationReport:
         for error in cache.decode_error:
             lines.append(
                 f"decoded       {error.name}: relative error {_number(error.relative_l2)}, cosine {error.cosine:.5f} "
-                f"({cache.decoded_tokens} tokens behind a prompt of {cache.prompt_tokens}, which is exact)"
+                f"({cache.decoded_tokens} tokens, one a call, after a call of {cache.prompt_tokens})"
             )
         return lines
 

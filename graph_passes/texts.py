@@ -19,8 +19,10 @@ from .feeds import Feeds, model_inputs
 Tokenizer = str | os.PathLike[str] | Any
 
 TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes as many
+TOKENS_OF_DECODER = 512  # texts are joined to pieces of so many, or of the model's context if that is known and less
 _SHORTEST_PIECE = 16  # tokens, of what is left of a text that was cut
 _FILE = "tokenizer.json"
+_COS_CACHE = 7  # the input of GroupQueryAttention, [positions, width]
 
 
 def read_texts(path: str | os.PathLike[str]) -> list[str]:
@@ -48,6 +50,8 @@ def find_tokenizer(model: Path | None) -> Path | None:
 def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.Model) -> list[Feeds]:
     """input_ids int64 [1, tokens] for each text, or for each piece of one of more than TOKENS_OF_PIECE tokens.
 
+    For a model with a cache, texts are joined: its keys and values depend on how many tokens are before.
+
     Raises CalibrationError without a tokenizer, for one that cannot be used, or for a model without input_ids.
     """
     inputs = [value.name or "" for value in model_inputs(model)]
@@ -62,11 +66,15 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
             "tokenizer=… (--tokenizer), the path of the model's tokenizer.json"
         )
     encode = _open(tokenizer)
-    feeds: list[Feeds] = []
+    encoded: list[np.ndarray] = []
+    most = TOKENS_OF_PIECE
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise CalibrationError(f"calibration item {number} is a {type(text).__name__}, expected a text as before")
-        feeds += ({"input_ids": piece[None]} for piece in _pieces(encode(text)))
+        encoded.append(encode(text))
+    if any(name.startswith("past_key") for name in inputs):
+        encoded, most = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
+    feeds = [{"input_ids": piece[None]} for ids in encoded for piece in _pieces(ids, most)]
     if not feeds:
         raise CalibrationError("the calibration texts hold no tokens, expected at least one")
     return feeds
@@ -83,9 +91,21 @@ def count_tokens(feeds: Sequence[Mapping[str, np.ndarray]]) -> int | None:
     return total
 
 
-def _pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(ids), TOKENS_OF_PIECE):
-        piece = ids[start : start + TOKENS_OF_PIECE]
+def _context(model: ir.Model) -> int:
+    """The positions that a decoder has rotary embeddings for; TOKENS_OF_PIECE where that is not to be seen."""
+    lengths = [
+        value.shape[0]
+        for node in model.graph
+        if node.op_type == "GroupQueryAttention" and len(node.inputs) > _COS_CACHE
+        if (value := node.inputs[_COS_CACHE]) is not None and value.shape is not None
+        if isinstance(value.shape[0], int)
+    ]
+    return min(lengths, default=TOKENS_OF_PIECE)
+
+
+def _pieces(ids: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids), most):
+        piece = ids[start : start + most]
         if start == 0 or len(piece) >= _SHORTEST_PIECE:
             yield piece
 

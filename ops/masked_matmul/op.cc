@@ -215,7 +215,7 @@ class Kernel {
 
   void ReadScales(const OrtKernelInfo& info, int64_t k, int64_t n) {
     const ConstantTensor scales = ConstantInput(info, kBScale, "b_scale", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
-    const Shape expected{group_ == 0 ? 1 : (k + group_ - 1) / group_, n};
+    const Shape expected{group_ == 0 ? 1 : k / group_ + (k % group_ != 0 ? 1 : 0), n};
     if (scales.shape != expected) {
       throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' has shape ", ShapeText(scales.shape), ", expected ",
                               ShapeText(expected), " (groups, n)"));

@@ -35,6 +35,13 @@ BitmapView ReadMatrix(const OrtKernelInfo& info, size_t input, const std::string
     throw OpError(ErrorText(node, ": malformed ", meaning, " in tensors '", masks.name, "', '", values.name, "', '",
                             offsets.name, "': ", problem, ". Optimize the original model again."));
   }
+  for (int64_t i = 0; i < values.count; ++i) {
+    uint16_t bits;
+    std::memcpy(&bits, static_cast<const char*>(values.data) + i * kValueBytes, sizeof bits);
+    if ((bits & 0x7f80) != 0x7f80) continue;
+    throw OpError(ErrorText(node, ": ", meaning, " '", values.name, "' holds NaN or infinity at ", i,
+                            ", expected finite numbers. Optimize the original model again."));
+  }
   return claim.View(static_cast<const uint8_t*>(values.data));
 }
 

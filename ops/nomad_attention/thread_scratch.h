@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "support/ort_op.h"
@@ -25,12 +26,14 @@ void ForEachWithScratch(const Ort::KernelContext& context, const std::string& no
                         const Body& body) {
   std::atomic<bool> no_memory{false};
   ParallelFor(context, items, [&](int64_t item) {
+    std::optional<Scratch> scratch;
     try {
-      const Scratch scratch(context, static_cast<size_t>(bytes + kScratchAlignment));
-      body(item, AlignedData(scratch));
-    } catch (...) {  // of getting memory
+      scratch.emplace(context, static_cast<size_t>(bytes + kScratchAlignment));
+    } catch (...) {
       no_memory = true;
+      return;
     }
+    body(item, AlignedData(*scratch));
   });
   if (no_memory) throw OpError(ErrorText(node, ": no memory for ", bytes, " bytes of scratch a thread"));
 }

@@ -11,7 +11,7 @@ import pytest
 import ortolan
 from ortolan import CalibrationError
 from ortolan.graph_passes.feeds import read_calibration
-from ortolan.graph_passes.texts import TOKENS_OF_PIECE, count_tokens, feeds_of_texts, find_tokenizer
+from ortolan.graph_passes.texts import TOKENS_OF_DECODER, TOKENS_OF_PIECE, count_tokens, feeds_of_texts, find_tokenizer
 from ortolan.models import tiny
 
 from ..passes.small_models import matmul_model
@@ -60,6 +60,18 @@ def test_each_text_is_one_feed_and_long_ones_are_cut():
     ]  # fmt: skip
     np.testing.assert_array_equal(feeds[0]["input_ids"], [[97 % 50, 98 % 50, 99 % 50]])
     assert count_tokens(feeds) == 3 + 3 * TOKENS_OF_PIECE + 20
+
+
+@pytest.mark.parametrize(("attention", "most"), [("standard", TOKENS_OF_PIECE), ("gqa", TOKENS_OF_DECODER)])
+def test_texts_of_decoders_are_joined(attention, most):
+    """To pieces of the context, where that is known and less than what is always enough."""
+    for positions in (2048, 64):
+        model = tiny.tiny_llama(attention=attention, max_position_embeddings=positions)
+        cut = min(most, positions) if attention == "gqa" else most
+        texts = ["a" * 10, "b" * most, "c" * (most + 30)]
+        lengths = [one["input_ids"].shape[1] for one in feeds_of_texts(texts, Letters(), model)]
+        left = sum(map(len, texts)) % cut
+        assert lengths == [cut] * (sum(map(len, texts)) // cut) + ([left] if left >= 16 else [])
 
 
 @pytest.mark.parametrize("build", [tiny.tiny_bert, tiny.tiny_llama])

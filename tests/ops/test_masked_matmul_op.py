@@ -291,6 +291,11 @@ def test_refuses_thresholds(name: str, value: float) -> None:
         ({}, {"group_size": -1}, "group_size is -1, expected 0 or more"),
         ({}, {"group_size": 32}, "group_size is 32, expected 0: B is no initializer"),
         ({"B": np.ones((4, 3), np.float32)}, {"group_size": 32}, "group_size is 32, expected 0: B is not int8"),
+        (
+            {"B": np.ones((40, 3), np.int8), "b_scale": np.ones((0, 3), np.float32)},
+            {"group_size": 2**63 - 1},
+            r"b_scale 'b_scale' has shape \[0, 3\], expected \[1, 3\]",
+        ),
         ({"B": np.ones((4, 3), np.float64)}, {}, "B 'B' is .*, expected float or bfloat16 or int8"),
         ({"B": np.ones((4, 3), np.int8)}, {}, r"b_scale 'b_scale' has shape \[1, 1\], expected \[1, 3\]"),
         (

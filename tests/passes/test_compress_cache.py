@@ -404,7 +404,7 @@ def test_the_recipe() -> None:
     text = " ".join(str(report).split())
     assert text.startswith("recipe long-context: cache 512 B -> 104 B a token (4.92x smaller), replaced ")
     assert "cache 2 attentions: keys codes of 1 number(s), values int8" in text
-    assert "decoded logits: relative error 0." in text and "(8 tokens behind a prompt of 42, which is exact)" in text
+    assert "decoded logits: relative error 0." in text and "(8 tokens, one a call, after a call of 42)" in text
     table = json.loads(report.to_json())["cache"]
     assert (table["bytes_before"], table["bytes_after"]) == (2 * LAYERS * 2 * 16 * 4, LAYERS * 2 * (8 + 18))
     assert table["decode_error"][0]["name"] == "logits"
