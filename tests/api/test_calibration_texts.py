@@ -66,7 +66,7 @@ def test_each_text_is_one_feed_and_long_ones_are_cut():
 def test_texts_of_decoders_are_joined(attention, most):
     """To pieces of the context, where that is known and less than what is always enough."""
     for positions in (2048, 64):
-        model = tiny.tiny_llama(attention=attention, max_position_embeddings=positions)
+        model = tiny.tiny_llama(attention=attention, head_dim=16, max_position_embeddings=positions)
         cut = min(most, positions) if attention == "gqa" else most
         texts = ["a" * 10, "b" * most, "c" * (most + 30)]
         lengths = [one["input_ids"].shape[1] for one in feeds_of_texts(texts, Letters(), model)]
