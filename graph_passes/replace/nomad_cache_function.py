@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 
 from ..normalize import ORTOLAN_DOMAIN
 from ..prompt_cache import PROMPT_INPUTS
+from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, size_of
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
 from .nomad_attention_function import INPUTS as EXACT_INPUTS
@@ -33,15 +34,9 @@ ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
 _WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
 _PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
 
-# As in ops/formats.
-_BLOCK = 32  # tokens
-_CENTROIDS = 16
-_SCALE_BYTES = 2  # of a row of int8 values
 _SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/cached_op.h
 _MOST_PROMPT_CHUNK = 512  # tokens: ops/nomad_attention/prompt_cache.h
 _TILE_INPUTS = 32
-_NAN_BITS = 0x7FC0  # bfloat16
-_INT32 = ir.DataType.INT32
 
 
 @dataclass(frozen=True)
@@ -97,15 +92,15 @@ class _CachedAttention:
         self._kv_heads = op("Where", op("Equal", given, body.integer(0)), self._heads, given)
         query = inputs["query"]
         by_heads = "query" in uses.by_heads
-        self._batch, self._queries = _size(body, query, 0), _size(body, query, 2 if by_heads else 1)
+        self._batch, self._queries = size_of(body, query, 0), size_of(body, query, 2 if by_heads else 1)
         if by_heads:
-            self._head_dim = _size(body, query, 3)
+            self._head_dim = size_of(body, query, 3)
         else:
             heads = self._heads
             if uses.packed:
                 heads = op("Add", heads, op("Mul", self._kv_heads, body.integer(2)))
-            self._head_dim = op("Div", _size(body, query, 2), heads)
-        self._room = _size(body, inputs["past_key"], 2)
+            self._head_dim = op("Div", size_of(body, query, 2), heads)
+        self._room = size_of(body, inputs["past_key"], 2)
         # Tokens in front of those of lengths and caches.
         self._prompt = body.attribute("prompt_tokens") if uses.prompt else body.integer(0)
         self._read_lengths()
@@ -142,7 +137,7 @@ class _CachedAttention:
             exact_keys = [self._joined(self._past_exact_keys(), key), self._is_exact(is_short)]
             present_exact_key = [self._present_exact_keys(key)]
         if uses.d_sub:
-            codes = _KeyCodes(body, self._inputs["codebooks"], uses.d_sub)
+            codes = KeyCodes(body, self._inputs["codebooks"], uses.d_sub)
             past_codes = codes.from_cache(self._narrow(past_key, codes.row_bytes), self._past)
             new_codes = codes.nearest(key)
             present_key = codes.to_cache(self._joined(past_codes, new_codes, np.int32), self._after)
@@ -152,8 +147,8 @@ class _CachedAttention:
         else:
             keys = present_key = self._joined(past_key, key)
         if uses.int8_values:
-            values_of = _Int8Values(body)
-            row_bytes = op("Add", self._head_dim, body.integer(_SCALE_BYTES))
+            values_of = Int8Values(body)
+            row_bytes = op("Add", self._head_dim, body.integer(SCALE_BYTES))
             past_rows = values_of.from_cache(self._narrow(past_value, row_bytes), self._past)
             new_rows = values_of.rows(value)
             present_value = values_of.to_cache(self._joined(past_rows, new_rows, np.uint8), self._after)
@@ -188,7 +183,7 @@ class _CachedAttention:
     def _by_heads(self, name: str, x: ir.Value, heads: ir.Value) -> ir.Value:
         if name in self._uses.by_heads:
             return x
-        split = _reshape(self._body, x, 2, heads, self._head_dim)
+        split = reshape(self._body, x, 2, heads, self._head_dim)
         return self._body.op("Transpose", split, perm=[0, 2, 1, 3])
 
     def _rotated(self, x: ir.Value) -> ir.Value:
@@ -228,7 +223,7 @@ class _CachedAttention:
         none = op("Add", self._room, self._queries)
         source = op("Where", op("Less", place, after), of_call, none)
         source = op("Where", op("Less", place, before), place, source)
-        sizes = body.shape(self._batch, self._kv_heads, 1, _size(body, new, 3))
+        sizes = body.shape(self._batch, self._kv_heads, 1, size_of(body, new, 3))
         zeros = op("Expand", body.constant(np.zeros((), dtype)), sizes)
         return self._tokens(op("Concat", past, new, zeros, axis=2), source)
 
@@ -237,20 +232,20 @@ class _CachedAttention:
         body, op = self._body, self._body.op
         if not self._uses.equal_rows:
             return cache
-        flat = _reshape(body, cache, 2, op("Mul", self._room, _size(body, cache, 3)))
+        flat = reshape(body, cache, 2, op("Mul", self._room, size_of(body, cache, 3)))
         rows = op("Slice", flat, body.ints(0), body.vector(op("Mul", self._room, row_bytes)), body.ints(2))
-        return _reshape(body, rows, 2, self._room, row_bytes)
+        return reshape(body, rows, 2, self._room, row_bytes)
 
     def _wide(self, rows: ir.Value, row_bytes: ir.Value) -> ir.Value:
         """A present cache [B, KV, total, W] of [B, KV, total, row_bytes], with zeros behind all rows of a head."""
         body, op = self._body, self._body.op
         if not self._uses.equal_rows:
             return rows
-        width = _size(body, self._inputs["past_key"], 3)
-        flat = _reshape(body, rows, 2, op("Mul", self._total, row_bytes))
+        width = size_of(body, self._inputs["past_key"], 3)
+        flat = reshape(body, rows, 2, op("Mul", self._total, row_bytes))
         more = body.shape(self._batch, self._kv_heads, op("Mul", self._total, op("Sub", width, row_bytes)))
         flat = op("Concat", flat, op("Expand", body.constant(np.zeros((), np.uint8)), more), axis=2)
-        return _reshape(body, flat, 2, self._total, width)
+        return reshape(body, flat, 2, self._total, width)
 
     def _tokens(self, x: ir.Value, places: ir.Value) -> ir.Value:
         """Of x [B, KV, tokens, row], those at places [B, n] of each sequence."""
@@ -366,7 +361,7 @@ class _CachedAttention:
             scores = op("Where", self._seen(), scores, body.number(-np.inf))
         y = op("MatMul", weights_of(body, scores, uses.zero_hidden_rows), values)
         width = op("Mul", self._heads, self._head_dim)
-        return _reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
+        return reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
 
     def _seen(self) -> ir.Value:
         """Whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
@@ -380,245 +375,3 @@ class _CachedAttention:
         row = op("Unsqueeze", op("Range", one, op("Add", self._queries, one), one), body.ints(1))
         is_causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
         return op("And", exists, op("Or", op("Not", is_causal), op("Less", token, op("Add", past, row))))
-
-
-def _size(body: FunctionBody, x: ir.Value, axis: int) -> ir.Value:
-    return body.op("Gather", body.op("Shape", x), body.integer(axis), axis=0)
-
-
-def _reshape(body: FunctionBody, x: ir.Value, keep: int, *sizes: ir.Value | int) -> ir.Value:
-    """x with its first dimensions kept, and these behind."""
-    op = body.op
-    # As zeros, the first dimensions would make ONNX Runtime put -1 for one behind, which fails where they are 0.
-    kept = op("Slice", op("Shape", x), body.ints(0), body.ints(keep))
-    return op("Reshape", x, op("Concat", kept, body.shape(*sizes), axis=0))
-
-
-def _whole_blocks(body: FunctionBody, rows: ir.Value, dtype: DTypeLike) -> ir.Value:
-    """Tokens [B, heads, T, row], with zeros behind them up to the end of the last block."""
-    op = body.op
-    shape = op("Shape", rows)
-    more = op("Mod", op("Neg", _size(body, rows, 2)), body.integer(_BLOCK))
-    sizes = op(
-        "Concat",
-        op("Slice", shape, body.ints(0), body.ints(2)),
-        body.vector(more),
-        op("Slice", shape, body.ints(3), body.ints(4)),
-        axis=0,
-    )
-    return op("Concat", rows, op("Expand", body.constant(np.zeros((), dtype)), sizes), axis=2)
-
-
-def _by_place(body: FunctionBody, blocks: ir.Value, rows: ir.Value, tokens: ir.Value) -> ir.Value:
-    """Of [B, heads, T, …] tokens in full blocks and tokens behind them, those that a cache of tokens [B] has there.
-
-    blocks may have more tokens than rows.
-    """
-    op = body.op
-    size = _size(body, rows, 2)
-    blocks = op("Slice", blocks, body.ints(0), body.vector(size), body.ints(2))
-    block = body.integer(_BLOCK)
-    full = op("Unsqueeze", op("Mul", op("Div", tokens, block), block), body.ints(1, 2, 3))
-    token = op("Unsqueeze", op("Range", body.integer(0), size, body.integer(1)), body.ints(1))
-    return op("Where", op("Less", token, full), blocks, rows)
-
-
-class _KeyCodes:
-    """ops/formats/key_code_cache.h. Codes are int32 [B, KV, tokens, parts], one for each part of a key."""
-
-    def __init__(self, body: FunctionBody, codebooks: ir.Value, d_sub: int) -> None:
-        self._body, self._codebooks, self._largest = body, codebooks, d_sub
-        op = body.op
-        self._parts, self._d_sub = _size(body, codebooks, 1), _size(body, codebooks, 3)
-        self.row_bytes = op("Div", self._parts, body.integer(2))
-        self._quads = op("Div", self._parts, body.integer(4))
-        # The nibble of a row, the low ones of a byte before the high ones, in which a part's code stands.
-        eight = body.integer(8)
-        part = op("Range", body.integer(0), self._parts, body.integer(1))
-        in_eight = op("Mod", part, eight)
-        is_last = op("Less", op("Mul", op("Div", self._parts, eight), eight), op("Add", part, body.integer(1)))
-        lane = op("Where", is_last, body.integer(2), body.integer(4))  # bytes that eight, or the last four, parts fill
-        byte = op("Add", op("Mul", op("Div", part, eight), body.integer(4)), op("Mod", in_eight, lane))
-        self._nibble = op("Add", op("Mul", byte, body.integer(2)), op("Div", in_eight, lane))
-        self._part = op("ScatterElements", part, self._nibble, part, axis=0)  # of a nibble
-
-    def from_cache(self, cache: ir.Value, tokens: ir.Value) -> ir.Value:
-        """Of a cache of tokens [B]; behind these, anything."""
-        body, op = self._body, self._body.op
-        numbers = op("Cast", cache, to=_INT32)
-        rows = _reshape(body, self._nibbles(numbers, 4), 3, self._parts)
-        rows = op("Gather", rows, self._nibble, axis=3)
-        whole = _whole_blocks(body, numbers, np.int32)
-        count = op("Div", _size(body, whole, 2), body.integer(_BLOCK))
-        quads = _reshape(body, whole, 2, count, self._quads, _BLOCK // 2, 4)
-        keys = op("Transpose", self._nibbles(quads, 3), perm=[0, 1, 2, 3, 5, 4, 6])
-        blocks = _reshape(body, keys, 2, _size(body, whole, 2), self._parts)
-        return _by_place(body, blocks, rows, tokens)
-
-    def to_cache(self, codes: ir.Value, tokens: ir.Value) -> ir.Value:
-        body, op = self._body, self._body.op
-        nibbles = _reshape(body, op("Gather", codes, self._part, axis=3), 3, self.row_bytes, 2)
-        rows = self._bytes(nibbles, 4)
-        whole = _whole_blocks(body, codes, np.int32)
-        count = op("Div", _size(body, whole, 2), body.integer(_BLOCK))
-        keys = _reshape(body, whole, 2, count, 2, _BLOCK // 2, self._quads, 4)
-        quads = self._bytes(op("Transpose", keys, perm=[0, 1, 2, 3, 5, 4, 6]), 3)
-        blocks = _reshape(body, quads, 2, _size(body, whole, 2), self.row_bytes)
-        return op("Cast", _by_place(body, blocks, rows, tokens), to=ir.DataType.UINT8)
-
-    def nearest(self, keys: ir.Value) -> ir.Value:
-        """The codes of keys [B, KV, tokens, D]."""
-        body, op = self._body, self._body.op
-        parts = _reshape(body, keys, 3, self._parts, self._d_sub)
-        distances = None
-        for i in range(self._largest):  # in this order: each sum is rounded
-            number = body.integer(i)
-            at = op("Min", number, op("Sub", self._d_sub, body.integer(1)))
-            key = op("Unsqueeze", op("Gather", parts, at, axis=4), body.ints(4))
-            centroid = op("Unsqueeze", op("Gather", self._codebooks, at, axis=3), body.ints(1))
-            difference = op("Sub", key, centroid)
-            square = op("Mul", difference, difference)
-            if distances is None:
-                distances = square
-            else:
-                square = op("Where", op("Less", number, self._d_sub), square, body.number(0))
-                distances = op("Add", distances, square)
-        assert distances is not None
-        infinity = body.number(np.inf)
-        known = op("Where", op("Less", distances, infinity), distances, infinity)  # no NaN
-        return op("Cast", op("ArgMin", known, axis=4, keepdims=0), to=_INT32)
-
-    def keys(self, codes: ir.Value) -> ir.Value:
-        """The keys [B, KV, tokens, D] that codes stand for."""
-        body, op = self._body, self._body.op
-        kv_heads = _size(body, self._codebooks, 0)
-        part = op("Range", body.integer(0), op("Mul", kv_heads, self._parts), body.integer(1))
-        first = op("Cast", op("Mul", part, body.integer(_CENTROIDS)), to=_INT32)
-        number = op("Add", codes, op("Reshape", first, body.shape(kv_heads, 1, self._parts)))
-        centroids = op("Reshape", self._codebooks, body.shape(-1, self._d_sub))
-        head_dim = op("Mul", self._parts, self._d_sub)
-        return _reshape(body, op("Gather", centroids, number, axis=0), 3, head_dim)
-
-    def _nibbles(self, numbers: ir.Value, axis: int) -> ir.Value:
-        """Low and high ones, along a new axis."""
-        body, op = self._body, self._body.op
-        sixteen, at = body.constant(np.array(16, np.int32)), body.ints(axis)
-        low, high = op("Mod", numbers, sixteen), op("Div", numbers, sixteen)
-        return op("Concat", op("Unsqueeze", low, at), op("Unsqueeze", high, at), axis=axis)
-
-    def _bytes(self, nibbles: ir.Value, axis: int) -> ir.Value:
-        body, op = self._body, self._body.op
-        low, high = (op("Gather", nibbles, body.integer(i), axis=axis) for i in range(2))
-        return op("Add", low, op("Mul", high, body.constant(np.array(16, np.int32))))
-
-
-class _Int8Values:
-    """ops/formats/value_cache.h. Rows are uint8 [B, KV, tokens, 2 + D], as behind full blocks."""
-
-    _QUAD = 4  # tokens whose numbers lie side by side in a block
-
-    def __init__(self, body: FunctionBody) -> None:
-        self._body = body
-
-    def from_cache(self, cache: ir.Value, tokens: ir.Value) -> ir.Value:
-        """Of a cache of tokens [B]; behind these, anything."""
-        body, op = self._body, self._body.op
-        whole = _whole_blocks(body, cache, np.uint8)
-        scales_bytes, quads = _BLOCK * _SCALE_BYTES, _BLOCK // self._QUAD
-        row = _size(body, cache, 3)
-        head_dim = op("Sub", row, body.integer(_SCALE_BYTES))
-        count = op("Div", _size(body, whole, 2), body.integer(_BLOCK))
-        flat = _reshape(body, whole, 2, count, op("Mul", row, body.integer(_BLOCK)))
-        scales = _reshape(body, self._until(flat, scales_bytes), 3, _BLOCK, _SCALE_BYTES)
-        numbers = _reshape(body, self._behind(flat, scales_bytes), 3, quads, head_dim, self._QUAD)
-        numbers = op("Transpose", numbers, perm=[0, 1, 2, 3, 5, 4])
-        numbers = _reshape(body, numbers, 3, _BLOCK, head_dim)
-        blocks = _reshape(body, op("Concat", scales, numbers, axis=4), 2, _size(body, whole, 2), row)
-        return _by_place(body, blocks, cache, tokens)
-
-    def to_cache(self, rows: ir.Value, tokens: ir.Value) -> ir.Value:
-        body, op = self._body, self._body.op
-        whole = _whole_blocks(body, rows, np.uint8)
-        quads = _BLOCK // self._QUAD
-        row = _size(body, rows, 3)
-        head_dim = op("Sub", row, body.integer(_SCALE_BYTES))
-        count = op("Div", _size(body, whole, 2), body.integer(_BLOCK))
-        block = _reshape(body, whole, 2, count, _BLOCK, row)
-        scales = _reshape(body, self._until(block, _SCALE_BYTES), 3, _BLOCK * _SCALE_BYTES)
-        numbers = _reshape(body, self._behind(block, _SCALE_BYTES), 3, quads, self._QUAD, head_dim)
-        numbers = op("Transpose", numbers, perm=[0, 1, 2, 3, 5, 4])
-        numbers = _reshape(body, numbers, 3, op("Mul", head_dim, body.integer(_BLOCK)))
-        blocks = _reshape(body, op("Concat", scales, numbers, axis=3), 2, _size(body, whole, 2), row)
-        return _by_place(body, blocks, rows, tokens)
-
-    def rows(self, values: ir.Value) -> ir.Value:
-        """Values [B, KV, tokens, D], rounded."""
-        body, op = self._body, self._body.op
-        is_finite = op("Less", op("Abs", values), body.number(np.inf))
-        magnitude = op("Where", is_finite, op("Abs", values), body.number(0))
-        bits = self._rounded_up(op("Div", self._reduced(body.reduce_max(magnitude, -1)), body.number(127)))
-        bad = self._reduced(body.reduce_max(op("Cast", op("Not", is_finite), to=ir.DataType.FLOAT), -1))
-        bits = op("Where", op("Greater", bad, body.number(0)), self._int32(_NAN_BITS), bits)
-        byte = self._int32(256)
-        scale = self._number(bits)
-        units = op("Max", op("Min", op("Div", values, scale), body.number(127)), body.number(-127))
-        units = op("Where", op("Greater", scale, body.number(0)), units, body.number(0))
-        numbers = op("Mod", op("Add", op("Cast", op("Round", units), to=_INT32), byte), byte)
-        row = op("Concat", op("Mod", bits, byte), op("Div", bits, byte), numbers, axis=3)
-        return op("Cast", row, to=ir.DataType.UINT8)
-
-    def values(self, rows: ir.Value) -> ir.Value:
-        """The values [B, KV, tokens, D] that rows stand for."""
-        body, op = self._body, self._body.op
-        numbers = op("Cast", rows, to=_INT32)
-        low, high = (op("Slice", numbers, body.ints(i), body.ints(i + 1), body.ints(3)) for i in range(2))
-        scale = self._number(op("Add", low, op("Mul", high, self._int32(256))))
-        numbers = self._behind(numbers, _SCALE_BYTES)
-        negative = op("Less", self._int32(127), numbers)
-        numbers = op("Where", negative, op("Sub", numbers, self._int32(256)), numbers)
-        return op("Mul", op("Cast", numbers, to=ir.DataType.FLOAT), scale)
-
-    def _rounded_up(self, x: ir.Value) -> ir.Value:
-        """The bits of the least bfloat16 that is not below x, as int32: [B, KV, tokens, 1], finite, 0 or more.
-
-        A binade's number e, then in 128ths how far x is into it: the last 128th is the next binade's first.
-        """
-        body, op = self._body, self._body.op
-        powers = np.ldexp(np.float32(1), np.arange(-126, 128))
-        reached = op("Cast", op("Not", op("Less", x, body.constant(powers))), to=_INT32)
-        binade = self._reduced(op("ReduceSum", reached, body.ints(3), keepdims=1))
-        lead, power = self._lead_and_power(binade)
-        steps = op("Ceil", op("Mul", op("Sub", op("Div", x, power), lead), body.number(128)))
-        return op("Add", op("Mul", binade, self._int32(128)), op("Cast", steps, to=_INT32))
-
-    def _number(self, bits: ir.Value) -> ir.Value:
-        """Of bfloat16 that is not negative; infinity is NaN too."""
-        body, op = self._body, self._body.op
-        binades, steps = op("Div", bits, self._int32(128)), op("Mod", bits, self._int32(128))
-        lead, power = self._lead_and_power(op("Mod", binades, self._int32(256)))
-        fraction = op("Mul", op("Cast", steps, to=ir.DataType.FLOAT), body.number(1 / 128))
-        return op("Mul", op("Add", lead, fraction), power)
-
-    def _lead_and_power(self, binade: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Numbers of a binade are power (lead + a fraction)."""
-        body = self._body
-        lead = np.ones(256, np.float32)
-        lead[0] = 0  # denormal numbers
-        powers = np.ldexp(np.float32(1), np.clip(np.arange(256), 1, 254) - 127)
-        powers[255] = np.nan
-        first, second = (body.op("Gather", body.constant(table), binade, axis=0) for table in (lead, powers))
-        return first, second
-
-    def _int32(self, number: int) -> ir.Value:
-        return self._body.constant(np.array(number, np.int32))
-
-    def _reduced(self, x: ir.Value) -> ir.Value:
-        """A reduction over the last axis. ONNX Runtime leaves the axis as it is where another one is 0."""
-        return self._until(x, 1)
-
-    def _until(self, x: ir.Value, count: int) -> ir.Value:
-        """The first of the last axis."""
-        return self._body.op("Slice", x, self._body.ints(0), self._body.ints(count), self._body.ints(-1))
-
-    def _behind(self, x: ir.Value, count: int) -> ir.Value:
-        return self._body.op("Slice", x, self._body.ints(count), self._body.ints(2**31), self._body.ints(-1))
