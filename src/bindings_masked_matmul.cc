@@ -4,6 +4,7 @@
 #include "bindings.h"
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
+#include "masked_matmul/number_product.h"
 
 namespace ortolan {
 namespace {
@@ -39,13 +40,22 @@ void OnOneThread(int64_t count, const auto& body) {
 
 constexpr auto kOneThread = [](int64_t count, const auto& body) { OnOneThread(count, body); };
 
+Way WayByName(const std::string& name) {
+  if (name == "blocks") return Way::kBlocks;
+  if (name == "two_sided") return Way::kTwoSided;
+  if (name == "numbers") return Way::kNumbers;
+  throw std::invalid_argument("way is '" + name + "', expected blocks, two_sided or numbers");
+}
+
 // None where a or b is not finite.
-std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b, bool two_sided,
-                                         const std::optional<std::string>& kernel_name) {
+std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b,
+                                         const std::string& way_name, const std::optional<std::string>& kernel_name) {
   const FloatRows a_rows = Matrix(a, "a");
   const FloatRows b_rows = Matrix(b, "b");
   if (a_rows.columns != b_rows.rows) throw std::invalid_argument("a and b do not fit");
-  if (two_sided && a_rows.columns > kMostListedInputs) throw std::invalid_argument("k is too large for two_sided");
+  const Way way = WayByName(way_name);
+  if (way == Way::kTwoSided && a_rows.columns > kMostListedInputs)
+    throw std::invalid_argument("k is too large for way two_sided");
   const MaskedMatMulKernel& kernel = KernelFor(kernel_name);
   Array<float> y({a_rows.rows, b_rows.columns});
   float* out = y.mutable_data();
@@ -55,9 +65,11 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
     Memory memory;
     const Pattern pattern = FindPattern(kernel, a_rows, b_rows, kOneThread, memory);
     finite = pattern.finite;
-    if (finite) {
-      MultiplyBlocks(kernel, two_sided ? Way::kTwoSided : Way::kBlocks, pattern, a_rows, b_rows, out,
-                     b_rows.columns * static_cast<int64_t>(sizeof(float)), kOneThread, memory);
+    const int64_t row_bytes = b_rows.columns * static_cast<int64_t>(sizeof(float));
+    if (finite && way == Way::kNumbers) {
+      MultiplyByNumbers(kernel, a_rows, b_rows, out, row_bytes, kOneThread, memory);
+    } else if (finite) {
+      MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, row_bytes, kOneThread, memory);
     }
   }
   if (!finite) return std::nullopt;
@@ -114,7 +126,7 @@ void BindMaskedMatMul(py::module_& module) {
       "masked_matmul_kernels", [] { return KernelList(MaskedMatMulKernels()); },
       "The rows of the room's kernel table, best first.");
   module.def(
-      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("two_sided") = false,
+      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("way") = "blocks",
       py::arg("kernel") = py::none(),
       "a [m, k] @ b [k, n] on one thread, zeros skipped, by the named or best kernel; None unless all is finite.");
   const auto define_rows = [&](auto* function) {

@@ -23,6 +23,7 @@ struct Pattern {
   double active_inputs = 1;         // share of k
   double blocks = 1;                // share of all blocks of B that are neither zero nor of an inactive input
   double used = 1;                  // share of the inputs that a sparse tile uses, on average
+  double numbers = 1;               // share of A's numbers that are not zero, from a sample of its rows
 };
 
 enum class Way {
@@ -30,6 +31,7 @@ enum class Way {
   kCompact,   // a dense product of the active inputs
   kBlocks,    // blocks of B skipped
   kTwoSided,  // inputs of a tile of A skipped too
+  kNumbers,   // numbers of A skipped one by one, B taken as dense
 };
 
 // ---- choice ---------------------------------------------------------------------------------------------------------
@@ -42,6 +44,11 @@ inline constexpr double kPatternCost = 0.03;
 inline constexpr double kListCost = 0.03;
 // Copying a number of A or B, in multiply-adds.
 inline constexpr double kCopyCost = 110.0;
+// A number of A costs as much more than in a dense product, its row of a panel 0.12 of the row's products however many
+// it has; packing B as much as so many rows of A.
+inline constexpr double kNumbersCost = 1.3;
+inline constexpr double kNumbersListCost = 0.12;
+inline constexpr double kNumbersPackRows = 20.0;
 // A way that skips must be this much better than the dense product, or the dense one is taken.
 inline constexpr double kLeastGain = 0.9;
 
@@ -55,6 +62,9 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
       // Both count active inputs only.
       return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost + kPatternCost +
              kListCost;
+    case Way::kNumbers:
+      return pattern.numbers * kNumbersCost + kNumbersListCost + kPatternCost +
+             kNumbersPackRows / static_cast<double>(m);
     default:
       return kLeastGain;
   }
@@ -63,7 +73,7 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
 inline Way CheapestWay(const Pattern& pattern, int64_t m, int64_t k, int64_t n) {
   if (!pattern.finite) return Way::kDense;
   Way best = Way::kDense;
-  for (const Way way : {Way::kCompact, Way::kBlocks, Way::kTwoSided}) {
+  for (const Way way : {Way::kCompact, Way::kBlocks, Way::kTwoSided, Way::kNumbers}) {
     if (way == Way::kTwoSided && k > kMostListedInputs) continue;
     if (CostOf(way, pattern, m, n) < CostOf(best, pattern, m, n)) best = way;
   }
@@ -97,6 +107,18 @@ inline int64_t CountBits(const uint64_t* words, int64_t count) {
 
 }  // namespace block_product
 
+// The share of numbers of a that are not zero, by up to 64 of its rows. words: scratch, MaskWords(a.columns).
+inline double ShareOfNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, uint64_t* words) {
+  using namespace block_product;
+  const int64_t rows = std::clamp<int64_t>(a.rows / 8, 1, 64);
+  int64_t numbers = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    kernel.scan_rows(a.Rows(a.rows * i / rows, 1), words);
+    numbers += CountBits(words, MaskWords(a.columns));
+  }
+  return Share(numbers, rows * a.columns);
+}
+
 // m, k and n are 1 or more.
 template <typename Parallel, typename Allocate>
 Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, const Parallel& parallel,
@@ -129,6 +151,7 @@ Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const 
   pattern.finite = std::all_of(finite, finite + tile_units + words, [](uint8_t one) { return one != 0; });
   if (!pattern.finite) return pattern;
 
+  pattern.numbers = ShareOfNumbers(kernel, a, pattern.active);
   for (int64_t word = 0; word < words; ++word) {
     uint64_t of_a = 0;
     for (int64_t tile = 0; tile < tiles; ++tile) of_a |= pattern.tile_masks[tile * words + word];
@@ -176,6 +199,7 @@ inline bool LooksDense(const MaskedMatMulKernel& kernel, const FloatRows& a, con
     rows_in_use += of_row > 0;
   }
   pattern.used = Share(used, tiles * a.columns);
+  pattern.numbers = ShareOfNumbers(kernel, a, one_tile);
   const double used_by_any = Share(CountBits(any, words), a.columns);
   pattern.blocks = Share(blocks, rows * panels) * used_by_any;
   pattern.active_inputs = Share(rows_in_use, rows) * used_by_any;

@@ -16,6 +16,9 @@ namespace ortolan {
   PackTileFn PackSparseTile##name;                             \
   MultiplyTileFn MultiplyTile##name;                           \
   MultiplySparseTileFn MultiplySparseTile##name;               \
+  ListNumbersFn ListNumbers##name;                             \
+  PackPanelFn PackPanel##name;                                 \
+  MultiplyNumbersFn MultiplyNumbers##name;                     \
   ListInputsFn ListInputs##name;                               \
   MultiplyRowsFn MultiplyRowsFloat##name;                      \
   MultiplyRowsFn MultiplyRowsBf16##name;                       \
@@ -85,6 +88,9 @@ struct ScalarBlock {
   static int64_t ListBits(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
     return ListBitsOneByOne(a, b, words, list);
   }
+  static void PackNumbers(const float* row, uint64_t mask, float* values, uint8_t* inputs) {
+    PackNumbersOneByOne(row, mask, values, inputs);
+  }
 };
 
 }  // namespace
@@ -106,6 +112,9 @@ constexpr MaskedMatMulKernel kKernels[] = {
    &PackSparseTile##name,                                      \
    &MultiplyTile##name,                                        \
    &MultiplySparseTile##name,                                  \
+   &ListNumbers##name,                                         \
+   &PackPanel##name,                                           \
+   &MultiplyNumbers##name,                                     \
    &ListInputs##name,                                          \
    &MultiplyRowsFloat##name,                                   \
    &MultiplyRowsBf16##name,                                    \

@@ -12,11 +12,13 @@
 // Products and sums are float32. The order of the sums, and so the last bits of y, depend on the kernel and on the
 // pattern; they do not depend on how tiles and panels are divided among threads. A sum without terms is +0.
 //
-// Two families of kernels:
+// Three families of kernels:
 //
 //   blocks (many rows): B is cut into panels of 16 columns. A block is a row of a panel: 16 numbers side by side, which
 //     are skipped if all of them are zero. Rows of A are packed in tiles, input by input, so that one load of a block
 //     serves all rows of a tile; a sparse tile also skips the inputs where all of its (fewer) rows are zero.
+//   numbers (many rows, zeros of A anywhere): each number of A that is not zero is multiplied with a row of a panel of
+//     128 columns of B, which is dense.
 //   rows (decode, few rows of A): the inputs that any row of A uses are listed, and only their rows of B are read. B
 //     may be float32, bf16 or int8 with scales, row after row in memory.
 //
@@ -108,6 +110,32 @@ struct SparseTileArgs : TileArgs {
 inline constexpr int64_t kListPadding = 64;
 using MultiplySparseTileFn = void(const SparseTileArgs& args);
 
+// The numbers of up to kNumberRows rows of A that are not zero, for one pass of up to kMaskBits inputs: rows that have
+// any, with how many, and row behind row their numbers and their inputs, counted from the pass's first. Rows of as many
+// numbers stand together, ascending. values and inputs have space for kMaskBits more. Returns how many rows have any.
+inline constexpr int64_t kNumberRows = 512;
+inline constexpr int64_t kNumberColumns = 128;  // of a panel
+struct NumberList {
+  float* values = nullptr;
+  uint8_t* inputs = nullptr;
+  uint16_t* rows = nullptr;   // [listed]
+  uint8_t* counts = nullptr;  // [listed]
+};
+using ListNumbersFn = int64_t(const FloatRows& a, const NumberList& list);
+
+// Packs up to kMaskBits rows and kNumberColumns columns of B: panel[l][kNumberColumns], zeros up to a whole block.
+using PackPanelFn = void(const FloatRows& b, float* panel);
+
+// sums[i] += for each number of row i: the number x panel[its input], for the first `blocks` of the panel.
+struct NumbersArgs {
+  NumberList list;
+  int64_t listed = 0;
+  const float* panel = nullptr;  // [kMaskBits][kNumberColumns]
+  int64_t blocks = 0;            // of kBlockColumns, up to 8
+  float* sums = nullptr;         // [rows][kNumberColumns]
+};
+using MultiplyNumbersFn = void(const NumbersArgs& args);
+
 // y[i, j] = sum over q of a[i, q] B[inputs[q], j] for columns j of B from column_begin to column_end. a is [m][count],
 // row after row. scales: [n] of each group of `group` rows of B, or null. Inputs ascend.
 struct RowsArgs {
@@ -142,6 +170,9 @@ struct MaskedMatMulKernel {
   PackTileFn* pack_sparse_tile;
   MultiplyTileFn* multiply_tile;
   MultiplySparseTileFn* multiply_sparse_tile;
+  ListNumbersFn* list_numbers;
+  PackPanelFn* pack_panel;
+  MultiplyNumbersFn* multiply_numbers;
   ListInputsFn* list_inputs;
   MultiplyRowsFn* multiply_rows_float;
   MultiplyRowsFn* multiply_rows_bf16;

@@ -23,6 +23,7 @@
 
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
+#include "masked_matmul/number_product.h"
 #include "support/bf16.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
@@ -330,6 +331,8 @@ class Kernel {
         return MultiplyDense(context, product, a, b, y);
       case Way::kCompact:
         return MultiplyCompact(context, memory, product, pattern.active, a, b, y);
+      case Way::kNumbers:
+        return MultiplyByNumbers(kernel, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel, memory);
       default:
         MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel,
                        memory);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "masked_matmul/number_loop.h"
 #include "masked_matmul/tile_loop.h"
 
 namespace ortolan {
@@ -207,6 +208,9 @@ int64_t ListInputs(const FloatRows& a, const uint8_t* always, int32_t* inputs, f
   void PackSparseTile##name(const FloatRows& a, float* tile) { PackTile<Block, kSparseTileRows>(a, tile); }         \
   void MultiplyTile##name(const TileArgs& args) { MultiplyTile<Block, kTileRows>(args); }                           \
   void MultiplySparseTile##name(const SparseTileArgs& args) { MultiplySparseTile<Block, kSparseTileRows>(args); }   \
+  int64_t ListNumbers##name(const FloatRows& a, const NumberList& list) { return ListNumbers<Block>(a, list); }     \
+  void PackPanel##name(const FloatRows& b, float* panel) { PackPanel<Block>(b, panel); }                            \
+  void MultiplyNumbers##name(const NumbersArgs& args) { MultiplyNumbers<Block>(args); }                             \
   int64_t ListInputs##name(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row) { \
     return ListInputs<Block>(a, always, inputs, to, to_row);                                                        \
   }                                                                                                                 \

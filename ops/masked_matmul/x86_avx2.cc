@@ -69,6 +69,9 @@ struct Avx2Block {
   static int64_t ListBits(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
     return ListBitsOneByOne(a, b, words, list);
   }
+  static void PackNumbers(const float* row, uint64_t mask, float* values, uint8_t* inputs) {
+    PackNumbersOneByOne(row, mask, values, inputs);
+  }
 };
 
 }  // namespace

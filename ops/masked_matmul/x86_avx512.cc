@@ -6,6 +6,11 @@
 namespace ortolan {
 namespace {
 
+alignas(64) constexpr uint8_t kBitNumbers[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                                 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                                 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                                 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
 struct Avx512Block {
   using Vector = __m512;
   using Scalar = __m512;
@@ -52,13 +57,20 @@ struct Avx512Block {
     }
   }
 
+  // The numbers of a row whose bits are set, and which they are. May write up to 64 of each.
+  static void PackNumbers(const float* row, uint64_t mask, float* values, uint8_t* inputs) {
+    _mm512_storeu_si512(inputs, _mm512_maskz_compress_epi8(mask, _mm512_load_si512(kBitNumbers)));
+    ORTOLAN_UNROLL
+    for (int part = 0; part < 4; ++part) {
+      const __mmask16 bits = static_cast<__mmask16>(mask >> (16 * part));
+      _mm512_storeu_ps(values, _mm512_maskz_compress_ps(bits, _mm512_maskz_loadu_ps(bits, row + 16 * part)));
+      values += __builtin_popcount(bits);
+    }
+  }
+
   // The numbers of the bits set in both masks. May write up to 64 numbers more.
   static int64_t ListBits(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
-    alignas(64) static constexpr uint8_t kNumbers[64] = {
-        0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-        22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
-        44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
-    const __m512i numbers = _mm512_load_si512(kNumbers);
+    const __m512i numbers = _mm512_load_si512(kBitNumbers);
     const __m512i step = _mm512_set1_epi16(kMaskBits);
     __m512i base = _mm512_setzero_si512();
     int64_t count = 0;

@@ -14,6 +14,7 @@ from .masked import PATTERNS, assert_product_close, random_matrix
 from .single_node import at_odd_address
 
 KERNELS = [row["name"] for row in _native.masked_matmul_kernels() if row["runs_here"]]
+WAYS = ["blocks", "two_sided", "numbers"]
 SPARSITIES = [0.0, 0.3, 0.8, 0.97, 1.0]
 
 
@@ -27,7 +28,7 @@ def test_the_last_kernel_runs_anywhere() -> None:
     sizes=st.tuples(*[st.integers(1, 200)] * 3),
     patterns=st.tuples(st.sampled_from(PATTERNS), st.sampled_from(PATTERNS)),
     sparsity=st.tuples(*[st.sampled_from(SPARSITIES)] * 2),
-    two_sided=st.booleans(),
+    way=st.sampled_from(WAYS),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_blocks_at_every_size_and_pattern(
@@ -35,24 +36,37 @@ def test_blocks_at_every_size_and_pattern(
     sizes: tuple[int, int, int],
     patterns: tuple[str, str],
     sparsity: tuple[float, float],
-    two_sided: bool,
+    way: str,
     seed: int,
 ) -> None:
     m, k, n = sizes
     rng = np.random.default_rng(seed)
     a, b = random_matrix(rng, m, k, patterns[0], sparsity[0]), random_matrix(rng, k, n, patterns[1], sparsity[1])
-    y = _native.masked_matmul(at_odd_address(a), at_odd_address(b), two_sided, kernel)
+    y = _native.masked_matmul(at_odd_address(a), at_odd_address(b), way, kernel)
     assert y is not None
     assert_product_close(y, a, b)
 
 
-@pytest.mark.parametrize("two_sided", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_blocks_of_many_inputs_take_several_passes(kernel: str, two_sided: bool) -> None:
+def test_blocks_of_many_inputs_take_several_passes(kernel: str, way: str) -> None:
     rng = np.random.default_rng(1)
     for k in (3071, 3073, 6500):
         a, b = random_matrix(rng, 30, k, "random", 0.7), random_matrix(rng, k, 40, "blocks", 0.7)
-        y = _native.masked_matmul(a, b, two_sided, kernel)
+        y = _native.masked_matmul(a, b, way, kernel)
+        assert y is not None
+        assert_product_close(y, a, b)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_numbers_of_many_rows_and_columns(kernel: str) -> None:
+    """More rows than a list has, several panels and a narrow last block; rows without and with all numbers."""
+    rng = np.random.default_rng(5)
+    for m, k, n in ((1030, 70, 20), (513, 130, 391), (4100, 33, 17)):
+        a, b = random_matrix(rng, m, k, "random", 0.8), rng.standard_normal((k, n), dtype=np.float32)
+        a[rng.random(m) < 0.1] = 0
+        a[7] = 1
+        y = _native.masked_matmul(a, b, "numbers", kernel)
         assert y is not None
         assert_product_close(y, a, b)
 
@@ -65,16 +79,16 @@ def test_blocks_find_what_is_not_finite(kernel: str, special: float) -> None:
     for i, j in ((0, 0), (36, 30), (5, 17), (20, 15)):
         a, b = random_matrix(rng, 37, 31, "random", 0.9), random_matrix(rng, 37, 31, "blocks", 0.9).T.copy()
         a[i, j] = special
-        assert _native.masked_matmul(a, b, False, kernel) is None
+        assert _native.masked_matmul(a, b, "blocks", kernel) is None
         a[i, j] = 0
         b[j, i] = special
-        assert _native.masked_matmul(a, b, True, kernel) is None
+        assert _native.masked_matmul(a, b, "two_sided", kernel) is None
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_and_denormal_numbers_are_finite(kernel: str) -> None:
     a, b = np.full((9, 20), 1e-40, np.float32), np.full((20, 20), np.finfo(np.float32).max, np.float32)
-    y = _native.masked_matmul(a, b, False, kernel)
+    y = _native.masked_matmul(a, b, "blocks", kernel)
     assert y is not None
     np.testing.assert_allclose(y, np.full((9, 20), 20 * 1e-40 * 3.4028235e38), rtol=1e-4)
 
@@ -147,9 +161,11 @@ def test_rows_do_not_read_what_they_skip(kernel: str) -> None:
 def test_refuses() -> None:
     a, b = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
     with pytest.raises(ValueError, match="no kernel is called 'None2'"):
-        _native.masked_matmul(a, b, False, "None2")
+        _native.masked_matmul(a, b, kernel="None2")
     with pytest.raises(ValueError, match="a and b do not fit"):
         _native.masked_matmul(a, a)
+    with pytest.raises(ValueError, match="way is 'rows', expected blocks"):
+        _native.masked_matmul(a, b, "rows")
     with pytest.raises(ValueError, match="a and b do not fit"):
         _native.masked_rows(a, a)
     with pytest.raises(ValueError, match="scales must be"):

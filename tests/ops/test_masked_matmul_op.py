@@ -121,6 +121,8 @@ def test_every_pattern_and_size(
         (200, 400, 300, "columns", 0.9, "random", 0.0),  # active inputs
         (200, 400, 300, "columns", 1.0, "random", 0.0),
         (200, 400, 300, "random", 0.0, "rows", 0.9),
+        (600, 400, 500, "random", 0.8, "random", 0.8),  # numbers of A
+        (100, 2300, 200, "random", 0.7, "random", 0.0),
         (200, 400, 300, "random", 0.1, "random", 0.1),  # dense
         (1, 1000, 5000, "random", 0.9, "random", 0.0),  # decode
         (7, 1000, 5000, "random", 0.9, "random", 0.0),
