@@ -48,7 +48,7 @@ inline constexpr double kCopyCost = 110.0;
 // it has; packing B as much as so many rows of A.
 inline constexpr double kNumbersCost = 1.3;
 inline constexpr double kNumbersListCost = 0.12;
-inline constexpr double kNumbersPackRows = 20.0;
+inline constexpr double kNumbersPackRows = 30.0;
 // A way that skips must be this much better than the dense product, or the dense one is taken.
 inline constexpr double kLeastGain = 0.9;
 

@@ -2,7 +2,7 @@
 //
 // Four rows of B at a time: their products are added to y in one pass over it, and y stays in a cache, so that the loop
 // waits for B alone. A row often ends before the processor's prefetcher is up to speed, and it cannot know which row is
-// listed next. So each line of a row is asked for while the line at the same place of the row eight before it is used.
+// listed next. So each line of a row is asked for while the line at the same place of a row before it is used.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,9 @@ namespace ortolan {
 namespace {
 
 inline constexpr int64_t kRowsAtATime = 4;
-inline constexpr int64_t kRowsAhead = 8;
-inline constexpr int64_t kLongRow = 16384;
+inline constexpr int64_t kRowsAhead = 4;
+inline constexpr int64_t kShortRowsAhead = 12;
+inline constexpr int64_t kShortRow = 1000;  // bytes
 inline constexpr int64_t kLineBytes = 64;
 inline constexpr int64_t kStripColumns = 512;    // of B: what four rows of A use at a time
 inline constexpr int64_t kCachedFloats = 16384;  // of y, for its rows together
@@ -107,7 +108,8 @@ void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row,
   const Number* rows[kCount];
   const Number* rows_ahead[kCount] = {};
   for (int r = 0; r < kCount; ++r) rows[r] = row(first + r);
-  const int64_t distance = columns * static_cast<int64_t>(sizeof(Number)) > kLongRow ? kCount : kRowsAhead;
+  const bool is_short = columns * static_cast<int64_t>(sizeof(Number)) < kShortRow;
+  const int64_t distance = is_short ? kShortRowsAhead : kRowsAhead;
   const bool more = first + distance + kCount <= args.count;
   for (int r = 0; more && r < kCount; ++r) rows_ahead[r] = row(first + distance + r);
   const int64_t strip = args.m <= kRegisterRows ? columns : kStripColumns;
