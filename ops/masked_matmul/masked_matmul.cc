@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "isa/kernel_table.h"
-#include "masked_matmul/rows_loop.h"
+#include "masked_matmul/kernel_functions.h"
 #include "support/bf16.h"
 
 namespace ortolan {
@@ -22,7 +22,11 @@ namespace ortolan {
   ListInputsFn ListInputs##name;                               \
   MultiplyRowsFn MultiplyRowsFloat##name;                      \
   MultiplyRowsFn MultiplyRowsBf16##name;                       \
-  MultiplyRowsFn MultiplyRowsInt8##name;
+  MultiplyRowsFn MultiplyRowsInt8##name;                       \
+  PackInputsFn PackInputsFloat##name;                          \
+  PackInputsFn PackInputsBf16##name;                           \
+  PackInputsFn PackInputsInt8##name;                           \
+  MultiplyPanelFn MultiplyPanel##name;
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 
@@ -52,6 +56,11 @@ struct ScalarBlock {
   static Vector Add(const Vector& a, const Vector& b) {
     Vector v;
     for (int64_t i = 0; i < kBlockColumns; ++i) v.lanes[i] = a.lanes[i] + b.lanes[i];
+    return v;
+  }
+  static Vector Multiply(const Vector& a, const Vector& b) {
+    Vector v;
+    for (int64_t i = 0; i < kBlockColumns; ++i) v.lanes[i] = a.lanes[i] * b.lanes[i];
     return v;
   }
   static Vector MultiplyAdd(float a, const Vector& b, const Vector& c) {
@@ -118,7 +127,11 @@ constexpr MaskedMatMulKernel kKernels[] = {
    &ListInputs##name,                                          \
    &MultiplyRowsFloat##name,                                   \
    &MultiplyRowsBf16##name,                                    \
-   &MultiplyRowsInt8##name},
+   &MultiplyRowsInt8##name,                                    \
+   &PackInputsFloat##name,                                     \
+   &PackInputsBf16##name,                                      \
+   &PackInputsInt8##name,                                      \
+   &MultiplyPanel##name},
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };

@@ -12,7 +12,7 @@
 // Products and sums are float32. The order of the sums, and so the last bits of y, depend on the kernel and on the
 // pattern; they do not depend on how tiles and panels are divided among threads. A sum without terms is +0.
 //
-// Three families of kernels:
+// Four families of kernels:
 //
 //   blocks (many rows): B is cut into panels of 16 columns. A block is a row of a panel: 16 numbers side by side, which
 //     are skipped if all of them are zero. Rows of A are packed in tiles, input by input, so that one load of a block
@@ -21,6 +21,7 @@
 //     128 columns of B, which is dense.
 //   rows (decode, few rows of A): the inputs that any row of A uses are listed, and only their rows of B are read. B
 //     may be float32, bf16 or int8 with scales, row after row in memory.
+//   panels (B of any type, nothing to skip): a pass of a panel is unpacked and multiplied with all rows of A.
 //
 // A kernel allocates nothing and knows no threads. Nothing need be aligned but what Pack functions write (64 bytes).
 // y overlaps nothing else.
@@ -153,6 +154,14 @@ struct RowsArgs {
 };
 using MultiplyRowsFn = void(const RowsArgs& args, int64_t column_begin, int64_t column_end);
 
+// Inputs first … first+kMaskBits-1 of the list, as far as there are, of `columns` columns of B from `column` on: times
+// their scales to panel[kMaskBits][kNumberColumns], zeros up to a whole block. Reads of args what is said of B.
+using PackInputsFn = void(const RowsArgs& args, int64_t first, int64_t column, int64_t columns, float* panel);
+
+// sums[i] += a x panel for all rows of a, of up to kMaskBits columns, and the first `blocks` of the panel; sums as in
+// NumbersArgs.
+using MultiplyPanelFn = void(const FloatRows& a, const float* panel, int64_t blocks, float* sums);
+
 // The inputs that any of the rows of A, [m][k], uses, or that `always` (a byte an input, or null) names, in ascending
 // order, and a[i][q] = A[i, inputs[q]] with a_row floats a row. inputs and rows of a have space for k numbers and 16
 // more. Returns how many.
@@ -177,6 +186,10 @@ struct MaskedMatMulKernel {
   MultiplyRowsFn* multiply_rows_float;
   MultiplyRowsFn* multiply_rows_bf16;
   MultiplyRowsFn* multiply_rows_int8;
+  PackInputsFn* pack_inputs_float;
+  PackInputsFn* pack_inputs_bf16;
+  PackInputsFn* pack_inputs_int8;
+  MultiplyPanelFn* multiply_panel;
 };
 
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "masked_matmul/number_loop.h"
 #include "masked_matmul/tile_loop.h"
 
 namespace ortolan {
@@ -198,32 +197,5 @@ int64_t ListInputs(const FloatRows& a, const uint8_t* always, int32_t* inputs, f
 }
 
 }  // namespace
-
-// Defines the functions that a row of kernels.inc declares.
-#define ORTOLAN_MASKED_KERNEL(name, Block, kTileRows, kSparseTileRows)                                              \
-  bool ScanRows##name(const FloatRows& a, uint64_t* mask) { return ScanRows<Block>(a, mask); }                      \
-  bool ScanBlocks##name(const FloatRows& b, uint64_t* masks, int64_t stride) {                                      \
-    return ScanBlocks<Block>(b, masks, stride);                                                                     \
-  }                                                                                                                 \
-  void PackBlocks##name(const PackBlocksArgs& args) { PackBlocks<Block>(args); }                                    \
-  void PackTile##name(const FloatRows& a, float* tile) { PackTile<Block, kTileRows>(a, tile); }                     \
-  void PackSparseTile##name(const FloatRows& a, float* tile) { PackTile<Block, kSparseTileRows>(a, tile); }         \
-  void MultiplyTile##name(const TileArgs& args) { MultiplyTile<Block, kTileRows>(args); }                           \
-  void MultiplySparseTile##name(const SparseTileArgs& args) { MultiplySparseTile<Block, kSparseTileRows>(args); }   \
-  int64_t ListNumbers##name(const FloatRows& a, const NumberList& list) { return ListNumbers<Block>(a, list); }     \
-  void PackPanel##name(const FloatRows& b, float* panel) { PackPanel<Block>(b, panel); }                            \
-  void MultiplyNumbers##name(const NumbersArgs& args) { MultiplyNumbers<Block>(args); }                             \
-  int64_t ListInputs##name(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row) { \
-    return ListInputs<Block>(a, always, inputs, to, to_row);                                                        \
-  }                                                                                                                 \
-  void MultiplyRowsFloat##name(const RowsArgs& args, int64_t begin, int64_t end) {                                  \
-    MultiplyRows<Block, FloatWeights>(args, begin, end);                                                            \
-  }                                                                                                                 \
-  void MultiplyRowsBf16##name(const RowsArgs& args, int64_t begin, int64_t end) {                                   \
-    MultiplyRows<Block, Bf16Weights>(args, begin, end);                                                             \
-  }                                                                                                                 \
-  void MultiplyRowsInt8##name(const RowsArgs& args, int64_t begin, int64_t end) {                                   \
-    MultiplyRows<Block, Int8Weights>(args, begin, end);                                                             \
-  }
 
 }  // namespace ortolan

@@ -1,7 +1,7 @@
 // AVX2: a block is two registers.
 #include <immintrin.h>
 
-#include "masked_matmul/rows_loop.h"
+#include "masked_matmul/kernel_functions.h"
 
 namespace ortolan {
 namespace {
@@ -32,6 +32,7 @@ struct Avx2Block {
   }
   static __m256 Broadcast(const float* from) { return _mm256_broadcast_ss(from); }
   static Vector Add(Vector a, Vector b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+  static Vector Multiply(Vector a, Vector b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
   static Vector MultiplyAdd(__m256 a, Vector b, Vector c) {
     return {_mm256_fmadd_ps(a, b.low, c.low), _mm256_fmadd_ps(a, b.high, c.high)};
   }

@@ -1,7 +1,7 @@
 // AVX-512: a block is one register.
 #include <immintrin.h>
 
-#include "masked_matmul/rows_loop.h"
+#include "masked_matmul/kernel_functions.h"
 
 namespace ortolan {
 namespace {
@@ -25,6 +25,7 @@ struct Avx512Block {
   static void StoreFirst(float* to, int64_t count, __m512 v) { _mm512_mask_storeu_ps(to, First(count), v); }
   static __m512 Broadcast(const float* from) { return _mm512_set1_ps(*from); }
   static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 Multiply(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
   static __m512 MultiplyAdd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
   static uint32_t Bits(__m512 v) { return _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
   static bool HasNan(__m512 v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
