@@ -5,6 +5,7 @@
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
 #include "masked_matmul/number_product.h"
+#include "masked_matmul/panel_product.h"
 
 namespace ortolan {
 namespace {
@@ -80,7 +81,8 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
 template <typename Weight>
 Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
                         const std::optional<CastArray<float>>& scales, int64_t group,
-                        const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name) {
+                        const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name,
+                        bool panels) {
   const FloatRows a_rows = Matrix(a, "a");
   if (b.ndim() != 2 || b.shape(0) != a_rows.columns || b.shape(1) < 1)
     throw std::invalid_argument("a and b do not fit");
@@ -109,6 +111,14 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
   args.y = y.mutable_data();
   py::gil_scoped_release release;
   args.count = kernel.list_inputs(a_rows, always ? always->data() : nullptr, inputs.data(), used.data(), args.a_row);
+  if (panels) {
+    Memory memory;
+    PackInputsFn* const pack = sizeof(Weight) == 4   ? kernel.pack_inputs_float
+                               : sizeof(Weight) == 2 ? kernel.pack_inputs_bf16
+                                                     : kernel.pack_inputs_int8;
+    MultiplyByPanels(kernel, pack, args, kOneThread, memory);
+    return y;
+  }
   // In pieces, as the operator does it.
   const int64_t half = n / 2;
   MultiplyRowsFn* const multiply = sizeof(Weight) == 4   ? kernel.multiply_rows_float
@@ -132,6 +142,7 @@ void BindMaskedMatMul(py::module_& module) {
   const auto define_rows = [&](auto* function) {
     module.def("masked_rows", function, py::arg("a"), py::arg("b").noconvert(), py::arg("scales") = py::none(),
                py::arg("group") = 1, py::arg("always").noconvert() = py::none(), py::arg("kernel") = py::none(),
+               py::arg("panels") = false,
                "a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses.");
   };
   define_rows(&MaskedRows<float>);

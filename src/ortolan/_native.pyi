@@ -411,6 +411,7 @@ def masked_rows(
     group: int = 1,
     always: NDArray[np.uint8] | None = None,
     kernel: str | None = None,
+    panels: bool = False,
 ) -> NDArray[np.float32]:
     """a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses, or always names.
 

@@ -114,10 +114,11 @@ def weight(rng: np.random.Generator, kind: str, k: int, n: int) -> tuple[np.ndar
     n=st.integers(1, 200),
     sparsity=st.sampled_from(SPARSITIES),
     group=st.sampled_from([0, 1, 32, 200]),
+    panels=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_rows_at_every_size(
-    kernel: str, kind: str, m: int, k: int, n: int, sparsity: float, group: int, seed: int
+    kernel: str, kind: str, m: int, k: int, n: int, sparsity: float, group: int, panels: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     a = random_matrix(rng, m, k, "columns", sparsity)
@@ -127,7 +128,7 @@ def test_rows_at_every_size(
     if group > 0:
         scales = rng.random((-(-k // group), n), dtype=np.float32)
         meaning = meaning * scales[np.arange(k) // group]
-    y = _native.masked_rows(at_odd_address(a), b, scales, max(group, 1), None, kernel)
+    y = _native.masked_rows(at_odd_address(a), b, scales, max(group, 1), None, kernel, panels)
     assert_product_close(y, a, meaning, products=2)
 
 
@@ -138,6 +139,17 @@ def test_wide_rows_are_taken_in_strips(kernel: str) -> None:
         a = random_matrix(rng, m, 30, "random", 0.5)
         b = rng.standard_normal((30, 40_003), dtype=np.float32)
         assert_product_close(_native.masked_rows(a, b, kernel=kernel), a, b)
+
+
+@pytest.mark.parametrize("kind", ["float", "bf16", "int8"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_panels_of_many_rows(kernel: str, kind: str) -> None:
+    """More rows than are summed at a time, several passes, and panels of every width in blocks."""
+    rng = np.random.default_rng(6)
+    for m, k, n in [(520, 70, 20), (37, 300, 391)] + [(7, 65, 16 * blocks) for blocks in range(1, 10)]:
+        a = random_matrix(rng, m, k, "columns", 0.3)
+        b, meaning = weight(rng, kind, k, n)
+        assert_product_close(_native.masked_rows(a, b, kernel=kernel, panels=True), a, meaning)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
