@@ -52,6 +52,7 @@ struct ScalarBlock {
   static void StoreFirst(float* to, int64_t count, const Vector& v) {
     for (int64_t i = 0; i < count; ++i) to[i] = v.lanes[i];
   }
+  static void Keep(Vector&) {}
   static float Broadcast(const float* from) { return *from; }
   static Vector Add(const Vector& a, const Vector& b) {
     Vector v;

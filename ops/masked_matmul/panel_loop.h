@@ -46,26 +46,18 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
     ORTOLAN_UNROLL
     for (int j = 0; j < kBlocks; ++j) tile[i][j] = Block::Load(sums + i * kNumberColumns + j * kBlockColumns);
   }
-  const auto add = [&](int64_t l) {
+  for (int64_t l = 0; l < a.columns; ++l, panel += kNumberColumns) {
     typename Block::Scalar values[kRows];
     ORTOLAN_UNROLL
     for (int i = 0; i < kRows; ++i) values[i] = Block::Broadcast(from[i] + l);
     ORTOLAN_UNROLL
     for (int j = 0; j < kBlocks; ++j) {
-      const auto block = Block::Load(panel + l * kNumberColumns + j * kBlockColumns);
+      auto block = Block::Load(panel + j * kBlockColumns);
+      Block::Keep(block);
       ORTOLAN_UNROLL
       for (int i = 0; i < kRows; ++i) tile[i][j] = Block::MultiplyAdd(values[i], block, tile[i][j]);
     }
-  };
-  // The end of a loop of few turns is foreseen.
-  int64_t l = 0;
-  for (; l + 4 <= a.columns; l += 4) {
-    add(l);
-    add(l + 1);
-    add(l + 2);
-    add(l + 3);
   }
-  for (; l < a.columns; ++l) add(l);
   ORTOLAN_UNROLL
   for (int i = 0; i < kRows; ++i) {
     ORTOLAN_UNROLL

@@ -30,6 +30,7 @@ struct Avx2Block {
     _mm256_maskstore_ps(to, First(count), v.low);
     _mm256_maskstore_ps(to + 8, First(count - 8), v.high);
   }
+  static void Keep(Vector& v) { __asm__("" : "+x"(v.low), "+x"(v.high)); }
   static __m256 Broadcast(const float* from) { return _mm256_broadcast_ss(from); }
   static Vector Add(Vector a, Vector b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
   static Vector Multiply(Vector a, Vector b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }

@@ -23,6 +23,8 @@ struct Avx512Block {
   static __m512 LoadFirst(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(First(count), from); }
   static void Store(float* to, __m512 v) { _mm512_storeu_ps(to, v); }
   static void StoreFirst(float* to, int64_t count, __m512 v) { _mm512_mask_storeu_ps(to, First(count), v); }
+  // In a register: gcc would load it again for each product.
+  static void Keep(__m512& v) { __asm__("" : "+v"(v)); }
   static __m512 Broadcast(const float* from) { return _mm512_set1_ps(*from); }
   static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
   static __m512 Multiply(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
