@@ -37,7 +37,7 @@ constexpr int64_t kFormatVersion = 1;
 // Up to so many rows of A the time goes into reading B: the rows kernels are asked first.
 constexpr int64_t kMostDecodeRows = 16;
 // Up to so many rows a dense product by panels takes less time than one that packs B.
-constexpr int64_t kMostPanelRows = 128;
+constexpr int64_t kMostPanelRows = 512;
 // Many rows are copied without the inputs that none of them uses if these are so few.
 constexpr double kWorthListing = 0.9;
 // Numbers to copy or mask in one piece of work.
