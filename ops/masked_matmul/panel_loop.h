@@ -67,7 +67,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
 
 template <typename Block, int kBlocks>
 void AddPanel(const FloatRows& a, const float* panel, float* sums) {
-  constexpr int kRows = Block::kVectorsABlock == 1 ? (kBlocks > 4 ? 3 : 6) : 4;
+  constexpr int kRows = Block::kVectorsABlock == 1 ? (kBlocks > 4 ? 3 : 6) : (Block::kVectorsABlock == 2 ? 4 : 2);
   int64_t i = 0;
   for (; i + kRows <= a.rows; i += kRows) {
     AddTile<Block, kRows, kBlocks>(a, i, panel, sums + i * kNumberColumns);
