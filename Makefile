@@ -31,7 +31,7 @@ lint: $(VENV)/.installed
 asan: build/asan-site/.installed
 	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q -n auto formats ops amx -p no:cacheprovider \
-	  --parameter-sets 10
+	  --parameter-sets 6
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul
