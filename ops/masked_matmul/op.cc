@@ -23,6 +23,7 @@
 
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
+#include "support/aligned.h"
 #include "support/bf16.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
@@ -55,13 +56,11 @@ class Memory {
  public:
   explicit Memory(const Ort::KernelContext& context) : context_(context) {}
   char* operator()(size_t bytes) {
-    constexpr size_t kAlignment = 64;
-    blocks_.push_back(std::make_unique<Scratch>(context_, bytes + kAlignment));
-    const auto address = reinterpret_cast<uintptr_t>(blocks_.back()->data());
-    return reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    blocks_.push_back(std::make_unique<Scratch>(context_, bytes + kScratchAlignment));
+    return AlignedAddress(blocks_.back()->data());
   }
   // data, or a copy: a file may place a tensor at any address.
-  const void* Aligned(const void* data, int64_t count, size_t element) {
+  const void* AtElements(const void* data, int64_t count, size_t element) {
     if (reinterpret_cast<uintptr_t>(data) % element == 0) return data;
     return std::memcpy((*this)(static_cast<size_t>(count) * element), data, static_cast<size_t>(count) * element);
   }
@@ -142,7 +141,7 @@ class Kernel {
       CheckNoMask(context, kBMask);
       product.m = Count(a_shape) / product.k;
       const size_t element = b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : sizeof(uint16_t);
-      const void* b_data = memory.Aligned(b.GetTensorRawData(), Count(b_shape), element);
+      const void* b_data = memory.AtElements(b.GetTensorRawData(), Count(b_shape), element);
       MultiplyPacked(context, memory, product, a_data, b_data, y);
       return;
     }
@@ -280,7 +279,7 @@ class Kernel {
   const float* Masked(const Ort::KernelContext& context, Memory& memory, const Ort::ConstValue& x, size_t index,
                       const char* mask_name, const char* x_name, float threshold) const {
     const Shape shape = x.GetTensorTypeAndShapeInfo().GetShape();
-    const auto* from = static_cast<const float*>(memory.Aligned(x.GetTensorRawData(), Count(shape), sizeof(float)));
+    const auto* from = static_cast<const float*>(memory.AtElements(x.GetTensorRawData(), Count(shape), sizeof(float)));
     std::optional<Ort::ConstValue> mask = OptionalInput(context, index);
     Shape mask_shape;
     if (mask) {
