@@ -23,8 +23,8 @@
 //     may be float32, bf16 or int8 with scales, row after row in memory.
 //   panels (B of any type, nothing to skip): a pass of a panel is unpacked and multiplied with all rows of A.
 //
-// A kernel allocates nothing and knows no threads. Nothing need be aligned but what Pack functions write (64 bytes).
-// y overlaps nothing else.
+// A kernel allocates nothing and knows no threads. Matrices are aligned to their elements, what Pack functions write to
+// 64 bytes. y overlaps nothing else.
 #pragma once
 
 #include <cstdint>

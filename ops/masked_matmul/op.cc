@@ -25,6 +25,7 @@
 #include "masked_matmul/masked_matmul.h"
 #include "masked_matmul/number_product.h"
 #include "masked_matmul/panel_product.h"
+#include "support/aligned.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
 
@@ -58,10 +59,13 @@ class Memory {
  public:
   explicit Memory(const Ort::KernelContext& context) : context_(context) {}
   char* operator()(size_t bytes) {
-    constexpr size_t kAlignment = 64;
-    blocks_.push_back(std::make_unique<Scratch>(context_, bytes + kAlignment));
-    const auto address = reinterpret_cast<uintptr_t>(blocks_.back()->data());
-    return reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    blocks_.push_back(std::make_unique<Scratch>(context_, bytes + kScratchAlignment));
+    return AlignedAddress(blocks_.back()->data());
+  }
+  // data, or a copy: a file may place a tensor at any address.
+  const void* AtElements(const void* data, int64_t count, size_t element) {
+    if (reinterpret_cast<uintptr_t>(data) % element == 0) return data;
+    return std::memcpy((*this)(static_cast<size_t>(count) * element), data, static_cast<size_t>(count) * element);
   }
   float* Floats(int64_t count) { return reinterpret_cast<float*>((*this)(static_cast<size_t>(count) * sizeof(float))); }
 
@@ -139,7 +143,9 @@ class Kernel {
     if (b_type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
       CheckNoMask(context, kBMask);
       product.m = Count(a_shape) / product.k;
-      MultiplyPacked(context, memory, product, a_data, b.GetTensorRawData(), y);
+      const size_t element = b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : sizeof(uint16_t);
+      const void* b_data = memory.AtElements(b.GetTensorRawData(), Count(b_shape), element);
+      MultiplyPacked(context, memory, product, a_data, b_data, y);
       return;
     }
     const float* b_data = Masked(context, memory, b, kBMask, "b_mask", "B", b_threshold_);
@@ -200,14 +206,19 @@ class Kernel {
     if (group_ != 0) throw OpError(ErrorText(node_, ": group_size is ", group_, ", expected 0: B is not int8"));
     if (n == 0) return;
     std::vector<uint64_t> mask(static_cast<size_t>(MaskWords(n)));
+    // A row at a time, copied: a file may place a tensor at any address.
+    std::vector<float> floats(static_cast<size_t>(is_float ? n : 0));
+    std::vector<uint16_t> bits(static_cast<size_t>(is_float ? 0 : n));
     for (int64_t i = 0; i < k; ++i) {
       bool finite = true;
       if (is_float) {
-        finite = SelectMaskedMatMul(ActiveIsa())
-                     .scan_rows(Matrix(static_cast<const float*>(b.data), k, n).Rows(i, 1), mask.data());
+        const size_t bytes = floats.size() * sizeof(float);
+        std::memcpy(floats.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
+        finite = SelectMaskedMatMul(ActiveIsa()).scan_rows(Matrix(floats.data(), 1, n), mask.data());
       } else {
-        const uint16_t* row = static_cast<const uint16_t*>(b.data) + i * n;
-        finite = std::none_of(row, row + n, [](uint16_t bits) { return (bits & 0x7f80) == 0x7f80; });
+        const size_t bytes = bits.size() * sizeof(uint16_t);
+        std::memcpy(bits.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
+        finite = std::none_of(bits.begin(), bits.end(), [](uint16_t one) { return (one & 0x7f80) == 0x7f80; });
       }
       if (finite) continue;
       always_.resize(static_cast<size_t>(k));
@@ -271,7 +282,7 @@ class Kernel {
   const float* Masked(const Ort::KernelContext& context, Memory& memory, const Ort::ConstValue& x, size_t index,
                       const char* mask_name, const char* x_name, float threshold) const {
     const Shape shape = x.GetTensorTypeAndShapeInfo().GetShape();
-    const float* from = x.GetTensorData<float>();
+    const auto* from = static_cast<const float*>(memory.AtElements(x.GetTensorRawData(), Count(shape), sizeof(float)));
     std::optional<Ort::ConstValue> mask = OptionalInput(context, index);
     Shape mask_shape;
     if (mask) {
@@ -351,8 +362,27 @@ class Kernel {
       return MultiplyListed(context, memory, product, a, b,
                             is_int8 ? kernel.multiply_rows_int8 : kernel.multiply_rows_bf16, y);
     }
-    MultiplyPanels(context, memory, product, a, b, is_int8 ? kernel.pack_inputs_int8 : kernel.pack_inputs_bf16, true,
-                   y);
+    PackInputsFn* pack = is_int8 ? kernel.pack_inputs_int8 : kernel.pack_inputs_bf16;
+    if (kernel.isa == Isa::kScalar) return MultiplyUnpacked(context, memory, product, a, b, pack, y);
+    MultiplyPanels(context, memory, product, a, b, pack, true, y);
+  }
+
+  // Where panel kernels have no vectors: ONNX Runtime's MatMul on a panel's columns of B after another, as floats.
+  void MultiplyUnpacked(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
+                        const void* b, PackInputsFn* pack, float* y) {
+    const auto [m, k, n] = product;
+    const RowsArgs args = AllInputs(memory, product, a, b, y);
+    float* panel = memory.Floats(k * kNumberColumns);
+    float* sums = memory.Floats(m * kNumberColumns);
+    std::fill_n(panel, k * kNumberColumns, 0.0f);
+    for (int64_t column = 0; column < n; column += kNumberColumns) {
+      const int64_t columns = std::min(kNumberColumns, n - column);
+      ParallelFor(context, (k + kMaskBits - 1) / kMaskBits, [&](int64_t pass) {
+        pack(args, pass * kMaskBits, column, columns, panel + pass * kMaskBits * kNumberColumns);
+      });
+      MultiplyDense(context, {m, k, kNumberColumns}, a, panel, sums);
+      for (int64_t i = 0; i < m; ++i) std::copy_n(sums + i * kNumberColumns, columns, y + i * n + column);
+    }
   }
 
   // Nothing to skip: ONNX Runtime's MatMul, which packs B in each call, unless A has too few rows for that.
@@ -375,12 +405,7 @@ class Kernel {
         static_cast<double>(block_product::CountBits(used, words)) < kWorthListing * static_cast<double>(k)) {
       args = ListInputs(memory, product, a, b, y);
     } else {
-      args = {m, a, k, nullptr, k, b, n};
-      args.y = y;
-      SetScales(args, k);
-      int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(k) * sizeof(int32_t)));
-      std::iota(inputs, inputs + k, 0);
-      args.inputs = inputs;
+      args = AllInputs(memory, product, a, b, y);
     }
     const auto parallel = [&](int64_t count, const auto& body) { ParallelFor(context, count, body); };
     MultiplyByPanels(kernel, pack, args, parallel, memory);
@@ -392,6 +417,17 @@ class Kernel {
     if (scales_.empty()) return;
     args.scales = scales_.data();
     args.group = group_ == 0 ? k : group_;
+  }
+
+  RowsArgs AllInputs(Memory& memory, const Product& product, const float* a, const void* b, float* y) const {
+    const auto [m, k, n] = product;
+    RowsArgs args{m, a, k, nullptr, k, b, n};
+    args.y = y;
+    SetScales(args, k);
+    int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(k) * sizeof(int32_t)));
+    std::iota(inputs, inputs + k, 0);
+    args.inputs = inputs;
+    return args;
   }
 
   // The inputs that A uses, and B as it is.
