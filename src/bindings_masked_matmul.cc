@@ -64,13 +64,13 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
   {
     py::gil_scoped_release release;
     Memory memory;
-    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, kOneThread, memory);
+    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, way == Way::kTwoSided, kOneThread, memory);
     finite = pattern.finite;
     const int64_t row_bytes = b_rows.columns * static_cast<int64_t>(sizeof(float));
     if (finite && way == Way::kNumbers) {
       MultiplyByNumbers(kernel, a_rows, b_rows, out, row_bytes, kOneThread, memory);
     } else if (finite) {
-      MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, row_bytes, kOneThread, memory);
+      finite = MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, row_bytes, kOneThread, memory);
     }
   }
   if (!finite) return std::nullopt;

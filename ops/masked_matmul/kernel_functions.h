@@ -15,8 +15,8 @@ namespace ortolan {
     return ScanBlocks<Block>(b, masks, stride);                                                                     \
   }                                                                                                                 \
   void PackBlocks##name(const PackBlocksArgs& args) { PackBlocks<Block>(args); }                                    \
-  void PackTile##name(const FloatRows& a, float* tile) { PackTile<Block, kTileRows>(a, tile); }                     \
-  void PackSparseTile##name(const FloatRows& a, float* tile) { PackTile<Block, kSparseTileRows>(a, tile); }         \
+  bool PackTile##name(const FloatRows& a, float* tile) { return PackTile<Block, kTileRows>(a, tile); }              \
+  bool PackSparseTile##name(const FloatRows& a, float* tile) { return PackTile<Block, kSparseTileRows>(a, tile); }  \
   void MultiplyTile##name(const TileArgs& args) { MultiplyTile<Block, kTileRows>(args); }                           \
   void MultiplySparseTile##name(const SparseTileArgs& args) { MultiplySparseTile<Block, kSparseTileRows>(args); }   \
   int64_t ListNumbers##name(const FloatRows& a, const NumberList& list) { return ListNumbers<Block>(a, list); }     \

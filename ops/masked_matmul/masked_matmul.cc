@@ -39,6 +39,7 @@ struct ScalarBlock {
   };
   using Scalar = float;
   static constexpr int kVectorsABlock = 16;
+  static constexpr int kTileColumns = 4;  // sums of a tile that are in registers
 
   static Vector Zero() { return {}; }
   static float Set(float value) { return value; }
@@ -53,6 +54,7 @@ struct ScalarBlock {
     for (int64_t i = 0; i < count; ++i) to[i] = v.lanes[i];
   }
   static void Keep(Vector&) {}
+  static void Keep(float&) {}
   static float Broadcast(const float* from) { return *from; }
   static Vector Add(const Vector& a, const Vector& b) {
     Vector v;
@@ -105,7 +107,7 @@ struct ScalarBlock {
 
 }  // namespace
 
-ORTOLAN_MASKED_KERNEL(Scalar, ScalarBlock, 4, 4)
+ORTOLAN_MASKED_KERNEL(Scalar, ScalarBlock, 16, 4)
 
 namespace {
 

@@ -82,8 +82,8 @@ struct PackBlocksArgs {
 using PackBlocksFn = void(const PackBlocksArgs& args);
 
 // Packs up to tile_rows rows of A: tile[l][tile_rows] for l up to columns, zeros in rows that are not there and in the
-// row behind the last.
-using PackTileFn = void(const FloatRows& a, float* tile);
+// row behind the last. Returns whether all numbers are finite.
+using PackTileFn = bool(const FloatRows& a, float* tile);
 
 // y = (add: y +) tile x the blocks of one panel, for the tile's first `rows` rows and the panel's first `columns`.
 struct TileArgs {

@@ -334,11 +334,12 @@ class Kernel {
     const FloatRows b_rows = Matrix(b, k, n);
     uint64_t* words =
         reinterpret_cast<uint64_t*>(memory(static_cast<size_t>(2 * MaskWords(k) + BlockPanels(n)) * sizeof(uint64_t)));
-    if (LooksDense(kernel, a_rows, b_rows, words, words + 2 * MaskWords(k))) {
-      return MultiplyFull(context, memory, product, a, b, y);
-    }
+    const Pattern sample = SamplePattern(kernel, a_rows, b_rows, words, words + 2 * MaskWords(k));
+    const Way expected = CheapestWay(sample, m, k, n);
+    if (expected == Way::kDense) return MultiplyFull(context, memory, product, a, b, y);
+    const bool look_at_a = expected != Way::kBlocks || sample.active_inputs < kWorthListing;
     const auto parallel = [&](int64_t count, const auto& body) { ParallelFor(context, count, body); };
-    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, parallel, memory);
+    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, look_at_a, parallel, memory);
     switch (const Way way = CheapestWay(pattern, m, k, n)) {
       case Way::kDense:
         return MultiplyFull(context, memory, product, a, b, y);
@@ -347,8 +348,10 @@ class Kernel {
       case Way::kNumbers:
         return MultiplyByNumbers(kernel, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel, memory);
       default:
-        MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel,
-                       memory);
+        if (!MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel,
+                            memory)) {
+          MultiplyFull(context, memory, product, a, b, y);
+        }
     }
   }
 

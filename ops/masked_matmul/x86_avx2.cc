@@ -12,6 +12,7 @@ struct Avx2Block {
   };
   using Scalar = __m256;
   static constexpr int kVectorsABlock = 2;
+  static constexpr int kTileColumns = 4;  // sums of a tile that are in registers
 
   static __m256i First(int64_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -31,6 +32,7 @@ struct Avx2Block {
     _mm256_maskstore_ps(to + 8, First(count - 8), v.high);
   }
   static void Keep(Vector& v) { __asm__("" : "+x"(v.low), "+x"(v.high)); }
+  static void Keep(__m256& v) { __asm__("" : "+x"(v)); }
   static __m256 Broadcast(const float* from) { return _mm256_broadcast_ss(from); }
   static Vector Add(Vector a, Vector b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
   static Vector Multiply(Vector a, Vector b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
@@ -78,6 +80,6 @@ struct Avx2Block {
 
 }  // namespace
 
-ORTOLAN_MASKED_KERNEL(Avx2, Avx2Block, 4, 4)
+ORTOLAN_MASKED_KERNEL(Avx2, Avx2Block, 16, 4)
 
 }  // namespace ortolan

@@ -15,6 +15,7 @@ struct Avx512Block {
   using Vector = __m512;
   using Scalar = __m512;
   static constexpr int kVectorsABlock = 1;
+  static constexpr int kTileColumns = 8;  // sums of a tile that are in registers
 
   static __mmask16 First(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
   static __m512 Zero() { return _mm512_setzero_ps(); }
@@ -95,6 +96,6 @@ struct Avx512Block {
 
 }  // namespace
 
-ORTOLAN_MASKED_KERNEL(Avx512, Avx512Block, 24, 8)
+ORTOLAN_MASKED_KERNEL(Avx512, Avx512Block, 48, 8)
 
 }  // namespace ortolan
