@@ -37,12 +37,13 @@ enum class Way {
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
 // What a way costs, as a share of the dense product's time (m, k, n of 1024 and more; Zen 5, one thread). Measured: a
-// product in the blocks kernels takes 1.05 times as long as in a dense product of full speed, of two sides 1.65 times,
-// as its lists cost; packing A is shared by the columns.
+// product in the blocks kernels takes 1.05 times as long as in a dense product of full speed, of two sides 1.33 times;
+// packing A is shared by the columns.
 inline constexpr double kBlocksCost = 1.05;
-inline constexpr double kTwoSidedCost = 1.65;
+inline constexpr double kTwoSidedCost = 1.33;
 inline constexpr double kPatternCost = 0.03;
 inline constexpr double kListCost = 0.03;
+inline constexpr double kTwoSidedPackCost = 0.18;  // of B's blocks
 inline constexpr double kBlocksPatternCost = 0.015;
 inline constexpr double kPackColumns = 40.0;
 // Copying a number of A or B, in multiply-adds.
@@ -63,8 +64,8 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
       return pattern.blocks * kBlocksCost + kBlocksPatternCost + kPackColumns / static_cast<double>(n);
     case Way::kTwoSided:
       // Both count active inputs only.
-      return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost + kPatternCost +
-             kListCost;
+      return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost +
+             pattern.blocks * kTwoSidedPackCost + kPatternCost + kListCost;
     case Way::kNumbers:
       return pattern.numbers * kNumbersCost + kNumbersListCost + kPatternCost +
              kNumbersPackRows / static_cast<double>(m);
