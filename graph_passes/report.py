@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import onnx
     from rich.console import Group
 
+    from .auto.result import AutoReport
+
 _REASONS_SHOWN = 5  # why there is no lookup
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
 
@@ -96,6 +98,7 @@ class OptimizationReport:
     layers: list[LayerReport] = field(default_factory=list)
     lookups: list[LookupReport] = field(default_factory=list)  # by pass fuse_lut
     cache: CacheReport | None = None  # by pass compress_cache
+    auto: AutoReport | None = None  # by recipe "auto"
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
@@ -185,6 +188,8 @@ class OptimizationReport:
 
     def _summary(self) -> list[str]:
         lines = self._lookup_lines()
+        if self.auto is not None:
+            lines += self.auto.lines()
         if self.output:
             lines.append(f"written to    {self.output}")
         fused = Counter(part for layer in self.layers for part in layer.fused)

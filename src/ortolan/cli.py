@@ -121,8 +121,8 @@ def optimize(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. Without it: adopt for a "
-            "model that stores 4-bit weights, else sparse-bf16."
+            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. auto: chooses for each "
+            "layer by measurement. Without it: adopt for a model that stores 4-bit weights, else sparse-bf16."
         ),
     ] = None,
     settings: Annotated[
@@ -156,6 +156,22 @@ def optimize(
             help="Token ids that all sequences begin with: their keys and values become part of the model, pruned.",
         ),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="For --recipe auto: the smallest cosine of each output against the original's, 0.99 if not given; or "
+            "perplexity:0.02, by what share a decoder's perplexity may rise.",
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BATCHxTOKENS",
+            help="For --recipe auto: what to be fast at. Repeatable. Without it: 1x128 and 1x16, or 1x1 for a decoder "
+            "with a cache.",
+        ),
+    ] = None,
     portable: Annotated[
         bool,
         typer.Option(
@@ -181,11 +197,20 @@ def optimize(
             calibration=calibration,
             prompt=prompt,
             tokenizer=tokenizer,
+            budget=budget,
+            shapes=[_read_batch_tokens(text) for text in shape] if shape else None,
             portable=portable,
             dry_run=dry_run,
             progress=progress,
         )
     _print_result(report, as_json)
+
+
+def _read_batch_tokens(text: str) -> tuple[int, int]:
+    numbers = text.lower().split("x")
+    if len(numbers) != 2 or not all(part.isdecimal() and int(part) > 0 for part in numbers):
+        raise typer.BadParameter(f"{text!r} is not of the form BATCHxTOKENS, as in 1x128", param_hint="--shape")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _output_beside(model: Path) -> Path:
