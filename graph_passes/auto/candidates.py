@@ -34,13 +34,14 @@ _INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
 _INT8 = {"bits": 8}
 _BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
 
-# In this order. Zeros that a weight holds already are stored by no form of SparseAMXMatMul and VNNISpMM.
+# By error, the smallest first: a form that is not faster than those before it is not looked at any further.
+# Zeros that a weight holds already are stored by no form of SparseAMXMatMul and VNNISpMM.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
     Candidate("int8 4x1", "VNNISpMM", quantize=_INT8, replace=_BLOCKS),
-    Candidate("int4", "W4A8MatMul", quantize=_INT4),
     Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | {"method": "gptq"}, timed_as="int4", calibrated=True),
+    Candidate("int4", "W4A8MatMul", quantize=_INT4),
 )
 # Only where the user asks for a sparsity.
 PRUNED: tuple[Candidate, ...] = (
@@ -53,6 +54,9 @@ PRUNED: tuple[Candidate, ...] = (
 def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
     """The table without what the user's data do not allow. calibrated: whether feeds were given."""
     found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
+    # Rounded to nearest, a weight is as fast as one that is fitted, and worse.
+    fitted = {candidate.timed_as for candidate in found}
+    found = [candidate for candidate in found if candidate.name not in fitted]
     method = "sparsegpt" if calibrated else "magnitude"
     for one in PRUNED if sparsity is not None else ():
         prune = {"method": method, "sparsity": sparsity} | one.prune
@@ -64,7 +68,7 @@ def for_timing(candidate: Candidate) -> Candidate:
     """The same form of weights that are pruned and rounded without calibration, which takes as long to run."""
     prune = dict(candidate.prune) | ({"method": "magnitude"} if candidate.prune else {})
     quantize = dict(candidate.quantize) | ({"method": "rtn"} if candidate.quantize else {})
-    return Candidate(candidate.name, candidate.op, quantize, prune, candidate.replace)
+    return Candidate(candidate.timing, candidate.op, quantize, prune, candidate.replace)
 
 
 def make_recipe(

@@ -89,7 +89,7 @@ class LayerTimes:
         self, case: LayerCase, matrix: Callable[[], np.ndarray], candidates: Sequence[Candidate]
     ) -> dict[str, float]:
         """By Candidate.timing, and ORIGINAL; forms that the layer cannot have are left out."""
-        wanted = [candidate for candidate in candidates if candidate.timed_as is None]
+        wanted = list({candidate.timing: for_timing(candidate) for candidate in candidates}.values())
         # Only times that were taken in turn can be compared, so those of other forms are another entry.
         key = f"{case.key}: {', '.join(map(_entry, wanted))}"
         times = self._read().get(self._machine, {}).get(key)
@@ -125,7 +125,10 @@ class LayerTimes:
 
 
 def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Milliseconds of one layer of the model, by the candidate's name, and ORIGINAL."""
+    """Milliseconds of one layer of the model, by the candidate's name, and ORIGINAL.
+
+    candidates: without calibration (for_timing). Those that the layer cannot have are left out.
+    """
     proto = _copies_of_layer(case, matrix)
     x = np.random.default_rng(0).standard_normal((case.rows, case.k)).astype(_numpy(case))
     with tempfile.TemporaryDirectory(prefix="ortolan-") as folder, TensorSpill(Path(folder)) as spill:
@@ -147,7 +150,7 @@ def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: 
     source = load_model(proto)
     context = PassContext(source, OptimizationReport(recipe={}), folder / "model.onnx", spill, portable=False)
     names = [node.name for node in proto.graph.node if node.op_type == "MatMul"]
-    recipe = make_recipe({for_timing(candidate): names}, calibrate=False)
+    recipe = make_recipe({candidate: names}, calibrate=False)
     try:
         run_recipe(recipe, source.model, context)
     except NothingToReplaceError:

@@ -11,8 +11,9 @@ from ortolan.benchmarks.timing import Timing
 class Form:
     """A layer in one of its forms."""
 
-    error: float  # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's Y
     milliseconds: list[float]  # by shape
+    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's Y; None: not measured, as it is not fast enough
+    error: float | None = None
 
 
 @dataclass
@@ -45,6 +46,7 @@ class AutoReport:
     outcome: str = ""
     layers: list[LayerChoice] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)  # in the order in which they were made
+    changed: bool = False  # whether something is faster; else the model is the original
     attention: bool = False  # whether it is fused in the chosen model
     before: list[Timing] = field(default_factory=list)  # of the whole model, by shape
     after: list[Timing] = field(default_factory=list)

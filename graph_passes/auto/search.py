@@ -1,11 +1,11 @@
 """Recipe "auto": the search for the recipe of a model.
 
     time    each form that a layer can have, and the original, alone, for each kind of layer (layer_times.py)
-    error   ||XW - Y|| / ||XW|| of each form on calibration inputs X, in one run of a recipe for each form. It is the
-            operator's own answer Y, so what it rounds of its inputs counts, too.
+    error   ||XW - Y|| / ||XW|| on calibration inputs X of each form that is faster than the original at all shapes, and
+            than all more exact ones: in one run of a recipe for each form. Y is the operator's own answer, so what it
+            rounds of its inputs counts, too.
     path    of the forms of a layer, those that save more time for more error; of all layers, the steps from one form to
-            the next in the order of the time saved for each square of error, as errors of layers add up in squares.
-            A form that is slower than the original at one of the shapes is none.
+            the next in the order of the time saved for each square of error, as errors of layers add up in squares
     budget  how far along the path the whole model stays within the budget: all of it, else by bisection
     time    the whole model against the original, at each shape, and with fused attention. Where it is no faster, the
             first half of the path is tried, and so on; if nothing is left, the model stays as it is.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ _ROWS = 256  # of inputs to each layer, on which its error is measured
 _FEEDS = 16  # on which the whole model is judged
 _FINEST = 16  # bisection stops at steps of the path's length divided by this
 _GAIN = 1.02  # a model that is less than this much faster, in the mean over the shapes, is not worth an error
+_NOISE = 0.02  # of a layer's time: forms that differ by less are as fast as each other
 _SECONDS = 1.5  # for timing the whole model, at each shape
 
 Shapes = Sequence[tuple[int, int]]
@@ -152,8 +153,8 @@ class Search:
             able = self._able(linears)
             rows = self._count_rows(source.model, context, able)
             forms = candidates_for(self._calibrated, self._settings.sparsity)
-            errors = self._errors([linear.name for linear in able], forms) if able else {}
-            self._time_layers(context, able, rows, forms, errors)
+            self._time_layers(context, able, rows, forms)
+        self._measure_errors(forms)
         path = self._path()
         best = self._fastest(self._within(path), path) if path or self._has_attention else None
         report.measured = self._times.measured
@@ -220,55 +221,52 @@ class Search:
         _remove(path)
         return {linear.name: counts[linear.x.name] for linear in linears if linear.x.name in counts}
 
-    def _errors(self, names: Sequence[str], forms: Sequence[Candidate]) -> dict[Candidate, dict[str, float]]:
-        """By form and layer, its error; layers that cannot have the form are left out."""
-        found: dict[Candidate, dict[str, float]] = {}
-        for number, form in enumerate(forms):
-            self._progress("auto: errors of layers", number, len(forms))
-            report = OptimizationReport(recipe={})
-            place = self._new_place()
-            with self._spill(place) as spill:
-                context = self._context(place / "model.onnx", spill, report, portable=False)
-                try:
-                    run_recipe(make_recipe({form: names}, rows=_ROWS), context.source.model, context)
-                except NothingToReplaceError:
-                    continue
-            found[form] = {
-                layer.name: layer.output_error
-                for layer in report.layers
-                if layer.status == "replaced" and layer.output_error is not None
-            }
-        self._progress("auto: errors of layers", len(forms), len(forms))
-        return found
-
     def _time_layers(
         self,
         context: PassContext,
         linears: Sequence[Linear],
         rows: Mapping[str, Sequence[int]],
         forms: Sequence[Candidate],
-        errors: Mapping[Candidate, Mapping[str, float]],
     ) -> None:
         weights = sum(linear.k * linear.n for linear in linears)
         for number, linear in enumerate(linears):
             self._progress("auto: times of layers", number, len(linears))
-            choice = LayerChoice(linear.name, "no operator takes it")
+            choice = LayerChoice(linear.name, "the original is faster here")
             self.report.layers.append(choice)
-            able = [form for form in forms if linear.name in errors.get(form, {})]
             if linear.name not in rows:
                 choice.reason = "lies in a subgraph, so it is not measured"
-            elif able:
-                matrix = linear.matrix()
-                bias = linear.bias_value is not None
-                cases = [case_of(matrix, count, linear.dtype, bias, weights) for count in rows[linear.name]]
-                times = [self._times.of(case, linear.matrix, forms) for case in cases]
-                choice.before_ms = [of_shape[ORIGINAL] for of_shape in times]
-                for form in able:
-                    if all(form.timing in of_shape for of_shape in times):
-                        ms = [of_shape[form.timing] for of_shape in times]
-                        choice.forms[form.name] = Form(errors[form][linear.name], ms)
+                continue
+            matrix = linear.matrix()
+            bias = linear.bias_value is not None
+            cases = [case_of(matrix, count, linear.dtype, bias, weights) for count in rows[linear.name]]
+            times = [self._times.of(case, linear.matrix, forms) for case in cases]
+            choice.before_ms = [of_shape[ORIGINAL] for of_shape in times]
+            for form in forms:
+                if all(form.timing in of_shape for of_shape in times):
+                    choice.forms[form.name] = Form([of_shape[form.timing] for of_shape in times])
+            del matrix
             context.release()
         self._progress("auto: times of layers", len(linears), len(linears))
+
+    def _measure_errors(self, forms: Sequence[Candidate]) -> None:
+        """Of the forms of layers that are fast enough."""
+        worth = {layer.name: _worth(layer) for layer in self.report.layers}
+        layers = {layer.name: layer for layer in self.report.layers}
+        for number, form in enumerate(forms):
+            self._progress("auto: errors of layers", number, len(forms))
+            names = [name for name, found in worth.items() if form.name in found]
+            if not names:
+                continue
+            report = OptimizationReport(recipe={})
+            place = self._new_place()
+            with self._spill(place) as spill:
+                context = self._context(place / "model.onnx", spill, report, portable=False)
+                with suppress(NothingToReplaceError):
+                    run_recipe(make_recipe({form: names}, rows=_ROWS), context.source.model, context)
+            for layer in report.layers:
+                if layer.status == "replaced" and layer.name in names:
+                    layers[layer.name].forms[form.name].error = layer.output_error
+        self._progress("auto: errors of layers", len(forms), len(forms))
 
     # ---- the path ----------------------------------------------------------------------------------------------------
 
@@ -278,15 +276,15 @@ class Search:
         totals = [sum(column) for column in zip(*(layer.before_ms for layer in timed), strict=True)]
         steps: list[Step] = []
         for layer in timed:
-            saved = {
-                name: sum((old - new) / total for old, new, total in zip(layer.before_ms, form.milliseconds, totals, strict=True))
-                / len(totals)
+            weight = [old / total for old, total in zip(layer.before_ms, totals, strict=True)]
+            forms = {
+                name: (float(np.dot(weight, _saved(layer, form))) / len(totals), form.error**2)
                 for name, form in layer.forms.items()
-                if all(new < old for old, new in zip(layer.before_ms, form.milliseconds, strict=True))
+                if form.error is not None
             }
-            layer.reason = "a step too far for the budget" if saved else "the original is faster here"
-            for name, gain, cost in convex({name: (saved[name], layer.forms[name].error ** 2) for name in saved}):
-                steps.append(Step(layer.name, known[name], gain, cost))
+            if forms:
+                layer.reason = "a step too far for the budget"
+            steps += [Step(layer.name, known[name], gained, cost) for name, gained, cost in convex(forms)]
         # Sorted is stable, and the steps of a layer lie in this order.
         return sorted(steps, key=lambda step: -step.saved / max(step.cost, 1e-12))
 
@@ -303,7 +301,9 @@ class Search:
     def _fastest(self, steps: int, path: Sequence[Step]) -> Made | None:
         """Of the models within the budget, with fused attention and without, the fastest; None: the original."""
         while True:
-            tried = [self._make(path[:steps], attention) for attention in ([False, True] if self._has_attention else [False])]
+            tried = [
+                self._make(path[:steps], attention) for attention in ([False, True] if self._has_attention else [False])
+            ]
             made = [one for one in tried if one is not None]
             if made:
                 self._progress("auto: times of models", 0, 1)
@@ -380,6 +380,8 @@ class Search:
 
     def _conclude(self, path: Sequence[Step], best: Made | None) -> None:
         report = self.report
+        if not self._calibrated:
+            report.budget += ", on made-up inputs: give calibration=…"
         if best is None:
             if not path and not self._has_attention:
                 why = "no layer has a form that is faster than the original"
@@ -390,7 +392,7 @@ class Search:
             report.outcome = f"the model stays as it is: {why} ({report.budget})"
             report.after = list(report.before)
             return
-        report.attention = best.attention
+        report.changed, report.attention = True, best.attention
         for layer in report.layers:
             candidate = best.choice.get(layer.name)
             if candidate is not None:
@@ -402,9 +404,24 @@ class Search:
             for trial in reversed(report.trials)
             if trial.within and (trial.layers, trial.attention) == (len(best.choice), best.attention)
         )
-        report.outcome = (
-            f"{gain(report.before, report.after):.2f}x faster in the mean over the shapes; {found}; budget: {report.budget}"
-        )
+        report.outcome = f"{gain(report.before, report.after):.2f}x faster in the mean over the shapes; {found}; budget: {report.budget}"
+
+
+def _saved(layer: LayerChoice, form: Form) -> list[float]:
+    """By shape, the share of the original's time."""
+    return [1 - new / old for old, new in zip(layer.before_ms, form.milliseconds, strict=True)]
+
+
+def _worth(layer: LayerChoice) -> list[str]:
+    """The forms that are faster than the original at all shapes, and than all forms before them."""
+    found, best = [], 0.0
+    for name, form in layer.forms.items():
+        saved = _saved(layer, form)
+        mean = sum(saved) / len(saved)
+        if min(saved) > 0 and mean > best + _NOISE:
+            found.append(name)
+            best = mean
+    return found
 
 
 def convex(forms: Mapping[str, tuple[float, float]]) -> list[tuple[str, float, float]]:
@@ -413,7 +430,9 @@ def convex(forms: Mapping[str, tuple[float, float]]) -> list[tuple[str, float, f
     found: list[tuple[str, float, float]] = []
     saved = cost = 0.0
     left = dict(forms)
-    while left := {name: form for name, form in left.items() if form[0] > saved and name not in {one[0] for one in found}}:
+    while left := {
+        name: form for name, form in left.items() if form[0] > saved and name not in {one[0] for one in found}
+    }:
         name = max(left, key=lambda name: (left[name][0] - saved) / max(left[name][1] - cost, 1e-12))
         more_saved, more_cost = left[name][0] - saved, max(left[name][1] - cost, 0.0)
         found.append((name, more_saved, more_cost))
@@ -423,15 +442,15 @@ def convex(forms: Mapping[str, tuple[float, float]]) -> list[tuple[str, float, f
 
 def gain(before: Sequence[Timing], after: Sequence[Timing]) -> float:
     """How much faster, as the geometric mean over the shapes; 0 if it is slower at one of them."""
-    ratios = [
-        (old.min_ms / new.min_ms, old.median_ms / new.median_ms) for old, new in zip(before, after, strict=True)
-    ]
+    ratios = [(old.min_ms / new.min_ms, old.median_ms / new.median_ms) for old, new in zip(before, after, strict=True)]
     if any(min(ratio) < 1 for ratio in ratios):
         return 0.0
     return float(np.exp(np.mean(np.log([min(ratio) for ratio in ratios]))))
 
 
-def time_models(original: Any, paths: Sequence[Path], feeds: Sequence[Feeds]) -> tuple[list[Timing], list[list[Timing]]]:
+def time_models(
+    original: Any, paths: Sequence[Path], feeds: Sequence[Feeds]
+) -> tuple[list[Timing], list[list[Timing]]]:
     """Of the original and of each optimized model, the times at each of the feeds, in turn."""
     sessions = [original, *map(_open_optimized, paths)]
     by_shape = []

@@ -259,6 +259,9 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
 def _finish(source: ModelFile, context: PassContext, target: Path | None) -> None:
     """Puts the candidate in its place, or into the report."""
     report = context.report
+    if target is None and source.proto is not None and report.auto is not None and not report.auto.changed:
+        report.model, report.file_size_after = source.proto, source.size
+        return
     if target is None:
         total = sum(tensor.nbytes for tensor, _ in tensor_slots(source.model))
         if total > _PROTOBUF_LIMIT:
@@ -269,7 +272,10 @@ def _finish(source: ModelFile, context: PassContext, target: Path | None) -> Non
         report.model = to_proto(source.model)
         report.file_size_after = report.model.ByteSize()
         return
-    if not context.candidate.exists():  # a recipe without verify
+    unchanged = report.auto is not None and not report.auto.changed
+    if unchanged and source.path is not None and not source.data_files:
+        shutil.copyfile(source.path, context.candidate)
+    if not context.candidate.exists():  # a recipe without verify, or the original
         write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
