@@ -59,7 +59,7 @@ def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
     found = [candidate for candidate in found if candidate.name not in fitted]
     method = "sparsegpt" if calibrated else "magnitude"
     for one in PRUNED if sparsity is not None else ():
-        prune = {"method": method, "sparsity": sparsity} | one.prune
+        prune: dict[str, Any] = {"method": method, "sparsity": sparsity, **one.prune}
         found.append(Candidate(one.name, one.op, one.quantize, prune, one.replace))
     return found
 

@@ -28,7 +28,7 @@ from ortolan.models.fetch import default_cache_dir
 from ortolan.session import cpu_info, open_session, package_versions, register
 
 from ..calibrate import quiet_options
-from ..model_file import load_model, to_proto
+from ..model_file import load_model, to_bytes, to_proto
 from ..pipeline import PassContext, run_recipe
 from ..report import OptimizationReport
 from ..spill import TensorSpill
@@ -155,7 +155,7 @@ def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: 
         run_recipe(recipe, source.model, context)
     except NothingToReplaceError:
         return None
-    return to_proto(source.model).SerializeToString()
+    return to_bytes(to_proto(source.model))
 
 
 def _copies_of_layer(case: LayerCase, matrix: np.ndarray) -> onnx.ModelProto:

@@ -79,7 +79,7 @@ class AutoSettings:
 
 
 def _read_shapes(shapes: Any) -> tuple[tuple[int, int], ...]:
-    found = []
+    found: list[tuple[int, int]] = []
     for shape in shapes if isinstance(shapes, list | tuple) else [None]:
         numbers = shape if isinstance(shape, list | tuple) and len(shape) == 2 else (0, 0)
         if not all(isinstance(number, int) and number > 0 for number in numbers):
@@ -109,6 +109,7 @@ class Made:
     path: Path
     choice: Mapping[str, Candidate]
     attention: bool
+    found: str  # what the budget limits
 
 
 class Search:
@@ -356,7 +357,7 @@ class Search:
         if not within:
             _remove(path)
             return None
-        return Made(make_recipe(layers, attention=attention, verify={"feeds": _FEEDS}), path, choice, attention)
+        return Made(make_recipe(layers, attention=attention, verify={"feeds": _FEEDS}), path, choice, attention, found)
 
     def _context(
         self, candidate: Path, spill: TensorSpill, report: OptimizationReport, portable: bool = True
@@ -399,12 +400,8 @@ class Search:
                 form = layer.forms[candidate.name]
                 layer.chosen, layer.error, layer.after_ms = candidate.name, form.error, form.milliseconds
                 layer.reason = "saves the most time for its error within the budget"
-        found = next(
-            trial.found
-            for trial in reversed(report.trials)
-            if trial.within and (trial.layers, trial.attention) == (len(best.choice), best.attention)
-        )
-        report.outcome = f"{gain(report.before, report.after):.2f}x faster in the mean over the shapes; {found}; budget: {report.budget}"
+        faster = f"{gain(report.before, report.after):.2f}x faster in the mean over the shapes"
+        report.outcome = f"{faster}; {best.found}; budget: {report.budget}"
 
 
 def _saved(layer: LayerChoice, form: Form) -> list[float]:
