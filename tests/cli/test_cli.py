@@ -430,3 +430,16 @@ def test_bench_refuses_wrong_options(invoke, fake_benchmark, arguments):
     assert result.exit_code == 2
     assert arguments[0] in result.stderr
     assert fake_benchmark == []
+
+
+def test_optimize_auto_takes_a_budget_and_shapes(invoke, monkeypatch):
+    given = {}
+    monkeypatch.setattr(ortolan, "optimize_onnx", lambda *_, **arguments: given.update(arguments) or "done")
+    result = invoke(
+        "optimize", "model.onnx", "--recipe", "auto", "--budget", "0.98", "--shape", "1x128", "--shape", "2X16"
+    )
+    assert result.exit_code == 0
+    assert (given["recipe"], given["budget"], given["shapes"]) == ("auto", "0.98", [(1, 128), (2, 16)])
+    wrong = invoke("optimize", "model.onnx", "--recipe", "auto", "--shape", "1x0")
+    assert wrong.exit_code == 2
+    assert "BATCHxTOKENS" in wrong.output
