@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import Recipe
 from ortolan.benchmarks.timing import Timing
-from ortolan.errors import RecipeError
+from ortolan.errors import CalibrationError, RecipeError
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.auto.budget import Limit, perplexity
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
+from ortolan.models import tiny
 
 from .small_models import make_model, random_weight, run
 
@@ -308,3 +310,24 @@ def test_perplexity_of_a_uniform_model() -> None:
 
     assert limit.judge([], [{"input_ids": ids}], sure, uniform)[0] is False
     assert limit.judge([], [{"input_ids": ids}], uniform, sure)[0] is True
+
+
+@pytest.mark.parametrize(("build", "shape"), [(tiny.tiny_bert, (1, 16)), (tiny.tiny_llama, (1, 1))])
+def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple[int, int]) -> None:
+    """Encoders are timed at sequences, decoders at one token behind a cache; attention is fused where there is some."""
+    inject({"int8": 0.5}, 5.0)
+    model = ir.to_proto(build())
+    report = ortolan.optimize_onnx(model, recipe="auto", budget=0.9, shapes=None if shape == (1, 1) else [shape])
+    assert report.auto is not None
+    assert report.auto.shapes == [shape]
+    assert report.auto.changed
+    assert all(error.cosine >= 0.9 for error in report.output_error)
+    tried = {trial.attention for trial in report.auto.trials}
+    assert tried == ({False, True} if build is tiny.tiny_bert else {False})
+    assert "made-up inputs" in report.auto.outcome
+
+
+def test_shapes_that_the_model_does_not_take(inject: Callable[..., Any]) -> None:
+    inject({"int8": 0.5}, 5.0)
+    with pytest.raises(CalibrationError, match="does not run at shape 1 x 4000"):
+        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe="auto", shapes=[(1, 4000)])
