@@ -30,7 +30,8 @@ lint: $(VENV)/.installed
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 asan: build/asan-site/.installed
 	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q -n auto formats ops amx -p no:cacheprovider
+	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q -n auto formats ops amx -p no:cacheprovider \
+	  --parameter-sets 6
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul

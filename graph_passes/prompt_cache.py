@@ -25,8 +25,9 @@ PROMPT_INPUTS = (
     "prompt_value_values",
     "prompt_value_offsets",
 )
-_MOST_CHUNK = 512  # tokens
-_TILE_INPUTS = 32
+# As in ops/nomad_attention/prompt_cache.h.
+MOST_CHUNK = 512  # tokens
+TILE_INPUTS = 32
 _PANEL_COLUMNS = 16
 
 
@@ -146,9 +147,9 @@ def _pruned_rows(array: np.ndarray, sparsity: float, name: str) -> np.ndarray:
 
 def chunk_tokens(tokens: int) -> tuple[int, int]:
     """The number of chunks that values are cut into, and the tokens that each of them has room for."""
-    chunks = -(-tokens // _MOST_CHUNK)
+    chunks = -(-tokens // MOST_CHUNK)
     longest = -(-tokens // chunks)
-    return chunks, -(-longest // _TILE_INPUTS) * _TILE_INPUTS
+    return chunks, -(-longest // TILE_INPUTS) * TILE_INPUTS
 
 
 def _key_matrix(keys: np.ndarray) -> np.ndarray:

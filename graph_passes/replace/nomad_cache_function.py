@@ -18,7 +18,7 @@ import onnx_ir as ir
 from numpy.typing import DTypeLike
 
 from ..normalize import ORTOLAN_DOMAIN
-from ..prompt_cache import PROMPT_INPUTS
+from ..prompt_cache import MOST_CHUNK, PROMPT_INPUTS, TILE_INPUTS
 from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, size_of
 from .function_body import PANEL_COLUMNS, FunctionBody
 from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
@@ -35,8 +35,6 @@ _WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
 _PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
 
 _SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/cached_op.h
-_MOST_PROMPT_CHUNK = 512  # tokens: ops/nomad_attention/prompt_cache.h
-_TILE_INPUTS = 32
 
 
 @dataclass(frozen=True)
@@ -269,9 +267,9 @@ class _CachedAttention:
         """[B, KV, P, D]."""
         body, op = self._body, self._body.op
         head_dim = body.attribute("prompt_head_dim")
-        chunks = body.divided_up(self._prompt, body.integer(_MOST_PROMPT_CHUNK))
-        tiles = body.divided_up(body.divided_up(self._prompt, chunks), body.integer(_TILE_INPUTS))
-        tokens = op("Mul", tiles, body.integer(_TILE_INPUTS))
+        chunks = body.divided_up(self._prompt, body.integer(MOST_CHUNK))
+        tiles = body.divided_up(body.divided_up(self._prompt, chunks), body.integer(TILE_INPUTS))
+        tokens = op("Mul", tiles, body.integer(TILE_INPUTS))
         matrix = self._prompt_matrix("prompt_value", tokens, op("Mul", op("Mul", self._kv_heads, chunks), head_dim))
         by_chunks = op("Reshape", matrix, body.shape(tokens, self._kv_heads, chunks, head_dim))
         by_heads = op("Transpose", by_chunks, perm=[1, 2, 0, 3])

@@ -20,8 +20,8 @@
 //   rows (decode, few rows of A): the inputs that any row of A uses are listed, and only their rows of B are read. B
 //     may be float32, bf16 or int8 with scales, row after row in memory.
 //
-// A kernel allocates nothing and knows no threads. Nothing need be aligned but what Pack functions write (64 bytes).
-// y overlaps nothing else.
+// A kernel allocates nothing and knows no threads. Matrices are aligned to their elements, what Pack functions write to
+// 64 bytes. y overlaps nothing else.
 #pragma once
 
 #include <cstdint>

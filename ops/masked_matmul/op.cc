@@ -23,6 +23,7 @@
 
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
+#include "support/aligned.h"
 #include "support/bf16.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
@@ -55,10 +56,13 @@ class Memory {
  public:
   explicit Memory(const Ort::KernelContext& context) : context_(context) {}
   char* operator()(size_t bytes) {
-    constexpr size_t kAlignment = 64;
-    blocks_.push_back(std::make_unique<Scratch>(context_, bytes + kAlignment));
-    const auto address = reinterpret_cast<uintptr_t>(blocks_.back()->data());
-    return reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    blocks_.push_back(std::make_unique<Scratch>(context_, bytes + kScratchAlignment));
+    return AlignedAddress(blocks_.back()->data());
+  }
+  // data, or a copy: a file may place a tensor at any address.
+  const void* AtElements(const void* data, int64_t count, size_t element) {
+    if (reinterpret_cast<uintptr_t>(data) % element == 0) return data;
+    return std::memcpy((*this)(static_cast<size_t>(count) * element), data, static_cast<size_t>(count) * element);
   }
   float* Floats(int64_t count) { return reinterpret_cast<float*>((*this)(static_cast<size_t>(count) * sizeof(float))); }
 
@@ -136,7 +140,9 @@ class Kernel {
     if (b_type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
       CheckNoMask(context, kBMask);
       product.m = Count(a_shape) / product.k;
-      MultiplyPacked(context, memory, product, a_data, b.GetTensorRawData(), y);
+      const size_t element = b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : sizeof(uint16_t);
+      const void* b_data = memory.AtElements(b.GetTensorRawData(), Count(b_shape), element);
+      MultiplyPacked(context, memory, product, a_data, b_data, y);
       return;
     }
     const float* b_data = Masked(context, memory, b, kBMask, "b_mask", "B", b_threshold_);
@@ -197,14 +203,19 @@ class Kernel {
     if (group_ != 0) throw OpError(ErrorText(node_, ": group_size is ", group_, ", expected 0: B is not int8"));
     if (n == 0) return;
     std::vector<uint64_t> mask(static_cast<size_t>(MaskWords(n)));
+    // A row at a time, copied: a file may place a tensor at any address.
+    std::vector<float> floats(static_cast<size_t>(is_float ? n : 0));
+    std::vector<uint16_t> bits(static_cast<size_t>(is_float ? 0 : n));
     for (int64_t i = 0; i < k; ++i) {
       bool finite = true;
       if (is_float) {
-        finite = SelectMaskedMatMul(ActiveIsa())
-                     .scan_rows(Matrix(static_cast<const float*>(b.data), k, n).Rows(i, 1), mask.data());
+        const size_t bytes = floats.size() * sizeof(float);
+        std::memcpy(floats.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
+        finite = SelectMaskedMatMul(ActiveIsa()).scan_rows(Matrix(floats.data(), 1, n), mask.data());
       } else {
-        const uint16_t* row = static_cast<const uint16_t*>(b.data) + i * n;
-        finite = std::none_of(row, row + n, [](uint16_t bits) { return (bits & 0x7f80) == 0x7f80; });
+        const size_t bytes = bits.size() * sizeof(uint16_t);
+        std::memcpy(bits.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
+        finite = std::none_of(bits.begin(), bits.end(), [](uint16_t one) { return (one & 0x7f80) == 0x7f80; });
       }
       if (finite) continue;
       always_.resize(static_cast<size_t>(k));
@@ -268,7 +279,7 @@ class Kernel {
   const float* Masked(const Ort::KernelContext& context, Memory& memory, const Ort::ConstValue& x, size_t index,
                       const char* mask_name, const char* x_name, float threshold) const {
     const Shape shape = x.GetTensorTypeAndShapeInfo().GetShape();
-    const float* from = x.GetTensorData<float>();
+    const auto* from = static_cast<const float*>(memory.AtElements(x.GetTensorRawData(), Count(shape), sizeof(float)));
     std::optional<Ort::ConstValue> mask = OptionalInput(context, index);
     Shape mask_shape;
     if (mask) {

@@ -22,13 +22,13 @@
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
 // [1], which stands for none.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "isa/isa.h"
 #include "nomad_attention/cached_op.h"
 #include "nomad_attention/nomad_attention.h"
+#include "nomad_attention/thread_scratch.h"
 #include "support/broadcast.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
@@ -41,7 +41,6 @@ constexpr int64_t kMaxKeys = int64_t{1} << 24;
 constexpr int64_t kMaxHeads = int64_t{1} << 16;
 // Work below this many multiply-adds is not worth handing to another thread.
 constexpr int64_t kMinItemMacs = int64_t{1} << 19;
-constexpr size_t kAlignment = 64;
 
 enum Input : size_t {
   kQuery,
@@ -307,7 +306,7 @@ class Kernel {
 
   void Run(const Ort::KernelContext& context, const Sizes& sizes, const AttentionArgs& first) const {
     const AttentionKernel& kernel = SelectAttention(ActiveIsa(), precision_);
-    const size_t scratch_bytes = static_cast<size_t>(kernel.scratch_bytes(sizes.keys, sizes.head_dim)) + kAlignment;
+    const int64_t scratch_bytes = kernel.scratch_bytes(sizes.keys, sizes.head_dim);
     const int64_t rows = first.heads * sizes.queries;
     const int64_t chunks = (rows + kAttentionRows - 1) / kAttentionRows;
     const int64_t units = sizes.batch * kv_heads_ * chunks;
@@ -315,24 +314,16 @@ class Kernel {
     const int64_t most_items = std::clamp<int64_t>(units * unit_macs / kMinItemMacs, 1, units);
     const int64_t item_units = (units + most_items - 1) / most_items;
     // Scratch is an item's own, so that a thread uses the same memory again and again, which stays in its cache.
-    std::atomic<bool> no_memory{false};
-    ParallelFor(context, (units + item_units - 1) / item_units, [&](int64_t item) {
-      try {
-        const Scratch scratch(context, scratch_bytes);
-        const uintptr_t address = reinterpret_cast<uintptr_t>(scratch.data());
-        void* aligned = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
-        const int64_t end = std::min(units, (item + 1) * item_units);
-        for (int64_t unit = item * item_units; unit < end; ++unit) {
-          const int64_t head = unit / chunks;
-          const int64_t row = unit % chunks * kAttentionRows;
-          kernel.run(ArgsOf(first, sizes, head / kv_heads_, head % kv_heads_), row,
-                     std::min(rows, row + kAttentionRows), aligned);
-        }
-      } catch (...) {  // of getting memory
-        no_memory = true;
+    const int64_t items = (units + item_units - 1) / item_units;
+    ForEachWithScratch(context, node_, items, scratch_bytes, [&](int64_t item, char* scratch) {
+      const int64_t end = std::min(units, (item + 1) * item_units);
+      for (int64_t unit = item * item_units; unit < end; ++unit) {
+        const int64_t head = unit / chunks;
+        const int64_t row = unit % chunks * kAttentionRows;
+        kernel.run(ArgsOf(first, sizes, head / kv_heads_, head % kv_heads_), row, std::min(rows, row + kAttentionRows),
+                   scratch);
       }
     });
-    if (no_memory) throw OpError(ErrorText(node_, ": no memory for ", scratch_bytes, " bytes of scratch a thread"));
   }
 
   std::string node_;

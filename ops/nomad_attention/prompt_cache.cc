@@ -5,15 +5,13 @@
 
 #include "isa/kernel_table.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
+#include "support/aligned.h"
 
 namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-constexpr int64_t kAlignment = 64;
 constexpr float kLog2E = 1.44269504f;
-
-int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Some panels as a matrix of their own.
 BitmapView PanelsOf(const BitmapView& all, int64_t first, int64_t count) {

@@ -6,19 +6,10 @@
 #include <optional>
 #include <string>
 
+#include "support/aligned.h"
 #include "support/ort_op.h"
 
 namespace ortolan {
-
-inline constexpr int64_t kScratchAlignment = 64;
-
-inline int64_t Aligned(int64_t bytes) {
-  return (bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-}
-
-inline char* AlignedData(const Scratch& scratch) {
-  return reinterpret_cast<char*>(Aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(scratch.data()))));
-}
 
 // Runs body(item, scratch of bytes) on ORT's threads.
 template <typename Body>
@@ -33,7 +24,7 @@ void ForEachWithScratch(const Ort::KernelContext& context, const std::string& no
       no_memory = true;
       return;
     }
-    body(item, AlignedData(*scratch));
+    body(item, AlignedAddress(scratch->data()));
   });
   if (no_memory) throw OpError(ErrorText(node, ": no memory for ", bytes, " bytes of scratch a thread"));
 }

@@ -120,6 +120,22 @@ def at_odd_address(a: np.ndarray) -> np.ndarray:
     return copy
 
 
+def save_at_odd_places(model: onnx.ModelProto, folder: Path) -> None:
+    """Saves folder/model.onnx, whose constants lie at odd places of folder/data."""
+    content = b"!"
+    for tensor in model.graph.initializer:
+        if tensor.raw_data:
+            place, size = len(content), len(tensor.raw_data)
+            content += tensor.raw_data
+            content += bytes(1 - len(content) % 2)
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            for key, value in (("location", "data"), ("offset", place), ("length", size)):
+                tensor.external_data.add(key=key, value=str(value))
+    (folder / "data").write_bytes(content)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
 def runnable_kernels() -> list[str]:
     """Names of the kernel table's rows that this CPU can run."""
     return [row["name"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]]

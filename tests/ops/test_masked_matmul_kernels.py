@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ortolan import _native
 
 from .masked import PATTERNS, assert_product_close, random_matrix
-from .single_node import at_odd_address
 
 KERNELS = [row["name"] for row in _native.masked_matmul_kernels() if row["runs_here"]]
 SPARSITIES = [0.0, 0.3, 0.8, 0.97, 1.0]
@@ -41,7 +40,7 @@ def test_blocks_at_every_size_and_pattern(
     m, k, n = sizes
     rng = np.random.default_rng(seed)
     a, b = random_matrix(rng, m, k, patterns[0], sparsity[0]), random_matrix(rng, k, n, patterns[1], sparsity[1])
-    y = _native.masked_matmul(at_odd_address(a), at_odd_address(b), two_sided, kernel)
+    y = _native.masked_matmul(a, b, two_sided, kernel)
     assert y is not None
     assert_product_close(y, a, b)
 
@@ -113,7 +112,7 @@ def test_rows_at_every_size(
     if group > 0:
         scales = rng.random((-(-k // group), n), dtype=np.float32)
         meaning = meaning * scales[np.arange(k) // group]
-    y = _native.masked_rows(at_odd_address(a), b, scales, max(group, 1), None, kernel)
+    y = _native.masked_rows(a, b, scales, max(group, 1), None, kernel)
     assert_product_close(y, a, meaning, products=2)
 
 

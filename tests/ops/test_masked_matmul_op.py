@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from ortolan.graph_passes.replace.masked_matmul_function import (
 )
 
 from .masked import PATTERNS, assert_product_close, expected_product, random_matrix
-from .single_node import session
+from .single_node import save_at_odd_places, session
 
 
 def masked_model(
@@ -185,6 +186,23 @@ def test_packed_weights(kind: str, m: int, group_size: int) -> None:
     model = masked_model(constants, group_size=group_size)
     for library in (True, False):
         assert_product_close(run(model, {"A": a}, library=library), a, weight, products=2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
+def test_weights_at_odd_places_of_a_file(dtype: type, tmp_path: Path) -> None:
+    """External data need not be aligned, and the operator gets what is mapped."""
+    rng = np.random.default_rng(2)
+    constants = {"B": (10 * rng.standard_normal((40, 50))).astype(dtype)}
+    if dtype is np.int8:
+        constants["b_scale"] = rng.random((1, 50), dtype=np.float32)
+    model = masked_model(constants, functions=False)
+    for m in (3, 40):
+        feeds = {"A": random_matrix(rng, m, 40, "random", 0.5)} | {name: NO_MASK for name in ("a_mask", "b_mask")}
+        expected = run(model, feeds)
+        moved = onnx.ModelProto.FromString(model.SerializeToString())
+        save_at_odd_places(moved, tmp_path)
+        (y,) = session(tmp_path / "model.onnx").run(None, {name: feeds[name] for name in ("A", "a_mask", "b_mask")})
+        np.testing.assert_array_equal(y, expected)
 
 
 def test_a_bf16_weight_that_is_not_finite() -> None:

@@ -18,7 +18,7 @@ from ortolan import _native
 from ortolan.graph_passes.epilogue import Activation
 
 from .quantized import Layer
-from .single_node import session, sparse_amx_matmul_model, sparse_weight
+from .single_node import save_at_odd_places, session, sparse_amx_matmul_model, sparse_weight
 from .test_sparse_amx_matmul_op_kinds import GROUPS, apply, attributes, packed, scales
 
 KINDS = ["bf16", *GROUPS]
@@ -218,17 +218,6 @@ def test_tensors_at_odd_places_of_a_file(kind: str, tmp_path: Path) -> None:
         k = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
         x = rng.standard_normal((3, k), dtype=np.float32)
         (expected,) = session(model).run(None, {"x": x})
-        content = b"!"
-        for tensor in model.graph.initializer:
-            if tensor.raw_data:
-                place, size = len(content), len(tensor.raw_data)
-                content += tensor.raw_data
-                content += bytes(1 - len(content) % 2)
-                tensor.ClearField("raw_data")
-                tensor.data_location = TensorProto.EXTERNAL
-                for key, value in (("location", "data"), ("offset", place), ("length", size)):
-                    tensor.external_data.add(key=key, value=str(value))
-        (tmp_path / "data").write_bytes(content)
-        (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+        save_at_odd_places(model, tmp_path)
         (y,) = session(tmp_path / "model.onnx").run(None, {"x": x})
         np.testing.assert_array_equal(y, expected)

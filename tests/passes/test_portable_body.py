@@ -118,7 +118,7 @@ def test_the_kernel_runs_where_the_library_is_registered_and_the_body_elsewhere(
 
 
 def test_large_models_are_not_unpacked_when_they_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(replace, "_UNPACK_ONCE_LIMIT", 0)
+    monkeypatch.setattr(replace, "UNPACK_ONCE_LIMIT", 0)
     path = tmp_path / "fast.onnx"
     report = optimize(matmul_model(), path)
     assert any("unpacks its weights anew" in note for note in report.notes)

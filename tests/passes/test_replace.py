@@ -384,7 +384,7 @@ def test_two_replace_passes(monkeypatch):
         {"name": "replace", "exclude": ["/layers.0/*"]},
         {"name": "verify", "seconds": 0},
     )
-    monkeypatch.setattr(replace, "_UNPACK_ONCE_LIMIT", 24 * 40 + 1)  # more than either layer, less than both
+    monkeypatch.setattr(replace, "UNPACK_ONCE_LIMIT", 24 * 40 + 1)  # more than either layer, less than both
     report = ortolan.optimize_onnx(model, recipe=recipe)
     assert [layer.status for layer in report.layers] == ["replaced", "replaced"]
     assert report.rounding_error[0].relative_l2 < 1e-2 and report.portable_error[0].relative_l2 < 1e-2

@@ -1,0 +1,29 @@
+"""Options of the whole test suite."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--parameter-sets",
+        type=int,
+        metavar="N",
+        help="run each test with at most N of its parameter sets, evenly spread (the sanitizer run does, to save time)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most: int | None = config.getoption("--parameter-sets")
+    if most is None:
+        return
+    sets: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        sets[str(item.path), getattr(item, "originalname", item.name)].append(item)
+    kept = {some[i * len(some) // most] for some in sets.values() if len(some) > most for i in range(most)}
+    kept |= {item for some in sets.values() if len(some) <= most for item in some}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
