@@ -59,7 +59,7 @@ def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
     found = [candidate for candidate in found if candidate.name not in fitted]
     method = "sparsegpt" if calibrated else "magnitude"
     for one in PRUNED if sparsity is not None else ():
-        prune: dict[str, Any] = {"method": method, "sparsity": sparsity, **one.prune}
+        prune: dict[str, Any] = {"method": method, "sparsity": sparsity, "inputs": "original", **one.prune}
         found.append(Candidate(one.name, one.op, one.quantize, prune, one.replace))
     return found
 
@@ -85,7 +85,10 @@ def make_recipe(
     attention: whether attention is fused. verify: options of that pass; None: it is left out. rows: of inputs that are
     recorded for each layer.
     """
-    globs = {candidate: list(map(escape, names)) for candidate, names in layers.items() if names}
+    # Those that are fitted come first: so each is fitted to the inputs that it has in the original, whatever the others
+    # become, and once for all recipes (fitted.py).
+    order = sorted((candidate for candidate, names in layers.items() if names), key=lambda one: not one.calibrated)
+    globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
     steps: list[dict[str, Any]] = [{"name": "normalize"}]
     if calibrate:
         steps.append({"name": "calibrate"} | ({} if rows is None else {"max_rows": rows}))

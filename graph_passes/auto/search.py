@@ -33,6 +33,7 @@ from ortolan.session import one_line, open_session, register
 from ..attention import Attention, find_attentions
 from ..calibrate import InputRecorder, feeds_for, open_original, quiet_options
 from ..feeds import Feeds, Sizes, model_inputs, synthetic_feeds
+from ..fitted import FittedWeights
 from ..linear import Linear
 from ..model_file import ModelFile, data_path, load_model, write_model
 from ..pipeline import PassContext, run_recipe
@@ -124,14 +125,16 @@ class Search:
         feeds: list[Feeds] | None,
         portable: bool,
         progress: Progress,
+        fitted: FittedWeights | None = None,
         times: LayerTimes | None = None,
     ) -> None:
-        """model: as given to optimize_onnx."""
+        """model: as given to optimize_onnx. fitted: for weights that are fitted once for the whole search."""
         self._model = model
         self._settings = settings
         self._folder = folder
         self._portable = portable
         self._progress = progress
+        self._fitted = fitted
         self._times = LayerTimes() if times is None else times
         self._count = 0
         self._made: dict[tuple[int, bool], Made | None] = {}
@@ -364,7 +367,7 @@ class Search:
     ) -> PassContext:
         """For a run of the model from its beginning."""
         source = load_model(self._model)
-        return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=portable)
+        return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=portable, fitted=self._fitted)
 
     @contextmanager
     def _spill(self, folder: Path) -> Iterator[TensorSpill]:

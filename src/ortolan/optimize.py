@@ -16,6 +16,7 @@ from ortolan.graph_passes.auto.budget import Budget
 from ortolan.graph_passes.auto.candidates import NAME as AUTO
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
 from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, read_prompt
+from ortolan.graph_passes.fitted import FittedWeights
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
@@ -140,9 +141,10 @@ def optimize_onnx(
         raising_unchanged(progress or no_progress) as tell,
         _work_folder(None if dry_run else target) as work,
         TensorSpill(work) as spill,
+        FittedWeights(work) as fitted,
     ):
         if settings is not None:
-            chosen = _search(model, settings, work, feeds, portable, tell, report)
+            chosen = _search(model, settings, work, feeds, portable, tell, report, fitted)
         context = PassContext(
             source,
             report,
@@ -153,6 +155,7 @@ def optimize_onnx(
             portable=portable,
             dry_run=dry_run,
             progress=tell,
+            fitted=None if settings is None else fitted,
         )
         if stored:
             context.note(f"no recipe was given; {_ADOPT!r} was chosen, as {stored} layers store 4-bit weights")
@@ -172,10 +175,11 @@ def _search(
     portable: bool,
     progress: Progress,
     report: OptimizationReport,
+    fitted: FittedWeights,
 ) -> Recipe | None:
     """The recipe that "auto" chooses, or None: the original is the best. The report holds what was measured."""
     with tempfile.TemporaryDirectory(prefix="auto-", dir=work, ignore_cleanup_errors=True) as folder:
-        search = Search(model, settings, Path(folder), feeds=feeds, portable=portable, progress=progress)
+        search = Search(model, settings, Path(folder), feeds=feeds, portable=portable, progress=progress, fitted=fitted)
         chosen = search.run()
         report.auto = search.report
         del search  # its sessions map files of the folder

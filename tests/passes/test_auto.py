@@ -17,9 +17,11 @@ import ortolan
 from ortolan import Recipe
 from ortolan.benchmarks.timing import Timing
 from ortolan.errors import CalibrationError, RecipeError
+from ortolan.graph_passes import prune_calibrated, quantize
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.auto.budget import Limit, perplexity
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
+from ortolan.graph_passes.fitted import FittedWeights
 from ortolan.models import tiny
 
 from .small_models import make_model, random_weight, run
@@ -331,3 +333,32 @@ def test_shapes_that_the_model_does_not_take(inject: Callable[..., Any]) -> None
     inject({"int8": 0.5}, 5.0)
     with pytest.raises(CalibrationError, match="does not run at shape 1 x 4000"):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe="auto", shapes=[(1, 4000)])
+
+
+@pytest.mark.parametrize("options", [None, {"sparsity": 0.5}])
+def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+    """Whole models are made several times, each layer is fitted once in a form; the model is the same as without."""
+    inject(FAST_INT4 if options is None else {"bf16": 0.8, "pruned bf16": 0.1}, 5.0)
+    module, name = (quantize, "gptq") if options is None else (prune_calibrated, "sparsegpt")
+    fits: list[bytes] = []
+    fit = getattr(module, name)
+
+    def count(matrix: np.ndarray, *arguments: Any) -> Any:
+        fits.append(matrix.tobytes())
+        return fit(matrix, *arguments)
+
+    monkeypatch.setattr(module, name, count)
+    monkeypatch.setattr(prune_calibrated, "best_damping", lambda *arguments: 0.01)
+    budget = 0.997 if options is None else 0.98
+    report = auto(budget=budget, options=options)
+    assert report.auto is not None
+    assert len(report.auto.trials) > 2
+    assert len(fits) == len(set(fits)) == LAYERS
+    monkeypatch.setattr(FittedWeights, "knows", lambda *arguments: False)
+    again = auto(budget=budget, options=options)
+    assert len(fits) > 2 * LAYERS
+    assert report.model is not None
+    assert again.model is not None
+    assert report.model.SerializeToString(deterministic=True) == again.model.SerializeToString(deterministic=True)
+    assert [layer.output_error for layer in report.layers] == [layer.output_error for layer in again.layers]
+    assert report.notes == again.notes
