@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,6 +129,15 @@ class OptimizationReport:
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page with tables and plots of all of this, which needs no other file (extra ortolan[html]).
+
+        Raises OrtolanError.
+        """
+        from .report_page import save_page
+
+        save_page(self, path)
+
     def __str__(self) -> str:
         return as_text(self)
 
@@ -145,7 +155,9 @@ class OptimizationReport:
             layers.add_column("weights")
         masked = any(layer.threshold is not None for layer in self.layers)
         inputs = ("threshold", "density") if masked else ()
-        for column in ("k x n", "sparsity", *inputs, "before", "after", "error"):
+        measured = {layer.name: layer for layer in self.auto.layers} if self.auto is not None else {}
+        times = ("ms before", "ms after") if measured else ()
+        for column in ("k x n", "sparsity", *inputs, "before", "after", "error", *times):
             layers.add_column(column, justify="right")
         layers.add_column("status")
         kept: dict[str, list[str]] = {}
@@ -168,6 +180,7 @@ class OptimizationReport:
                 human_bytes(layer.bytes_before),
                 human_bytes(layer.bytes_after),
                 _number(layer.output_error),
+                *(measured[layer.name].times() if layer.name in measured else [""] * len(times)),
                 layer.status,
             ]
             layers.add_row(*(Text(cell) for cell in cells))

@@ -28,6 +28,10 @@ class LayerChoice:
     after_ms: list[float] = field(default_factory=list)
     forms: dict[str, Form] = field(default_factory=dict)
 
+    def times(self) -> list[str]:
+        """Milliseconds by shape, before and after, for people."""
+        return [" / ".join(f"{ms:.3g}" for ms in column) for column in (self.before_ms, self.after_ms)]
+
 
 @dataclass
 class Trial:
@@ -37,6 +41,30 @@ class Trial:
     attention: bool  # whether attention was fused
     within: bool
     found: str  # what the budget limits
+    time: float = 1.0  # of the layers alone, by the times of their forms; the original's is 1
+    error: float = 0.0  # of the layers, added up in squares
+    cosine: float | None = None  # of the worst output against the original's
+    bytes: int | None = None  # of the file
+    chosen: bool = False
+
+    def __str__(self) -> str:
+        size = "" if self.bytes is None else f", {self.bytes / 1e6:.1f} MB"
+        attention = ", attention fused" if self.attention else ""
+        verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
+        return (
+            f"{self.layers} layers{attention}: {self.found}; time of the layers {self.time:.2f}, their error "
+            f"{self.error:.2g}{size}: {verdict}"
+        )
+
+
+@dataclass
+class PathPoint:
+    """A step of the search's path: what this layer becomes, with all steps before it."""
+
+    layer: str
+    form: str
+    time: float  # as in Trial
+    error: float
 
 
 @dataclass
@@ -45,6 +73,7 @@ class AutoReport:
     shapes: list[tuple[int, int]]  # (batch, tokens)
     outcome: str = ""
     layers: list[LayerChoice] = field(default_factory=list)
+    path: list[PathPoint] = field(default_factory=list)  # of models: estimated, from the times and errors of layers
     trials: list[Trial] = field(default_factory=list)  # in the order in which they were made
     changed: bool = False  # whether something is faster; else the model is the original
     attention: bool = False  # whether it is fused in the chosen model
@@ -67,4 +96,12 @@ class AutoReport:
         counts = ", ".join(f"{count} {name}" for name, count in forms.items())
         attention = "; attention fused" if self.attention else ""
         found.append(f"auto          layers: {counts or 'none'}{attention}; {len(self.trials)} whole models tried")
+        found += [f"tried         {trial}" for trial in self.trials]
+        reasons: dict[str, list[str]] = {}
+        for layer in self.layers:
+            reasons.setdefault(layer.reason, []).append(layer.name)
+        found += [
+            f"auto          {reason}: {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+            for reason, names in reasons.items()
+        ]
         return found

@@ -15,6 +15,7 @@ What comes out is an ordinary recipe.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,7 +44,7 @@ from ..spill import TensorSpill
 from .budget import Limit, Run
 from .candidates import NAME, ORIGINAL, Candidate, candidates_for, make_recipe
 from .layer_times import LayerTimes, case_of
-from .result import AutoReport, Form, LayerChoice, Trial
+from .result import AutoReport, Form, LayerChoice, PathPoint, Trial
 
 ENCODER_SHAPES = ((1, 128), (1, 16))
 DECODER_SHAPES = ((1, 1),)  # one token behind a cache
@@ -110,7 +111,7 @@ class Made:
     path: Path
     choice: Mapping[str, Candidate]
     attention: bool
-    found: str  # what the budget limits
+    trial: Trial
 
 
 class Search:
@@ -290,7 +291,12 @@ class Search:
                 layer.reason = "a step too far for the budget"
             steps += [Step(layer.name, known[name], gained, cost) for name, gained, cost in convex(forms)]
         # Sorted is stable, and the steps of a layer lie in this order.
-        return sorted(steps, key=lambda step: -step.saved / max(step.cost, 1e-12))
+        steps.sort(key=lambda step: -step.saved / max(step.cost, 1e-12))
+        self.report.path = [
+            PathPoint(step.layer, step.candidate.name, *estimate(steps[: number + 1]))
+            for number, step in enumerate(steps)
+        ]
+        return steps
 
     def _within(self, path: Sequence[Step]) -> int:
         """How many steps of the path the budget allows."""
@@ -356,11 +362,15 @@ class Search:
             within, found = self._settings.limit.judge(report.output_error, feeds, before, after)
         except (NothingToReplaceError, VerificationError) as error:
             within, found = False, str(error)
-        self.report.trials.append(Trial(len(choice), attention, within, found))
+        trial = Trial(len(choice), attention, within, found, *estimate(steps))
+        trial.cosine = min((error.cosine for error in report.output_error), default=None)
+        trial.bytes = sum(file.stat().st_size for file in (path, data_path(path)) if file.exists()) or None
+        self.report.trials.append(trial)
         if not within:
             _remove(path)
             return None
-        return Made(make_recipe(layers, attention=attention, verify={"feeds": _FEEDS}), path, choice, attention, found)
+        recipe = make_recipe(layers, attention=attention, verify={"feeds": _FEEDS})
+        return Made(recipe, path, choice, attention, trial)
 
     def _context(
         self, candidate: Path, spill: TensorSpill, report: OptimizationReport, portable: bool = True
@@ -396,7 +406,7 @@ class Search:
             report.outcome = f"the model stays as it is: {why} ({report.budget})"
             report.after = list(report.before)
             return
-        report.changed, report.attention = True, best.attention
+        report.changed, report.attention, best.trial.chosen = True, best.attention, True
         for layer in report.layers:
             candidate = best.choice.get(layer.name)
             if candidate is not None:
@@ -404,7 +414,13 @@ class Search:
                 layer.chosen, layer.error, layer.after_ms = candidate.name, form.error, form.milliseconds
                 layer.reason = "saves the most time for its error within the budget"
         faster = f"{gain(report.before, report.after):.2f}x faster in the mean over the shapes"
-        report.outcome = f"{faster}; {best.found}; budget: {report.budget}"
+        report.outcome = f"{faster}; {best.trial.found}; budget: {report.budget}"
+
+
+def estimate(steps: Sequence[Step]) -> tuple[float, float]:
+    """What models of these steps take, as a share of the time of all layers, and the error: layers' add up in
+    squares."""
+    return 1 - sum(step.saved for step in steps), math.sqrt(sum(step.cost for step in steps))
 
 
 def _saved(layer: LayerChoice, form: Form) -> list[float]:

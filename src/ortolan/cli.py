@@ -179,12 +179,19 @@ def optimize(
         ),
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs ortolan[html]."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
     from . import optimize_onnx
     from .graph_passes.recipe import parse_setting
+    from .graph_passes.report_page import require_packages
 
+    if html is not None:
+        require_packages()
     if output is None and not dry_run:
         output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
@@ -203,6 +210,8 @@ def optimize(
             dry_run=dry_run,
             progress=progress,
         )
+    if html is not None:
+        report.save_html(html)
     _print_result(report, as_json)
 
 
