@@ -265,13 +265,13 @@ def bench(
             metavar="KIND,...",
             help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul. Of "
             "vnni_spmm: node, or bare for the product alone. Of masked_matmul: square, numbers, deja_vu, decode, "
-            "heat_map.",
+            "heat_map. Of auto: names of models, such as all-minilm-l6-v2.",
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time an operator of Ortolan side by side with ONNX Runtime's own."""
+    """Time an operator of Ortolan, or recipe auto on whole models, side by side with ONNX Runtime's own."""
     from .benchmarks import BENCHMARKS
 
     known = ", ".join(sorted(BENCHMARKS)) or "none"
