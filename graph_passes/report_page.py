@@ -136,12 +136,12 @@ def _draw_trade_off(figure: Any, auto: Mapping[str, Any] | None) -> bool:
     left.plot([p["time"] for p in points], [p["error"] for p in points], color="0.6", marker=".", label="path")
     left.set(xlabel="time of the layers alone, original = 1", ylabel="error, layers added up in squares")
     right.set(xlabel="size of the file, MB", ylabel="1 - cosine, of the worst output")
-    for kind, color, marker, size, holds in (
-        ("over the budget", "tab:red", "x", 40, lambda trial: not trial["within"]),
-        ("within the budget", "tab:green", "o", 40, lambda trial: trial["within"] and not trial["chosen"]),
-        ("chosen", "tab:blue", "*", 180, lambda trial: trial["chosen"]),
+    for kind, color, marker, size in (
+        ("over the budget", "tab:red", "x", 40),
+        ("within the budget", "tab:green", "o", 40),
+        ("chosen", "tab:blue", "*", 180),
     ):
-        trials = [trial for trial in auto["trials"] if holds(trial)]
+        trials = [trial for trial in auto["trials"] if _verdict(trial) == kind]
         style = {"color": color, "marker": marker, "s": size, "label": kind, "zorder": 3}
         left.scatter([t["time"] for t in trials], [t["error"] for t in trials], **style)
         whole = [t for t in trials if t["bytes"] is not None and t["cosine"] is not None]
@@ -150,6 +150,10 @@ def _draw_trade_off(figure: Any, auto: Mapping[str, Any] | None) -> bool:
         axes.grid(alpha=0.3)
         axes.legend()
     return True
+
+
+def _verdict(trial: Mapping[str, Any]) -> str:
+    return "chosen" if trial["chosen"] else "within the budget" if trial["within"] else "over the budget"
 
 
 def _draw_whole(figure: Any, facts: Mapping[str, Any]) -> bool:
