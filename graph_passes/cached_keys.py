@@ -24,7 +24,7 @@ _GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
 def opened_model(model: ir.Model, context: PassContext) -> Iterator[Any]:
     """A session for the model as the passes so far have left it."""
     path = context.candidate.with_name("keys.onnx")
-    options = quiet_options()
+    options = quiet_options(context.source)
     register(options)
     try:
         write_model(model, path, lambda done, total: None)

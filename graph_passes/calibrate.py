@@ -16,7 +16,7 @@ from ortolan.session import one_line, open_session
 
 from .feeds import SIZES_TO_TRY, Feeds, Sizes, synthetic_feeds
 from .linear import Linear
-from .model_file import data_path, to_bytes, write_model
+from .model_file import ModelFile, data_path, to_bytes, write_model
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
 
@@ -47,7 +47,7 @@ class CalibratePass(RecipePass):
                 linears,
                 feeds,
                 self.options.max_rows,
-                context.source.external_root,
+                context.source,
                 lambda done, total: context.progress("calibrate", done, total),
             )
             context.captured.update(recorded)
@@ -55,22 +55,27 @@ class CalibratePass(RecipePass):
         return ir.passes.PassResult(model, modified=False)
 
 
-def open_original(context: PassContext) -> Any:
-    """A session for the model as it was given."""
+def open_original(context: PassContext, timed: bool = False) -> Any:
+    """A session for the model as it was given. timed: as a user opens it, whatever memory that takes."""
     source = context.source
+    options = quiet_options(None if timed else source)
     if source.path is None:
         assert source.proto is not None
-        return open_session(to_bytes(source.proto), quiet_options())
-    return open_session(source.path, quiet_options())
+        return open_session(to_bytes(source.proto), options)
+    return open_session(source.path, options)
 
 
-def quiet_options() -> Any:
+def quiet_options(source: ModelFile | None = None) -> Any:
+    """source: the model as it was given, of a session that is not timed. If that is large, weights are read from the
+    mapped file in each run, where ONNX Runtime would keep a packed copy of all."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong reaches the user as an error of ours
     # Threads of one session must not spin while another is measured.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    if source is not None and source.is_large:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     return options
 
 
@@ -120,12 +125,15 @@ def capture_inputs(
     linears: Sequence[Linear],
     feeds: Sequence[Feeds],
     max_rows: int,
-    data_folder: Path | None,
+    source: ModelFile,
     on_run: OnRun = lambda done, total: None,
 ) -> dict[ir.Value, np.ndarray]:
     """Up to max_rows inputs of each layer as float32 [rows, k], by layer_key; layers in subgraphs are left out."""
     recorder = InputRecorder(
-        model, linears, feeds, lambda: open_session(to_bytes(model), quiet_options(), data_folder=data_folder)
+        model,
+        linears,
+        feeds,
+        lambda: open_session(to_bytes(model), quiet_options(source), data_folder=source.external_root),
     )
     kept = recorder.some_rows(recorder.names, max_rows, on_run)
     return {layer_key(linear): kept[linear.x.name] for linear in linears if linear.x.name in kept}
@@ -150,7 +158,7 @@ def recording(model: ir.Model, context: PassContext, linears: Sequence[Linear]) 
     def open_copy() -> Any:
         write_model(model, path, lambda done, total: None)
         context.release()
-        return open_session(path, quiet_options())
+        return open_session(path, quiet_options(context.source))
 
     try:
         yield InputRecorder(model, linears, feeds_for(context), open_copy)

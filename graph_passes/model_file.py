@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 from ortolan.errors import ModelError, OutputError, listing
 
 MODEL_SUFFIX = ".onnx"
+LARGE_MODEL = 10**9  # bytes
 EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
 _EXTERNAL_THRESHOLD = 1024  # smaller tensors stay in the model file, where shape inference can see them
 
@@ -43,6 +44,11 @@ class ModelFile:
             size: int = self.proto.ByteSize()
             return size
         return sum(os.path.getsize(file) for file in (self.path, *self.data_files))
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its weights shall stay in their file."""
+        return self.size > LARGE_MODEL
 
 
 def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:

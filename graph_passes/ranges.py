@@ -64,7 +64,7 @@ class RangesPass(RecipePass):
         def open_copy() -> Any:
             write_model(model, path, lambda done, total: None)
             context.release()
-            return open_session(path, quiet_options())
+            return open_session(path, quiet_options(context.source))
 
         try:
             recorder = InputRecorder(model, list(watched.values()), feeds, open_copy)

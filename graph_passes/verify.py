@@ -68,6 +68,7 @@ PORTABLE_ERROR = 5e-2
 PORTABLE_FACTOR = 3.0
 TABLE_SHARE = 0.5
 MASK_FACTOR = 1.5
+TIMED_SECONDS = 2.0
 POOR_ERROR = 0.3  # against the original: the report warns
 PORTABLE_COSINE = 0.998
 _FEW_TOKENS = 4  # which read the cache for their own keys, too
@@ -81,8 +82,9 @@ class VerifyOptions(PassOptions):
     # The same against the pruned and quantized model before its layers were replaced; None: by what each layer rounds.
     max_rounding_error: float | None = field(default=None, metadata=takes("float", low=0.0, none=True))
     feeds: int = field(default=8, metadata=takes("int", low=1))  # how many of the given feeds are run
-    # Spent on measuring latency; 0: it is not measured.
-    seconds: float = field(default=2.0, metadata=takes("float", low=0.0, below=3600.0))
+    # Spent on measuring latency; 0: it is not measured. None: 2, or 0 for a model of more than a gigabyte, as ONNX
+    # Runtime then keeps packed copies of all weights, of both models.
+    seconds: float | None = field(default=None, metadata=takes("float", low=0.0, below=3600.0, none=True))
 
 
 class VerifyPass(RecipePass):
@@ -111,7 +113,15 @@ class VerifyPass(RecipePass):
         write_model(model, context.candidate, lambda done, total: context.progress("write", done, total))
         context.release()
         progress(1)
-        original = open_original(context)
+        seconds = self.options.seconds
+        if seconds is None:
+            seconds = 0.0 if context.source.is_large else TIMED_SECONDS
+            if context.source.is_large:
+                context.note(
+                    "latency was not measured: to time a model of this size takes several times its memory; set "
+                    "verify.seconds to have it measured"
+                )
+        original = open_original(context, timed=seconds > 0)
         feeds = feeds_for(context, original)[: self.options.feeds]
         given = feeds
         if context.prompt is not None:
@@ -126,7 +136,7 @@ class VerifyPass(RecipePass):
                 "least one row on which the original model gives finite answers"
             )
         reference = before if context.reference is None else context.reference[: len(feeds)]
-        options = quiet_options()
+        options = quiet_options(None if seconds > 0 else context.source)
         register(options)
         optimized = open_session(context.candidate, options)
         compressed = context.compressed_outputs
@@ -163,16 +173,20 @@ class VerifyPass(RecipePass):
         self._judge(names, kinds, before, after, any(self._reads_cache(one) for one in feeds))
         decoded = self._decode(original, optimized, feeds, names)
         progress(3)
-        if self.options.seconds:
+        if seconds > 0:
             # In turn, so that whatever else the machine does hits both alike.
             timed = (given[0], encoded[0]) if decoded is None else (decoded[0].last_feeds, decoded[1].last_feeds)
             calls = {"before": partial(original.run, None, timed[0]), "after": partial(optimized.run, None, timed[1])}
-            timings = interleave(calls, seconds=self.options.seconds, min_rounds=3)
+            timings = interleave(calls, seconds=seconds, min_rounds=3)
             report.latency_before, report.latency_after = timings["before"], timings["after"]
             report.latency_cpus = len(os.sched_getaffinity(0))
             del calls
         del original
-        if context.portable:
+        if context.portable and context.source.is_large:
+            context.note(
+                "the portable form was not run, as ONNX Runtime would unpack all weights of a large model at once"
+            )
+        elif context.portable:
             progress(4)
             calls_after = [(encoded[0], after[0])]
             if decoded is not None:
@@ -399,7 +413,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
         write_model(model, path, lambda done, total: None)
     context.release()
     feeds = feeds_for(context)[: context.feeds_to_verify]
-    session = open_session(path, quiet_options())
+    session = open_session(path, quiet_options(context.source))
     past = None if context.prompt is None else context.prompt.pruned_past()
     who = "the model before its layers were replaced"
     calls = calls_to_decode(feeds, context.caches) if context.caches else None

@@ -151,7 +151,7 @@ class Search:
             source = context.source
             run_recipe(Recipe.from_dict({"name": NAME, "pass": [{"name": "normalize"}]}), source.model, context)
             linears = context.survey(source.model)
-            self._original = open_original(context)
+            self._original = open_original(context, timed=True)
             self._feeds = feeds_for(context, self._original)[:]
             self._shape_feeds = self._find_shapes(source)
             self._has_attention = any(isinstance(one, Attention) for one in find_attentions(source.model.graph))

@@ -14,6 +14,7 @@ from ortolan.graph_passes import calibrate
 from ortolan.graph_passes.calibrate import capture_inputs, make_up_feeds, quiet_options
 from ortolan.graph_passes.feeds import Sizes, read_calibration, synthetic_feeds
 from ortolan.graph_passes.linear import linears_in
+from ortolan.graph_passes.model_file import ModelFile
 from ortolan.models import tiny
 from ortolan.session import open_session
 
@@ -187,7 +188,7 @@ def test_captured_inputs(monkeypatch, capture_bytes):
     outputs = [value.name for value in model.graph.outputs]
     rng = np.random.default_rng(0)
     feeds = [{"x": rng.standard_normal((rows, 24)).astype(np.float32)} for rows in (3, 5)]
-    captured = capture_inputs(model, list(linears_in(model)), feeds, 64, None)
+    captured = capture_inputs(model, list(linears_in(model)), feeds, 64, ModelFile(model, None, ir.to_proto(model)))
     expected = [np.concatenate(parts) for parts in zip(*(mlp_inputs(model, one["x"]) for one in feeds), strict=True)]
     assert len(captured) == 3
     for found, reference in zip(captured.values(), expected, strict=True):
@@ -198,7 +199,7 @@ def test_captured_inputs(monkeypatch, capture_bytes):
 def test_few_rows_are_kept_of_all_feeds():
     model = tiny.mlp()
     feeds = [{"x": np.full((100, 24), float(number), np.float32)} for number in range(4)]
-    captured = capture_inputs(model, list(linears_in(model)), feeds, 8, None)
+    captured = capture_inputs(model, list(linears_in(model)), feeds, 8, ModelFile(model, None, ir.to_proto(model)))
     first = next(iter(captured.values()))
     assert first[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 

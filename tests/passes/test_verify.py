@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import Recipe, SessionError, VerificationError
+from ortolan.graph_passes import model_file
 from ortolan.graph_passes.replace import ReplacePass, sparse_amx_matmul
 from ortolan.graph_passes.replace.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
@@ -218,3 +219,15 @@ def test_whole_numbers_are_not_judged_for_rounding():
 def test_no_seconds_no_latency():
     report = optimize(matmul_model(), options={"verify.seconds": 0})
     assert report.latency_before is None and report.latency_after is None and "latency" not in str(report)
+
+
+def test_a_large_model_is_neither_timed_nor_unpacked(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_file, "LARGE_MODEL", 1)
+    report = optimize(tiny.tiny_bert(), tmp_path / "fast.onnx", options={"sparsity": 0.5})
+    assert report.output_error and report.latency_before is None and not report.portable_error
+    assert any("latency was not measured" in note for note in report.notes)
+    timed = optimize(tiny.tiny_bert(), tmp_path / "fast.onnx", options={"sparsity": 0.5, "verify.seconds": 0.01})
+    assert timed.latency_before is not None
+    assert [error.relative_l2 for error in timed.output_error] == pytest.approx(
+        [error.relative_l2 for error in report.output_error], rel=0.2
+    )

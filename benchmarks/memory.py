@@ -1,0 +1,134 @@
+"""How much memory it takes to optimize a large model: a Llama of random weights, by recipe.
+
+python -m ortolan.benchmarks.memory [--gigabytes 2] [--recipe sparse-bf16 int4-gptq …] [--folder FOLDER]
+
+Peaks are sampled every 20 ms. anonymous: what the process has allocated. with mapped files: pages of the model's files
+that happen to be in memory as well, which the system takes back when it wants to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RECIPES = ("sparse-bf16", "int4", "int4-gptq", "sparsegpt-int4")
+_HIDDEN, _INTERMEDIATE, _VOCABULARY = 1024, 2816, 8192
+_LAYER_BYTES = 4 * (2 * _HIDDEN * _HIDDEN + 2 * _HIDDEN * _HIDDEN // 4 + 3 * _HIDDEN * _INTERMEDIATE)
+_TOKENS = 256
+_MEGABYTE = 1e6
+
+
+def write_model(path: Path, gigabytes: float) -> int:
+    """A Llama with weights of about this size in an external file. Returns the number of its layers."""
+    import onnx_ir as ir
+
+    from ..models.tiny import tiny_llama
+
+    layers = max(1, round(gigabytes * 1e9 / _LAYER_BYTES))
+    model = tiny_llama(
+        hidden_size=_HIDDEN,
+        intermediate_size=_INTERMEDIATE,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=_VOCABULARY,
+    )
+    ir.save(model, path, external_data=f"{path.name}.data")
+    return layers
+
+
+def optimize(model: Path, output: Path, recipe: str) -> None:
+    """What the child process does: calibrated on four feeds of random tokens."""
+    from .. import optimize_onnx
+
+    rng = np.random.default_rng(0)
+    feeds = [{"input_ids": rng.integers(0, _VOCABULARY, (1, _TOKENS))} for _ in range(4)]
+    optimize_onnx(model, output, recipe=recipe, calibration=feeds)
+
+
+def memory_of(pid: int) -> tuple[float, float]:
+    """MB of a process: anonymous, and with mapped files. Raises OSError when it has ended."""
+    kilobytes = {}
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("RssAnon", "VmRSS"):
+            kilobytes[name] = int(value.split()[0])
+    if len(kilobytes) != 2:
+        raise ProcessLookupError(pid)
+    return kilobytes["RssAnon"] * 1024 / _MEGABYTE, kilobytes["VmRSS"] * 1024 / _MEGABYTE
+
+
+def measure(model: Path, output: Path, recipe: str) -> dict[str, Any]:
+    """Optimizes in a child process. Raises CalledProcessError when that fails."""
+    code = (
+        "import sys; from pathlib import Path; from ortolan.benchmarks.memory import optimize; "
+        "optimize(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])"
+    )
+    start = time.perf_counter()
+    child = subprocess.Popen([sys.executable, "-c", code, model, output, recipe])
+    anonymous = resident = 0.0
+    try:
+        while child.poll() is None:
+            try:
+                now = memory_of(child.pid)
+            except OSError:
+                continue
+            anonymous, resident = max(anonymous, now[0]), max(resident, now[1])
+            time.sleep(0.02)
+    finally:
+        child.kill()
+        child.wait()
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, recipe)
+    return {
+        "recipe": recipe,
+        "anonymous_mb": round(anonymous),
+        "resident_mb": round(resident),
+        "seconds": round(time.perf_counter() - start),
+    }
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .result import versions_line
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--recipe", nargs="+", default=RECIPES)
+    parser.add_argument("--folder", type=Path, help="where the models are written; a temporary one unless told")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    console = Console(width=100, stderr=arguments.json)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        model = Path(folder) / "large.onnx"
+        with console.status("building the model"):
+            layers = write_model(model, arguments.gigabytes)
+        found = []
+        for recipe in arguments.recipe:
+            with console.status(recipe):
+                found.append(measure(model, Path(folder) / "optimized.onnx", recipe))
+        size = sum(path.stat().st_size for path in Path(folder).glob("large.onnx*")) / 1e9
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(title=f"a model of {size:.2f} GB, {layers} layers: peaks while it is optimized", title_justify="left")
+    for column in ("recipe", "anonymous, MB", "with mapped files, MB", "seconds"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for one in found:
+        table.add_row(one["recipe"], str(one["anonymous_mb"]), str(one["resident_mb"]), str(one["seconds"]))
+    console.print(table)
+    console.print(versions_line())
+
+
+if __name__ == "__main__":
+    main()
