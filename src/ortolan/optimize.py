@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, read_prompt
+from ortolan.graph_passes.genai_folder import GenaiConfig
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
@@ -27,6 +28,7 @@ from ortolan.graph_passes.model_file import (
 from ortolan.graph_passes.model_folder import (
     check_output_folder,
     copy_others,
+    find_genai_config,
     find_others,
     move_folder_into_place,
 )
@@ -40,7 +42,7 @@ from ortolan.graph_passes.texts import Tokenizer, count_tokens, feeds_of_texts, 
 
 from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
 from .progress import Progress, no_progress, raising_unchanged
-from .session import cpu_info, package_versions
+from .session import LIBRARY_NAME, cpu_info, package_versions
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -70,7 +72,8 @@ def optimize_onnx(
     model: a path, or an onnx.ModelProto; never changed. A folder stands for its only ONNX file, or its model.onnx.
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
         Of a folder, the folder to write: the new model under the name of the old one, and copies of all other files;
-        links that lead out of the folder, and hidden files, are left out.
+        links that lead out of the folder, and hidden files, are left out. If it holds a genai_config.json, the new
+        one names our library, which is put beside it, and compressed caches take the shape that GenAI supports.
     recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "cached-prompt" with a prompt, "adopt"
         for a model that stores 4-bit weights, else "sparse-bf16".
     options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
@@ -98,6 +101,9 @@ def optimize_onnx(
     stored = _count_stored_int4(source) if chosen is None else 0
     if chosen is None:
         chosen = _chosen_recipe(stored, options)
+    genai = find_genai_config(source)
+    if genai is not None:
+        chosen = chosen.for_equal_caches("onnxruntime-genai")
     target = _target(output)
     if target is not None and source.folder is not None:
         check_output_folder(target, source.folder)
@@ -136,7 +142,7 @@ def optimize_onnx(
             context.note(f"no recipe was given; {_ADOPT!r} was chosen, as {stored} layers store 4-bit weights")
         run_recipe(chosen, source.model, context)
         if not dry_run:
-            _finish(source, context, target)
+            _finish(source, context, target, genai)
     return report
 
 
@@ -212,7 +218,7 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(source: ModelFile, context: PassContext, target: Path | None) -> None:
+def _finish(source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None) -> None:
     """Puts the candidate in its place, or into the report."""
     report = context.report
     if target is None:
@@ -238,6 +244,9 @@ def _finish(source: ModelFile, context: PassContext, target: Path | None) -> Non
         if others.left_out:
             context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
         copy_others(others, result, lambda done, total: context.progress("copy", done, total))
+        if genai is not None:
+            genai.write(result)
+            context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
         context.progress("save", 0, 1)
         move_folder_into_place(result, target)
     context.progress("save", 1, 1)
