@@ -1,4 +1,4 @@
-"""A model folder of ONNX Runtime GenAI: genai_config.json names the ONNX file of each part, and how its session is made.
+"""Model folders of ONNX Runtime GenAI: genai_config.json names the ONNX file of each part, and how its session is made.
 
 An optimized folder holds the operator library, and the sessions that run the new model are told to load it. GenAI loads
 libraries from inside of the folder only.

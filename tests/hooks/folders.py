@@ -5,7 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-WORDS = "the a cat dog sat ran on under mat tree and then it was quick brown lazy red small big".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "and",
+    "then",
+    "it",
+    "was",
+    "quick",
+    "brown",
+]
 TEXTS = ["the cat sat on the mat", "a quick brown dog ran and then it sat under the tree", "it was red"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
