@@ -5,24 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "under",
-    "mat",
-    "tree",
-    "and",
-    "then",
-    "it",
-    "was",
-    "quick",
-    "brown",
-]
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "quick"]
+WORDS += ["brown", "lazy", "red", "small", "big"]
 TEXTS = ["the cat sat on the mat", "a quick brown dog ran and then it sat under the tree", "it was red"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 

@@ -1,4 +1,4 @@
-"""Optimum with models that Ortolan has optimized. Skipped where Optimum's ONNX part is not installed: ortolan[optimum]."""
+"""Optimum with models that Ortolan has optimized. Skipped without Optimum's ONNX part: ortolan[optimum]."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
 DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # weights only become bf16
-EXACT = FAST | {
-    "keys": "float32",
-    "values": "float32",
-}  # of long-context: attention in one operator, caches as they were
+EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: float caches, as they were
 
 Export = Callable[[str], Path]
 
