@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,11 @@ def built(folder: Path, precision: str) -> Path:
     """What GenAI's builder makes of a small random Llama."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    builder = pytest.importorskip("onnxruntime_genai.models.builder")
     checkpoint = write_llama(folder.with_name("checkpoint"))
-    cache = folder.with_name("cache")
-    cache.mkdir()
-    builder.create_model(None, str(checkpoint), str(folder), precision, "cpu", str(cache), int4_block_size=32)
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
+    options = ["-p", precision, "-e", "cpu", "-c", folder.with_name("cache"), "--extra_options", "int4_block_size=32"]
+    done = subprocess.run([*builder, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -83,20 +85,23 @@ def float_folder(tmp_path: Path) -> Path:
 
 
 def generate(folder: Path, share_buffer: bool = True, tokens: int = 24, **search: Any) -> list[int]:
-    """The tokens behind the prompt, without an end."""
-    parameters = genai.GeneratorParams(genai.Model(str(folder)))
+    """The tokens behind the prompt, without an end. A library in the folder must be the one that is loaded."""
+    model = genai.Model(str(folder))
+    assert loaded_libraries() == {str(path) for path in folder.glob("libortolan_ops.so")}
+    parameters = genai.GeneratorParams(model)
     length = len(PROMPT) + tokens
     parameters.set_search_options(
         max_length=length, min_length=length, do_sample=False, past_present_share_buffer=share_buffer, **search
     )
-    generator = genai.Generator(genai.Model(str(folder)), parameters)
+    generator = genai.Generator(model, parameters)
     generator.append_tokens(np.array(PROMPT, np.int32))
     while not generator.is_done():
         generator.generate_next_token()
     return [int(token) for token in generator.get_sequence(0)[len(PROMPT) :]]
 
 
-def loaded_library() -> set[str]:
+def loaded_libraries() -> set[str]:
+    """The operator libraries that this process has mapped; the one that ortolan itself may load is another."""
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libortolan_ops" in line}
 
 
@@ -106,7 +111,6 @@ def test_exact_settings_generate_the_same_tokens(folder: Path, tmp_path: Path, s
     expected = generate(folder, share_buffer)
     assert len(set(expected)) > 5
     assert generate(tmp_path / "fast", share_buffer) == expected
-    assert str(tmp_path / "fast" / "libortolan_ops.so") in loaded_library()
 
 
 def test_adopted_layers_generate(tmp_path: Path) -> None:
@@ -137,4 +141,3 @@ def test_the_folder_may_move(float_folder: Path, tmp_path: Path) -> None:
     expected = generate(tmp_path / "fast")
     (tmp_path / "fast").rename(tmp_path / "moved")
     assert generate(tmp_path / "moved") == expected
-    assert str(tmp_path / "moved" / "libortolan_ops.so") in loaded_library()
