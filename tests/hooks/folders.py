@@ -11,18 +11,27 @@ TEXTS = ["the cat sat on the mat", "a quick brown dog ran and then it sat under 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
-def write_tokenizer(folder: Path, pairs: bool) -> int:
-    """One token a word; with [CLS] and [SEP] around for an encoder. Returns the size of the vocabulary."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+def write_tokenizer(folder: Path, encoder: bool) -> int:
+    """One token a word with [CLS] and [SEP] around for an encoder, byte pairs for a decoder. Returns the size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if pairs:
+    if encoder:
+        vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        letters = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
+        )
+        tokenizer.train_from_iterator(TEXTS, trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="[PAD]",
@@ -31,7 +40,7 @@ def write_tokenizer(folder: Path, pairs: bool) -> int:
         eos_token="[SEP]",
         model_max_length=64,
     ).save_pretrained(folder)
-    return len(vocabulary)
+    return int(tokenizer.get_vocab_size())
 
 
 def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> Path:
@@ -39,7 +48,7 @@ def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> 
     import torch
     import transformers
 
-    size = write_tokenizer(folder, pairs=True)
+    size = write_tokenizer(folder, encoder=True)
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(
         transformers.BertConfig(
@@ -62,7 +71,7 @@ def write_llama(folder: Path) -> Path:
     import torch
     import transformers
 
-    size = write_tokenizer(folder, pairs=False)
+    size = write_tokenizer(folder, encoder=False)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
