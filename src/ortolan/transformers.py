@@ -21,8 +21,8 @@ try:
     from transformers.exporters.runners import OnnxModelRunner
 except ImportError as error:
     raise ImportError(
-        f"ortolan.transformers needs transformers 5.23 or later, with torch and onnxscript ({error}); install them with: "
-        "pip install 'ortolan[transformers]'"
+        f"ortolan.transformers needs transformers 5.23 or later, with torch and onnxscript ({error}); install them "
+        "with: pip install 'ortolan[transformers]'"
     ) from error
 
 if TYPE_CHECKING:
