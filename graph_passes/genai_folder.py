@@ -86,8 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise ModelError(f"{str(path)!r} is no JSON text: {error}{advice}") from None
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict):
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         raise ModelError(f"{str(path)!r} has no object 'model', expected what onnxruntime-genai writes{advice}")
     return content
 
