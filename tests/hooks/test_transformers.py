@@ -139,12 +139,15 @@ def test_auto_classes_find_the_exporter() -> None:
 
 def generate(exported: Any, inputs: dict[str, Any], count: int) -> np.ndarray:
     ids = inputs["input_ids"]
-    output = exported.runners["prefill"](**inputs)
+    positions = torch.arange(ids.shape[1] + count)[None]
+    output = exported.runners["prefill"](input_ids=ids, position_ids=positions[:, : ids.shape[1]])
     for _ in range(count):
         token = output.logits[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat([ids, token], dim=1)
         output = exported.runners["decode"](
-            input_ids=token, attention_mask=torch.ones_like(ids), past_key_values=output.past_key_values
+            input_ids=token,
+            position_ids=positions[:, ids.shape[1] - 1 : ids.shape[1]],
+            past_key_values=output.past_key_values,
         )
     return ids.numpy()
 
