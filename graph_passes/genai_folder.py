@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,18 @@ class GenaiConfig:
     path: Path
     content: dict[str, Any]
 
+    def to_json(self) -> str:
+        """Raises ModelError."""
+        try:
+            return json.dumps(self.content, indent=4, ensure_ascii=False)
+        except RecursionError:  # which may happen at less than what was read
+            raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
+
     def write(self, into: Path) -> None:
         """Writes the configuration and the operator library into a folder. Raises LibraryError, OutputError."""
         library = get_library_path()
         try:
-            (into / CONFIG_NAME).write_text(json.dumps(self.content, indent=4, ensure_ascii=False), encoding="utf-8")
+            (into / CONFIG_NAME).write_text(self.to_json(), encoding="utf-8")
             # No hard link: it would change with the installed library, under models that were made for this one.
             shutil.copyfile(library, into / LIBRARY_NAME)
         except OSError as error:
@@ -65,7 +71,9 @@ def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
                 f"only, expected none or {LIBRARY_NAME!r}; remove the entry if the model does not need it"
             )
         options[_LIBRARY] = LIBRARY_NAME
-    return GenaiConfig(path, content)
+    config = GenaiConfig(path, content)
+    config.to_json()  # refuses early what cannot be written
+    return config
 
 
 def decoder_file(path: Path) -> str | None:
@@ -99,12 +107,12 @@ def _object(path: Path, owner: dict[str, Any], key: str, where: str) -> dict[str
     return found
 
 
-def _parts(value: Any) -> Iterator[dict[str, Any]]:
+def _parts(model: dict[str, Any]) -> list[dict[str, Any]]:
     """All objects that name a file: encoder, decoder, embedding, the models of a pipeline, ..."""
-    if isinstance(value, dict):
-        if isinstance(value.get("filename"), str):
-            yield value
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _parts(item)
+    found, level = [], [model]
+    while level:
+        found += [item for item in level if isinstance(item.get("filename"), str)]
+        inside = [value for item in level for value in item.values()]
+        inside += [entry for value in inside if isinstance(value, list) for entry in value]
+        level = [value for value in inside if isinstance(value, dict)]
+    return found
