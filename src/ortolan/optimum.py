@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortolan.graph_passes.auto.candidates import NAME as AUTO
+from ortolan.graph_passes.recipe import Recipe
+
 from .errors import ModelError
 from .optimize import optimize_onnx
 from .session import register
@@ -18,8 +21,9 @@ from .session import register
 if TYPE_CHECKING:
     import onnxruntime
 
+    from ortolan.graph_passes.auto.budget import Budget
+    from ortolan.graph_passes.auto.search import Shapes
     from ortolan.graph_passes.feeds import Calibration
-    from ortolan.graph_passes.recipe import Recipe
     from ortolan.graph_passes.report import OptimizationReport
     from ortolan.graph_passes.texts import Tokenizer
 
@@ -63,6 +67,8 @@ class OrtolanOptimizer:
         options: Mapping[str, Any] | None = None,
         calibration: Calibration | None = None,
         tokenizer: Tokenizer | None = None,
+        budget: Budget | None = None,
+        shapes: Shapes | None = None,
         portable: bool = True,
         progress: Progress | None = None,
     ) -> OptimizationReport:
@@ -71,22 +77,19 @@ class OrtolanOptimizer:
         Arguments, report and errors are those of `ortolan.optimize_onnx`; compressed caches take the shape that
         Optimum makes, with which options `window` and `sinks` do not go.
         """
+        chosen: str | os.PathLike[str] | Recipe | None = recipe
+        if recipe is not None and recipe != AUTO:  # neither "auto" nor the default compresses caches
+            chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+            chosen = chosen.with_options(options or {}).for_equal_caches("Optimum")
         return optimize_onnx(
             self.folder,
             save_dir,
-            recipe=_for_optimum(recipe, options),
-            options=options if recipe is None else None,
+            recipe=chosen,
+            options=None if isinstance(chosen, Recipe) else options,
             calibration=calibration,
             tokenizer=tokenizer,
+            budget=budget,
+            shapes=shapes,
             portable=portable,
             progress=progress,
         )
-
-
-def _for_optimum(recipe: str | os.PathLike[str] | Recipe | None, options: Mapping[str, Any] | None) -> Recipe | None:
-    from ortolan.graph_passes.recipe import Recipe
-
-    if recipe is None:  # those chosen by the model have no caches
-        return None
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    return chosen.with_options(options or {}).for_equal_caches("Optimum")

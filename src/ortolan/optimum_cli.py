@@ -39,6 +39,11 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
         "and for recipes that calibrate.",
     )
     group.add_argument(
+        "--budget",
+        help="For recipe auto: the smallest cosine of each output against the original's (0.99), or perplexity:0.02, "
+        "by what share a decoder's perplexity on the calibration texts may rise.",
+    )
+    group.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
@@ -59,6 +64,7 @@ def _optimize(folder: Path, output: Path, args: Any) -> None:
             options=dict(map(parse_setting, args.settings)),
             calibration=args.calibration,
             tokenizer=args.tokenizer,
+            budget=args.budget,
         )
     except OrtolanError as error:
         sys.exit(f"ortolan: {error}")

@@ -42,6 +42,8 @@ class OrtolanConfig(OnnxConfig):  # type: ignore[misc]
     options: dict[str, Any] = field(default_factory=dict)
     calibration: Any = None
     tokenizer: Any = None
+    budget: Any = None
+    shapes: Any = None
     portable: bool = True
 
     def to_json_string(self) -> str:
@@ -75,6 +77,8 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
                 options=config.options,
                 calibration=config.calibration,
                 tokenizer=config.tokenizer,
+                budget=config.budget,
+                shapes=config.shapes,
                 portable=config.portable,
             )
             for file in OnnxExporter.program_files(source.name):
