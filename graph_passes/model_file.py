@@ -15,6 +15,8 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 
 from ortolan.errors import ModelError, OutputError, listing
 
+from .genai_folder import CONFIG_NAME, decoder_file
+
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
 EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
@@ -77,13 +79,16 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
 
 
 def model_in(folder: Path) -> Path:
-    """The folder's only ONNX file, or model.onnx."""
+    """The folder's only ONNX file, or the decoder that its genai_config.json names, or model.onnx."""
     try:
         files = sorted(file for file in folder.iterdir() if file.suffix == MODEL_SUFFIX and file.is_file())
         deeper = {file.parent for file in folder.glob(f"*/*{MODEL_SUFFIX}")}
     except OSError as error:
         raise ModelError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error
-    found = [file for file in files if file.name == f"model{MODEL_SUFFIX}"] or files
+    names = [f"model{MODEL_SUFFIX}"]
+    if len(files) > 1 and (folder / CONFIG_NAME).is_file():
+        names.insert(0, decoder_file(folder / CONFIG_NAME) or "")
+    found = next((named for name in names if (named := [file for file in files if file.name == name])), files)
     if len(found) == 1:
         return found[0]
     if found:

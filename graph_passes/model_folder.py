@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ortolan.errors import ModelError, OutputError
 
+from .genai_folder import CONFIG_NAME, GenaiConfig, read_genai_config
 from .model_file import MODEL_SUFFIX, ModelFile, data_path, load_model
 
 
@@ -58,7 +59,6 @@ def find_others(source: ModelFile) -> OtherFiles:
     """
     assert source.path is not None and source.folder is not None
     folder = source.folder
-    roots = [Path(os.path.realpath(folder)), Path(os.path.realpath(source.path)).parent]
     written = {source.path.name, data_path(source.path).name}
     copied, left_out = [], []
     files = list(_walk(folder))
@@ -68,11 +68,20 @@ def find_others(source: ModelFile) -> OtherFiles:
         real = Path(os.path.realpath(file))
         if str(place) in written or real in weights:
             continue
-        if _is_regular(real) and any(real.is_relative_to(root) for root in roots):
+        if _may_be_read(source, real):
             copied.append((real, place))
         else:
             left_out.append(str(place))
     return OtherFiles(copied, left_out)
+
+
+def find_genai_config(source: ModelFile) -> GenaiConfig | None:
+    """The folder's genai_config.json, made ready for the new model. Raises ModelError."""
+    if source.folder is None or source.path is None:
+        return None
+    path = source.folder / CONFIG_NAME
+    real = Path(os.path.realpath(path))
+    return read_genai_config(path, source.path.name) if _may_be_read(source, real) else None
 
 
 def copy_others(others: OtherFiles, into: Path, on_file: Callable[[int, int], None]) -> None:
@@ -112,9 +121,12 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted([*files, *links]) if not name.startswith("."))
 
 
-def _is_regular(path: Path) -> bool:
+def _may_be_read(source: ModelFile, real: Path) -> bool:
+    """Whether this is a regular file inside of the folder, or of the one that the model's link leads to."""
+    assert source.path is not None and source.folder is not None
+    roots = [Path(os.path.realpath(source.folder)), Path(os.path.realpath(source.path)).parent]
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        return stat.S_ISREG(os.stat(real).st_mode) and any(real.is_relative_to(root) for root in roots)
     except OSError:
         return False
 

@@ -147,6 +147,31 @@ class Recipe:
         step = RecipeStep("cache_prompt", PASSES["cache_prompt"].options_type())
         return replace(self, passes=(*self.passes[:at], step, *self.passes[at:]))
 
+    def for_equal_caches(self, host: str) -> Recipe:
+        """The recipe for a host that makes all caches alike and carries no other state: compressed ones get
+        `equal_rows`. `host` is its name, for errors. Raises RecipeError for options that it cannot serve."""
+        steps = []
+        for step in self.passes:
+            values = {key: getattr(step.options, key) for key in step.options.names()}
+            if step.name == "cache_prompt":
+                raise RecipeError(
+                    f"recipe {self.name!r} makes a prompt part of the model, whose tokens {host} does not count; "
+                    "leave the prompt out, or give the path of the ONNX file and serve it with ortolan.models.generate"
+                )
+            if step.name == "compress_cache":
+                if values["window"] or values["sinks"]:
+                    raise RecipeError(
+                        f"window = {values['window']} and sinks = {values['sinks']} of pass 'compress_cache' need "
+                        f"inputs that {host} does not carry, expected 0; or give the path of the ONNX file and serve "
+                        "it with ortolan.models.generate"
+                    )
+                if (values["keys"], values["values"]) != ("float32", "float32"):
+                    values["equal_rows"] = True
+                options = read_options(type(step.options), values, f"pass {step.name!r}, for {host}")
+                step = replace(step, options=options)
+            steps.append(step)
+        return replace(self, passes=tuple(steps))
+
     def with_options(self, options: Mapping[str, Any]) -> Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 

@@ -17,6 +17,7 @@ from ortolan.graph_passes.auto.candidates import NAME as AUTO
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
 from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, read_prompt
 from ortolan.graph_passes.fitted import FittedWeights
+from ortolan.graph_passes.genai_folder import GenaiConfig
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
@@ -31,6 +32,7 @@ from ortolan.graph_passes.model_file import (
 from ortolan.graph_passes.model_folder import (
     check_output_folder,
     copy_others,
+    find_genai_config,
     find_others,
     move_folder_into_place,
 )
@@ -44,7 +46,7 @@ from ortolan.graph_passes.texts import Tokenizer, count_tokens, feeds_of_texts, 
 
 from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
 from .progress import Progress, no_progress, raising_unchanged
-from .session import cpu_info, package_versions
+from .session import LIBRARY_NAME, cpu_info, package_versions
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -76,7 +78,8 @@ def optimize_onnx(
     model: a path, or an onnx.ModelProto; never changed. A folder stands for its only ONNX file, or its model.onnx.
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
         Of a folder, the folder to write: the new model under the name of the old one, and copies of all other files;
-        links that lead out of the folder, and hidden files, are left out.
+        links that lead out of the folder, and hidden files, are left out. If it holds a genai_config.json, the new
+        one names our library, which is put beside it, and compressed caches take the shape that GenAI supports.
     recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "cached-prompt" with a prompt, "adopt"
         for a model that stores 4-bit weights, else "sparse-bf16".
         "auto": chooses for each layer the operator that is fastest on this machine within the budget, by measurement;
@@ -120,6 +123,9 @@ def optimize_onnx(
     stored = _count_stored_int4(source) if recipe is None else 0
     if recipe is None:
         chosen = _chosen_recipe(stored, options)
+    genai = find_genai_config(source)
+    if genai is not None and chosen is not None:
+        chosen = chosen.for_equal_caches("onnxruntime-genai")
     target = _target(output)
     if target is not None and source.folder is not None:
         check_output_folder(target, source.folder)
@@ -163,7 +169,7 @@ def optimize_onnx(
             source.model.metadata_props.update(_provenance(chosen))
             run_recipe(chosen, source.model, context)
         if not dry_run:
-            _finish(source, context, target)
+            _finish(source, context, target, genai)
     return report
 
 
@@ -260,7 +266,7 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(source: ModelFile, context: PassContext, target: Path | None) -> None:
+def _finish(source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None) -> None:
     """Puts the candidate in its place, or into the report."""
     report = context.report
     if target is None and source.proto is not None and report.auto is not None and not report.auto.changed:
@@ -292,6 +298,9 @@ def _finish(source: ModelFile, context: PassContext, target: Path | None) -> Non
         if others.left_out:
             context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
         copy_others(others, result, lambda done, total: context.progress("copy", done, total))
+        if genai is not None:
+            genai.write(result)
+            context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
         context.progress("save", 0, 1)
         move_folder_into_place(result, target)
     context.progress("save", 1, 1)

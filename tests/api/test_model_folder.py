@@ -1,4 +1,4 @@
-"""optimize_onnx and inspect_onnx of a folder, as Optimum and ONNX Runtime GenAI write it."""
+"""optimize_onnx and inspect_onnx of a folder, as Optimum writes it (ONNX Runtime GenAI: test_genai_folder.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path) -> Path:
     ir.save(tiny.tiny_llama(attention="gqa", head_dim=16), tmp_path / "float.onnx")
     make_matmul_nbits(tmp_path / "float.onnx", folder / "model.onnx", 32, 4)
     (tmp_path / "float.onnx").unlink()
-    (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "model.onnx"}}}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (folder / "tokenizer.json").write_bytes(os.urandom(1000))
     (folder / "chat templates").mkdir()
     (folder / "chat templates" / "a.jinja").write_text("{{ }}")
@@ -55,7 +55,7 @@ def logits(path: Path) -> np.ndarray:
     )[0]
 
 
-COPIED = ["chat templates/a.jinja", "genai_config.json", "tokenizer.json"]
+COPIED = ["chat templates/a.jinja", "config.json", "tokenizer.json"]
 
 
 def test_a_folder_becomes_a_folder(folder, tmp_path):
@@ -180,7 +180,7 @@ def test_download_caches_link_all_files_to_one_folder(folder, tmp_path):
     (snapshot / "key").symlink_to("../../secret")
     optimize(snapshot, tmp_path / "fast")
     found = [path for path in (tmp_path / "fast").iterdir()]
-    assert sorted(path.name for path in found) == ["genai_config.json", "model.onnx", "tokenizer.json"]
+    assert sorted(path.name for path in found) == ["config.json", "model.onnx", "tokenizer.json"]
     assert not any(path.is_symlink() for path in found)
 
 

@@ -1,0 +1,118 @@
+"""Model folders of ONNX Runtime GenAI: genai_config.json names the ONNX file of each part, and how its session is made.
+
+An optimized folder holds the operator library, and the sessions that run the new model are told to load it. GenAI loads
+libraries from inside of the folder only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import ModelError, OutputError
+from ortolan.session import LIBRARY_NAME, get_library_path
+
+CONFIG_NAME = "genai_config.json"
+_OPTIONS, _LIBRARY = "session_options", "custom_ops_library"
+_LARGEST = 16 << 20  # bytes; real ones have some thousand
+
+
+@dataclass(frozen=True)
+class GenaiConfig:
+    """path: where it was read. content: its JSON, in which the sessions of one ONNX file name the library already."""
+
+    path: Path
+    content: dict[str, Any]
+
+    def to_json(self) -> str:
+        """Raises ModelError."""
+        try:
+            return json.dumps(self.content, indent=4, ensure_ascii=False)
+        except RecursionError:  # which may happen at less than what was read
+            raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
+
+    def write(self, into: Path) -> None:
+        """Writes the configuration and the operator library into a folder. Raises LibraryError, OutputError."""
+        library = get_library_path()
+        try:
+            (into / CONFIG_NAME).write_text(self.to_json(), encoding="utf-8")
+            # No hard link: it would change with the installed library, under models that were made for this one.
+            shutil.copyfile(library, into / LIBRARY_NAME)
+        except OSError as error:
+            raise OutputError(f"cannot write into {str(into)!r}: {error.strerror or error}") from error
+
+
+def read_genai_config(path: Path, model_name: str) -> GenaiConfig:
+    """Reads a genai_config.json and names the library for the ONNX file `model_name`, wherever that is a part.
+
+    A part without session options of its own runs with those of the decoder, which then get the library.
+    Raises ModelError.
+    """
+    content = _read(path)
+    model = content["model"]
+    parts = [part for part in _parts(model) if os.path.normpath(part["filename"]) == model_name]
+    if not parts:
+        known = sorted({part["filename"] for part in _parts(model)})
+        raise ModelError(
+            f"{str(path)!r} names {', '.join(map(repr, known)) or 'no file'} as parts of the model, but the folder's "
+            f"ONNX file is {model_name!r}; correct 'filename', or give the path of the ONNX file"
+        )
+    for part in parts:
+        owner = part if _OPTIONS in part else _object(path, model, "decoder", "'model'")
+        options = _object(path, owner, _OPTIONS, f"the part of {model_name!r}")
+        other = options.get(_LIBRARY, LIBRARY_NAME)
+        if not isinstance(other, str) or os.path.basename(other) != LIBRARY_NAME:
+            raise ModelError(
+                f"{str(path)!r} has {_LIBRARY} = {other!r} for {model_name!r}, and onnxruntime-genai loads one library "
+                f"only, expected none or {LIBRARY_NAME!r}; remove the entry if the model does not need it"
+            )
+        options[_LIBRARY] = LIBRARY_NAME
+    config = GenaiConfig(path, content)
+    config.to_json()  # refuses early what cannot be written
+    return config
+
+
+def decoder_file(path: Path) -> str | None:
+    """The ONNX file of the decoder, if a genai_config.json names one. Raises ModelError."""
+    decoder = _read(path)["model"].get("decoder")
+    name = decoder.get("filename") if isinstance(decoder, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The configuration, an object in which "model" is one too."""
+    advice = "; export the model again, or give the path of the ONNX file"
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ModelError(f"{str(path)!r} has {path.stat().st_size} bytes, expected at most {_LARGEST}{advice}")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+        raise ModelError(f"{str(path)!r} is no JSON text: {error}{advice}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ModelError(f"{str(path)!r} has no object 'model', expected what onnxruntime-genai writes{advice}")
+    return content
+
+
+def _object(path: Path, owner: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """The object of this key, made if there is none."""
+    found = owner.setdefault(key, {})
+    if not isinstance(found, dict):
+        raise ModelError(f"{str(path)!r} has {key} = {found!r} in {where}, expected an object; correct or remove it")
+    return found
+
+
+def _parts(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """All objects that name a file: encoder, decoder, embedding, the models of a pipeline, ..."""
+    found, level = [], [model]
+    while level:
+        found += [item for item in level if isinstance(item.get("filename"), str)]
+        inside = [value for item in level for value in item.values()]
+        inside += [entry for value in inside if isinstance(value, list) for entry in value]
+        level = [value for value in inside if isinstance(value, dict)]
+    return found

@@ -1,0 +1,95 @@
+"""Optimum: optimized models in ORTModelFor…, and an optimizer in the shape of Optimum's ORTOptimizer.
+
+OrtolanOptimizer.from_pretrained("model/").optimize("fast/", recipe="int4")
+ORTModelForCausalLM.from_pretrained("fast/", session_options=session_options())
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ortolan.graph_passes.auto.candidates import NAME as AUTO
+from ortolan.graph_passes.recipe import Recipe
+
+from .errors import ModelError
+from .optimize import optimize_onnx
+from .session import register
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+    from ortolan.graph_passes.auto.budget import Budget
+    from ortolan.graph_passes.auto.search import Shapes
+    from ortolan.graph_passes.feeds import Calibration
+    from ortolan.graph_passes.report import OptimizationReport
+    from ortolan.graph_passes.texts import Tokenizer
+
+    from .progress import Progress
+
+
+def session_options() -> onnxruntime.SessionOptions:
+    """New session options that know Ortolan's operators, for `ORTModelForX.from_pretrained(…, session_options=…)`."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    register(options)
+    return options
+
+
+class OrtolanOptimizer:
+    """Optimizes the ONNX model in a folder that Optimum has written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any) -> OrtolanOptimizer:
+        """model_or_path: a local folder, or an ORTModel, whose folder is taken. Raises ModelError."""
+        path = getattr(model_or_path, "path", model_or_path)  # of an ORTModel: its ONNX file
+        if not isinstance(path, str | os.PathLike):
+            raise ModelError(f"model is a {type(model_or_path).__name__}, expected a folder or an ORTModel of one file")
+        folder = Path(path).parent if path is not model_or_path else Path(path)
+        if not folder.is_dir():
+            raise ModelError(
+                f"{str(folder)!r} is no folder, expected one as Optimum writes it; export the model first: "
+                "optimum-cli export onnx --model MODEL FOLDER"
+            )
+        return cls(folder)
+
+    def optimize(
+        self,
+        save_dir: str | os.PathLike[str],
+        recipe: str | os.PathLike[str] | Recipe | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        calibration: Calibration | None = None,
+        tokenizer: Tokenizer | None = None,
+        budget: Budget | None = None,
+        shapes: Shapes | None = None,
+        portable: bool = True,
+        progress: Progress | None = None,
+    ) -> OptimizationReport:
+        """Writes the optimized model, with configuration and tokenizer, to a new folder.
+
+        Arguments, report and errors are those of `ortolan.optimize_onnx`; compressed caches take the shape that
+        Optimum makes, with which options `window` and `sinks` do not go.
+        """
+        chosen: str | os.PathLike[str] | Recipe | None = recipe
+        if recipe is not None and recipe != AUTO:  # neither "auto" nor the default compresses caches
+            chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+            chosen = chosen.with_options(options or {}).for_equal_caches("Optimum")
+        return optimize_onnx(
+            self.folder,
+            save_dir,
+            recipe=chosen,
+            options=None if isinstance(chosen, Recipe) else options,
+            calibration=calibration,
+            tokenizer=tokenizer,
+            budget=budget,
+            shapes=shapes,
+            portable=portable,
+            progress=progress,
+        )

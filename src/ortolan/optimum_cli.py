@@ -1,0 +1,124 @@
+"""Commands of optimum-cli: `optimum-cli ortolan optimize` and `optimum-cli export ortolan`.
+
+Imported whenever optimum-cli is called, so that all that takes time is imported when a command runs. Raises ImportError
+without Optimum.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.export.base import ExportCommand
+
+
+def _add_recipe_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("Ortolan")
+    group.add_argument(
+        "--recipe",
+        help="A built-in recipe of Ortolan or a TOML file; an unknown name lists the built-in ones. Without it: adopt "
+        "for a model that stores 4-bit weights, else sparse-bf16.",
+    )
+    group.add_argument(
+        "--set",
+        dest="settings",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="Change an option of the recipe, as in --set sparsity=0.7. Repeatable.",
+    )
+    group.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify on, "
+        "and for recipes that calibrate.",
+    )
+    group.add_argument(
+        "--budget",
+        help="For recipe auto: the smallest cosine of each output against the original's (0.99), or perplexity:0.02, "
+        "by what share a decoder's perplexity on the calibration texts may rise.",
+    )
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="For calibration texts: a tokenizer.json. Without it: the one beside the model.",
+    )
+
+
+def _optimize(folder: Path, output: Path, args: Any) -> None:
+    """Optimizes and prints the report; an error of Ortolan ends the process with its message."""
+    from .errors import OrtolanError
+    from .graph_passes.recipe import parse_setting
+    from .optimum import OrtolanOptimizer
+
+    try:
+        report = OrtolanOptimizer.from_pretrained(folder).optimize(
+            output,
+            args.recipe,
+            options=dict(map(parse_setting, args.settings)),
+            calibration=args.calibration,
+            tokenizer=args.tokenizer,
+            budget=args.budget,
+        )
+    except OrtolanError as error:
+        sys.exit(f"ortolan: {error}")
+    print(report)
+
+
+class OptimizeCommand(BaseOptimumCLICommand):  # type: ignore[misc]
+    COMMAND = CommandInfo(name="optimize", help="Optimize the ONNX model of a folder.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        group = parser.add_argument_group("Required arguments")
+        group.add_argument("--onnx_model", type=Path, required=True, help="The folder that the ONNX model lies in.")
+        group.add_argument("-o", "--output", type=Path, required=True, help="The folder to write.")
+        _add_recipe_arguments(parser)
+
+    def run(self) -> None:
+        _optimize(self.args.onnx_model, self.args.output, self.args)
+
+
+class OrtolanCommand(BaseOptimumCLICommand):  # type: ignore[misc]
+    COMMAND = CommandInfo(name="ortolan", help="Prune, quantize and speed up ONNX models for CPUs with Ortolan.")
+    SUBCOMMANDS = (CommandInfo(name="optimize", help=OptimizeCommand.COMMAND.help, subcommand_class=OptimizeCommand),)
+
+
+COMMANDS: list[Any] = [OrtolanCommand]
+
+try:
+    from optimum.commands.export.onnx import ONNXExportCommand
+except ImportError:  # Optimum without its ONNX part cannot export
+    pass
+else:
+
+    class OrtolanExportCommand(ONNXExportCommand):  # type: ignore[misc]
+        """Optimum's own export, all its arguments included, and then `optimize`."""
+
+        COMMAND = CommandInfo(name="ortolan", help="Export PyTorch to ONNX, optimized with Ortolan.")
+
+        @staticmethod
+        def parse_args(parser: ArgumentParser) -> None:
+            ONNXExportCommand.parse_args(parser)
+            _add_recipe_arguments(parser)
+
+        def run(self) -> None:
+            output = self.args.output
+            try:
+                output.absolute().parent.mkdir(parents=True, exist_ok=True)
+                # Beside the output, which is a place for files of this size.
+                work = tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.absolute().parent)
+            except OSError as error:
+                sys.exit(f"ortolan: cannot write beside {str(output)!r}: {error.strerror}")
+            with work as folder:
+                self.args.output = Path(folder) / output.name
+                super().run()
+                _optimize(self.args.output, output, self.args)
+
+    COMMANDS.append((OrtolanExportCommand, ExportCommand))

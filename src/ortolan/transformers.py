@@ -1,0 +1,125 @@
+"""transformers' own ONNX exporter (5.23), followed by Ortolan: importing this module registers export format "ortolan".
+
+exported = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16"))
+exported(**inputs); exported.save_pretrained("fast/"); ExportedModel.from_pretrained("fast/")
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .optimize import optimize_onnx
+from .session import register
+
+try:
+    from transformers.exporters import OnnxConfig, OnnxExporter, register_backend
+    from transformers.exporters.runners import OnnxModelRunner
+except ImportError as error:
+    raise ImportError(
+        f"ortolan.transformers needs transformers 5.23 or later, with torch and onnxscript ({error}); install them "
+        "with: pip install 'ortolan[transformers]'"
+    ) from error
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import onnxruntime
+
+FORMAT = "ortolan"
+REPORT_KEY = "ortolan_report"  # of a fresh program's meta
+
+
+@dataclass
+class OrtolanConfig(OnnxConfig):  # type: ignore[misc]
+    """OnnxConfig, and the arguments of `ortolan.optimize_onnx` of these names."""
+
+    export_format: str = FORMAT
+    recipe: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    calibration: Any = None
+    tokenizer: Any = None
+    budget: Any = None
+    shapes: Any = None
+    portable: bool = True
+
+    def to_json_string(self) -> str:
+        """What `save_pretrained` keeps: all but the calibration data, and the objects of others."""
+        return str(super(OrtolanConfig, replace(self, calibration=None, tokenizer=None)).to_json_string())
+
+
+class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
+    """Exports each graph as OnnxExporter does and optimizes it. Errors of Ortolan are raised as they are by `export`,
+    and as the cause of a RuntimeError by `export_for_generation`.
+
+    A program is an onnx_ir.Model; of a fresh one, `meta["ortolan_report"]` is the OptimizationReport.
+    """
+
+    export_format = FORMAT
+    config_class = OrtolanConfig
+
+    def export_program(
+        self, model: Any, sample_inputs: MutableMapping[str, Any], config: OrtolanConfig
+    ) -> tuple[ir.Model, Any]:
+        exported, metadata = super().export_program(model, sample_inputs, config)
+        work = tempfile.TemporaryDirectory(prefix="ortolan-")
+        try:
+            source, target = (Path(work.name) / name for name in ("exported.onnx", "model.onnx"))
+            OnnxExporter.save_program(exported, source)
+            del exported
+            report = optimize_onnx(
+                source,
+                target,
+                recipe=config.recipe,
+                options=config.options,
+                calibration=config.calibration,
+                tokenizer=config.tokenizer,
+                budget=config.budget,
+                shapes=config.shapes,
+                portable=config.portable,
+            )
+            for file in OnnxExporter.program_files(source.name):
+                (source.parent / file).unlink(missing_ok=True)
+            program = self.load_program(target)
+        except BaseException:
+            work.cleanup()
+            raise
+        # Large weights stay in the file, which the session maps; it goes with the program.
+        weakref.finalize(program, work.cleanup)
+        program.meta[REPORT_KEY] = report
+        return program, metadata
+
+    @classmethod
+    def save_program(cls, program: ir.Model, path: str | Path) -> None:
+        """As OnnxExporter does, with the weights where kernels can read them in the mapped file."""
+        import onnx_ir as ir
+
+        data = f"{Path(path).name}.data"
+        ir.save(program, str(path), external_data=data, size_threshold_bytes=1024, alignment=64, align_threshold=0)
+
+
+class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
+    """Runs a program in ONNX Runtime with Ortolan's operators, on the CPU unless told otherwise."""
+
+    @classmethod
+    def from_program(
+        cls,
+        program: ir.Model,
+        metadata: Any,
+        device: Any = None,
+        providers: list[Any] | None = None,
+        session_options: onnxruntime.SessionOptions | None = None,
+    ) -> Any:
+        import onnxruntime
+
+        options = session_options if session_options is not None else onnxruntime.SessionOptions()
+        register(options)
+        if device is None and providers is None:
+            device = "cpu"
+        return super().from_program(program, metadata, device, providers, options)
+
+
+register_backend(OrtolanExporter, OrtolanModelRunner)

@@ -1,0 +1,143 @@
+"""onnxruntime-genai generates from folders that Ortolan has optimized. Skipped where it is not installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import ortolan
+from ortolan.models import tiny
+
+from .folders import write_llama
+
+genai = pytest.importorskip("onnxruntime_genai", reason="needs onnxruntime-genai")
+
+FAST = {"verify.seconds": 0.0}
+EXACT = FAST | {"keys": "float32", "values": "float32"}
+PROMPT = [5, 17, 8, 11, 20]
+
+
+def hand_made(folder: Path) -> Path:
+    folder.mkdir()
+    ir.save(tiny.tiny_llama(attention="gqa", head_dim=16), folder / "model.onnx")
+    config = {
+        "model": {
+            "type": "llama",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "context_length": 64,
+            "vocab_size": 97,
+            "decoder": {
+                "session_options": {"provider_options": []},
+                "filename": "model.onnx",
+                "head_size": 16,
+                "hidden_size": 48,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+            },
+        },
+        "search": {"max_length": 64, "do_sample": False, "past_present_share_buffer": True},
+    }
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def built(folder: Path, precision: str) -> Path:
+    """What GenAI's builder makes of a small random Llama."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    checkpoint = write_llama(folder.with_name("checkpoint"))
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
+    options = ["-p", precision, "-e", "cpu", "-c", folder.with_name("cache"), "--extra_options", "int4_block_size=32"]
+    done = subprocess.run([*builder, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(params=["hand_made", "fp32", "int4"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return hand_made(tmp_path / "model") if request.param == "hand_made" else built(tmp_path / "model", request.param)
+
+
+@pytest.fixture
+def float_folder(tmp_path: Path) -> Path:
+    return hand_made(tmp_path / "model")
+
+
+def generate(folder: Path, share_buffer: bool = True, tokens: int = 24, **search: Any) -> list[int]:
+    """The tokens behind the prompt, without an end. A library in the folder must be the one that is loaded."""
+    model = genai.Model(str(folder))
+    assert loaded_libraries() == {str(path) for path in folder.glob("libortolan_ops.so")}
+    parameters = genai.GeneratorParams(model)
+    length = len(PROMPT) + tokens
+    parameters.set_search_options(
+        max_length=length, min_length=length, do_sample=False, past_present_share_buffer=share_buffer, **search
+    )
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(np.array(PROMPT, np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    return [int(token) for token in generator.get_sequence(0)[len(PROMPT) :]]
+
+
+def loaded_libraries() -> set[str]:
+    """The operator libraries that this process has mapped; the one that ortolan itself may load is another."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libortolan_ops" in line}
+
+
+@pytest.mark.parametrize("share_buffer", [True, False])
+def test_exact_settings_generate_the_same_tokens(folder: Path, tmp_path: Path, share_buffer: bool) -> None:
+    ortolan.optimize_onnx(folder, tmp_path / "fast", recipe="long-context", options=EXACT)
+    expected = generate(folder, share_buffer)
+    assert len(set(expected)) > 5
+    assert generate(tmp_path / "fast", share_buffer) == expected
+
+
+def test_adopted_layers_generate(tmp_path: Path) -> None:
+    folder = built(tmp_path / "model", "int4")
+    report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
+    assert report.recipe["name"] == "adopt"
+    # Both round activations to int8, by different sums: tokens agree until a step on an edge.
+    assert generate(tmp_path / "fast")[:4] == generate(folder)[:4]
+
+
+def test_other_recipes_generate(float_folder: Path, tmp_path: Path) -> None:
+    for recipe in ("sparse-bf16", "sparse-int8", "int4"):
+        ortolan.optimize_onnx(float_folder, tmp_path / recipe, recipe=recipe, options=FAST | {"may_grow": True})
+        assert len(generate(tmp_path / recipe)) == 24
+
+
+@pytest.mark.parametrize("share_buffer", [True, False])
+def test_compressed_caches(float_folder: Path, tmp_path: Path, share_buffer: bool) -> None:
+    calibration = [{"input_ids": np.random.default_rng(0).integers(0, 97, (1, 300))}]
+    ortolan.optimize_onnx(float_folder, tmp_path / "fast", recipe="long-context", options=FAST, calibration=calibration)
+    found = generate(tmp_path / "fast", share_buffer)
+    assert len(found) == 24
+    assert found[0] == generate(float_folder, share_buffer)[0]  # the prompt's attention reads no cache
+
+
+def test_the_folder_may_move(float_folder: Path, tmp_path: Path) -> None:
+    ortolan.optimize_onnx(float_folder, tmp_path / "fast", recipe="long-context", options=EXACT)
+    expected = generate(tmp_path / "fast")
+    (tmp_path / "fast").rename(tmp_path / "moved")
+    assert generate(tmp_path / "moved") == expected

@@ -1,0 +1,259 @@
+"""Optimum with models that Ortolan has optimized. Skipped without Optimum's ONNX part: ortolan[optimum]."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import ortolan
+
+from .folders import TEXTS, write_bert, write_llama
+
+onnxruntime_part = pytest.importorskip("optimum.onnxruntime", reason="needs optimum-onnx[onnxruntime]")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
+
+FAST = {"verify.seconds": 0.0}
+DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # weights only become bf16
+EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: float caches, as they were
+
+Export = Callable[[str], Path]
+
+
+def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = Path(sys.executable).with_name("optimum-cli")
+    return subprocess.run([command, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By task."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "feature-extraction": write_bert(root / "bert"),
+        "text-classification": write_bert(root / "classifier", "BertForSequenceClassification", num_labels=3),
+        "text-generation-with-past": write_llama(root / "llama"),
+    }
+
+
+@pytest.fixture(scope="module")
+def export(checkpoints: dict[str, Path]) -> Export:
+    """The folder that Optimum exports for a task."""
+    from optimum.exporters.onnx import main_export
+
+    def run(task: str) -> Path:
+        folder = checkpoints[task].with_name(f"{checkpoints[task].name}-onnx")
+        if not folder.exists():
+            main_export(str(checkpoints[task]), folder, task=task, do_validation=False)
+        return folder
+
+    return run
+
+
+def tokens(folder: Path, texts: list[str] = TEXTS) -> dict[str, Any]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return dict(tokenizer(texts, padding=True, return_tensors="pt"))
+
+
+def ops(folder: Path) -> set[str]:
+    return {node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node}
+
+
+def distance(found: Any, expected: Any) -> float:
+    """||found - expected|| / ||expected||"""
+    found, expected = np.asarray(found), np.asarray(expected)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def test_features(export: Export, tmp_path: Path) -> None:
+    model_class = onnxruntime_part.ORTModelForFeatureExtraction
+    source = export("feature-extraction")
+    report = OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "sparse-bf16", options=DENSE)
+    assert report.output == str(tmp_path / "fast") and "SparseAMXMatMul" in ops(tmp_path / "fast")
+    assert {path.name for path in source.iterdir()} <= {path.name for path in (tmp_path / "fast").iterdir()}
+    fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
+    inputs = tokens(tmp_path / "fast")
+    expected = model_class.from_pretrained(source)(**inputs).last_hidden_state
+    assert distance(fast(**inputs).last_hidden_state, expected) < 0.02
+    (features,) = transformers.pipeline(
+        "feature-extraction", model=fast, tokenizer=transformers.AutoTokenizer.from_pretrained(source)
+    )(TEXTS[:1])
+    assert distance(features, fast(**tokens(source, TEXTS[:1])).last_hidden_state) < 1e-6
+
+
+def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
+    model_class = onnxruntime_part.ORTModelForSequenceClassification
+    source = export("text-classification")
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "sparse-bf16", options=DENSE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+
+    def answers(model: Any) -> list[list[dict[str, Any]]]:
+        classify = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, top_k=None)
+        return [sorted(scores, key=lambda score: str(score["label"])) for scores in classify(TEXTS)]
+
+    expected = answers(model_class.from_pretrained(source))
+    found = answers(model_class.from_pretrained(tmp_path / "fast", session_options=session_options()))
+    for before, after in zip(expected, found, strict=True):
+        assert [score["label"] for score in after] == [score["label"] for score in before]
+        assert [score["score"] for score in after] == pytest.approx([score["score"] for score in before], abs=0.02)
+
+
+def test_save_pretrained(export: Export, tmp_path: Path) -> None:
+    model_class = onnxruntime_part.ORTModelForSequenceClassification
+    OrtolanOptimizer.from_pretrained(export("text-classification")).optimize(
+        tmp_path / "fast", "sparse-bf16", options=DENSE
+    )
+    fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
+    fast.save_pretrained(tmp_path / "saved")
+    saved = model_class.from_pretrained(tmp_path / "saved", session_options=session_options())
+    inputs = tokens(tmp_path / "fast")
+    assert torch.equal(saved(**inputs).logits, fast(**inputs).logits)
+    assert "SparseAMXMatMul" in ops(tmp_path / "saved")
+
+
+def causal_lm(folder: Path, **options: Any) -> Any:
+    return onnxruntime_part.ORTModelForCausalLM.from_pretrained(folder, session_options=session_options(), **options)
+
+
+def prompts(folder: Path) -> dict[str, Any]:
+    """Two texts, the shorter one padded on the left, as generate wants it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return {
+        key: value
+        for key, value in tokenizer(TEXTS[:2], padding=True, return_tensors="pt").items()
+        if key != "token_type_ids"
+    }
+
+
+@pytest.mark.parametrize("io_binding", [False, True])
+def test_exact_settings_generate_the_same_tokens(export: Export, tmp_path: Path, io_binding: bool) -> None:
+    source = export("text-generation-with-past")
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "long-context", options=EXACT)
+    assert "NoMADAttention" in ops(tmp_path / "fast")
+    inputs = prompts(source)
+    expected, found = (
+        causal_lm(folder, use_io_binding=io_binding).generate(**inputs, max_new_tokens=40, min_new_tokens=40)
+        for folder in (source, tmp_path / "fast")
+    )
+    assert expected.shape[1] == inputs["input_ids"].shape[1] + 40 and len(set(expected[0].tolist())) > 5
+    assert torch.equal(found, expected)
+
+
+def test_beams_and_the_pipeline(export: Export, tmp_path: Path) -> None:
+    source = export("text-generation-with-past")
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "long-context", options=EXACT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    texts = []
+    for folder in (source, tmp_path / "fast"):
+        generate = transformers.pipeline("text-generation", model=causal_lm(folder), tokenizer=tokenizer)
+        texts.append(generate(TEXTS[0], max_new_tokens=20, num_beams=3, do_sample=False)[0]["generated_text"])
+    assert texts[0] == texts[1] and texts[0].startswith(TEXTS[0])
+
+
+def test_fewer_bits_stay_near(export: Export, tmp_path: Path) -> None:
+    source = export("text-generation-with-past")
+    OrtolanOptimizer.from_pretrained(source).optimize(
+        tmp_path / "fast", "int4", options=FAST | {"may_grow": True, "group_size": 32}
+    )
+    assert "W4A8MatMul" in ops(tmp_path / "fast")
+    inputs = prompts(source)
+    expected, found = (causal_lm(folder)(**inputs).logits for folder in (source, tmp_path / "fast"))
+    assert distance(found, expected) < 0.5
+    causal_lm(tmp_path / "fast").generate(**inputs, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("io_binding", [False, True])
+def test_compressed_caches(export: Export, tmp_path: Path, io_binding: bool) -> None:
+    source = export("text-generation-with-past")
+    calibration = [{"input_ids": np.random.default_rng(0).integers(4, 24, (1, 200))}]
+    OrtolanOptimizer.from_pretrained(source).optimize(
+        tmp_path / "fast", "long-context", options=FAST, calibration=calibration
+    )
+    model = causal_lm(tmp_path / "fast", use_io_binding=io_binding)
+    model.embed_size_per_head = model.input_shapes["past_key_values.0.key"][3]
+    assert model.embed_size_per_head == 16 + 2
+    inputs = prompts(source)
+    found = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
+    assert found.shape[1] == inputs["input_ids"].shape[1] + 8
+    first = causal_lm(source)(**inputs).logits[:, -1].argmax(-1)  # whose attention reads no cache
+    assert torch.equal(found[:, inputs["input_ids"].shape[1]], first)
+
+
+def test_an_optimizer_of_a_loaded_model(export: Export, tmp_path: Path) -> None:
+    model = onnxruntime_part.ORTModelForFeatureExtraction.from_pretrained(export("feature-extraction"))
+    OrtolanOptimizer.from_pretrained(model).optimize(tmp_path / "fast", options=DENSE)
+    assert "SparseAMXMatMul" in ops(tmp_path / "fast") and (tmp_path / "fast" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("task", ["feature-extraction", "text-generation-with-past"])
+def test_command_optimize(export: Export, tmp_path: Path, task: str) -> None:
+    source = export(task)
+    settings = [word for name, value in DENSE.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    done = cli(
+        "ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", "--recipe", "sparse-bf16", *settings
+    )
+    assert done.returncode == 0, done.stderr
+    assert "recipe sparse-bf16" in done.stdout and "SparseAMXMatMul" in ops(tmp_path / "fast")
+    inputs = prompts(source) if "generation" in task else tokens(source)
+    found, expected = (
+        next(iter(model(**inputs).values()))
+        for model in (
+            getattr(
+                onnxruntime_part, "ORTModelForCausalLM" if "generation" in task else "ORTModelForFeatureExtraction"
+            ).from_pretrained(folder, session_options=session_options())
+            for folder in (tmp_path / "fast", source)
+        )
+    )
+    assert distance(found, expected) < 0.05
+
+
+@pytest.mark.parametrize("task", ["feature-extraction", "text-generation-with-past"])
+def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    done = cli(
+        *("export", "ortolan", "-m", checkpoints[task], "--task", task, tmp_path / "deep" / "fast"),
+        *("--recipe", "sparse-bf16", "--set", "may_grow=true", "--set", "verify.seconds=0.0"),
+        *("--calibration", tmp_path / "texts.txt"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "feed(s) of 3 text(s)" in done.stdout
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["fast"]
+    names = {path.name for path in (tmp_path / "deep" / "fast").iterdir()}
+    assert {"model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert "SparseAMXMatMul" in ops(tmp_path / "deep" / "fast")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "nonsense"], "ortolan: unknown recipe 'nonsense'; the recipes are"),
+        (["--recipe", "long-context", "--set", "window=8"], "need inputs that Optimum does not carry"),
+        (["--set", "nonsense"], "setting 'nonsense' is not of the form name=value"),
+    ],
+)
+def test_errors_of_commands_are_one_message(export: Export, tmp_path: Path, arguments: list[str], message: str) -> None:
+    source = export("text-generation-with-past")
+    done = cli("ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", *arguments)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_model_folder(tmp_path: Path) -> None:
+    for model, message in ((tmp_path / "none", "is no folder, expected one as Optimum writes it"), (3, "is a int")):
+        with pytest.raises(ortolan.ModelError, match=message):
+            OrtolanOptimizer.from_pretrained(model)
+
+
+def test_session_options_may_be_registered_again() -> None:
+    options = session_options()
+    ortolan.register(options)

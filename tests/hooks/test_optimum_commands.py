@@ -1,0 +1,44 @@
+"""What optimum-cli imports at each of its calls must not end it, whatever is installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+MODULE = "optimum.commands.register.register_ortolan"
+
+
+def commands() -> list[object]:
+    for name in (MODULE, "ortolan.optimum_cli"):
+        sys.modules.pop(name, None)
+    try:
+        return list(importlib.import_module(MODULE).REGISTER_COMMANDS)
+    finally:
+        for name in (MODULE, "ortolan.optimum_cli"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("absent", "expected"), [("optimum.commands.base", 0), ("optimum.commands.export.onnx", 1), ("nothing", 2)]
+)
+def test_registered_commands(monkeypatch: pytest.MonkeyPatch, absent: str, expected: int) -> None:
+    if absent != "optimum.commands.base":
+        pytest.importorskip("optimum.commands.base", reason="needs optimum")
+    if absent == "nothing":
+        pytest.importorskip("optimum.commands.export.onnx", reason="needs optimum-onnx")
+    monkeypatch.setitem(sys.modules, absent, None)  # importing it raises ImportError
+    assert len(commands()) == expected
+
+
+def test_nothing_heavy_is_imported() -> None:
+    import subprocess
+
+    pytest.importorskip("optimum.commands.base", reason="needs optimum")
+    code = (
+        f"import sys, {MODULE}\n"
+        "print([name for name in ('onnx', 'onnxruntime', 'onnx_ir', 'torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,170 @@
+"""transformers' exporter with Ortolan behind it. Skipped before transformers 5.23: ortolan[transformers]."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import ortolan
+
+from .folders import TEXTS, write_bert, write_llama
+
+exporters = pytest.importorskip("transformers.exporters", reason="needs transformers 5.23")
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import transformers  # noqa: E402
+
+from ortolan.transformers import OrtolanConfig, OrtolanExporter, OrtolanModelRunner  # noqa: E402
+
+FAST = {"verify.seconds": 0.0}
+DENSE = FAST | {"may_grow": True, "sparsity": 0.0}
+
+
+def tokens(folder: Path, texts: list[str]) -> dict[str, Any]:
+    return dict(transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt"))
+
+
+def distance(found: Any, expected: Any) -> float:
+    """||found - expected|| / ||expected||"""
+    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
+
+
+def ops(program: Any) -> set[str]:
+    return {node.op_type for node in program.graph}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("bert"), "BertForSequenceClassification", num_labels=3)
+
+
+@pytest.fixture(scope="module")
+def model(bert: Path) -> Any:
+    return transformers.AutoModelForSequenceClassification.from_pretrained(bert).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(bert: Path, model: Any) -> Any:
+    config = OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE)
+    return OrtolanExporter().export(model, tokens(bert, TEXTS[:2]), config)
+
+
+def test_export_runs_like_the_model(bert: Path, model: Any, exported: Any) -> None:
+    assert "SparseAMXMatMul" in ops(exported.program)
+    assert isinstance(exported.runners["model"], OrtolanModelRunner)
+    report = exported.program.meta["ortolan_report"]
+    assert report.recipe["name"] == "sparse-bf16" and any(layer.status == "replaced" for layer in report.layers)
+    inputs = tokens(bert, [*TEXTS, "a"])  # other sizes than the export's
+    with torch.no_grad():
+        assert distance(exported(**inputs).logits, model(**inputs).logits) < 0.02
+
+
+def test_a_saved_export(bert: Path, exported: Any, tmp_path: Path) -> None:
+    exported.save_pretrained(tmp_path / "fast")
+    manifest = json.loads((tmp_path / "fast" / "export.json").read_text())
+    assert manifest["export_format"] == "ortolan"
+    loaded = exporters.ExportedModel.from_pretrained(tmp_path / "fast")
+    inputs = tokens(bert, TEXTS)
+    assert torch.equal(loaded(**inputs).logits, exported(**inputs).logits)
+    stored = onnx.load(tmp_path / "fast" / "model.onnx", load_external_data=False)
+    offsets = [
+        int(entry.value)
+        for tensor in stored.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "offset"
+    ]
+    assert offsets and all(offset % 64 == 0 for offset in offsets)
+    loaded.save_pretrained(tmp_path / "again")
+    again = exporters.ExportedModel.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(**inputs).logits, loaded(**inputs).logits)
+
+
+def test_large_weights_go_with_the_program(
+    bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ortolan.graph_passes import model_file
+
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)  # as if these were large
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    inputs = tokens(bert, TEXTS)
+    made = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE))
+    path = Path(made.program.meta["path"])
+    assert sorted(file.name for file in path.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
+    before = made(**inputs).logits.clone()
+    made.save_pretrained(tmp_path / "fast")
+    runner = made.runners["model"]
+    del made
+    gc.collect()
+    assert not path.parent.exists()
+    assert torch.equal(runner(**inputs).logits, before)
+    assert torch.equal(exporters.ExportedModel.from_pretrained(tmp_path / "fast")(**inputs).logits, before)
+
+
+def test_calibration_is_used_and_not_saved(bert: Path, model: Any, tmp_path: Path) -> None:
+    inputs = tokens(bert, TEXTS)
+    config = OrtolanConfig(
+        dynamic=True,
+        recipe="sparsegpt-int8",
+        options=FAST | {"may_grow": True},
+        calibration=["the quick cat", "a lazy dog sat"],
+        tokenizer=str(bert / "tokenizer.json"),
+    )
+    exported = OrtolanExporter().export(model, inputs, config)
+    assert "feed(s) of 2 text(s)" in exported.program.meta["ortolan_report"].feeds
+    exported.save_pretrained(tmp_path / "fast")
+    assert "lazy" not in (tmp_path / "fast" / "export.json").read_text()
+
+
+def test_errors_reach_the_caller(bert: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    inputs = tokens(bert, TEXTS)
+    with pytest.raises(ortolan.RecipeError, match="unknown recipe 'nonsense'"):
+        OrtolanExporter().export(model, inputs, OrtolanConfig(recipe="nonsense"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_classes_find_the_exporter() -> None:
+    assert isinstance(exporters.AutoHfExporter.from_config(OrtolanConfig()), OrtolanExporter)
+    assert isinstance(
+        exporters.AutoExportConfig.from_dict({"export_format": "ortolan", "recipe": "int4"}), OrtolanConfig
+    )
+
+
+def generate(exported: Any, inputs: dict[str, Any], count: int) -> np.ndarray:
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1] + count)[None]
+    output = exported.runners["prefill"](input_ids=ids, position_ids=positions[:, : ids.shape[1]])
+    for _ in range(count):
+        token = output.logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, token], dim=1)
+        output = exported.runners["decode"](
+            input_ids=token,
+            position_ids=positions[:, ids.shape[1] - 1 : ids.shape[1]],
+            past_key_values=output.past_key_values,
+        )
+    return ids.numpy()
+
+
+def test_generation(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = tokens(folder, TEXTS[:1])
+    inputs.pop("token_type_ids", None)
+    made = {}
+    for name, exporter, config in (
+        ("onnx", exporters.OnnxExporter(), exporters.OnnxConfig(dynamic=True)),
+        ("ortolan", OrtolanExporter(), OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE)),
+    ):
+        made[name] = exporter.export_for_generation(model, inputs, config, multi_token_decode=True)
+    assert all("SparseAMXMatMul" in ops(component.program) for component in made["ortolan"].components.values())
+    expected, found = (generate(made[name], inputs, 12) for name in ("onnx", "ortolan"))
+    first = inputs["input_ids"].shape[1]
+    assert expected.shape == found.shape == (1, first + 12)
+    assert (expected[:, : first + 3] == found[:, : first + 3]).all()  # bf16 weights: the same until a near tie
