@@ -146,8 +146,26 @@ def optimize(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="For calibration texts: the model's tokenizer.json. Without it: the one beside MODEL.",
+            help="For calibration texts: the model's tokenizer.json, or an ONNX graph of onnxruntime-extensions. "
+            "Without it: the one of --with-tokenizer, or beside MODEL.",
         ),
+    ] = None,
+    with_tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of an encoder: put this tokenizer.json in front of it, and pooling behind: texts in, vectors out.",
+        ),
+    ] = None,
+    pooling: Annotated[
+        str, typer.Option(help="With --with-tokenizer: mean of the tokens' vectors, or cls, the first one.")
+    ] = "mean",
+    normalize: Annotated[
+        bool, typer.Option("--normalize/--no-normalize", help="With --with-tokenizer: vectors of length 1.")
+    ] = True,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="With --with-tokenizer: cut texts to so many tokens. Without it: as tokenizer.json says."),
     ] = None,
     prompt: Annotated[
         Path | None,
@@ -166,12 +184,13 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
-    from . import optimize_onnx
+    from . import TextInput, optimize_onnx
     from .graph_passes.recipe import parse_setting
 
     if output is None and not dry_run:
         output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
+    text = None if with_tokenizer is None else TextInput(with_tokenizer, pooling, normalize, max_tokens)
     with _progress_bar() as progress:
         report = optimize_onnx(
             model,
@@ -181,6 +200,7 @@ def optimize(
             calibration=calibration,
             prompt=prompt,
             tokenizer=tokenizer,
+            with_tokenizer=text,
             portable=portable,
             dry_run=dry_run,
             progress=progress,
