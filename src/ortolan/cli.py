@@ -1,4 +1,4 @@
-"""The command line: `ortolan optimize | inspect | bench | doctor | demo`. It only calls the API.
+"""The command line: `ortolan optimize | inspect | bench | doctor | demo | triton`. It only calls the API.
 
 Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
 `ortolan --help` is quick.
@@ -290,6 +290,41 @@ def bench(
     _print_result(result, as_json)
     if result.interrupted:
         raise KeyboardInterrupt
+
+
+@app.command()
+def triton(
+    model: Model,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The model repository, a folder; created if it is not there.")
+    ],
+    name: Annotated[str | None, typer.Option(help="The model's name. Without it: the file's.")] = None,
+    max_batch_size: Annotated[int, typer.Option(min=0, help="Requests that are joined to one batch at most.")] = 8,
+    instances: Annotated[int, typer.Option(min=1, help="Copies of the model that run at the same time.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each instance.")] = None,
+    path_on_server: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Where the server finds the repository, as /models. Without it: --output."),
+    ] = None,
+    extensions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For a model with a tokenizer: a libortextensions.so that needs no Python."),
+    ] = None,
+) -> None:
+    """Write a model repository for NVIDIA's Triton Inference Server."""
+    from .triton import write_repository
+
+    folder = write_repository(
+        model,
+        output,
+        name=name,
+        max_batch_size=max_batch_size,
+        instances=instances,
+        threads=threads,
+        path_on_server=path_on_server,
+        extensions=extensions,
+    )
+    typer.echo(str(folder))
 
 
 @app.command()
