@@ -79,7 +79,7 @@ def write_repository(
         if extensions is None or not Path(extensions).is_file():
             raise ModelError(
                 f"{source.name} has a tokenizer: give extensions (--extensions), the path of a libortextensions.so "
-                "built for C++ hosts, from onnxruntime-extensions' sources; the library in its Python package needs Python"
+                "built for C++ hosts from onnxruntime-extensions' sources; the one in its Python package needs Python"
             )
         libraries[Path(extensions).name] = Path(extensions)
     repository = Path(output)

@@ -20,7 +20,7 @@ from ortolan.triton import write_repository
 
 from ..text.wordpiece_file import write_wordpiece
 
-TYPE_INT64 = 5  # in model_config.proto
+TYPE_INT64 = 9  # in model_config.proto
 
 
 def read_config(folder: Path):
