@@ -39,9 +39,10 @@ def test_requests_that_are_refused(name):
     assert refused.value.status == status
 
 
-@pytest.mark.parametrize(
-    "body", [{"prompt": ""}, {"prompt": "a", "top_p": 0}, {"prompt": "a", "temperature": -1}, {"prompt": "a", "max_new_tokens": 0}, [], {"prompt": 1}]
-)  # fmt: skip
+WRONG = [{"prompt": ""}, {"prompt": "a", "top_p": 0}, {"prompt": "a", "temperature": -1}, [], {"prompt": 1}]
+
+
+@pytest.mark.parametrize("body", [*WRONG, {"prompt": "a", "max_new_tokens": 0}])
 def test_generation_requests_that_are_refused(body):
     with pytest.raises(RequestError) as refused:
         parse_request(json.dumps(body).encode(), GenerationRequest)
