@@ -25,6 +25,7 @@ BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "lut_post_op": _lazy("lut_post_op"),
     "masked_matmul": _lazy("masked_matmul"),
     "nomad_attention": _lazy("nomad_attention"),
+    "auto": _lazy("auto"),  # whole models
 }
 
 __all__ = ["BENCHMARKS", "BenchOptions", "BenchResult"]

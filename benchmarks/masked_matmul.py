@@ -6,6 +6,7 @@ Kinds of cases; finding the pattern is part of Ortolan's time:
     numbers   the same with B sparse by numbers as well, where few blocks are empty
     deja_vu   OPT-1.3B's MLP: 2048 x 8192 by 8192 x 2048, 88 % of the neurons off for all rows (Table 4)
     decode    one row by 4096 x 14336, some of the row zero; weights float32, bf16 and int8
+    constant  a few rows by weights that ORT packs ahead, none or 80 % of the rows' numbers zero
     heat_map  2048^3 for all sparsities of A and B (Figure 13), drawn to heat_map.png; only when asked for
 
 and peers:
@@ -39,7 +40,7 @@ from .result import BenchOptions, BenchResult, BenchRow
 from .timing import Timing, interleave, pinned
 
 OP = "MaskedMatMul"
-KINDS = ("square", "numbers", "deja_vu", "decode", "heat_map")
+KINDS = ("square", "numbers", "deja_vu", "decode", "constant", "heat_map")
 DEFAULT_KINDS = KINDS[:-1]
 SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096, 8192), (256, 512)
 SPARSITY, QUICK_SPARSITY = (0.0, 0.6, 0.8, 0.9), (0.8,)
@@ -48,6 +49,9 @@ DEJA_VU, QUICK_DEJA_VU = (2048, 8192, 2048), (128, 1024, 256)
 DEJA_VU_SPARSITY = 0.88
 DECODE, QUICK_DECODE = (4096, 14336), (256, 512)
 DECODE_SPARSITY = (0.0, 0.5, 0.7, 0.9)
+CONSTANT, QUICK_CONSTANT = ((576, 1536), (2048, 2048)), ((256, 512),)
+CONSTANT_ROWS, QUICK_CONSTANT_ROWS = (1, 4, 16, 17, 64, 256), (1, 17)
+CONSTANT_SPARSITY = (0.0, 0.8)
 HEAT_MAP_SIZE, QUICK_HEAT_MAP_SIZE = 2048, 128
 HEAT_MAP_SPARSITY = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 QUICK_HEAT_MAP_SPARSITY = (0.0, 0.8, 0.99)
@@ -112,6 +116,12 @@ def _cases(options: BenchOptions, kinds: Sequence[str]) -> Iterator[tuple[str, C
         k, n = QUICK_DECODE if quick else DECODE
         for weights in ("float", "bf16", "int8"):
             yield f"decode, {weights}", _decode(weights, k, n, options.sparsity or DECODE_SPARSITY, seconds)
+    if "constant" in kinds:
+        for k, n in QUICK_CONSTANT if quick else CONSTANT:
+            for weights in ("float", "bf16", "int8"):
+                rows = QUICK_CONSTANT_ROWS if quick else CONSTANT_ROWS
+                shares = options.sparsity or CONSTANT_SPARSITY
+                yield f"constant {k}x{n}, {weights}", _constant(weights, rows, k, n, shares, min(seconds, 0.5))
     if "heat_map" in kinds:
         size = QUICK_HEAT_MAP_SIZE if quick else HEAT_MAP_SIZE
         shares = options.sparsity or (QUICK_HEAT_MAP_SPARSITY if quick else HEAT_MAP_SPARSITY)
@@ -250,19 +260,51 @@ def _decode(
     return measure
 
 
+def _constant(
+    weights: str, rows: Sequence[int], k: int, n: int, shares: Sequence[float], seconds: float
+) -> Callable[[int], Iterator[BenchRow]]:
+    def measure(threads: int) -> Iterator[BenchRow]:
+        rng = np.random.default_rng(k + n)
+        ours, dense = masked_candidate(rng, weights, k, n), matmul_candidate(rng, k, n)
+        bind_ours, bind_dense = ours.open(threads), dense.open(threads)
+        for m in rows:
+            for share in shares:
+                x = sparse_numbers(rng, m, k, share)
+                calls = {"ours": bind_ours(x), "ort_matmul": bind_dense(x)}
+                timings = interleave(calls, seconds=seconds, min_rounds=ROUNDS)
+                case = {"kind": "constant", "shape": f"{m}x{k}x{n}", "weights": weights, "a": share}
+                time, against = timings["ours"].scaled(1 / ours.copies), timings["ort_matmul"].scaled(1 / dense.copies)
+                yield BenchRow(OP, case, threads, time, "ort_matmul", against)
+
+    return measure
+
+
+def masked_candidate(rng: np.random.Generator, weights: str, k: int, n: int) -> Candidate:
+    """Ours, with weights float, bf16 or int8."""
+    constants: list[np.ndarray | None]
+    if weights == "int8":
+        constants = [rng.integers(-127, 128, (k, n), dtype=np.int8), rng.random((1, n), dtype=np.float32)]
+    else:
+        dtype = np.float32 if weights == "float" else ml_dtypes.bfloat16
+        constants = [sparse_numbers(rng, k, n, 0.0).astype(dtype)]
+    return ort_candidate(Node(OP, constants, "ai.ortolan", {"format_version": 1}), k, n)
+
+
+def matmul_candidate(rng: np.random.Generator, k: int, n: int) -> Candidate:
+    """ORT's MatMul, which packs these weights once."""
+    return ort_candidate(Node("MatMul", [sparse_numbers(rng, k, n, 0.0)]), k, n, distinct=True)
+
+
 def decode_candidates(
     rng: np.random.Generator, weights: str, k: int, n: int
 ) -> tuple[Candidate, str, Candidate | None]:
     """Ours, the peer's name, and the peer; None: ours without zeros."""
-    attributes = {"format_version": 1}
+    ours = masked_candidate(rng, weights, k, n)
     if weights == "int8":
-        q, scales = rng.integers(-127, 128, (k, n), dtype=np.int8), rng.random((1, n), dtype=np.float32)
-        return ort_candidate(Node(OP, [q, scales], "ai.ortolan", attributes), k, n), "ortolan_dense_int8", None
-    w = sparse_numbers(rng, k, n, 0.0)
+        return ours, "ortolan_dense_int8", None
     if weights == "float":
-        ours = ort_candidate(Node(OP, [w], "ai.ortolan", attributes), k, n)
-        return ours, "ort_matmul", ort_candidate(Node("MatMul", [w]), k, n, distinct=True)
-    ours = ort_candidate(Node(OP, [w.astype(ml_dtypes.bfloat16)], "ai.ortolan", attributes), k, n)
+        return ours, "ort_matmul", matmul_candidate(rng, k, n)
+    w = sparse_numbers(rng, k, n, 0.0)
     masks, values, offsets = pack_bitmap(w, dense=True)
     dense = Node(
         "SparseAMXMatMul",

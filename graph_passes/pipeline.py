@@ -25,6 +25,7 @@ from .spill import TensorSpill
 if TYPE_CHECKING:
     from .cache_format import CacheFormat, CacheUse, ExactKeys
     from .decoding import Decoded
+    from .fitted import FittedWeights
     from .prompt_cache import Prompt
     from .quantize import Quantization, QuantizedWeight
     from .recipe import Recipe
@@ -82,6 +83,7 @@ class PassContext:
     caches: dict[str, CacheUse] = field(default_factory=dict)
     past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
+    fitted: FittedWeights | None = None  # of other runs on the same model and feeds, and of this one
     prompt_ids: np.ndarray | None = None  # int64 [1, tokens], given by the user
     takes_prompt: bool = False  # whether a pass compress_cache puts the prompt into the graph
     prompt: Prompt | None = None  # made by a pass cache_prompt

@@ -10,7 +10,8 @@ One layer, or the layers that share an input, at a time, in the order of the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -21,6 +22,7 @@ from ortolan.errors import CalibrationError
 
 from .calibrate import feeds_for
 from .constants import lazy
+from .fitted import Fit
 from .layer_inputs import LayerInputs, inputs_as_it_is, inputs_in_turn, note_inputs
 from .pipeline import PassContext
 from .pruners.allocation import allocate, error_curve, levels
@@ -87,8 +89,28 @@ def prune_calibrated(
     require_feeds(context, options)
     inputs_of = inputs_in_turn if options.inputs == "pruned" else inputs_as_it_is
     by_id = {id(group): group for group in groups}
-    without, poor, dampings = list[str](), list[str](), _Dampings(options)
-    for number, (found, inputs) in enumerate(inputs_of(model, context, groups)):
+    without, poor, dampings = list[str](), list[str](), _Dampings(options, groups)
+    # Only these are the same whichever other layers are pruned.
+    fitted = context.fitted if options.inputs == "original" and not context.changed_weights else None
+    known = [group for group in groups if fitted is not None and fitted.knows(group, dampings.key(group))]
+    others = [group for group in groups if not any(group is one for one in known)]
+
+    def finish(group: PruneGroup, fit: Fit) -> None:
+        if isinstance(fit.weights, Rounded):
+            assert options.quantization is not None
+            put_quantized(model, context, group, fit.weights, options.quantization)
+        else:
+            put(group, _spilled(context, group, fit.weights))
+        values = _values(fit.weights, options)
+        for linear in group.linears:
+            layer = context.layer(linear)
+            layer.sparsity = np.count_nonzero(values == 0) / values.size
+            layer.output_error = layer.output_error if layer.output_error is not None else fit.error
+        if fit.rows < group.linears[0].k:
+            poor.append(group.linears[0].name)
+        context.release()
+
+    for number, (found, inputs) in enumerate(inputs_of(model, context, others) if others else ()):
         group = by_id[id(found)]
         context.progress("prune", number, len(groups))
         first = group.linears[0]
@@ -98,38 +120,45 @@ def prune_calibrated(
             without.append(first.name)
             alike = np.eye(first.k, dtype=np.float32)
             inputs = LayerInputs(np.stack([alike, alike]), first.k)
-        elif inputs.rows < first.k:
-            poor.append(first.name)
         result = _pruned(options, group, matrix, inputs, masked.get(id(group)), dampings)
-        if isinstance(result, Rounded):
-            assert options.quantization is not None
-            put_quantized(model, context, group, result, options.quantization)
-            values = dequantize(result, options.quantization.group_size)
-        else:
-            put(group, _spilled(context, group, result))
-            values = result
-        error = _output_error(matrix, values, inputs.hessian)
-        for linear in group.linears:
-            layer = context.layer(linear)
-            layer.sparsity = np.count_nonzero(values == 0) / values.size
-            layer.output_error = layer.output_error if layer.output_error is not None else error
-        context.release()
+        error = _output_error(matrix, _values(result, options), inputs.hessian)
+        fit = Fit(result, inputs.rows, error)
+        if fitted is not None:
+            fitted.keep(group, dampings.key(group), fit)
+        finish(group, fit)
+    for group in known:
+        assert fitted is not None
+        finish(group, fitted.read(group, dampings.key(group)))
     note_inputs(context, without, poor, "pruned by magnitude")
 
 
 class _Dampings:
-    """The damping for a layer's inputs: the option, or chosen once for the layers that share them."""
+    """The damping for a layer's inputs: the option, or chosen once for the layers that share them, by the first."""
 
-    def __init__(self, options: PruneOptions) -> None:
+    def __init__(self, options: PruneOptions, groups: Sequence[PruneGroup]) -> None:
         self._options = options
-        self._inputs: LayerInputs | None = None
-        self._chosen = 0.0
+        first: dict[frozenset[str], PruneGroup] = {}
+        self._first = {
+            id(group): first.setdefault(frozenset(linear.x.name or "" for linear in group.linears), group)
+            for group in groups
+            if not group.keeps_numbers
+        }
+        self._chosen: dict[int, float] = {}
+
+    def key(self, group: PruneGroup) -> Hashable:
+        """What a fit depends on, beside the weight and the inputs."""
+        options = dataclasses.replace(self._options, select=("*",), exclude=(), layers={})
+        first = self._first.get(id(group), group)
+        return repr(options), *((one.weight_name, one.pattern, one.sparsity) for one in (group, first))
 
     def choose(self, group: PruneGroup, matrix: np.ndarray, inputs: LayerInputs) -> float:
         if self._options.damping is not None:
             return self._options.damping
-        if self._inputs is not inputs:
-            pattern, sparsity = group.pattern, group.sparsity or self._options.sparsity
+        first = self._first[id(group)]
+        if id(first) not in self._chosen:
+            pattern, sparsity = first.pattern, first.sparsity or self._options.sparsity
+            if first is not group:
+                matrix = np.array(first.linears[0].matrix())  # as it was: it is fitted already, and not put yet
 
             def fit(weights: np.ndarray, hessian: np.ndarray) -> np.ndarray:
                 if self._options.method == "sparsegpt":
@@ -137,8 +166,8 @@ class _Dampings:
                 # Of other columns the mask may be another: what matters is how closely weights may be fitted.
                 return repair(weights, weights, _wanda_mask(weights, hessian, pattern, sparsity), hessian)
 
-            self._inputs, self._chosen = inputs, best_damping(matrix, inputs.halves, fit)
-        return self._chosen
+            self._chosen[id(first)] = best_damping(matrix, inputs.halves, fit)
+        return self._chosen[id(first)]
 
 
 def _pruned(
@@ -169,6 +198,13 @@ def _pruned(
         if options.repair:
             return repair(matrix, values, kept, hessian)
     return np.where(kept, values, np.float32(0))
+
+
+def _values(weights: np.ndarray | Rounded, options: PruneOptions) -> np.ndarray:
+    if isinstance(weights, np.ndarray):
+        return weights
+    assert options.quantization is not None
+    return dequantize(weights, options.quantization.group_size)
 
 
 def _wanda_mask(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, sparsity: float) -> np.ndarray:

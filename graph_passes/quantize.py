@@ -30,8 +30,9 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError, ModelError, RecipeError
 
 from .calibrate import feeds_for, recording
+from .fitted import Fit, FittedWeights
 from .fold_scales import scale_inputs
-from .layer_inputs import GroupInputs, LayerInputs, count_layers, inputs_as_it_is, note_inputs
+from .layer_inputs import LayerInputs, count_layers, inputs_as_it_is, note_inputs
 from .linear import Linear, linears_in
 from .options import Globs, PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
@@ -147,12 +148,19 @@ class QuantizePass(RecipePass):
         context, options, chosen = self.context, self.options, self.options.quantization
         if options.method == "awq":
             self._scale(model, groups)
-        for number, (group, inputs) in enumerate(self._with_inputs(model, groups)):
+        # Only these are the same whichever other layers are quantized.
+        fitted = context.fitted if options.method == "gptq" and not context.changed_weights else None
+        same = dataclasses.replace(options, select=("*",), exclude=())
+        for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
             context.progress("quantize", number, len(groups))
             matrix = group.linears[0].matrix()
             check_finite(matrix, group, "quantized")
-            if inputs is not None:
+            if isinstance(inputs, Rounded):
+                rounded = inputs
+            elif inputs is not None:
                 rounded = self._gptq(matrix, inputs, group)
+                if fitted is not None:
+                    fitted.keep(group, same, Fit(rounded, inputs.rows))
             elif options.method == "hqq":
                 rounded = half_quadratic(matrix, chosen)
             else:
@@ -173,20 +181,31 @@ class QuantizePass(RecipePass):
         for group in groups:
             group.linears = [changed[layer_key(linear)] for linear in group.linears]
 
-    def _with_inputs(self, model: ir.Model, groups: Sequence[WeightGroup]) -> GroupInputs:
-        """The groups in order, for gptq each with its layers' inputs."""
+    def _with_inputs(
+        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: FittedWeights | None, options: QuantizeOptions
+    ) -> Iterator[tuple[WeightGroup, LayerInputs | Rounded | None]]:
+        """The groups, for gptq each with its layers' inputs, and after these what was fitted with the same options."""
         if self.options.method != "gptq":
             yield from ((group, None) for group in groups)
             return
         poor, without = list[str](), list[str]()
         self._note_made_up()
-        for group, inputs in inputs_as_it_is(model, self.context, groups):
+        known = [] if fitted is None else [group for group in groups if fitted.knows(group, options)]
+        others = [group for group in groups if not any(group is one for one in known)]
+        for group, inputs in inputs_as_it_is(model, self.context, others) if others else ():
             first = group.linears[0]
             if inputs is None:
                 without.append(first.name)
             elif inputs.rows < first.k:
                 poor.append(first.name)
             yield group, inputs
+        for group in known:
+            assert fitted is not None
+            fit = fitted.read(group, options)
+            assert isinstance(fit.weights, Rounded)
+            if fit.rows < group.linears[0].k:
+                poor.append(group.linears[0].name)
+            yield group, fit.weights
         note_inputs(self.context, without, poor, "rounded to nearest")
 
     def _note_made_up(self) -> None:

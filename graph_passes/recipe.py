@@ -70,8 +70,8 @@ class Recipe:
         is_path = not isinstance(name_or_path, str) or text.endswith(".toml") or os.path.basename(text) != text
         if not is_path and text not in cls.names():
             raise RecipeError(
-                f"unknown recipe {text!r}; the recipes are: {listing(cls.names())}; "
-                f"or give the path of a .toml file{suggestion(text, cls.names())}"
+                f"unknown recipe {text!r}; the recipes are: {listing([*cls.names(), 'auto'])}; "
+                f"or give the path of a .toml file{suggestion(text, [*cls.names(), 'auto'])}"
             )
         path = Path(text) if is_path else FOLDER / f"{text}.toml"
         if path.is_dir():

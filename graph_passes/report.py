@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,8 @@ from ortolan.benchmarks.timing import Timing
 if TYPE_CHECKING:
     import onnx
     from rich.console import Group
+
+    from .auto.result import AutoReport
 
 _REASONS_SHOWN = 5  # why there is no lookup
 _OUTPUTS_SHOWN = 3  # in the table; a decoder has two for each layer
@@ -96,6 +99,7 @@ class OptimizationReport:
     layers: list[LayerReport] = field(default_factory=list)
     lookups: list[LookupReport] = field(default_factory=list)  # by pass fuse_lut
     cache: CacheReport | None = None  # by pass compress_cache
+    auto: AutoReport | None = None  # by recipe "auto"
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
@@ -125,6 +129,15 @@ class OptimizationReport:
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page with tables and plots of all of this, which needs no other file (extra ortolan[html]).
+
+        Raises OrtolanError.
+        """
+        from .report_page import save_page
+
+        save_page(self, path)
+
     def __str__(self) -> str:
         return as_text(self)
 
@@ -142,7 +155,9 @@ class OptimizationReport:
             layers.add_column("weights")
         masked = any(layer.threshold is not None for layer in self.layers)
         inputs = ("threshold", "density") if masked else ()
-        for column in ("k x n", "sparsity", *inputs, "before", "after", "error"):
+        measured = {layer.name: layer for layer in self.auto.layers} if self.auto is not None else {}
+        times = ("ms before", "ms after") if measured else ()
+        for column in ("k x n", "sparsity", *inputs, "before", "after", "error", *times):
             layers.add_column(column, justify="right")
         layers.add_column("status")
         kept: dict[str, list[str]] = {}
@@ -165,6 +180,7 @@ class OptimizationReport:
                 human_bytes(layer.bytes_before),
                 human_bytes(layer.bytes_after),
                 _number(layer.output_error),
+                *(measured[layer.name].times() if layer.name in measured else [""] * len(times)),
                 layer.status,
             ]
             layers.add_row(*(Text(cell) for cell in cells))
@@ -185,6 +201,8 @@ class OptimizationReport:
 
     def _summary(self) -> list[str]:
         lines = self._lookup_lines()
+        if self.auto is not None:
+            lines += self.auto.lines()
         if self.output:
             lines.append(f"written to    {self.output}")
         fused = Counter(part for layer in self.layers for part in layer.fused)

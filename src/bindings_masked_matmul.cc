@@ -4,6 +4,8 @@
 #include "bindings.h"
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
+#include "masked_matmul/number_product.h"
+#include "masked_matmul/panel_product.h"
 
 namespace ortolan {
 namespace {
@@ -39,13 +41,22 @@ void OnOneThread(int64_t count, const auto& body) {
 
 constexpr auto kOneThread = [](int64_t count, const auto& body) { OnOneThread(count, body); };
 
+Way WayByName(const std::string& name) {
+  if (name == "blocks") return Way::kBlocks;
+  if (name == "two_sided") return Way::kTwoSided;
+  if (name == "numbers") return Way::kNumbers;
+  throw std::invalid_argument("way is '" + name + "', expected blocks, two_sided or numbers");
+}
+
 // None where a or b is not finite.
-std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b, bool two_sided,
-                                         const std::optional<std::string>& kernel_name) {
+std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b,
+                                         const std::string& way_name, const std::optional<std::string>& kernel_name) {
   const FloatRows a_rows = Matrix(a, "a");
   const FloatRows b_rows = Matrix(b, "b");
   if (a_rows.columns != b_rows.rows) throw std::invalid_argument("a and b do not fit");
-  if (two_sided && a_rows.columns > kMostListedInputs) throw std::invalid_argument("k is too large for two_sided");
+  const Way way = WayByName(way_name);
+  if (way == Way::kTwoSided && a_rows.columns > kMostListedInputs)
+    throw std::invalid_argument("k is too large for way two_sided");
   const MaskedMatMulKernel& kernel = KernelFor(kernel_name);
   Array<float> y({a_rows.rows, b_rows.columns});
   float* out = y.mutable_data();
@@ -53,11 +64,13 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
   {
     py::gil_scoped_release release;
     Memory memory;
-    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, kOneThread, memory);
+    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, way == Way::kTwoSided, kOneThread, memory);
     finite = pattern.finite;
-    if (finite) {
-      MultiplyBlocks(kernel, two_sided ? Way::kTwoSided : Way::kBlocks, pattern, a_rows, b_rows, out,
-                     b_rows.columns * static_cast<int64_t>(sizeof(float)), kOneThread, memory);
+    const int64_t row_bytes = b_rows.columns * static_cast<int64_t>(sizeof(float));
+    if (finite && way == Way::kNumbers) {
+      MultiplyByNumbers(kernel, a_rows, b_rows, out, row_bytes, kOneThread, memory);
+    } else if (finite) {
+      finite = MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, row_bytes, kOneThread, memory);
     }
   }
   if (!finite) return std::nullopt;
@@ -68,7 +81,8 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
 template <typename Weight>
 Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
                         const std::optional<CastArray<float>>& scales, int64_t group,
-                        const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name) {
+                        const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name,
+                        bool panels) {
   const FloatRows a_rows = Matrix(a, "a");
   if (b.ndim() != 2 || b.shape(0) != a_rows.columns || b.shape(1) < 1)
     throw std::invalid_argument("a and b do not fit");
@@ -97,6 +111,14 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
   args.y = y.mutable_data();
   py::gil_scoped_release release;
   args.count = kernel.list_inputs(a_rows, always ? always->data() : nullptr, inputs.data(), used.data(), args.a_row);
+  if (panels) {
+    Memory memory;
+    PackInputsFn* const pack = sizeof(Weight) == 4   ? kernel.pack_inputs_float
+                               : sizeof(Weight) == 2 ? kernel.pack_inputs_bf16
+                                                     : kernel.pack_inputs_int8;
+    MultiplyByPanels(kernel, pack, args, kOneThread, memory);
+    return y;
+  }
   // In pieces, as the operator does it.
   const int64_t half = n / 2;
   MultiplyRowsFn* const multiply = sizeof(Weight) == 4   ? kernel.multiply_rows_float
@@ -114,12 +136,13 @@ void BindMaskedMatMul(py::module_& module) {
       "masked_matmul_kernels", [] { return KernelList(MaskedMatMulKernels()); },
       "The rows of the room's kernel table, best first.");
   module.def(
-      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("two_sided") = false,
+      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("way") = "blocks",
       py::arg("kernel") = py::none(),
       "a [m, k] @ b [k, n] on one thread, zeros skipped, by the named or best kernel; None unless all is finite.");
   const auto define_rows = [&](auto* function) {
     module.def("masked_rows", function, py::arg("a"), py::arg("b").noconvert(), py::arg("scales") = py::none(),
                py::arg("group") = 1, py::arg("always").noconvert() = py::none(), py::arg("kernel") = py::none(),
+               py::arg("panels") = false,
                "a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses.");
   };
   define_rows(&MaskedRows<float>);

@@ -16,13 +16,14 @@ namespace ortolan {
 
 // What there is to skip in A [m, k] and B [k, n].
 struct Pattern {
-  uint64_t* tile_masks = nullptr;   // [sparse tiles][words]
+  uint64_t* tile_masks = nullptr;   // [sparse tiles][words], or null: A was not looked at
   uint64_t* panel_masks = nullptr;  // [panels][words], without the inputs that no row of A uses
   uint64_t* active = nullptr;       // [words]: the inputs that a row of A uses and whose row of B is not zero
-  bool finite = true;               // all of A and B
+  bool finite = true;               // all of A and B that was looked at
   double active_inputs = 1;         // share of k
   double blocks = 1;                // share of all blocks of B that are neither zero nor of an inactive input
   double used = 1;                  // share of the inputs that a sparse tile uses, on average
+  double numbers = 1;               // share of A's numbers that are not zero, from a sample of its rows
 };
 
 enum class Way {
@@ -30,18 +31,28 @@ enum class Way {
   kCompact,   // a dense product of the active inputs
   kBlocks,    // blocks of B skipped
   kTwoSided,  // inputs of a tile of A skipped too
+  kNumbers,   // numbers of A skipped one by one, B taken as dense
 };
 
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
 // What a way costs, as a share of the dense product's time (m, k, n of 1024 and more; Zen 5, one thread). Measured: a
-// product in the blocks kernels takes 1.3 times as long as in a dense product of full speed, lists take the rest.
-inline constexpr double kBlocksCost = 1.3;
-inline constexpr double kTwoSidedCost = 1.4;
+// product in the blocks kernels takes 1.05 times as long as in a dense product of full speed, of two sides 1.33 times;
+// packing A is shared by the columns.
+inline constexpr double kBlocksCost = 1.05;
+inline constexpr double kTwoSidedCost = 1.33;
 inline constexpr double kPatternCost = 0.03;
 inline constexpr double kListCost = 0.03;
+inline constexpr double kTwoSidedPackCost = 0.18;  // of B's blocks
+inline constexpr double kBlocksPatternCost = 0.015;
+inline constexpr double kPackColumns = 40.0;
 // Copying a number of A or B, in multiply-adds.
 inline constexpr double kCopyCost = 110.0;
+// A number of A costs as much more than in a dense product, its row of a panel 0.12 of the row's products however many
+// it has; packing B as much as so many rows of A.
+inline constexpr double kNumbersCost = 1.3;
+inline constexpr double kNumbersListCost = 0.12;
+inline constexpr double kNumbersPackRows = 30.0;
 // A way that skips must be this much better than the dense product, or the dense one is taken.
 inline constexpr double kLeastGain = 0.9;
 
@@ -50,11 +61,14 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
     case Way::kCompact:
       return pattern.active_inputs * (1.0 + kCopyCost * (1.0 / static_cast<double>(m) + 1.0 / static_cast<double>(n)));
     case Way::kBlocks:
-      return pattern.blocks * kBlocksCost + kPatternCost;
+      return pattern.blocks * kBlocksCost + kBlocksPatternCost + kPackColumns / static_cast<double>(n);
     case Way::kTwoSided:
       // Both count active inputs only.
-      return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost + kPatternCost +
-             kListCost;
+      return pattern.blocks * pattern.used / std::max(pattern.active_inputs, 1e-9) * kTwoSidedCost +
+             pattern.blocks * kTwoSidedPackCost + kPatternCost + kListCost;
+    case Way::kNumbers:
+      return pattern.numbers * kNumbersCost + kNumbersListCost + kPatternCost +
+             kNumbersPackRows / static_cast<double>(m);
     default:
       return kLeastGain;
   }
@@ -63,7 +77,7 @@ inline double CostOf(Way way, const Pattern& pattern, int64_t m, int64_t n) {
 inline Way CheapestWay(const Pattern& pattern, int64_t m, int64_t k, int64_t n) {
   if (!pattern.finite) return Way::kDense;
   Way best = Way::kDense;
-  for (const Way way : {Way::kCompact, Way::kBlocks, Way::kTwoSided}) {
+  for (const Way way : {Way::kCompact, Way::kBlocks, Way::kTwoSided, Way::kNumbers}) {
     if (way == Way::kTwoSided && k > kMostListedInputs) continue;
     if (CostOf(way, pattern, m, n) < CostOf(best, pattern, m, n)) best = way;
   }
@@ -97,19 +111,32 @@ inline int64_t CountBits(const uint64_t* words, int64_t count) {
 
 }  // namespace block_product
 
-// m, k and n are 1 or more.
+// The share of numbers of a that are not zero, by up to 64 of its rows. words: scratch, MaskWords(a.columns).
+inline double ShareOfNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, uint64_t* words) {
+  using namespace block_product;
+  const int64_t rows = std::clamp<int64_t>(a.rows / 8, 1, 64);
+  int64_t numbers = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    kernel.scan_rows(a.Rows(a.rows * i / rows, 1), words);
+    numbers += CountBits(words, MaskWords(a.columns));
+  }
+  return Share(numbers, rows * a.columns);
+}
+
+// m, k and n are 1 or more. look_at_a false: A is taken to use all inputs, for Way::kBlocks, which finds out whether it
+// is finite.
 template <typename Parallel, typename Allocate>
-Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, const Parallel& parallel,
-                    Allocate& allocate) {
+Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, bool look_at_a,
+                    const Parallel& parallel, Allocate& allocate) {
   using namespace block_product;
   const int64_t words = MaskWords(a.columns);
   const int64_t panels = BlockPanels(b.columns);
   const int64_t tile_rows = kernel.sparse_tile_rows;
-  const int64_t tiles = (a.rows + tile_rows - 1) / tile_rows;
+  const int64_t tiles = look_at_a ? (a.rows + tile_rows - 1) / tile_rows : 0;
   const int64_t tile_units = (tiles + kTilesAUnit - 1) / kTilesAUnit;
 
   Pattern pattern;
-  pattern.tile_masks = New<uint64_t>(allocate, tiles * words);
+  if (look_at_a) pattern.tile_masks = New<uint64_t>(allocate, tiles * words);
   pattern.panel_masks = New<uint64_t>(allocate, panels * words);
   pattern.active = New<uint64_t>(allocate, words);
   uint8_t* finite = New<uint8_t>(allocate, tile_units + words);
@@ -128,7 +155,12 @@ Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const 
   });
   pattern.finite = std::all_of(finite, finite + tile_units + words, [](uint8_t one) { return one != 0; });
   if (!pattern.finite) return pattern;
+  if (!look_at_a) {
+    pattern.blocks = Share(CountBits(pattern.panel_masks, panels * words), panels * a.columns);
+    return pattern;
+  }
 
+  pattern.numbers = ShareOfNumbers(kernel, a, pattern.active);
   for (int64_t word = 0; word < words; ++word) {
     uint64_t of_a = 0;
     for (int64_t tile = 0; tile < tiles; ++tile) of_a |= pattern.tile_masks[tile * words + word];
@@ -145,10 +177,9 @@ Pattern FindPattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const 
   return pattern;
 }
 
-// Whether a few rows of A and B are enough to see that there is nothing to gain. Where they are not, they may still
-// hold more zeros than the rest.
-inline bool LooksDense(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, uint64_t* words_of_k,
-                       uint64_t* words_of_panels) {
+// What a few rows of A and B show: the shares, no masks. They may hold more zeros than the rest, or fewer.
+inline Pattern SamplePattern(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b,
+                             uint64_t* words_of_k, uint64_t* words_of_panels) {
   using namespace block_product;
   constexpr int64_t kSamples = 8;
   constexpr int64_t kShareOfRows = 8;
@@ -176,17 +207,19 @@ inline bool LooksDense(const MaskedMatMulKernel& kernel, const FloatRows& a, con
     rows_in_use += of_row > 0;
   }
   pattern.used = Share(used, tiles * a.columns);
+  pattern.numbers = ShareOfNumbers(kernel, a, one_tile);
   const double used_by_any = Share(CountBits(any, words), a.columns);
   pattern.blocks = Share(blocks, rows * panels) * used_by_any;
   pattern.active_inputs = Share(rows_in_use, rows) * used_by_any;
-  return CheapestWay(pattern, a.rows, a.columns, b.columns) == Way::kDense;
+  return pattern;
 }
 
 // ---- product --------------------------------------------------------------------------------------------------------
 
-// y = A B by Way::kBlocks or Way::kTwoSided; pattern is that of a and b, which are finite.
+// y = A B by Way::kBlocks or Way::kTwoSided; pattern is that of a and b. Returns whether a is finite, as b is: else y
+// is not the product.
 template <typename Parallel, typename Allocate>
-void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
+bool MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
                     const FloatRows& b, float* y, int64_t y_row_bytes, const Parallel& parallel, Allocate& allocate) {
   using namespace block_product;
   const bool two_sided = way == Way::kTwoSided;
@@ -207,6 +240,8 @@ void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
   const int64_t units = groups * parts;
   const int64_t slots = std::min(units, kMostSlots);
   float* slot_tiles = New<float>(allocate, slots * group * tile_floats);
+  uint8_t* slot_finite = New<uint8_t>(allocate, slots);
+  std::fill_n(slot_finite, slots, uint8_t{1});
   uint16_t* lists = two_sided ? New<uint16_t>(allocate, slots * (pass_inputs + kListPadding)) : nullptr;
 
   int64_t* starts = New<int64_t>(allocate, panels + 1);
@@ -260,7 +295,8 @@ void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
           FloatRows rows = a.Rows(tile * tile_rows, tile_rows);
           rows.data += first_input;
           rows.columns = count;
-          (two_sided ? kernel.pack_sparse_tile : kernel.pack_tile)(rows, packed + (tile - first_tile) * tile_floats);
+          const auto pack = two_sided ? kernel.pack_sparse_tile : kernel.pack_tile;
+          if (!pack(rows, packed + (tile - first_tile) * tile_floats)) slot_finite[slot] = 0;
         }
         for (int64_t panel = first_panel; panel < last_panel; ++panel) {
           for (int64_t tile = first_tile; tile < last_tile; ++tile) {
@@ -290,6 +326,7 @@ void MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pa
       }
     });
   }
+  return std::all_of(slot_finite, slot_finite + slots, [](uint8_t one) { return one != 0; });
 }
 
 }  // namespace ortolan

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "isa/kernel_table.h"
-#include "masked_matmul/rows_loop.h"
+#include "masked_matmul/kernel_functions.h"
 #include "support/bf16.h"
 
 namespace ortolan {
@@ -16,10 +16,17 @@ namespace ortolan {
   PackTileFn PackSparseTile##name;                             \
   MultiplyTileFn MultiplyTile##name;                           \
   MultiplySparseTileFn MultiplySparseTile##name;               \
+  ListNumbersFn ListNumbers##name;                             \
+  PackPanelFn PackPanel##name;                                 \
+  MultiplyNumbersFn MultiplyNumbers##name;                     \
   ListInputsFn ListInputs##name;                               \
   MultiplyRowsFn MultiplyRowsFloat##name;                      \
   MultiplyRowsFn MultiplyRowsBf16##name;                       \
-  MultiplyRowsFn MultiplyRowsInt8##name;
+  MultiplyRowsFn MultiplyRowsInt8##name;                       \
+  PackInputsFn PackInputsFloat##name;                          \
+  PackInputsFn PackInputsBf16##name;                           \
+  PackInputsFn PackInputsInt8##name;                           \
+  MultiplyPanelFn MultiplyPanel##name;
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 
@@ -32,6 +39,7 @@ struct ScalarBlock {
   };
   using Scalar = float;
   static constexpr int kVectorsABlock = 16;
+  static constexpr int kTileColumns = 4;  // sums of a tile that are in registers
 
   static Vector Zero() { return {}; }
   static float Set(float value) { return value; }
@@ -45,10 +53,17 @@ struct ScalarBlock {
   static void StoreFirst(float* to, int64_t count, const Vector& v) {
     for (int64_t i = 0; i < count; ++i) to[i] = v.lanes[i];
   }
+  static void Keep(Vector&) {}
+  static void Keep(float&) {}
   static float Broadcast(const float* from) { return *from; }
   static Vector Add(const Vector& a, const Vector& b) {
     Vector v;
     for (int64_t i = 0; i < kBlockColumns; ++i) v.lanes[i] = a.lanes[i] + b.lanes[i];
+    return v;
+  }
+  static Vector Multiply(const Vector& a, const Vector& b) {
+    Vector v;
+    for (int64_t i = 0; i < kBlockColumns; ++i) v.lanes[i] = a.lanes[i] * b.lanes[i];
     return v;
   }
   static Vector MultiplyAdd(float a, const Vector& b, const Vector& c) {
@@ -85,11 +100,14 @@ struct ScalarBlock {
   static int64_t ListBits(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
     return ListBitsOneByOne(a, b, words, list);
   }
+  static void PackNumbers(const float* row, uint64_t mask, float* values, uint8_t* inputs) {
+    PackNumbersOneByOne(row, mask, values, inputs);
+  }
 };
 
 }  // namespace
 
-ORTOLAN_MASKED_KERNEL(Scalar, ScalarBlock, 4, 4)
+ORTOLAN_MASKED_KERNEL(Scalar, ScalarBlock, 16, 4)
 
 namespace {
 
@@ -106,10 +124,17 @@ constexpr MaskedMatMulKernel kKernels[] = {
    &PackSparseTile##name,                                      \
    &MultiplyTile##name,                                        \
    &MultiplySparseTile##name,                                  \
+   &ListNumbers##name,                                         \
+   &PackPanel##name,                                           \
+   &MultiplyNumbers##name,                                     \
    &ListInputs##name,                                          \
    &MultiplyRowsFloat##name,                                   \
    &MultiplyRowsBf16##name,                                    \
-   &MultiplyRowsInt8##name},
+   &MultiplyRowsInt8##name,                                    \
+   &PackInputsFloat##name,                                     \
+   &PackInputsBf16##name,                                      \
+   &PackInputsInt8##name,                                      \
+   &MultiplyPanel##name},
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };

@@ -12,13 +12,16 @@
 // Products and sums are float32. The order of the sums, and so the last bits of y, depend on the kernel and on the
 // pattern; they do not depend on how tiles and panels are divided among threads. A sum without terms is +0.
 //
-// Two families of kernels:
+// Four families of kernels:
 //
 //   blocks (many rows): B is cut into panels of 16 columns. A block is a row of a panel: 16 numbers side by side, which
 //     are skipped if all of them are zero. Rows of A are packed in tiles, input by input, so that one load of a block
 //     serves all rows of a tile; a sparse tile also skips the inputs where all of its (fewer) rows are zero.
+//   numbers (many rows, zeros of A anywhere): each number of A that is not zero is multiplied with a row of a panel of
+//     128 columns of B, which is dense.
 //   rows (decode, few rows of A): the inputs that any row of A uses are listed, and only their rows of B are read. B
 //     may be float32, bf16 or int8 with scales, row after row in memory.
+//   panels (B of any type, nothing to skip): a pass of a panel is unpacked and multiplied with all rows of A.
 //
 // A kernel allocates nothing and knows no threads. Matrices are aligned to their elements, what Pack functions write to
 // 64 bytes. y overlaps nothing else.
@@ -79,8 +82,8 @@ struct PackBlocksArgs {
 using PackBlocksFn = void(const PackBlocksArgs& args);
 
 // Packs up to tile_rows rows of A: tile[l][tile_rows] for l up to columns, zeros in rows that are not there and in the
-// row behind the last.
-using PackTileFn = void(const FloatRows& a, float* tile);
+// row behind the last. Returns whether all numbers are finite.
+using PackTileFn = bool(const FloatRows& a, float* tile);
 
 // y = (add: y +) tile x the blocks of one panel, for the tile's first `rows` rows and the panel's first `columns`.
 struct TileArgs {
@@ -108,6 +111,32 @@ struct SparseTileArgs : TileArgs {
 inline constexpr int64_t kListPadding = 64;
 using MultiplySparseTileFn = void(const SparseTileArgs& args);
 
+// The numbers of up to kNumberRows rows of A that are not zero, for one pass of up to kMaskBits inputs: rows that have
+// any, with how many, and row behind row their numbers and their inputs, counted from the pass's first. Rows of as many
+// numbers stand together, ascending. values and inputs have space for kMaskBits more. Returns how many rows have any.
+inline constexpr int64_t kNumberRows = 512;
+inline constexpr int64_t kNumberColumns = 128;  // of a panel
+struct NumberList {
+  float* values = nullptr;
+  uint8_t* inputs = nullptr;
+  uint16_t* rows = nullptr;   // [listed]
+  uint8_t* counts = nullptr;  // [listed]
+};
+using ListNumbersFn = int64_t(const FloatRows& a, const NumberList& list);
+
+// Packs up to kMaskBits rows and kNumberColumns columns of B: panel[l][kNumberColumns], zeros up to a whole block.
+using PackPanelFn = void(const FloatRows& b, float* panel);
+
+// sums[i] += for each number of row i: the number x panel[its input], for the first `blocks` of the panel.
+struct NumbersArgs {
+  NumberList list;
+  int64_t listed = 0;
+  const float* panel = nullptr;  // [kMaskBits][kNumberColumns]
+  int64_t blocks = 0;            // of kBlockColumns, up to 8
+  float* sums = nullptr;         // [rows][kNumberColumns]
+};
+using MultiplyNumbersFn = void(const NumbersArgs& args);
+
 // y[i, j] = sum over q of a[i, q] B[inputs[q], j] for columns j of B from column_begin to column_end. a is [m][count],
 // row after row. scales: [n] of each group of `group` rows of B, or null. Inputs ascend.
 struct RowsArgs {
@@ -124,6 +153,14 @@ struct RowsArgs {
   float* y = nullptr;     // [m][n]
 };
 using MultiplyRowsFn = void(const RowsArgs& args, int64_t column_begin, int64_t column_end);
+
+// Inputs first … first+kMaskBits-1 of the list, as far as there are, of `columns` columns of B from `column` on: times
+// their scales to panel[kMaskBits][kNumberColumns], zeros up to a whole block. Reads of args what is said of B.
+using PackInputsFn = void(const RowsArgs& args, int64_t first, int64_t column, int64_t columns, float* panel);
+
+// sums[i] += a x panel for all rows of a, of up to kMaskBits columns, and the first `blocks` of the panel; sums as in
+// NumbersArgs.
+using MultiplyPanelFn = void(const FloatRows& a, const float* panel, int64_t blocks, float* sums);
 
 // The inputs that any of the rows of A, [m][k], uses, or that `always` (a byte an input, or null) names, in ascending
 // order, and a[i][q] = A[i, inputs[q]] with a_row floats a row. inputs and rows of a have space for k numbers and 16
@@ -142,10 +179,17 @@ struct MaskedMatMulKernel {
   PackTileFn* pack_sparse_tile;
   MultiplyTileFn* multiply_tile;
   MultiplySparseTileFn* multiply_sparse_tile;
+  ListNumbersFn* list_numbers;
+  PackPanelFn* pack_panel;
+  MultiplyNumbersFn* multiply_numbers;
   ListInputsFn* list_inputs;
   MultiplyRowsFn* multiply_rows_float;
   MultiplyRowsFn* multiply_rows_bf16;
   MultiplyRowsFn* multiply_rows_int8;
+  PackInputsFn* pack_inputs_float;
+  PackInputsFn* pack_inputs_bf16;
+  PackInputsFn* pack_inputs_int8;
+  MultiplyPanelFn* multiply_panel;
 };
 
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.

@@ -23,8 +23,9 @@
 
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
+#include "masked_matmul/number_product.h"
+#include "masked_matmul/panel_product.h"
 #include "support/aligned.h"
-#include "support/bf16.h"
 #include "support/ort_op.h"
 #include "support/rooms.h"
 
@@ -36,8 +37,10 @@ constexpr int64_t kFormatVersion = 1;
 
 // Up to so many rows of A the time goes into reading B: the rows kernels are asked first.
 constexpr int64_t kMostDecodeRows = 16;
-// Columns of B that are unpacked at a time, where a dense product takes them.
-constexpr int64_t kUnpackedColumns = 512;
+// Up to so many rows a dense product by panels takes less time than one that packs B.
+constexpr int64_t kMostPanelRows = 512;
+// Many rows are copied without the inputs that none of them uses if these are so few.
+constexpr double kWorthListing = 0.9;
 // Numbers to copy or mask in one piece of work.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
 // Columns of y that a thread takes at least: it reads so many numbers of a row of B in one go.
@@ -331,19 +334,24 @@ class Kernel {
     const FloatRows b_rows = Matrix(b, k, n);
     uint64_t* words =
         reinterpret_cast<uint64_t*>(memory(static_cast<size_t>(2 * MaskWords(k) + BlockPanels(n)) * sizeof(uint64_t)));
-    if (LooksDense(kernel, a_rows, b_rows, words, words + 2 * MaskWords(k))) {
-      return MultiplyDense(context, product, a, b, y);
-    }
+    const Pattern sample = SamplePattern(kernel, a_rows, b_rows, words, words + 2 * MaskWords(k));
+    const Way expected = CheapestWay(sample, m, k, n);
+    if (expected == Way::kDense) return MultiplyFull(context, memory, product, a, b, y);
+    const bool look_at_a = expected != Way::kBlocks || sample.active_inputs < kWorthListing;
     const auto parallel = [&](int64_t count, const auto& body) { ParallelFor(context, count, body); };
-    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, parallel, memory);
+    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, look_at_a, parallel, memory);
     switch (const Way way = CheapestWay(pattern, m, k, n)) {
       case Way::kDense:
-        return MultiplyDense(context, product, a, b, y);
+        return MultiplyFull(context, memory, product, a, b, y);
       case Way::kCompact:
         return MultiplyCompact(context, memory, product, pattern.active, a, b, y);
+      case Way::kNumbers:
+        return MultiplyByNumbers(kernel, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel, memory);
       default:
-        MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel,
-                       memory);
+        if (!MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, y, n * static_cast<int64_t>(sizeof(float)), parallel,
+                            memory)) {
+          MultiplyFull(context, memory, product, a, b, y);
+        }
     }
   }
 
@@ -357,45 +365,76 @@ class Kernel {
       return MultiplyListed(context, memory, product, a, b,
                             is_int8 ? kernel.multiply_rows_int8 : kernel.multiply_rows_bf16, y);
     }
-    int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(k + kBlockColumns) * sizeof(int32_t)));
-    float* used_a = memory.Floats(m * (k + kBlockColumns));
-    const int64_t count = kernel.list_inputs(Matrix(a, m, k), Always(), inputs, used_a, k);
-    if (count == 0) {
-      std::fill_n(y, m * n, 0.0f);
-      return;
-    }
-    // a[i][q] at stride k: bring the rows together.
-    if (count < k) {
-      for (int64_t i = 1; i < m; ++i) std::copy_n(used_a + i * k, count, used_a + i * count);
-    }
-    const int64_t most = std::min(n, kUnpackedColumns);
-    float* unpacked = memory.Floats(count * most);
-    float* piece = memory.Floats(m * most);
-    for (int64_t column = 0; column < n; column += most) {
-      const int64_t columns = std::min(most, n - column);
-      const int64_t chunk = std::max<int64_t>(1, kChunkFloats / columns);
-      ParallelFor(context, (count + chunk - 1) / chunk, [&](int64_t unit) {
-        for (int64_t q = unit * chunk; q < std::min(count, (unit + 1) * chunk); ++q) {
-          float* to = unpacked + q * columns;
-          const int64_t from = inputs[q] * n + column;
-          if (is_int8) {
-            const float* scales = scales_.data() + (group_ == 0 ? 0 : inputs[q] / group_) * n + column;
-            for (int64_t j = 0; j < columns; ++j) to[j] = static_cast<const int8_t*>(b)[from + j] * scales[j];
-          } else {
-            for (int64_t j = 0; j < columns; ++j) to[j] = Bf16ToFloat(static_cast<const uint16_t*>(b)[from + j]);
-          }
-        }
+    PackInputsFn* pack = is_int8 ? kernel.pack_inputs_int8 : kernel.pack_inputs_bf16;
+    if (kernel.isa == Isa::kScalar) return MultiplyUnpacked(context, memory, product, a, b, pack, y);
+    MultiplyPanels(context, memory, product, a, b, pack, true, y);
+  }
+
+  // Where panel kernels have no vectors: ONNX Runtime's MatMul on a panel's columns of B after another, as floats.
+  void MultiplyUnpacked(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
+                        const void* b, PackInputsFn* pack, float* y) {
+    const auto [m, k, n] = product;
+    const RowsArgs args = AllInputs(memory, product, a, b, y);
+    float* panel = memory.Floats(k * kNumberColumns);
+    float* sums = memory.Floats(m * kNumberColumns);
+    std::fill_n(panel, k * kNumberColumns, 0.0f);
+    for (int64_t column = 0; column < n; column += kNumberColumns) {
+      const int64_t columns = std::min(kNumberColumns, n - column);
+      ParallelFor(context, (k + kMaskBits - 1) / kMaskBits, [&](int64_t pass) {
+        pack(args, pass * kMaskBits, column, columns, panel + pass * kMaskBits * kNumberColumns);
       });
-      MultiplyDense(context, {m, count, columns}, used_a, unpacked, piece);
-      for (int64_t i = 0; i < m; ++i) std::copy_n(piece + i * columns, columns, y + i * n + column);
+      MultiplyDense(context, {m, k, kNumberColumns}, a, panel, sums);
+      for (int64_t i = 0; i < m; ++i) std::copy_n(sums + i * kNumberColumns, columns, y + i * n + column);
     }
+  }
+
+  // Nothing to skip: ONNX Runtime's MatMul, which packs B in each call, unless A has too few rows for that.
+  void MultiplyFull(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
+                    const float* b, float* y) {
+    if (product.m > kMostPanelRows || ActiveIsa() < Isa::kAvx512) return MultiplyDense(context, product, a, b, y);
+    MultiplyPanels(context, memory, product, a, b, SelectMaskedMatMul(ActiveIsa()).pack_inputs_float, false, y);
+  }
+
+  // Reads B once and unpacks it as it is needed. may_skip: what of B is not finite is known.
+  void MultiplyPanels(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
+                      const void* b, PackInputsFn* pack, bool may_skip, float* y) const {
+    const auto [m, k, n] = product;
+    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveIsa());
+    const int64_t words = MaskWords(k);
+    uint64_t* used = reinterpret_cast<uint64_t*>(memory(static_cast<size_t>(words) * sizeof(uint64_t)));
+    if (may_skip) kernel.scan_rows(Matrix(a, m, k), used);
+    RowsArgs args;
+    if (may_skip &&
+        static_cast<double>(block_product::CountBits(used, words)) < kWorthListing * static_cast<double>(k)) {
+      args = ListInputs(memory, product, a, b, y);
+    } else {
+      args = AllInputs(memory, product, a, b, y);
+    }
+    const auto parallel = [&](int64_t count, const auto& body) { ParallelFor(context, count, body); };
+    MultiplyByPanels(kernel, pack, args, parallel, memory);
   }
 
   const uint8_t* Always() const { return always_.empty() ? nullptr : always_.data(); }
 
-  // Reads only the rows of B that A uses.
-  void MultiplyListed(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
-                      const void* b, MultiplyRowsFn* multiply, float* y) const {
+  void SetScales(RowsArgs& args, int64_t k) const {
+    if (scales_.empty()) return;
+    args.scales = scales_.data();
+    args.group = group_ == 0 ? k : group_;
+  }
+
+  RowsArgs AllInputs(Memory& memory, const Product& product, const float* a, const void* b, float* y) const {
+    const auto [m, k, n] = product;
+    RowsArgs args{m, a, k, nullptr, k, b, n};
+    args.y = y;
+    SetScales(args, k);
+    int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(k) * sizeof(int32_t)));
+    std::iota(inputs, inputs + k, 0);
+    args.inputs = inputs;
+    return args;
+  }
+
+  // The inputs that A uses, and B as it is.
+  RowsArgs ListInputs(Memory& memory, const Product& product, const float* a, const void* b, float* y) const {
     const auto [m, k, n] = product;
     RowsArgs args;
     args.m = m;
@@ -408,12 +447,17 @@ class Kernel {
     args.count = SelectMaskedMatMul(ActiveIsa()).list_inputs(Matrix(a, m, k), Always(), inputs, used_a, args.a_row);
     args.a = used_a;
     args.inputs = inputs;
+    SetScales(args, k);
+    return args;
+  }
+
+  // Reads only the rows of B that A uses.
+  void MultiplyListed(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
+                      const void* b, MultiplyRowsFn* multiply, float* y) const {
+    const auto [m, k, n] = product;
+    const RowsArgs args = ListInputs(memory, product, a, b, y);
     float* sums = nullptr;
-    if (!scales_.empty()) {
-      args.scales = scales_.data();
-      args.group = group_ == 0 ? k : group_;
-      sums = memory.Floats(m * n);
-    }
+    if (!scales_.empty()) sums = memory.Floats(m * n);
     // Asked once: glibc opens a file to answer.
     static const auto most_pieces = std::max<int64_t>(1, std::thread::hardware_concurrency());
     const int64_t pieces = std::clamp<int64_t>(n / kLeastColumns, 1, most_pieces);

@@ -1,8 +1,8 @@
 // The rows kernels of all tiers, over the Block of tile_loop.h: y = the listed rows of B, weighted.
 //
-// Four rows of B at a time, as many streams as the processor's prefetcher follows well: their products are added to y
-// in one pass over it, and y stays in a cache, so that the loop waits for B alone. The rows are read far along before
-// the next four are: asking for lines by hand, or narrow pieces, made it slower.
+// Four rows of B at a time: their products are added to y in one pass over it, and y stays in a cache, so that the loop
+// waits for B alone. A row often ends before the processor's prefetcher is up to speed, and it cannot know which row is
+// listed next. So each line of a row is asked for while the line at the same place of a row before it is used.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,10 @@ namespace ortolan {
 namespace {
 
 inline constexpr int64_t kRowsAtATime = 4;
+inline constexpr int64_t kRowsAhead = 4;
+inline constexpr int64_t kShortRowsAhead = 12;
+inline constexpr int64_t kShortRow = 1000;  // bytes
+inline constexpr int64_t kLineBytes = 64;
 inline constexpr int64_t kStripColumns = 512;    // of B: what four rows of A use at a time
 inline constexpr int64_t kCachedFloats = 16384;  // of y, for its rows together
 
@@ -49,9 +53,11 @@ struct Int8Weights {
 };
 
 // sums[i][j] += a[i][r] x rows[r][j] for kRows rows of A and kCount rows of B, whose weights in A stay in registers.
+// ahead[r], if there is one, is asked for where rows[r] is read.
 template <typename Block, typename Weights, int kRows, int kCount>
-void AddProducts(const float* a, int64_t a_row, const typename Weights::Number* const* rows, float* sums,
-                 int64_t sums_row, int64_t begin, int64_t end) {
+void AddProducts(const float* a, int64_t a_row, const typename Weights::Number* const* rows,
+                 const typename Weights::Number* const* ahead, float* sums, int64_t sums_row, int64_t begin,
+                 int64_t end) {
   using Vector = typename Block::Vector;
   typename Block::Scalar weights[kRows][kCount];
   ORTOLAN_UNROLL
@@ -59,8 +65,7 @@ void AddProducts(const float* a, int64_t a_row, const typename Weights::Number* 
     ORTOLAN_UNROLL
     for (int r = 0; r < kCount; ++r) weights[i][r] = Block::Broadcast(a + i * a_row + r);
   }
-  int64_t j = begin;
-  for (; j + kBlockColumns <= end; j += kBlockColumns) {
+  const auto add_block = [&](int64_t j) {
     Vector w[kCount];
     ORTOLAN_UNROLL
     for (int r = 0; r < kCount; ++r) w[r] = Weights::template Load<Block>(rows[r] + j);
@@ -71,7 +76,19 @@ void AddProducts(const float* a, int64_t a_row, const typename Weights::Number* 
       for (int r = 0; r < kCount; ++r) sum = Block::MultiplyAdd(weights[i][r], w[r], sum);
       Block::Store(sums + i * sums_row + j, sum);
     }
+  };
+  constexpr int64_t kLineColumns = kLineBytes / static_cast<int64_t>(sizeof(typename Weights::Number));
+  int64_t j = begin;
+  if (ahead != nullptr) {
+    for (; j + kLineColumns <= end; j += kLineColumns) {
+      ORTOLAN_UNROLL
+      for (int r = 0; r < kCount; ++r) __builtin_prefetch(ahead[r] + j);
+      ORTOLAN_UNROLL
+      for (int64_t part = 0; part < kLineColumns; part += kBlockColumns) add_block(j + part);
+    }
+    for (int r = 0; j < end && r < kCount; ++r) __builtin_prefetch(ahead[r] + j);
   }
+  for (; j + kBlockColumns <= end; j += kBlockColumns) add_block(j);
   for (; j < end; ++j) {
     for (int i = 0; i < kRows; ++i) {
       float sum = sums[i * sums_row + j];
@@ -86,10 +103,14 @@ template <typename Block, typename Weights, int kCount>
 void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
   using Number = typename Weights::Number;
   constexpr int64_t kRegisterRows = Block::kVectorsABlock == 1 ? 4 : 1;
+  const auto row = [&](int64_t q) { return static_cast<const Number*>(args.b) + args.inputs[q] * args.n + column; };
   const Number* rows[kCount];
-  for (int r = 0; r < kCount; ++r) {
-    rows[r] = static_cast<const Number*>(args.b) + args.inputs[first + r] * args.n + column;
-  }
+  const Number* rows_ahead[kCount] = {};
+  for (int r = 0; r < kCount; ++r) rows[r] = row(first + r);
+  const bool is_short = columns * static_cast<int64_t>(sizeof(Number)) < kShortRow;
+  const int64_t distance = is_short ? kShortRowsAhead : kRowsAhead;
+  const bool more = first + distance + kCount <= args.count;
+  for (int r = 0; more && r < kCount; ++r) rows_ahead[r] = row(first + distance + r);
   const int64_t strip = args.m <= kRegisterRows ? columns : kStripColumns;
   for (int64_t begin = 0; begin < columns; begin += strip) {
     const int64_t end = columns - begin < strip ? columns : begin + strip;
@@ -97,14 +118,15 @@ void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row,
       const float* a = args.a + i * args.a_row + first;
       float* to = sums + i * sums_row;
       const int64_t left = args.m - i;
+      const Number* const* ahead = more && i == 0 ? rows_ahead : nullptr;
       if (kRegisterRows >= 4 && left >= 4) {
-        AddProducts<Block, Weights, 4, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        AddProducts<Block, Weights, 4, kCount>(a, args.a_row, rows, ahead, to, sums_row, begin, end);
         i += 4;
       } else if (kRegisterRows >= 2 && left >= 2) {
-        AddProducts<Block, Weights, 2, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        AddProducts<Block, Weights, 2, kCount>(a, args.a_row, rows, ahead, to, sums_row, begin, end);
         i += 2;
       } else {
-        AddProducts<Block, Weights, 1, kCount>(a, args.a_row, rows, to, sums_row, begin, end);
+        AddProducts<Block, Weights, 1, kCount>(a, args.a_row, rows, ahead, to, sums_row, begin, end);
         i += 1;
       }
     }
@@ -175,29 +197,5 @@ int64_t ListInputs(const FloatRows& a, const uint8_t* always, int32_t* inputs, f
 }
 
 }  // namespace
-
-// Defines the functions that a row of kernels.inc declares.
-#define ORTOLAN_MASKED_KERNEL(name, Block, kTileRows, kSparseTileRows)                                              \
-  bool ScanRows##name(const FloatRows& a, uint64_t* mask) { return ScanRows<Block>(a, mask); }                      \
-  bool ScanBlocks##name(const FloatRows& b, uint64_t* masks, int64_t stride) {                                      \
-    return ScanBlocks<Block>(b, masks, stride);                                                                     \
-  }                                                                                                                 \
-  void PackBlocks##name(const PackBlocksArgs& args) { PackBlocks<Block>(args); }                                    \
-  void PackTile##name(const FloatRows& a, float* tile) { PackTile<Block, kTileRows>(a, tile); }                     \
-  void PackSparseTile##name(const FloatRows& a, float* tile) { PackTile<Block, kSparseTileRows>(a, tile); }         \
-  void MultiplyTile##name(const TileArgs& args) { MultiplyTile<Block, kTileRows>(args); }                           \
-  void MultiplySparseTile##name(const SparseTileArgs& args) { MultiplySparseTile<Block, kSparseTileRows>(args); }   \
-  int64_t ListInputs##name(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row) { \
-    return ListInputs<Block>(a, always, inputs, to, to_row);                                                        \
-  }                                                                                                                 \
-  void MultiplyRowsFloat##name(const RowsArgs& args, int64_t begin, int64_t end) {                                  \
-    MultiplyRows<Block, FloatWeights>(args, begin, end);                                                            \
-  }                                                                                                                 \
-  void MultiplyRowsBf16##name(const RowsArgs& args, int64_t begin, int64_t end) {                                   \
-    MultiplyRows<Block, Bf16Weights>(args, begin, end);                                                             \
-  }                                                                                                                 \
-  void MultiplyRowsInt8##name(const RowsArgs& args, int64_t begin, int64_t end) {                                   \
-    MultiplyRows<Block, Int8Weights>(args, begin, end);                                                             \
-  }
 
 }  // namespace ortolan

@@ -102,21 +102,41 @@ void PackBlocks(const PackBlocksArgs& args) {
   }
 }
 
+// A piece of a few rows after another: many streams at a time would be too many for the processor to foresee.
 template <typename Block, int kRows>
-void PackTile(const FloatRows& a, float* tile) {
+bool PackTile(const FloatRows& a, float* tile) {
   static_assert(kRows % 4 == 0);
+  constexpr int64_t kPiece = 128;
+  // As in ScanRows.
+  typename Block::Vector finite = Block::Zero();
+  float finite_rest = 0.0f;
+  const typename Block::Scalar zero = Block::Set(0.0f);
   int64_t l = 0;
   if (a.rows == kRows) {
-    for (; l + 16 <= a.columns; l += 16) {
+    for (; l + kBlockColumns <= a.columns;) {
+      const int64_t whole = (a.columns - l) / kBlockColumns * kBlockColumns;
+      const int64_t end = l + (whole < kPiece ? whole : kPiece);
       for (int i = 0; i < kRows; i += 4) {
-        Block::Transpose4x16(a.Row(i) + l, a.row_bytes, tile + l * kRows + i, kRows);
+        for (int64_t from = l; from < end; from += kBlockColumns) {
+          for (int r = 0; r < 4; ++r) {
+            __builtin_prefetch(a.Row(i + r) + from + kPiece);
+            finite = Block::MultiplyAdd(zero, Block::Load(a.Row(i + r) + from), finite);
+          }
+          Block::Transpose4x16(a.Row(i) + from, a.row_bytes, tile + from * kRows + i, kRows);
+        }
       }
+      l = end;
     }
   }
   for (; l < a.columns; ++l) {
-    for (int64_t i = 0; i < kRows; ++i) tile[l * kRows + i] = i < a.rows ? a.Row(i)[l] : 0.0f;
+    for (int64_t i = 0; i < kRows; ++i) {
+      const float number = i < a.rows ? a.Row(i)[l] : 0.0f;
+      finite_rest += 0.0f * number;
+      tile[l * kRows + i] = number;
+    }
   }
   for (int64_t i = 0; i < kRows; ++i) tile[a.columns * kRows + i] = 0.0f;
+  return !Block::HasNan(finite) && finite_rest == 0.0f;
 }
 
 // ---- products -------------------------------------------------------------------------------------------------------
@@ -167,19 +187,76 @@ constexpr int Chains() {
   return kRows * Block::kVectorsABlock < 8 ? 2 : 1;
 }
 
-template <typename Block, int kRows>
-void MultiplyTile(const TileArgs& args) {
-  constexpr int kChains = Chains<Block, kRows>();
-  TileSums<Block, kRows, kChains> sums;
-  const float* block = args.values;
-  // Two inputs a load: a load of an index costs as much as one of a vector.
-  for (int64_t q = 0; q < args.count; q += 2, block += 2 * kBlockColumns) {
-    uint64_t pair;
-    __builtin_memcpy(&pair, args.inputs + q, sizeof(pair));
-    sums.template Add<0>(args.tile + (pair & 0xffffffffu) * kRows, block);
-    sums.template Add<kChains - 1>(args.tile + (pair >> 32) * kRows, block + kBlockColumns);
+// kBlocks x 16 rows of a tile by a panel. A register holds 16 rows of an input, and a number of B is multiplied with
+// all of them: for each load there are kColumns x kBlocks / (kColumns + kBlocks) products, where a register of a block
+// of B would leave one. sums of a few columns at a time; y is brought into rows at the end.
+template <typename Block, int kTileRows, int kBlocks>
+void MultiplyTileBlocks(const TileArgs& args) {
+  using Vector = typename Block::Vector;
+  constexpr int kColumns = Block::kTileColumns;
+  constexpr int kRows = kBlocks * kBlockColumns;
+  alignas(64) float rows[kRows][kBlockColumns];
+  for (int64_t i = 0; i < args.rows; ++i) __builtin_prefetch(AtByte(args.y, i * args.y_row_bytes), 1);
+  for (int column = 0; column < kBlockColumns; column += kColumns) {
+    Vector sums[kColumns][kBlocks];
+    ORTOLAN_UNROLL
+    for (int j = 0; j < kColumns; ++j) {
+      ORTOLAN_UNROLL
+      for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::Zero();
+    }
+    const float* block = args.values + column;
+    const auto add = [&](uint64_t input) __attribute__((always_inline)) {
+      const float* from = args.tile + input * kTileRows;
+      Vector a[kBlocks];
+      ORTOLAN_UNROLL
+      for (int r = 0; r < kBlocks; ++r) {
+        a[r] = Block::Load(from + r * kBlockColumns);
+        Block::Keep(a[r]);
+      }
+      ORTOLAN_UNROLL
+      for (int j = 0; j < kColumns; ++j) {
+        auto b = Block::Broadcast(block + j);
+        Block::Keep(b);
+        ORTOLAN_UNROLL
+        for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::MultiplyAdd(b, a[r], sums[j][r]);
+      }
+      block += kBlockColumns;
+    };
+    // Two inputs a load: a load of an index costs as much as one of a vector.
+    for (int64_t q = 0; q < args.count; q += 2) {
+      uint64_t pair;
+      __builtin_memcpy(&pair, args.inputs + q, sizeof(pair));
+      add(pair & 0xffffffffu);
+      add(pair >> 32);
+    }
+    ORTOLAN_UNROLL
+    for (int r = 0; r < kBlocks; ++r) {
+      alignas(64) float columns[kColumns][kBlockColumns];
+      ORTOLAN_UNROLL
+      for (int j = 0; j < kColumns; ++j) Block::Store(columns[j], sums[j][r]);
+      for (int j = 0; j < kColumns; j += 4) {
+        Block::Transpose4x16(columns[j], sizeof(columns[j]), &rows[r * kBlockColumns][column + j], kBlockColumns);
+      }
+    }
   }
-  sums.Store(args);
+  for (int64_t i = 0; i < args.rows; ++i) {
+    float* y = AtByte(args.y, i * args.y_row_bytes);
+    const Vector sum = Block::Load(rows[i]);
+    if (args.columns == kBlockColumns) {
+      Block::Store(y, args.add ? Block::Add(sum, Block::Load(y)) : sum);
+    } else {
+      Block::StoreFirst(y, args.columns, args.add ? Block::Add(sum, Block::LoadFirst(y, args.columns)) : sum);
+    }
+  }
+}
+
+template <typename Block, int kTileRows>
+void MultiplyTile(const TileArgs& args) {
+  constexpr int kMost = kTileRows / kBlockColumns;
+  static_assert(kMost == 1 || kMost == 3);
+  if (args.rows <= kBlockColumns) return MultiplyTileBlocks<Block, kTileRows, 1>(args);
+  if (args.rows <= 2 * kBlockColumns) return MultiplyTileBlocks<Block, kTileRows, kMost == 1 ? 1 : 2>(args);
+  MultiplyTileBlocks<Block, kTileRows, kMost>(args);
 }
 
 template <typename Block, int kRows>

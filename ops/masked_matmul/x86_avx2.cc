@@ -1,7 +1,7 @@
 // AVX2: a block is two registers.
 #include <immintrin.h>
 
-#include "masked_matmul/rows_loop.h"
+#include "masked_matmul/kernel_functions.h"
 
 namespace ortolan {
 namespace {
@@ -12,6 +12,7 @@ struct Avx2Block {
   };
   using Scalar = __m256;
   static constexpr int kVectorsABlock = 2;
+  static constexpr int kTileColumns = 4;  // sums of a tile that are in registers
 
   static __m256i First(int64_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -30,8 +31,11 @@ struct Avx2Block {
     _mm256_maskstore_ps(to, First(count), v.low);
     _mm256_maskstore_ps(to + 8, First(count - 8), v.high);
   }
+  static void Keep(Vector& v) { __asm__("" : "+x"(v.low), "+x"(v.high)); }
+  static void Keep(__m256& v) { __asm__("" : "+x"(v)); }
   static __m256 Broadcast(const float* from) { return _mm256_broadcast_ss(from); }
   static Vector Add(Vector a, Vector b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+  static Vector Multiply(Vector a, Vector b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
   static Vector MultiplyAdd(__m256 a, Vector b, Vector c) {
     return {_mm256_fmadd_ps(a, b.low, c.low), _mm256_fmadd_ps(a, b.high, c.high)};
   }
@@ -69,10 +73,13 @@ struct Avx2Block {
   static int64_t ListBits(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
     return ListBitsOneByOne(a, b, words, list);
   }
+  static void PackNumbers(const float* row, uint64_t mask, float* values, uint8_t* inputs) {
+    PackNumbersOneByOne(row, mask, values, inputs);
+  }
 };
 
 }  // namespace
 
-ORTOLAN_MASKED_KERNEL(Avx2, Avx2Block, 4, 4)
+ORTOLAN_MASKED_KERNEL(Avx2, Avx2Block, 16, 4)
 
 }  // namespace ortolan

@@ -1,15 +1,21 @@
 // AVX-512: a block is one register.
 #include <immintrin.h>
 
-#include "masked_matmul/rows_loop.h"
+#include "masked_matmul/kernel_functions.h"
 
 namespace ortolan {
 namespace {
+
+alignas(64) constexpr uint8_t kBitNumbers[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                                 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                                 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                                 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
 
 struct Avx512Block {
   using Vector = __m512;
   using Scalar = __m512;
   static constexpr int kVectorsABlock = 1;
+  static constexpr int kTileColumns = 8;  // sums of a tile that are in registers
 
   static __mmask16 First(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
   static __m512 Zero() { return _mm512_setzero_ps(); }
@@ -18,8 +24,11 @@ struct Avx512Block {
   static __m512 LoadFirst(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(First(count), from); }
   static void Store(float* to, __m512 v) { _mm512_storeu_ps(to, v); }
   static void StoreFirst(float* to, int64_t count, __m512 v) { _mm512_mask_storeu_ps(to, First(count), v); }
+  // In a register: gcc would load it again for each product.
+  static void Keep(__m512& v) { __asm__("" : "+v"(v)); }
   static __m512 Broadcast(const float* from) { return _mm512_set1_ps(*from); }
   static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 Multiply(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
   static __m512 MultiplyAdd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
   static uint32_t Bits(__m512 v) { return _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
   static bool HasNan(__m512 v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
@@ -52,13 +61,20 @@ struct Avx512Block {
     }
   }
 
+  // The numbers of a row whose bits are set, and which they are. May write up to 64 of each.
+  static void PackNumbers(const float* row, uint64_t mask, float* values, uint8_t* inputs) {
+    _mm512_storeu_si512(inputs, _mm512_maskz_compress_epi8(mask, _mm512_load_si512(kBitNumbers)));
+    ORTOLAN_UNROLL
+    for (int part = 0; part < 4; ++part) {
+      const __mmask16 bits = static_cast<__mmask16>(mask >> (16 * part));
+      _mm512_storeu_ps(values, _mm512_maskz_compress_ps(bits, _mm512_maskz_loadu_ps(bits, row + 16 * part)));
+      values += __builtin_popcount(bits);
+    }
+  }
+
   // The numbers of the bits set in both masks. May write up to 64 numbers more.
   static int64_t ListBits(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
-    alignas(64) static constexpr uint8_t kNumbers[64] = {
-        0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-        22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
-        44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
-    const __m512i numbers = _mm512_load_si512(kNumbers);
+    const __m512i numbers = _mm512_load_si512(kBitNumbers);
     const __m512i step = _mm512_set1_epi16(kMaskBits);
     __m512i base = _mm512_setzero_si512();
     int64_t count = 0;
@@ -80,6 +96,6 @@ struct Avx512Block {
 
 }  // namespace
 
-ORTOLAN_MASKED_KERNEL(Avx512, Avx512Block, 24, 8)
+ORTOLAN_MASKED_KERNEL(Avx512, Avx512Block, 48, 8)
 
 }  // namespace ortolan

@@ -397,11 +397,11 @@ def masked_matmul_kernels() -> list[KernelInfo]:
     """The rows of ops/masked_matmul/kernels.inc, best first."""
 
 def masked_matmul(
-    a: NDArray[Any], b: NDArray[Any], two_sided: bool = False, kernel: str | None = None
+    a: NDArray[Any], b: NDArray[Any], way: str = "blocks", kernel: str | None = None
 ) -> NDArray[np.float32] | None:
-    """a [m, k] @ b [k, n] on one thread, blocks of zeros of b skipped; two_sided: also what tiles of a do not use.
+    """a [m, k] @ b [k, n] on one thread, zeros skipped; None unless all numbers are finite.
 
-    None if a or b holds Inf or NaN. kernel: a name of masked_matmul_kernels; None: the best one.
+    way: "blocks" of zeros of b; "two_sided": also what tiles of a do not use; "numbers" of a, one by one.
     """
 
 def masked_rows(
@@ -411,6 +411,7 @@ def masked_rows(
     group: int = 1,
     always: NDArray[np.uint8] | None = None,
     kernel: str | None = None,
+    panels: bool = False,
 ) -> NDArray[np.float32]:
     """a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses, or always names.
 

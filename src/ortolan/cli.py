@@ -121,8 +121,8 @@ def optimize(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. Without it: adopt for a "
-            "model that stores 4-bit weights, else sparse-bf16."
+            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. auto: chooses for each "
+            "layer by measurement. Without it: adopt for a model that stores 4-bit weights, else sparse-bf16."
         ),
     ] = None,
     settings: Annotated[
@@ -174,6 +174,22 @@ def optimize(
             help="Token ids that all sequences begin with: their keys and values become part of the model, pruned.",
         ),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="For --recipe auto: the smallest cosine of each output against the original's, 0.99 if not given; or "
+            "perplexity:0.02, by what share a decoder's perplexity may rise.",
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BATCHxTOKENS",
+            help="For --recipe auto: what to be fast at. Repeatable. Without it: 1x128 and 1x16, or 1x1 for a decoder "
+            "with a cache.",
+        ),
+    ] = None,
     portable: Annotated[
         bool,
         typer.Option(
@@ -181,12 +197,19 @@ def optimize(
         ),
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs ortolan[html]."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
     from . import TextInput, optimize_onnx
     from .graph_passes.recipe import parse_setting
+    from .graph_passes.report_page import require_packages
 
+    if html is not None:
+        require_packages()
     if output is None and not dry_run:
         output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
@@ -201,11 +224,22 @@ def optimize(
             prompt=prompt,
             tokenizer=tokenizer,
             with_tokenizer=text,
+            budget=budget,
+            shapes=[_read_batch_tokens(text) for text in shape] if shape else None,
             portable=portable,
             dry_run=dry_run,
             progress=progress,
         )
+    if html is not None:
+        report.save_html(html)
     _print_result(report, as_json)
+
+
+def _read_batch_tokens(text: str) -> tuple[int, int]:
+    numbers = text.lower().split("x")
+    if len(numbers) != 2 or not all(part.isdecimal() and int(part) > 0 for part in numbers):
+        raise typer.BadParameter(f"{text!r} is not of the form BATCHxTOKENS, as in 1x128", param_hint="--shape")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _output_beside(model: Path) -> Path:
@@ -251,13 +285,13 @@ def bench(
             metavar="KIND,...",
             help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul. Of "
             "vnni_spmm: node, or bare for the product alone. Of masked_matmul: square, numbers, deja_vu, decode, "
-            "heat_map.",
+            "heat_map. Of auto: names of models, such as all-minilm-l6-v2.",
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time an operator of Ortolan side by side with ONNX Runtime's own."""
+    """Time an operator of Ortolan, or recipe auto on whole models, side by side with ONNX Runtime's own."""
     from .benchmarks import BENCHMARKS
 
     known = ", ".join(sorted(BENCHMARKS)) or "none"

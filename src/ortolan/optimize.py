@@ -12,7 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortolan.graph_passes.auto.budget import Budget
+from ortolan.graph_passes.auto.candidates import NAME as AUTO
+from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
 from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, read_prompt
+from ortolan.graph_passes.fitted import FittedWeights
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import (
     ModelFile,
@@ -63,6 +67,8 @@ def optimize_onnx(
     tokenizer: Tokenizer | None = None,
     prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
     with_tokenizer: str | os.PathLike[str] | TextInput | None = None,
+    budget: Budget | None = None,
+    shapes: Shapes | None = None,
     portable: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -75,6 +81,9 @@ def optimize_onnx(
         links that lead out of the folder, and hidden files, are left out.
     recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "cached-prompt" with a prompt, "adopt"
         for a model that stores 4-bit weights, else "sparse-bf16".
+        "auto": chooses for each layer the operator that is fastest on this machine within the budget, by measurement;
+        where nothing is faster, the result is the original. Its only option is the sparsity to prune to; without it,
+        nothing is pruned. report.recipe holds the recipe that was chosen: Recipe.from_dict(report.recipe).
     options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
     calibration: texts, or a .txt file of one text a line; or an .npz file, a dict of arrays, or an iterable of such
         dicts, named like the model's inputs: run to verify the result, to measure the error of layers, and by passes
@@ -89,6 +98,11 @@ def optimize_onnx(
     with_tokenizer: the path of a tokenizer.json, or a TextInput (which also says how to pool): the optimized encoder
         takes strings [batch] as input "text" and gives "sentence_embedding" [batch, hidden], in a session that knows
         onnxruntime-extensions, as create_session makes it.
+    budget: for "auto": the smallest cosine of each output against the original's (0.99 if None); "perplexity:0.02", by
+        what share a decoder's perplexity on the calibration texts may rise; or a function(run of the original, run of
+        the optimized model) -> bool, each of which takes feeds and gives outputs by name.
+    shapes: for "auto": the (batch, tokens) pairs to be fast at. None: (1, 128) and (1, 16), or (1, 1) for a decoder
+        with a cache.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
     progress: called as progress(stage, done, total). What it raises ends the run and reaches the caller as it is.
@@ -98,13 +112,21 @@ def optimize_onnx(
     ids = None if prompt is None else read_prompt(prompt)
     if ids is not None and recipe is None:
         recipe = _CACHED_PROMPT
-    chosen = None if recipe is None else _load_recipe(recipe, options, ids is not None)
+    settings = None
+    if isinstance(recipe, str) and recipe == AUTO:
+        if ids is not None:
+            raise RecipeError(f"a prompt was given, which recipe {AUTO!r} does not take; give recipe 'cached-prompt'")
+        settings = AutoSettings.read(budget, shapes, options)
+    elif budget is not None or shapes is not None:
+        name = "budget" if budget is not None else "shapes"
+        raise RecipeError(f"{name} was given, which only recipe {AUTO!r} has; leave it out, or give that recipe")
+    chosen = None if recipe is None or settings is not None else _load_recipe(recipe, options, ids is not None)
     source = load_model(model)
     _refuse_optimized(source)
     text = TextInput(with_tokenizer) if isinstance(with_tokenizer, str | os.PathLike) else with_tokenizer
     wordpiece = None if text is None else check_text_input(source.model, text)
-    stored = _count_stored_int4(source) if chosen is None else 0
-    if chosen is None:
+    stored = _count_stored_int4(source) if recipe is None else 0
+    if recipe is None:
         chosen = _chosen_recipe(stored, options)
     target = _target(output)
     if target is not None and source.folder is not None:
@@ -113,7 +135,7 @@ def optimize_onnx(
         check_output(target, source)
     # Counted before the passes run: they change the model in place.
     report = OptimizationReport(
-        recipe=chosen.to_dict(),
+        recipe={"name": AUTO} if chosen is None else chosen.to_dict(),
         input=None if source.path is None else str(source.path),
         output=None if target is None or dry_run else str(target),
         dry_run=dry_run,
@@ -122,14 +144,16 @@ def optimize_onnx(
         versions=package_versions(),
         cpu=_cpu(),
     )
-    source.model.metadata_props.update(_provenance(chosen))
     beside = find_tokenizer(source.path) if text is None else text.tokenizer
     feeds = None if calibration is None else _read_feeds(calibration, tokenizer, beside, source, report)
     with (
         raising_unchanged(progress or no_progress) as tell,
         _work_folder(None if dry_run else target) as work,
         TensorSpill(work) as spill,
+        FittedWeights(work) as fitted,
     ):
+        if settings is not None:
+            chosen = _search(model, settings, work, feeds, portable, tell, report, fitted)
         context = PassContext(
             source,
             report,
@@ -140,18 +164,43 @@ def optimize_onnx(
             portable=portable,
             dry_run=dry_run,
             progress=tell,
+            fitted=None if settings is None else fitted,
         )
         if stored:
             context.note(f"no recipe was given; {_ADOPT!r} was chosen, as {stored} layers store 4-bit weights")
-        run_recipe(chosen, source.model, context)
+        if chosen is not None:
+            source.model.metadata_props.update(_provenance(chosen))
+            run_recipe(chosen, source.model, context)
         if text is not None and wordpiece is not None and not dry_run:
             tell("tokenizer", 0, 1)
             add_text_input(source.model, text, wordpiece)
             for file in (context.candidate, data_path(context.candidate)):  # of the model that was verified
                 file.unlink(missing_ok=True)
         if not dry_run:
-            _finish(source, context, target)
+            original = report.auto is not None and not report.auto.changed and text is None
+            _finish(source, context, target, original)
     return report
+
+
+def _search(
+    model: Any,
+    settings: AutoSettings,
+    work: Path,
+    feeds: list[Feeds] | None,
+    portable: bool,
+    progress: Progress,
+    report: OptimizationReport,
+    fitted: FittedWeights,
+) -> Recipe | None:
+    """The recipe that "auto" chooses, or None: the original is the best. The report holds what was measured."""
+    with tempfile.TemporaryDirectory(prefix="auto-", dir=work, ignore_cleanup_errors=True) as folder:
+        search = Search(model, settings, Path(folder), feeds=feeds, portable=portable, progress=progress, fitted=fitted)
+        chosen = search.run()
+        report.auto = search.report
+        del search  # its sessions map files of the folder
+    if chosen is not None:
+        report.recipe = chosen.to_dict()
+    return chosen
 
 
 def _read_feeds(
@@ -230,9 +279,12 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(source: ModelFile, context: PassContext, target: Path | None) -> None:
-    """Puts the candidate in its place, or into the report."""
+def _finish(source: ModelFile, context: PassContext, target: Path | None, original: bool) -> None:
+    """Puts the candidate, or the original as it is, in its place, or into the report."""
     report = context.report
+    if target is None and source.proto is not None and original:
+        report.model, report.file_size_after = source.proto, source.size
+        return
     if target is None:
         total = sum(tensor.nbytes for tensor, _ in tensor_slots(source.model))
         if total > _PROTOBUF_LIMIT:
@@ -243,7 +295,9 @@ def _finish(source: ModelFile, context: PassContext, target: Path | None) -> Non
         report.model = to_proto(source.model)
         report.file_size_after = report.model.ByteSize()
         return
-    if not context.candidate.exists():  # a recipe without verify
+    if original and source.path is not None and not source.data_files:
+        shutil.copyfile(source.path, context.candidate)
+    if not context.candidate.exists():  # a recipe without verify, or the original
         write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())

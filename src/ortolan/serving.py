@@ -6,8 +6,6 @@
 Ray Serve starts, restarts and scales the replicas and spreads the requests; here stands what a replica does with one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -17,6 +17,7 @@ import ortolan.benchmarks
 import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions
+from ortolan.graph_passes import report_page
 from ortolan.models import tiny
 from ortolan.models.generate import Decoder
 
@@ -430,3 +431,30 @@ def test_bench_refuses_wrong_options(invoke, fake_benchmark, arguments):
     assert result.exit_code == 2
     assert arguments[0] in result.stderr
     assert fake_benchmark == []
+
+
+def test_optimize_auto_takes_a_budget_and_shapes(invoke, monkeypatch):
+    given = {}
+    monkeypatch.setattr(ortolan, "optimize_onnx", lambda *_, **arguments: given.update(arguments) or "done")
+    result = invoke(
+        "optimize", "model.onnx", "--recipe", "auto", "--budget", "0.98", "--shape", "1x128", "--shape", "2X16"
+    )
+    assert result.exit_code == 0
+    assert (given["recipe"], given["budget"], given["shapes"]) == ("auto", "0.98", [(1, 128), (2, 16)])
+    wrong = invoke("optimize", "model.onnx", "--recipe", "auto", "--shape", "1x0")
+    assert wrong.exit_code == 2
+    assert "BATCHxTOKENS" in wrong.output
+
+
+def test_optimize_writes_an_html_report(invoke, monkeypatch, tmp_path):
+    model, page = tmp_path / "model.onnx", tmp_path / "report.html"
+    ir.save(tiny.mlp(), model)
+    result = invoke("optimize", str(model), "--recipe", "int4", "--html", str(page), "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["recipe"]["name"] == "int4"
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    monkeypatch.setattr(report_page, "find_spec", lambda name: None)
+    monkeypatch.setattr(ortolan, "optimize_onnx", lambda *_, **__: pytest.fail("it began without the packages"))
+    missing = invoke("optimize", str(model), "--html", str(page))
+    assert missing.exit_code == 1
+    assert "pip install 'ortolan[html]'" in missing.output

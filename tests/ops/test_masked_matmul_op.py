@@ -23,6 +23,7 @@ from ortolan.graph_passes.replace.masked_matmul_function import (
 
 from .masked import PATTERNS, assert_product_close, expected_product, random_matrix
 from .single_node import save_at_odd_places, session
+from .tier_process import check_with_isa, every_tier
 
 
 def masked_model(
@@ -111,22 +112,24 @@ def test_every_pattern_and_size(
     assert_product_close(run(model, feeds), *masked)
 
 
+REGIMES = [
+    (300, 500, 700, "random", 0.8, "blocks", 0.8),  # two-sided
+    (300, 500, 700, "random", 0.97, "blocks", 0.9),
+    (100, 2300, 200, "random", 0.2, "blocks", 0.8),  # blocks, in two passes over k
+    (100, 2300, 200, "random", 0.9, "blocks", 0.8),
+    (200, 400, 300, "columns", 0.9, "random", 0.0),  # active inputs
+    (200, 400, 300, "columns", 1.0, "random", 0.0),
+    (200, 400, 300, "random", 0.0, "rows", 0.9),
+    (600, 400, 500, "random", 0.8, "random", 0.8),  # numbers of A
+    (100, 2300, 200, "random", 0.7, "random", 0.0),
+    (200, 400, 300, "random", 0.1, "random", 0.1),  # dense
+    (1, 1000, 5000, "random", 0.9, "random", 0.0),  # decode
+    (7, 1000, 5000, "random", 0.9, "random", 0.0),
+]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(
-    ("m", "k", "n", "a_pattern", "a_sparsity", "b_pattern", "b_sparsity"),
-    [
-        (300, 500, 700, "random", 0.8, "blocks", 0.8),  # two-sided
-        (300, 500, 700, "random", 0.97, "blocks", 0.9),
-        (100, 2300, 200, "random", 0.2, "blocks", 0.8),  # blocks, in two passes over k
-        (100, 2300, 200, "random", 0.9, "blocks", 0.8),
-        (200, 400, 300, "columns", 0.9, "random", 0.0),  # active inputs
-        (200, 400, 300, "columns", 1.0, "random", 0.0),
-        (200, 400, 300, "random", 0.0, "rows", 0.9),
-        (200, 400, 300, "random", 0.1, "random", 0.1),  # dense
-        (1, 1000, 5000, "random", 0.9, "random", 0.0),  # decode
-        (7, 1000, 5000, "random", 0.9, "random", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("m", "k", "n", "a_pattern", "a_sparsity", "b_pattern", "b_sparsity"), REGIMES)
 def test_regimes(
     m: int,
     k: int,
@@ -164,17 +167,14 @@ def test_what_is_not_finite_spreads_as_in_the_dense_product(where: tuple[int, in
         assert_product_close(run(finite, {"A": a, "B": b}), a, b)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
 @pytest.mark.parametrize("m", [1, 4, 16, 17, 100])
-@pytest.mark.parametrize("group_size", [0, 32, 1])
-def test_packed_weights(kind: str, m: int, group_size: int) -> None:
+@pytest.mark.parametrize(("kind", "group_size"), [("bf16", 0), ("int8", 0), ("int8", 32), ("int8", 1)])
+def test_packed_weights(kind: str, group_size: int, m: int) -> None:
     k, n = 150, 700
     rng = np.random.default_rng(m)
     a = random_matrix(rng, m, k, "random", 0.7)
     constants: dict[str, np.ndarray] = {}
     if kind == "bf16":
-        if group_size != 0:
-            pytest.skip("no groups")
         constants["B"] = rng.standard_normal((k, n)).astype(ml_dtypes.bfloat16)
         weight = constants["B"].astype(np.float32)
     else:
@@ -186,6 +186,21 @@ def test_packed_weights(kind: str, m: int, group_size: int) -> None:
     model = masked_model(constants, group_size=group_size)
     for library in (True, False):
         assert_product_close(run(model, {"A": a}, library=library), a, weight, products=2)
+
+
+TIER_SCRIPT = """
+from tests.ops.test_masked_matmul_op import REGIMES, test_packed_weights, test_regimes
+for regime in REGIMES:
+    test_regimes(*regime, threads=2)
+for m in (1, 17, 100):
+    for kind, group_size in (("bf16", 0), ("int8", 32)):
+        test_packed_weights(kind, group_size, m)
+"""
+
+
+@every_tier
+def test_every_tier(isa: str) -> None:
+    check_with_isa(isa, TIER_SCRIPT)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])

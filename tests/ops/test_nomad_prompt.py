@@ -13,10 +13,10 @@ from ortolan.graph_passes.prompt_cache import prune_prompt
 from .cached_attention import Decoder, Setup, node_model, run_shared
 from .single_node import session
 from .test_nomad_cache_function import Both
+from .tier_process import check_with_isa, every_tier
 
 CALLS = (7, 1, 3, 4, 1, 33, 2)
 kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
-tiers = pytest.mark.parametrize("tier", ["scalar", "avx2", "avx512", "avx512bf16"])
 
 
 @kinds
@@ -80,15 +80,21 @@ def test_masks(kind: str, queries: int, hidden: str) -> None:
         both.check(decoder.call(count, mask=mask))
 
 
-@tiers
-def test_every_tier(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORTOLAN_ISA", tier)
-    for sparsity in ((0.3, 0.5), (0.0, 0.0)):
-        setup = Setup(8, 2, 128, "codes", prompt=530, prompt_sparsity=sparsity, positions=1024)
-        ours, decoder = session(node_model(setup)), Decoder(setup)
-        for queries in (1, 2, 4):
-            call = decoder.call(queries)
-            call.check(ours.run(None, call.feeds))
+TIER_SCRIPT = """
+from tests.ops.cached_attention import Decoder, Setup, node_model
+from tests.ops.single_node import session
+for sparsity in ((0.3, 0.5), (0.0, 0.0)):
+    setup = Setup(8, 2, 128, "codes", prompt=530, prompt_sparsity=sparsity, positions=1024)
+    ours, decoder = session(node_model(setup)), Decoder(setup)
+    for queries in (1, 2, 4):
+        call = decoder.call(queries)
+        call.check(ours.run(None, call.feeds))
+"""
+
+
+@every_tier
+def test_every_tier(isa: str) -> None:
+    check_with_isa(isa, TIER_SCRIPT)
 
 
 @kinds

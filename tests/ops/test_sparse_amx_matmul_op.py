@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,6 +16,7 @@ from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse
 from ..formats.test_bitmap import malformed, mutate
 from .single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
 from .test_sparse_amx_matmul_kernels import DIMENSIONS, SPARSITIES, M
+from .tier_process import check_with_isa, every_tier, run_with_isa
 
 
 def function(opset: int = 17) -> onnx.FunctionProto:
@@ -108,10 +107,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 
 TIER_SCRIPT = """
-import sys, numpy as np
+import numpy as np
 from ortolan import _native
 from tests.ops.single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
-assert _native.cpu_info()["isa"] == sys.argv[1], _native.cpu_info()
 rng = np.random.default_rng(1)
 for k, n in ((33, 17), (100, 64), (288, 100)):
     w, bias = sparse_weight(rng, k, n, 0.5), rng.standard_normal(n, dtype=np.float32)
@@ -122,25 +120,9 @@ for k, n in ((33, 17), (100, 64), (288, 100)):
 """
 
 
-def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    # The interpreter's own search path: the repository's folders must not hide the installed package.
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.append({str(root)!r})\n{script}", *arguments],
-        env={**os.environ, "ORTOLAN_ISA": isa},
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("isa", sorted({row["isa"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]}))
+@every_tier
 def test_every_tier_in_ort(isa: str) -> None:
-    """ORTOLAN_ISA is read once a process, so each tier has a process of its own."""
-    done = run_with_isa(isa, TIER_SCRIPT, isa)
-    assert done.returncode == 0, done.stderr
+    check_with_isa(isa, TIER_SCRIPT)
 
 
 def test_a_wrong_isa_name_is_refused_when_the_library_is_registered() -> None:

@@ -1,0 +1,240 @@
+"""Recipe "auto" on whole models: against the original, ONNX Runtime's dynamic int8 and its MatMulNBits, in one run.
+
+Encoders at 1 x 128 and 1 x 16 tokens, decoders at one token behind 128 in the cache. Errors are measured on texts that
+nothing was calibrated on: of encoders sentences, of decoders texts drawn from the original. `auto` chooses for both
+shapes at once, with the threads that are measured, under its default budget, or with decoders that of perplexity.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from ..errors import OrtolanError
+from ..graph_passes.auto.budget import DEFAULT_COSINE, perplexity
+from ..graph_passes.feeds import Feeds, Sizes, read_calibration, synthetic_feeds
+from ..graph_passes.verify import measure_errors
+from ..models import get_model
+from ..models.embed import token_feeds
+from ..models.evaluate import sample_texts
+from ..models.tokenizer import load_tokenizer
+from ..optimize import optimize_onnx
+from ..progress import Progress, no_progress
+from ..session import create_session, one_line
+from .encoder import SENTENCES, silent_root_logger
+from .matmul_nbits import make_matmul_nbits
+from .result import BenchOptions, BenchResult, versions_line
+from .timing import Timing, interleave, pinned
+from .variants import file_megabytes, session_options
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+ENCODERS = ("all-minilm-l6-v2", "all-mpnet-base-v2")
+DECODERS = ("stories15m", "smollm2-135m-instruct")
+QUICK = (ENCODERS[0], DECODERS[0])
+ENCODER_SHAPES, DECODER_SHAPES = ((1, 128), (1, 16)), ((1, 1),)
+ORIGINAL, INT8, NBITS, AUTO = "original", "ORT dynamic int8", "ORT MatMulNBits", "auto"
+PERPLEXITY = 0.02  # of decoders: by what share it may rise
+_PAST = 128
+_BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
+_SCORED = 4  # of every five sentences one is scored on, the others are calibrated on
+_WINDOW = 128  # tokens of a text drawn from a decoder
+_SECONDS, _QUICK_SECONDS = 8.0, 2.0  # at each shape
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model in one of its forms. Errors against the original, on texts that nothing was calibrated on."""
+
+    model: str
+    threads: int
+    name: str
+    megabytes: float
+    times: dict[str, Timing]  # by "batch x tokens"
+    speedups: dict[str, float]  # original's ms over this one's, of the minima
+    cosine: float  # of logits or, of encoders, the worst output
+    perplexity: float | None  # decoders: by what share it rose
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class AutoBenchResult(BenchResult):
+    variants: list[Variant] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """{"cpu", "versions", "notes", "interrupted", "variants": Variant.to_dict}."""
+        document = {
+            "cpu": self.cpu,
+            "versions": self.versions,
+            "notes": self.notes,
+            "interrupted": self.interrupted,
+            "variants": [variant.to_dict() for variant in self.variants],
+        }
+        return json.dumps(document, indent=2)
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title=versions_line(self.versions), title_justify="left")
+        for column in ("model", "threads", "form"):
+            table.add_column(column)
+        for column in ("MB", "batch x tokens", "ms (min / median)", "speed-up", "cosine", "perplexity"):
+            table.add_column(column, justify="right")
+        last = None
+        for variant in self.variants:
+            group = variant.model, variant.threads
+            if last is not None and group != last:
+                table.add_section()
+            for number, (shape, timing) in enumerate(variant.times.items()):
+                first = number == 0
+                table.add_row(
+                    variant.model if first and group != last else "",
+                    str(variant.threads) if first and group != last else "",
+                    variant.name if first else "",
+                    f"{variant.megabytes:.1f}" if first else "",
+                    shape,
+                    str(timing),
+                    f"{variant.speedups[shape]:.2f}x",
+                    f"{variant.cosine:.5f}" if first else "",
+                    f"{100 * variant.perplexity:+.2f} %" if first and variant.perplexity is not None else "",
+                )
+            last = group
+        return Group(table, *self.notes)
+
+
+def run(options: BenchOptions, progress: Progress = no_progress) -> AutoBenchResult:
+    """Measures every model. An interrupt ends it early, with the models that were measured until then."""
+    for name in ("cases", "sparsity", "layers", "batch", "group_size"):
+        if getattr(options, name) is not None:
+            raise OrtolanError(f"auto is measured on whole models: leave out --{name.replace('_', '-')}")
+    models = options.kinds or (QUICK if options.quick else (*ENCODERS, *DECODERS))
+    unknown = [name for name in models if name not in (*ENCODERS, *DECODERS)]
+    if unknown:
+        raise OrtolanError(f"auto is not measured on {unknown[0]!r}; known: {', '.join((*ENCODERS, *DECODERS))}")
+    result = AutoBenchResult()
+    cases = [(model, threads) for model in models for threads in options.threads]
+    try:
+        for number, (model, threads) in enumerate(cases):
+            progress(f"{model}, {threads} threads", number, len(cases))
+            with tempfile.TemporaryDirectory(prefix="ortolan-", ignore_cleanup_errors=True) as folder, pinned(threads):
+                measured = measure(open_model(model, options.quick), Path(folder), threads, options.quick, result.notes)
+                result.variants += measured
+        progress("done", len(cases), len(cases))
+    except KeyboardInterrupt:
+        result.interrupted = True
+    return result
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    onnx: Path
+    calibration: list[Feeds]
+    scored: list[Feeds]
+    shapes: tuple[tuple[int, int], ...]
+    decoder: bool
+
+
+def open_model(name: str, quick: bool = False) -> Model:
+    """Fetches a model, and the texts for it."""
+    files = get_model(name)
+    assert files.tokenizer is not None
+    graph = ir.load(files.onnx)
+    if name in DECODERS:
+        tokens = (4 if quick else 12) * _WINDOW
+        start = load_tokenizer(files.tokenizer).start
+        texts = sample_texts(create_session(files.onnx), start, tokens, _WINDOW)
+        given = [{"input_ids": np.array([ids], np.int64)} for ids in texts]
+    else:
+        inputs = {value.name for value in graph.graph.inputs}
+        found = token_feeds(files.tokenizer, SENTENCES)
+        given = [{key: array for key, array in one.items() if key in inputs} for one in found]
+    feeds = read_calibration(given, graph)
+    scored = feeds[_SCORED :: _SCORED + 1] if name in ENCODERS else feeds[3::4]
+    calibration = [one for one in feeds if not any(one is other for other in scored)]
+    shapes = DECODER_SHAPES if name in DECODERS else ENCODER_SHAPES
+    return Model(name, files.onnx, calibration, scored, shapes, name in DECODERS)
+
+
+def measure(model: Model, folder: Path, threads: int, quick: bool, notes: list[str]) -> list[Variant]:
+    """All forms of a model, timed in turn. notes: what became of auto, and which form could not be made."""
+    paths = {ORIGINAL: model.onnx}
+    for name, write in _writers(model, threads, notes):
+        path = folder / name.replace(" ", "-") / "model.onnx"
+        path.parent.mkdir()
+        try:
+            write(path)
+            create_session(path, session_options(threads))
+        except Exception as error:  # peers, and ONNX Runtime, raise whatever they trip over
+            notes.append(f"{model.name}: {name} is left out: {one_line(error)}")
+        else:
+            paths[name] = path
+    sessions = {name: create_session(path, session_options(threads)) for name, path in paths.items()}
+    errors = {name: _errors(model, sessions[ORIGINAL], session) for name, session in sessions.items()}
+    graph = ir.load(model.onnx)
+    times: dict[str, dict[str, Timing]] = {name: {} for name in sessions}
+    for batch, tokens in model.shapes:
+        feeds = synthetic_feeds(graph, Sizes(batch, tokens, _PAST))
+        calls = {name: partial(session.run, None, feeds) for name, session in sessions.items()}
+        found = interleave(calls, seconds=_QUICK_SECONDS if quick else _SECONDS)
+        for name, timing in found.items():
+            times[name][f"{batch} x {tokens}"] = timing
+    return [
+        Variant(
+            model.name, threads, name, file_megabytes(paths[name]), times[name],
+            {shape: times[ORIGINAL][shape].min_ms / timing.min_ms for shape, timing in times[name].items()},
+            *errors[name],
+        )
+        for name in sessions
+    ]  # fmt: skip
+
+
+def _writers(model: Model, threads: int, notes: list[str]) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """Each form's name, and what writes it to a path."""
+
+    def write_int8(path: Path) -> None:
+        from onnxruntime.quantization import quantize_dynamic
+
+        with silent_root_logger():
+            quantize_dynamic(model.onnx, path)
+
+    def write_auto(path: Path) -> None:
+        budget = {"perplexity": PERPLEXITY} if model.decoder else DEFAULT_COSINE
+        report = optimize_onnx(
+            model.onnx, path, recipe="auto", budget=budget, shapes=model.shapes, calibration=model.calibration
+        )
+        assert report.auto is not None
+        notes.append(f"{model.name}, threads {threads}: {report.auto.outcome}")
+
+    yield INT8, write_int8
+    yield NBITS, lambda path: make_matmul_nbits(model.onnx, path, _BLOCK, _ACCURACY)
+    yield AUTO, write_auto
+
+
+def _errors(model: Model, original: ort.InferenceSession, session: ort.InferenceSession) -> tuple[float, float | None]:
+    """The cosine to the original's answers, and by what share perplexity rose."""
+    names = [value.name for value in original.get_outputs() if not model.decoder or value.name == "logits"]
+    runs = [[one.run(names, feeds) for feeds in model.scored] for one in (original, session)]
+    cosine = min((error.cosine for error in measure_errors(names, *runs)), default=math.nan)
+    if not model.decoder:
+        return cosine, None
+    values = [perplexity(_answers(one), model.scored) for one in (original, session)]
+    return cosine, values[1] / values[0] - 1
+
+
+def _answers(session: ort.InferenceSession) -> Callable[[Feeds], dict[str, np.ndarray]]:
+    return lambda feeds: {"logits": session.run(["logits"], feeds)[0]}

@@ -1,0 +1,111 @@
+"""How much worse than the original a model of recipe "auto" may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ortolan.errors import CalibrationError, RecipeError
+
+from ..feeds import Feeds
+from ..report import OutputError
+
+DEFAULT_COSINE = 0.99
+Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name
+Budget = float | str | Mapping[str, float] | Callable[[Run, Run], bool]
+
+_COSINE, _PERPLEXITY = "cosine", "perplexity"
+_EXPECTED = (
+    "a cosine of outputs such as 0.99; perplexity:0.02, by what share a decoder's perplexity may rise; or a function "
+    "(run of the original, run of the optimized model) -> bool"
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The smallest cosine of an output, the largest rise of perplexity, or what the user's function accepts."""
+
+    kind: str
+    number: float = 0.0
+    accepts: Callable[[Run, Run], bool] | None = None
+
+    @classmethod
+    def read(cls, budget: Budget | None) -> Limit:
+        """Raises RecipeError."""
+        if budget is None:
+            return cls(_COSINE, DEFAULT_COSINE)
+        if callable(budget):
+            return cls("function", accepts=budget)
+        kind, number = _COSINE, budget
+        if isinstance(budget, str):
+            name, colon, text = budget.rpartition(":")
+            kind = name if colon else _COSINE
+            try:
+                number = float(text)
+            except ValueError:
+                number = math.nan
+        elif isinstance(budget, Mapping) and len(budget) == 1:
+            kind, number = next(iter(budget.items()))
+        if isinstance(number, int | float) and not isinstance(number, bool):
+            if kind == _COSINE and 0 < number <= 1:
+                return cls(kind, float(number))
+            if kind == _PERPLEXITY and 0 <= number < math.inf:
+                return cls(kind, float(number))
+        raise RecipeError(f"budget is {budget!r}, expected {_EXPECTED}")
+
+    def __str__(self) -> str:
+        if self.kind == _COSINE:
+            return f"cosine of each output at least {self.number:g}"
+        if self.kind == _PERPLEXITY:
+            return f"perplexity up by at most {100 * self.number:g} %"
+        return "accepted by the given function"
+
+    @property
+    def needs_runs(self) -> bool:
+        return self.kind != _COSINE
+
+    def judge(
+        self, errors: Sequence[OutputError], feeds: Sequence[Feeds], before: Run | None, after: Run | None
+    ) -> tuple[bool, str]:
+        """Whether a model is within the budget, and what was found.
+
+        errors: of its outputs against the original's. before, after: run the models; needed if needs_runs.
+        """
+        if self.kind == _COSINE:
+            worst = min(errors, key=lambda error: error.cosine, default=None)
+            if worst is None:
+                return False, "no output that can be compared"
+            return worst.cosine >= self.number, f"cosine {worst.cosine:.5f} ({worst.name})"
+        assert before is not None and after is not None
+        if self.accepts is not None:
+            accepted = bool(self.accepts(before, after))
+            return accepted, f"{'accepted' if accepted else 'refused'} by the given function"
+        rise = perplexity(after, feeds) / perplexity(before, feeds) - 1
+        return rise <= self.number, f"perplexity {100 * rise:+.2f} %"
+
+
+def perplexity(run: Run, feeds: Sequence[Feeds]) -> float:
+    """exp of the mean cross-entropy of each token but the first, over all feeds. Raises CalibrationError."""
+    total, count = 0.0, 0
+    for one in feeds:
+        ids = one.get("input_ids")
+        logits = run(one).get("logits") if ids is not None and ids.ndim == 2 and ids.shape[1] > 1 else None
+        if ids is None or logits is None or logits.shape[:2] != ids.shape:
+            continue
+        mask = one.get("attention_mask", np.ones_like(ids))[:, -ids.shape[1] :]
+        seen = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        rows = logits[:, :-1][seen].astype(np.float64)
+        wanted = ids[:, 1:][seen]
+        rows -= rows.max(axis=1, keepdims=True)
+        chosen = rows[np.arange(len(wanted)), wanted]
+        total += float((np.log(np.exp(rows).sum(axis=1)) - chosen).sum())
+        count += len(wanted)
+    if not count:
+        raise CalibrationError(
+            "the budget limits perplexity, but no calibration feed has input_ids of two tokens or more to which the "
+            "model answers with logits [batch, tokens, vocabulary]; give texts and a decoder, or a budget of cosine"
+        )
+    return math.exp(total / count)

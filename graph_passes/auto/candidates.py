@@ -1,0 +1,121 @@
+"""What recipe "auto" tries for a linear layer: one table, and the recipe that a choice makes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..recipe import Recipe
+
+NAME = "auto"
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A form of a layer: options of the passes that make it."""
+
+    name: str
+    op: str
+    quantize: Mapping[str, Any] = field(default_factory=dict)
+    prune: Mapping[str, Any] = field(default_factory=dict)
+    replace: Mapping[str, Any] = field(default_factory=dict)
+    # Another one that takes as long: it differs in how weights are chosen.
+    timed_as: str | None = None
+    calibrated: bool = False  # fits weights to the calibration feeds
+
+    @property
+    def timing(self) -> str:
+        return self.timed_as or self.name
+
+
+_INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
+_INT8 = {"bits": 8}
+_BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
+
+# By error, the smallest first: a form that is not faster than those before it is not looked at any further.
+# Zeros that a weight holds already are stored by no form of SparseAMXMatMul and VNNISpMM.
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("bf16", "SparseAMXMatMul"),
+    Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
+    Candidate("int8 4x1", "VNNISpMM", quantize=_INT8, replace=_BLOCKS),
+    Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | {"method": "gptq"}, timed_as="int4", calibrated=True),
+    Candidate("int4", "W4A8MatMul", quantize=_INT4),
+)
+# Only where the user asks for a sparsity.
+PRUNED: tuple[Candidate, ...] = (
+    Candidate("pruned bf16", "SparseAMXMatMul", prune={"pattern": "unstructured"}),
+    Candidate("pruned int8", "SparseAMXMatMul", quantize=_INT8, prune={"pattern": "unstructured"}),
+    Candidate("pruned int8 4x1", "VNNISpMM", quantize=_INT8, prune={"pattern": "4x1"}, replace=_BLOCKS),
+)
+
+
+def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
+    """The table without what the user's data do not allow. calibrated: whether feeds were given."""
+    found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
+    # Rounded to nearest, a weight is as fast as one that is fitted, and worse.
+    fitted = {candidate.timed_as for candidate in found}
+    found = [candidate for candidate in found if candidate.name not in fitted]
+    method = "sparsegpt" if calibrated else "magnitude"
+    for one in PRUNED if sparsity is not None else ():
+        prune: dict[str, Any] = {"method": method, "sparsity": sparsity, "inputs": "original", **one.prune}
+        found.append(Candidate(one.name, one.op, one.quantize, prune, one.replace))
+    return found
+
+
+def for_timing(candidate: Candidate) -> Candidate:
+    """The same form of weights that are pruned and rounded without calibration, which takes as long to run."""
+    prune = dict(candidate.prune) | ({"method": "magnitude"} if candidate.prune else {})
+    quantize = dict(candidate.quantize) | ({"method": "rtn"} if candidate.quantize else {})
+    return Candidate(candidate.timing, candidate.op, quantize, prune, candidate.replace)
+
+
+def make_recipe(
+    layers: Mapping[Candidate, Sequence[str]],
+    *,
+    attention: bool = False,
+    verify: Mapping[str, Any] | None = None,
+    calibrate: bool = True,
+    rows: int | None = None,
+    description: str = "chosen by measurement",
+) -> Recipe:
+    """The recipe that gives each layer, by its name, its form.
+
+    attention: whether attention is fused. verify: options of that pass; None: it is left out. rows: of inputs that are
+    recorded for each layer.
+    """
+    # Those that are fitted come first: so each is fitted to the inputs that it has in the original, whatever the others
+    # become, and once for all recipes (fitted.py).
+    order = sorted((candidate for candidate, names in layers.items() if names), key=lambda one: not one.calibrated)
+    globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
+    steps: list[dict[str, Any]] = [{"name": "normalize"}]
+    if calibrate:
+        steps.append({"name": "calibrate"} | ({} if rows is None else {"max_rows": rows}))
+    steps += _steps("prune", ((candidate.prune, select) for candidate, select in globs.items()))
+    steps += _steps("quantize", ((candidate.quantize, select) for candidate, select in globs.items()))
+    if attention:
+        steps.append({"name": "fuse_attention", "precision": "bf16"})
+    steps += _steps("replace", ((dict(one.replace) | {"op": one.op}, select) for one, select in globs.items()))
+    if verify is not None:
+        steps.append({"name": "verify", **verify})
+    return Recipe.from_dict({"name": NAME, "description": description, "pass": steps})
+
+
+def _steps(name: str, parts: Iterator[tuple[Mapping[str, Any], Collection[str]]]) -> list[dict[str, Any]]:
+    """One pass for all layers of the same options, as layers of one pass may be joined."""
+    found: list[tuple[Mapping[str, Any], list[str]]] = []
+    for options, select in parts:
+        if not options:
+            continue
+        same = next((others for known, others in found if known == options), None)
+        if same is None:
+            found.append((options, list(select)))
+        else:
+            same += select
+    return [{"name": name, **options, "select": select} for options, select in found]
+
+
+def escape(name: str) -> str:
+    """A pattern that matches this name only."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -1,0 +1,220 @@
+"""How long each form of a layer takes on this machine: measured once, and kept in a file.
+
+The forms of a layer and the original are timed in turn, each in a session of its own whose graph holds the layer many
+times, with weights of other memory each time: as many as it takes to be as much to read as all layers of the model
+would be in that form, or four times the last cache. So weights are as cold as they are in the model. (Cold in any case
+would not be true: the layers of all-MiniLM fit into an L3 of 32 MiB in int4, and do not in float32.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import helper, numpy_helper
+
+from ortolan.benchmarks.timing import interleave, last_level_cache_bytes
+from ortolan.errors import NothingToReplaceError
+from ortolan.models.fetch import default_cache_dir
+from ortolan.session import cpu_info, open_session, package_versions, register
+
+from ..calibrate import quiet_options
+from ..model_file import load_model, to_bytes, to_proto
+from ..pipeline import PassContext, run_recipe
+from ..report import OptimizationReport
+from ..spill import TensorSpill
+from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
+
+_FILE = "layer-times.json"
+_SECONDS = 0.4  # for each form
+_MOST_BYTES = 256 * 1024**2  # of weights in a graph
+_MOST_COPIES = 64
+_STEP = 0.05  # layers whose shares of zeros differ by less take as long
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """Layers that take as long as each other."""
+
+    k: int
+    n: int
+    rows: int
+    dtype: str  # of the activations
+    bias: bool
+    sparsity: float  # of single weights
+    block_sparsity: float  # of blocks of four outputs and one input
+    copies: int  # of weights that are read in turn
+
+    @property
+    def key(self) -> str:
+        text = f"{self.rows}x{self.k}x{self.n} {self.dtype}{' bias' if self.bias else ''}"
+        return f"{text} zeros {self.sparsity:.2f} {self.block_sparsity:.2f} copies {self.copies}"
+
+
+def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weights_of_model: int) -> LayerCase:
+    """matrix: the weight [k, n]. weights_of_model: how many numbers the weights of all layers hold."""
+    k, n = matrix.shape
+    blocks = np.add.reduceat(matrix != 0, np.arange(0, n, 4), axis=1, dtype=np.int64)
+    sizes = 4 * matrix.size
+    enough = min(-(-weights_of_model // matrix.size), -(-4 * last_level_cache_bytes() * 8 // sizes))
+    copies = max(1, min(enough, _MOST_COPIES, _MOST_BYTES // sizes))
+    return LayerCase(
+        k, n, rows, dtype.name, bias, _rounded(1 - np.count_nonzero(matrix) / matrix.size),
+        _rounded(1 - np.count_nonzero(blocks) / blocks.size), copies,
+    )  # fmt: skip
+
+
+class LayerTimes:
+    """Milliseconds a run of layers, from the file or measured.
+
+    The file is written after each measurement, to a temporary file that is renamed: a killed run loses one at most.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """path: of the file; None: in the cache folder."""
+        self.path = default_cache_dir() / _FILE if path is None else path
+        self.measured = 0  # so many cases that the file had not
+        self._machine = _machine()
+
+    def of(
+        self, case: LayerCase, matrix: Callable[[], np.ndarray], candidates: Sequence[Candidate]
+    ) -> dict[str, float]:
+        """By Candidate.timing, and ORIGINAL; forms that the layer cannot have are left out."""
+        wanted = list({candidate.timing: for_timing(candidate) for candidate in candidates}.values())
+        # Only times that were taken in turn can be compared, so those of other forms are another entry.
+        key = f"{case.key}: {', '.join(map(_entry, wanted))}"
+        times = self._read().get(self._machine, {}).get(key)
+        if times is None or ORIGINAL not in times:
+            times = measure(case, matrix(), wanted)
+            self.measured += 1
+            self._write(key, times)
+        return times
+
+    def _read(self) -> dict[str, dict[str, dict[str, float]]]:
+        """What the file holds; nothing if it is damaged or not there."""
+        with suppress(OSError, ValueError):
+            table = json.loads(self.path.read_text(encoding="utf-8"))
+            if _is_table(table):
+                return dict(table)
+        return {}
+
+    def _write(self, key: str, times: Mapping[str, float]) -> None:
+        """A folder that cannot be written to costs the next run the time, but does not end this one."""
+        table = self._read()  # with what other processes have written meanwhile
+        table.setdefault(self._machine, {})[key] = dict(times)
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(table, file, indent=1)
+                os.replace(name, self.path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name)
+                raise
+
+
+def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]) -> dict[str, float]:
+    """Milliseconds of one layer of the model, by the candidate's name, and ORIGINAL.
+
+    candidates: without calibration (for_timing). Those that the layer cannot have are left out.
+    """
+    proto = _copies_of_layer(case, matrix)
+    x = np.random.default_rng(0).standard_normal((case.rows, case.k)).astype(_numpy(case))
+    with tempfile.TemporaryDirectory(prefix="ortolan-") as folder, TensorSpill(Path(folder)) as spill:
+        sessions: dict[str, Any] = {ORIGINAL: open_session(proto.SerializeToString(), quiet_options())}
+        for candidate in candidates:
+            changed = _in_form(proto, candidate, Path(folder), spill)
+            if changed is not None:
+                options = quiet_options()
+                register(options)
+                sessions[candidate.name] = open_session(changed, options)
+        calls = {name: lambda session=session: session.run(None, {"x": x}) for name, session in sessions.items()}
+        timings = interleave(calls, seconds=_SECONDS * len(calls))
+        del sessions, calls
+    return {name: timing.min_ms / case.copies for name, timing in timings.items()}
+
+
+def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: TensorSpill) -> bytes | None:
+    """The graph with all of its layers in this form, or None if they cannot have it."""
+    source = load_model(proto)
+    context = PassContext(source, OptimizationReport(recipe={}), folder / "model.onnx", spill, portable=False)
+    names = [node.name for node in proto.graph.node if node.op_type == "MatMul"]
+    recipe = make_recipe({candidate: names}, calibrate=False)
+    try:
+        run_recipe(recipe, source.model, context)
+    except NothingToReplaceError:
+        return None
+    return to_bytes(to_proto(source.model))
+
+
+def _copies_of_layer(case: LayerCase, matrix: np.ndarray) -> onnx.ModelProto:
+    """x [rows, k] times each copy of the weight; of each product one number is put out, which takes no time."""
+    dtype = _numpy(case)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes, weights = [], []
+    weights.append(numpy_helper.from_array(np.array([0, 0], np.int64), "zeros"))
+    weights.append(numpy_helper.from_array(np.array([1, 1], np.int64), "ones"))
+    if case.bias:
+        weights.append(numpy_helper.from_array(np.ones(case.n, dtype), "bias"))
+    for number in range(case.copies):
+        # Blocks of four outputs stay blocks, and no two weights are the same.
+        copy = np.ascontiguousarray(np.roll(matrix, 4 * number, axis=1), dtype)
+        weights.append(numpy_helper.from_array(copy, f"W{number}"))
+        product = f"product{number}"
+        nodes.append(helper.make_node("MatMul", ["x", f"W{number}"], [product], name=f"layer{number}"))
+        if case.bias:
+            nodes.append(helper.make_node("Add", [product, "bias"], [f"y{number}"], name=f"add{number}"))
+            product = f"y{number}"
+        nodes.append(helper.make_node("Slice", [product, "zeros", "ones"], [f"part{number}"]))
+    nodes.append(helper.make_node("Concat", [f"part{number}" for number in range(case.copies)], ["parts"], axis=0))
+    x = helper.make_tensor_value_info("x", kind, [case.rows, case.k])
+    y = helper.make_tensor_value_info("parts", kind, [case.copies, 1])
+    graph = helper.make_graph(nodes, "layer", [x], [y], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def _numpy(case: LayerCase) -> Any:
+    return np.float16 if case.dtype == "FLOAT16" else np.float32
+
+
+def _entry(candidate: Candidate) -> str:
+    """Names a form in the file, with the sparsity that it is pruned to."""
+    sparsity = candidate.prune.get("sparsity")
+    return candidate.timing if sparsity is None else f"{candidate.timing} {sparsity:g}"
+
+
+def _machine() -> str:
+    """What times depend on, apart from the layer."""
+    cpu, versions = cpu_info(), package_versions()
+    parts = [f"{name} {value}" for name, value in sorted(cpu.items()) if isinstance(value, str)]
+    parts += [f"{name} {versions.get(name, 'unknown')}" for name in ("onnxruntime", "ortolan")]
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ", ".join([*parts, f"{cpus} CPUs"])
+
+
+def _is_table(table: Any) -> bool:
+    """Whether a file holds times: dicts of dicts of dicts of positive numbers."""
+    cases = [case for machine in _values(table) for case in _values(machine)]
+    times = [time for case in cases for time in _values(case)]
+    return all(isinstance(time, int | float) and time > 0 for time in times)
+
+
+def _values(table: Any) -> list[Any]:
+    if not isinstance(table, dict):
+        raise ValueError("not a table")
+    return list(table.values())
+
+
+def _rounded(share: float) -> float:
+    return float(round(share / _STEP) * _STEP)

@@ -1,0 +1,364 @@
+"""Recipe "auto": what it chooses, with injected times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+import ortolan
+from ortolan import Recipe
+from ortolan.benchmarks.timing import Timing
+from ortolan.errors import CalibrationError, RecipeError
+from ortolan.graph_passes import prune_calibrated, quantize
+from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto.budget import Limit, perplexity
+from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
+from ortolan.graph_passes.fitted import FittedWeights
+from ortolan.models import tiny
+
+from .small_models import make_model, random_weight, run
+
+SHAPES = [(2, 5)]
+LAYERS = 4
+WIDTH = 64
+
+
+def chain() -> onnx.ModelProto:
+    """Layers of one size with a Tanh behind each; their names hold letters that mean something in patterns."""
+    nodes, weights, x = [], {}, "x"
+    for number in range(LAYERS):
+        weights[f"W{number}"] = random_weight(WIDTH, WIDTH, seed=number)
+        y = "y" if number == LAYERS - 1 else f"tanh{number}"
+        nodes.append(helper.make_node("MatMul", [x, f"W{number}"], [f"product{number}"], name=f"layer[{number}]"))
+        nodes.append(helper.make_node("Tanh", [f"product{number}"], [y], name=f"tanh_{number}"))
+        x = y
+    shape = ["batch", "sequence", WIDTH]
+    return make_model(nodes, {"x": (TensorProto.FLOAT, shape)}, {"y": (TensorProto.FLOAT, shape)}, weights)
+
+
+def feeds() -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(1).standard_normal((3, 7, WIDTH)).astype(np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """inject(times of layers, time of optimized models): the original layer takes 1 ms, the original model 10 ms."""
+    calls: list[Any] = []
+
+    def put(layers: dict[str, float], model_ms: float) -> list[Any]:
+        def measure(case: Any, matrix: np.ndarray, candidates: Any) -> dict[str, float]:
+            calls.append(case)
+            names = {candidate.name for candidate in candidates}
+            return {ORIGINAL: 1.0} | {name: ms for name, ms in layers.items() if name in names}
+
+        def time_models(original: Any, paths: Any, shapes: Any) -> Any:
+            return [Timing(10.0, 10.0)] * len(shapes), [[Timing(model_ms, model_ms)] * len(shapes) for _ in paths]
+
+        monkeypatch.setattr(layer_times, "measure", measure)
+        monkeypatch.setattr(search, "time_models", time_models)
+        return calls
+
+    return put
+
+
+def auto(model: Any = None, output: Any = None, **arguments: Any) -> ortolan.OptimizationReport:
+    arguments = {"calibration": feeds(), "shapes": SHAPES} | arguments
+    return ortolan.optimize_onnx(chain() if model is None else model, output, recipe="auto", **arguments)
+
+
+def cosine(report: ortolan.OptimizationReport) -> float:
+    """Of the optimized model's answers, measured without the code under test."""
+    assert report.model is not None
+    found, expected = (run(model, feeds(), library=True)[0].ravel() for model in (report.model, chain()))
+    return float(found @ expected / (np.linalg.norm(found) * np.linalg.norm(expected)))
+
+
+FAST_INT4 = {"bf16": 0.8, "int8": 0.6, "int4": 0.2}
+
+
+def test_takes_the_fastest_form_where_the_budget_allows(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    report = auto(budget=0.5)
+    assert report.auto is not None
+    assert [layer.chosen for layer in report.auto.layers] == ["int4 gptq"] * LAYERS
+    assert [layer.new_op for layer in report.layers] == ["W4A8MatMul"] * LAYERS
+    assert "2.00x faster" in str(report)
+    assert [layer.after_ms for layer in report.auto.layers] == [[0.2]] * LAYERS
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.99, 0.997, 0.999, 0.9999])
+def test_never_over_budget(inject: Callable[..., Any], budget: float) -> None:
+    inject(FAST_INT4, 5.0)
+    report = auto(budget=budget)
+    assert report.auto is not None
+    assert report.auto.changed
+    assert cosine(report) >= budget
+    assert report.auto.trials[0].layers == LAYERS
+
+
+def test_smaller_budgets_choose_more_exact_forms(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    report = auto(budget=0.9995)
+    assert report.auto is not None
+    assert not report.auto.trials[0].within  # the fastest is too wrong, so something in between was found
+    chosen = {layer.chosen for layer in report.auto.layers}
+    assert chosen - {"int4 gptq"}
+    assert chosen != {None}
+
+
+def test_a_budget_that_nothing_meets_gives_the_original(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    model = chain()
+    report = auto(model, budget=1.0)
+    assert report.auto is not None
+    assert report.model == model
+    assert "nothing that is faster is within the budget" in report.auto.outcome
+
+
+def test_gives_the_original_where_its_layers_are_faster(inject: Callable[..., Any]) -> None:
+    inject({"bf16": 1.1, "int8": 1.2, "int4": 1.3}, 5.0)
+    model = chain()
+    report = auto(model)
+    assert report.auto is not None
+    assert report.model == model
+    assert report.auto.trials == []
+    assert "no layer has a form that is faster" in str(report)
+
+
+def test_gives_the_original_where_the_whole_model_is_faster(inject: Callable[..., Any], tmp_path: Path) -> None:
+    inject(FAST_INT4, 10.5)
+    onnx.save(chain(), tmp_path / "model.onnx")
+    report = auto(tmp_path / "model.onnx", tmp_path / "out.onnx", budget=0.5)
+    assert report.auto is not None
+    assert not report.auto.changed
+    assert (tmp_path / "out.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
+    assert "no model within the budget is faster" in report.auto.outcome
+    assert [trial.layers for trial in report.auto.trials] == [4, 4, 3, 1]  # fewer and fewer steps of the path
+
+
+def test_a_form_that_loses_at_one_shape_is_not_taken(
+    inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject({}, 5.0)
+
+    def measure(case: Any, matrix: np.ndarray, candidates: Any) -> dict[str, float]:
+        return {ORIGINAL: 1.0, "int4": 0.1 if case.rows == 10 else 1.01, "int8": 0.5}
+
+    monkeypatch.setattr(layer_times, "measure", measure)
+    report = auto(shapes=[(2, 5), (1, 2)], budget=0.5)
+    assert report.auto is not None
+    assert {layer.chosen for layer in report.auto.layers} == {"int8"}
+
+
+def test_the_users_function_decides(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    seen = []
+
+    def accepts(original: Any, optimized: Any) -> bool:
+        expected, found = original(feeds())["y"], optimized(feeds())["y"]
+        seen.append(float(np.abs(expected - found).max()))
+        return seen[-1] < 0.05
+
+    report = auto(budget=accepts)
+    assert report.auto is not None
+    assert len(seen) == len(report.auto.trials) > 1
+    assert report.model is not None
+    assert report.auto.changed
+    answers = (run(model, feeds(), library=True)[0] for model in (report.model, chain()))
+    assert np.abs(np.subtract(*answers)).max() < 0.05
+
+
+def test_the_recipe_gives_the_same_model_again(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    first = auto(budget=0.997)
+    recipe = Recipe.from_dict(first.recipe)
+    again = ortolan.optimize_onnx(chain(), recipe=Recipe.from_toml(recipe.to_toml()), calibration=feeds())
+    assert first.model is not None
+    assert again.model is not None
+    assert again.model.SerializeToString(deterministic=True) == first.model.SerializeToString(deterministic=True)
+    stored = {entry.key: entry.value for entry in first.model.metadata_props}
+    assert json.dumps(first.recipe["pass"]) in stored.values()
+
+
+def test_times_are_kept_and_used_again(inject: Callable[..., Any], tmp_path: Path) -> None:
+    calls = inject(FAST_INT4, 5.0)
+    first = auto(budget=0.9)
+    assert len(calls) == 1  # all layers are of one kind
+    second = auto(budget=0.9)
+    assert len(calls) == 1
+    assert first.auto is not None
+    assert second.auto is not None
+    assert (first.auto.measured, second.auto.measured) == (1, 0)
+    assert first.recipe == second.recipe
+    (tmp_path / "cache" / "layer-times.json").write_text('{"half": ')
+    auto(budget=0.9)
+    assert len(calls) == 2
+
+
+def test_times_of_another_machine_are_not_used(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = inject(FAST_INT4, 5.0)
+    auto(budget=0.9)
+    monkeypatch.setattr(layer_times, "_machine", lambda: "another")
+    auto(budget=0.9)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("stage", ["auto: times of layers", "auto: errors of layers", "auto: whole models", "verify"])
+def test_interrupted_it_leaves_no_output(inject: Callable[..., Any], tmp_path: Path, stage: str) -> None:
+    inject(FAST_INT4, 5.0)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "model.onnx").write_text("older")
+
+    def progress(found: str, done: int, total: int) -> None:
+        if found == stage and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        auto(None, folder / "model.onnx", budget=0.997, progress=progress)
+    assert [path.name for path in folder.iterdir()] == ["model.onnx"]
+    assert (folder / "model.onnx").read_text() == "older"
+
+
+def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
+    calls = inject(FAST_INT4, 5.0)
+
+    def progress(found: str, done: int, total: int) -> None:
+        if found == "auto: errors of layers":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        auto(progress=progress)
+    auto()
+    assert len(calls) == 1
+
+
+def test_really_measures() -> None:
+    """Whatever the times are: what comes out is within the budget, and the report tells of all layers."""
+    report = auto()
+    assert report.auto is not None
+    assert report.model is not None
+    assert cosine(report) >= 0.99
+    assert all(layer.before_ms[0] > 0 and set(layer.forms) for layer in report.auto.layers)
+    assert json.loads(report.to_json())["auto"]["layers"][0]["name"] == "layer[0]"
+
+
+def test_a_sparsity_adds_pruned_forms(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4 | {"pruned bf16": 0.1}, 5.0)
+    report = auto(budget=0.01, options={"sparsity": 0.5})
+    assert report.auto is not None
+    assert {layer.chosen for layer in report.auto.layers} == {"pruned bf16"}
+    assert all(layer.sparsity == pytest.approx(0.5, abs=0.01) for layer in report.layers)
+
+
+def test_recipes_select_layers_by_name() -> None:
+    bf16, int8 = candidates_for(True, None)[:2]
+    recipe = make_recipe({bf16: ["a*"], int8: ["b[0]"]}, verify={})
+    assert [step.name for step in recipe.passes] == ["normalize", "calibrate", "quantize", "replace", "verify"]
+    assert recipe.passes[2].options.select == ("b[[]0]",)  # type: ignore[attr-defined]
+    assert recipe.passes[3].options.select == ("a[*]", "b[[]0]")  # type: ignore[attr-defined]
+    assert escape("x?") == "x[?]"
+
+
+def test_convex_leaves_out_forms_that_others_outdo() -> None:
+    forms = {"a": (0.1, 1.0), "b": (0.5, 2.0), "c": (0.4, 3.0), "d": (0.6, 10.0)}
+    assert [name for name, _, _ in search.convex(forms)] == ["b", "d"]
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5, "perplexity:x", "speed:2", {"cosine": 1, "perplexity": 2}, True])
+def test_refuses_budgets(budget: Any) -> None:
+    with pytest.raises(RecipeError, match="budget is"):
+        auto(budget=budget)
+
+
+@pytest.mark.parametrize("shapes", [[], 5, [(1,)], [(0, 3)], [("1", 2)]])
+def test_refuses_shapes(shapes: Any) -> None:
+    with pytest.raises(RecipeError, match="shapes is"):
+        auto(shapes=shapes)
+
+
+def test_refuses_what_only_auto_has() -> None:
+    with pytest.raises(RecipeError, match="only recipe 'auto' has"):
+        ortolan.optimize_onnx(chain(), recipe="int4", budget=0.9)
+    with pytest.raises(RecipeError, match="has no option 'bits'"):
+        auto(options={"bits": 4})
+
+
+def test_perplexity_of_a_uniform_model() -> None:
+    def uniform(feeds: Any) -> dict[str, np.ndarray]:
+        return {"logits": np.zeros((*feeds["input_ids"].shape, 10), np.float32)}
+
+    ids = np.array([[1, 2, 3]])
+    assert perplexity(uniform, [{"input_ids": ids}]) == pytest.approx(10)
+    limit = Limit.read("perplexity:0.05")
+
+    def sure(feeds: Any) -> dict[str, np.ndarray]:
+        logits = uniform(feeds)["logits"]
+        logits[0, [0, 1], [2, 3]] = 5
+        return {"logits": logits}
+
+    assert limit.judge([], [{"input_ids": ids}], sure, uniform)[0] is False
+    assert limit.judge([], [{"input_ids": ids}], uniform, sure)[0] is True
+
+
+@pytest.mark.parametrize(("build", "shape"), [(tiny.tiny_bert, (1, 16)), (tiny.tiny_llama, (1, 1))])
+def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple[int, int]) -> None:
+    """Encoders are timed at sequences, decoders at one token behind a cache; attention is fused where there is some."""
+    inject({"int8": 0.5}, 5.0)
+    model = ir.to_proto(build())
+    report = ortolan.optimize_onnx(model, recipe="auto", budget=0.9, shapes=None if shape == (1, 1) else [shape])
+    assert report.auto is not None
+    assert report.auto.shapes == [shape]
+    assert report.auto.changed
+    assert all(error.cosine >= 0.9 for error in report.output_error)
+    tried = {trial.attention for trial in report.auto.trials}
+    assert tried == ({False, True} if build is tiny.tiny_bert else {False})
+    assert "made-up inputs" in report.auto.outcome
+
+
+def test_shapes_that_the_model_does_not_take(inject: Callable[..., Any]) -> None:
+    inject({"int8": 0.5}, 5.0)
+    with pytest.raises(CalibrationError, match="does not run at shape 1 x 4000"):
+        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe="auto", shapes=[(1, 4000)])
+
+
+@pytest.mark.parametrize("options", [None, {"sparsity": 0.5}])
+def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
+    """Whole models are made several times, each layer is fitted once in a form; the model is the same as without."""
+    inject(FAST_INT4 if options is None else {"bf16": 0.8, "pruned bf16": 0.1}, 5.0)
+    module, name = (quantize, "gptq") if options is None else (prune_calibrated, "sparsegpt")
+    fits: list[bytes] = []
+    fit = getattr(module, name)
+
+    def count(matrix: np.ndarray, *arguments: Any) -> Any:
+        fits.append(matrix.tobytes())
+        return fit(matrix, *arguments)
+
+    monkeypatch.setattr(module, name, count)
+    monkeypatch.setattr(prune_calibrated, "best_damping", lambda *arguments: 0.01)
+    budget = 0.997 if options is None else 0.98
+    report = auto(budget=budget, options=options)
+    assert report.auto is not None
+    assert len(report.auto.trials) > 2
+    assert len(fits) == len(set(fits)) == LAYERS
+    monkeypatch.setattr(FittedWeights, "knows", lambda *arguments: False)
+    again = auto(budget=budget, options=options)
+    assert len(fits) > 2 * LAYERS
+    assert report.model is not None
+    assert again.model is not None
+    assert report.model.SerializeToString(deterministic=True) == again.model.SerializeToString(deterministic=True)
+    assert [layer.output_error for layer in report.layers] == [layer.output_error for layer in again.layers]
+    assert report.notes == again.notes
