@@ -138,7 +138,7 @@ def _special_tokens(
     added: Sequence[dict[str, Any]], vocabulary: Sequence[str], refuse: Callable[[str], ModelError]
 ) -> dict[str, str]:
     """Tokens that are found in texts as they are written, whatever stands around them."""
-    table = {}
+    table: dict[str, str] = {}
     for token in added:
         content = token["content"]
         if token.get("single_word") or " " in content:

@@ -65,7 +65,7 @@ class EmbeddingConfig(ServingConfig):
     max_characters: PositiveInt = 20_000
     max_tokens: PositiveInt = 256
     batch_size: PositiveInt = 16
-    batch_wait: float = Field(0.002, ge=0, le=1)
+    batch_wait: float = Field(default=0.002, ge=0, le=1)
 
 
 class GenerationConfig(ServingConfig):
@@ -93,11 +93,11 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1)
-    max_new_tokens: int = Field(64, ge=1)
-    temperature: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    seed: int = Field(0, ge=0)
+    max_new_tokens: int = Field(default=64, ge=1)
+    temperature: float = Field(default=0.0, ge=0, le=10, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
 
 
 def embeddings(config: EmbeddingConfig) -> Application:
