@@ -14,8 +14,8 @@ from ortolan.errors import CalibrationError, listing
 
 from .feeds import Feeds, model_inputs
 
-# The path of a tokenizer.json, or of a tokenizer.bin of llama2.c; or an object whose encode(text) gives token ids, or
-# something with ids.
+# The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
+# object whose encode(text) gives token ids, or something with ids.
 Tokenizer = str | os.PathLike[str] | Any
 
 TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes as many
@@ -138,6 +138,8 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
         from ortolan.models.stories import Llama2cTokenizer
 
         return Llama2cTokenizer(path).encode
+    if Path(path).suffix == ".onnx":
+        return _open_graph(path)
     try:
         from tokenizers import Tokenizer as JsonTokenizer
     except ImportError as error:
@@ -151,3 +153,29 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return lambda text: tokenizer.encode(text)
+
+
+def _open_graph(path: str | os.PathLike[str]) -> Callable[[str], Any]:
+    """A tokenizer made by onnxruntime-extensions' gen_processing_models, or by another who writes such graphs."""
+    from ortolan.session import create_session, one_line
+
+    session = create_session(path)
+    given = session.get_inputs()
+    outputs = [value.name for value in session.get_outputs()]
+    if len(given) != 1 or given[0].type != "tensor(string)":
+        raise CalibrationError(
+            f"tokenizer graph {os.fspath(path)!r} has inputs {listing(f'{one.name} {one.type}' for one in given)}, "
+            "expected a single one of strings"
+        )
+    wanted = "input_ids" if "input_ids" in outputs else outputs[0]
+
+    def encode(text: str) -> Any:
+        try:
+            (ids,) = session.run([wanted], {given[0].name: np.array([text], object)})
+        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            raise CalibrationError(
+                f"tokenizer graph {os.fspath(path)!r} fails on {text[:60]!r}: {one_line(error)}"
+            ) from error
+        return ids
+
+    return encode

@@ -1,4 +1,4 @@
-"""The command line: `ortolan optimize | inspect | bench | doctor | demo`. It only calls the API.
+"""The command line: `ortolan optimize | inspect | bench | doctor | demo | triton`. It only calls the API.
 
 Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
 `ortolan --help` is quick.
@@ -146,8 +146,26 @@ def optimize(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="For calibration texts: the model's tokenizer.json. Without it: the one beside MODEL.",
+            help="For calibration texts: the model's tokenizer.json, or an ONNX graph of onnxruntime-extensions. "
+            "Without it: the one of --with-tokenizer, or beside MODEL.",
         ),
+    ] = None,
+    with_tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of an encoder: put this tokenizer.json in front of it, and pooling behind: texts in, vectors out.",
+        ),
+    ] = None,
+    pooling: Annotated[
+        str, typer.Option(help="With --with-tokenizer: mean of the tokens' vectors, or cls, the first one.")
+    ] = "mean",
+    normalize: Annotated[
+        bool, typer.Option("--normalize/--no-normalize", help="With --with-tokenizer: vectors of length 1.")
+    ] = True,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="With --with-tokenizer: cut texts to so many tokens. Without it: as tokenizer.json says."),
     ] = None,
     prompt: Annotated[
         Path | None,
@@ -186,7 +204,7 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
-    from . import optimize_onnx
+    from . import TextInput, optimize_onnx
     from .graph_passes.recipe import parse_setting
     from .graph_passes.report_page import require_packages
 
@@ -195,6 +213,7 @@ def optimize(
     if output is None and not dry_run:
         output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
+    text = None if with_tokenizer is None else TextInput(with_tokenizer, pooling, normalize, max_tokens)
     with _progress_bar() as progress:
         report = optimize_onnx(
             model,
@@ -204,6 +223,7 @@ def optimize(
             calibration=calibration,
             prompt=prompt,
             tokenizer=tokenizer,
+            with_tokenizer=text,
             budget=budget,
             shapes=[_read_batch_tokens(text) for text in shape] if shape else None,
             portable=portable,
@@ -304,6 +324,41 @@ def bench(
     _print_result(result, as_json)
     if result.interrupted:
         raise KeyboardInterrupt
+
+
+@app.command()
+def triton(
+    model: Model,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The model repository, a folder; created if it is not there.")
+    ],
+    name: Annotated[str | None, typer.Option(help="The model's name. Without it: the file's.")] = None,
+    max_batch_size: Annotated[int, typer.Option(min=0, help="Requests that are joined to one batch at most.")] = 8,
+    instances: Annotated[int, typer.Option(min=1, help="Copies of the model that run at the same time.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each instance.")] = None,
+    path_on_server: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Where the server finds the repository, as /models. Without it: --output."),
+    ] = None,
+    extensions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="For a model with a tokenizer: a libortextensions.so that needs no Python."),
+    ] = None,
+) -> None:
+    """Write a model repository for NVIDIA's Triton Inference Server."""
+    from .triton import write_repository
+
+    folder = write_repository(
+        model,
+        output,
+        name=name,
+        max_batch_size=max_batch_size,
+        instances=instances,
+        threads=threads,
+        path_on_server=path_on_server,
+        extensions=extensions,
+    )
+    typer.echo(str(folder))
 
 
 @app.command()

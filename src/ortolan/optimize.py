@@ -42,6 +42,7 @@ from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 from ortolan.graph_passes.stored_int4 import StoredInt4
+from ortolan.graph_passes.text_input import TextInput, add_text_input, check_text_input
 from ortolan.graph_passes.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
 from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
@@ -67,6 +68,7 @@ def optimize_onnx(
     calibration: Calibration | None = None,
     tokenizer: Tokenizer | None = None,
     prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
+    with_tokenizer: str | os.PathLike[str] | TextInput | None = None,
     budget: Budget | None = None,
     shapes: Shapes | None = None,
     portable: bool = True,
@@ -90,11 +92,15 @@ def optimize_onnx(
         dicts, named like the model's inputs: run to verify the result, to measure the error of layers, and by passes
         that fit weights or ranges to inputs. None: inputs are made up, where that will do. Beside input_ids, an empty
         cache, a full attention_mask, position_ids and token_type_ids of 0 may be left out.
-    tokenizer: for texts: the path of a tokenizer.json, or an object whose encode(text) gives token ids. None: the
-        tokenizer.json beside the model.
+    tokenizer: for texts: the path of a tokenizer.json, or of an ONNX graph of onnxruntime-extensions' tokenizers (its
+        first input takes strings, its output input_ids, or the first one, has the ids); or an object whose encode(text)
+        gives token ids. None: the one of with_tokenizer, or the tokenizer.json beside the model.
     prompt: token ids [tokens], or an .npy file of them: a system prompt or knowledge that all sequences begin with. Its
         keys and values become part of the model (recipe "cached-prompt", or any with a pass compress_cache), which
         then is given what follows; attention_mask and position_ids count the prompt's tokens too.
+    with_tokenizer: the path of a tokenizer.json, or a TextInput (which also says how to pool): the optimized encoder
+        takes strings [batch] as input "text" and gives "sentence_embedding" [batch, hidden], in a session that knows
+        onnxruntime-extensions, as create_session makes it.
     budget: for "auto": the smallest cosine of each output against the original's (0.99 if None); "perplexity:0.02", by
         what share a decoder's perplexity on the calibration texts may rise; or a function(run of the original, run of
         the optimized model) -> bool, each of which takes feeds and gives outputs by name.
@@ -120,6 +126,8 @@ def optimize_onnx(
     chosen = None if recipe is None or settings is not None else _load_recipe(recipe, options, ids is not None)
     source = load_model(model)
     _refuse_optimized(source)
+    text = TextInput(with_tokenizer) if isinstance(with_tokenizer, str | os.PathLike) else with_tokenizer
+    wordpiece = None if text is None else check_text_input(source.model, text)
     stored = _count_stored_int4(source) if recipe is None else 0
     if recipe is None:
         chosen = _chosen_recipe(stored, options)
@@ -142,7 +150,8 @@ def optimize_onnx(
         versions=package_versions(),
         cpu=_cpu(),
     )
-    feeds = None if calibration is None else _read_feeds(calibration, tokenizer, source, report)
+    beside = find_tokenizer(source.path) if text is None else text.tokenizer
+    feeds = None if calibration is None else _read_feeds(calibration, tokenizer, beside, source, report)
     with (
         raising_unchanged(progress or no_progress) as tell,
         _work_folder(None if dry_run else target) as work,
@@ -168,8 +177,14 @@ def optimize_onnx(
         if chosen is not None:
             source.model.metadata_props.update(_provenance(chosen))
             run_recipe(chosen, source.model, context)
+        if text is not None and wordpiece is not None and not dry_run:
+            tell("tokenizer", 0, 1)
+            add_text_input(source.model, text, wordpiece)
+            for file in (context.candidate, data_path(context.candidate)):  # of the model that was verified
+                file.unlink(missing_ok=True)
         if not dry_run:
-            _finish(source, context, target, genai)
+            original = report.auto is not None and not report.auto.changed and text is None
+            _finish(source, context, target, genai, original)
     return report
 
 
@@ -195,9 +210,13 @@ def _search(
 
 
 def _read_feeds(
-    calibration: Calibration, tokenizer: Tokenizer | None, source: ModelFile, report: OptimizationReport
+    calibration: Calibration,
+    tokenizer: Tokenizer | None,
+    beside: Tokenizer | None,
+    source: ModelFile,
+    report: OptimizationReport,
 ) -> list[Feeds]:
-    """The feeds, with a word on them in the report."""
+    """The feeds, with a word on them in the report. beside: the tokenizer to use if none was given."""
     given: Any = calibration
     if isinstance(given, str | os.PathLike) and os.fspath(given).endswith(".txt"):
         given = read_texts(given)
@@ -212,7 +231,7 @@ def _read_feeds(
     what = "given feed(s)"
     if texts:
         what = f"feed(s) of {len(given)} text(s)"
-        given = feeds_of_texts(given, tokenizer or find_tokenizer(source.path), source.model)
+        given = feeds_of_texts(given, tokenizer or beside, source.model)
     feeds = read_calibration(given, source.model)
     report.tokens = count_tokens(feeds)
     report.feeds = f"{len(feeds)} {what}" + (f", {report.tokens} tokens" if report.tokens is not None else "")
@@ -266,10 +285,12 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None) -> None:
-    """Puts the candidate in its place, or into the report."""
+def _finish(
+    source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool
+) -> None:
+    """Puts the candidate, or the original as it is, in its place, or into the report."""
     report = context.report
-    if target is None and source.proto is not None and report.auto is not None and not report.auto.changed:
+    if target is None and source.proto is not None and original:
         report.model, report.file_size_after = source.proto, source.size
         return
     if target is None:
@@ -282,8 +303,7 @@ def _finish(source: ModelFile, context: PassContext, target: Path | None, genai:
         report.model = to_proto(source.model)
         report.file_size_after = report.model.ByteSize()
         return
-    unchanged = report.auto is not None and not report.auto.changed
-    if unchanged and source.path is not None and not source.data_files:
+    if original and source.path is not None and not source.data_files:
         shutil.copyfile(source.path, context.candidate)
     if not context.candidate.exists():  # a recipe without verify, or the original
         write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LIBRARY_NAME = "libortolan_ops.so"
 # Options remember by this entry that they know the library: registering it twice is an error in ONNX Runtime.
 _REGISTERED = "ortolan.registered"
+_EXTENSIONS_DOMAIN = "ai.onnx.contrib"  # operators of onnxruntime-extensions: tokenizers
 _FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
 _PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
 
@@ -91,14 +92,47 @@ def create_session(
 ) -> onnxruntime.InferenceSession:
     """An ONNX Runtime session for a model, optimized or not: the path of a file or of its folder, or a ModelProto.
 
-    The given options are used, and know the library after. Runs on the CPU unless other providers are named.
+    The given options are used, and know the library after; and that of onnxruntime-extensions if the model needs it, as
+    one with a tokenizer does. Runs on the CPU unless other providers are named.
 
-    Raises SessionError if the model cannot be opened, LibraryError if the operator library cannot be loaded.
+    Raises SessionError if the model cannot be opened, LibraryError if an operator library cannot be loaded.
     """
     import onnxruntime
 
     options = session_options if session_options is not None else onnxruntime.SessionOptions()
     register(options)
+    try:
+        return _open(path, options, providers)
+    except SessionError as error:
+        # Found only now: a model's file is not read twice for the sake of those few that need it.
+        if f"{_EXTENSIONS_DOMAIN}:" not in str(error):
+            raise
+    _register_extensions(options)
+    return _open(path, options, providers)
+
+
+def _register_extensions(session_options: onnxruntime.SessionOptions) -> None:
+    try:
+        import onnxruntime_extensions
+    except ImportError as error:
+        raise LibraryError(
+            "the model needs operators of onnxruntime-extensions, as models with a tokenizer do; install it with: "
+            "pip install 'ortolan[text]'"
+        ) from error
+    try:
+        session_options.register_custom_ops_library(onnxruntime_extensions.get_library_path())
+    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        raise LibraryError(
+            f"ONNX Runtime cannot load onnxruntime-extensions: {one_line(error)}; install versions that fit each "
+            "other: pip install -U onnxruntime onnxruntime-extensions"
+        ) from error
+
+
+def _open(
+    path: str | os.PathLike[str] | onnx.ModelProto,
+    options: onnxruntime.SessionOptions,
+    providers: str | Sequence[Any] | None,
+) -> onnxruntime.InferenceSession:
     if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # a file is served without onnx
         from ortolan.graph_passes.model_file import to_bytes
 

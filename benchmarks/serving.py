@@ -1,0 +1,207 @@
+"""Load on Ray Serve: clients that ask for embeddings without pause, on the loopback.
+
+python -m ortolan.benchmarks.serving [MODEL.onnx] [--tokenizer tokenizer.json] [--replicas 2] [--clients 16]
+    [--seconds 60] [--kill 30] [--retries 1] [--json]
+
+Without MODEL, all-MiniLM-L6-v2 is fetched, and optimized with its tokenizer. --kill: a replica is killed so many
+seconds after the start. --retries: how often a client sends a request again that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..graph_passes.text_input import TextInput
+from ..models import get_model
+from ..optimize import optimize_onnx
+from .encoder import SENTENCES
+from .result import versions_line
+
+_OBJECT_STORE = 80 << 20  # nothing large passes through it
+_TIMEOUT = 120  # seconds that a client waits
+_BAD = {  # what a server must refuse: body -> status
+    "malformed": (b'{"texts": [', 400),
+    "not UTF-8": (b'{"texts": ["\xff\xfe"]}', 400),
+    "half a character": (b'{"texts": ["\\ud800"]}', 422),
+    "wrong type": (b'{"texts": "one"}', 422),
+    "no texts": (b'{"texts": []}', 422),
+    "unknown field": (b'{"texts": ["one"], "other": 1}', 422),
+    "too many texts": (json.dumps({"texts": ["one"] * 129}).encode(), 413),
+    "long text": (json.dumps({"texts": ["x" * 20_001]}).encode(), 413),
+    "large body": (b'{"texts": ["' + b"x" * (1 << 20) + b'"]}', 413),
+}
+
+
+@dataclass
+class LoadResult:
+    """Of all clients. milliseconds: of the requests that were answered, with their retries. failures: by what was seen,
+    of requests that failed in the end. retried: requests that were sent again."""
+
+    seconds: float
+    milliseconds: list[float] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    retried: Counter[str] = field(default_factory=Counter)
+
+    def to_dict(self) -> dict[str, Any]:
+        spread = np.percentile(self.milliseconds, [50, 95, 99]) if self.milliseconds else [float("nan")] * 3
+        return {
+            "requests": len(self.milliseconds) + sum(self.failures.values()),
+            "failed": sum(self.failures.values()),
+            "failures": dict(self.failures),
+            "retried": dict(self.retried),
+            "requests_per_second": round(len(self.milliseconds) / self.seconds, 2),
+            **{f"p{share}_ms": round(float(ms), 2) for share, ms in zip((50, 95, 99), spread, strict=True)},
+        }
+
+
+def post(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def run_load(port: int, clients: int, seconds: float, retries: int) -> LoadResult:
+    """Each client asks for one sentence after the other."""
+    result, lock = LoadResult(seconds), threading.Lock()
+    end = time.monotonic() + seconds
+
+    def ask(client: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+        number = client
+        while time.monotonic() < end:
+            body = json.dumps({"texts": [SENTENCES[number % len(SENTENCES)]]}).encode()
+            number += 1
+            start, seen = time.perf_counter(), ""
+            for attempt in range(retries + 1):
+                try:
+                    status, _ = post(connection, "/embed", body)
+                    seen = "" if status == 200 else f"status {status}"
+                except (OSError, http.client.HTTPException) as error:
+                    connection.close()
+                    seen = type(error).__name__
+                if not seen:
+                    break
+                if attempt < retries:
+                    with lock:
+                        result.retried[seen] += 1
+            with lock:
+                if seen:
+                    result.failures[seen] += 1
+                else:
+                    result.milliseconds.append((time.perf_counter() - start) * 1e3)
+        connection.close()
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return result
+
+
+def check_refusals(port: int) -> dict[str, str]:
+    """What came of requests that must be refused: name -> "status, as expected" or not."""
+    found = {}
+    for name, (body, expected) in _BAD.items():
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+        status, _ = post(connection, "/embed", body)
+        connection.close()
+        found[name] = f"{status}" if status == expected else f"{status}, expected {expected}"
+    return found
+
+
+def kill_replica() -> str:
+    """Kills one, as a crash would. Returns its name."""
+    import ray
+
+    replicas = [
+        actor for actor in ray.util.list_named_actors(all_namespaces=True) if "REPLICA" in actor["name"].upper()
+    ]
+    chosen = min(replicas, key=lambda actor: str(actor["name"]))
+    ray.kill(ray.get_actor(chosen["name"], namespace=chosen["namespace"]))
+    return str(chosen["name"])
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def make_model(folder: Path) -> Path:
+    """all-MiniLM-L6-v2 in bf16, texts in, vectors out."""
+    files = get_model("all-minilm-l6-v2")
+    assert files.tokenizer is not None
+    model = folder / "minilm.onnx"
+    optimize_onnx(files.onnx, model, options={"sparsity": 0.0}, with_tokenizer=TextInput(files.tokenizer))
+    return model
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--kill", type=float)
+    parser.add_argument("--retries", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
+    import ray
+    from ray import serve
+
+    from ..serving import EmbeddingConfig, embeddings
+
+    port = free_port()
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.model or make_model(Path(temporary))
+        ray.init(
+            num_cpus=arguments.replicas + 1,
+            object_store_memory=_OBJECT_STORE,
+            include_dashboard=False,
+            logging_level="warning",
+        )
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            tokenizer = None if arguments.tokenizer is None else str(arguments.tokenizer.absolute())
+            config = EmbeddingConfig(model=str(model.absolute()), tokenizer=tokenizer, replicas=arguments.replicas)
+            serve.run(embeddings(config))
+            refused = check_refusals(port)
+            killed: list[str] = []
+            if arguments.kill is not None:
+                timer = threading.Timer(arguments.kill, lambda: killed.append(kill_replica()))
+                timer.start()
+            result = run_load(port, arguments.clients, arguments.seconds, arguments.retries)
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+    found = {
+        "versions": versions_line(),
+        "clients": arguments.clients,
+        "replicas": arguments.replicas,
+        "killed": killed,
+        **result.to_dict(),
+        "refused": refused,
+    }
+    print(json.dumps(found) if arguments.json else "\n".join(f"{name:20} {value}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Serving with Ray Serve: embeddings and generation over HTTP, on one machine or many.
+
+    serve run ortolan.serving:embeddings model=fast.onnx replicas=2
+    serve run ortolan.serving:generation model=decoder.onnx tokenizer=tokenizer.json
+
+Ray Serve starts, restarts and scales the replicas and spreads the requests; here stands what a replica does with one.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from .engines import EmbeddingEngine, GenerationEngine, RequestError
+from .errors import OrtolanError
+from .session import package_versions
+
+try:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+    from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+    from ray import serve
+    from ray.serve import Application
+    from ray.util.metrics import Counter, Histogram
+except ImportError as error:
+    raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
+
+_BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
+Payload = TypeVar("Payload", bound=BaseModel)
+
+
+class ServingConfig(BaseModel):
+    """What both kinds of servers are told. Values may be given as text, as `serve run` does.
+
+    model, tokenizer: paths, on every machine that runs a replica. replicas: how many; or min_replicas and max_replicas,
+    between which Ray Serve scales to target_ongoing_requests of each. threads: of ONNX Runtime for each replica, and
+    the CPUs that Ray counts for it. spin: idle threads wait in a loop. max_queued_requests: more get 503 (-1: no
+    limit). max_body_bytes: of a request; larger ones get 413.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    tokenizer: str | None = None
+    replicas: PositiveInt = 1
+    min_replicas: PositiveInt | None = None
+    max_replicas: PositiveInt | None = None
+    target_ongoing_requests: PositiveInt = 4
+    threads: PositiveInt = 1
+    spin: bool = False
+    max_ongoing_requests: PositiveInt = 64
+    max_queued_requests: int = 1000
+    max_body_bytes: PositiveInt = 1 << 20
+
+
+class EmbeddingConfig(ServingConfig):
+    """max_texts: of a request, more get 413. max_characters: of a text, likewise. max_tokens: what texts are cut to, if
+    the model takes tokens (one that takes texts knows by itself). batch_size: texts of all requests that run as one
+    batch; batch_wait: seconds to wait for them."""
+
+    max_texts: PositiveInt = 128
+    max_characters: PositiveInt = 20_000
+    max_tokens: PositiveInt = 256
+    batch_size: PositiveInt = 16
+    batch_wait: float = Field(default=0.002, ge=0, le=1)
+
+
+class GenerationConfig(ServingConfig):
+    """max_characters, max_prompt_tokens: of a prompt, more get 413. max_new_tokens: that a request may ask for, more
+    get 422. concurrent: requests that one replica runs at a time; others wait."""
+
+    tokenizer: str
+    max_characters: PositiveInt = 100_000
+    max_prompt_tokens: PositiveInt = 1024
+    max_new_tokens: PositiveInt = 512
+    concurrent: PositiveInt = 1
+
+
+class EmbeddingRequest(BaseModel):
+    """The body of POST /embed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    texts: list[str] = Field(min_length=1)
+
+
+class GenerationRequest(BaseModel):
+    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.models.generate.sample."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(min_length=1)
+    max_new_tokens: int = Field(default=64, ge=1)
+    temperature: float = Field(default=0.0, ge=0, le=10, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
+
+
+def embeddings(config: EmbeddingConfig) -> Application:
+    """An application of Ray Serve: POST /embed {"texts": […]} -> {"embeddings": [[…], …]}; GET /health."""
+    return _deploy(Embeddings, config)
+
+
+def generation(config: GenerationConfig) -> Application:
+    """An application of Ray Serve: POST /generate {"prompt": "…"} -> {"text": "…", "tokens": n, "finish_reason": "…"};
+    GET /health."""
+    return _deploy(Generation, config)
+
+
+def _deploy(deployment: Any, config: ServingConfig) -> Application:
+    scale: dict[str, Any] = {"num_replicas": config.replicas}
+    if config.min_replicas is not None or config.max_replicas is not None:
+        least = config.min_replicas or 1
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": least,
+                "max_replicas": config.max_replicas or max(least, config.replicas),
+                "target_ongoing_requests": config.target_ongoing_requests,
+            }
+        }
+    application: Application = deployment.options(
+        **scale,
+        max_ongoing_requests=config.max_ongoing_requests,
+        max_queued_requests=config.max_queued_requests,
+        ray_actor_options={"num_cpus": config.threads},
+    ).bind(config.model_dump())
+    return application
+
+
+async def read_request(request: Request, payload: type[Payload], max_bytes: int) -> Payload:
+    """Reads a request's body. Raises RequestError: 413 for more bytes, 400 for what is no JSON in UTF-8, 422 for JSON
+    of another form."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > max_bytes:
+            raise RequestError(413, f"the body has more than {max_bytes} bytes; send less at a time")
+    return parse_request(bytes(content), payload)
+
+
+def parse_request(content: bytes, payload: type[Payload]) -> Payload:
+    """See read_request."""
+    try:
+        said = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body is not UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from None
+    try:
+        # Escapes of JSON can write half a character, which is no text.
+        json.dumps(said, ensure_ascii=False).encode("utf-8")
+        return payload.model_validate(said)
+    except UnicodeEncodeError:
+        raise RequestError(422, "a text holds half of a surrogate pair; send whole characters") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise RequestError(422, f"{where}: {first['msg']}") from None
+
+
+def check_characters(texts: list[str], most: int) -> None:
+    """Raises RequestError 413."""
+    for number, text in enumerate(texts):
+        if len(text) > most:
+            raise RequestError(413, f"text {number} has {len(text)} characters, expected at most {most}")
+
+
+def _application() -> FastAPI:
+    """Routes are added by each class; errors become JSON here."""
+    application = FastAPI(title="Ortolan", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def answer(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestError)
+        return JSONResponse({"error": str(error)}, error.status)
+
+    application.add_exception_handler(RequestError, answer)
+    return application
+
+
+def _health(config: ServingConfig) -> dict[str, Any]:
+    versions = package_versions()
+    return {"status": "ok", "model": os.path.basename(config.model), "versions": versions}
+
+
+class _Runner:
+    """Runs what computes on threads of its own, so that the replica can go on to read requests."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+
+    async def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+
+
+# Ray Serve sends the classes below to its processes with what is defined by then.
+_embedding_routes, _generation_routes = _application(), _application()
+
+
+@serve.deployment
+@serve.ingress(_embedding_routes)
+class Embeddings:
+    """A replica: one session, and batches of texts out of all requests at hand."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = EmbeddingConfig(**config)
+        self._engine = EmbeddingEngine(
+            self._config.model,
+            self._config.tokenizer,
+            max_tokens=self._config.max_tokens,
+            threads=self._config.threads,
+            spin=self._config.spin,
+        )
+        self._run = _Runner(1)
+        self._texts = Counter("ortolan_texts", description="Texts that were embedded.")
+        self._batches = Histogram("ortolan_batch_texts", description="Texts of a batch.", boundaries=_BATCH_SIZES)
+        batch: Any = self._embed_text
+        batch.set_max_batch_size(self._config.batch_size)
+        batch.set_batch_wait_timeout_s(self._config.batch_wait)
+
+    @_embedding_routes.post("/embed")
+    async def embed(self, request: Request) -> JSONResponse:
+        """One vector a text."""
+        given = await read_request(request, EmbeddingRequest, self._config.max_body_bytes)
+        if len(given.texts) > self._config.max_texts:
+            raise RequestError(413, f"there are {len(given.texts)} texts, expected at most {self._config.max_texts}")
+        check_characters(given.texts, self._config.max_characters)
+        embed_text: Any = self._embed_text
+        vectors = await asyncio.gather(*map(embed_text, given.texts))
+        return JSONResponse({"embeddings": vectors})
+
+    @serve.batch
+    async def _embed_text(self, texts: list[str]) -> list[list[float]]:
+        self._texts.inc(len(texts))
+        self._batches.observe(len(texts))
+        vectors = await self._run(self._engine.embed, texts)
+        return [vector.tolist() for vector in vectors]
+
+    @_embedding_routes.get("/health")
+    async def health(self) -> dict[str, Any]:
+        """Whether a replica answers."""
+        return _health(self._config)
+
+    async def check_health(self) -> None:
+        """Asked by Ray Serve now and then; a replica that fails is replaced."""
+        await self._run(self._engine.embed, ["health"])
+
+
+@serve.deployment
+@serve.ingress(_generation_routes)
+class Generation:
+    """A replica: one session, one cache a request."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = GenerationConfig(**config)
+        self._engine = GenerationEngine(
+            self._config.model,
+            self._config.tokenizer,
+            max_prompt_tokens=self._config.max_prompt_tokens,
+            threads=self._config.threads,
+            spin=self._config.spin,
+        )
+        self._run = _Runner(self._config.concurrent)
+        self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
+
+    @_generation_routes.post("/generate")
+    async def generate(self, request: Request) -> JSONResponse:
+        """The prompt, continued."""
+        given = await read_request(request, GenerationRequest, self._config.max_body_bytes)
+        check_characters([given.prompt], self._config.max_characters)
+        if given.max_new_tokens > self._config.max_new_tokens:
+            raise RequestError(
+                422, f"max_new_tokens: {given.max_new_tokens}, expected at most {self._config.max_new_tokens}"
+            )
+        made = await self._run(
+            partial(
+                self._engine.generate,
+                given.prompt,
+                given.max_new_tokens,
+                temperature=given.temperature,
+                top_k=given.top_k,
+                top_p=given.top_p,
+                seed=given.seed,
+            )
+        )
+        self._tokens.inc(made.tokens)
+        return JSONResponse({"text": made.text, "tokens": made.tokens, "finish_reason": made.finish_reason})
+
+    @_generation_routes.get("/health")
+    async def health(self) -> dict[str, Any]:
+        """Whether a replica answers."""
+        return _health(self._config)

@@ -1,0 +1,167 @@
+"""A tokenizer in the model: texts in, vectors out, equal to `tokenizers`, session and pooling."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import ortolan
+from ortolan import LibraryError, ModelError, TextInput
+from ortolan.graph_passes.text_input import PROBES, add_text_input, tokenizer_model
+from ortolan.graph_passes.texts import feeds_of_texts
+from ortolan.graph_passes.wordpiece import load_tokenizer, read_wordpiece
+from ortolan.models import tiny
+
+from .wordpiece_file import write_wordpiece
+
+pytest.importorskip("onnxruntime_extensions")
+
+MPNET = ("<pad>", "[UNK]", "<s>", "</s>", "<mask>")
+
+
+def open_tokenizer(path: Path, most: int):
+    """Texts -> lists of ids, by the graph."""
+    session = ortolan.create_session(ir.to_proto(tokenizer_model(read_wordpiece(path), most)))
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        ids, mask = session.run(None, {"text": np.array(texts, object)})
+        assert ids.shape == mask.shape == (len(texts), max([2, *mask.sum(axis=1)]))
+        return [row[kept.astype(bool)].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+    return encode
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_every_character_is_read_as_tokenizers_reads_it(tmp_path, lowercase):
+    path = write_wordpiece(tmp_path / "tokenizer.json", lowercase)
+    tokenizer = load_tokenizer(path)
+    encode = open_tokenizer(path, 400)
+    codes = [code for code in range(1, 0x30000) if not 0xD800 <= code < 0xE000 and (code < 0x600 or code % 23 == 0)]
+    codes += range(0x30000, 0x110000, 997)
+    texts = []
+    for start in range(0, len(codes), 16):
+        characters = [chr(code) for code in codes[start : start + 16]]
+        texts.append(" ".join(f"a{character}b {character} x{character}" for character in characters))
+    for start in range(0, len(texts), 64):
+        part = texts[start : start + 64]
+        assert encode(part) == [encoding.ids[:399] + encoding.ids[-1:] if len(encoding.ids) > 400 else encoding.ids
+                                for encoding in tokenizer.encode_batch(part)]  # fmt: skip
+
+
+@pytest.mark.parametrize("specials", [("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), MPNET])
+def test_texts_of_random_parts(tmp_path, specials):
+    path = write_wordpiece(tmp_path / "tokenizer.json", specials=specials)
+    tokenizer = load_tokenizer(path)
+    tokenizer.enable_truncation(24)
+    encode = open_tokenizer(path, 24)
+    parts = [*specials, specials[2].lower(), "the ", "cat", "sleeping", "s", "unaffable", "x" * 60, " ", "  ", "\t\n"]
+    parts += [*",中丂ΩÄ😀☃-[]’²", "e\u0301", "\u0301", "\u200d", "\ue123", "\u00a0"]
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(parts, k=rng.randrange(12))) for _ in range(400)]
+    assert encode(texts) == [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+
+
+def test_cut_padded_and_empty(tmp_path):
+    path = write_wordpiece(tmp_path / "tokenizer.json")
+    encode = open_tokenizer(path, 5)
+    assert [len(ids) for ids in encode(["", "the", "the cat sleeps the cat", "the cat sleeping"])] == [2, 3, 5, 5]
+    assert encode([]) == []
+
+
+def pooled(model: Path, tokenizer: Path, texts: list[str], pooling: str, normalize: bool, most: int) -> np.ndarray:
+    """What the parts give, one by one."""
+    reader = load_tokenizer(tokenizer)
+    reader.enable_truncation(most)
+    session = ortolan.create_session(model)
+    names = {value.name for value in session.get_inputs()}
+    rows = []
+    for text in texts:
+        ids = np.array([reader.encode(text).ids])
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        (tokens,) = session.run(["last_hidden_state"], {name: feeds[name] for name in names})
+        row = tokens[0, 0] if pooling == "cls" else tokens[0].mean(axis=0)
+        rows.append(row / np.linalg.norm(row) if normalize else row)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(("pooling", "normalize"), [("mean", True), ("cls", False)])
+def test_an_optimized_encoder_takes_texts(tmp_path, pooling, normalize):
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    options = {"recipe": "sparse-bf16", "options": {"sparsity": 0.3}}
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "tokens.onnx", **options)
+    text = TextInput(tokenizer, pooling, normalize, max_tokens=12)
+    report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", with_tokenizer=text, **options)
+    assert report.replaced
+
+    session = ortolan.create_session(tmp_path / "fast.onnx")
+    assert [(one.name, one.type) for one in session.get_inputs()] == [("text", "tensor(string)")]
+    texts = ["The cat sleeps.", "", "unaffable cats, 中文!", "the " * 40]
+    (found,) = session.run(["sentence_embedding"], {"text": np.array(texts, object)})
+    expected = pooled(tmp_path / "tokens.onnx", tokenizer, texts, pooling, normalize, 12)
+    # Sums of a padded batch are made in another order than those of a text alone.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+    for text_, row in zip(texts, expected, strict=True):
+        (alone,) = session.run(None, {"text": np.array([text_], object)})
+        np.testing.assert_allclose(alone[0], row, rtol=1e-5, atol=1e-6)
+    assert session.run(None, {"text": np.array([], object)})[0].shape == (0, expected.shape[1])
+
+
+def test_refusals(tmp_path):
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json", truncation=None)
+    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    ir.save(tiny.tiny_llama(), tmp_path / "decoder.onnx")
+
+    def refused(match: str, model: str = "model.onnx", **text) -> None:
+        arguments = {"tokenizer": tokenizer, "max_tokens": 16} | text
+        with pytest.raises(ModelError, match=match):
+            ortolan.optimize_onnx(tmp_path / model, tmp_path / "out.onnx", with_tokenizer=TextInput(**arguments))
+        assert not (tmp_path / "out.onnx").exists()
+
+    refused("max_tokens", max_tokens=None)
+    refused("at least 3", max_tokens=2)
+    refused("pooling is 'max'", pooling="max")
+    refused("does not exist", tokenizer=tmp_path / "none.json")
+    refused("inputs", model="decoder.onnx")
+    (tmp_path / "broken.json").write_text("{")
+    refused("no tokenizer.json", tokenizer=tmp_path / "broken.json")
+    content = json.loads(tokenizer.read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    refused("BertPreTokenizer", tokenizer=tmp_path / "other.json")
+
+
+def test_extensions_that_are_not_installed_are_named(tmp_path, monkeypatch):
+    path = write_wordpiece(tmp_path / "tokenizer.json")
+    model = ir.to_proto(tokenizer_model(read_wordpiece(path), 16))
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime_extensions", None)
+    with pytest.raises(LibraryError, match=r"ortolan\[text\]"):
+        ortolan.create_session(model)
+
+
+def test_a_tokenizer_graph_reads_calibration_texts(tmp_path):
+    path = write_wordpiece(tmp_path / "tokenizer.json")
+    ir.save(tokenizer_model(read_wordpiece(path), 16), tmp_path / "tokenizer.onnx")
+    texts = ["the cat", "sleeping"]
+    model = tiny.tiny_bert()
+    by_graph, by_file = (feeds_of_texts(texts, tmp_path / f"tokenizer.{kind}", model) for kind in ("onnx", "json"))
+    assert [one["input_ids"].tolist() for one in by_graph] == [one["input_ids"].tolist() for one in by_file]
+
+
+@pytest.mark.network
+def test_all_minilm(tmp_path):
+    from ortolan.models import get_model
+
+    files = get_model("all-minilm-l6-v2")
+    model = ir.load(files.onnx)
+    add_text_input(model, TextInput(files.tokenizer, max_tokens=256))
+    ir.save(model, tmp_path / "text.onnx")
+    session = ortolan.create_session(tmp_path / "text.onnx")
+    (found,) = session.run(None, {"text": np.array(PROBES, object)})
+    expected = pooled(files.onnx, files.tokenizer, list(PROBES), "mean", True, 256)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
