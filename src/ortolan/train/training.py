@@ -112,7 +112,8 @@ class Training:
     def sparsity(self) -> float:
         """The share of pruned weights that are zero."""
         masks = list(self.state.masks.values())
-        return 1 - sum(int(mask.sum()) for mask in masks) / max(1, sum(mask.numel() for mask in masks))
+        kept, size = sum(int(mask.sum()) for mask in masks), sum(int(mask.numel()) for mask in masks)
+        return 1 - kept / size if size else 0.0
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The trained initializers as they are now."""
