@@ -49,7 +49,8 @@ class DistillReport:
         from rich.table import Table
 
         mean = sum(self.sparsity.values()) / len(self.sparsity)
-        title = f"{self.output}: {len(self.sparsity)} layers, {mean:.1%} of {self.pattern} zero"
+        units = "weights" if self.pattern == "unstructured" else f"{self.pattern} blocks"
+        title = f"{self.output}: {len(self.sparsity)} layers, {mean:.1%} of {units} zero"
         table = Table(title=title, title_justify="left")
         for column in ("step", "sparsity", "tokens", "time", "loss", "score"):
             table.add_column(column, justify="right")

@@ -55,6 +55,9 @@ class Training:
         self.state = state
         if not state.parameters:
             state.parameters = {name: tensor.clone() for name, tensor in self._teacher.items()}
+        if bfloat16:  # once, in place of in each step, as autocast does
+            for weight in weights:
+                self._teacher[weight.name] = self._teacher[weight.name].bfloat16()
         for tensor in state.parameters.values():
             tensor.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(
