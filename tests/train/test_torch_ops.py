@@ -24,7 +24,7 @@ POSITIVE = np.abs(X) + np.float32(0.1)
 IDS = np.array([[-7, 2, 5], [4, 4, 0]], np.int64)
 YES = X > 0
 UNARY = ["Abs", "Cos", "Dropout", "Erf", "Exp", "Flatten", "Identity", "Neg", "Relu", "Sigmoid", "Sin", "Softmax"]
-UNARY += ["Tanh", "Transpose"]
+UNARY += ["Tanh", "Transpose", "Ceil", "Floor", "Round", "Sign"]
 BINARY = ["Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"]
 
 
@@ -57,6 +57,9 @@ CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Gather", [IDS, ints(0, 1)], {}),
     ("Gather", [X, np.array([[0, -1], [2, 1]], np.int64)], {"axis": 1}),
     ("Gather", [X, np.array(1, np.int64)], {"axis": -1}),
+    ("GatherElements", [X[0], np.array([[1, -1, 0], [2, 3, 1]], np.int64)], {"axis": 1}),
+    ("IsNaN", [np.where(YES, X, np.float32("nan"))], {}),
+    ("Tile", [X, ints(1, 2, 3)], {}),
     ("Gemm", [X[0], X[1]], {"transB": 1, "alpha": 0.5}),
     ("Gemm", [X[0], X[1, :, :4], X[0, 0, :4]], {"transA": 1, "beta": 2.0}),
     ("LayerNormalization", [X, X[0, 0], X[0, 1]], {"epsilon": 1e-3}),
@@ -173,8 +176,8 @@ def test_parameters_take_the_place_of_initializers():
 
 
 def test_unknown_operators_and_old_opsets_are_refused():
-    model = ir.from_proto(operator_model("Round", [X], {}))
-    with pytest.raises(ModelError, match=r"node 'n' is a Round, which training does not know"):
+    model = ir.from_proto(operator_model("Tan", [X], {}))
+    with pytest.raises(ModelError, match=r"node 'n' is a Tan, which training does not know"):
         TorchGraph(model, (), "the model")
     model.opset_imports[""] = 12
     with pytest.raises(ModelError, match="opset 12, training needs 13"):

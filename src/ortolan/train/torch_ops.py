@@ -133,6 +133,11 @@ def _gather(attributes: Attributes, x: Tensor, indices: Tensor) -> Tensor:
     return picked.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
 
+def _gather_elements(attributes: Attributes, x: Tensor, indices: Tensor) -> Tensor:
+    axis = attributes.get("axis", 0)
+    return x.gather(axis, torch.where(indices < 0, indices + x.shape[axis], indices).long())
+
+
 def _expand(attributes: Attributes, x: Tensor, shape: Tensor) -> Tensor:
     return x.expand(torch.broadcast_shapes(x.shape, _numbers(shape)))
 
@@ -197,6 +202,7 @@ OPERATORS: dict[str, Operator] = {
     "Add": _plain(torch.add),
     "And": _plain(torch.logical_and),
     "Cast": lambda attributes, x: x.to(TYPES[ir.DataType(attributes["to"])]),
+    "Ceil": _plain(torch.ceil),
     "Clip": _clip,
     "Concat": lambda attributes, *inputs: torch.cat(inputs, attributes["axis"]),
     "Constant": _constant,
@@ -210,12 +216,15 @@ OPERATORS: dict[str, Operator] = {
     "Exp": _plain(torch.exp),
     "Expand": _expand,
     "Flatten": _flatten,
+    "Floor": _plain(torch.floor),
     "Gather": _gather,
+    "GatherElements": _gather_elements,
     "Gelu": _gelu,
     "Gemm": _gemm,
     "Greater": _plain(torch.gt),
     "GreaterOrEqual": _plain(torch.ge),
     "Identity": _plain(lambda x: x),
+    "IsNaN": _plain(torch.isnan),
     "LayerNormalization": _layer_norm,
     "Less": _plain(torch.lt),
     "LessOrEqual": _plain(torch.le),
@@ -235,8 +244,10 @@ OPERATORS: dict[str, Operator] = {
     "ReduceSum": _reduction(torch.sum),
     "Relu": _plain(F.relu),
     "Reshape": _reshape,
+    "Round": _plain(torch.round),
     "Shape": _shape,
     "Sigmoid": _plain(torch.sigmoid),
+    "Sign": _plain(torch.sign),
     "Sin": _plain(torch.sin),
     "Slice": _slice,
     "Softmax": lambda attributes, x: torch.softmax(x, attributes.get("axis", -1)),
@@ -245,6 +256,7 @@ OPERATORS: dict[str, Operator] = {
     "Squeeze": _squeeze,
     "Sub": _plain(torch.sub),
     "Tanh": _plain(torch.tanh),
+    "Tile": _plain(lambda x, repeats: x.tile(_numbers(repeats))),
     "Transpose": lambda attributes, x: x.permute(attributes.get("perm", list(range(x.ndim))[::-1])),
     "Trilu": _trilu,
     "Unsqueeze": _unsqueeze,
