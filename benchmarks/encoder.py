@@ -1,7 +1,7 @@
 """An encoder, whole: latency against ONNX Runtime's fp32 and dynamic int8, and Spearman on STS-B's dev set.
 
 python -m ortolan.benchmarks.encoder [--model all-minilm-l6-v2] [--recipe NAME[:KEY=VALUE,…] …] [--sparsity 0.8 …]
-    [--shape 1x16 …] [--sts sts-dev.csv] [--texts sentences.txt] [--threads 1] [--peer openvino]
+    [--shape 1x16 …] [--sts sts-dev.csv] [--texts sentences.txt] [--threads 1] [--peer openvino] [--distilled FILE]
 """
 
 from __future__ import annotations
@@ -124,8 +124,12 @@ def make_variants(
     calibration: Sequence[dict[str, np.ndarray]],
     folder: Path,
     console: Console,
+    distilled: Path | None = None,
 ) -> dict[str, Path]:
-    """Name -> ONNX file, made in `folder`; a recipe whose result does not pass its verification is left out."""
+    """Name -> ONNX file, made in `folder`; a recipe whose result does not pass its verification is left out.
+
+    distilled: the same model with other weights, that recipes start from in place of the original.
+    """
     variants = {FP32: encoder.onnx, INT8: folder / "ort_int8.onnx"}
     with silent_root_logger():
         quantize_dynamic(encoder.onnx, variants[INT8])
@@ -133,7 +137,7 @@ def make_variants(
         path = folder / re.sub(r"[^\w.=%-]", "-", f"{name}.onnx")
         console.print(f"making {path.name}")
         try:
-            optimize_onnx(encoder.onnx, path, recipe=recipe, calibration=calibration)
+            optimize_onnx(distilled or encoder.onnx, path, recipe=recipe, calibration=calibration)
         except VerificationError as error:
             console.print(f"left out: {error}")
         else:
@@ -185,9 +189,12 @@ def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[st
     parser.add_argument("--texts", type=Path, help="sentences to calibrate on, one a line; default: 20 of our own")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape")
+    parser.add_argument(
+        "--distilled", type=Path, help="what `ortolan distill` made of the model: recipes start from it"
+    )
     parser.add_argument("--peer", choices=["openvino"], help="time this as well, where it is installed")
     arguments = parser.parse_args()
-    for option in ("sts", "texts"):
+    for option in ("sts", "texts", "distilled"):
         path = getattr(arguments, option)
         if path and not path.is_file():
             parser.error(f"--{option}: file {str(path)!r} does not exist")
@@ -211,7 +218,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, pinned(arguments.threads):
         folder = Path(temporary)
         encoder = open_model(arguments.model, folder)
-        variants = make_variants(encoder, recipes, calibration_feeds(encoder, sentences), folder, console)
+        feeds_to_fit = calibration_feeds(encoder, sentences)
+        variants = make_variants(encoder, recipes, feeds_to_fit, folder, console, arguments.distilled)
         sessions: dict[str, ort.InferenceSession] = {
             name: create_session(path, session_options(arguments.threads)) for name, path in variants.items()
         }

@@ -1,4 +1,4 @@
-"""The command line: `ortolan optimize | inspect | bench | doctor | demo | triton`. It only calls the API.
+"""The command line: `ortolan optimize | distill | inspect | bench | doctor | demo | triton`. It only calls the API.
 
 Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
 `ortolan --help` is quick.
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 10_000
 
 _AS_JSON = "ortolan.json"
+_INTERRUPTED = {  # what an interrupt of a command leaves
+    "optimize": ", nothing was written",
+    "distill": "; the same command goes on from the last checkpoint",
+}
 
 
 class _Commands(TyperGroup):
@@ -52,7 +56,7 @@ class _Commands(TyperGroup):
                 typer.echo(json.dumps({"error": message}))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            _print_error("interrupted" + (", nothing was written" if ctx.invoked_subcommand == "optimize" else ""))
+            _print_error("interrupted" + (_INTERRUPTED.get(ctx.invoked_subcommand or "", "")))
             raise typer.Exit(130) from None
 
 
@@ -249,6 +253,80 @@ def _output_beside(model: Path) -> Path:
     if not folder.name or model.name == "..":
         raise OrtolanError(f"folder {str(model)!r} has no name to call the new one after; give --output")
     return folder.with_name(f"{folder.name}.ortolan")
+
+
+@app.command()
+def distill(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the sparse model.")],
+    texts: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="A .txt file of one text a line, like those to come. Repeatable."),
+    ],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The model's tokenizer.json. Without it: the one beside MODEL."),
+    ] = None,
+    sparsity: Annotated[float, typer.Option(help="The share of blocks that go, of each layer.")] = 0.8,
+    pattern: Annotated[str, typer.Option(help="4x1, blocks of four outputs, or unstructured.")] = "4x1",
+    steps: Annotated[int, typer.Option(help="How often weights are changed.")] = 5000,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens that one step learns from.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Longer texts are cut to pieces of so many tokens.")] = 64,
+    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 5e-4,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="The state of the training. Without it: OUTPUT.checkpoint."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on from the checkpoint, if any.")] = True,
+    score: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Sentence pairs as in sts-dev.csv, to measure Spearman's correlation on while it learns.",
+        ),
+    ] = None,
+    score_every: Annotated[
+        int | None, typer.Option(help="Steps between scores; a twentieth of all unless told.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs 'ortolan[train]')."""
+    from .graph_passes.texts import read_texts
+    from .train import distill as run
+
+    evaluate = None if score is None else _sts_score(score, tokenizer, model)
+    with _progress_bar() as progress:
+        report = run(
+            model,
+            output,
+            texts=[text for path in texts for text in read_texts(path)],
+            tokenizer=tokenizer,
+            sparsity=sparsity,
+            pattern=pattern,
+            steps=steps,
+            batch_tokens=batch_tokens,
+            max_tokens=max_tokens,
+            rate=rate,
+            checkpoint=checkpoint,
+            resume=resume,
+            evaluate=evaluate,
+            evaluate_every=score_every,
+            progress=progress,
+            tell=lambda point: _print_step(str(point)),
+        )
+    _print_result(report, as_json)
+
+
+def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Path], float]:
+    """Spearman's correlation of a model file on sentence pairs."""
+    from . import create_session
+    from .graph_passes.texts import find_tokenizer
+    from .models.embed import SentenceEncoder, spearman_on_sts
+
+    found = tokenizer or find_tokenizer(model)
+    if found is None:
+        raise OrtolanError("--score needs the model's tokenizer.json; give --tokenizer")
+    return lambda path: spearman_on_sts(SentenceEncoder(create_session(path), found), pairs)
 
 
 @app.command()

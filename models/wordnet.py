@@ -1,0 +1,42 @@
+"""General English to train on: the definitions and example sentences of WordNet 3.1, one a line on stdout.
+
+python -m ortolan.models.wordnet > texts.txt
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from .fetch import fetch
+
+FILES = ("data.noun", "data.verb", "data.adj", "data.adv")
+_EXAMPLE = re.compile(r'"([^"]+)"')
+_SHORTEST = 3  # words
+
+
+def read_wordnet(folder: str | os.PathLike[str]) -> list[str]:
+    """Each different definition or example of three words or more, in the order of the database files."""
+    texts: dict[str, None] = {}
+    for name in FILES:
+        for line in (Path(folder) / name).read_text(encoding="utf-8").split("\n"):
+            _, bar, gloss = line.partition(" | ")
+            if not bar:  # the licence, in front
+                continue
+            definition = _EXAMPLE.sub("", gloss).strip(" ;")
+            for text in (definition, *_EXAMPLE.findall(gloss)):
+                if len(text.split()) >= _SHORTEST:
+                    texts[text.strip()] = None
+    return list(texts)
+
+
+def main() -> None:
+    folder = fetch("wordnet", progress=lambda line: print(line, file=sys.stderr))
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    print("\n".join(read_wordnet(folder)))
+
+
+if __name__ == "__main__":
+    main()

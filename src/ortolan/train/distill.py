@@ -1,0 +1,187 @@
+"""distill: from a dense encoder and texts to a sparse one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.errors import OrtolanError, RecipeError
+from ortolan.graph_passes.model_file import ModelFile, check_output, load_model, move_into_place, write_model
+from ortolan.graph_passes.pruners.masks import Pattern
+from ortolan.graph_passes.texts import Tokenizer, find_tokenizer
+from ortolan.progress import Progress, no_progress
+
+from .batches import Batches, token_ids
+from .report import CurvePoint, DistillReport
+from .student import HEADS, pruned_weights, trained_names, write_back
+
+DISTILLED_KEY = "ortolan.distilled"  # in the metadata of the model that is written
+_PATTERNS = ("4x1", "unstructured")
+
+
+def distill(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    texts: Sequence[str],
+    tokenizer: Tokenizer | None = None,
+    sparsity: float = 0.8,
+    pattern: str = "4x1",
+    steps: int = 5000,
+    batch_tokens: int = 1024,
+    max_tokens: int = 64,
+    rate: float = 5e-4,
+    select: Sequence[str] = ("*",),
+    exclude: Sequence[str] = HEADS,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    evaluate: Callable[[Path], float] | None = None,
+    evaluate_every: int | None = None,
+    bfloat16: bool | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    tell: Callable[[CurvePoint], None] | None = None,
+) -> DistillReport:
+    """Prunes an encoder little by little while it learns, on texts without labels, to give what the dense one gives.
+
+    model: the path of an ONNX encoder in float32, as exported; never changed. output: the file to write, the same graph
+        with other weights, of which the pruned ones are exact zeros. Recipe sparse-int8-4x1 makes it fast.
+    texts: sentences like those it will be given; tens of thousands. tokenizer: the path of a tokenizer.json, or an
+        object whose encode(text) gives token ids. None: the tokenizer.json beside the model.
+    sparsity: of each layer. pattern: "4x1", blocks of one input and four outputs, or "unstructured".
+    steps: of batch_tokens tokens each; texts are cut to max_tokens. rate: the highest learning rate.
+    select, exclude: patterns of names of layers or weights.
+    checkpoint: the folder of the training's state; None: `<output>.checkpoint`. It is written every five minutes, when
+        the run is interrupted (Ctrl-C), and at the end. resume: goes on from one that is there, with the same result as
+        an uninterrupted run.
+    evaluate: scores a model file; called on the original, every evaluate_every steps (None: twenty times), and at
+        the end; tell is given each point of the curve.
+    bfloat16: computes matrix products in it. None: where the CPU can.
+
+    Raises OrtolanError; KeyboardInterrupt once the checkpoint is written. The output appears at the end, whole.
+    """
+    torch = _import_torch()
+    from . import checkpoint as checkpoints
+    from .torch_graph import TorchGraph
+    from .training import Training
+
+    _check(sparsity=(0, sparsity, 1), steps=(0, steps, None), batch_tokens=(0, batch_tokens, None),
+           max_tokens=(3, max_tokens, None), rate=(0, rate, None))  # fmt: skip
+    units = Pattern.read(pattern)
+    if pattern not in _PATTERNS or units is None:
+        raise RecipeError(f"pattern is {pattern!r}, expected one of {', '.join(map(repr, _PATTERNS))}")
+    source = load_model(model)
+    assert source.path is not None
+    target = Path(output)
+    check_output(target, source)
+    folder = Path(checkpoint) if checkpoint is not None else target.with_name(f"{target.name}.checkpoint")
+    name = source.name
+    weights = pruned_weights(source.model, tuple(select), tuple(exclude), name)
+    names = trained_names(source.model, weights)
+    graph = TorchGraph(source.model, names, name)
+    ids = token_ids(texts, tokenizer or find_tokenizer(source.path), source.model, max_tokens)
+    batches = Batches(ids, batch_tokens, seed)
+    original = {key: _stored(source, key) for key in names}
+    bfloat16 = bool(torch.cpu._is_avx512_bf16_supported()) if bfloat16 is None else bfloat16
+    settings = {
+        "model": _digest(original), "texts": batches.digest, "sparsity": sparsity, "pattern": pattern, "steps": steps,
+        "rate": rate, "bfloat16": bfloat16, "layers": [weight.name for weight in weights],
+    }  # fmt: skip
+    state = (checkpoints.load(folder, settings) if resume else None) or checkpoints.State(settings)
+    report = DistillReport(str(source.path), str(target), pattern, steps)
+    if evaluate is not None:
+        report.original_score = evaluate(source.path)
+    training = Training(
+        source.model, graph, weights, original, batches, state,
+        pattern=units, target=sparsity, steps=steps, peak=rate, bfloat16=bfloat16,
+    )  # fmt: skip
+
+    def score() -> float | None:
+        if evaluate is None:
+            return None
+        with tempfile.TemporaryDirectory() as work:
+            path = Path(work) / target.name
+            write_back(source.model, training.arrays())
+            write_model(source.model, path, lambda done, total: None)
+            return evaluate(path)
+
+    with _interruptible() as stopped:
+        finished = training.run(
+            folder, evaluate_every or max(1, steps // 20), score, stopped, progress or no_progress, tell
+        )
+    if not finished:
+        raise KeyboardInterrupt
+    arrays = training.arrays()
+    write_back(source.model, arrays)
+    source.model.metadata_props[DISTILLED_KEY] = json.dumps({**settings, "tokens": state.tokens})
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.ortolan-", dir=target.absolute().parent) as work:
+        candidate = Path(work) / target.name
+        write_model(source.model, candidate, lambda done, total: None)
+        move_into_place(candidate, target)
+    report.tokens, report.seconds, report.curve = state.tokens, state.seconds, state.curve
+    for weight in weights:
+        report.sparsity[weight.linears[0].name] = float(
+            1 - np.count_nonzero(arrays[weight.name]) / arrays[weight.name].size
+        )
+    return report
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise OrtolanError(
+            "distillation needs the package 'torch'; install it with: pip install 'ortolan[train]'"
+        ) from error
+    return torch
+
+
+def _check(**given: tuple[float, float, float | None]) -> None:
+    """Raises RecipeError for a number that is not above its lower bound, or not below its upper one."""
+    for name, (low, number, high) in given.items():
+        if not low < number or (high is not None and not number < high):
+            between = f"above {low}" if high is None else f"between {low} and {high}"
+            raise RecipeError(f"{name} is {number!r}, expected a number {between}")
+
+
+def _stored(source: ModelFile, name: str) -> np.ndarray:
+    stored = source.model.graph.initializers[name].const_value
+    assert stored is not None
+    return np.array(stored.numpy(), np.float32)
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    sha = hashlib.sha256()
+    for name, array in arrays.items():
+        sha.update(name.encode() + array.tobytes())
+    return sha.hexdigest()
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C only makes the given function true; the second one interrupts as ever."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,108 @@
+"""An ONNX graph as a torch computation: run once with the weights of the teacher, once with those of the student."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from ortolan.errors import ModelError, listing
+from ortolan.graph_passes.constants import DEFAULT_DOMAINS
+from ortolan.graph_passes.linear import node_name, op_name
+
+from .torch_ops import OPERATORS, TYPES, Operator, Tensor, tensor_of
+
+_MINIMUM_OPSET = 13  # from here on, axes of Unsqueeze, Squeeze and Split are inputs
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A node, made ready to run. None stands for an input that is left out."""
+
+    node: ir.Node
+    operator: Operator
+    attributes: dict[str, Any]
+    inputs: list[ir.Value | None]
+
+
+class TorchGraph:
+    """Runs a model node by node. What depends on neither inputs nor parameters is computed once."""
+
+    def __init__(self, model: ir.Model, parameters: Collection[str], name: str) -> None:
+        """parameters: names of initializers that `run` is given. name: of the model, for errors.
+
+        Raises ModelError for an operator or tensor type that is not known here, or an old opset.
+        """
+        version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+        if version < _MINIMUM_OPSET:
+            raise ModelError(
+                f"{name} is at opset {version}, training needs {_MINIMUM_OPSET} or later; export the model again, for "
+                "example with: optimum-cli export onnx --opset 17 --model MODEL FOLDER"
+            )
+        self._name = name
+        self._inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+        self._constants: dict[ir.Value, Tensor] = {}
+        self._parameters: dict[str, ir.Value] = {}
+        for value_name, value in model.graph.initializers.items():
+            if value_name in parameters:
+                self._parameters[value_name] = value
+            elif value.uses():
+                self._constants[value] = self._stored(value)
+        self._steps: list[_Step] = []
+        for node in model.graph:
+            step = self._step(node)
+            if all(value is None or value in self._constants for value in step.inputs):
+                self._constants.update(zip(node.outputs, self._run_step(step, self._constants), strict=True))
+            else:
+                self._steps.append(step)
+
+    def run(
+        self, feeds: Mapping[str, Tensor], parameters: Mapping[str, Tensor], wanted: Sequence[ir.Value]
+    ) -> list[Tensor]:
+        """The wanted values. feeds: by name of the model's inputs."""
+        values = dict(self._constants)
+        values.update({value: feeds[value.name or ""] for value in self._inputs})
+        values.update({value: parameters[name] for name, value in self._parameters.items()})
+        missing = set(wanted) - values.keys()
+        for step in self._steps:
+            made = zip(step.node.outputs, self._run_step(step, values), strict=False)
+            for value, tensor in made:
+                values[value] = tensor
+                missing.discard(value)
+            if not missing:
+                break
+        return [values[value] for value in wanted]
+
+    def _stored(self, value: ir.Value) -> Tensor:
+        stored = value.const_value
+        if stored is None or stored.dtype not in TYPES:
+            found = "no data" if stored is None else f"type {stored.dtype.name}"
+            raise ModelError(
+                f"{self._name}: initializer {value.name!r} has {found}, training needs one of "
+                f"{listing(known.name for known in TYPES)}; train the model before it is quantized"
+            )
+        return tensor_of(stored)
+
+    def _step(self, node: ir.Node) -> _Step:
+        operator = OPERATORS.get(node.op_type) if node.domain in DEFAULT_DOMAINS else None
+        if operator is None:
+            raise ModelError(
+                f"{self._name}: node {node_name(node)!r} is a {op_name(node)}, which training does not know; it takes "
+                "encoders of standard operators, as exported and before any optimization"
+            )
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        if node.op_type == "Split":
+            attributes["outputs"] = len(node.outputs)
+        return _Step(node, operator, attributes, list(node.inputs))
+
+    def _run_step(self, step: _Step, values: Mapping[ir.Value, Tensor]) -> tuple[Tensor, ...]:
+        inputs = [None if value is None else values[value] for value in step.inputs]
+        try:
+            made = step.operator(step.attributes, *inputs)
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self._name}: node {node_name(step.node)!r} ({op_name(step.node)}) does not run in torch: {error!r}"
+            ) from error
+        return made if isinstance(made, tuple) else (made,)
