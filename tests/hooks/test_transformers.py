@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,8 @@ def test_large_weights_go_with_the_program(
 
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)  # as if these were large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    # pytest keeps the records of loggers, and one of them keeps the program.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     inputs = tokens(bert, TEXTS)
     made = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE))
     path = Path(made.program.meta["path"])
