@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,30 +13,7 @@ import ortolan
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, code) in the order of the page."""
-    return _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
-
-
-def run_bash(code: str, folder: Path, **variables: str) -> None:
-    """Runs each line but those that install."""
-    lines = [line for line in code.splitlines() if not line.startswith(("pip install", "make wheel"))]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euc", "\n".join(lines)],
-        cwd=folder,
-        env={**os.environ, "PATH": path, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+from .pages import ROOT, blocks, run_bash
 
 
 def run_page(page: str, folder: Path) -> dict[str, object]:

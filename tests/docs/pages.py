@@ -1,0 +1,37 @@
+"""The fenced blocks of docs/*.md, and how the tests run them. ```sh blocks and lines that install are left out."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, code) in the order of the page."""
+    return _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+
+
+def run_bash(code: str, folder: Path, **variables: str) -> None:
+    """Runs each line but those that install."""
+    lines = [line for line in code.splitlines() if not line.startswith(("pip install", "make wheel"))]
+    _run(["bash", "-euo", "pipefail", "-c", "\n".join(lines)], code, folder, variables)
+
+
+def run_python(code: str, folder: Path, **variables: str) -> None:
+    """Runs the block in a process of its own."""
+    _run([sys.executable, "-c", code], code, folder, variables)
+
+
+def _run(command: Sequence[str], code: str, folder: Path, variables: dict[str, str]) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **variables}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
