@@ -31,7 +31,13 @@ class GenaiConfig:
     def to_json(self) -> str:
         """Raises ModelError."""
         try:
-            return json.dumps(self.content, indent=4, ensure_ascii=False)
+            text = json.dumps(self.content, indent=4, ensure_ascii=False)
+            text.encode()
+            return text
+        except UnicodeEncodeError as error:
+            raise ModelError(
+                f"{str(self.path)!r} holds half of a surrogate pair: {error}; export the model again"
+            ) from None
         except RecursionError:  # which may happen at less than what was read
             raise ModelError(f"{str(self.path)!r} is nested too deeply; export the model again") from None
 

@@ -5,22 +5,27 @@ The tokenizer's nodes are those of onnxruntime-extensions, which create_session 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import ModelError, VerificationError, listing
+from ortolan.session import one_line
 
+from .calibrate import quiet_options
 from .feeds import model_inputs
 from .wordpiece import WordPiece, character_model, load_tokenizer, read_wordpiece, replacements
 
 EXTENSIONS_DOMAIN = "ai.onnx.contrib"
 TEXT_INPUT, EMBEDDING = "text", "sentence_embedding"
 POOLINGS = ("mean", "cls")
+_MOST_TOKENS = 65536  # of a text: ONNX Runtime would reserve memory for more
 _NAMES = "/ortolan_text"  # of nodes and values
 _OLDEST_OPSET = 13  # Unsqueeze and ReduceSum take their axes as inputs
 _REDUCE_AXES_OPSET = 18  # and now ReduceMax and ReduceL2 do
@@ -70,8 +75,11 @@ def check_text_input(model: ir.Model, text: TextInput) -> WordPiece:
             f"tokenizer file {os.fspath(text.tokenizer)!r} does not say to how many tokens texts are cut; give "
             "max_tokens (--max-tokens)"
         )
-    if most < 3:
-        raise ModelError(f"max_tokens is {most}, expected at least 3: two are special tokens")
+    if not isinstance(most, int) or not 3 <= most <= _MOST_TOKENS:
+        raise ModelError(
+            f"max_tokens is {most!r} (given, or as the tokenizer.json says), expected at least 3, as two are special "
+            f"tokens, and at most {_MOST_TOKENS}; give max_tokens (--max-tokens)"
+        )
     known = {"input_ids", "attention_mask", "token_type_ids"}
     names = [value.name or "" for value in model_inputs(model)]
     if "input_ids" not in names or not set(names) <= known:
@@ -101,7 +109,9 @@ def add_text_input(
     most = text.max_tokens or wordpiece.max_tokens
     assert most is not None
     tokenizer = tokenizer_model(wordpiece, most, _opset(model), model.ir_version)
-    _check_tokenizer(tokenizer, text.tokenizer, most, [*PROBES, *probes])
+    long_word = "a" * (wordpiece.most_characters + 1)
+    _check_tokenizer(tokenizer, text.tokenizer, most, [*PROBES, long_word, *probes])
+    _free_names(model)
     builder = _Nodes(_opset(model))
     texts = _input(TEXT_INPUT, ir.DataType.STRING, ["batch"])
     ids, mask = _tokenize(builder, wordpiece, most, texts)
@@ -283,6 +293,39 @@ def _pool(nodes: _Nodes, tokens: ir.Value, mask: ir.Value, text: TextInput) -> i
     return pooled
 
 
+def _free_names(model: ir.Model) -> None:
+    """Renames values of the model that have the names of ours, such as an output sentence_embedding of its own."""
+    values = [
+        *model.graph.initializers.values(),
+        *(value for node in model.graph.all_nodes() for value in node.outputs),
+    ]
+    taken = {value.name for value in values}
+    for value in values:
+        name = value.name or ""
+        if name in (TEXT_INPUT, EMBEDDING) or name.startswith(_NAMES):
+            number = next(number for number in itertools.count() if f"{name}_before_{number}" not in taken)
+            value.name = f"{name}_before_{number}"
+            taken.add(value.name)
+
+
+def check_text_model(path: Path, text: TextInput, wordpiece: WordPiece) -> None:
+    """Runs the model as it was written, on short texts and on one of max_tokens tokens. Raises VerificationError."""
+    from ortolan.session import create_session
+
+    most = text.max_tokens or wordpiece.max_tokens
+    session = create_session(path, quiet_options())
+    for texts in (PROBES, ["a " * (most or 0)]):
+        try:
+            (vectors,) = session.run([EMBEDDING], {TEXT_INPUT: np.array(texts, object)})
+        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            raise VerificationError(
+                f"the model does not take {'a text' if len(texts) == 1 else 'texts'} of up to {most} tokens: "
+                f"{one_line(error)}; nothing was saved; give max_tokens (--max-tokens), the positions that it has"
+            ) from error
+        if not np.isfinite(vectors).all():
+            raise VerificationError("the model with its tokenizer answers with NaN or infinity; nothing was saved")
+
+
 def _check_tokenizer(model: ir.Model, path: str | os.PathLike[str], most: int, texts: Sequence[str]) -> None:
     """Compares the nodes with the package `tokenizers`, text by text and as a batch."""
     from ortolan.session import create_session
@@ -291,7 +334,10 @@ def _check_tokenizer(model: ir.Model, path: str | os.PathLike[str], most: int, t
     tokenizer.enable_truncation(most)
     session = create_session(ir.to_proto(model))
     expected = [encoded.ids for encoded in tokenizer.encode_batch(list(texts))]
-    ids, mask = session.run(None, {TEXT_INPUT: np.array(texts, object)})
+    try:
+        ids, mask = session.run(None, {TEXT_INPUT: np.array(texts, object)})
+    except Exception as error:  # as above
+        raise ModelError(f"tokenizer file {os.fspath(path)!r} cannot be run in a graph: {one_line(error)}") from error
     for text, want, row, kept in zip(texts, expected, ids, mask, strict=True):
         found = row[kept.astype(bool)].tolist()
         if found != want:

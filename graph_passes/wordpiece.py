@@ -23,6 +23,7 @@ from typing import Any
 from ortolan.errors import ModelError
 
 _UNKNOWN = "\x02"  # what the table gives for characters that the vocabulary lacks
+_MOST_CHARACTERS = 999  # of a word: what the regular expressions of RE2 count to, but for one
 _DROPPED = "\x01"  # stands for characters that the tokenizer removes
 # A run of so many characters of which the same becomes is left to a regular expression: a table of them would be large.
 _LONG_RUN = 256
@@ -101,14 +102,24 @@ def read_wordpiece(path: str | os.PathLike[str]) -> WordPiece:
     special = _special_tokens(said["added_tokens"], vocabulary, refuse)
     known = {word for word in vocabulary if len(word) == 1}
     within = {word for word in known if prefix + word in model["vocab"]}
-    table, dropped, spaced = _table(tokenizer, known, within)
+    try:
+        table, dropped, spaced = _table(tokenizer, known, within)
+    except ValueError:  # the words between the characters are not what they were
+        raise refuse("has a normalizer that changes plain letters") from None
     padding = said.get("padding") or {}
     pad_id = padding.get("pad_id", model["vocab"].get("[PAD]", 0))
+    if not isinstance(pad_id, int) or not 0 <= pad_id < len(vocabulary):
+        raise refuse(f"pads with id {pad_id!r} of {len(vocabulary)} tokens")
+    most, unknown = model["max_input_chars_per_word"], model["unk_token"]
+    if not isinstance(most, int) or not 1 <= most <= _MOST_CHARACTERS:
+        raise refuse(f"has max_input_chars_per_word {most!r}, above {_MOST_CHARACTERS} or no number from 1 on")
+    if "\\" in unknown or " " in unknown:
+        raise refuse(f"has the unknown token {unknown!r}")
     return WordPiece(
         vocabulary=vocabulary,
-        unknown=model["unk_token"],
+        unknown=unknown,
         prefix=prefix,
-        most_characters=model["max_input_chars_per_word"],
+        most_characters=most,
         begin=vocabulary[ends[0]],
         end=vocabulary[ends[1]],
         pad=vocabulary[pad_id],

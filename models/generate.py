@@ -195,10 +195,10 @@ def sample(
 ) -> int:
     """Draws a token from softmax(logits / temperature), of the likeliest ones only.
 
-    logits: [vocabulary]. temperature: 0 takes the likeliest token. top_k: among so many (0: all). top_p: among the
-    fewest whose probabilities sum to at least this, after top_k.
+    logits: [vocabulary]. temperature: 0 (below 1e-6) takes the likeliest token. top_k: among so many (0: all). top_p:
+    among the fewest whose probabilities sum to at least this, after top_k.
     """
-    if temperature == 0:
+    if temperature < 1e-6:  # less makes numbers too large
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / temperature
     # Stable: equal logits keep the order of their ids, on every machine.

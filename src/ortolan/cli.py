@@ -203,7 +203,7 @@ def optimize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")] = False,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs ortolan[html]."),
+        typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs the extra html."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -290,7 +290,7 @@ def distill(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs 'ortolan[train]')."""
+    """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs the extra train)."""
     from .graph_passes.texts import read_texts
     from .train import distill as run
 

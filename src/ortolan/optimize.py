@@ -42,7 +42,7 @@ from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 from ortolan.graph_passes.stored_int4 import StoredInt4
-from ortolan.graph_passes.text_input import TextInput, add_text_input, check_text_input
+from ortolan.graph_passes.text_input import TextInput, add_text_input, check_text_input, check_text_model
 from ortolan.graph_passes.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
 from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
@@ -180,8 +180,11 @@ def optimize_onnx(
         if text is not None and wordpiece is not None and not dry_run:
             tell("tokenizer", 0, 1)
             add_text_input(source.model, text, wordpiece)
-            for file in (context.candidate, data_path(context.candidate)):  # of the model that was verified
+            for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
                 file.unlink(missing_ok=True)
+            write_model(source.model, context.candidate, lambda done, total: tell("write", done, total))
+            context.release()
+            check_text_model(context.candidate, text, wordpiece)
         if not dry_run:
             original = report.auto is not None and not report.auto.changed and text is None
             _finish(source, context, target, genai, original)

@@ -81,11 +81,15 @@ def write_repository(
                 f"{source.name} has a tokenizer: give extensions (--extensions), the path of a libortextensions.so "
                 "built for C++ hosts from onnxruntime-extensions' sources; the one in its Python package needs Python"
             )
+        if Path(extensions).name == LIBRARY_NAME:
+            raise OutputError(f"extensions is {str(extensions)!r}, which has the name of Ortolan's library; rename it")
         libraries[Path(extensions).name] = Path(extensions)
     repository = Path(output)
     folder = repository / chosen
     if folder.exists() or folder.is_symlink():
         raise OutputError(f"{str(folder)!r} is there; remove it, or give another name")
+    if path_on_server is not None and not Path(path_on_server).is_absolute():
+        raise OutputError(f"path_on_server is {str(path_on_server)!r}, expected a full path, from '/' on")
     place = Path(path_on_server or repository.absolute()) / chosen / _VERSION
     config = _config(source.model, chosen, max_batch_size, instances, threads, [str(place / one) for one in libraries])
     # Triton wants one name for all models; data files keep theirs, which the model holds.

@@ -31,7 +31,7 @@ def run_page(page: str, folder: Path) -> dict[str, object]:
 def folder(tmp_path, monkeypatch) -> Path:
     """model.onnx, its tokenizer.json, and fast.onnx, the optimized model."""
     write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    ir.save(tiny.tiny_bert(vocab_size=256, max_position_embeddings=128), tmp_path / "model.onnx")
     ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", options={"sparsity": 0.3})
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -165,3 +165,26 @@ def test_all_minilm(tmp_path):
     (found,) = session.run(None, {"text": np.array(PROBES, object)})
     expected = pooled(files.onnx, files.tokenizer, list(PROBES), "mean", True, 256)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
+def test_an_output_of_the_embeddings_name_and_too_few_positions(tmp_path):
+    model = tiny.tiny_bert(vocab_size=256)  # of 64 positions
+    tokens = model.graph.outputs[0]
+    other = ir.node("ReduceMean", [tokens], {"axes": [1], "keepdims": 0}, num_outputs=1)
+    other.outputs[0].name = "sentence_embedding"
+    other.outputs[0].type, other.outputs[0].shape = tokens.type, ir.Shape(["batch", 48])
+    model.graph.append(other)
+    tokens.name = "token_embeddings"
+    model.graph.outputs.append(other.outputs[0])
+    ir.save(model, tmp_path / "model.onnx")
+    write_wordpiece(tmp_path / "tokenizer.json")
+    chosen = {"options": {"sparsity": 0.3, "seconds": 0.0}}
+    text = ortolan.TextInput(tmp_path / "tokenizer.json", max_tokens=64)
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", with_tokenizer=text, **chosen)
+    session = ortolan.create_session(tmp_path / "fast.onnx")
+    (vectors,) = session.run(None, {"text": np.array(["a cat", "word " * 100], object)})
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    longer = ortolan.TextInput(tmp_path / "tokenizer.json", max_tokens=65)
+    with pytest.raises(ortolan.VerificationError, match="up to 65 tokens"):
+        ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "no.onnx", with_tokenizer=longer, **chosen)
+    assert not (tmp_path / "no.onnx").exists()
