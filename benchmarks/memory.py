@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,10 @@ def main() -> None:
         with console.status("building the model"):
             layers = write_model(model, arguments.gigabytes)
         found = []
-        for recipe in arguments.recipe:
-            with console.status(recipe):
-                found.append(measure(model, Path(folder) / "optimized.onnx", recipe))
+        with suppress(KeyboardInterrupt):  # what is measured is shown
+            for recipe in arguments.recipe:
+                with console.status(recipe):
+                    found.append(measure(model, Path(folder) / "optimized.onnx", recipe))
         size = sum(path.stat().st_size for path in Path(folder).glob("large.onnx*")) / 1e9
     if arguments.json:
         print(json.dumps(found, indent=2))
