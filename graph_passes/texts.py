@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, listing
+from ortolan.errors import CalibrationError, ModelError, listing
 
 from .feeds import Feeds, model_inputs
+from .wordpiece import load_tokenizer
 
 # The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
 # object whose encode(text) gives token ids, or something with ids.
@@ -141,17 +142,9 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
     if Path(path).suffix == ".onnx":
         return _open_graph(path)
     try:
-        from tokenizers import Tokenizer as JsonTokenizer
-    except ImportError as error:
-        raise CalibrationError(
-            "calibration texts need the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
-        ) from error
-    try:
-        tokenizer = JsonTokenizer.from_file(os.fspath(path))
-    except Exception as error:  # tokenizers raises a plain Exception
-        raise CalibrationError(f"tokenizer file {os.fspath(path)!r} is no tokenizer.json: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+        tokenizer = load_tokenizer(path)
+    except ModelError as error:
+        raise CalibrationError(str(error)) from error
     return lambda text: tokenizer.encode(text)
 
 

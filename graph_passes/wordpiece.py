@@ -66,7 +66,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ModelError(
-            "a tokenizer in the model needs the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
+            "a tokenizer.json needs the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
         ) from error
     try:
         tokenizer = Tokenizer.from_file(os.fspath(path))

@@ -15,8 +15,8 @@
 // Four families of kernels:
 //
 //   blocks (many rows): B is cut into panels of 16 columns. A block is a row of a panel: 16 numbers side by side, which
-//     are skipped if all of them are zero. Rows of A are packed in tiles, input by input, so that one load of a block
-//     serves all rows of a tile; a sparse tile also skips the inputs where all of its (fewer) rows are zero.
+//     are skipped if all of them are zero. Rows of A are packed in tiles, input by input, so that a block that
+//     is found serves all rows of a tile; a sparse tile also skips inputs where all of its (fewer) rows are zero.
 //   numbers (many rows, zeros of A anywhere): each number of A that is not zero is multiplied with a row of a panel of
 //     128 columns of B, which is dense.
 //   rows (decode, few rows of A): the inputs that any row of A uses are listed, and only their rows of B are read. B
