@@ -19,6 +19,7 @@ from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, rea
 from ortolan.graph_passes.fitted import FittedWeights
 from ortolan.graph_passes.genai_folder import GenaiConfig
 from ortolan.graph_passes.linear import linears_in
+from ortolan.graph_passes.mapped_pages import bounded_pages
 from ortolan.graph_passes.model_file import (
     ModelFile,
     check_output,
@@ -157,6 +158,7 @@ def optimize_onnx(
         _work_folder(None if dry_run else target) as work,
         TensorSpill(work) as spill,
         FittedWeights(work) as fitted,
+        bounded_pages(source.data_files if source.is_large else (), work),
     ):
         if settings is not None:
             chosen = _search(model, settings, work, feeds, portable, tell, report, fitted)
