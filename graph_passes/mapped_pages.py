@@ -2,8 +2,9 @@
 
 ONNX Runtime maps the weights of a large model, and one run touches all of them. The system takes such pages back when
 it runs out of memory, but until then they count: 2 GB of weights are 2 GB of resident size, in each of two models that
-are compared. So a thread looks every few milliseconds how many pages of files are resident, and above a limit asks the system to take
-back those of the model, as it would by itself. Nothing can be lost by that, also where a file is unmapped meanwhile.
+are compared. So a thread looks every few milliseconds how many pages of files are resident, and above a limit asks the
+system to take back those of the model, as it would by itself. Nothing can be lost by that, also where a file is
+unmapped meanwhile.
 """
 
 from __future__ import annotations
