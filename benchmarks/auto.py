@@ -155,7 +155,7 @@ def open_model(name: str, quick: bool = False) -> Model:
     assert files.tokenizer is not None
     graph = ir.load(files.onnx)
     if name in DECODERS:
-        tokens = (4 if quick else 12) * _WINDOW
+        tokens = (8 if quick else 24) * _WINDOW
         start = load_tokenizer(files.tokenizer).start
         texts = sample_texts(create_session(files.onnx), start, tokens, _WINDOW)
         given = [{"input_ids": np.array([ids], np.int64)} for ids in texts]

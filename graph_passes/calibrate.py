@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError
 from ortolan.session import one_line, open_session
 
-from .feeds import SIZES_TO_TRY, Feeds, Sizes, synthetic_feeds
+from .feeds import SIZES_TO_TRY, Feeds, Sizes, hold_out, synthetic_feeds
 from .linear import Linear
 from .model_file import ModelFile, data_path, to_bytes, write_model
 from .options import PassOptions, takes
@@ -29,6 +29,9 @@ _HESSIAN_ROWS = 8192  # that are multiplied at once
 @dataclass(frozen=True)
 class CalibrateOptions(PassOptions):
     max_rows: int = field(default=64, metadata=takes("int", low=1))  # inputs (tokens) kept for each layer
+    # Every so-manieth of the feeds is kept from what fits weights to inputs, and errors of layers and of the whole
+    # model are measured on these. 0, or more than there are feeds: none.
+    held_out: int = field(default=0, metadata=takes("int", low=0))
 
 
 class CalibratePass(RecipePass):
@@ -41,11 +44,11 @@ class CalibratePass(RecipePass):
         context = self.context
         linears = context.survey(model)
         if not context.dry_run and linears:
-            feeds = feeds_for(context)
+            context.feeds, context.held_out = hold_out(feeds_for(context), self.options.held_out)
             recorded = capture_inputs(
                 model,
                 linears,
-                feeds,
+                context.held_out or context.feeds,
                 self.options.max_rows,
                 context.source,
                 lambda done, total: context.progress("calibrate", done, total),
@@ -84,12 +87,19 @@ def open_quietly(path: Path) -> Any:
 
 
 def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
-    """The user's feeds, or made-up ones on which the original runs. Found once a run."""
+    """The user's feeds without those that are held out, or made-up ones on which the original runs. Found once a
+    run."""
     if context.feeds is None:
         session = session or open_original(context)
         context.feeds, context.report.feeds = make_up_feeds(context.source.model, session)
         context.feeds_made_up = True
     return context.feeds
+
+
+def feeds_to_verify(context: PassContext, count: int, session: Any = None) -> list[Feeds]:
+    """Those that are held out come first."""
+    feeds = feeds_for(context, session)
+    return [*context.held_out, *feeds][:count]
 
 
 def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:

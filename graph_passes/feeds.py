@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,14 @@ def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
     if not given:
         raise CalibrationError("calibration holds no feeds, expected at least one")
     return [_check_feeds(feeds, model, f"calibration feeds {number}") for number, feeds in enumerate(given, 1)]
+
+
+def hold_out(feeds: Sequence[Feeds], every: int) -> tuple[list[Feeds], list[Feeds]]:
+    """The feeds to fit weights to, and every so-manieth, to judge the result by. None of fewer feeds are held out."""
+    if not 1 < every <= len(feeds):
+        return list(feeds), []
+    held = list(range(every - 1, len(feeds), every))
+    return [one for number, one in enumerate(feeds) if number not in held], [feeds[number] for number in held]
 
 
 def read_prompt(prompt: Any) -> np.ndarray:

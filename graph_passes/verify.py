@@ -45,7 +45,7 @@ from ortolan.errors import CalibrationError, VerificationError
 from ortolan.session import one_line, open_session, register
 
 from .activations import masked_inputs
-from .calibrate import feeds_for, open_original, quiet_options
+from .calibrate import feeds_to_verify, open_original, quiet_options
 from .decoding import (
     Decoded,
     calls_to_decode,
@@ -122,7 +122,7 @@ class VerifyPass(RecipePass):
                     "verify.seconds to have it measured"
                 )
         original = open_original(context, timed=seconds > 0)
-        feeds = feeds_for(context, original)[: self.options.feeds]
+        feeds = feeds_to_verify(context, self.options.feeds, original)
         given = feeds
         if context.prompt is not None:
             past = context.prompt.exact_past(original)
@@ -412,7 +412,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     with masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)):
         write_model(model, path, lambda done, total: None)
     context.release()
-    feeds = feeds_for(context)[: context.feeds_to_verify]
+    feeds = feeds_to_verify(context, context.feeds_to_verify)
     session = open_session(path, quiet_options(context.source))
     past = None if context.prompt is None else context.prompt.pruned_past()
     who = "the model before its layers were replaced"

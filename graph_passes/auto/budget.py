@@ -83,13 +83,27 @@ class Limit:
         if self.accepts is not None:
             accepted = bool(self.accepts(before, after))
             return accepted, f"{'accepted' if accepted else 'refused'} by the given function"
-        rise = perplexity(after, feeds) / perplexity(before, feeds) - 1
-        return rise <= self.number, f"perplexity {100 * rise:+.2f} %"
+        rise, error = perplexity_rise(before, after, feeds)
+        return rise + error <= self.number, f"perplexity {100 * rise:+.2f} ± {100 * error:.2f} %"
 
 
 def perplexity(run: Run, feeds: Sequence[Feeds]) -> float:
     """exp of the mean cross-entropy of each token but the first, over all feeds. Raises CalibrationError."""
-    total, count = 0.0, 0
+    return math.exp(_cross_entropies(run, feeds).mean())
+
+
+def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[float, float]:
+    """By what share perplexity is higher, and the standard error of that, from the differences token by token: of few
+    tokens it says little. Raises CalibrationError."""
+    differences = _cross_entropies(after, feeds) - _cross_entropies(before, feeds)
+    rise = math.exp(differences.mean())
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    return rise - 1, rise * error
+
+
+def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
+    """Of each token but the first, float64."""
+    found: list[np.ndarray] = []
     for one in feeds:
         ids = one.get("input_ids")
         logits = run(one).get("logits") if ids is not None and ids.ndim == 2 and ids.shape[1] > 1 else None
@@ -101,11 +115,10 @@ def perplexity(run: Run, feeds: Sequence[Feeds]) -> float:
         wanted = ids[:, 1:][seen]
         rows -= rows.max(axis=1, keepdims=True)
         chosen = rows[np.arange(len(wanted)), wanted]
-        total += float((np.log(np.exp(rows).sum(axis=1)) - chosen).sum())
-        count += len(wanted)
-    if not count:
+        found.append(np.log(np.exp(rows).sum(axis=1)) - chosen)
+    if not sum(map(len, found)):
         raise CalibrationError(
             "the budget limits perplexity, but no calibration feed has input_ids of two tokens or more to which the "
             "model answers with logits [batch, tokens, vocabulary]; give texts and a decoder, or a budget of cosine"
         )
-    return math.exp(total / count)
+    return np.concatenate(found)

@@ -32,6 +32,7 @@ class Candidate:
 
 _INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
 _INT8 = {"bits": 8}
+HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
 _BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
 
 # By error, the smallest first: a form that is not faster than those before it is not looked at any further.
@@ -91,7 +92,7 @@ def make_recipe(
     globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
     steps: list[dict[str, Any]] = [{"name": "normalize"}]
     if calibrate:
-        steps.append({"name": "calibrate"} | ({} if rows is None else {"max_rows": rows}))
+        steps.append({"name": "calibrate", "held_out": HELD_OUT} | ({} if rows is None else {"max_rows": rows}))
     steps += _steps("prune", ((candidate.prune, select) for candidate, select in globs.items()))
     steps += _steps("quantize", ((candidate.quantize, select) for candidate, select in globs.items()))
     if attention:

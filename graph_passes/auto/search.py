@@ -1,12 +1,13 @@
 """Recipe "auto": the search for the recipe of a model.
 
     time    each form that a layer can have, and the original, alone, for each kind of layer (layer_times.py)
-    error   ||XW - Y|| / ||XW|| on calibration inputs X of each form that is faster than the original at all shapes, and
-            than all more exact ones: in one run of a recipe for each form. Y is the operator's own answer, so what it
-            rounds of its inputs counts, too.
+    error   ||XW - Y|| / ||XW|| of each form that is faster than the original at all shapes, and than all more exact
+            ones: in one run of a recipe for each form. Nothing was fitted to the inputs X: a quarter of the feeds is
+            kept for judging. Y is the operator's own answer, so what it rounds of its inputs counts, too.
     path    of the forms of a layer, those that save more time for more error; of all layers, the steps from one form to
             the next in the order of the time saved for each square of error, as errors of layers add up in squares
-    budget  how far along the path the whole model stays within the budget: all of it, else by bisection
+    budget  how far along the path the whole model stays within the budget, on the feeds that were kept: all of it, else
+            by bisection
     time    the whole model against the original, at each shape, and with fused attention. Where it is no faster, the
             first half of the path is tried, and so on; if nothing is left, the model stays as it is.
 
@@ -33,7 +34,7 @@ from ortolan.session import one_line, open_session, register
 
 from ..attention import Attention, find_attentions
 from ..calibrate import InputRecorder, feeds_for, open_original, quiet_options
-from ..feeds import Feeds, Sizes, model_inputs, synthetic_feeds
+from ..feeds import Feeds, Sizes, hold_out, model_inputs, synthetic_feeds
 from ..fitted import FittedWeights
 from ..linear import Linear
 from ..model_file import ModelFile, data_path, load_model, write_model
@@ -42,7 +43,7 @@ from ..recipe import Recipe
 from ..report import OptimizationReport
 from ..spill import TensorSpill
 from .budget import Limit, Run
-from .candidates import NAME, ORIGINAL, Candidate, candidates_for, make_recipe
+from .candidates import HELD_OUT, NAME, ORIGINAL, Candidate, candidates_for, make_recipe
 from .layer_times import LayerTimes, case_of
 from .result import AutoReport, Form, LayerChoice, PathPoint, Trial
 
@@ -153,6 +154,10 @@ class Search:
             linears = context.survey(source.model)
             self._original = open_original(context, timed=True)
             self._feeds = feeds_for(context, self._original)[:]
+            held_out = hold_out(self._feeds, HELD_OUT)[1]
+            self._judged = (held_out or self._feeds)[:_FEEDS]
+            if self._calibrated and not held_out:
+                report.budget += f", on the feeds that weights are fitted to: give {HELD_OUT} or more"
             self._shape_feeds = self._find_shapes(source)
             self._has_attention = any(isinstance(one, Attention) for one in find_attentions(source.model.graph))
             able = self._able(linears)
@@ -345,9 +350,8 @@ class Search:
         layers: dict[Candidate, list[str]] = {}
         for name, candidate in choice.items():
             layers.setdefault(candidate, []).append(name)
-        feeds = (self._feeds or [])[:_FEEDS]
-        verify = {"seconds": 0.0, "feeds": _FEEDS}
-        recipe = make_recipe(layers, attention=attention, verify=verify)
+        verify = {"feeds": len(self._judged)}
+        recipe = make_recipe(layers, attention=attention, verify={"seconds": 0.0, **verify})
         place = self._new_place()
         path = place / "model.onnx"
         report = OptimizationReport(recipe=recipe.to_dict())
@@ -359,7 +363,7 @@ class Search:
             before = after = None
             if self._settings.limit.needs_runs:
                 before, after = _runs(self._original), _runs(_open_optimized(path))
-            within, found = self._settings.limit.judge(report.output_error, feeds, before, after)
+            within, found = self._settings.limit.judge(report.output_error, self._judged, before, after)
         except (NothingToReplaceError, VerificationError) as error:
             within, found = False, str(error)
         trial = Trial(len(choice), attention, within, found, *estimate(steps))
@@ -369,7 +373,7 @@ class Search:
         if not within:
             _remove(path)
             return None
-        recipe = make_recipe(layers, attention=attention, verify={"feeds": _FEEDS})
+        recipe = make_recipe(layers, attention=attention, verify=verify)
         return Made(recipe, path, choice, attention, trial)
 
     def _context(

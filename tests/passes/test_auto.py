@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ortolan.benchmarks.timing import Timing
 from ortolan.errors import CalibrationError, RecipeError
 from ortolan.graph_passes import prune_calibrated, quantize
 from ortolan.graph_passes.auto import layer_times, search
-from ortolan.graph_passes.auto.budget import Limit, perplexity
+from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
 from ortolan.graph_passes.fitted import FittedWeights
 from ortolan.models import tiny
@@ -107,6 +108,44 @@ def test_never_over_budget(inject: Callable[..., Any], budget: float) -> None:
     assert report.auto.changed
     assert cosine(report) >= budget
     assert report.auto.trials[0].layers == LAYERS
+
+
+def many_feeds(seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Every fourth is of its own kind: larger in some inputs. seed: of those."""
+    rng, others = np.random.default_rng(1), np.random.default_rng(seed)
+    scale = np.where(np.arange(WIDTH) < 8, 4, 1)
+    return [
+        {"x": (others.standard_normal((1, 9, WIDTH)) * scale).astype(np.float32)}
+        if number % 4 == 3
+        else {"x": rng.standard_normal((1, 9, WIDTH)).astype(np.float32)}
+        for number in range(8)
+    ]
+
+
+@pytest.mark.parametrize("budget", [0.98, 0.99, 0.995, 0.999])
+def test_the_budget_is_held_on_feeds_that_nothing_is_fitted_to(inject: Callable[..., Any], budget: float) -> None:
+    inject(FAST_INT4, 5.0)
+    given = many_feeds()
+    report = auto(budget=budget, calibration=given)
+    assert report.model is not None
+    pairs = [
+        [run(model, one, library=True)[0].ravel() for model in (report.model, chain())] for one in (given[3], given[7])
+    ]
+    found, expected = (np.concatenate(column).astype(np.float64) for column in zip(*pairs, strict=True))
+    exact = float(found @ expected / (np.linalg.norm(found) * np.linalg.norm(expected)))
+    assert exact >= budget
+    (error,) = report.output_error
+    assert error.cosine == pytest.approx(exact, abs=1e-6)
+    assert "fitted to" not in report.auto.budget
+
+
+def test_nothing_is_fitted_to_the_feeds_that_judge(inject: Callable[..., Any]) -> None:
+    inject({"int4": 0.2}, 5.0)
+    models = [auto(budget=0.5, calibration=many_feeds(seed)).model for seed in (0, 1)]
+    weights = [{tensor.name: tensor.raw_data for tensor in model.graph.initializer} for model in models]
+    assert weights[0] == weights[1]
+    inside = auto(budget=0.5, calibration=many_feeds(0)[:3])
+    assert "fitted to: give 4 or more" in inside.auto.budget
 
 
 def test_smaller_budgets_choose_more_exact_forms(inject: Callable[..., Any]) -> None:
@@ -312,6 +351,27 @@ def test_perplexity_of_a_uniform_model() -> None:
 
     assert limit.judge([], [{"input_ids": ids}], sure, uniform)[0] is False
     assert limit.judge([], [{"input_ids": ids}], uniform, sure)[0] is True
+
+
+def test_a_rise_of_perplexity_that_few_tokens_leave_open_is_over_the_budget() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((1, 4000, 10)).astype(np.float32)
+
+    def exact(feeds: Any) -> dict[str, np.ndarray]:
+        return {"logits": np.zeros((*feeds["input_ids"].shape, 10), np.float32)}
+
+    def noisy(feeds: Any) -> dict[str, np.ndarray]:
+        return {"logits": 0.2 * noise[:, : feeds["input_ids"].shape[1]]}
+
+    few, many = ([{"input_ids": rng.integers(0, 10, (1, count))}] for count in (20, 4000))
+    rise, error = perplexity_rise(exact, noisy, many)
+    # The mean of log sum exp of ten normal numbers of variance 0.04, less log 10, is near 0.018.
+    assert rise == pytest.approx(0.018, abs=3 * error)
+    assert error == pytest.approx(0.2 / math.sqrt(4000), rel=0.1)
+    assert perplexity_rise(exact, noisy, few)[1] > 10 * error
+    limit = Limit.read("perplexity:0.04")
+    assert limit.judge([], many, exact, noisy)[0] is True
+    assert limit.judge([], few, exact, noisy)[0] is False
 
 
 @pytest.mark.parametrize(("build", "shape"), [(tiny.tiny_bert, (1, 16)), (tiny.tiny_llama, (1, 1))])
