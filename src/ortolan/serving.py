@@ -8,13 +8,15 @@ Ray Serve starts, restarts and scales the replicas and spreads the requests; her
 
 import asyncio
 import json
+import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
-from .engines import EmbeddingEngine, GenerationEngine, RequestError
+from .engines import EmbeddingEngine, Generated, GenerationEngine, RequestError
 from .errors import OrtolanError
 from .session import package_versions
 
@@ -24,10 +26,14 @@ try:
     from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
     from ray import serve
     from ray.serve import Application
-    from ray.util.metrics import Counter, Histogram
+    from ray.serve.metrics import Counter, Histogram
+    from starlette.exceptions import HTTPException
 except ImportError as error:
     raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
 
+_log = logging.getLogger("ray.serve")
+_FAILED = "the server failed; its log says why, under this answer's x-request-id"
+_SHUTDOWN_SECONDS = 20.0
 _BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 Payload = TypeVar("Payload", bound=BaseModel)
 
@@ -69,13 +75,17 @@ class EmbeddingConfig(ServingConfig):
 
 
 class GenerationConfig(ServingConfig):
-    """max_characters, max_prompt_tokens: of a prompt, more get 413. max_new_tokens: that a request may ask for, more
-    get 422. concurrent: requests that one replica runs at a time; others wait."""
+    """max_characters, max_prompt_tokens: of a prompt, more get 413. max_new_tokens, max_seconds: that a request may ask
+    for, more get 422; max_seconds, waiting included, is also what a request has that asks for none. max_context: tokens
+    of a prompt and its continuation, of a model whose file does not say. concurrent: requests that one replica runs at
+    a time; others wait."""
 
     tokenizer: str
     max_characters: PositiveInt = 100_000
     max_prompt_tokens: PositiveInt = 1024
     max_new_tokens: PositiveInt = 512
+    max_context: int | None = Field(default=None, ge=2)
+    max_seconds: float = Field(default=120, gt=0, allow_inf_nan=False)
     concurrent: PositiveInt = 1
 
 
@@ -94,6 +104,7 @@ class GenerationRequest(BaseModel):
 
     prompt: str = Field(min_length=1)
     max_new_tokens: int = Field(default=64, ge=1)
+    max_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     temperature: float = Field(default=0.0, ge=0, le=10, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -102,16 +113,17 @@ class GenerationRequest(BaseModel):
 
 def embeddings(config: EmbeddingConfig) -> Application:
     """An application of Ray Serve: POST /embed {"texts": […]} -> {"embeddings": [[…], …]}; GET /health."""
-    return _deploy(Embeddings, config)
+    return _deploy(Embeddings, config, _SHUTDOWN_SECONDS)
 
 
 def generation(config: GenerationConfig) -> Application:
     """An application of Ray Serve: POST /generate {"prompt": "…"} -> {"text": "…", "tokens": n, "finish_reason": "…"};
     GET /health."""
-    return _deploy(Generation, config)
+    return _deploy(Generation, config, config.max_seconds + _SHUTDOWN_SECONDS)
 
 
-def _deploy(deployment: Any, config: ServingConfig) -> Application:
+def _deploy(deployment: Any, config: ServingConfig, shutdown_seconds: float) -> Application:
+    """shutdown_seconds: that a replica has to end its requests when it is taken away."""
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.min_replicas is not None or config.max_replicas is not None:
         least = config.min_replicas or 1
@@ -126,6 +138,7 @@ def _deploy(deployment: Any, config: ServingConfig) -> Application:
         **scale,
         max_ongoing_requests=config.max_ongoing_requests,
         max_queued_requests=config.max_queued_requests,
+        graceful_shutdown_timeout_s=shutdown_seconds,
         ray_actor_options={"num_cpus": config.threads},
     ).bind(config.model_dump())
     return application
@@ -170,14 +183,24 @@ def check_characters(texts: list[str], most: int) -> None:
 
 
 def _application() -> FastAPI:
-    """Routes are added by each class; errors become JSON here."""
+    """Routes are added by each class; errors become JSON here: {"error": "…"}."""
     application = FastAPI(title="Ortolan", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def answer(_: Request, error: Exception) -> JSONResponse:
+    async def refuse(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestError)
         return JSONResponse({"error": str(error)}, error.status)
 
-    application.add_exception_handler(RequestError, answer)
+    async def refuse_route(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    async def fail(_: Request, error: Exception) -> JSONResponse:
+        # Ray Serve gets the exception after this answer, counts it and logs its traceback.
+        return JSONResponse({"error": _FAILED}, 500)
+
+    application.add_exception_handler(RequestError, refuse)
+    application.add_exception_handler(HTTPException, refuse_route)
+    application.add_exception_handler(Exception, fail)
     return application
 
 
@@ -230,14 +253,19 @@ class Embeddings:
         check_characters(given.texts, self._config.max_characters)
         embed_text: Any = self._embed_text
         vectors = await asyncio.gather(*map(embed_text, given.texts))
-        return JSONResponse({"embeddings": vectors})
+        for number, vector in enumerate(vectors):
+            if isinstance(vector, Exception):
+                _log.error("Text %d could not be embedded.", number, exc_info=vector)
+                raise RequestError(500, f"text {number} could not be embedded: {_FAILED}")
+        return JSONResponse({"embeddings": [vector.tolist() for vector in vectors]})
 
     @serve.batch
-    async def _embed_text(self, texts: list[str]) -> list[list[float]]:
+    async def _embed_text(self, texts: list[str]) -> list[Any]:
+        """A vector or an exception of each: raised, it would reach the requests of all."""
         self._texts.inc(len(texts))
         self._batches.observe(len(texts))
-        vectors = await self._run(self._engine.embed, texts)
-        return [vector.tolist() for vector in vectors]
+        vectors: list[Any] = await self._run(self._engine.embed_each, texts)
+        return vectors
 
     @_embedding_routes.get("/health")
     async def health(self) -> dict[str, Any]:
@@ -260,11 +288,14 @@ class Generation:
             self._config.model,
             self._config.tokenizer,
             max_prompt_tokens=self._config.max_prompt_tokens,
+            max_context=self._config.max_context,
             threads=self._config.threads,
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
+        self._run_check = _Runner(1)  # behind requests that take minutes, a check would fail
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
+        self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
 
     @_generation_routes.post("/generate")
     async def generate(self, request: Request) -> JSONResponse:
@@ -275,21 +306,36 @@ class Generation:
             raise RequestError(
                 422, f"max_new_tokens: {given.max_new_tokens}, expected at most {self._config.max_new_tokens}"
             )
-        made = await self._run(
-            partial(
-                self._engine.generate,
-                given.prompt,
-                given.max_new_tokens,
-                temperature=given.temperature,
-                top_k=given.top_k,
-                top_p=given.top_p,
-                seed=given.seed,
-            )
+        if given.max_seconds is not None and given.max_seconds > self._config.max_seconds:
+            raise RequestError(422, f"max_seconds: {given.max_seconds}, expected at most {self._config.max_seconds}")
+        deadline = time.monotonic() + (given.max_seconds or self._config.max_seconds)
+        cancelled = threading.Event()
+        try:
+            made = await self._run(self._generate, given, deadline, cancelled)
+        finally:
+            cancelled.set()  # the client may be gone, and the thread still at work
+        return JSONResponse({"text": made.text, "tokens": made.tokens, "finish_reason": made.finish_reason})
+
+    def _generate(self, given: GenerationRequest, deadline: float, cancelled: threading.Event) -> Generated:
+        made = self._engine.generate(
+            given.prompt,
+            given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            seed=given.seed,
+            deadline=deadline,
+            cancelled=cancelled,
         )
         self._tokens.inc(made.tokens)
-        return JSONResponse({"text": made.text, "tokens": made.tokens, "finish_reason": made.finish_reason})
+        self._ended.inc(tags={"finish_reason": made.finish_reason})
+        return made
 
     @_generation_routes.get("/health")
     async def health(self) -> dict[str, Any]:
         """Whether a replica answers."""
         return _health(self._config)
+
+    async def check_health(self) -> None:
+        """See Embeddings.check_health."""
+        await self._run_check(self._engine.generate, "", 1)
