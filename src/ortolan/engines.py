@@ -91,11 +91,11 @@ class EmbeddingEngine:
         try:
             vectors = self.embed(texts)
         except Exception as error:
-            return [error] if len(texts) == 1 else [self.embed_each([text])[0] for text in texts]
-        return [
-            vector if np.isfinite(vector).all() else OrtolanError("the model's vector has numbers that are not finite")
-            for vector in vectors
-        ]
+            failure = error
+        else:
+            unfit = OrtolanError("the model's vector has numbers that are not finite")
+            return [vector if np.isfinite(vector).all() else unfit for vector in vectors]
+        return [failure] if len(texts) == 1 else [self.embed_each([text])[0] for text in texts]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ try:
     from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
     from ray import serve
     from ray.serve import Application
-    from ray.serve.metrics import Counter, Histogram
+    from ray.serve.metrics import Counter
     from starlette.exceptions import HTTPException
 except ImportError as error:
     raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
@@ -34,7 +34,6 @@ except ImportError as error:
 _log = logging.getLogger("ray.serve")
 _FAILED = "the server failed; its log says why, under this answer's x-request-id"
 _SHUTDOWN_SECONDS = 20.0
-_BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 Payload = TypeVar("Payload", bound=BaseModel)
 
 
@@ -238,8 +237,7 @@ class Embeddings:
             spin=self._config.spin,
         )
         self._run = _Runner(1)
-        self._texts = Counter("ortolan_texts", description="Texts that were embedded.")
-        self._batches = Histogram("ortolan_batch_texts", description="Texts of a batch.", boundaries=_BATCH_SIZES)
+        self._texts = Counter("ortolan_texts", description="Texts that went into batches.")
         batch: Any = self._embed_text
         batch.set_max_batch_size(self._config.batch_size)
         batch.set_batch_wait_timeout_s(self._config.batch_wait)
@@ -263,7 +261,6 @@ class Embeddings:
     async def _embed_text(self, texts: list[str]) -> list[Any]:
         """A vector or an exception of each: raised, it would reach the requests of all."""
         self._texts.inc(len(texts))
-        self._batches.observe(len(texts))
         vectors: list[Any] = await self._run(self._engine.embed_each, texts)
         return vectors
 
@@ -293,6 +290,7 @@ class Generation:
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
+        self._turn = asyncio.Semaphore(self._config.concurrent)
         self._run_check = _Runner(1)  # behind requests that take minutes, a check would fail
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
         self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
@@ -308,11 +306,18 @@ class Generation:
             )
         if given.max_seconds is not None and given.max_seconds > self._config.max_seconds:
             raise RequestError(422, f"max_seconds: {given.max_seconds}, expected at most {self._config.max_seconds}")
-        deadline = time.monotonic() + (given.max_seconds or self._config.max_seconds)
+        seconds = given.max_seconds or self._config.max_seconds
+        deadline = time.monotonic() + seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise RequestError(504, f"other requests took all of {seconds} s; try again later") from None
         cancelled = threading.Event()
         try:
             made = await self._run(self._generate, given, deadline, cancelled)
         finally:
+            self._turn.release()
             cancelled.set()  # the client may be gone, and the thread still at work
         return JSONResponse({"text": made.text, "tokens": made.tokens, "finish_reason": made.finish_reason})
 
