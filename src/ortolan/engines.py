@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,10 +155,12 @@ class GenerationEngine:
         seed: int = 0,
         deadline: float | None = None,
         cancelled: threading.Event | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Generated:
         """Continues a prompt.
 
-        deadline: of time.monotonic(); no token is begun after it. cancelled: once it is set, likewise.
+        deadline: of time.monotonic(); no token is begun after it. cancelled: once it is set, likewise. on_text: is
+        called with each new piece of the text.
 
         Raises RequestError: 413 for a prompt of too many tokens, 422 for more new ones than fit behind it, 504 where
         the deadline passed before the first.
@@ -176,7 +178,7 @@ class GenerationEngine:
             stop=self._tokenizer.stop,
         )
         made: list[int] = []
-        reason = "length"
+        told, reason = 0, "length"
         while len(made) < max_new_tokens:
             if cancelled is not None and cancelled.is_set():
                 reason = "cancelled"
@@ -189,9 +191,16 @@ class GenerationEngine:
                 reason = "stop"
                 break
             made.append(token)
+            # Of a character of several tokens, all but the last decode to the replacement character.
+            if on_text is not None and not (text := self._tokenizer.decode(made)).endswith("\ufffd"):
+                on_text(text[told:])
+                told = len(text)
         if reason == "deadline" and not made:
             raise RequestError(504, "the time was over before the first token; the server is busy: try again later")
-        return Generated(self._tokenizer.decode(made), len(made), reason)
+        text = self._tokenizer.decode(made)
+        if on_text is not None and text[told:]:
+            on_text(text[told:])
+        return Generated(text, len(made), reason)
 
     def _encode(self, prompt: str, max_new_tokens: int) -> list[int]:
         ids = self._tokenizer.encode(prompt)

@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from .engines import EmbeddingEngine, Generated, GenerationEngine, RequestError
@@ -22,7 +23,7 @@ from .session import package_versions
 
 try:
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
     from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
     from ray import serve
     from ray.serve import Application
@@ -97,7 +98,8 @@ class EmbeddingRequest(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.models.generate.sample."""
+    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.models.generate.sample. stream:
+    the answer is a stream of server-sent events, {"piece": "…"} each, and at last what it is without stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -108,6 +110,7 @@ class GenerationRequest(BaseModel):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
+    stream: bool = False
 
 
 def embeddings(config: EmbeddingConfig) -> Application:
@@ -218,6 +221,30 @@ class _Runner:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
 
 
+def _event(said: dict[str, Any]) -> str:
+    return f"data: {json.dumps(said)}\n\n"
+
+
+async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Generated]") -> AsyncIterator[str]:
+    """The pieces up to None, then the result. Ends the work where it is ended itself, as its client went away."""
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield _event({"piece": piece})
+        yield _event(asdict(work.result()))
+    finally:
+        work.cancel()
+
+
+async def _stream(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    try:
+        async for event in events:
+            yield event
+    except Exception:  # too late for a status
+        _log.exception("A generation failed.")
+        yield _event({"error": _FAILED})
+
+
 # Ray Serve sends the classes below to its processes with what is defined by then.
 _embedding_routes, _generation_routes = _application(), _application()
 
@@ -296,7 +323,7 @@ class Generation:
         self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
 
     @_generation_routes.post("/generate")
-    async def generate(self, request: Request) -> JSONResponse:
+    async def generate(self, request: Request) -> Response:
         """The prompt, continued."""
         given = await read_request(request, GenerationRequest, self._config.max_body_bytes)
         check_characters([given.prompt], self._config.max_characters)
@@ -306,6 +333,23 @@ class Generation:
             )
         if given.max_seconds is not None and given.max_seconds > self._config.max_seconds:
             raise RequestError(422, f"max_seconds: {given.max_seconds}, expected at most {self._config.max_seconds}")
+        if not given.stream:
+            return JSONResponse(asdict(await self._continue(given)))
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(piece: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        work = loop.create_task(self._continue(given, tell))
+        work.add_done_callback(lambda _: pieces.put_nowait(None))
+        events = _events(pieces, work)
+        # Only now, when there is a first event, is it known whether the request is refused.
+        first = await anext(events)
+        return StreamingResponse(_stream(first, events), media_type="text/event-stream")
+
+    async def _continue(self, given: GenerationRequest, on_text: Callable[[str], None] | None = None) -> Generated:
+        """Waits for a turn, and generates."""
         seconds = given.max_seconds or self._config.max_seconds
         deadline = time.monotonic() + seconds
         try:
@@ -315,13 +359,19 @@ class Generation:
             raise RequestError(504, f"other requests took all of {seconds} s; try again later") from None
         cancelled = threading.Event()
         try:
-            made = await self._run(self._generate, given, deadline, cancelled)
+            made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text)
+            return made
         finally:
             self._turn.release()
             cancelled.set()  # the client may be gone, and the thread still at work
-        return JSONResponse({"text": made.text, "tokens": made.tokens, "finish_reason": made.finish_reason})
 
-    def _generate(self, given: GenerationRequest, deadline: float, cancelled: threading.Event) -> Generated:
+    def _generate(
+        self,
+        given: GenerationRequest,
+        deadline: float,
+        cancelled: threading.Event,
+        on_text: Callable[[str], None] | None,
+    ) -> Generated:
         made = self._engine.generate(
             given.prompt,
             given.max_new_tokens,
@@ -331,6 +381,7 @@ class Generation:
             seed=given.seed,
             deadline=deadline,
             cancelled=cancelled,
+            on_text=on_text,
         )
         self._tokens.inc(made.tokens)
         self._ended.inc(tags={"finish_reason": made.finish_reason})

@@ -147,3 +147,15 @@ def test_a_deadline_and_a_cancelled_request(make_engine, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     made = engine.generate("abcd", 6, deadline=3)
     assert (made.tokens, made.finish_reason) == (3, "deadline")
+
+
+def test_pieces_of_the_text_are_whole_characters(make_engine, monkeypatch):
+    engine = make_engine(tiny.tiny_llama())
+    # Three tokens a character, as far as whole ones go.
+    whole = "αβγδ"
+    monkeypatch.setattr(Letters, "decode", lambda self, ids: whole[: len(ids) // 3] + "\ufffd" * (len(ids) % 3 > 0))
+    pieces = []
+    made = engine.generate("abcd", 8, on_text=pieces.append)
+    assert made.tokens == 8
+    assert pieces == ["α", "β", "\ufffd"]
+    assert made.text == "αβ\ufffd"

@@ -115,7 +115,7 @@ def cluster(tmp_path_factory):
     try:
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(embeddings(EmbeddingConfig(**encoder, replicas=2, batch_wait=0.05)))
+        serve.run(embeddings(EmbeddingConfig(**encoder, replicas=2, batch_wait=0.5)))
         scaled = embeddings(EmbeddingConfig(**encoder, min_replicas=2, max_replicas=3))
         serve.run(scaled, name="autoscaled", route_prefix="/autoscaled")
         config = GenerationConfig(**decoder, max_prompt_tokens=50, max_context=LONG, max_seconds=60)
@@ -169,9 +169,9 @@ def test_a_bad_text_fails_alone(cluster):
     for text, (status, said) in zip(texts, answers, strict=True):
         assert (status, list(said)) == ((200, ["embeddings"]) if text == KNOWN else (500, ["error"]))
         assert text == KNOWN or said["error"].startswith("text 1 ")
-    # They did share batches.
-    wait_for(lambda: cluster.metric(names[0], application="default") == before[0] + 2 * len(texts))
-    assert cluster.metric(names[1], application="default") < before[1] + 2 * len(texts)
+    # Requests did share batches.
+    wait_for(lambda: cluster.metric(names[0], application="default") >= before[0] + 2 * len(texts))
+    assert cluster.metric(names[1], application="default") < before[1] + 12
 
 
 def test_autoscaling(cluster):
@@ -192,6 +192,20 @@ def test_generation_gives_the_tokens_of_the_engine(cluster, how):
     wait_for(lambda: cluster.metric(name, **tags) == before + expected.tokens)
 
 
+def test_a_stream(cluster):
+    body = {"prompt": KNOWN, "max_new_tokens": 24}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)
+    connection.request("POST", "/generation/generate", json.dumps({**body, "stream": True}))
+    response = connection.getresponse()
+    assert response.getheader("Content-Type").startswith("text/event-stream")
+    *events, end = response.read().decode().split("\n\n")
+    assert end == ""
+    *pieces, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert (200, last) == cluster.ask("/generation/generate", body)
+    assert len(pieces) > 1
+    assert "".join(piece["piece"] for piece in pieces) == last["text"]
+
+
 REFUSED = {
     "prompt tokens": ({"prompt": "cat " * 50}, 413, "51 tokens, expected at most 50"),
     "context": ({"prompt": KNOWN, "max_new_tokens": LONG - 1}, 422, f"3 tokens and max_new_tokens {LONG - 1} "),
@@ -204,10 +218,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_generation_refuses(cluster, name):
+def test_what_generation_refuses(cluster, name, stream):
     body, expected, message = REFUSED[name]
-    status, said = cluster.ask("/generation/generate", body)
+    status, said = cluster.ask("/generation/generate", {**body, "stream": stream})
     assert (status, list(said)) == (expected, ["error"])
     assert message in said["error"]
     assert "Traceback" not in said["error"]
@@ -228,12 +243,17 @@ def test_a_deadline(cluster):
     assert 0 < said["tokens"] < LONG
 
 
-def test_a_client_that_goes_away_frees_its_thread(cluster):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_thread(cluster, stream):
     name, tags = "ray_ortolan_generations_total", {"application": "generation", "finish_reason": "cancelled"}
     before = cluster.metric(name, **tags)
     gone = http.client.HTTPConnection("127.0.0.1", cluster.port)
-    gone.request("POST", "/generation/generate", json.dumps({"prompt": KNOWN, "max_new_tokens": LONG - 10}))
-    time.sleep(1)
+    body = {"prompt": KNOWN, "max_new_tokens": LONG - 10, "stream": stream}
+    gone.request("POST", "/generation/generate", json.dumps(body))
+    if stream:
+        gone.sock.recv(1)
+    else:
+        time.sleep(1)
     gone.close()
     # It would have run for 60 s.
     status, said = cluster.ask("/generation/generate", {"prompt": KNOWN, "max_new_tokens": 3, "max_seconds": 20})
