@@ -195,7 +195,7 @@ def main() -> None:
             serve.shutdown()
             ray.shutdown()
     found = {
-        "versions": versions_line(),
+        "versions": f"{versions_line()} · ray {ray.__version__}",
         "clients": arguments.clients,
         "replicas": arguments.replicas,
         "killed": killed,

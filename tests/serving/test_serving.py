@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -30,6 +31,7 @@ from ortolan.serving import (  # noqa: E402
     EmbeddingRequest,
     GenerationConfig,
     GenerationRequest,
+    _stream,
     embeddings,
     generation,
     parse_request,
@@ -63,6 +65,20 @@ def test_deeply_nested_json_is_refused():
     with pytest.raises(RequestError) as refused:
         parse_request(b"[" * 100_000, EmbeddingRequest)
     assert refused.value.status == 400
+
+
+def test_a_failure_in_the_midst_of_a_stream():
+    async def events():
+        yield "second"
+        raise ValueError("secret")
+
+    async def read():
+        return [event async for event in _stream("first", events())]
+
+    first, second, last = asyncio.run(read())
+    assert (first, second) == ("first", "second")
+    assert list(json.loads(last.removeprefix("data: "))) == ["error"]
+    assert "secret" not in last
 
 
 CLUSTER_CPUS = 8  # that Ray counts: one for each replica below, whatever the machine has
