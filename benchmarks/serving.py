@@ -122,12 +122,14 @@ def check_refusals(port: int) -> dict[str, str]:
     return found
 
 
-def kill_replica() -> str:
-    """Kills one, as a crash would. Returns its name."""
+def kill_replica(application: str = "default") -> str:
+    """Kills one of an application's, as a crash would. Returns its name."""
     import ray
 
     replicas = [
-        actor for actor in ray.util.list_named_actors(all_namespaces=True) if "REPLICA" in actor["name"].upper()
+        actor
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"SERVE_REPLICA::{application}#")
     ]
     chosen = min(replicas, key=lambda actor: str(actor["name"]))
     ray.kill(ray.get_actor(chosen["name"], namespace=chosen["namespace"]))
@@ -193,7 +195,7 @@ def main() -> None:
             serve.shutdown()
             ray.shutdown()
     found = {
-        "versions": versions_line(),
+        "versions": f"{versions_line()} · ray {ray.__version__}",
         "clients": arguments.clients,
         "replicas": arguments.replicas,
         "killed": killed,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import OrtolanError
-from ..graph_passes.normalize import PROMPT_KEY
+from ..graph_passes.normalize import ORTOLAN_DOMAIN, PROMPT_KEY
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     import onnxruntime as ort
 
 _LENGTHS = 7  # the input of NoMADAttention
@@ -190,6 +192,40 @@ def read_head_size(path: str | os.PathLike[str]) -> int | None:
     return head_size(past[0]) if past else None
 
 
+# The operators that read a table of positions, and which input that is: cos of a rotary embedding.
+_POSITION_TABLES = {
+    ("com.microsoft", "GroupQueryAttention"): 7,
+    ("com.microsoft", "RotaryEmbedding"): 2,
+    ("", "RotaryEmbedding"): 1,
+    (ORTOLAN_DOMAIN, "NoMADAttention"): 8,
+}
+
+
+def read_context(path: str | os.PathLike[str]) -> int | None:
+    """For how many tokens a model file has positions: the rows of its tables of rotary or learned embeddings; None if
+    it has no such tables (a graph that computes cos and sin itself goes on for ever)."""
+    import onnx_ir as ir
+
+    graph = ir.load(path).graph
+    rows: list[int] = []
+    for node in graph:
+        index = _POSITION_TABLES.get((node.domain, node.op_type))
+        if (node.domain, node.op_type) == ("", "Gather") and _is_position_ids(node.inputs[1]):
+            index = 0
+        table = node.inputs[index] if index is not None and index < len(node.inputs) else None
+        tensor = None if table is None else ir.convenience.get_const_tensor(table)
+        # Of three axes: cos of the tokens at hand, which is no table.
+        if tensor is not None and len(tensor.shape) == 2:
+            rows.append(int(tensor.shape.numpy()[0]))
+    return min(rows, default=None)
+
+
+def _is_position_ids(value: ir.Value | None) -> bool:
+    while value is not None and (node := value.producer()) is not None and node.op_type in ("Cast", "Reshape"):
+        value = node.inputs[0]
+    return value is not None and value.name == "position_ids"
+
+
 def sample(
     logits: np.ndarray, rng: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> int:
@@ -231,19 +267,33 @@ def generate(
     Returns the new tokens, without the one that ended the text. Raises OrtolanError as Decoder does, and for a
     temperature below 0, top_k below 0, or top_p outside of (0, 1].
     """
+    tokens = generate_tokens(session, ids, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
+    return list(islice(tokens, max_new_tokens))
+
+
+def generate_tokens(
+    session: ort.InferenceSession | Decoder,
+    ids: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Collection[int] = (),
+) -> Iterator[int]:
+    """The new tokens of `generate`, one by one and without a limit: each is computed when it is asked for."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise OrtolanError(
             f"temperature {temperature}, top_k {top_k}, top_p {top_p}; expected temperature >= 0, top_k >= 0, "
             "0 < top_p <= 1"
         )
     decoder = session if isinstance(session, Decoder) else Decoder(session)
-    rng = np.random.default_rng(seed)
-    made: list[int] = []
-    step = ids
-    while len(made) < max_new_tokens:
-        token = sample(decoder.step(step)[-1], rng, temperature, top_k, top_p)
-        if token in stop:
-            break
-        made.append(token)
-        step = made[-1:]
-    return made
+
+    def tokens() -> Iterator[int]:
+        rng = np.random.default_rng(seed)
+        step = ids
+        while (token := sample(decoder.step(step)[-1], rng, temperature, top_k, top_p)) not in stop:
+            yield token
+            step = [token]
+
+    return tokens()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortolan.graph_passes.model_file import model_in
 from ortolan.graph_passes.text_input import EMBEDDING, TEXT_INPUT
 
 from .errors import OrtolanError, SessionError, listing
@@ -34,7 +38,7 @@ def serving_options(threads: int, spin: bool = False) -> onnxruntime.SessionOpti
 
 
 class RequestError(OrtolanError):
-    """A request that is not served. status: of HTTP, 4xx."""
+    """A request that is not served. status: of HTTP; 4xx, or 5xx where the request is not to blame."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -81,10 +85,23 @@ class EmbeddingEngine:
         given = np.array([text.replace("\0", "\1") for text in texts], object)
         return np.asarray(self._session.run([EMBEDDING], {TEXT_INPUT: given})[0])
 
+    def embed_each(self, texts: Sequence[str]) -> list[np.ndarray | Exception]:
+        """float32 [hidden] of each text, or why there is none: where a batch fails, its texts run one by one, so that
+        one bad text fails alone."""
+        try:
+            vectors = self.embed(texts)
+        except Exception as error:
+            failure = error
+        else:
+            unfit = OrtolanError("the model's vector has numbers that are not finite")
+            return [vector if np.isfinite(vector).all() else unfit for vector in vectors]
+        return [failure] if len(texts) == 1 else [self.embed_each([text])[0] for text in texts]
+
 
 @dataclass(frozen=True)
 class Generated:
-    """The new text; its number of tokens; whether the model ended it ("stop") or the limit did ("length")."""
+    """The new text; its number of tokens; what ended it: the model ("stop"), the number of tokens ("length"), the time
+    ("deadline"), or the caller ("cancelled")."""
 
     text: str
     tokens: int
@@ -92,7 +109,10 @@ class Generated:
 
 
 class GenerationEngine:
-    """Prompts to texts. Calls may come from several threads; each has a cache of its own."""
+    """Prompts to texts. Calls may come from several threads; each has a cache of its own.
+
+    context: how many tokens a prompt and its continuation may have together; None: no limit is known.
+    """
 
     def __init__(
         self,
@@ -100,22 +120,29 @@ class GenerationEngine:
         tokenizer: str | os.PathLike[str],
         *,
         max_prompt_tokens: int = 1024,
+        max_context: int | None = None,
         threads: int = 1,
         spin: bool = False,
     ) -> None:
         """model: a decoder with a cache, as ortolan.models.generate.Decoder takes it. tokenizer: its tokenizer.json, or
-            tokenizer.bin of llama2.c.
+            tokenizer.bin of llama2.c. max_context: makes context smaller than the model's tables of positions do, or
+            sets it where the model has none.
 
         Raises SessionError, or OrtolanError for a model that is no decoder.
         """
-        from ortolan.models.generate import Decoder, read_head_size
+        from ortolan.models.generate import Decoder, read_context, read_head_size
         from ortolan.models.tokenizer import load_tokenizer
 
         self._session = create_session(model, serving_options(threads, spin))
-        self._head_size = read_head_size(model) if os.path.isfile(model) else None
+        file = model_in(Path(model)) if os.path.isdir(model) else model
+        self._head_size = read_head_size(file)
         self._tokenizer = load_tokenizer(tokenizer)
-        self._max_prompt_tokens = max_prompt_tokens
-        Decoder(self._session, head_size=self._head_size)  # refuses other models now, not at the first request
+        # Refuses other models now, not at the first request.
+        decoder = Decoder(self._session, head_size=self._head_size)
+        positions = read_context(file)
+        known = [limit for limit in (positions and positions - decoder.prompt_tokens, max_context) if limit is not None]
+        self.context = min(known, default=None)
+        self._max_prompt_tokens = min([max_prompt_tokens, *(limit - 1 for limit in known)])
 
     def generate(
         self,
@@ -126,24 +153,67 @@ class GenerationEngine:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        deadline: float | None = None,
+        cancelled: threading.Event | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Generated:
-        """Continues a prompt. Raises RequestError for one of too many tokens."""
-        from ortolan.models.generate import Decoder, generate
+        """Continues a prompt.
 
-        ids = [self._tokenizer.start, *self._tokenizer.encode(prompt)]
-        if len(ids) > self._max_prompt_tokens:
-            raise RequestError(
-                413, f"the prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"
-            )
-        made = generate(
+        deadline: of time.monotonic(); no token is begun after it. cancelled: once it is set, likewise. on_text: is
+        called with each new piece of the text.
+
+        Raises RequestError: 413 for a prompt of too many tokens, 422 for more new ones than fit behind it, 504 where
+        the deadline passed before the first.
+        """
+        from ortolan.models.generate import Decoder, generate_tokens
+
+        ids = self._encode(prompt, max_new_tokens)
+        tokens = generate_tokens(
             Decoder(self._session, head_size=self._head_size),
             ids,
-            max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
             stop=self._tokenizer.stop,
         )
-        reason = "length" if len(made) == max_new_tokens else "stop"
-        return Generated(self._tokenizer.decode(made), len(made), reason)
+        made: list[int] = []
+        told, reason = 0, "length"
+        while len(made) < max_new_tokens:
+            if cancelled is not None and cancelled.is_set():
+                reason = "cancelled"
+                break
+            if deadline is not None and time.monotonic() >= deadline:
+                reason = "deadline"
+                break
+            token = next(tokens, None)
+            if token is None:
+                reason = "stop"
+                break
+            made.append(token)
+            # Of a character of several tokens, all but the last decode to the replacement character.
+            if on_text is not None and not (text := self._tokenizer.decode(made)).endswith("\ufffd"):
+                on_text(text[told:])
+                told = len(text)
+        if reason == "deadline" and not made:
+            raise RequestError(504, "the time was over before the first token; the server is busy: try again later")
+        text = self._tokenizer.decode(made)
+        if on_text is not None and text[told:]:
+            on_text(text[told:])
+        return Generated(text, len(made), reason)
+
+    def _encode(self, prompt: str, max_new_tokens: int) -> list[int]:
+        ids = self._tokenizer.encode(prompt)
+        if ids[:1] != [self._tokenizer.start]:
+            ids = [self._tokenizer.start, *ids]
+        if len(ids) > self._max_prompt_tokens:
+            raise RequestError(
+                413, f"the prompt has {len(ids)} tokens, expected at most {self._max_prompt_tokens}; shorten it"
+            )
+        if self.context is not None and len(ids) + max_new_tokens > self.context:
+            raise RequestError(
+                422,
+                f"the prompt's {len(ids)} tokens and max_new_tokens {max_new_tokens} are more than the model's context "
+                f"of {self.context}; ask for at most {self.context - len(ids)}, or shorten the prompt",
+            )
+        return ids

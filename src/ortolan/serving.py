@@ -8,27 +8,33 @@ Ray Serve starts, restarts and scales the replicas and spreads the requests; her
 
 import asyncio
 import json
+import logging
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import asdict
 from typing import Any, TypeVar
 
-from .engines import EmbeddingEngine, GenerationEngine, RequestError
+from .engines import EmbeddingEngine, Generated, GenerationEngine, RequestError
 from .errors import OrtolanError
 from .session import package_versions
 
 try:
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
     from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
     from ray import serve
     from ray.serve import Application
-    from ray.util.metrics import Counter, Histogram
+    from ray.serve.metrics import Counter
+    from starlette.exceptions import HTTPException
 except ImportError as error:
     raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
 
-_BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
+_log = logging.getLogger("ray.serve")
+_FAILED = "the server failed; its log says why, under this answer's x-request-id"
+_SHUTDOWN_SECONDS = 20.0
 Payload = TypeVar("Payload", bound=BaseModel)
 
 
@@ -69,13 +75,17 @@ class EmbeddingConfig(ServingConfig):
 
 
 class GenerationConfig(ServingConfig):
-    """max_characters, max_prompt_tokens: of a prompt, more get 413. max_new_tokens: that a request may ask for, more
-    get 422. concurrent: requests that one replica runs at a time; others wait."""
+    """max_characters, max_prompt_tokens: of a prompt, more get 413. max_new_tokens, max_seconds: that a request may ask
+    for, more get 422; max_seconds, waiting included, is also what a request has that asks for none. max_context: tokens
+    of a prompt and its continuation, of a model whose file does not say. concurrent: requests that one replica runs at
+    a time; others wait."""
 
     tokenizer: str
     max_characters: PositiveInt = 100_000
     max_prompt_tokens: PositiveInt = 1024
     max_new_tokens: PositiveInt = 512
+    max_context: int | None = Field(default=None, ge=2)
+    max_seconds: float = Field(default=120, gt=0, allow_inf_nan=False)
     concurrent: PositiveInt = 1
 
 
@@ -88,30 +98,34 @@ class EmbeddingRequest(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.models.generate.sample."""
+    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.models.generate.sample. stream:
+    the answer is a stream of server-sent events, {"piece": "…"} each, and at last what it is without stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1)
     max_new_tokens: int = Field(default=64, ge=1)
+    max_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     temperature: float = Field(default=0.0, ge=0, le=10, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = Field(default=0, ge=0)
+    stream: bool = False
 
 
 def embeddings(config: EmbeddingConfig) -> Application:
     """An application of Ray Serve: POST /embed {"texts": […]} -> {"embeddings": [[…], …]}; GET /health."""
-    return _deploy(Embeddings, config)
+    return _deploy(Embeddings, config, _SHUTDOWN_SECONDS)
 
 
 def generation(config: GenerationConfig) -> Application:
     """An application of Ray Serve: POST /generate {"prompt": "…"} -> {"text": "…", "tokens": n, "finish_reason": "…"};
     GET /health."""
-    return _deploy(Generation, config)
+    return _deploy(Generation, config, config.max_seconds + _SHUTDOWN_SECONDS)
 
 
-def _deploy(deployment: Any, config: ServingConfig) -> Application:
+def _deploy(deployment: Any, config: ServingConfig, shutdown_seconds: float) -> Application:
+    """shutdown_seconds: that a replica has to end its requests when it is taken away."""
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.min_replicas is not None or config.max_replicas is not None:
         least = config.min_replicas or 1
@@ -126,6 +140,7 @@ def _deploy(deployment: Any, config: ServingConfig) -> Application:
         **scale,
         max_ongoing_requests=config.max_ongoing_requests,
         max_queued_requests=config.max_queued_requests,
+        graceful_shutdown_timeout_s=shutdown_seconds,
         ray_actor_options={"num_cpus": config.threads},
     ).bind(config.model_dump())
     return application
@@ -170,14 +185,24 @@ def check_characters(texts: list[str], most: int) -> None:
 
 
 def _application() -> FastAPI:
-    """Routes are added by each class; errors become JSON here."""
+    """Routes are added by each class; errors become JSON here: {"error": "…"}."""
     application = FastAPI(title="Ortolan", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def answer(_: Request, error: Exception) -> JSONResponse:
+    async def refuse(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestError)
         return JSONResponse({"error": str(error)}, error.status)
 
-    application.add_exception_handler(RequestError, answer)
+    async def refuse_route(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    async def fail(_: Request, error: Exception) -> JSONResponse:
+        # Ray Serve gets the exception after this answer, counts it and logs its traceback.
+        return JSONResponse({"error": _FAILED}, 500)
+
+    application.add_exception_handler(RequestError, refuse)
+    application.add_exception_handler(HTTPException, refuse_route)
+    application.add_exception_handler(Exception, fail)
     return application
 
 
@@ -194,6 +219,30 @@ class _Runner:
 
     async def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+
+
+def _event(said: dict[str, Any]) -> str:
+    return f"data: {json.dumps(said)}\n\n"
+
+
+async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Generated]") -> AsyncIterator[str]:
+    """The pieces up to None, then the result. Ends the work where it is ended itself, as its client went away."""
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield _event({"piece": piece})
+        yield _event(asdict(work.result()))
+    finally:
+        work.cancel()
+
+
+async def _stream(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    try:
+        async for event in events:
+            yield event
+    except Exception:  # too late for a status
+        _log.exception("A generation failed.")
+        yield _event({"error": _FAILED})
 
 
 # Ray Serve sends the classes below to its processes with what is defined by then.
@@ -215,8 +264,7 @@ class Embeddings:
             spin=self._config.spin,
         )
         self._run = _Runner(1)
-        self._texts = Counter("ortolan_texts", description="Texts that were embedded.")
-        self._batches = Histogram("ortolan_batch_texts", description="Texts of a batch.", boundaries=_BATCH_SIZES)
+        self._texts = Counter("ortolan_texts", description="Texts that went into batches.")
         batch: Any = self._embed_text
         batch.set_max_batch_size(self._config.batch_size)
         batch.set_batch_wait_timeout_s(self._config.batch_wait)
@@ -230,14 +278,18 @@ class Embeddings:
         check_characters(given.texts, self._config.max_characters)
         embed_text: Any = self._embed_text
         vectors = await asyncio.gather(*map(embed_text, given.texts))
-        return JSONResponse({"embeddings": vectors})
+        for number, vector in enumerate(vectors):
+            if isinstance(vector, Exception):
+                _log.error("Text %d could not be embedded.", number, exc_info=vector)
+                raise RequestError(500, f"text {number} could not be embedded: {_FAILED}")
+        return JSONResponse({"embeddings": [vector.tolist() for vector in vectors]})
 
     @serve.batch
-    async def _embed_text(self, texts: list[str]) -> list[list[float]]:
+    async def _embed_text(self, texts: list[str]) -> list[Any]:
+        """A vector or an exception of each: raised, it would reach the requests of all."""
         self._texts.inc(len(texts))
-        self._batches.observe(len(texts))
-        vectors = await self._run(self._engine.embed, texts)
-        return [vector.tolist() for vector in vectors]
+        vectors: list[Any] = await self._run(self._engine.embed_each, texts)
+        return vectors
 
     @_embedding_routes.get("/health")
     async def health(self) -> dict[str, Any]:
@@ -260,14 +312,18 @@ class Generation:
             self._config.model,
             self._config.tokenizer,
             max_prompt_tokens=self._config.max_prompt_tokens,
+            max_context=self._config.max_context,
             threads=self._config.threads,
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
+        self._turn = asyncio.Semaphore(self._config.concurrent)
+        self._run_check = _Runner(1)  # behind requests that take minutes, a check would fail
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
+        self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
 
     @_generation_routes.post("/generate")
-    async def generate(self, request: Request) -> JSONResponse:
+    async def generate(self, request: Request) -> Response:
         """The prompt, continued."""
         given = await read_request(request, GenerationRequest, self._config.max_body_bytes)
         check_characters([given.prompt], self._config.max_characters)
@@ -275,21 +331,67 @@ class Generation:
             raise RequestError(
                 422, f"max_new_tokens: {given.max_new_tokens}, expected at most {self._config.max_new_tokens}"
             )
-        made = await self._run(
-            partial(
-                self._engine.generate,
-                given.prompt,
-                given.max_new_tokens,
-                temperature=given.temperature,
-                top_k=given.top_k,
-                top_p=given.top_p,
-                seed=given.seed,
-            )
+        if given.max_seconds is not None and given.max_seconds > self._config.max_seconds:
+            raise RequestError(422, f"max_seconds: {given.max_seconds}, expected at most {self._config.max_seconds}")
+        if not given.stream:
+            return JSONResponse(asdict(await self._continue(given)))
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(piece: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        work = loop.create_task(self._continue(given, tell))
+        work.add_done_callback(lambda _: pieces.put_nowait(None))
+        events = _events(pieces, work)
+        # Only now, when there is a first event, is it known whether the request is refused.
+        first = await anext(events)
+        return StreamingResponse(_stream(first, events), media_type="text/event-stream")
+
+    async def _continue(self, given: GenerationRequest, on_text: Callable[[str], None] | None = None) -> Generated:
+        """Waits for a turn, and generates."""
+        seconds = given.max_seconds or self._config.max_seconds
+        deadline = time.monotonic() + seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise RequestError(504, f"other requests took all of {seconds} s; try again later") from None
+        cancelled = threading.Event()
+        try:
+            made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text)
+            return made
+        finally:
+            self._turn.release()
+            cancelled.set()  # the client may be gone, and the thread still at work
+
+    def _generate(
+        self,
+        given: GenerationRequest,
+        deadline: float,
+        cancelled: threading.Event,
+        on_text: Callable[[str], None] | None,
+    ) -> Generated:
+        made = self._engine.generate(
+            given.prompt,
+            given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            seed=given.seed,
+            deadline=deadline,
+            cancelled=cancelled,
+            on_text=on_text,
         )
         self._tokens.inc(made.tokens)
-        return JSONResponse({"text": made.text, "tokens": made.tokens, "finish_reason": made.finish_reason})
+        self._ended.inc(tags={"finish_reason": made.finish_reason})
+        return made
 
     @_generation_routes.get("/health")
     async def health(self) -> dict[str, Any]:
         """Whether a replica answers."""
         return _health(self._config)
+
+    async def check_health(self) -> None:
+        """See Embeddings.check_health."""
+        await self._run_check(self._engine.generate, "", 1)

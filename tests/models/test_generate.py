@@ -7,7 +7,15 @@ import pytest
 
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder, generate, read_head_size, sample, shares_cache
+from ortolan.models.generate import (
+    Decoder,
+    generate,
+    generate_tokens,
+    read_context,
+    read_head_size,
+    sample,
+    shares_cache,
+)
 
 VOCABULARY = tiny.TINY_LLAMA.vocab_size
 PROMPT = [1, 20, 30, 4, 4, 90]
@@ -126,6 +134,37 @@ def test_the_size_of_a_head_that_the_inputs_leave_open(tmp_path):
     assert read_head_size(tmp_path / "mlp.onnx") is None
 
 
+def test_how_many_positions_a_file_has(tmp_path):
+    for attention in ("standard", "gqa"):
+        ir.save(tiny.tiny_llama(attention=attention, head_dim=16), tmp_path / f"{attention}.onnx")
+    assert read_context(tmp_path / "standard.onnx") is None
+    assert read_context(tmp_path / "gqa.onnx") == tiny.TINY_LLAMA.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("domain", "operator", "names"),
+    [
+        ("", "Gather", ["table", "flat_positions"]),
+        ("", "RotaryEmbedding", ["x", "table", "table", "position_ids"]),
+        ("com.microsoft", "RotaryEmbedding", ["x", "position_ids", "table", "table"]),
+        ("ai.ortolan", "NoMADAttention", ["x"] * 8 + ["table", "table"]),
+    ],
+)
+def test_tables_of_positions(tmp_path, domain, operator, names):
+    for shape, expected in (([7, 4], 7), ([1, 7, 4], None)):
+        values = {name: ir.Value(name=name) for name in ("x", "position_ids")}
+        table = ir.tensor(np.zeros(shape, np.float32), name="table")
+        values["table"] = ir.Value(name="table", const_value=table)
+        flatten = ir.node("Reshape", [values["position_ids"], values["x"]])
+        values["flat_positions"] = flatten.outputs[0]
+        node = ir.node(operator, [values[name] for name in names], domain=domain)
+        inputs, opsets = [values["x"], values["position_ids"]], {"": 23, domain: 23}
+        nodes, initializers = [flatten, node], [values["table"]]
+        graph = ir.Graph(inputs, node.outputs, nodes=nodes, initializers=initializers, opset_imports=opsets)
+        ir.save(ir.Model(graph, ir_version=10), tmp_path / "model.onnx")
+        assert read_context(tmp_path / "model.onnx") == expected
+
+
 def test_a_file_tells_whether_its_cache_may_be_shared(tmp_path):
     for attention in ("standard", "gqa"):
         ir.save(tiny.tiny_llama(attention=attention, head_dim=16), tmp_path / f"{attention}.onnx")
@@ -143,6 +182,17 @@ def test_greedy_generation(decoder):
     stop = made[3]
     decoder.reset()
     assert generate(decoder, PROMPT, max_new_tokens=8, stop={stop}) == made[: made.index(stop)]
+
+
+def test_tokens_come_one_by_one():
+    session, _ = SESSIONS["standard"]
+    decoder = Decoder(session)
+    tokens = generate_tokens(decoder, PROMPT)
+    first = next(tokens)
+    assert decoder.length == len(PROMPT)
+    assert [first, next(tokens)] == generate(session, PROMPT, 2)
+    assert decoder.length == len(PROMPT) + 1
+    assert list(generate_tokens(session, PROMPT, stop={first})) == []
 
 
 def test_seeds_choose_the_text():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -11,6 +14,7 @@ from ortolan import SessionError, TextInput
 from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
 from ortolan.graph_passes.text_input import add_text_input
 from ortolan.models import tiny
+from ortolan.models.generate import generate
 
 from ..text.wordpiece_file import write_wordpiece
 
@@ -34,6 +38,30 @@ def test_tokens_need_a_tokenizer(tmp_path):
         EmbeddingEngine(tmp_path / "tokens.onnx")
 
 
+def test_a_bad_text_costs_the_others_nothing(tmp_path):
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    ir.save(tiny.tiny_bert(vocab_size=106), tmp_path / "model.onnx")  # the last token, ’, has no embedding
+    engine = EmbeddingEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12)
+    texts = ["The cat.", "cat’", "unable"]
+    one, bad, other = engine.embed_each(texts)
+    assert "Gather" in str(bad)
+    np.testing.assert_allclose([one, other], engine.embed([texts[0], texts[2]]), atol=1e-5)
+    assert isinstance(engine.embed_each(texts[1:2])[0], Exception)
+
+
+def test_vectors_that_are_not_finite_are_failures(tmp_path):
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    model = tiny.tiny_bert(vocab_size=256)
+    (table,) = [value for value in model.graph.initializers.values() if value.shape[0] == 256]
+    array = table.const_value.numpy().copy()
+    array[106] = np.inf
+    table.const_value = ir.tensor(array, name=table.name)
+    ir.save(model, tmp_path / "model.onnx")
+    good, bad = EmbeddingEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12).embed_each(["cat", "’"])
+    assert np.isfinite(good).all()
+    assert "not finite" in str(bad)
+
+
 class Letters:
     """As ortolan.models.tokenizer.TextTokenizer."""
 
@@ -46,17 +74,88 @@ class Letters:
         return " ".join(map(str, ids))
 
 
-def test_generation_and_its_limit(tmp_path, monkeypatch):
-    ir.save(tiny.tiny_llama(), tmp_path / "decoder.onnx")
+@pytest.fixture
+def make_engine(tmp_path, monkeypatch):
+    """(model, **options) -> a GenerationEngine for it and Letters."""
     monkeypatch.setattr("ortolan.models.tokenizer.load_tokenizer", lambda path: Letters())
-    engine = GenerationEngine(tmp_path / "decoder.onnx", "tokenizer.json", max_prompt_tokens=5)
-    made = engine.generate("abcd", 6)
-    session = ortolan.create_session(tmp_path / "decoder.onnx")
-    from ortolan.models.generate import generate
 
+    def make(model, **options):
+        ir.save(model, tmp_path / "decoder.onnx")
+        return GenerationEngine(tmp_path / "decoder.onnx", "tokenizer.json", **options)
+
+    return make
+
+
+def test_generation(make_engine, tmp_path):
+    made = make_engine(tiny.tiny_llama()).generate("abcd", 6)
+    session = ortolan.create_session(tmp_path / "decoder.onnx")
     expected = generate(session, [1, *Letters().encode("abcd")], 6, stop=Letters.stop)
     assert made.text == Letters().decode(expected)
     assert (made.tokens, made.finish_reason) == (len(expected), "length" if len(expected) == 6 else "stop")
-    with pytest.raises(RequestError, match="6 tokens") as refused:
+
+
+def test_a_start_that_the_tokenizer_gives_is_not_given_twice(make_engine, monkeypatch):
+    engine = make_engine(tiny.tiny_llama())
+    expected = engine.generate("abcd", 6)
+    encode = Letters.encode
+    monkeypatch.setattr(Letters, "encode", lambda self, text: [1, *encode(self, text)])
+    assert engine.generate("abcd", 6) == expected
+
+
+def test_a_prompt_of_too_many_tokens(make_engine):
+    engine = make_engine(tiny.tiny_llama(), max_prompt_tokens=5)
+    engine.generate("abcd", 6)
+    with pytest.raises(RequestError, match="6 tokens, expected at most 5") as refused:
         engine.generate("abcde", 6)
     assert refused.value.status == 413
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "context"),
+    [
+        (tiny.tiny_llama(), {}, None),
+        (tiny.tiny_llama(), {"max_context": 20}, 20),
+        (tiny.tiny_llama(attention="gqa", head_dim=16, max_position_embeddings=24), {}, 24),
+        (tiny.tiny_llama(attention="gqa", head_dim=16, max_position_embeddings=24), {"max_context": 20}, 20),
+        (tiny.tiny_llama(attention="gqa", head_dim=16, max_position_embeddings=24), {"max_context": 30}, 24),
+    ],
+)
+def test_context(make_engine, model, options, context):
+    engine = make_engine(model, **options)
+    assert engine.context == context
+    if context is None:
+        return
+    assert engine.generate("abcd", context - 5).tokens == context - 5
+    with pytest.raises(RequestError, match=rf"5 tokens and max_new_tokens {context - 4} .*of {context}; .*") as refused:
+        engine.generate("abcd", context - 4)
+    assert refused.value.status == 422
+    with pytest.raises(RequestError, match=f"{context} tokens, expected at most {context - 1}") as refused:
+        engine.generate("a" * (context - 1), 1)
+    assert refused.value.status == 413
+
+
+def test_a_deadline_and_a_cancelled_request(make_engine, monkeypatch):
+    engine = make_engine(tiny.tiny_llama())
+    with pytest.raises(RequestError) as refused:
+        engine.generate("abcd", 6, deadline=time.monotonic())
+    assert refused.value.status == 504
+    cancelled = threading.Event()
+    cancelled.set()
+    made = engine.generate("abcd", 6, cancelled=cancelled)
+    assert (made.text, made.tokens, made.finish_reason) == ("", 0, "cancelled")
+    clock = iter(range(100))  # a second a token
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    made = engine.generate("abcd", 6, deadline=3)
+    assert (made.tokens, made.finish_reason) == (3, "deadline")
+
+
+def test_pieces_of_the_text_are_whole_characters(make_engine, monkeypatch):
+    engine = make_engine(tiny.tiny_llama())
+    # Three tokens a character, as far as whole ones go.
+    whole = "αβγδ"
+    monkeypatch.setattr(Letters, "decode", lambda self, ids: whole[: len(ids) // 3] + "\ufffd" * (len(ids) % 3 > 0))
+    pieces = []
+    made = engine.generate("abcd", 8, on_text=pieces.append)
+    assert made.tokens == 8
+    assert pieces == ["α", "β", "\ufffd"]
+    assert made.text == "αβ\ufffd"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 import onnx_ir as ir
 import pytest
 
-from ortolan.benchmarks.serving import _BAD, check_refusals, free_port, run_load
-from ortolan.engines import RequestError
+from ortolan.benchmarks.serving import _BAD, check_refusals, free_port, kill_replica, run_load
+from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece
@@ -17,11 +24,16 @@ from ..text.wordpiece_file import write_wordpiece
 ray = pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 
+from ray import serve  # noqa: E402
+
 from ortolan.serving import (  # noqa: E402
     EmbeddingConfig,
     EmbeddingRequest,
+    GenerationConfig,
     GenerationRequest,
+    _stream,
     embeddings,
+    generation,
     parse_request,
 )
 
@@ -39,10 +51,10 @@ def test_requests_that_are_refused(name):
     assert refused.value.status == status
 
 
-WRONG = [{"prompt": ""}, {"prompt": "a", "top_p": 0}, {"prompt": "a", "temperature": -1}, [], {"prompt": 1}]
+SETTINGS = [{"top_p": 0}, {"temperature": -1}, {"max_new_tokens": 0}, {"max_seconds": 0}, {"max_seconds": "1"}]
 
 
-@pytest.mark.parametrize("body", [*WRONG, {"prompt": "a", "max_new_tokens": 0}])
+@pytest.mark.parametrize("body", [[], {"prompt": ""}, {"prompt": 1}, *({"prompt": "a", **wrong} for wrong in SETTINGS)])
 def test_generation_requests_that_are_refused(body):
     with pytest.raises(RequestError) as refused:
         parse_request(json.dumps(body).encode(), GenerationRequest)
@@ -55,26 +67,224 @@ def test_deeply_nested_json_is_refused():
     assert refused.value.status == 400
 
 
-def test_two_replicas(tmp_path):
-    from ray import serve
+def test_a_failure_in_the_midst_of_a_stream():
+    async def events():
+        yield "second"
+        raise ValueError("secret")
 
-    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
-    port = free_port()
-    ray.init(num_cpus=3, object_store_memory=80 << 20, include_dashboard=False, logging_level="warning")
+    async def read():
+        return [event async for event in _stream("first", events())]
+
+    first, second, last = asyncio.run(read())
+    assert (first, second) == ("first", "second")
+    assert list(json.loads(last.removeprefix("data: "))) == ["error"]
+    assert "secret" not in last
+
+
+CLUSTER_CPUS = 8  # that Ray counts: one for each replica below, whatever the machine has
+LONG = 100_000  # tokens: minutes of them
+KNOWN, UNKNOWN = "the cat", "un’"  # the models below have no embedding for the tokens of the second
+
+
+class Cluster(NamedTuple):
+    """Embeddings at / and /autoscaled, generation at /generation, of the models in the folder."""
+
+    port: int
+    folder: Path
+
+    def ask(self, path, body=None):
+        """(status, JSON) of a POST; of a GET where there is no body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        said = response.status, json.loads(response.read())
+        connection.close()
+        return said
+
+    def metric(self, name, **tags):
+        """What Ray's endpoint for Prometheus tells, summed over replicas."""
+        (node,) = ray.nodes()
+        connection = http.client.HTTPConnection(node["NodeManagerAddress"], node["MetricsExportPort"], timeout=60)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        found = [re.fullmatch(rf"{name}{{(.*)}} (\S+)", line) for line in lines]
+        wanted = {f'{tag}="{value}"' for tag, value in tags.items()}
+        return sum(float(match[2]) for match in found if match and wanted <= {*match[1].split(",")})
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = write_wordpiece(folder / "tokenizer.json", truncation=None)
+    ir.save(tiny.tiny_bert(vocab_size=106), folder / "encoder.onnx")
+    ir.save(tiny.tiny_llama(seed=4), folder / "decoder.onnx")
+    encoder = {"model": str(folder / "encoder.onnx"), "tokenizer": str(tokenizer), "max_tokens": 16}
+    decoder = {"model": str(folder / "decoder.onnx"), "tokenizer": str(tokenizer), "max_new_tokens": LONG}
+    ray.init(
+        num_cpus=CLUSTER_CPUS,
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        logging_level="warning",
+        _system_config={"metrics_report_interval_ms": 500},
+    )
     try:
+        port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = EmbeddingConfig(
-            model=str(tmp_path / "model.onnx"), tokenizer=str(tokenizer), max_tokens=16, replicas=2
-        )
-        serve.run(embeddings(config))
-        assert check_refusals(port) == {name: str(status) for name, (_, status) in _BAD.items()}
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/health")
-        assert json.loads(connection.getresponse().read())["status"] == "ok"
-        result = run_load(port, clients=4, seconds=3, retries=0)
-        assert result.milliseconds
-        assert not result.failures
+        serve.run(embeddings(EmbeddingConfig(**encoder, replicas=2, batch_wait=0.5)))
+        scaled = embeddings(EmbeddingConfig(**encoder, min_replicas=2, max_replicas=3))
+        serve.run(scaled, name="autoscaled", route_prefix="/autoscaled")
+        config = GenerationConfig(**decoder, max_prompt_tokens=50, max_context=LONG, max_seconds=60)
+        serve.run(generation(config), name="generation", route_prefix="/generation")
+        yield Cluster(port, folder)
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+
+
+def running_replicas(application):
+    (deployment,) = serve.status().applications[application].deployments.values()
+    return deployment.replica_states.get("RUNNING", 0)
+
+
+@pytest.mark.parametrize("application", ["", "/autoscaled", "/generation"])
+def test_health(cluster, application):
+    status, said = cluster.ask(f"{application}/health")
+    assert (status, said["status"]) == (200, "ok")
+    status, said = cluster.ask(f"{application}/other")
+    assert (status, list(said)) == (404, ["error"])
+
+
+def test_embeddings_are_those_of_the_engine(cluster):
+    engine = EmbeddingEngine(cluster.folder / "encoder.onnx", cluster.folder / "tokenizer.json", max_tokens=16)
+    texts = [KNOWN, "", "cat " * 100]
+    expected = engine.embed(texts)
+    for application in ("", "/autoscaled"):
+        status, said = cluster.ask(f"{application}/embed", {"texts": texts})
+        assert status == 200
+        assert said["embeddings"] == [pytest.approx(vector, abs=1e-5) for vector in expected.tolist()]
+
+
+def test_what_embeddings_refuse(cluster):
+    assert check_refusals(cluster.port) == {name: str(status) for name, (_, status) in _BAD.items()}
+
+
+def test_a_bad_text_fails_alone(cluster):
+    texts = [KNOWN] * 12 + [UNKNOWN] + [KNOWN] * 3
+    names = ("ray_ortolan_texts_total", "ray_serve_batches_processed_total")
+    before = [cluster.metric(name, application="default") for name in names]
+    with ThreadPoolExecutor(len(texts)) as clients:
+        answers = list(clients.map(lambda text: cluster.ask("/embed", {"texts": ["cat", text]}), texts))
+    for text, (status, said) in zip(texts, answers, strict=True):
+        assert (status, list(said)) == ((200, ["embeddings"]) if text == KNOWN else (500, ["error"]))
+        assert text == KNOWN or said["error"].startswith("text 1 ")
+    # Requests did share batches.
+    wait_for(lambda: cluster.metric(names[0], application="default") >= before[0] + 2 * len(texts))
+    assert cluster.metric(names[1], application="default") < before[1] + 12
+
+
+def test_autoscaling(cluster):
+    assert running_replicas("autoscaled") == 2
+    with pytest.raises(ValueError, match="max_replicas"):
+        embeddings(EmbeddingConfig(model="model.onnx", min_replicas=3, max_replicas=2))
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 3}])
+def test_generation_gives_the_tokens_of_the_engine(cluster, how):
+    expected = GenerationEngine(cluster.folder / "decoder.onnx", cluster.folder / "tokenizer.json").generate(
+        KNOWN, 24, **how
+    )
+    name, tags = "ray_ortolan_generated_tokens_total", {"application": "generation", "deployment": "Generation"}
+    before = cluster.metric(name, **tags)
+    status, said = cluster.ask("/generation/generate", {"prompt": KNOWN, "max_new_tokens": 24, **how})
+    assert (status, said) == (200, vars(expected))
+    wait_for(lambda: cluster.metric(name, **tags) == before + expected.tokens)
+
+
+def test_a_stream(cluster):
+    body = {"prompt": KNOWN, "max_new_tokens": 24}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)
+    connection.request("POST", "/generation/generate", json.dumps({**body, "stream": True}))
+    response = connection.getresponse()
+    assert response.getheader("Content-Type").startswith("text/event-stream")
+    *events, end = response.read().decode().split("\n\n")
+    assert end == ""
+    *pieces, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert (200, last) == cluster.ask("/generation/generate", body)
+    assert len(pieces) > 1
+    assert "".join(piece["piece"] for piece in pieces) == last["text"]
+
+
+REFUSED = {
+    "prompt tokens": ({"prompt": "cat " * 50}, 413, "51 tokens, expected at most 50"),
+    "context": ({"prompt": KNOWN, "max_new_tokens": LONG - 1}, 422, f"3 tokens and max_new_tokens {LONG - 1} "),
+    "new tokens": ({"prompt": KNOWN, "max_new_tokens": LONG + 1}, 422, f"expected at most {LONG}"),
+    "seconds": ({"prompt": KNOWN, "max_seconds": 61}, 422, "expected at most 60"),
+    "characters": ({"prompt": "x" * 100_001}, 413, "100001 characters"),
+    "body": ({"prompt": "x" * (1 << 20)}, 413, "bytes"),
+    "form": ({"text": KNOWN}, 422, "prompt"),
+    "failure": ({"prompt": UNKNOWN}, 500, "the server failed"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_generation_refuses(cluster, name, stream):
+    body, expected, message = REFUSED[name]
+    status, said = cluster.ask("/generation/generate", {**body, "stream": stream})
+    assert (status, list(said)) == (expected, ["error"])
+    assert message in said["error"]
+    assert "Traceback" not in said["error"]
+
+
+def test_a_deadline(cluster):
+    """The running request has what it made until then; the waiting one does not wait on."""
+    long = {"prompt": KNOWN, "max_new_tokens": LONG - 10, "max_seconds": 4}
+    with ThreadPoolExecutor() as clients:
+        first = clients.submit(cluster.ask, "/generation/generate", long)
+        time.sleep(1)
+        start = time.monotonic()
+        status, said = cluster.ask("/generation/generate", {"prompt": KNOWN, "max_seconds": 0.5})
+        assert not first.done() and time.monotonic() - start < 3
+        assert (status, list(said)) == (504, ["error"])
+        status, said = first.result()
+    assert (status, said["finish_reason"]) == (200, "deadline")
+    assert 0 < said["tokens"] < LONG
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_thread(cluster, stream):
+    name, tags = "ray_ortolan_generations_total", {"application": "generation", "finish_reason": "cancelled"}
+    before = cluster.metric(name, **tags)
+    gone = http.client.HTTPConnection("127.0.0.1", cluster.port)
+    body = {"prompt": KNOWN, "max_new_tokens": LONG - 10, "stream": stream}
+    gone.request("POST", "/generation/generate", json.dumps(body))
+    if stream:
+        gone.sock.recv(1)
+    else:
+        time.sleep(1)
+    gone.close()
+    # It would have run for 60 s.
+    status, said = cluster.ask("/generation/generate", {"prompt": KNOWN, "max_new_tokens": 3, "max_seconds": 20})
+    assert (status, said["tokens"]) == (200, 3)
+    wait_for(lambda: cluster.metric(name, **tags) == before + 1)
+
+
+def test_a_killed_replica_costs_one_retry_at_most(cluster):
+    killed = []
+    timer = threading.Timer(1, lambda: killed.append(kill_replica()))
+    timer.start()
+    result = run_load(cluster.port, clients=4, seconds=4, retries=1)
+    timer.join()
+    assert killed and result.milliseconds
+    assert not result.failures
+    assert result.retried.keys() <= {"status 500"}
+    wait_for(lambda: running_replicas("default") == 2)
+    assert cluster.ask("/embed", {"texts": [KNOWN]})[0] == 200

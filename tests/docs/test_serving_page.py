@@ -1,0 +1,119 @@
+"""The commands of docs/serving.md that start servers, and its requests to them, on a Ray cluster of the test."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from ortolan import TextInput
+from ortolan.benchmarks.serving import free_port
+from ortolan.graph_passes.text_input import add_text_input
+from ortolan.models import tiny
+
+from ..text.wordpiece_file import write_wordpiece
+from .pages import blocks
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("fastapi")
+pytest.importorskip("onnxruntime_extensions")
+
+from ray import serve  # noqa: E402
+
+SECONDS = 60  # for a server to answer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """fast.onnx, which takes texts; decoder.onnx and tokenizer.json."""
+    found = tmp_path_factory.mktemp("models")
+    tokenizer = write_wordpiece(found / "tokenizer.json")
+    encoder = tiny.tiny_bert(vocab_size=256)
+    add_text_input(encoder, TextInput(tokenizer, max_tokens=16))
+    ir.save(encoder, found / "fast.onnx")
+    ir.save(tiny.tiny_llama(seed=4, vocab_size=107), found / "decoder.onnx")
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """(its address, the port of its proxy)"""
+    ray.init(num_cpus=8, object_store_memory=80 << 20, include_dashboard=False, logging_level="warning")
+    try:
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield ray.get_runtime_context().gcs_address, port
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def curl(command: str, port: int, expected: str) -> None:
+    """Sends the request until it is answered as expected: … stands for anything."""
+    pattern = ".*".join(map(re.escape, expected.split("…")))
+    end = time.monotonic() + SECONDS
+    while True:
+        done = subprocess.run(
+            ["bash", "-c", command.replace(":8000", f":{port}")], capture_output=True, text=True, check=False
+        )
+        if re.fullmatch(pattern, done.stdout, re.DOTALL):
+            return
+        assert time.monotonic() < end, f"{command}\n{done.stdout}"
+        time.sleep(0.5)
+
+
+class Server:
+    """A command that serves until the block ends. Killed, it leaves its application to the next one to replace."""
+
+    def __init__(self, command: str, folder: Path, address: str) -> None:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "RAY_ADDRESS": address}
+        self.log = (folder / "server.log").open("w")
+        self.process = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"], cwd=folder, env=environment, stdout=self.log, stderr=subprocess.STDOUT
+        )
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+CONSOLE = [code.replace("\\\n", "") for language, code in blocks("serving.md") if language == "console"]
+
+
+@pytest.mark.parametrize("code", CONSOLE, ids=[code.split("\n")[0][:40] for code in CONSOLE])
+def test_console(code, cluster, folder):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    address, port = cluster
+    server, request = code.replace("/models/", f"{folder}/").splitlines()
+    command, expected = request.split("  # ")
+    with Server(server, folder, address):
+        curl(command, port, expected)
+
+
+def test_the_file_of_applications(cluster, folder):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl")
+    address, port = cluster
+    ((_, code),) = [block for block in blocks("serving.md") if block[0] == "yaml"]
+    (folder / "serve.yaml").write_text(code.replace("/models/", f"{folder}/"))
+    with Server("serve run serve.yaml", folder, address):
+        for prefix, model in (("", "fast.onnx"), ("/llm", "decoder.onnx")):
+            curl(
+                shlex.join(["curl", f"http://127.0.0.1:8000{prefix}/health"]),
+                port,
+                f'{{"status":"ok","model":"{model}",…}}',
+            )
