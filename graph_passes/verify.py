@@ -19,7 +19,10 @@
   all-MiniLM); past one such step the two round independently, so twice what rounding costs is allowed as well, or
   PORTABLE_FACTOR times the sum above (0.054 for SmolLM2-135M in bf16, whose sum is 0.03). Of a decoded token, the
   kernel's scores are sums of 8-bit numbers, the body's of floats, which makes 0.1 to 0.22 of what codes of keys lose
-  (0.009 for stories15M, 0.03 for SmolLM2-135M, 0.1 at d_sub 2); TABLE_SHARE of that is allowed.
+  (0.009 for stories15M, 0.03 for SmolLM2-135M, 0.1 at d_sub 2); TABLE_SHARE of that is allowed. A token whose
+  activations are huge turns the last bit of a sum into a difference that all can see (SmolLM2-135M, bf16, behind an
+  empty cache: 0.27 in the logits of one token, 0.02 or less in those of 15 others), so an ODD_SHARE of the rows may
+  differ more, by up to ODD_ERROR each. A row that is wrong differs by 1 or more.
 
 Where inputs below a threshold are taken for zero (activations.py), the pruned and quantized model does so, too. But
 any rounding turns some numbers near the threshold into zeros, or back, and each of them turns others in the next
@@ -67,6 +70,8 @@ DECODE_FACTOR = 2.0
 PORTABLE_ERROR = 5e-2
 PORTABLE_FACTOR = 3.0
 TABLE_SHARE = 0.5
+ODD_SHARE = 1 / 8
+ODD_ERROR = 0.5
 MASK_FACTOR = 1.5
 TIMED_SECONDS = 2.0
 POOR_ERROR = 0.3  # against the original: the report warns
@@ -273,14 +278,18 @@ class VerifyPass(RecipePass):
         context = self.context
         portable = open_session(context.candidate, quiet_options())
         found: dict[str, OutputError] = {}
+        steady: dict[str, float] = {}
         rounding = {error.name: error.relative_l2 for error in context.report.rounding_error}
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
         hidden = [names.index(name) for name in context.compressed_outputs]
         for feeds, answers in calls:
             alone = _run(portable, feeds, "the optimized model without the library", VerificationError)
-            for error in measure_errors(names, *([without(one[: len(names)], hidden)] for one in (alone, answers))):
+            pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
+            for error in measure_errors(names, *([one] for one in pair)):
                 if error.name not in found or error.relative_l2 > found[error.name].relative_l2:
                     found[error.name] = error
+                rest = error_of_most_rows(*(_array(one[names.index(error.name)]) for one in pair))
+                steady[error.name] = max(rest, steady.get(error.name, 0.0))
             written = [
                 {names[place]: _array(one[place]) for place in hidden if one[place] is not None}
                 for one in (answers, alone)
@@ -293,7 +302,8 @@ class VerifyPass(RecipePass):
             most = max(PORTABLE_ERROR, 2 * rounding.get(error.name, 0.0), layers, codes)
             most = max(most, self._by_masks.get(error.name, 0.0))
             cosine = min(PORTABLE_COSINE, 1 - most * most)
-            if not (error.relative_l2 <= most and error.cosine >= cosine):
+            close = error.relative_l2 <= most and error.cosine >= cosine
+            if not (close or steady[error.name] <= most):
                 raise VerificationError(
                     f"output {error.name!r} differs between the native kernels and the portable operators: relative "
                     f"error {error.relative_l2:.3g}, expected at most {most:.3g}; cosine {error.cosine:.5f}, "
@@ -452,6 +462,23 @@ def measure_errors(names: Sequence[str], reference: Sequence[Outputs], found: Se
             same = difference == 0.0
             errors.append(OutputError(name, 0.0 if same else relative, 1.0 if same else cosine, max_abs=most))
     return errors
+
+
+def error_of_most_rows(expected: np.ndarray, answer: np.ndarray) -> float:
+    """The relative L2 error without the ODD_SHARE of the rows (along the last axis) that differ most.
+
+    Rows of zeros do not count. Infinite where a row is off by more than ODD_ERROR of its norm, or not finite.
+    """
+    if expected.ndim < 2 or not expected.size:
+        return math.inf
+    x, y = (one.reshape(-1, one.shape[-1]).astype(np.float64) for one in (expected, answer))
+    norms, errors = (x**2).sum(axis=1), ((y - x) ** 2).sum(axis=1)
+    counted = (norms > 0) | (errors > 0)
+    norms, errors = norms[counted], errors[counted]
+    if not (errors <= ODD_ERROR**2 * norms).all():
+        return math.inf
+    kept = np.argsort(errors)[: len(errors) - int(ODD_SHARE * len(errors))]
+    return math.sqrt(errors[kept].sum() / norms[kept].sum()) if len(kept) else 0.0
 
 
 def _run(session: Any, feeds: Feeds, who: str, error_type: type[Exception]) -> Outputs:

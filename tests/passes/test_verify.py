@@ -14,7 +14,7 @@ from ortolan.graph_passes.replace import ReplacePass, sparse_amx_matmul
 from ortolan.graph_passes.replace.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses
-from ortolan.graph_passes.verify import measure_errors
+from ortolan.graph_passes.verify import error_of_most_rows, measure_errors
 from ortolan.models import tiny
 
 from .small_models import branches_model, make_model, matmul_model, optimize, random_weight, relative_error, run
@@ -43,6 +43,35 @@ def test_errors_of_special_outputs():
     for expected, found in (([], []), ([np.nan], [np.nan])):  # nothing to compare
         assert measure_errors(["y"], [[np.array(expected)]], [[np.array(found)]]) == []
     assert measure_errors(["names"], [[None]], [[None]]) == []
+
+
+@pytest.mark.parametrize(
+    ("off", "expected"),
+    [
+        ({}, 0.01),
+        ({3: 0.3}, 0.01),
+        ({3: 0.3, 9: 0.4}, 0.01),
+        ({3: 0.3, 9: 0.4, 11: 0.3}, 0.08),
+        ({15: 1.0}, np.inf),
+        ({15: np.nan}, np.inf),
+    ],
+)
+def test_odd_rows_do_not_count(off: dict[int, float], expected: float) -> None:
+    """An eighth of 16 rows may differ by up to half of their norm."""
+    x = np.random.default_rng(0).standard_normal((2, 1, 8, 64))
+    error = np.random.default_rng(1).standard_normal(x.shape)
+    error /= np.linalg.norm(error, axis=-1, keepdims=True) / np.linalg.norm(x, axis=-1, keepdims=True)
+    size = np.array([off.get(row, 0.01) for row in range(16)]).reshape(2, 1, 8, 1)
+    zeros = np.zeros((2, 1, 5, 64))
+    answer = np.concatenate([x + error * size, zeros], axis=2)
+    assert error_of_most_rows(np.concatenate([x, zeros], axis=2), answer) == pytest.approx(expected, rel=0.1)
+
+
+def test_too_few_rows_have_no_odd_one() -> None:
+    x = np.ones((7, 4))
+    y = x.copy()
+    y[0] *= 1.4
+    assert error_of_most_rows(x, y) == pytest.approx(0.4 / np.sqrt(7))
 
 
 def test_report_holds_error_and_latency():
