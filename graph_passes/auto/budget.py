@@ -18,6 +18,7 @@ Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's out
 Budget = float | str | Mapping[str, float] | Callable[[Run, Run], bool]
 
 _COSINE, _PERPLEXITY = "cosine", "perplexity"
+_LOGITS = "logits"
 _EXPECTED = (
     "a cosine of outputs such as 0.99; perplexity:0.02, by what share a decoder's perplexity may rise; or a function "
     "(run of the original, run of the optimized model) -> bool"
@@ -67,6 +68,12 @@ class Limit:
     def needs_runs(self) -> bool:
         return self.kind != _COSINE
 
+    def outputs(self, names: Sequence[str]) -> list[str]:
+        """Those that count."""
+        return (
+            [name for name in names if name == _LOGITS] if self.kind == _PERPLEXITY and _LOGITS in names else [*names]
+        )
+
     def judge(
         self, errors: Sequence[OutputError], feeds: Sequence[Feeds], before: Run | None, after: Run | None
     ) -> tuple[bool, str]:
@@ -106,7 +113,7 @@ def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:
     found: list[np.ndarray] = []
     for one in feeds:
         ids = one.get("input_ids")
-        logits = run(one).get("logits") if ids is not None and ids.ndim == 2 and ids.shape[1] > 1 else None
+        logits = run(one).get(_LOGITS) if ids is not None and ids.ndim == 2 and ids.shape[1] > 1 else None
         if ids is None or logits is None or logits.shape[:2] != ids.shape:
             continue
         mask = one.get("attention_mask", np.ones_like(ids))[:, -ids.shape[1] :]

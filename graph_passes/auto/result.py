@@ -27,6 +27,7 @@ class LayerChoice:
     before_ms: list[float] = field(default_factory=list)  # by shape, timed alone
     after_ms: list[float] = field(default_factory=list)
     forms: dict[str, Form] = field(default_factory=dict)
+    sensitivity: float | None = None  # the error that it makes in the outputs, divided by that of the layer
 
     def times(self) -> list[str]:
         """Milliseconds by shape, before and after, for people."""
@@ -42,7 +43,7 @@ class Trial:
     within: bool
     found: str  # what the budget limits
     time: float = 1.0  # of the layers alone, by the times of their forms; the original's is 1
-    error: float = 0.0  # of the layers, added up in squares
+    error: float = 0.0  # of the outputs, as layers' errors and sensitivities have it, added up in squares
     cosine: float | None = None  # of the worst output against the original's
     bytes: int | None = None  # of the file
     chosen: bool = False
@@ -52,8 +53,8 @@ class Trial:
         attention = ", attention fused" if self.attention else ""
         verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
         return (
-            f"{self.layers} layers{attention}: {self.found}; time of the layers {self.time:.2f}, their error "
-            f"{self.error:.2g}{size}: {verdict}"
+            f"{self.layers} layers{attention}: {self.found}; time of the layers {self.time:.2f}, estimated "
+            f"error {self.error:.2g}{size}: {verdict}"
         )
 
 

@@ -3,7 +3,8 @@
     time    each form that a layer can have, and the original, alone, for each kind of layer (layer_times.py)
     error   ||XW - Y|| / ||XW|| of each form that is faster than the original at all shapes, and than all more exact
             ones: in one run of a recipe for each form. Nothing was fitted to the inputs X: a quarter of the feeds is
-            kept for judging. Y is the operator's own answer, so what it rounds of its inputs counts, too.
+            kept for judging. Y is the operator's own answer, so what it rounds of its inputs counts, too. Times how
+            much errors of that layer matter for the outputs (sensitivity.py)
     path    of the forms of a layer, those that save more time for more error; of all layers, the steps from one form to
             the next in the order of the time saved for each square of error, as errors of layers add up in squares
     budget  how far along the path the whole model stays within the budget, on the feeds that were kept: all of it, else
@@ -46,6 +47,7 @@ from .budget import Limit, Run
 from .candidates import HELD_OUT, NAME, ORIGINAL, Candidate, candidates_for, make_recipe
 from .layer_times import LayerTimes, case_of
 from .result import AutoReport, Form, LayerChoice, PathPoint, Trial
+from .sensitivity import measure_sensitivities
 
 ENCODER_SHAPES = ((1, 128), (1, 16))
 DECODER_SHAPES = ((1, 1),)  # one token behind a cache
@@ -164,6 +166,7 @@ class Search:
             rows = self._count_rows(source.model, context, able)
             forms = candidates_for(self._calibrated, self._settings.sparsity)
             self._time_layers(context, able, rows, forms)
+            self._measure_sensitivities(context, [linear for linear in able if linear.name in rows])
         self._measure_errors(forms)
         path = self._path()
         best = self._fastest(self._within(path), path) if path or self._has_attention else None
@@ -216,19 +219,12 @@ class Search:
 
     def _count_rows(self, model: ir.Model, context: PassContext, linears: Sequence[Linear]) -> dict[str, list[int]]:
         """By layer, how many rows go in at each shape; those in subgraphs are left out."""
-        path = self._folder / "rows.onnx"
-
-        def open_copy() -> Any:
-            write_model(model, path, lambda done, total: None)
-            context.release()
-            return open_session(path, quiet_options())
-
         counts: dict[str, list[int]] = {}
-        recorder = InputRecorder(model, linears, self._shape_feeds, open_copy)
-        recorder.record(
-            recorder.names, lambda name, x: counts.setdefault(name, []).append(len(x)), lambda done, total: None
-        )
-        _remove(path)
+        with self._copies(model, context) as open_copy:
+            recorder = InputRecorder(model, linears, self._shape_feeds, open_copy)
+            recorder.record(
+                recorder.names, lambda name, x: counts.setdefault(name, []).append(len(x)), lambda done, total: None
+            )
         return {linear.name: counts[linear.x.name] for linear in linears if linear.x.name in counts}
 
     def _time_layers(
@@ -257,6 +253,21 @@ class Search:
             del matrix
             context.release()
         self._progress("auto: times of layers", len(linears), len(linears))
+
+    def _measure_sensitivities(self, context: PassContext, linears: Sequence[Linear]) -> None:
+        """Changes the context's model."""
+        model = context.source.model
+        with self._copies(model, context) as open_copy:
+            found = measure_sensitivities(
+                model,
+                linears,
+                self._judged,
+                self._settings.limit.outputs([value.name or "" for value in model.graph.outputs]),
+                open_copy,
+                lambda done, total: self._progress("auto: what errors matter", done, total),
+            )
+        for layer in self.report.layers:
+            layer.sensitivity = found.get(layer.name)
 
     def _measure_errors(self, forms: Sequence[Candidate]) -> None:
         """Of the forms of layers that are fast enough."""
@@ -288,7 +299,10 @@ class Search:
         for layer in timed:
             weight = [old / total for old, total in zip(layer.before_ms, totals, strict=True)]
             forms = {
-                name: (float(np.dot(weight, _saved(layer, form))) / len(totals), form.error**2)
+                name: (
+                    float(np.dot(weight, _saved(layer, form))) / len(totals),
+                    (form.error * (1.0 if layer.sensitivity is None else layer.sensitivity)) ** 2,
+                )
                 for name, form in layer.forms.items()
                 if form.error is not None
             }
@@ -382,6 +396,19 @@ class Search:
         """For a run of the model from its beginning."""
         source = load_model(self._model)
         return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=portable, fitted=self._fitted)
+
+    @contextmanager
+    def _copies(self, model: ir.Model, context: PassContext) -> Iterator[Callable[[], Any]]:
+        """A function that opens the model as it is when it is called."""
+        path = self._folder / "copy.onnx"
+
+        def open_copy() -> Any:
+            write_model(model, path, lambda done, total: None)
+            context.release()
+            return open_session(path, quiet_options())
+
+        yield open_copy
+        _remove(path)
 
     @contextmanager
     def _spill(self, folder: Path) -> Iterator[TensorSpill]:
