@@ -127,7 +127,6 @@ class Search:
         folder: Path,
         *,
         feeds: list[Feeds] | None,
-        portable: bool,
         progress: Progress,
         fitted: FittedWeights | None = None,
         times: LayerTimes | None = None,
@@ -136,7 +135,6 @@ class Search:
         self._model = model
         self._settings = settings
         self._folder = folder
-        self._portable = portable
         self._progress = progress
         self._fitted = fitted
         self._times = LayerTimes() if times is None else times
@@ -281,7 +279,7 @@ class Search:
             report = OptimizationReport(recipe={})
             place = self._new_place()
             with self._spill(place) as spill:
-                context = self._context(place / "model.onnx", spill, report, portable=False)
+                context = self._context(place / "model.onnx", spill, report)
                 with suppress(NothingToReplaceError):
                     run_recipe(make_recipe({form: names}, rows=_ROWS), context.source.model, context)
             for layer in report.layers:
@@ -371,7 +369,7 @@ class Search:
         report = OptimizationReport(recipe=recipe.to_dict())
         try:
             with self._spill(place) as spill:
-                context = self._context(path, spill, report, portable=self._portable)
+                context = self._context(path, spill, report)
                 run_recipe(recipe, context.source.model, context)
                 context.release()
             before = after = None
@@ -390,12 +388,11 @@ class Search:
         recipe = make_recipe(layers, attention=attention, verify=verify)
         return Made(recipe, path, choice, attention, trial)
 
-    def _context(
-        self, candidate: Path, spill: TensorSpill, report: OptimizationReport, portable: bool = True
-    ) -> PassContext:
-        """For a run of the model from its beginning."""
+    def _context(self, candidate: Path, spill: TensorSpill, report: OptimizationReport) -> PassContext:
+        """For a run of the model from its beginning. What is chosen gets its portable form in the last run only: to
+        compare that takes a fifth of a trial's time."""
         source = load_model(self._model)
-        return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=portable, fitted=self._fitted)
+        return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=False, fitted=self._fitted)
 
     @contextmanager
     def _copies(self, model: ir.Model, context: PassContext) -> Iterator[Callable[[], Any]]:
