@@ -32,6 +32,7 @@ class Candidate:
 
 _INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
 _INT4_32 = _INT4 | {"group_size": 32}
+_GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
 HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
 _BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
@@ -42,9 +43,9 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
     Candidate("int8 4x1", "VNNISpMM", quantize=_INT8, replace=_BLOCKS),
-    Candidate("int4/32 gptq", "W4A8MatMul", quantize=_INT4_32 | {"method": "gptq"}, timed_as="int4/32", calibrated=True),
+    Candidate("int4/32 gptq", "W4A8MatMul", quantize=_INT4_32 | _GPTQ, timed_as="int4/32", calibrated=True),
     Candidate("int4/32", "W4A8MatMul", quantize=_INT4_32),
-    Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | {"method": "gptq"}, timed_as="int4", calibrated=True),
+    Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | _GPTQ, timed_as="int4", calibrated=True),
     Candidate("int4", "W4A8MatMul", quantize=_INT4),
 )
 # Only where the user asks for a sparsity.
