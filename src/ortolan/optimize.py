@@ -103,8 +103,9 @@ def optimize_onnx(
         takes strings [batch] as input "text" and gives "sentence_embedding" [batch, hidden], in a session that knows
         onnxruntime-extensions, as create_session makes it.
     budget: for "auto": the smallest cosine of each output against the original's (0.99 if None); "perplexity:0.02", by
-        what share a decoder's perplexity on the calibration texts may rise; or a function(run of the original, run of
-        the optimized model) -> bool, each of which takes feeds and gives outputs by name.
+        what share a decoder's perplexity may rise; or a function(run of the original, run of the optimized model) ->
+        bool, each of which takes feeds and gives outputs by name. Of four feeds (texts) or more, every fourth is kept
+        from what fits weights to inputs, and the budget is judged on these.
     shapes: for "auto": the (batch, tokens) pairs to be fast at. None: (1, 128) and (1, 16), or (1, 1) for a decoder
         with a cache.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
