@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ..hooks.folders import TEXTS, write_bert, write_llama
+from ..hooks.folders import WORDS, write_bert, write_llama
 from .pages import blocks, run_bash, run_python
 
 NEEDS: dict[str, dict[str, str | None]] = {  # modules, and the oldest version
@@ -35,7 +36,8 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
         pytest.importorskip(module, version)
     write_bert(tmp_path / "bert", "BertForSequenceClassification")
     write_llama(tmp_path / "llama")
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 4))
+    rng = np.random.default_rng(0)
+    (tmp_path / "texts.txt").write_text("\n".join(" ".join(rng.choice(WORDS, 12)) for _ in range(60)))
     run = {"bash": run_bash, "python": run_python}
     for language, code in blocks(name):
         if language != "sh":
