@@ -86,14 +86,15 @@ def test_a_saved_export(bert: Path, exported: Any, tmp_path: Path) -> None:
 
 
 def test_large_weights_go_with_the_program(
-    bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     from ortolan.graph_passes import model_file
 
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)  # as if these were large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     # pytest keeps the records of loggers, and one of them keeps the program.
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     inputs = tokens(bert, TEXTS)
     made = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE))
     path = Path(made.program.meta["path"])
