@@ -116,6 +116,7 @@ class TakenApart:
             raise RefusedError("its Softmax is not over the last axis")
         self._nodes |= {context, scores}
         masks, scale = self._masks_and_scale(softmax.inputs[0], scores)
+        product, masks, zeroed = self._without_hidden_rows(context.outputs[0], masks)
         query = split_operand(dims, scores.inputs[0], "query", self._nodes)
         key = split_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
         value = split_operand(dims, context.inputs[1], "value", self._nodes)
@@ -127,9 +128,9 @@ class TakenApart:
         match.scale = scale * query.scale * key.scale
         if value.scale != 1:
             raise RefusedError("its values are scaled")
-        match.zero_hidden_rows = zero_hidden_rows
+        match.zero_hidden_rows = zero_hidden_rows or zeroed
         match.products = [scores, context]
-        match.output = merged_heads(dims, context.outputs[0], query, self._nodes)
+        match.output = merged_heads(dims, product, query, self._nodes)
         return match
 
     def _weights(self) -> tuple[ir.Value, bool]:
@@ -144,6 +145,49 @@ class TakenApart:
             raise RefusedError("NaN in its Softmax is replaced in a way that is not known")
         self._nodes |= {is_nan, where}
         return where.outputs[0], True
+
+    def _without_hidden_rows(
+        self, product: ir.Value, masks: tuple[Mask, ...]
+    ) -> tuple[ir.Value, tuple[Mask, ...], bool]:
+        """Exports of transformers 5 put zeros in place of the rows of the product that see no key: what they then make
+        of the product, the mask as truth values, and whether they do."""
+        users = [use.node for use in product.uses() if is_op(use.node, "Where")]
+        where = users[0] if len(users) == 1 and users[0].inputs[2] is product else None
+        if where is None or where.inputs[0] is None or self._dims.number(where.inputs[1]) != 0 or len(masks) != 1:
+            return product, masks, False
+        visible = self._visible(masks[0])
+        if visible is None or self._counted(where.inputs[0]) is not visible:
+            return product, masks, False
+        self._nodes.add(where)
+        return where.outputs[0], (Mask(self._before_expand(visible), -np.inf, hides=False),), True
+
+    def _visible(self, mask: Mask) -> ir.Value | None:
+        """Truth values that the mask is made of, as float(not visible) * lowest."""
+        product = mask.value.producer() if mask.fill is None else None
+        if product is None or not is_op(product, "Mul"):
+            return None
+        index = next((i for i in range(2) if self._dims.number(product.inputs[i]) is not None), None)
+        lowest = None if index is None else self._dims.number(product.inputs[index])
+        if index is None or lowest is None or not lowest < _HIDDEN:
+            return None
+        opposite = _producer(product.inputs[1 - index], "Cast")
+        negated = None if opposite is None else _producer(opposite.inputs[0], "Not")
+        return None if negated is None else negated.inputs[0]
+
+    def _counted(self, value: ir.Value) -> ir.Value | None:
+        """Truth values of which this says that none along the last axis is true, as sum(float(visible)) < 1."""
+        less = _producer(value, "Less")
+        limit = None if less is None else self._dims.number(less.inputs[1])
+        if less is None or limit is None or not 0 < limit <= 1:
+            return None
+        count = _producer(less.inputs[0], "ReduceSum")
+        if count is None or int_attribute(count, "keepdims", 1) != 1 or len(count.inputs) != 2:
+            return None
+        cast = _producer(count.inputs[0], "Cast")
+        visible = None if cast is None else cast.inputs[0]
+        rank = len(self._dims.shape(visible) or ())
+        last = self._dims.elements(count.inputs[1]) in ((-1,), (rank - 1,))
+        return visible if last and self._dims.dtype(visible) == ir.DataType.BOOL else None
 
     def _find_scores(self, value: ir.Value | None) -> ir.Node | None:
         """The product of queries and keys that this value is made of by scales and masks."""
@@ -461,6 +505,12 @@ def check_uses(
 def scalar(dims: Dimensions, value: ir.Value | None) -> float | None:
     number = dims.number(value)
     return number if number is not None and np.isfinite(np.float32(number)) else None
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes this value, if it is of this type."""
+    node = None if value is None else value.producer()
+    return node if node is not None and is_op(node, op_type) else None
 
 
 def _other(node: ir.Node, index: int) -> ir.Value:

@@ -227,6 +227,7 @@ class _CachedTakenApart(TakenApart):
             raise RefusedError("its Softmax is not over the last axis")
         self._nodes |= {context, scores}
         masks, scale = self._masks_and_scale(softmax.inputs[0], scores)
+        product, masks, zeroed = self._without_hidden_rows(context.outputs[0], masks)
         key = _past_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
         value = _past_operand(dims, context.inputs[1], "value", self._nodes)
         query = self._query(scores.inputs[0])
@@ -252,10 +253,10 @@ class _CachedTakenApart(TakenApart):
             key.kv_heads,
             key.head_dim,
             self._nodes,
-            merged_heads(dims, context.outputs[0], query, self._nodes),
+            merged_heads(dims, product, query, self._nodes),
             scale * query.scale * key.scale,
             masks,
-            zero_hidden_rows=zero_hidden_rows,
+            zero_hidden_rows=zero_hidden_rows or zeroed,
             products=[scores, context],
         )
 

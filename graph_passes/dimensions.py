@@ -12,12 +12,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from .constants import DEFAULT_DOMAINS, constant_tensor
 
-# An int; a name, of a graph input's dimension; or a value and an axis, of one that is not known.
+# An int; a name, of a graph input's dimension; a value and an axis, of one that is not known; or a Sum of these.
 Dim = Hashable
 Shape = tuple[Dim, ...]
 # An element of a small tensor: a number or truth value, a symbolic Dim, or None.
@@ -34,6 +35,35 @@ boolean: And Or Xor Not Equal Less LessOrEqual Greater GreaterOrEqual IsNaN IsIn
 """
 _SAME, _BROADCAST, _BOOLEAN = (frozenset(part.split()) for part in re.split(r"\w+:", _NAMES)[1:])
 _CONTRIB = ("com.microsoft", "ai.ortolan")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Past and new tokens, say: some dimensions that are no numbers, each with how often it counts, and a number."""
+
+    dims: frozenset[tuple[Dim, int]]
+    number: int
+
+
+def total_of(dims: Sequence[Element]) -> Dim | None:
+    """The sum of dimensions, whatever their order; None where one is not known, or it may be below zero."""
+    counts: Counter[Dim] = Counter()
+    number = 0
+    for dim in dims:
+        if dim is None or isinstance(dim, bool | float):
+            return None
+        if isinstance(dim, int):
+            number += dim
+        elif isinstance(dim, Sum):
+            counts.update(dict(dim.dims))
+            number += dim.number
+        else:
+            counts[dim] += 1
+    if not counts:
+        return number
+    if number == 0 and counts.total() == 1:
+        return next(iter(counts))
+    return Sum(frozenset(counts.items()), number) if number >= 0 else None
 
 
 class Dimensions:
@@ -90,7 +120,7 @@ class Dimensions:
             shape = declared
         elif declared is not None and len(declared) == len(shape):
             pairs = zip(shape, declared, strict=True)
-            shape = tuple(stated if _is_fresh(dim) and isinstance(stated, int) else dim for dim, stated in pairs)
+            shape = tuple(stated if isinstance(stated, int) and _is_unknown(dim) else dim for dim, stated in pairs)
         if shape is not None:
             self._shapes[output] = shape
         dtype = self._type_of(node) if known else output.dtype
@@ -239,6 +269,16 @@ class Dimensions:
         left = iter(shape)
         return tuple(1 if axis in new else next(left) for axis in range(rank))
 
+    def _squeeze(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        axes = self.elements(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else ()
+        if not shape or axes is None or not all(isinstance(axis, int) for axis in axes):
+            return None
+        gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
+        if not gone and all(isinstance(dim, int) for dim in shape):  # all that are 1
+            gone = {axis for axis, dim in enumerate(shape) if dim == 1}
+        return tuple(dim for axis, dim in enumerate(shape) if axis not in gone) if gone else None
+
     def _gather(self, node: ir.Node, _: ir.Value) -> Shape | None:
         data, indices = self.shape(node.inputs[0]), self.shape(node.inputs[1])
         if data is None or indices is None:
@@ -289,7 +329,8 @@ class Dimensions:
         for place, parts in enumerate(zip(*(shape for shape in shapes if shape is not None), strict=True)):
             numbers = [dim for dim in parts if isinstance(dim, int)]
             if place == int_attribute(node, "axis", 0) % len(shapes[0] or ()):
-                dims.append(sum(numbers) if len(numbers) == len(parts) else _fresh(output, place))
+                total = total_of(parts)
+                dims.append(_fresh(output, place) if total is None else total)
             else:  # all the same, whatever they are called
                 dims.append(numbers[0] if numbers else parts[0])
         return tuple(dims)
@@ -368,6 +409,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "Reshape": Dimensions._reshape,
     **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceL2"), Dimensions._reduce),
     "Unsqueeze": Dimensions._unsqueeze,
+    "Squeeze": Dimensions._squeeze,
     "Gather": Dimensions._gather,
     "Slice": Dimensions._slice,
     "Expand": Dimensions._expand,
@@ -418,8 +460,9 @@ def _fresh(value: ir.Value, axis: int) -> Dim:
     return value, axis
 
 
-def _is_fresh(dim: Dim) -> bool:
-    return isinstance(dim, tuple)
+def _is_unknown(dim: Dim) -> bool:
+    """Whether it is neither a number nor the name of an input's dimension."""
+    return isinstance(dim, tuple | Sum)
 
 
 def _declared(value: ir.Value) -> Shape | None:
@@ -455,7 +498,7 @@ def _compute(op_type: str, operands: Sequence[Element]) -> Element:
     if op_type == "Equal" and len(numbers) == 1 and None not in operands and numbers[0] < 0:
         return False  # a dimension is not negative
     if len(numbers) != len(operands):
-        return None
+        return total_of(operands) if op_type == "Add" else None
     try:
         match op_type, numbers:
             case "Add", (a, b):

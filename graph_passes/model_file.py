@@ -20,6 +20,7 @@ from .genai_folder import CONFIG_NAME, decoder_file
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
 EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
+_MOST_DIGITS = 10  # of a dimension
 _EXTERNAL_THRESHOLD = 1024  # smaller tensors stay in the model file, where shape inference can see them
 
 
@@ -128,9 +129,24 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
     if not proto.HasField("graph") or not proto.opset_import:
         raise ModelError(f"{name} is not an ONNX model: it holds no graph or no opset")
     try:
-        return ir.from_proto(proto)
+        model = ir.from_proto(proto)
     except Exception as error:  # the deserializer raises whatever it trips over in a malformed model
         raise ModelError(f"{name} is not a well-formed ONNX model: {_innermost(error)}") from error
+    _read_numbers(model)
+    return model
+
+
+def _read_numbers(model: ir.Model) -> None:
+    """torch's exporter names a dimension that can only be 16 "16", as if it were open."""
+    for value in model.graph.inputs:
+        if value.shape is not None:
+            value.shape = ir.Shape([_numbered(dim) for dim in value.shape])
+
+
+def _numbered(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+    name = dim.value if isinstance(dim, ir.SymbolicDim) else None
+    is_number = name is not None and name.isascii() and name.isdecimal() and len(name) < _MOST_DIGITS
+    return int(name) if name is not None and is_number else dim
 
 
 def _innermost(error: BaseException) -> BaseException:

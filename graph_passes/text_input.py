@@ -65,7 +65,10 @@ class TextInput:
 
 
 def check_text_input(model: ir.Model, text: TextInput) -> WordPiece:
-    """Reads the tokenizer, and refuses what cannot be built, before any work is done. Raises ModelError."""
+    """Reads the tokenizer, and refuses what cannot be built or run, before any work is done.
+
+    Raises ModelError, LibraryError without onnxruntime-extensions, VerificationError as add_text_input does.
+    """
     if text.pooling not in POOLINGS:
         raise ModelError(f"pooling is {text.pooling!r}, expected one of {', '.join(POOLINGS)}")
     wordpiece = read_wordpiece(text.tokenizer)
@@ -92,6 +95,7 @@ def check_text_input(model: ir.Model, text: TextInput) -> WordPiece:
             f"the model has opset {model.graph.opset_imports.get('', 1)}, and a tokenizer needs {_OLDEST_OPSET} or "
             "later: export it again"
         )
+    _check_tokenizer(tokenizer_model(wordpiece, most), text.tokenizer, most, PROBES)
     return wordpiece
 
 

@@ -51,7 +51,7 @@ class _Source:
     tokenizer: str | Callable[[Path, Path], None] | None = None
 
 
-def _safetensors() -> ModuleType:
+def safetensors_numpy() -> ModuleType:
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -62,7 +62,7 @@ def _safetensors() -> ModuleType:
 
 
 def _build_minilm(folder: Path) -> ir.Model:
-    weights = _safetensors().load_file(folder / "model.safetensors")
+    weights = safetensors_numpy().load_file(folder / "model.safetensors")
     return build_bert(weights, BertConfig.from_json(folder / "config.json"), name="all-minilm-l6-v2")
 
 
@@ -81,7 +81,7 @@ def _open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _build_mpnet(folder: Path) -> ir.Model:
-    load_file = _safetensors().load_file
+    load_file = safetensors_numpy().load_file
     with _open_mpnet(folder) as archive, working_folder(folder.parent) as files:
         config, weights = (archive.extract(f"{_MPNET}/{name}", files) for name in ("config.json", "model.safetensors"))
         return build_mpnet(load_file(weights), MpnetConfig.from_json(config), name=_MPNET)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 _PROTOBUF_LIMIT = 2**31 - 2**20
 _STALE_SECONDS = 24 * 3600
 _DEFAULT, _ADOPT, _CACHED_PROMPT = "sparse-bf16", "adopt", "cached-prompt"  # recipes
+_MOST_PROBES = 1000  # texts of calibration that the tokenizer in the graph is compared on
 _RESULT = "result"  # in the work folder
 
 
@@ -153,7 +154,8 @@ def optimize_onnx(
         cpu=_cpu(),
     )
     beside = find_tokenizer(source.path) if text is None else text.tokenizer
-    feeds = None if calibration is None else _read_feeds(calibration, tokenizer, beside, source, report)
+    given = _read_texts(calibration)
+    feeds = None if calibration is None else _read_feeds(given, tokenizer, beside, source, report)
     with (
         raising_unchanged(progress or no_progress) as tell,
         _work_folder(None if dry_run else target) as work,
@@ -182,7 +184,7 @@ def optimize_onnx(
             run_recipe(chosen, source.model, context)
         if text is not None and wordpiece is not None and not dry_run:
             tell("tokenizer", 0, 1)
-            add_text_input(source.model, text, wordpiece)
+            add_text_input(source.model, text, wordpiece, given[:_MOST_PROBES] if _are_texts(given) else ())
             for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
                 file.unlink(missing_ok=True)
             write_model(source.model, context.candidate, lambda done, total: tell("write", done, total))
@@ -214,20 +216,31 @@ def _search(
     return chosen
 
 
+def _read_texts(calibration: Calibration | None) -> Any:
+    """The lines of a text file, or what was given, which may now be gone through twice."""
+    if isinstance(calibration, str | os.PathLike) and os.fspath(calibration).endswith(".txt"):
+        return read_texts(calibration)
+    if not isinstance(calibration, str | os.PathLike | Mapping) and isinstance(calibration, Iterable):
+        return list(calibration)
+    return calibration
+
+
+def _are_texts(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and isinstance(given[0], str)
+
+
 def _read_feeds(
-    calibration: Calibration,
+    given: Any,
     tokenizer: Tokenizer | None,
     beside: Tokenizer | None,
     source: ModelFile,
     report: OptimizationReport,
 ) -> list[Feeds]:
-    """The feeds, with a word on them in the report. beside: the tokenizer to use if none was given."""
-    given: Any = calibration
-    if isinstance(given, str | os.PathLike) and os.fspath(given).endswith(".txt"):
-        given = read_texts(given)
-    elif not isinstance(given, str | os.PathLike | Mapping) and isinstance(given, Iterable):
-        given = list(given)
-    texts = isinstance(given, list) and bool(given) and isinstance(given[0], str)
+    """The feeds, with a word on them in the report.
+
+    given: what _read_texts has made of the calibration. beside: the tokenizer to use if none was given.
+    """
+    texts = _are_texts(given)
     if tokenizer is not None and not texts:
         raise CalibrationError(
             "a tokenizer was given, but calibration holds no texts; give a list of texts or a .txt file of one text a "

@@ -94,7 +94,7 @@ COMMANDS: list[Any] = [OrtolanCommand]
 
 try:
     from optimum.commands.export.onnx import ONNXExportCommand
-except ImportError:  # Optimum without its ONNX part cannot export
+except Exception:  # Optimum without its ONNX part, or with a broken one, cannot export
     pass
 else:
 

@@ -6,18 +6,26 @@ exported(**inputs); exported.save_pretrained("fast/"); ExportedModel.from_pretra
 
 from __future__ import annotations
 
+import re
 import tempfile
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortolan.graph_passes.auto.candidates import NAME as AUTO
+from ortolan.graph_passes.compress_cache import CompressCacheOptions
+from ortolan.graph_passes.recipe import Recipe
+
+from .errors import ModelError, RecipeError
 from .optimize import optimize_onnx
 from .session import register
 
 try:
-    from transformers.exporters import OnnxConfig, OnnxExporter, register_backend
+    import torch
+    from transformers import DynamicCache
+    from transformers.exporters import ExportedModel, OnnxConfig, OnnxExporter, register_backend
     from transformers.exporters.runners import OnnxModelRunner
 except ImportError as error:
     raise ImportError(
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 
 FORMAT = "ortolan"
 REPORT_KEY = "ortolan_report"  # of a fresh program's meta
+_CACHE_INPUT = re.compile(r"past_key_values\.layers\.(\d+)\.(keys|values)$")
 
 
 @dataclass
@@ -92,6 +101,20 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
         program.meta[REPORT_KEY] = report
         return program, metadata
 
+    def export_for_generation(
+        self, model: Any, sample_inputs: MutableMapping[str, Any], config: Any, **options: Any
+    ) -> ExportedModel:
+        """As OnnxExporter does. Raises RecipeError where all components are to have compressed caches: the first one
+        reads none, and gives floats."""
+        if not isinstance(config, Mapping) and _compresses_caches(config):
+            raise RecipeError(
+                "the recipe compresses caches, but component 'prefill' reads none, and gives floats to 'decode'; give "
+                "config={'prefill': OrtolanConfig(…), 'decode': …} with such a recipe for 'decode' only and "
+                "multi_token_decode=True, and begin with 'decode' and ortolan.transformers.empty_cache; or set options "
+                'keys and values to "float32"'
+            )
+        return super().export_for_generation(model, sample_inputs, config, **options)
+
     @classmethod
     def save_program(cls, program: ir.Model, path: str | Path) -> None:
         """As OnnxExporter does, with the weights where kernels can read them in the mapped file."""
@@ -120,6 +143,35 @@ class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
         if device is None and providers is None:
             device = "cpu"
         return super().from_program(program, metadata, device, providers, options)
+
+
+def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
+    """What generation begins with in a component that takes several tokens after a cache (`multi_token_decode`): caches
+    of no token, in the form that this component reads. Raises ModelError for one without caches."""
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for spec in runner.session.get_inputs():
+        named = _CACHE_INPUT.search(spec.name)
+        if named is not None:
+            shape = [size if isinstance(size, int) else 0 for size in spec.shape]
+            dtype = torch.uint8 if spec.type == "tensor(uint8)" else torch.float32
+            found[int(named[1]), named[2]] = torch.zeros([1, shape[1], 0, shape[3]], dtype=dtype)
+    layers = sorted({layer for layer, _ in found})
+    if not layers or any(0 in (one.shape[1], one.shape[3]) for one in found.values()):
+        names = ", ".join(spec.name for spec in runner.session.get_inputs())
+        raise ModelError(f"this component reads no caches of known shapes: its inputs are {names}; take 'decode'")
+    cache = DynamicCache()
+    for layer in layers:
+        cache.update(found[layer, "keys"], found[layer, "values"], layer)
+    return cache
+
+
+def _compresses_caches(config: OrtolanConfig) -> bool:
+    recipe = config.recipe
+    if recipe is None or recipe == AUTO:
+        return False
+    chosen = (recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)).with_options(config.options)
+    caches = [step.options for step in chosen.passes if isinstance(step.options, CompressCacheOptions)]
+    return any((one.keys, one.values) != ("float32", "float32") for one in caches)
 
 
 register_backend(OrtolanExporter, OrtolanModelRunner)

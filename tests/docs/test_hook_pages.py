@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ..hooks.folders import TEXTS, write_bert, write_llama
+from ..hooks.folders import WORDS, write_bert, write_llama
 from .pages import blocks, run_bash, run_python
 
-NEEDS = {
-    "optimum.md": ["optimum.onnxruntime"],
-    "genai.md": ["onnxruntime_genai", "torch", "transformers"],
-    "transformers.md": ["transformers.exporters", "torch", "onnxscript"],
+NEEDS: dict[str, dict[str, str | None]] = {  # modules, and the oldest version
+    "optimum.md": {"optimum.onnxruntime": None},
+    "genai.md": {"onnxruntime_genai": None, "torch": None, "transformers": None},
+    "transformers.md": {"transformers": "5.23", "torch": None},
 }
 
 
@@ -31,11 +32,12 @@ def test_blocks_are_run_or_install(name: str) -> None:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_page_runs(name: str, tmp_path: Path) -> None:
-    for module in NEEDS[name]:
-        pytest.importorskip(module)
+    for module, version in NEEDS[name].items():
+        pytest.importorskip(module, version)
     write_bert(tmp_path / "bert", "BertForSequenceClassification")
     write_llama(tmp_path / "llama")
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 4))
+    rng = np.random.default_rng(0)
+    (tmp_path / "texts.txt").write_text("\n".join(" ".join(rng.choice(WORDS, 12)) for _ in range(60)))
     run = {"bash": run_bash, "python": run_python}
     for language, code in blocks(name):
         if language != "sh":

@@ -108,16 +108,31 @@ def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
         assert [score["score"] for score in after] == pytest.approx([score["score"] for score in before], abs=0.02)
 
 
-def test_save_pretrained(export: Export, tmp_path: Path) -> None:
-    model_class = onnxruntime_part.ORTModelForSequenceClassification
-    OrtolanOptimizer.from_pretrained(export("text-classification")).optimize(
-        tmp_path / "fast", "sparse-bf16", options=DENSE
-    )
+@pytest.mark.parametrize("embedded", [True, False])
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("feature-extraction", "ORTModelForFeatureExtraction"),
+        ("text-classification", "ORTModelForSequenceClassification"),
+        ("text-generation-with-past", "ORTModelForCausalLM"),
+    ],
+)
+def test_save_pretrained(
+    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str, embedded: bool
+) -> None:
+    """embedded: weights are in the model's file; those of large models are in one beside it."""
+    from ortolan.graph_passes import model_file
+
+    model_class = getattr(onnxruntime_part, name)
+    if not embedded:
+        monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    OrtolanOptimizer.from_pretrained(export(task)).optimize(tmp_path / "fast", "sparse-bf16", options=DENSE)
+    assert (tmp_path / "fast" / "model.onnx.data").exists() is not embedded
     fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
     fast.save_pretrained(tmp_path / "saved")
     saved = model_class.from_pretrained(tmp_path / "saved", session_options=session_options())
-    inputs = tokens(tmp_path / "fast")
-    assert torch.equal(saved(**inputs).logits, fast(**inputs).logits)
+    inputs = prompts(tmp_path / "fast") if "generation" in task else tokens(tmp_path / "fast")
+    assert torch.equal(next(iter(saved(**inputs).values())), next(iter(fast(**inputs).values())))
     assert "SparseAMXMatMul" in ops(tmp_path / "saved")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 
 import pytest
 
@@ -29,6 +30,21 @@ def test_registered_commands(monkeypatch: pytest.MonkeyPatch, absent: str, expec
     if absent == "nothing":
         pytest.importorskip("optimum.commands.export.onnx", reason="needs optimum-onnx")
     monkeypatch.setitem(sys.modules, absent, None)  # importing it raises ImportError
+    assert len(commands()) == expected
+
+
+class Broken(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"{self.__name__} is broken")
+
+
+@pytest.mark.parametrize(("broken", "expected"), [("optimum.commands.base", 0), ("optimum.commands.export.onnx", 1)])
+def test_a_broken_optimum(monkeypatch: pytest.MonkeyPatch, broken: str, expected: int) -> None:
+    if expected:
+        pytest.importorskip("optimum.commands.base", reason="needs optimum")
+    else:
+        monkeypatch.setitem(sys.modules, "optimum.commands", types.ModuleType("optimum.commands"))
+    monkeypatch.setitem(sys.modules, broken, Broken(broken))
     assert len(commands()) == expected
 
 

@@ -16,13 +16,11 @@ import ortolan
 
 from .folders import TEXTS, write_bert, write_llama
 
-exporters = pytest.importorskip("transformers.exporters", reason="needs transformers 5.23")
+transformers = pytest.importorskip("transformers", "5.23")
 torch = pytest.importorskip("torch")
-pytest.importorskip("onnxscript")
+exporters = pytest.importorskip("transformers.exporters")
 
-import transformers  # noqa: E402
-
-from ortolan.transformers import OrtolanConfig, OrtolanExporter, OrtolanModelRunner  # noqa: E402
+from ortolan.transformers import OrtolanConfig, OrtolanExporter, OrtolanModelRunner, empty_cache  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
 DENSE = FAST | {"may_grow": True, "sparsity": 0.0}
@@ -88,14 +86,15 @@ def test_a_saved_export(bert: Path, exported: Any, tmp_path: Path) -> None:
 
 
 def test_large_weights_go_with_the_program(
-    bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     from ortolan.graph_passes import model_file
 
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)  # as if these were large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     # pytest keeps the records of loggers, and one of them keeps the program.
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     inputs = tokens(bert, TEXTS)
     made = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE))
     path = Path(made.program.meta["path"])
@@ -140,10 +139,11 @@ def test_auto_classes_find_the_exporter() -> None:
     )
 
 
-def generate(exported: Any, inputs: dict[str, Any], count: int) -> np.ndarray:
+def generate(exported: Any, inputs: dict[str, Any], count: int, first: str = "prefill") -> np.ndarray:
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1] + count)[None]
-    output = exported.runners["prefill"](input_ids=ids, position_ids=positions[:, : ids.shape[1]])
+    begin = {} if first == "prefill" else {"past_key_values": empty_cache(exported.runners[first])}
+    output = exported.runners[first](input_ids=ids, position_ids=positions[:, : ids.shape[1]], **begin)
     for _ in range(count):
         token = output.logits[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat([ids, token], dim=1)
@@ -155,11 +155,57 @@ def generate(exported: Any, inputs: dict[str, Any], count: int) -> np.ndarray:
     return ids.numpy()
 
 
-def test_generation(tmp_path: Path) -> None:
-    folder = write_llama(tmp_path / "llama")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model, and a prompt."""
+    folder = write_llama(tmp_path_factory.mktemp("llama"))
     inputs = tokens(folder, TEXTS[:1])
     inputs.pop("token_type_ids", None)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), inputs
+
+
+def without_cache(model: Any, inputs: dict[str, Any], count: int) -> np.ndarray:
+    """The tokens that PyTorch chooses."""
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids.numpy()
+
+
+def test_exact_settings_generate_the_same_tokens(llama: Any) -> None:
+    model, inputs = llama
+    options = FAST | {"keys": "float32", "values": "float32"}
+    config = OrtolanConfig(dynamic=True, recipe="long-context", options=options)
+    exported = OrtolanExporter().export_for_generation(model, inputs, config, multi_token_decode=True)
+    assert "NoMADAttention" in ops(exported.components["decode"].program)
+    expected = without_cache(model, inputs, 12)
+    for first in ("prefill", "decode"):
+        assert (generate(exported, inputs, 12, first) == expected).all()
+    with pytest.raises(ortolan.ModelError, match="reads no caches of known shapes: its inputs are input_ids"):
+        empty_cache(exported.runners["prefill"])
+
+
+def test_compressed_caches(llama: Any, tmp_path: Path) -> None:
+    model, inputs = llama
+    calibration = [{"input_ids": np.random.default_rng(seed).integers(4, 24, (1, 200))} for seed in range(8)]
+    config = OrtolanConfig(dynamic=True, recipe="long-context", options=FAST, calibration=calibration)
+    with pytest.raises(ortolan.RecipeError, match="component 'prefill' reads none, and gives floats to 'decode'"):
+        OrtolanExporter().export_for_generation(model, inputs, config)
+    configs = {"prefill": OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE), "decode": config}
+    exported = OrtolanExporter().export_for_generation(model, inputs, configs, multi_token_decode=True)
+    types = {spec.type for spec in exported.runners["decode"].session.get_inputs() if "past" in spec.name}
+    assert types == {"tensor(uint8)"}
+    first = inputs["input_ids"].shape[1]
+    found, expected = generate(exported, inputs, 12, "decode"), without_cache(model, inputs, 12)
+    assert (found[:, : first + 1] == expected[:, : first + 1]).all()  # the prompt's attention reads no cache
+    exported.save_pretrained(tmp_path / "saved")
+    loaded = exporters.ExportedModel.from_pretrained(tmp_path / "saved")
+    assert (generate(loaded, inputs, 12, "decode") == found).all()
+
+
+def test_generation(llama: Any) -> None:
+    model, inputs = llama
     made = {}
     for name, exporter, config in (
         ("onnx", exporters.OnnxExporter(), exporters.OnnxConfig(dynamic=True)),

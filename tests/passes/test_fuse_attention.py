@@ -179,6 +179,27 @@ def zeros_for_nan(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", weights, graph.heads(v)))
 
 
+def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
+    """As transformers 5 exports scaled_dot_product_attention; `counted` is the mask that rows are judged by."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        rows = size_of_rows(graph)
+        shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
+        visible = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
+        mask = graph.op("Mul", graph.op("Cast", graph.op("Not", visible), to=FLOAT), graph.number(LOWEST))
+        key = graph.transpose(k, 0, 1, 3, 2)
+        root = graph.number(D**-0.25)
+        scores = graph.op("MatMul", graph.op("Mul", q, root), graph.op("Mul", key, root))
+        weights = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
+        judge = visible if counted == "mask" else graph.op("Expand", graph.hidden(), shape)
+        count = graph.op("ReduceSum", graph.op("Cast", judge, to=FLOAT), np.array([-1]), keepdims=1)
+        nothing = graph.op("Less", count, graph.number(limit))
+        return graph.merge(graph.op("Where", nothing, graph.number(0), graph.op("MatMul", weights, v)))
+
+    return build
+
+
 def position_bias(graph: Graph) -> str:
     """By the distance of key and query, as TorchScript writes MPNet's and T5's: [batch, H, rows, rows]."""
     batch, rows = (graph.op("Gather", graph.op("Shape", "x"), np.array(axis, np.int64), axis=0) for axis in (0, 1))
@@ -274,6 +295,7 @@ FORMS = {
     "filled": filled(hides=True),
     "filled with -Inf": filled(hides=False, fill=-np.inf),
     "zeros for NaN": zeros_for_nan,
+    "zeros for rows without keys": zeros_for_rows_without_keys(),
     "position bias": masked_by(position_bias),
     "position bias and mask": masked_by(position_bias, Graph.additive_mask),
     "mask, nothing and position bias": masked_by(Graph.additive_mask, no_bias, position_bias),
@@ -324,7 +346,14 @@ def test_every_form_becomes_one_node(form: str) -> None:
 
 
 def test_rows_that_see_nothing_stay_what_they_were() -> None:
-    for form in ("usual", "filled", "zeros for NaN", "position bias and mask", "filled and biased"):
+    for form in (
+        "usual",
+        "filled",
+        "zeros for NaN",
+        "zeros for rows without keys",
+        "position bias and mask",
+        "filled and biased",
+    ):
         graph = Graph()
         model = graph.model(FORMS[form](graph))
         given = feeds(model)
@@ -462,6 +491,8 @@ def capped(graph: Graph) -> str:
         (filled(hides=True, fill=-10000.0), "replaces scores by something else than -Inf or the lowest float"),
         (unknown_heads, "is not understood"),
         (other_width_of_values, r"are \[12, 12, 24\] wide, expected the same"),
+        (zeros_for_rows_without_keys(counted="another"), r"its heads are not merged to \[batch, rows, width\]"),
+        (zeros_for_rows_without_keys(limit=2.0), r"its heads are not merged to \[batch, rows, width\]"),
         (heads_stay, r"its heads are not merged to \[batch, rows, width\]"),
         (half, "is FLOAT16, expected FLOAT"),
         (rotated, "its query comes from 'Sin_.*', whose rank is 4, expected 3"),

@@ -144,6 +144,50 @@ def test_extensions_that_are_not_installed_are_named(tmp_path, monkeypatch):
         ortolan.create_session(model)
 
 
+def test_extensions_are_missed_before_the_work(tmp_path, monkeypatch):
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime_extensions", None)
+    stages: list[str] = []
+    with pytest.raises(LibraryError, match=r"ortolan\[text\]"):
+        ortolan.optimize_onnx(
+            tmp_path / "model.onnx",
+            tmp_path / "fast.onnx",
+            recipe="auto",
+            with_tokenizer=TextInput(tokenizer, max_tokens=12),
+            progress=lambda stage, done, total: stages.append(stage),
+        )
+    assert stages == []
+
+
+@pytest.mark.parametrize("budget", [0.9, 1.0])
+def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
+    """Its feeds are made with the tokenizer that goes into the graph, and each of its texts is compared there too."""
+    from ortolan.graph_passes import text_input
+
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+    tokenizer = write_wordpiece(tmp_path / "tokenizers.json")  # nothing that is found beside the model
+    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    texts = ["The cat sleeps.", "unaffable cats, 中文!", "the " * 7]
+    compared: list[str] = []
+    check = text_input._check_tokenizer
+    monkeypatch.setattr(text_input, "_check_tokenizer", lambda *given: (compared.extend(given[3]), check(*given)))
+    report = ortolan.optimize_onnx(
+        tmp_path / "model.onnx",
+        tmp_path / "fast.onnx",
+        recipe="auto",
+        budget=budget,
+        shapes=[(1, 16)],
+        calibration=texts,
+        with_tokenizer=TextInput(tokenizer, max_tokens=12),
+    )
+    assert report.feeds.startswith("3 feed(s) of 3 text(s)") and set(texts) <= set(compared)
+    session = ortolan.create_session(tmp_path / "fast.onnx")
+    (found,) = session.run(None, {"text": np.array(texts, object)})
+    expected = pooled(tmp_path / "model.onnx", tokenizer, texts, "mean", True, 12)
+    assert (found * expected).sum(axis=1).min() > 0.99
+
+
 def test_a_tokenizer_graph_reads_calibration_texts(tmp_path):
     path = write_wordpiece(tmp_path / "tokenizer.json")
     ir.save(tokenizer_model(read_wordpiece(path), 16), tmp_path / "tokenizer.onnx")

@@ -2,7 +2,7 @@
 
 try:
     from ortolan.optimum_cli import COMMANDS
-except ImportError:  # another Optimum than the one that they were written for
+except Exception:  # another Optimum than the one that they were written for, or a broken one
     COMMANDS = []
 
 REGISTER_COMMANDS = COMMANDS

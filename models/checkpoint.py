@@ -1,0 +1,113 @@
+"""Real models as folders that Hugging Face's tools load: config.json, model.safetensors and the tokenizer.
+
+python -m ortolan.models.checkpoint all-minilm-l6-v2|smollm2-135m-instruct FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import OrtolanError
+from .catalog import safetensors_numpy
+from .fetch import Progress, fetch
+from .gguf import read_gguf, read_gguf_tokenizer
+from .llama import LlamaConfig, _interleaved_to_half
+from .manifest import ManifestError
+
+CHECKPOINTS = ("all-minilm-l6-v2", "smollm2-135m-instruct")
+_BERT_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+_SMOLLM2_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+
+
+def write_checkpoint(
+    name: str,
+    folder: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Fetches a model, one of CHECKPOINTS, and writes it to a new or empty folder, which is returned.
+
+    Raises ManifestError for another name, FetchError when fetching fails, OrtolanError when a package is missing or the
+    folder is not empty.
+    """
+    if name not in CHECKPOINTS:
+        raise ManifestError(f"{name!r} is not to be had as a checkpoint; these are: {', '.join(CHECKPOINTS)}")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    if any(target.iterdir()):
+        raise OrtolanError(f"folder {str(target)!r} is not empty; give another one")
+    source = fetch(name, cache_dir, progress)
+    if name == "all-minilm-l6-v2":
+        for file in ("config.json", "model.safetensors", "tokenizer.json"):
+            shutil.copyfile(source / file, target / file)
+        _write_json(target / "tokenizer_config.json", {"tokenizer_class": "BertTokenizerFast", **_BERT_TOKENS})
+    else:
+        _write_llama(next(source.glob("*.gguf")), target)
+    return target
+
+
+def _write_llama(gguf: Path, target: Path) -> None:
+    """Weights in float32, as the quantized ones of the file stand for."""
+    config, weights = read_gguf(gguf)
+    tensors: dict[str, np.ndarray] = {}
+    for name in weights:
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            turned = name.endswith(("q_proj.weight", "k_proj.weight"))
+            weight = weights[name]
+            tensors[name] = np.ascontiguousarray(_interleaved_to_half(weight, config.head_size) if turned else weight)
+    safetensors_numpy().save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = read_gguf_tokenizer(gguf)
+    tokenizer.save(str(target / "tokenizer.json"))
+    numbers = {f"{name}_id": tokenizer.token_to_id(token) for name, token in _SMOLLM2_TOKENS.items()}
+    _write_json(target / "config.json", {**_llama_fields(config), **numbers})
+    _write_json(target / "generation_config.json", numbers)
+    _write_json(
+        target / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **_SMOLLM2_TOKENS,
+            "model_max_length": config.max_position_embeddings,
+        },
+    )
+
+
+def _llama_fields(config: LlamaConfig) -> dict[str, Any]:
+    same = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings"),
+    )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in same},
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=CHECKPOINTS)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    try:
+        write_checkpoint(arguments.name, arguments.folder, progress=lambda line: print(line, file=sys.stderr))
+    except OrtolanError as error:
+        sys.exit(f"ortolan: {error}")
+
+
+if __name__ == "__main__":
+    main()
