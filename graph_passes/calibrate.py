@@ -44,11 +44,13 @@ class CalibratePass(RecipePass):
         context = self.context
         linears = context.survey(model)
         if not context.dry_run and linears:
-            context.feeds, context.held_out = hold_out(feeds_for(context), self.options.held_out)
+            feeds = feeds_for(context)
+            if not context.held_out:
+                context.feeds, context.held_out = hold_out(feeds, self.options.held_out)
             recorded = capture_inputs(
                 model,
                 linears,
-                context.held_out or context.feeds,
+                context.held_out or feeds,
                 self.options.max_rows,
                 context.source,
                 lambda done, total: context.progress("calibrate", done, total),

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIMIT = 192 << 20  # bytes of resident file pages, those of libraries included
+_LIMIT = 192 << 20  # bytes of file pages, besides those that are resident when the model comes (libraries')
 _SECONDS = 0.005
 _MADV_PAGEOUT = 21
 _STATM, _MAPS = Path("/proc/self/statm"), Path("/proc/self/maps")
@@ -34,7 +34,8 @@ def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
         yield
         return
     names, inside, done = {str(file) for file in files}, f"{folder.resolve()}/", threading.Event()
-    thread = threading.Thread(target=_watch, args=(names, inside, done), daemon=True)
+    most = _resident_pages() * mmap.PAGESIZE + _LIMIT
+    thread = threading.Thread(target=_watch, args=(names, inside, most, done), daemon=True)
     thread.start()
     try:
         yield
@@ -43,11 +44,24 @@ def bounded_pages(files: Collection[Path], folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _watch(names: Collection[str], folder: str, done: threading.Event) -> None:
+_pauses: list[None] = []  # one for each who needs the pages
+
+
+@contextmanager
+def pages_stay() -> Iterator[None]:
+    """Inside, no pages are given back: for what is timed."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+
+
+def _watch(names: Collection[str], folder: str, most: int, done: threading.Event) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     while not done.wait(_SECONDS):
-        if _resident_pages() * mmap.PAGESIZE > _LIMIT:
+        if not _pauses and _resident_pages() * mmap.PAGESIZE > most:
             for start, stop in _mappings(names, folder):
                 madvise(start, stop - start, _MADV_PAGEOUT)  # an older system refuses, and the pages stay
 

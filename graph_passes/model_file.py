@@ -20,7 +20,7 @@ from .genai_folder import CONFIG_NAME, decoder_file
 MODEL_SUFFIX = ".onnx"
 LARGE_MODEL = 10**9  # bytes
 EMBED_LIMIT = 256 * 1024**2  # weights of at least this many bytes go to an external data file
-_MOST_DIGITS = 10  # of a dimension
+_MOST_DIGITS = 6  # of such a dimension
 _EXTERNAL_THRESHOLD = 1024  # smaller tensors stay in the model file, where shape inference can see them
 
 
@@ -137,16 +137,17 @@ def _to_ir(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def _read_numbers(model: ir.Model) -> None:
-    """torch's exporter names a dimension that can only be 16 "16", as if it were open."""
+    """torch's exporter names the heads and the head size of a cache "16", as if they were open."""
     for value in model.graph.inputs:
-        if value.shape is not None:
-            value.shape = ir.Shape([_numbered(dim) for dim in value.shape])
+        if value.shape is not None and len(value.shape) == 4:
+            batch, heads, length, size = value.shape
+            value.shape = ir.Shape([batch, _numbered(heads), length, _numbered(size)])
 
 
 def _numbered(dim: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
     name = dim.value if isinstance(dim, ir.SymbolicDim) else None
-    is_number = name is not None and name.isascii() and name.isdecimal() and len(name) < _MOST_DIGITS
-    return int(name) if name is not None and is_number else dim
+    is_number = name is not None and name.isascii() and name.isdecimal() and len(name) <= _MOST_DIGITS
+    return int(name) if name is not None and is_number and int(name) else dim
 
 
 def _innermost(error: BaseException) -> BaseException:

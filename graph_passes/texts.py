@@ -20,6 +20,7 @@ from .wordpiece import load_tokenizer
 Tokenizer = str | os.PathLike[str] | Any
 
 TOKENS_OF_PIECE = 256  # longer texts are cut; every encoder takes as many
+_PIECES, _LEAST_OF_PIECE = 8, 64
 TOKENS_OF_DECODER = 512  # texts are joined to pieces of so many, or of the model's context if that is known and less
 _SHORTEST_PIECE = 16  # tokens, of what is left of a text that was cut
 _FILE = "tokenizer.json"
@@ -75,6 +76,8 @@ def feeds_of_texts(texts: Sequence[str], tokenizer: Tokenizer | None, model: ir.
         encoded.append(encode(text))
     if any(name.startswith("past_key") for name in inputs):
         encoded, most = [np.concatenate(encoded)] if encoded else [], min(TOKENS_OF_DECODER, _context(model))
+        # Of a few texts there shall still be some pieces that nothing is fitted to.
+        most = min(most, max(_LEAST_OF_PIECE, -(-sum(map(len, encoded)) // _PIECES)))
     feeds = [{"input_ids": piece[None]} for ids in encoded for piece in _pieces(ids, most)]
     if not feeds:
         raise CalibrationError("the calibration texts hold no tokens, expected at least one")

@@ -104,7 +104,7 @@ def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[fl
     tokens it says little. Raises CalibrationError."""
     differences = _cross_entropies(after, feeds) - _cross_entropies(before, feeds)
     rise = math.exp(differences.mean())
-    error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
     return rise - 1, rise * error
 
 

@@ -38,6 +38,7 @@ from ..calibrate import InputRecorder, feeds_for, open_original, quiet_options
 from ..feeds import Feeds, Sizes, hold_out, model_inputs, synthetic_feeds
 from ..fitted import FittedWeights
 from ..linear import Linear
+from ..mapped_pages import pages_stay
 from ..model_file import ModelFile, data_path, load_model, write_model
 from ..pipeline import PassContext, run_recipe
 from ..recipe import Recipe
@@ -57,6 +58,7 @@ _FEEDS = 16  # on which the whole model is judged
 _FINEST = 16  # bisection stops at steps of the path's length divided by this
 _GAIN = 1.02  # a model that is less than this much faster, in the mean over the shapes, is not worth an error
 _NOISE = 0.02  # of a layer's time: forms that differ by less are as fast as each other
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _SECONDS = 1.5  # for timing the whole model, at each shape
 
 Shapes = Sequence[tuple[int, int]]
@@ -127,6 +129,7 @@ class Search:
         folder: Path,
         *,
         feeds: list[Feeds] | None,
+        portable: bool,
         progress: Progress,
         fitted: FittedWeights | None = None,
         times: LayerTimes | None = None,
@@ -135,6 +138,7 @@ class Search:
         self._model = model
         self._settings = settings
         self._folder = folder
+        self._portable = portable
         self._progress = progress
         self._fitted = fitted
         self._times = LayerTimes() if times is None else times
@@ -157,10 +161,10 @@ class Search:
             held_out = hold_out(self._feeds, HELD_OUT)[1]
             self._judged = (held_out or self._feeds)[:_FEEDS]
             if self._calibrated and not held_out:
-                report.budget += f", on the feeds that weights are fitted to: give {HELD_OUT} or more"
+                report.budget += f", on the feeds that weights are fitted to: give {HELD_OUT} or more, or more texts"
             self._shape_feeds = self._find_shapes(source)
             self._has_attention = any(isinstance(one, Attention) for one in find_attentions(source.model.graph))
-            able = self._able(linears)
+            able = self._able(source.model, linears)
             rows = self._count_rows(source.model, context, able)
             forms = candidates_for(self._calibrated, self._settings.sparsity)
             self._time_layers(context, able, rows, forms)
@@ -174,7 +178,7 @@ class Search:
 
     # ---- layers ------------------------------------------------------------------------------------------------------
 
-    def _able(self, linears: Sequence[Linear]) -> list[Linear]:
+    def _able(self, model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
         """Layers that can be chosen for; of the others the report says why not."""
         names = Counter(name for linear in linears for name in {linear.name, *linear.weight_names})
         able = []
@@ -188,6 +192,8 @@ class Search:
                 reason = f"{names[linear.name]} layers or weights are called {linear.name!r}, so none can be selected"
             elif any(names[name] > 1 for name in linear.weight_names):
                 reason = "shares its weight with another layer"
+            elif linear.node.graph is not model.graph:
+                reason = "lies in a subgraph, so it is not measured"
             if reason is None:
                 able.append(linear)
             else:
@@ -238,7 +244,7 @@ class Search:
             choice = LayerChoice(linear.name, "the original is faster here")
             self.report.layers.append(choice)
             if linear.name not in rows:
-                choice.reason = "lies in a subgraph, so it is not measured"
+                choice.reason = "takes what a subgraph makes, so it is not measured"
                 continue
             matrix = linear.matrix()
             bias = linear.bias_value is not None
@@ -260,7 +266,10 @@ class Search:
                 model,
                 linears,
                 self._judged,
-                self._settings.limit.outputs([value.name or "" for value in model.graph.outputs]),
+                self._settings.limit.outputs(
+                    [value.name or "" for value in model.graph.outputs if value.dtype in _FLOATS]
+                ),
+                lambda wanted: context.new_name(model, wanted),
                 open_copy,
                 lambda done, total: self._progress("auto: what errors matter", done, total),
             )
@@ -279,7 +288,7 @@ class Search:
             report = OptimizationReport(recipe={})
             place = self._new_place()
             with self._spill(place) as spill:
-                context = self._context(place / "model.onnx", spill, report)
+                context = self._context(place / "model.onnx", spill, report, portable=False)
                 with suppress(NothingToReplaceError):
                     run_recipe(make_recipe({form: names}, rows=_ROWS), context.source.model, context)
             for layer in report.layers:
@@ -369,7 +378,7 @@ class Search:
         report = OptimizationReport(recipe=recipe.to_dict())
         try:
             with self._spill(place) as spill:
-                context = self._context(path, spill, report)
+                context = self._context(path, spill, report, portable=self._portable)
                 run_recipe(recipe, context.source.model, context)
                 context.release()
             before = after = None
@@ -388,11 +397,12 @@ class Search:
         recipe = make_recipe(layers, attention=attention, verify=verify)
         return Made(recipe, path, choice, attention, trial)
 
-    def _context(self, candidate: Path, spill: TensorSpill, report: OptimizationReport) -> PassContext:
-        """For a run of the model from its beginning. What is chosen gets its portable form in the last run only: to
-        compare that takes a fifth of a trial's time."""
+    def _context(
+        self, candidate: Path, spill: TensorSpill, report: OptimizationReport, portable: bool = True
+    ) -> PassContext:
+        """For a run of the model from its beginning."""
         source = load_model(self._model)
-        return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=False, fitted=self._fitted)
+        return PassContext(source, report, candidate, spill, feeds=self._feeds, portable=portable, fitted=self._fitted)
 
     @contextmanager
     def _copies(self, model: ir.Model, context: PassContext) -> Iterator[Callable[[], Any]]:
@@ -404,8 +414,10 @@ class Search:
             context.release()
             return open_session(path, quiet_options())
 
-        yield open_copy
-        _remove(path)
+        try:
+            yield open_copy
+        finally:
+            _remove(path)
 
     @contextmanager
     def _spill(self, folder: Path) -> Iterator[TensorSpill]:
@@ -503,7 +515,8 @@ def time_models(
             str(number): lambda session=session, one=one: session.run(None, one)  # type: ignore[misc]
             for number, session in enumerate(sessions)
         }
-        timings = interleave(calls, seconds=_SECONDS * len(calls), min_rounds=3)
+        with pages_stay():
+            timings = interleave(calls, seconds=_SECONDS * len(calls), min_rounds=3)
         by_shape.append([timings[str(number)] for number in range(len(sessions))])
     columns = [list(column) for column in zip(*by_shape, strict=True)]
     return columns[0], columns[1:]

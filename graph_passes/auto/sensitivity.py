@@ -12,6 +12,7 @@ session serves all layers, and each costs a run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,29 +36,29 @@ def measure_sensitivities(
     linears: Sequence[Linear],
     feeds: Sequence[Feeds],
     outputs: Sequence[str],
+    new_name: Callable[[str], str],
     open_model: Callable[[], Any],
     on_layer: Callable[[int, int], None],
 ) -> dict[str, float]:
     """By layer, of that output which is changed most. The model is changed: it gets the products.
 
-    linears: of the model's main graph. feeds: some of the smallest are run. outputs: names of those that count.
-    open_model: makes a session of the model as it is by then. Raises CalibrationError.
+    linears: of the model's main graph. feeds: some of the smallest are run. outputs: names of those that count, which
+    hold floats. new_name: makes a name that the model does not have. open_model: makes a session of the model as it is
+    by then. Raises CalibrationError.
     """
-    factors = {linear.name: name for linear in linears if (name := _add_factor(model, linear)) is not None}
+    factors = {linear.name: name for linear in linears if (name := _add_factor(model, linear, new_name))}
     few = _smallest(feeds)
     session = open_model()
     rng = np.random.default_rng(0)
 
-    def run(given: Feeds) -> list[np.ndarray]:
-        """Of each output, all numbers."""
+    def run(given: Feeds) -> list[list[np.ndarray]]:
+        """By feed and output."""
         try:
-            answers = [session.run(list(outputs), {**one, **given}) for one in few]
+            return [session.run(list(outputs), {**one, **given}) for one in few] if outputs else []
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
-            raise CalibrationError(f"the original model does not run on the feeds: {one_line(error)}") from error
-        return [
-            np.concatenate([np.ravel(one).astype(np.float64) for one in column])
-            for column in zip(*answers, strict=True)
-        ]
+            raise CalibrationError(
+                f"the original model does not run on the feeds: {one_line(error)}; check their shapes and types"
+            ) from error
 
     exact = run({})
     found: dict[str, float] = {}
@@ -68,23 +69,25 @@ def measure_sensitivities(
             continue
         signs = rng.choice([-1.0, 1.0], linear.n)
         changed = run({factors[linear.name]: (1 + _SIZE * signs).astype(linear.dtype.numpy())})
-        shares = [_share(old, new) for old, new in zip(exact, changed, strict=True)]
-        found[linear.name] = max(shares, default=_DIRECT) / _SIZE
+        shares = [
+            _share([one[index] for one in exact], [one[index] for one in changed]) for index in range(len(outputs))
+        ]
+        found[linear.name] = max(shares, default=_DIRECT * _SIZE) / _SIZE
     return found
 
 
-def _add_factor(model: ir.Model, linear: Linear) -> str | None:
-    """The name of the new input; None: the model answers with what the layer does."""
+def _add_factor(model: ir.Model, linear: Linear, new_name: Callable[[str], str]) -> str:
+    """The name of the new input; empty: the model answers with what the layer does."""
     y = layer_key(linear)
     if y.is_graph_output():
-        return None
-    name = f"{y.name}.factor"
+        return ""
+    name = new_name(f"{y.name}.factor")
     ones = ir.Tensor(np.ones(linear.n, linear.dtype.numpy()), name=name)
     factor = ir.Value(name=name, shape=ir.Shape([linear.n]), type=ir.TensorType(linear.dtype), const_value=ones)
     model.graph.inputs.append(factor)
     model.graph.register_initializer(factor)
     node = ir.node("Mul", [y, factor])
-    node.outputs[0].name = f"{y.name}.times_factor"
+    node.outputs[0].name = new_name(f"{y.name}.times_factor")
     uses = [(user, index) for user, index in y.uses() if user is not node]
     model.graph.insert_after(linear.node, node)
     for user, index in uses:
@@ -93,18 +96,30 @@ def _add_factor(model: ir.Model, linear: Linear) -> str | None:
 
 
 def _smallest(feeds: Sequence[Feeds]) -> list[Feeds]:
+    """At least one, cut to a sequence where it is a batch of several."""
+
     def tokens(one: Feeds) -> int:
         return max((int(np.prod(array.shape[:2])) for array in one.values()), default=0)
 
     found: list[Feeds] = []
-    for one in sorted(feeds, key=tokens):
+    for one in sorted(map(_first_sequence, feeds), key=tokens):
         if found and sum(map(tokens, [*found, one])) > _TOKENS:
             break
         found.append(one)
     return found
 
 
-def _share(exact: np.ndarray, changed: np.ndarray) -> float:
-    finite = np.isfinite(exact) & np.isfinite(changed)
-    norm = float(np.linalg.norm(exact[finite]))
-    return float(np.linalg.norm(changed[finite] - exact[finite])) / norm if norm else 0.0
+def _first_sequence(one: Feeds) -> Feeds:
+    """Of inputs that all have the same first dimension, the first of it."""
+    sizes = {array.shape[0] if array.ndim > 1 else 0 for array in one.values()}
+    return {name: array[:1] for name, array in one.items()} if len(sizes) == 1 and 0 not in sizes else one
+
+
+def _share(exact: Sequence[np.ndarray], changed: Sequence[np.ndarray]) -> float:
+    """||changed - exact|| / ||exact|| of an output, over all feeds, where both are finite."""
+    distance = norm = 0.0
+    for old, new in zip(exact, changed, strict=True):
+        finite = np.isfinite(old) & np.isfinite(new)
+        x, y = old[finite].astype(np.float64), new[finite].astype(np.float64)
+        norm, distance = norm + float(x @ x), distance + float((y - x) @ (y - x))
+    return math.sqrt(distance / norm) if norm else 0.0

@@ -164,7 +164,7 @@ def optimize_onnx(
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
         if settings is not None:
-            chosen = _search(model, settings, work, feeds, tell, report, fitted)
+            chosen = _search(model, settings, work, feeds, portable, tell, report, fitted)
         context = PassContext(
             source,
             report,
@@ -201,13 +201,14 @@ def _search(
     settings: AutoSettings,
     work: Path,
     feeds: list[Feeds] | None,
+    portable: bool,
     progress: Progress,
     report: OptimizationReport,
     fitted: FittedWeights,
 ) -> Recipe | None:
     """The recipe that "auto" chooses, or None: the original is the best. The report holds what was measured."""
     with tempfile.TemporaryDirectory(prefix="auto-", dir=work, ignore_cleanup_errors=True) as folder:
-        search = Search(model, settings, Path(folder), feeds=feeds, progress=progress, fitted=fitted)
+        search = Search(model, settings, Path(folder), feeds=feeds, portable=portable, progress=progress, fitted=fitted)
         chosen = search.run()
         report.auto = search.report
         del search  # its sessions map files of the folder

@@ -68,10 +68,17 @@ def test_texts_of_decoders_are_joined(attention, most):
     for positions in (2048, 64):
         model = tiny.tiny_llama(attention=attention, head_dim=16, max_position_embeddings=positions)
         cut = min(most, positions) if attention == "gqa" else most
-        texts = ["a" * 10, "b" * most, "c" * (most + 30)]
+        texts = ["a" * 10, "b" * 8 * most, "c" * (most + 30)]
         lengths = [one["input_ids"].shape[1] for one in feeds_of_texts(texts, Letters(), model)]
         left = sum(map(len, texts)) % cut
         assert lengths == [cut] * (sum(map(len, texts)) // cut) + ([left] if left >= 16 else [])
+
+
+def test_few_tokens_of_a_decoder_make_several_pieces():
+    """So that some can be kept from what is fitted."""
+    model = tiny.tiny_llama()
+    assert len(feeds_of_texts(["ten tokens"] * 100, Letters(), model)) == 8
+    assert [one["input_ids"].size for one in feeds_of_texts(["ten tokens"] * 13, Letters(), model)] == [64, 64]
 
 
 @pytest.mark.parametrize("build", [tiny.tiny_bert, tiny.tiny_llama])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 
@@ -43,7 +44,12 @@ def test_a_broken_optimum(monkeypatch: pytest.MonkeyPatch, broken: str, expected
     if expected:
         pytest.importorskip("optimum.commands.base", reason="needs optimum")
     else:
-        monkeypatch.setitem(sys.modules, "optimum.commands", types.ModuleType("optimum.commands"))
+        # As it is, without what its __init__ imports.
+        package = types.ModuleType("optimum.commands")
+        spec = importlib.util.find_spec("optimum.commands")
+        assert spec is not None
+        package.__path__ = list(spec.submodule_search_locations or ())
+        monkeypatch.setitem(sys.modules, "optimum.commands", package)
     monkeypatch.setitem(sys.modules, broken, Broken(broken))
     assert len(commands()) == expected
 

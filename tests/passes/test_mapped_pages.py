@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ortolan.graph_passes import mapped_pages
-from ortolan.graph_passes.mapped_pages import bounded_pages
+from ortolan.graph_passes.mapped_pages import bounded_pages, pages_stay
 
 BYTES = 32 << 20
 
@@ -33,7 +33,7 @@ def mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.me
         pytest.skip("needs Linux")
     path = tmp_path / "weights.data"
     path.write_bytes(np.arange(BYTES // 4, dtype=np.int32).tobytes())
-    monkeypatch.setattr(mapped_pages, "_LIMIT", 0)
+    monkeypatch.setattr(mapped_pages, "_LIMIT", -(1 << 50))  # always too many
     array = np.memmap(path, np.int32, mode="c")  # as ONNX Runtime maps it: private, and writable
     page = ctypes.c_void_p(array.ctypes.data)
     if ctypes.CDLL(None).madvise(page, ctypes.c_size_t(mmap.PAGESIZE), 21):
@@ -78,6 +78,17 @@ def test_other_files_stay(mapped: tuple[Path, np.memmap]) -> None:
     with bounded_pages([other / "none"], other):
         time.sleep(0.2)
         assert resident(path) > BYTES // 2
+
+
+def test_what_is_timed_keeps_its_pages(mapped: tuple[Path, np.memmap]) -> None:
+    path, array = mapped
+    with bounded_pages([path], path.parent):
+        with pages_stay():
+            time.sleep(0.05)  # what had begun before ends
+            array.sum()
+            time.sleep(0.2)
+            assert resident(path) > BYTES // 2
+        assert wait_until_small(path) < BYTES // 8
 
 
 def test_without_files_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,11 @@ def measure(model: ir.Model, feeds: list[dict[str, np.ndarray]], outputs: list[s
     def open_model() -> Any:
         return ort.InferenceSession(ir.to_proto(model).SerializeToString())
 
-    return measure_sensitivities(model, linears, feeds, outputs, open_model, lambda done, total: None)
+    def new_name(wanted: str) -> str:
+        assert wanted not in model.graph.initializers
+        return f"{wanted}.new"
+
+    return measure_sensitivities(model, linears, feeds, outputs, new_name, open_model, lambda done, total: None)
 
 
 def feeds(*lengths: int, kind: Any = np.float32) -> list[dict[str, np.ndarray]]:
