@@ -29,7 +29,7 @@ def best_damping(matrix: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarr
     """The damping with which weights fitted to half of the inputs do best on the other half.
 
     It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried on some columns, up
-    or down from the middle for as long as the error falls.
+    or down from 0.3 for as long as the error falls.
 
     matrix: W, float32 [k, n]. halves: X^T X of each half, float [2, k, k].
     fit: V for some columns of W and a damped H.
