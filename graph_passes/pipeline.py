@@ -47,6 +47,7 @@ class PassContext:
     spill: TensorSpill
     feeds: list[Feeds] | None = None  # given by the user, or made up by the first pass that needs some
     feeds_made_up: bool = False
+    fits_weights: bool = False  # whether some pass fits weights to the feeds
     held_out: list[Feeds] = field(default_factory=list)  # those of the user's to which nothing is fitted
     portable: bool = True
     dry_run: bool = False

@@ -120,6 +120,7 @@ def prune_calibrated(
             without.append(first.name)
             alike = np.eye(first.k, dtype=np.float32)
             inputs = LayerInputs(np.stack([alike, alike]), first.k)
+        context.fits_weights = True
         result = _pruned(options, group, matrix, inputs, masked.get(id(group)), dampings)
         error = _output_error(matrix, _values(result, options), inputs.hessian)
         fit = Fit(result, inputs.rows, error)

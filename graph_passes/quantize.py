@@ -218,6 +218,7 @@ class QuantizePass(RecipePass):
 
     def _gptq(self, matrix: np.ndarray, inputs: LayerInputs, group: WeightGroup) -> Rounded:
         options, halves = self.options, inputs.halves
+        self.context.fits_weights = True
         damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
         with needs_factor(group, damping, "quantize"):
             return gptq(matrix, inputs.hessian, options.quantization, damping, options.act_order is not False)

@@ -110,6 +110,7 @@ class OptimizationReport:
     latency_after: Timing | None = None
     latency_cpus: int | None = None  # that this process may use: ONNX Runtime chooses the number of threads by them
     feeds: str | None = None
+    judged_on: str | None = None  # which of these the errors of the outputs are of, if not of all
     tokens: int | None = None  # in the given feeds; None: none were given, or they are no tokens
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -245,7 +246,7 @@ class OptimizationReport:
                 largest = max(errors, key=lambda error: error.relative_l2)
                 lines.append(f"{label:14}{meaning} at most {_number(largest.relative_l2)} ({largest.name})")
         if self.feeds:
-            lines.append(f"measured on   {self.feeds}")
+            lines.append(f"measured on   {self.feeds}" + (f": {self.judged_on}" if self.judged_on else ""))
         lines += [f"note          {note}" for note in self.notes]
         return lines
 

@@ -34,6 +34,17 @@ def require_packages() -> None:
         )
 
 
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Raises OutputError where no page can be written, before there is one."""
+    target = Path(path)
+    folder = target.absolute().parent
+    if target.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise OutputError(
+            f"the report {str(target)!r} cannot be written: expected the name of a file in a folder that is there and "
+            "can be written to"
+        )
+
+
 def save_page(report: OptimizationReport, path: str | os.PathLike[str]) -> None:
     """Writes to a temporary file that is renamed. Raises OrtolanError."""
     text = make_page(report)

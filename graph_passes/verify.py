@@ -130,6 +130,7 @@ class VerifyPass(RecipePass):
                 )
         original = open_original(context, timed=seconds > 0)
         feeds = feeds_to_verify(context, self.options.feeds, original)
+        report.judged_on = self._describe(feeds)
         given = feeds
         if context.prompt is not None:
             past = context.prompt.exact_past(original)
@@ -205,6 +206,23 @@ class VerifyPass(RecipePass):
             exact = None if none_before or context.cache_rounding else reference[0]
             self._compare_portable(names, calls_after, {} if decoded is None else decoded[3], exact)
         progress(steps)
+
+    def _describe(self, feeds: Sequence[Feeds]) -> str | None:
+        """Which of the user's feeds these are, and whether weights were fitted to them."""
+        context = self.context
+        if context.feeds_made_up:
+            return None
+        held_out = len(context.held_out)
+        if held_out:
+            return f"errors of the outputs on {len(feeds)} of them" + (
+                ", which nothing was fitted to"
+                if len(feeds) <= held_out
+                else f", {held_out} of which nothing was fitted to"
+            )
+        every = len(feeds) == len(context.feeds or ())
+        which = "on all of them" if every else f"on the first {len(feeds)} of them"
+        fitted = ", which weights were fitted to" if context.fits_weights else ""
+        return f"errors of the outputs {which}{fitted}" if fitted or not every else None
 
     def _reads_cache(self, feeds: Feeds) -> bool:
         """Whether attention reads keys and values from a compressed cache: of tokens before, or of a few new ones."""

@@ -210,10 +210,11 @@ def optimize(
     """Write a smaller, faster copy of a model, and report what changed."""
     from . import TextInput, optimize_onnx
     from .graph_passes.recipe import parse_setting
-    from .graph_passes.report_page import require_packages
+    from .graph_passes.report_page import check_place, require_packages
 
     if html is not None:
         require_packages()
+        check_place(html)
     if output is None and not dry_run:
         output = _output_beside(model)
     options = dict(map(parse_setting, settings or []))
