@@ -216,9 +216,26 @@ class _Runner:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
+        self._free = asyncio.Semaphore(threads)
 
-    async def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+    async def __call__(self, call: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+        """call(*arguments). seconds: to wait for a free thread. Raises RequestError 504 where there was none."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._free.acquire()
+        except TimeoutError:
+            raise RequestError(
+                504, f"other requests took all of {seconds} s; ask for more (max_seconds), or try again later"
+            ) from None
+        loop = asyncio.get_running_loop()
+        try:
+            job = self._pool.submit(call, *arguments)
+        except BaseException:
+            self._free.release()
+            raise
+        # When the thread has ended: one whose caller was cancelled works on, and is not free for the next.
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        return await asyncio.wrap_future(job)
 
 
 def _event(said: dict[str, Any]) -> str:
@@ -317,7 +334,6 @@ class Generation:
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
-        self._turn = asyncio.Semaphore(self._config.concurrent)
         self._run_check = _Runner(1)  # behind requests that take minutes, a check would fail
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
         self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
@@ -352,17 +368,11 @@ class Generation:
         """Waits for a turn, and generates."""
         seconds = given.max_seconds or self._config.max_seconds
         deadline = time.monotonic() + seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise RequestError(504, f"other requests took all of {seconds} s; try again later") from None
         cancelled = threading.Event()
         try:
-            made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text)
+            made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text, seconds=seconds)
             return made
         finally:
-            self._turn.release()
             cancelled.set()  # the client may be gone, and the thread still at work
 
     def _generate(

@@ -31,6 +31,7 @@ from ortolan.serving import (  # noqa: E402
     EmbeddingRequest,
     GenerationConfig,
     GenerationRequest,
+    _Runner,
     _stream,
     embeddings,
     generation,
@@ -79,6 +80,64 @@ def test_a_failure_in_the_midst_of_a_stream():
     assert (first, second) == ("first", "second")
     assert list(json.loads(last.removeprefix("data: "))) == ["error"]
     assert "secret" not in last
+
+
+def test_a_thread_is_free_when_it_has_ended_not_when_its_caller_has():
+    """Else the next request waits for the thread where its own limit of time does not count."""
+    begun, end = threading.Event(), threading.Event()
+
+    def step():
+        begun.set()
+        assert end.wait(60)
+
+    async def run():
+        runner = _Runner(1)
+        caller = asyncio.create_task(runner(step))
+        await asyncio.to_thread(begun.wait, 60)
+        caller.cancel()
+        await asyncio.wait([caller])
+        assert caller.cancelled()
+        with pytest.raises(RequestError, match=r"took all of 0\.05 s") as refused:
+            await asyncio.wait_for(runner(int, "1", seconds=0.05), 30)
+        assert refused.value.status == 504
+        waiting = asyncio.create_task(runner(int, "2"))
+        end.set()
+        assert await waiting == 2
+
+    try:
+        asyncio.run(run())
+    finally:
+        end.set()
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "cancelled", "not begun"])
+def test_a_thread_is_freed_once(how):
+    def fail():
+        raise ValueError("wrong")
+
+    async def run():
+        runner = _Runner(1)
+        if how == "returns":
+            assert await runner(int, "1") == 1
+        elif how == "raises":
+            with pytest.raises(ValueError, match="wrong"):
+                await runner(fail)
+        elif how == "cancelled":
+            end = threading.Event()
+            caller = asyncio.create_task(runner(end.wait, 60))
+            await asyncio.sleep(0)
+            caller.cancel()
+            await asyncio.wait([caller])
+            end.set()
+        else:
+            runner._pool.shutdown()
+            with pytest.raises(RuntimeError, match="shutdown"):
+                await runner(int, "1")
+        await asyncio.wait_for(runner._free.acquire(), 60)
+        await asyncio.sleep(0.05)
+        assert runner._free.locked()
+
+    asyncio.run(run())
 
 
 CLUSTER_CPUS = 8  # that Ray counts: one for each replica below, whatever the machine has
