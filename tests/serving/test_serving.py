@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import re
@@ -25,12 +26,16 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 
 from ray import serve  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
 
 from ortolan.serving import (  # noqa: E402
     EmbeddingConfig,
     EmbeddingRequest,
     GenerationConfig,
     GenerationRequest,
+    _ended,
+    _EventResponse,
+    _events,
     _Runner,
     _stream,
     embeddings,
@@ -80,6 +85,54 @@ def test_a_failure_in_the_midst_of_a_stream():
     assert (first, second) == ("first", "second")
     assert list(json.loads(last.removeprefix("data: "))) == ["error"]
     assert "secret" not in last
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_client_that_goes_away_ends_its_generation_at_once(sent):
+    """While the generators are still referenced, so that none of them is collected."""
+
+    async def run():
+        pieces = asyncio.Queue()
+        work = asyncio.create_task(asyncio.sleep(60))
+        for piece in ("a", "b", "c"):
+            pieces.put_nowait(piece)
+        events = _events(pieces, work)
+        response = _EventResponse(await anext(events), events)
+        messages = []
+
+        async def send(message):
+            if len(messages) == sent:
+                raise OSError("gone")
+            messages.append(message)
+
+        with pytest.raises(ClientDisconnect):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)
+        assert len(messages) == sent
+        await asyncio.wait([work], timeout=30)
+        assert work.cancelled()
+
+    asyncio.run(run())
+
+
+def test_a_failure_that_nobody_waits_for_is_not_logged_by_asyncio():
+    told = []
+
+    async def fail():
+        raise ValueError("wrong")
+
+    async def run(read):
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        work = asyncio.create_task(fail())
+        if read:
+            work.add_done_callback(_ended)
+        await asyncio.sleep(0.01)
+        del work
+        gc.collect()
+
+    asyncio.run(run(read=False))
+    assert told == ["Task exception was never retrieved"]
+    asyncio.run(run(read=True))
+    assert len(told) == 1
 
 
 def test_a_thread_is_free_when_it_has_ended_not_when_its_caller_has():
