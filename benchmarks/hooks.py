@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,7 @@ def _made(folder: Path, make: Callable[[Path], object]) -> Path:
     """The folder, made under another name first, so that one that is there is complete."""
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted run
         make(unfinished)
         unfinished.rename(folder)
     return folder

@@ -19,7 +19,7 @@ from ..errors import OrtolanError
 from .catalog import safetensors_numpy
 from .fetch import Progress, fetch
 from .gguf import read_gguf, read_gguf_tokenizer
-from .llama import LlamaConfig, _interleaved_to_half
+from .llama import LlamaConfig, interleaved_to_half
 from .manifest import ManifestError
 
 CHECKPOINTS = ("all-minilm-l6-v2", "smollm2-135m-instruct")
@@ -50,19 +50,19 @@ def write_checkpoint(
             shutil.copyfile(source / file, target / file)
         _write_json(target / "tokenizer_config.json", {"tokenizer_class": "BertTokenizerFast", **_BERT_TOKENS})
     else:
-        _write_llama(next(source.glob("*.gguf")), target)
+        write_llama(next(source.glob("*.gguf")), target)
     return target
 
 
-def _write_llama(gguf: Path, target: Path) -> None:
-    """Weights in float32, as the quantized ones of the file stand for."""
+def write_llama(gguf: Path, target: Path) -> None:
+    """Writes a GGUF file's model and tokenizer to a folder; weights in float32, as its quantized ones stand for."""
     config, weights = read_gguf(gguf)
     tensors: dict[str, np.ndarray] = {}
     for name in weights:
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             turned = name.endswith(("q_proj.weight", "k_proj.weight"))
             weight = weights[name]
-            tensors[name] = np.ascontiguousarray(_interleaved_to_half(weight, config.head_size) if turned else weight)
+            tensors[name] = np.ascontiguousarray(interleaved_to_half(weight, config.head_size) if turned else weight)
     safetensors_numpy().save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     tokenizer = read_gguf_tokenizer(gguf)
     tokenizer.save(str(target / "tokenizer.json"))

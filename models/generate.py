@@ -179,17 +179,21 @@ def _is_cache(names: Sequence[str], graph: Any) -> bool:
     return any(value.name in names and value.name.startswith(_PRESENT) for value in graph.output)
 
 
-def read_head_size(path: str | os.PathLike[str]) -> int | None:
-    """The size of a head in a model file's cache, if GroupQueryAttention keeps it; else None.
+def read_head_size(model: ir.Model | str | os.PathLike[str]) -> int | None:
+    """The size of a head in a model's (or its file's) cache, if GroupQueryAttention keeps it; else None.
 
     The inputs of models from ONNX Runtime GenAI's newer builders leave it open.
     """
-    import onnx_ir as ir
-
     from ..graph_passes.feeds import head_size
 
-    past = [value for value in ir.load(path).graph.inputs if (value.name or "").startswith(_PAST)]
+    past = [value for value in _graph(model).inputs if (value.name or "").startswith(_PAST)]
     return head_size(past[0]) if past else None
+
+
+def _graph(model: ir.Model | str | os.PathLike[str]) -> ir.Graph:
+    import onnx_ir as ir
+
+    return model.graph if isinstance(model, ir.Model) else ir.load(model).graph
 
 
 # The operators that read a table of positions, and which input that is: cos of a rotary embedding.
@@ -201,14 +205,13 @@ _POSITION_TABLES = {
 }
 
 
-def read_context(path: str | os.PathLike[str]) -> int | None:
-    """For how many tokens a model file has positions: the rows of its tables of rotary or learned embeddings; None if
-    it has no such tables (a graph that computes cos and sin itself goes on for ever)."""
+def read_context(model: ir.Model | str | os.PathLike[str]) -> int | None:
+    """For how many tokens a model (or its file) has positions: the rows of its tables of rotary or learned embeddings;
+    None if it has no such tables (a graph that computes cos and sin itself goes on for ever)."""
     import onnx_ir as ir
 
-    graph = ir.load(path).graph
     rows: list[int] = []
-    for node in graph:
+    for node in _graph(model):
         index = _POSITION_TABLES.get((node.domain, node.op_type))
         if (node.domain, node.op_type) == ("", "Gather") and _is_position_ids(node.inputs[1]):
             index = 0

@@ -139,13 +139,13 @@ def build_llama(
         for layer in range(config.num_hidden_layers):
             for projection in ("q_proj", "k_proj"):
                 key = f"model.layers.{layer}.self_attn.{projection}.weight"
-                arrays[key] = _interleaved_to_half(arrays[key], config.head_size)
+                arrays[key] = interleaved_to_half(arrays[key], config.head_size)
         config = replace(config, rope_style="half")
     builder = _GroupQueryLlamaBuilder if attention == "gqa" else _LlamaBuilder
     return builder(arrays, config).build(name)
 
 
-def _interleaved_to_half(weight: np.ndarray, head_size: int) -> np.ndarray:
+def interleaved_to_half(weight: np.ndarray, head_size: int) -> np.ndarray:
     """Reorders the rows of each head from (0, 1, 2, 3, …) to (0, 2, …, 1, 3, …)."""
     rows, columns = weight.shape
     return weight.reshape(-1, head_size // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ try:
     from ray.serve import Application
     from ray.serve.metrics import Counter
     from starlette.exceptions import HTTPException
+    from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
 
@@ -216,16 +218,33 @@ class _Runner:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads)
+        self._free = asyncio.Semaphore(threads)
 
-    async def __call__(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+    async def __call__(self, call: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+        """call(*arguments). seconds: to wait for a free thread. Raises RequestError 504 where there was none."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._free.acquire()
+        except TimeoutError:
+            raise RequestError(
+                504, f"other requests took all of {seconds} s; ask for more (max_seconds), or try again later"
+            ) from None
+        loop = asyncio.get_running_loop()
+        try:
+            job = self._pool.submit(call, *arguments)
+        except BaseException:
+            self._free.release()
+            raise
+        # When the thread has ended: one whose caller was cancelled works on, and is not free for the next.
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        return await asyncio.wrap_future(job)
 
 
 def _event(said: dict[str, Any]) -> str:
     return f"data: {json.dumps(said)}\n\n"
 
 
-async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Generated]") -> AsyncIterator[str]:
+async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Generated]") -> AsyncGenerator[str]:
     """The pieces up to None, then the result. Ends the work where it is ended itself, as its client went away."""
     try:
         while (piece := await pieces.get()) is not None:
@@ -235,7 +254,7 @@ async def _events(pieces: "asyncio.Queue[str | None]", work: "asyncio.Task[Gener
         work.cancel()
 
 
-async def _stream(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _stream(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str]:
     yield first
     try:
         async for event in events:
@@ -243,6 +262,26 @@ async def _stream(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
     except Exception:  # too late for a status
         _log.exception("A generation failed.")
         yield _event({"error": _FAILED})
+
+
+class _EventResponse(StreamingResponse):
+    """The first event, sent after it is at hand, and the others."""
+
+    def __init__(self, first: str, events: AsyncGenerator[str]) -> None:
+        self._events, self._said = events, _stream(first, events)
+        super().__init__(self._said, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A client that goes away ends this at any event, or before the first: then too, its generation ends now, and
+        # not when the generators are collected.
+        async with aclosing(self._events), aclosing(self._said):
+            await super().__call__(scope, receive, send)
+
+
+def _ended(work: "asyncio.Task[Generated]") -> None:
+    """Reads the exception, if any: asyncio logs those that are not read, as when the client is gone."""
+    if not work.cancelled():
+        work.exception()
 
 
 # Ray Serve sends the classes below to its processes with what is defined by then.
@@ -317,7 +356,6 @@ class Generation:
             spin=self._config.spin,
         )
         self._run = _Runner(self._config.concurrent)
-        self._turn = asyncio.Semaphore(self._config.concurrent)
         self._run_check = _Runner(1)  # behind requests that take minutes, a check would fail
         self._tokens = Counter("ortolan_generated_tokens", description="Tokens that were generated.")
         self._ended = Counter("ortolan_generations", description="Generations that ended.", tag_keys=("finish_reason",))
@@ -343,26 +381,21 @@ class Generation:
 
         work = loop.create_task(self._continue(given, tell))
         work.add_done_callback(lambda _: pieces.put_nowait(None))
+        work.add_done_callback(_ended)
         events = _events(pieces, work)
         # Only now, when there is a first event, is it known whether the request is refused.
         first = await anext(events)
-        return StreamingResponse(_stream(first, events), media_type="text/event-stream")
+        return _EventResponse(first, events)
 
     async def _continue(self, given: GenerationRequest, on_text: Callable[[str], None] | None = None) -> Generated:
         """Waits for a turn, and generates."""
         seconds = given.max_seconds or self._config.max_seconds
         deadline = time.monotonic() + seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise RequestError(504, f"other requests took all of {seconds} s; try again later") from None
         cancelled = threading.Event()
         try:
-            made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text)
+            made: Generated = await self._run(self._generate, given, deadline, cancelled, on_text, seconds=seconds)
             return made
         finally:
-            self._turn.release()
             cancelled.set()  # the client may be gone, and the thread still at work
 
     def _generate(

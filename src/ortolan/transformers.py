@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 FORMAT = "ortolan"
 REPORT_KEY = "ortolan_report"  # of a fresh program's meta
 _CACHE_INPUT = re.compile(r"past_key_values\.layers\.(\d+)\.(keys|values)$")
+_CACHE_TYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(bfloat16)": torch.bfloat16,
+    "tensor(uint8)": torch.uint8,  # compressed
+}
 
 
 @dataclass
@@ -104,8 +110,8 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
     def export_for_generation(
         self, model: Any, sample_inputs: MutableMapping[str, Any], config: Any, **options: Any
     ) -> ExportedModel:
-        """As OnnxExporter does. Raises RecipeError where all components are to have compressed caches: the first one
-        reads none, and gives floats."""
+        """As OnnxExporter does. Raises RecipeError where a component is to read compressed caches that no other gives:
+        'prefill' reads none, and gives floats, so that generation must begin with 'decode', on several tokens."""
         if not isinstance(config, Mapping) and _compresses_caches(config):
             raise RecipeError(
                 "the recipe compresses caches, but component 'prefill' reads none, and gives floats to 'decode'; give "
@@ -113,6 +119,14 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
                 "multi_token_decode=True, and begin with 'decode' and ortolan.transformers.empty_cache; or set options "
                 'keys and values to "float32"'
             )
+        if isinstance(config, Mapping) and not options.get("multi_token_decode"):
+            for name, one in config.items():
+                if name != "prefill" and isinstance(one, OrtolanConfig) and _compresses_caches(one):
+                    raise RecipeError(
+                        f"the recipe of component {name!r} compresses caches, but 'prefill' gives floats; give "
+                        "multi_token_decode=True, and begin with 'decode' and ortolan.transformers.empty_cache; or set "
+                        'options keys and values to "float32"'
+                    )
         return super().export_for_generation(model, sample_inputs, config, **options)
 
     @classmethod
@@ -147,14 +161,19 @@ class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
 
 def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
     """What generation begins with in a component that takes several tokens after a cache (`multi_token_decode`): caches
-    of no token, in the form that this component reads. Raises ModelError for one without caches."""
+    of no token for a batch of 1, [1, heads, 0, size] each, in the type that this component reads. Raises ModelError for
+    one without caches, or with caches of another type."""
     found: dict[tuple[int, str], torch.Tensor] = {}
     for spec in runner.session.get_inputs():
         named = _CACHE_INPUT.search(spec.name)
         if named is not None:
             shape = [size if isinstance(size, int) else 0 for size in spec.shape]
-            dtype = torch.uint8 if spec.type == "tensor(uint8)" else torch.float32
-            found[int(named[1]), named[2]] = torch.zeros([1, shape[1], 0, shape[3]], dtype=dtype)
+            if spec.type not in _CACHE_TYPES:
+                raise ModelError(
+                    f"input {spec.name!r} is a cache of type {spec.type}, expected one of {', '.join(_CACHE_TYPES)}; "
+                    "export the model in float32, float16 or bfloat16"
+                )
+            found[int(named[1]), named[2]] = torch.zeros([1, shape[1], 0, shape[3]], dtype=_CACHE_TYPES[spec.type])
     layers = sorted({layer for layer, _ in found})
     if not layers or any(0 in (one.shape[1], one.shape[3]) for one in found.values()):
         names = ", ".join(spec.name for spec in runner.session.get_inputs())

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,37 @@ def test_exact_settings_generate_the_same_tokens(llama: Any) -> None:
         assert (generate(exported, inputs, 12, first) == expected).all()
     with pytest.raises(ortolan.ModelError, match="reads no caches of known shapes: its inputs are input_ids"):
         empty_cache(exported.runners["prefill"])
+
+
+def reader(*inputs: tuple[str, str]) -> Any:
+    """A runner as far as empty_cache looks at it: of a session with inputs of these names and types."""
+    specs = [SimpleNamespace(name=name, type=type, shape=["batch", 2, "past", 16]) for name, type in inputs]
+    return SimpleNamespace(session=SimpleNamespace(get_inputs=lambda: specs))
+
+
+CACHE_TYPES = {"float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+@pytest.mark.parametrize("name", CACHE_TYPES)
+def test_empty_caches_have_the_type_of_the_inputs(name: str) -> None:
+    keys, values = (f"past_key_values.layers.0.{part}" for part in ("keys", "values"))
+    layer = empty_cache(reader((keys, f"tensor({name})"), (values, "tensor(float)"))).layers[0]
+    assert (layer.keys.dtype, layer.values.dtype) == (CACHE_TYPES[name], torch.float32)
+    assert layer.keys.shape == layer.values.shape == (1, 2, 0, 16)
+
+
+def test_a_cache_of_an_unknown_type() -> None:
+    with pytest.raises(ortolan.ModelError, match=r"'past_key_values.layers.0.keys' is .* tensor\(double\), expected"):
+        empty_cache(reader(("past_key_values.layers.0.keys", "tensor(double)")))
+
+
+def test_a_component_that_compresses_needs_several_tokens_at_a_time(llama: Any) -> None:
+    model, inputs = llama
+    config = OrtolanConfig(dynamic=True, recipe="long-context", options=FAST)
+    configs = {"prefill": OrtolanConfig(dynamic=True, recipe="sparse-bf16"), "decode": config}
+    for options in ({}, {"multi_token_decode": False}):
+        with pytest.raises(ortolan.RecipeError, match=r"'decode' compresses caches, .* multi_token_decode=True"):
+            OrtolanExporter().export_for_generation(model, inputs, configs, **options)
 
 
 def test_compressed_caches(llama: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ortolan.errors import OrtolanError
 from ortolan.models import get_model
 from ortolan.models.bert import BertConfig, build_bert
-from ortolan.models.checkpoint import _write_llama, write_checkpoint
+from ortolan.models.checkpoint import write_checkpoint, write_llama
 from ortolan.models.fetch import default_cache_dir
 from ortolan.models.gguf import read_gguf
 from ortolan.models.llama import LlamaConfig, build_llama
@@ -39,7 +39,7 @@ def test_a_llama_of_a_gguf_file(tmp_path, monkeypatch, tied):
     write(path, replace(CONFIG, tie_word_embeddings=tied))
     folder = tmp_path / "folder"
     folder.mkdir()
-    _write_llama(path, folder)
+    write_llama(path, folder)
     fields = json.loads((folder / "config.json").read_text())
     assert fields["model_type"] == "llama" and (fields["eos_token_id"], fields["pad_token_id"]) == (1, 0)
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"

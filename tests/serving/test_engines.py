@@ -102,6 +102,15 @@ def test_a_start_that_the_tokenizer_gives_is_not_given_twice(make_engine, monkey
     assert engine.generate("abcd", 6) == expected
 
 
+def test_the_model_file_is_parsed_once(make_engine, monkeypatch):
+    loads = []
+    load = ir.load
+    monkeypatch.setattr(ir, "load", lambda *given, **options: loads.append(given) or load(*given, **options))
+    engine = make_engine(tiny.tiny_llama(attention="gqa", head_dim=16, max_position_embeddings=24))
+    assert engine.context == 24
+    assert len(loads) == 1
+
+
 def test_a_prompt_of_too_many_tokens(make_engine):
     engine = make_engine(tiny.tiny_llama(), max_prompt_tokens=5)
     engine.generate("abcd", 6)
@@ -136,7 +145,7 @@ def test_context(make_engine, model, options, context):
 
 def test_a_deadline_and_a_cancelled_request(make_engine, monkeypatch):
     engine = make_engine(tiny.tiny_llama())
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match="it was over when this request had its turn; ask for more") as refused:
         engine.generate("abcd", 6, deadline=time.monotonic())
     assert refused.value.status == 504
     cancelled = threading.Event()
@@ -145,8 +154,11 @@ def test_a_deadline_and_a_cancelled_request(make_engine, monkeypatch):
     assert (made.text, made.tokens, made.finish_reason) == ("", 0, "cancelled")
     clock = iter(range(100))  # a second a token
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    made = engine.generate("abcd", 6, deadline=3)
+    made = engine.generate("abcd", 6, deadline=4)
     assert (made.tokens, made.finish_reason) == (3, "deadline")
+    clock = iter(range(100))
+    with pytest.raises(RequestError, match="the prompt into 5 tokens took the 1 s that were left; ask for more"):
+        engine.generate("abcd", 6, deadline=1)
 
 
 def test_pieces_of_the_text_are_whole_characters(make_engine, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import re
@@ -25,12 +26,17 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 
 from ray import serve  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
 
 from ortolan.serving import (  # noqa: E402
     EmbeddingConfig,
     EmbeddingRequest,
     GenerationConfig,
     GenerationRequest,
+    _ended,
+    _EventResponse,
+    _events,
+    _Runner,
     _stream,
     embeddings,
     generation,
@@ -79,6 +85,112 @@ def test_a_failure_in_the_midst_of_a_stream():
     assert (first, second) == ("first", "second")
     assert list(json.loads(last.removeprefix("data: "))) == ["error"]
     assert "secret" not in last
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_a_client_that_goes_away_ends_its_generation_at_once(sent):
+    """While the generators are still referenced, so that none of them is collected."""
+
+    async def run():
+        pieces = asyncio.Queue()
+        work = asyncio.create_task(asyncio.sleep(60))
+        for piece in ("a", "b", "c"):
+            pieces.put_nowait(piece)
+        events = _events(pieces, work)
+        response = _EventResponse(await anext(events), events)
+        messages = []
+
+        async def send(message):
+            if len(messages) == sent:
+                raise OSError("gone")
+            messages.append(message)
+
+        with pytest.raises(ClientDisconnect):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)
+        assert len(messages) == sent
+        await asyncio.wait([work], timeout=30)
+        assert work.cancelled()
+
+    asyncio.run(run())
+
+
+def test_a_failure_that_nobody_waits_for_is_not_logged_by_asyncio():
+    told = []
+
+    async def fail():
+        raise ValueError("wrong")
+
+    async def run(read):
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        work = asyncio.create_task(fail())
+        if read:
+            work.add_done_callback(_ended)
+        await asyncio.sleep(0.01)
+        del work
+        gc.collect()
+
+    asyncio.run(run(read=False))
+    assert told == ["Task exception was never retrieved"]
+    asyncio.run(run(read=True))
+    assert len(told) == 1
+
+
+def test_a_thread_is_free_when_it_has_ended_not_when_its_caller_has():
+    """Else the next request waits for the thread where its own limit of time does not count."""
+    begun, end = threading.Event(), threading.Event()
+
+    def step():
+        begun.set()
+        assert end.wait(60)
+
+    async def run():
+        runner = _Runner(1)
+        caller = asyncio.create_task(runner(step))
+        await asyncio.to_thread(begun.wait, 60)
+        caller.cancel()
+        await asyncio.wait([caller])
+        assert caller.cancelled()
+        with pytest.raises(RequestError, match=r"took all of 0\.05 s") as refused:
+            await asyncio.wait_for(runner(int, "1", seconds=0.05), 30)
+        assert refused.value.status == 504
+        waiting = asyncio.create_task(runner(int, "2"))
+        end.set()
+        assert await waiting == 2
+
+    try:
+        asyncio.run(run())
+    finally:
+        end.set()
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "cancelled", "not begun"])
+def test_a_thread_is_freed_once(how):
+    def fail():
+        raise ValueError("wrong")
+
+    async def run():
+        runner = _Runner(1)
+        if how == "returns":
+            assert await runner(int, "1") == 1
+        elif how == "raises":
+            with pytest.raises(ValueError, match="wrong"):
+                await runner(fail)
+        elif how == "cancelled":
+            end = threading.Event()
+            caller = asyncio.create_task(runner(end.wait, 60))
+            await asyncio.sleep(0)
+            caller.cancel()
+            await asyncio.wait([caller])
+            end.set()
+        else:
+            runner._pool.shutdown()
+            with pytest.raises(RuntimeError, match="shutdown"):
+                await runner(int, "1")
+        await asyncio.wait_for(runner._free.acquire(), 60)
+        await asyncio.sleep(0.05)
+        assert runner._free.locked()
+
+    asyncio.run(run())
 
 
 CLUSTER_CPUS = 8  # that Ray counts: one for each replica below, whatever the machine has
