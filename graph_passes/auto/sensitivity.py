@@ -22,7 +22,7 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError
 from ortolan.session import one_line
 
-from ..feeds import Feeds
+from ..feeds import Feeds, model_inputs
 from ..linear import Linear
 from ..pipeline import layer_key
 
@@ -47,7 +47,7 @@ def measure_sensitivities(
     by then. Raises CalibrationError.
     """
     factors = {linear.name: name for linear in linears if (name := _add_factor(model, linear, new_name))}
-    few = _smallest(feeds)
+    few = _smallest(feeds if _has_fixed_batch(model) else [_first_sequence(one) for one in feeds])
     session = open_model()
     rng = np.random.default_rng(0)
 
@@ -96,17 +96,22 @@ def _add_factor(model: ir.Model, linear: Linear, new_name: Callable[[str], str])
 
 
 def _smallest(feeds: Sequence[Feeds]) -> list[Feeds]:
-    """At least one, cut to a sequence where it is a batch of several."""
+    """At least one."""
 
     def tokens(one: Feeds) -> int:
         return max((int(np.prod(array.shape[:2])) for array in one.values()), default=0)
 
     found: list[Feeds] = []
-    for one in sorted(map(_first_sequence, feeds), key=tokens):
+    for one in sorted(feeds, key=tokens):
         if found and sum(map(tokens, [*found, one])) > _TOKENS:
             break
         found.append(one)
     return found
+
+
+def _has_fixed_batch(model: ir.Model) -> bool:
+    shapes = [value.shape for value in model_inputs(model)]
+    return any(shape is None or len(shape) == 0 or isinstance(shape[0], int) for shape in shapes)
 
 
 def _first_sequence(one: Feeds) -> Feeds:
