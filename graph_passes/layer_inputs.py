@@ -19,7 +19,7 @@ from .pipeline import PassContext
 from .segments import Segments
 from .weights import WeightGroup
 
-_HESSIAN_BYTES = 512 * 1024**2  # of Hessians that are gathered at once
+_HESSIAN_BYTES = 256 * 1024**2  # of Hessians that are gathered at once
 
 
 @dataclass(frozen=True)
