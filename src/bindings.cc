@@ -11,8 +11,12 @@ namespace {
 py::dict CpuInfo() {
   py::dict info;
   info["name"] = CpuName();
-  info["isa"] = IsaName(ActiveIsa());
-  info["detected_isa"] = IsaName(DetectedIsa());
+  const std::vector<std::string> active = NamesOf(ActiveFeatures());
+  const std::vector<std::string> detected = NamesOf(DetectedFeatures());
+  info["isa"] = active.back();
+  info["detected_isa"] = detected.back();
+  info["features"] = active;
+  info["detected_features"] = detected;
   info["isa_problem"] = IsaProblem();
   return info;
 }
@@ -45,7 +49,9 @@ PYBIND11_MODULE(_native, module) {
   using namespace ortolan;
   module.doc() = "Native core of Ortolan: packers, kernels for tests and benchmarks, CPU information.";
   module.def("cpu_info", &CpuInfo,
-             "The CPU's name, the ISA tier in use, the one detected, and what is wrong with ORTOLAN_ISA.");
+             "The CPU's name, the feature sets in use and those that it has (the last of each by itself), and what is "
+             "wrong with "
+             "ORTOLAN_ISA.");
 
   BindSparseAMXMatMul(module);
   BindW4A8MatMul(module);

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "isa/isa.h"
-#include "support/error_text.h"
+#include "isa/kernel_table.h"
+#include "ort/error_text.h"
 
 namespace py = pybind11;
 
@@ -52,9 +52,9 @@ const Kernel& KernelByName(std::span<const Kernel> kernels, const Kernel& best,
     if (!known.empty()) known += ", ";
     known += kernel.name;
     if (*name != kernel.name) continue;
-    if (kernel.isa > DetectedIsa()) {
+    if (!DetectedFeatures().Has(kernel.needs)) {
       throw std::invalid_argument(
-          ErrorText("kernel ", *name, " needs ", IsaName(kernel.isa), ", this CPU has ", IsaName(DetectedIsa())));
+          ErrorText("kernel ", *name, " needs ", FeatureSetName(kernel.needs), ", which this CPU has not"));
     }
     return kernel;
   }
@@ -67,8 +67,8 @@ py::list KernelList(std::span<const Kernel> kernels) {
   for (const Kernel& kernel : kernels) {
     py::dict row;
     row["name"] = kernel.name;
-    row["isa"] = IsaName(kernel.isa);
-    row["runs_here"] = kernel.isa <= DetectedIsa();
+    row["isa"] = FeatureSetName(kernel.needs);
+    row["runs_here"] = DetectedFeatures().Has(kernel.needs);
     rows.append(row);
   }
   return rows;

@@ -45,7 +45,7 @@ int64_t CheckRows(const CastArray<float>& rows, int64_t head_dim, int64_t room) 
 
 const DecodeAttentionKernel& KernelOf(const std::optional<std::string>& name) {
   return KernelByName(DecodeAttentionKernels(),
-                      SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa()), name);
+                      SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveFeatures()), name);
 }
 
 void AppendKeysArray(Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& keys,

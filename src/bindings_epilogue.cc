@@ -38,7 +38,8 @@ StridedArray<float> Epilogue(const StridedArray<float>& y, int64_t activation,
     args.residual = residual->data();
     args.residual_row_bytes = residual->strides(0);
   }
-  const EpilogueKernel& kernel = KernelByName(EpilogueKernels(), SelectEpilogue(ActiveIsa()), kernel_name);
+  const EpilogueKernel& kernel =
+      KernelByName(EpilogueKernels(), SelectKernel(EpilogueKernels(), ActiveFeatures()), kernel_name);
   const int64_t row = args.m > 1 ? std::max(args.n, y.strides(0) / kFloatBytes) : args.n;
   Array<float> result({args.m, row});
   std::fill_n(result.mutable_data(), result.size(), 0.0f);
@@ -79,7 +80,8 @@ StridedArray<float> LayerNorm(const StridedArray<float>& x, const Array<float>& 
     if (vector->ndim() == 1 && vector->shape(0) == args.n) continue;
     throw std::invalid_argument(ErrorText(vector == &weight ? "weight" : "bias", " must be [", args.n, "]"));
   }
-  const LayerNormKernel& kernel = KernelByName(LayerNormKernels(), SelectLayerNorm(ActiveIsa()), kernel_name);
+  const LayerNormKernel& kernel =
+      KernelByName(LayerNormKernels(), SelectKernel(LayerNormKernels(), ActiveFeatures()), kernel_name);
   const int64_t row = args.m > 1 ? std::max(args.n, x.strides(0) / kFloatBytes) : args.n;
   Array<float> result({args.m, row});
   std::fill_n(result.mutable_data(), result.size(), 0.0f);

@@ -18,7 +18,7 @@ py::array LutPostOp(const py::array& x, const py::array& table, const std::optio
     throw std::invalid_argument(
         ErrorText("table has ", table.size(), " entries, expected [", LutEntries(x.itemsize()), "]"));
   }
-  const LutKernel* kernel = SelectLut(ActiveIsa(), x.itemsize(), table.itemsize());
+  const LutKernel* kernel = SelectLut(ActiveFeatures(), x.itemsize(), table.itemsize());
   if (kernel_name) {
     kernel = &KernelByName(LutKernels(), *kernel, kernel_name);
     if (kernel->index_bytes != x.itemsize() || kernel->entry_bytes != table.itemsize()) {

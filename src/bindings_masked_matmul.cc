@@ -32,7 +32,7 @@ FloatRows Matrix(const CastArray<float>& x, const char* name) {
 }
 
 const MaskedMatMulKernel& KernelFor(const std::optional<std::string>& name) {
-  return KernelByName(MaskedMatMulKernels(), SelectMaskedMatMul(ActiveIsa()), name);
+  return KernelByName(MaskedMatMulKernels(), SelectMaskedMatMul(ActiveFeatures()), name);
 }
 
 void OnOneThread(int64_t count, const auto& body) {

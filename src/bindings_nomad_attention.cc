@@ -42,7 +42,7 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
   const AttentionKernel& kernel =
-      KernelByName(AttentionKernels(), SelectAttention(ActiveIsa(), precision), kernel_name);
+      KernelByName(AttentionKernels(), SelectAttention(ActiveFeatures(), precision), kernel_name);
   Array<float> y({args.heads, args.queries, args.head_dim});
   args.y = y.mutable_data();
   py::gil_scoped_release release;

@@ -147,7 +147,7 @@ Array<float> SparseAmxMatMul(const CastArray<float>& x, const Array<uint8_t>& ma
   CheckActivations(x, bias, k, n);
   args.m = x.shape(0);
   const SparseMatMulKernel& kernel =
-      KernelByName(SparseMatMulKernels(), SelectSparseMatMul(ActiveIsa(), args.m), kernel_name);
+      KernelByName(SparseMatMulKernels(), SelectSparseMatMul(ActiveFeatures(), args.m), kernel_name);
   args.bias = bias ? bias->data() : nullptr;
   Array<float> y({args.m, n});
   args.y = y.mutable_data();
@@ -177,7 +177,7 @@ Array<float> SparseInt8MatMul(SparseInt8MatMulArgs& args, const CastArray<float>
   args.scales = scales.data();
   args.m = x.shape(0);
   const SparseInt8MatMulKernel& kernel =
-      KernelByName(SparseInt8MatMulKernels(), SelectSparseInt8MatMul(ActiveIsa(), args.m), kernel_name);
+      KernelByName(SparseInt8MatMulKernels(), SelectSparseInt8MatMul(ActiveFeatures(), args.m), kernel_name);
   args.bias = bias ? bias->data() : nullptr;
   Array<float> y({args.m, n});
   args.y = y.mutable_data();

@@ -57,7 +57,8 @@ FixedRange CheckedRange(const char* name, float scale, int64_t zero_point) {
 }
 
 const VnniSpmmKernel& FindKernel(int64_t m, int64_t most_inputs, const std::optional<std::string>& name) {
-  const VnniSpmmKernel& kernel = KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveIsa(), m, most_inputs), name);
+  const VnniSpmmKernel& kernel =
+      KernelByName(VnniSpmmKernels(), SelectVnniSpmm(ActiveFeatures(), m, most_inputs), name);
   if (most_inputs > kernel.most_inputs) {
     throw std::invalid_argument(
         ErrorText("kernel ", kernel.name, " is for ", kernel.most_inputs, " inputs at most, k is ", most_inputs));
@@ -157,7 +158,7 @@ py::array QuantizeTokensArray(const CastArray<float>& x, float scale, int64_t ze
   const int64_t m = x.shape(0);
   const int64_t k = x.shape(1);
   const QuantizedSpmmKernel& kernel =
-      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name);
+      KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveFeatures()), kernel_name);
   py::array blocks = NewAligned<uint8_t>({PaddedTokens(m) * k});
   uint8_t* out = static_cast<uint8_t*>(blocks.mutable_data());
   py::gil_scoped_release release;
@@ -175,7 +176,7 @@ class QuantizedSpmm {
                 int64_t y_zero_point, const std::optional<Array<uint8_t>>& table, bool sums_only,
                 const std::optional<std::string>& kernel_name)
       : arrays_{values, indices, starts, scales},
-        kernel_(KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveIsa()), kernel_name)) {
+        kernel_(KernelByName(QuantizedSpmmKernels(), SelectQuantizedSpmm(ActiveFeatures()), kernel_name)) {
     args_.w = CheckedBlockSparse(values, indices, starts, k, n, scales.size());
     if (m < 0 || m > kMaxDimension) {
       throw std::invalid_argument(ErrorText("m is ", m, ", expected 0 to ", kMaxDimension));

@@ -69,7 +69,7 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
             zero_points && zero_points->size() > 0 ? zero_points->data() : nullptr};
   args.m = x.shape(0);
   const W4A8MatMulKernel& kernel =
-      KernelByName(W4A8MatMulKernels(), SelectW4A8MatMul(ActiveIsa(), args.m), kernel_name);
+      KernelByName(W4A8MatMulKernels(), SelectW4A8MatMul(ActiveFeatures(), args.m), kernel_name);
   args.bias = bias ? bias->data() : nullptr;
   Array<float> y({args.m, n});
   args.y = y.mutable_data();

@@ -1,29 +1,36 @@
 #include "epilogue/epilogue.h"
 
-#include "epilogue/vector_activations.h"
+#include "epilogue/layer_norm.h"
 #include "isa/kernel_table.h"
-#include "support/scalar_floats.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name) EpilogueFn Epilogue##name;
+#define ORTOLAN_KERNEL(column) \
+  namespace column {           \
+  EpilogueFn Epilogue;         \
+  LayerNormFn LayerNorm;       \
+  }
 #include "epilogue/kernels.inc"
 #undef ORTOLAN_KERNEL
 
 namespace {
 
-constexpr EpilogueKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name) {#name, Isa::isa, &Epilogue##name},
+constexpr EpilogueKernel kEpilogues[] = {
+#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::Epilogue},
+#include "epilogue/kernels.inc"
+#undef ORTOLAN_KERNEL
+};
+
+constexpr LayerNormKernel kLayerNorms[] = {
+#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::LayerNorm},
 #include "epilogue/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
 
 }  // namespace
 
-void EpilogueScalar(const EpilogueArgs& args) { VectorActivations<ScalarFloats>::Run(args); }
+std::span<const EpilogueKernel> EpilogueKernels() { return kEpilogues; }
 
-std::span<const EpilogueKernel> EpilogueKernels() { return kKernels; }
-
-const EpilogueKernel& SelectEpilogue(Isa isa) { return SelectKernel(EpilogueKernels(), isa); }
+std::span<const LayerNormKernel> LayerNormKernels() { return kLayerNorms; }
 
 }  // namespace ortolan

@@ -26,7 +26,7 @@
 #include <cstdint>
 #include <span>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -53,14 +53,11 @@ using EpilogueFn = void(const EpilogueArgs& args);
 
 struct EpilogueKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   EpilogueFn* run;
 };
 
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
 std::span<const EpilogueKernel> EpilogueKernels();
-
-// The best kernel on a CPU of this tier. Never fails.
-const EpilogueKernel& SelectEpilogue(Isa isa);
 
 }  // namespace ortolan

@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <span>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -41,14 +41,11 @@ using LayerNormFn = void(const LayerNormArgs& args);
 
 struct LayerNormKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   LayerNormFn* run;
 };
 
-// The rows of layer_norm_kernels.inc that this build has, best first; the last one runs on any CPU.
+// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
 std::span<const LayerNormKernel> LayerNormKernels();
-
-// The best kernel on a CPU of this tier. Never fails.
-const LayerNormKernel& SelectLayerNorm(Isa isa);
 
 }  // namespace ortolan

@@ -1,13 +1,13 @@
 // The formulas, once for all tiers, and the loop over rows. Included by epilogue.cc and x86_*.cc only; everything is
-// local to the including file, as in panels/. Derivation and fits: README.md.
+// local to the including file, as in matmul/. Derivation and fits: README.md.
 //
-// A tier gives a struct Simd: support/vector_math.h.
+// A tier gives a struct Simd: simd/math.h.
 #pragma once
 
 #include <cstdint>
 
 #include "epilogue/epilogue.h"
-#include "support/vector_math.h"
+#include "simd/math.h"
 
 namespace ortolan {
 namespace {

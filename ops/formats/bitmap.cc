@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstring>
 
-#include "support/bf16.h"
-#include "support/error_text.h"
+#include "formats/bf16.h"
+#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "support/error_text.h"
+#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {

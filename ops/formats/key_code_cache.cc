@@ -4,7 +4,7 @@
 #include <cstring>
 #include <limits>
 
-#include "support/error_text.h"
+#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {

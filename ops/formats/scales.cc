@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "support/bf16.h"
+#include "formats/bf16.h"
 
 namespace ortolan {
 void PackScales(const float* scales, int64_t groups, int64_t n, float* packed) {

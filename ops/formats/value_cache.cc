@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "support/bf16.h"
+#include "formats/bf16.h"
 
 namespace ortolan {
 namespace {

@@ -4,24 +4,39 @@
 #include <cstdint>
 #include <span>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 
-// Rows of an ISA tier: only this kind of CPU has them. A room defines ORTOLAN_KERNEL before it includes its table.
+// Rows of a set of x86 or Arm features: only this kind of CPU has them. A room defines ORTOLAN_KERNEL before it
+// includes its table.
 #if defined(__x86_64__)
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #else
 #define ORTOLAN_X86_KERNEL(...)
 #endif
+#if defined(__aarch64__)
+#define ORTOLAN_ARM_KERNEL ORTOLAN_KERNEL
+#else
+#define ORTOLAN_ARM_KERNEL(...)
+#endif
 
 namespace ortolan {
 
-// The first of the kernels, best first, for `rows` rows of x on a CPU of this tier; the last one runs anywhere.
+// The work that a kernel is looked for: a table's kernels may have limits that it must keep.
+struct Work {
+  int64_t rows = 0;    // of x; a kernel's least_rows
+  int64_t inputs = 0;  // of a row of x; a kernel's most_inputs
+};
+
+// The first of the kernels, best first, for this work with these features; the last one runs anywhere.
 template <typename Kernel>
-const Kernel& SelectKernel(std::span<const Kernel> kernels, Isa isa, [[maybe_unused]] int64_t rows = 0) {
+const Kernel& SelectKernel(std::span<const Kernel> kernels, Features features, [[maybe_unused]] Work work = {}) {
   for (const Kernel& kernel : kernels) {
-    if (kernel.isa > isa) continue;
+    if (!features.Has(kernel.needs)) continue;
     if constexpr (requires { kernel.least_rows; }) {
-      if (kernel.least_rows > rows) continue;
+      if (kernel.least_rows > work.rows) continue;
+    }
+    if constexpr (requires { kernel.most_inputs; }) {
+      if (kernel.most_inputs < work.inputs) continue;
     }
     return kernel;
   }

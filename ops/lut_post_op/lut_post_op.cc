@@ -6,7 +6,7 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name, index_bytes, entry_bytes) LutFn Lut##name;
+#define ORTOLAN_KERNEL(set, name, index_bytes, entry_bytes) LutFn Lut##name;
 #include "lut_post_op/kernels.inc"
 #undef ORTOLAN_KERNEL
 
@@ -38,7 +38,8 @@ void Lookup(const LutArgs& args) {
 }
 
 constexpr LutKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, index_bytes, entry_bytes) {#name, Isa::isa, index_bytes, entry_bytes, &Lut##name},
+#define ORTOLAN_KERNEL(set, name, index_bytes, entry_bytes) \
+  {#name, feature_set::set, index_bytes, entry_bytes, &Lut##name},
 #include "lut_post_op/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -54,9 +55,10 @@ void LutScalarFrom16To32(const LutArgs& args) { Lookup<uint16_t, uint32_t>(args)
 
 std::span<const LutKernel> LutKernels() { return kKernels; }
 
-const LutKernel* SelectLut(Isa isa, int64_t index_bytes, int64_t entry_bytes) {
+const LutKernel* SelectLut(Features features, int64_t index_bytes, int64_t entry_bytes) {
   for (const LutKernel& kernel : kKernels) {
-    if (kernel.isa <= isa && kernel.index_bytes == index_bytes && kernel.entry_bytes == entry_bytes) return &kernel;
+    if (features.Has(kernel.needs) && kernel.index_bytes == index_bytes && kernel.entry_bytes == entry_bytes)
+      return &kernel;
   }
   return nullptr;
 }

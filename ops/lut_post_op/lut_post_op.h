@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <span>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -33,7 +33,7 @@ using LutFn = void(const LutArgs& args);
 
 struct LutKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int64_t index_bytes;  // of an element of x: 1 or 2
   int64_t entry_bytes;  // of an element of y: 1, 2 or 4
   LutFn* run;
@@ -43,6 +43,6 @@ struct LutKernel {
 std::span<const LutKernel> LutKernels();
 
 // The best kernel of these sizes on a CPU of this tier, or null for sizes that are not listed above.
-const LutKernel* SelectLut(Isa isa, int64_t index_bytes, int64_t entry_bytes);
+const LutKernel* SelectLut(Features features, int64_t index_bytes, int64_t entry_bytes);
 
 }  // namespace ortolan

@@ -9,10 +9,10 @@
 // each type of X.
 #include <algorithm>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 #include "lut_post_op/lut_post_op.h"
-#include "support/ort_op.h"
-#include "support/rooms.h"
+#include "ort/ort_op.h"
+#include "ort/rooms.h"
 
 namespace ortolan {
 namespace {
@@ -56,7 +56,7 @@ class Kernel {
     }
     table_ = table.data;
     entry_bytes_ = BytesOf(table.type);
-    run_ = SelectLut(ActiveIsa(), kXBytes, entry_bytes_)->run;
+    run_ = SelectLut(ActiveFeatures(), kXBytes, entry_bytes_)->run;
   }
 
   void Compute(Ort::KernelContext& context) const {

@@ -2,13 +2,13 @@
 
 #include <cmath>
 
+#include "formats/bf16.h"
 #include "isa/kernel_table.h"
 #include "masked_matmul/kernel_functions.h"
-#include "support/bf16.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name, tile_rows, sparse_tile_rows) \
+#define ORTOLAN_KERNEL(set, name, tile_rows, sparse_tile_rows) \
   ScanRowsFn ScanRows##name;                                   \
   ScanBlocksFn ScanBlocks##name;                               \
   PackBlocksFn PackBlocks##name;                               \
@@ -112,9 +112,9 @@ ORTOLAN_MASKED_KERNEL(Scalar, ScalarBlock, 16, 4)
 namespace {
 
 constexpr MaskedMatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, tile_rows, sparse_tile_rows) \
+#define ORTOLAN_KERNEL(set, name, tile_rows, sparse_tile_rows) \
   {#name,                                                      \
-   Isa::isa,                                                   \
+   feature_set::set,                                           \
    tile_rows,                                                  \
    sparse_tile_rows,                                           \
    &ScanRows##name,                                            \
@@ -143,6 +143,8 @@ constexpr MaskedMatMulKernel kKernels[] = {
 
 std::span<const MaskedMatMulKernel> MaskedMatMulKernels() { return kKernels; }
 
-const MaskedMatMulKernel& SelectMaskedMatMul(Isa isa) { return SelectKernel(MaskedMatMulKernels(), isa); }
+const MaskedMatMulKernel& SelectMaskedMatMul(Features features) {
+  return SelectKernel(MaskedMatMulKernels(), features);
+}
 
 }  // namespace ortolan

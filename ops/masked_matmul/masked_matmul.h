@@ -30,7 +30,7 @@
 #include <cstdint>
 #include <span>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -169,7 +169,7 @@ using ListInputsFn = int64_t(const FloatRows& a, const uint8_t* always, int32_t*
 
 struct MaskedMatMulKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int64_t tile_rows;         // of PackTile and MultiplyTile
   int64_t sparse_tile_rows;  // of PackSparseTile and MultiplySparseTile
   ScanRowsFn* scan_rows;
@@ -196,6 +196,6 @@ struct MaskedMatMulKernel {
 std::span<const MaskedMatMulKernel> MaskedMatMulKernels();
 
 // The best kernel on a CPU of this tier. Never fails.
-const MaskedMatMulKernel& SelectMaskedMatMul(Isa isa);
+const MaskedMatMulKernel& SelectMaskedMatMul(Features features);
 
 }  // namespace ortolan

@@ -25,9 +25,9 @@
 #include "masked_matmul/masked_matmul.h"
 #include "masked_matmul/number_product.h"
 #include "masked_matmul/panel_product.h"
-#include "support/aligned.h"
-#include "support/ort_op.h"
-#include "support/rooms.h"
+#include "ort/aligned.h"
+#include "ort/ort_op.h"
+#include "ort/rooms.h"
 
 namespace ortolan {
 namespace {
@@ -214,7 +214,7 @@ class Kernel {
       if (is_float) {
         const size_t bytes = floats.size() * sizeof(float);
         std::memcpy(floats.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
-        finite = SelectMaskedMatMul(ActiveIsa()).scan_rows(Matrix(floats.data(), 1, n), mask.data());
+        finite = SelectMaskedMatMul(ActiveFeatures()).scan_rows(Matrix(floats.data(), 1, n), mask.data());
       } else {
         const size_t bytes = bits.size() * sizeof(uint16_t);
         std::memcpy(bits.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
@@ -325,7 +325,7 @@ class Kernel {
   void MultiplyFloat(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                      const float* b, float* y) {
     const auto [m, k, n] = product;
-    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveIsa());
+    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveFeatures());
     if (m <= kMostDecodeRows) {
       return b_finite_ ? MultiplyListed(context, memory, product, a, b, kernel.multiply_rows_float, y)
                        : MultiplyDense(context, product, a, b, y);
@@ -359,14 +359,14 @@ class Kernel {
   void MultiplyPacked(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                       const void* b, float* y) {
     const auto [m, k, n] = product;
-    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveIsa());
+    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveFeatures());
     const bool is_int8 = weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
     if (m <= kMostDecodeRows) {
       return MultiplyListed(context, memory, product, a, b,
                             is_int8 ? kernel.multiply_rows_int8 : kernel.multiply_rows_bf16, y);
     }
     PackInputsFn* pack = is_int8 ? kernel.pack_inputs_int8 : kernel.pack_inputs_bf16;
-    if (kernel.isa == Isa::kScalar) return MultiplyUnpacked(context, memory, product, a, b, pack, y);
+    if (kernel.needs == feature_set::scalar) return MultiplyUnpacked(context, memory, product, a, b, pack, y);
     MultiplyPanels(context, memory, product, a, b, pack, true, y);
   }
 
@@ -391,15 +391,16 @@ class Kernel {
   // Nothing to skip: ONNX Runtime's MatMul, which packs B in each call, unless A has too few rows for that.
   void MultiplyFull(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                     const float* b, float* y) {
-    if (product.m > kMostPanelRows || ActiveIsa() < Isa::kAvx512) return MultiplyDense(context, product, a, b, y);
-    MultiplyPanels(context, memory, product, a, b, SelectMaskedMatMul(ActiveIsa()).pack_inputs_float, false, y);
+    if (product.m > kMostPanelRows || !ActiveFeatures().Has(feature_set::avx512))
+      return MultiplyDense(context, product, a, b, y);
+    MultiplyPanels(context, memory, product, a, b, SelectMaskedMatMul(ActiveFeatures()).pack_inputs_float, false, y);
   }
 
   // Reads B once and unpacks it as it is needed. may_skip: what of B is not finite is known.
   void MultiplyPanels(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                       const void* b, PackInputsFn* pack, bool may_skip, float* y) const {
     const auto [m, k, n] = product;
-    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveIsa());
+    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveFeatures());
     const int64_t words = MaskWords(k);
     uint64_t* used = reinterpret_cast<uint64_t*>(memory(static_cast<size_t>(words) * sizeof(uint64_t)));
     if (may_skip) kernel.scan_rows(Matrix(a, m, k), used);
@@ -444,7 +445,8 @@ class Kernel {
     args.a_row = k + kBlockColumns;
     float* used_a = memory.Floats(m * args.a_row);
     int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(args.a_row) * sizeof(int32_t)));
-    args.count = SelectMaskedMatMul(ActiveIsa()).list_inputs(Matrix(a, m, k), Always(), inputs, used_a, args.a_row);
+    args.count =
+        SelectMaskedMatMul(ActiveFeatures()).list_inputs(Matrix(a, m, k), Always(), inputs, used_a, args.a_row);
     args.a = used_a;
     args.inputs = inputs;
     SetScales(args, k);

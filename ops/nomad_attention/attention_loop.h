@@ -10,7 +10,7 @@
 //     probabilities  [unit of keys][kRows]           in place of the scores
 //     values         [unit of keys][padded_dim]      zeros behind head_dim
 //
-// A tier gives a struct Simd: that of support/vector_math.h and
+// A tier gives a struct Simd: that of simd/math.h and
 //     kUnit
 //     kVectors                                       of a block of rows: 1 … 4
 //     kTileRows[vectors of values]                   rows of a tile of y; the lanes of one vector are a multiple
@@ -27,7 +27,7 @@
 #include <cstdint>
 
 #include "nomad_attention/nomad_attention.h"
-#include "support/vector_math.h"
+#include "simd/math.h"
 
 namespace ortolan {
 namespace {

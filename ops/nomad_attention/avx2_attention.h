@@ -2,12 +2,12 @@
 #pragma once
 
 #include "nomad_attention/attention_loop.h"
-#include "support/avx2_floats.h"
+#include "simd/avx2.h"
 
 namespace ortolan {
 namespace {
 
-struct Avx2Attention : Avx2Floats {
+struct Avx2Attention : simd::avx2 {
   static constexpr int64_t kUnit = 1;
   static constexpr int kVectors = 2;
   static constexpr int kTileRows[] = {8, 4};

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "nomad_attention/attention_loop.h"
-#include "support/avx512_floats.h"
+#include "simd/avx512.h"
 
 namespace ortolan {
 namespace {
 
-struct Avx512Attention : Avx512Floats {
+struct Avx512Attention : simd::avx512 {
   static constexpr int64_t kUnit = 1;
   static constexpr int kVectors = 4;
   static constexpr int kTileRows[] = {16, 8, 8, 4};

@@ -77,7 +77,7 @@ void CachedAttention::Attend(const Ort::KernelContext& context, const AttentionC
 
 void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
                              const Cache& cache, const std::vector<Tokens>& seen) const {
-  const DecodeAttentionKernel& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
+  const DecodeAttentionKernel& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveFeatures());
   const int64_t group = call.heads / call.kv_heads;
   const int64_t rows = call.batch * call.kv_heads * call.queries;
   const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
@@ -208,7 +208,7 @@ void CachedAttention::WriteFloats(const AttentionCall& call, const Lengths& leng
 
 void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
                              const Cache& cache, int64_t first, int64_t count) const {
-  const AttentionKernel& kernel = SelectAttention(ActiveIsa(), call.precision);
+  const AttentionKernel& kernel = SelectAttention(ActiveFeatures(), call.precision);
   const int64_t group = call.heads / call.kv_heads;
   const int64_t prompt = prompt_.Tokens();
   const int64_t most = prompt + *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;

@@ -327,7 +327,7 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   if (codebooks_ == nullptr) {
     copy(call.k, key_cache, cache.keys.row_bytes);
   } else {
-    const auto& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveIsa());
+    const auto& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveFeatures());
     AppendKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
                reinterpret_cast<uint8_t*>(key_cache), kernel.encode);
   }

@@ -44,7 +44,7 @@
 #include "nomad_attention/decode_attention.h"
 #include "nomad_attention/exact_window.h"
 #include "nomad_attention/nomad_attention.h"
-#include "support/ort_op.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 

@@ -83,12 +83,13 @@ CachedPrompt::Partials::Partials(const Ort::KernelContext& context, const std::s
       memory_(context, static_cast<size_t>((rows_ + kPromptRows - 1) / kPromptRows * call.kv_heads * parts_ *
                                            item_floats_ * kFloat)) {
   const PromptCache& cache = prompt.cache();
-  const Isa isa = ActiveIsa();
+  const Features features = ActiveFeatures();
   const int64_t head_dim = call.head_dim, group = call.heads / call.kv_heads;
   const int64_t most = std::min(rows_, kPromptRows), blocks = (rows_ + kPromptRows - 1) / kPromptRows;
   // Of the last block, another kernel may be the best.
-  const int64_t kernel_bytes = Aligned(std::max(PromptScratchBytes(cache, isa, most),
-                                                PromptScratchBytes(cache, isa, rows_ - (blocks - 1) * kPromptRows)));
+  const int64_t kernel_bytes =
+      Aligned(std::max(PromptScratchBytes(cache, features, most),
+                       PromptScratchBytes(cache, features, rows_ - (blocks - 1) * kPromptRows)));
   const int64_t query_floats = Aligned(most * head_dim * kFloat) / kFloat;
   // The kernel's, the queries, a chunk's partial result.
   const int64_t bytes = kernel_bytes + (query_floats + item_floats_) * kFloat;
@@ -106,7 +107,7 @@ CachedPrompt::Partials::Partials(const Ort::KernelContext& context, const std::s
     const DecodePartial more{rest, rest + most, rest + 2 * most};
     const int64_t begin = cache.Chunks() * part / parts_, end = cache.Chunks() * (part + 1) / parts_;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      AttendPrompt(cache, isa, kv_head, chunk, q, count, call.scale, chunk == begin ? whole : more, scratch);
+      AttendPrompt(cache, features, kv_head, chunk, q, count, call.scale, chunk == begin ? whole : more, scratch);
       if (chunk != begin) MergeDecodePartial(count, head_dim, more, whole);
     }
   });

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "nomad_attention/prompt_cache.h"
-#include "support/ort_op.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 

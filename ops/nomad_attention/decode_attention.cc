@@ -8,7 +8,7 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name)          \
+#define ORTOLAN_KERNEL(set, name)          \
   DecodeAttentionFn DecodeAttention##name; \
   DecodeScoresFn DecodeScores##name;       \
   DecodeScratchFn DecodeScratch##name;     \
@@ -20,9 +20,9 @@ namespace ortolan {
 namespace {
 
 constexpr DecodeAttentionKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name) \
+#define ORTOLAN_KERNEL(set, name) \
   {#name,                         \
-   Isa::isa,                      \
+   feature_set::set,              \
    &DecodeScratch##name,          \
    &DecodeAttention##name,        \
    &DecodeScores##name,           \

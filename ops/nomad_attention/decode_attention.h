@@ -51,7 +51,7 @@
 
 #include "formats/key_code_cache.h"
 #include "formats/value_cache.h"
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -97,7 +97,7 @@ using WeighScoresFn = void(float* scores, int64_t count, float factor, float* ma
 
 struct DecodeAttentionKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   DecodeScratchFn* scratch_bytes;
   DecodeAttentionFn* run;
   DecodeScoresFn* scores;

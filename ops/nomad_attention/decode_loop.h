@@ -6,7 +6,7 @@
 //     weights  [heads][kTile]       of the heads whose tile is not negligible
 //
 // A tier gives a struct Tier with
-//     Floats                                   support/vector_math.h's, and Exp2 (attention_loop.h)
+//     Floats                                   simd/math.h's, and Exp2 (attention_loop.h)
 //     kHeads, kVectors                         of a tile of y that is multiplied with rows of floats
 //     kDotHeads, kDotKeys                      of a tile of dot products
 //     float ReduceAdd(Float), ReduceMax(Float)
@@ -24,7 +24,7 @@
 #include <cstdint>
 
 #include "nomad_attention/decode_attention.h"
-#include "support/vector_math.h"
+#include "simd/math.h"
 
 namespace ortolan {
 namespace {

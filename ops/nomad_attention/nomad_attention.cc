@@ -8,7 +8,7 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name, precision) \
+#define ORTOLAN_KERNEL(set, name, precision) \
   AttentionFn Attention##name;               \
   AttentionScratchFn AttentionScratch##name;
 #include "nomad_attention/kernels.inc"
@@ -17,7 +17,8 @@ namespace ortolan {
 namespace {
 
 constexpr AttentionKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, precision) {#name, Isa::isa, precision, &AttentionScratch##name, &Attention##name},
+#define ORTOLAN_KERNEL(set, name, precision) \
+  {#name, feature_set::set, precision, &AttentionScratch##name, &Attention##name},
 #include "nomad_attention/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -67,9 +68,9 @@ void AttentionScalar(const AttentionArgs& args, int64_t row_begin, int64_t row_e
 
 std::span<const AttentionKernel> AttentionKernels() { return kKernels; }
 
-const AttentionKernel& SelectAttention(Isa isa, int precision) {
+const AttentionKernel& SelectAttention(Features features, int precision) {
   for (const AttentionKernel& kernel : AttentionKernels()) {
-    if (kernel.isa <= isa && kernel.precision >= precision) return kernel;
+    if (features.Has(kernel.needs) && kernel.precision >= precision) return kernel;
   }
   return AttentionKernels().back();
 }

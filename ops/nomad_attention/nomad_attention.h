@@ -30,7 +30,7 @@
 #include <cstdint>
 #include <span>
 
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -69,7 +69,7 @@ using AttentionScratchFn = int64_t(int64_t keys, int64_t head_dim);
 
 struct AttentionKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int precision;  // of the products: 32 or 16, see above
   AttentionScratchFn* scratch_bytes;
   AttentionFn* run;
@@ -79,6 +79,6 @@ struct AttentionKernel {
 std::span<const AttentionKernel> AttentionKernels();
 
 // The best kernel of at least this precision on a CPU of this tier. Never fails.
-const AttentionKernel& SelectAttention(Isa isa, int precision);
+const AttentionKernel& SelectAttention(Features features, int precision);
 
 }  // namespace ortolan

@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "isa/kernel_table.h"
+#include "ort/aligned.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
-#include "support/aligned.h"
 
 namespace ortolan {
 namespace {
@@ -38,17 +38,17 @@ BitmapView ValuesOf(const PromptCache& cache, int64_t kv_head, int64_t chunk) {
 
 }  // namespace
 
-int64_t PromptScratchBytes(const PromptCache& cache, Isa isa, int64_t rows) {
-  const SparseMatMulKernel& kernel = SelectSparseMatMul(isa, rows);
+int64_t PromptScratchBytes(const PromptCache& cache, Features features, int64_t rows) {
+  const SparseMatMulKernel& kernel = SelectSparseMatMul(features, rows);
   const int64_t packed =
       std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, cache.ChunkTokens()));
   return Aligned(packed) + rows * cache.ChunkTokens() * kFloat;
 }
 
-void AttendPrompt(const PromptCache& cache, Isa isa, int64_t kv_head, int64_t chunk, const float* q, int64_t rows,
-                  float scale, const DecodePartial& partial, void* scratch) {
-  const SparseMatMulKernel& kernel = SelectSparseMatMul(isa, rows);
-  const auto weigh = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), isa).weigh;
+void AttendPrompt(const PromptCache& cache, Features features, int64_t kv_head, int64_t chunk, const float* q,
+                  int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
+  const SparseMatMulKernel& kernel = SelectSparseMatMul(features, rows);
+  const auto weigh = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), features).weigh;
   const int64_t width = cache.ChunkTokens();
   const int64_t packed_bytes =
       Aligned(std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, width)));

@@ -23,7 +23,7 @@
 #include <cstdint>
 
 #include "formats/bitmap.h"
-#include "isa/isa.h"
+#include "isa/features.h"
 #include "nomad_attention/decode_attention.h"
 
 namespace ortolan {
@@ -54,11 +54,11 @@ struct PromptCache {
 };
 
 // Bytes of scratch, aligned to 64, for that many rows.
-int64_t PromptScratchBytes(const PromptCache& cache, Isa isa, int64_t rows);
+int64_t PromptScratchBytes(const PromptCache& cache, Features features, int64_t rows);
 
 // The partial result of a chunk for rows queries, q [rows][head_dim], 1 … kPromptRows of them.
-void AttendPrompt(const PromptCache& cache, Isa isa, int64_t kv_head, int64_t chunk, const float* q, int64_t rows,
-                  float scale, const DecodePartial& partial, void* scratch);
+void AttendPrompt(const PromptCache& cache, Features features, int64_t kv_head, int64_t chunk, const float* q,
+                  int64_t rows, float scale, const DecodePartial& partial, void* scratch);
 
 // Keys and values of a chunk's tokens as rows of floats, [TokensIn(chunk)][head_dim]. scratch:
 // PromptUnpackBytes(cache).

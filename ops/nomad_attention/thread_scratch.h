@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include "support/aligned.h"
-#include "support/ort_op.h"
+#include "ort/aligned.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 

@@ -1,7 +1,7 @@
 // bf16 in AVX-512 registers. Included by x86_avx512*.cc and x86_amx.cc only: local to each.
 #pragma once
 
-#include "panels/avx512.h"
+#include "matmul/avx512.h"
 
 namespace ortolan {
 namespace {

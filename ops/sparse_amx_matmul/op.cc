@@ -1,6 +1,6 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (support/linear_op.h)
+//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_op.h)
 //
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
@@ -14,11 +14,11 @@
 #include <cstring>
 #include <optional>
 
+#include "matmul/linear_op.h"
+#include "ort/ort_op.h"
+#include "ort/rooms.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
-#include "support/linear_op.h"
-#include "support/ort_op.h"
-#include "support/rooms.h"
 
 namespace ortolan {
 namespace {
@@ -26,12 +26,12 @@ namespace {
 constexpr const char* kOpType = "SparseAMXMatMul";
 constexpr int64_t kFormatVersion = 1;
 
-#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
+#define ORTOLAN_KERNEL(set, name, activation_bytes, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_X86_KERNEL
 #undef ORTOLAN_KERNEL
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #include "sparse_amx_matmul/kernels_int8.inc"
 #undef ORTOLAN_X86_KERNEL
@@ -121,7 +121,7 @@ class Kernel {
   void Multiply(const LinearOp::Rows& rows, const float* bias) const {
     const int64_t x_row_bytes = linear_->XRowBytes();
     if (layout_ == &kBf16Bitmap) {
-      const SparseMatMulKernel& kernel = SelectSparseMatMul(ActiveIsa(), rows.m);
+      const SparseMatMulKernel& kernel = SelectSparseMatMul(ActiveFeatures(), rows.m);
       SparseMatMulArgs args;
       args.w = w_;
       args.bias = bias;
@@ -129,7 +129,7 @@ class Kernel {
                    layout_->PaddedK(w_.k), args, kernel.multiply,
                    [&](const float* x, int64_t count, char* to) { kernel.pack(x, x_row_bytes, count, w_.k, to); });
     } else {
-      const SparseInt8MatMulKernel& kernel = SelectSparseInt8MatMul(ActiveIsa(), rows.m);
+      const SparseInt8MatMulKernel& kernel = SelectSparseInt8MatMul(ActiveFeatures(), rows.m);
       SparseInt8MatMulArgs args;
       args.w = w_;
       args.bias = bias;

@@ -19,8 +19,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "panels/activations.h"
-#include "panels/panel_output.h"
+#include "matmul/activations.h"
+#include "matmul/panel_output.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "formats/bf16.h"
 #include "isa/kernel_table.h"
-#include "support/bf16.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) \
+#define ORTOLAN_KERNEL(set, name, activation_bytes, row_block, least_rows) \
   PackActivationsFn Pack##name;                                            \
   SparseMatMulFn Multiply##name;
 #include "sparse_amx_matmul/kernels.inc"
@@ -59,8 +59,8 @@ void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t p
 namespace {
 
 constexpr SparseMatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, activation_bytes, row_block, least_rows) \
-  {#name, Isa::isa, activation_bytes, row_block, least_rows, &Pack##name, &Multiply##name},
+#define ORTOLAN_KERNEL(set, name, activation_bytes, row_block, least_rows) \
+  {#name, feature_set::set, activation_bytes, row_block, least_rows, &Pack##name, &Multiply##name},
 #include "sparse_amx_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -69,6 +69,8 @@ constexpr SparseMatMulKernel kKernels[] = {
 
 std::span<const SparseMatMulKernel> SparseMatMulKernels() { return kKernels; }
 
-const SparseMatMulKernel& SelectSparseMatMul(Isa isa, int64_t m) { return SelectKernel(SparseMatMulKernels(), isa, m); }
+const SparseMatMulKernel& SelectSparseMatMul(Features features, int64_t m) {
+  return SelectKernel(SparseMatMulKernels(), features, {m});
+}
 
 }  // namespace ortolan

@@ -15,8 +15,8 @@
 #include <span>
 
 #include "formats/bitmap.h"
-#include "isa/isa.h"
-#include "support/matmul_args.h"
+#include "isa/features.h"
+#include "matmul/matmul_args.h"
 
 namespace ortolan {
 
@@ -35,7 +35,7 @@ using PackActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t m, i
 
 struct SparseMatMulKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int64_t activation_bytes;  // of one packed activation: 2 (bf16) or 4 (float32 that holds a bf16 value)
   int64_t row_block;
   int64_t least_rows;  // from how many rows of x on it is the best of its tier
@@ -52,6 +52,6 @@ struct SparseMatMulKernel {
 std::span<const SparseMatMulKernel> SparseMatMulKernels();
 
 // The best kernel for m rows of x on a CPU of this tier. Never fails.
-const SparseMatMulKernel& SelectSparseMatMul(Isa isa, int64_t m);
+const SparseMatMulKernel& SelectSparseMatMul(Features features, int64_t m);
 
 }  // namespace ortolan

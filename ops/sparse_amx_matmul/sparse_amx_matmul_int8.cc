@@ -5,12 +5,12 @@
 #include <cstring>
 #include <limits>
 
+#include "formats/bf16.h"
 #include "isa/kernel_table.h"
-#include "support/bf16.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) \
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows) \
   PackInt8ActivationsFn PackInt8##name;                  \
   SparseInt8MatMulFn MultiplyInt8##name;                 \
   SparseInt8MatMulFn MultiplyInt4##name;
@@ -140,8 +140,8 @@ void MultiplyInt4Scalar(const SparseInt8MatMulArgs& args, int64_t panel_begin, i
 namespace {
 
 constexpr SparseInt8MatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) \
-  {#name, Isa::isa, row_block, least_rows, &PackInt8##name, &MultiplyInt8##name, &MultiplyInt4##name},
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows) \
+  {#name, feature_set::set, row_block, least_rows, &PackInt8##name, &MultiplyInt8##name, &MultiplyInt4##name},
 #include "sparse_amx_matmul/kernels_int8.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -150,8 +150,8 @@ constexpr SparseInt8MatMulKernel kKernels[] = {
 
 std::span<const SparseInt8MatMulKernel> SparseInt8MatMulKernels() { return kKernels; }
 
-const SparseInt8MatMulKernel& SelectSparseInt8MatMul(Isa isa, int64_t m) {
-  return SelectKernel(SparseInt8MatMulKernels(), isa, m);
+const SparseInt8MatMulKernel& SelectSparseInt8MatMul(Features features, int64_t m) {
+  return SelectKernel(SparseInt8MatMulKernels(), features, {m});
 }
 
 }  // namespace ortolan

@@ -33,7 +33,7 @@
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
 #include "formats/scales.h"
-#include "isa/isa.h"
+#include "isa/features.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {
@@ -63,7 +63,7 @@ using PackInt8ActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t 
 // int8 and int4 are two kernels on the same packed rows.
 struct SparseInt8MatMulKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int64_t row_block;
   int64_t least_rows;  // from how many rows of x on it is the best of its tier
   PackInt8ActivationsFn* pack;
@@ -84,6 +84,6 @@ struct SparseInt8MatMulKernel {
 std::span<const SparseInt8MatMulKernel> SparseInt8MatMulKernels();
 
 // The best kernel for m rows of x on a CPU of this tier. Never fails.
-const SparseInt8MatMulKernel& SelectSparseInt8MatMul(Isa isa, int64_t m);
+const SparseInt8MatMulKernel& SelectSparseInt8MatMul(Features features, int64_t m);
 
 }  // namespace ortolan

@@ -2,7 +2,7 @@
 // local to each.
 #pragma once
 
-#include "panels/panel_loop_int8.h"
+#include "matmul/panel_loop_int8.h"
 #include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 
 namespace ortolan {

@@ -6,8 +6,8 @@
 // load, so a tile loaded right after its rows were stored would wait for them to reach the cache.
 #include <immintrin.h>
 
-#include "isa/amx.h"
-#include "panels/amx_int8.h"
+#include "matmul/amx_int8.h"
+#include "simd/amx_tiles.h"
 #include "sparse_amx_matmul/avx512_bf16.h"
 #include "sparse_amx_matmul/sparse_amx_matmul.h"
 #include "sparse_amx_matmul/sparse_int8_format.h"

@@ -1,7 +1,7 @@
 // AVX2 has no expand: each byte of the mask picks a shuffle that spreads up to eight values to their places.
 #include <immintrin.h>
 
-#include "panels/avx2_int8.h"
+#include "matmul/avx2_int8.h"
 #include "sparse_amx_matmul/panel_loop.h"
 #include "sparse_amx_matmul/sparse_int8_format.h"
 

@@ -3,7 +3,7 @@
 // signed: the excess is a sum of activations, known when they are packed.
 #include <immintrin.h>
 
-#include "panels/avx512_int8.h"
+#include "matmul/avx512_int8.h"
 #include "sparse_amx_matmul/avx512_bf16.h"
 #include "sparse_amx_matmul/panel_loop.h"
 #include "sparse_amx_matmul/sparse_int8_format.h"

@@ -1,7 +1,7 @@
 // ORT adapter of VNNISpMM.
 //
 //     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
-//         (support/linear_op.h)
+//         (matmul/linear_op.h)
 //
 //     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, activation, gated_columns,
@@ -26,8 +26,8 @@
 #include <limits>
 #include <optional>
 
-#include "support/linear_op.h"
-#include "support/rooms.h"
+#include "matmul/linear_op.h"
+#include "ort/rooms.h"
 #include "vnni_spmm/vnni_spmm.h"
 
 namespace ortolan {
@@ -39,7 +39,7 @@ constexpr int64_t kFormatVersion = 1;
 constexpr int64_t kTokenChunk = 64;
 static_assert(kTokenChunk <= kRowChunk);
 
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows, most_inputs) static_assert(kTokenChunk % row_block == 0);
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows, most_inputs) static_assert(kTokenChunk % row_block == 0);
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #include "vnni_spmm/kernels.inc"
 #undef ORTOLAN_X86_KERNEL
@@ -208,7 +208,7 @@ class Kernel {
   void RunBoth(const LinearOp::Rows& rows, VnniSpmmArgs args) const {
     HiddenLayerArgs hidden = *hidden_;
     // One packs what the other reads.
-    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveIsa(), rows.m, std::max(hidden.w.k, args.w.k));
+    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveFeatures(), rows.m, std::max(hidden.w.k, args.w.k));
     const LinearOp::Packing x = PackingOf(kernel, rows.m, hidden.w.k), next = PackingOf(kernel, rows.m, args.w.k);
     const Scratch packed(rows.context, static_cast<size_t>(x.bytes + next.bytes));
     linear_->PackRows(rows, x, packed.data(), PackWith(kernel, hidden.w.k));
@@ -239,7 +239,7 @@ void Kernel::Compute(Ort::KernelContext& context) {
     VnniSpmmArgs args = args_;
     args.bias = bias;
     if (hidden_) return RunBoth(rows, args);
-    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveIsa(), rows.m, args.w.k);
+    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveFeatures(), rows.m, args.w.k);
     linear_->Run(rows, PackingOf(kernel, rows.m, args.w.k), InputsOfPanel(args.w), args, kernel.multiply,
                  PackWith(kernel, args.w.k));
   });

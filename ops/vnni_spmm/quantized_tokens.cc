@@ -10,10 +10,10 @@ namespace ortolan {
 #if defined(__x86_64__)
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #else
-#define ORTOLAN_X86_KERNEL(isa, name)
+#define ORTOLAN_X86_KERNEL(set, name)
 #endif
 
-#define ORTOLAN_KERNEL(isa, name)        \
+#define ORTOLAN_KERNEL(set, name)        \
   QuantizeTokensFn QuantizeTokens##name; \
   QuantizedSpmmFn MultiplyQuantized##name;
 #include "vnni_spmm/quantized_kernels.inc"
@@ -88,7 +88,7 @@ void MultiplyQuantizedScalar(const QuantizedSpmmArgs& args, int64_t panel_begin,
 namespace {
 
 constexpr QuantizedSpmmKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name) {#name, Isa::isa, &QuantizeTokens##name, &MultiplyQuantized##name},
+#define ORTOLAN_KERNEL(set, name) {#name, feature_set::set, &QuantizeTokens##name, &MultiplyQuantized##name},
 #include "vnni_spmm/quantized_kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -97,9 +97,9 @@ constexpr QuantizedSpmmKernel kKernels[] = {
 
 std::span<const QuantizedSpmmKernel> QuantizedSpmmKernels() { return kKernels; }
 
-const QuantizedSpmmKernel& SelectQuantizedSpmm(Isa isa) {
+const QuantizedSpmmKernel& SelectQuantizedSpmm(Features features) {
   for (const QuantizedSpmmKernel& kernel : kKernels) {
-    if (kernel.isa <= isa) return kernel;
+    if (features.Has(kernel.needs)) return kernel;
   }
   return kKernels[std::size(kKernels) - 1];
 }

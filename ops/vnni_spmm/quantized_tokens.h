@@ -25,7 +25,7 @@
 #include <span>
 
 #include "formats/block_sparse_4x1.h"
-#include "isa/isa.h"
+#include "isa/features.h"
 
 namespace ortolan {
 
@@ -73,7 +73,7 @@ using QuantizeTokensFn = void(const float* x, int64_t x_row_bytes, int64_t m, in
 
 struct QuantizedSpmmKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   QuantizeTokensFn* quantize;
   QuantizedSpmmFn* multiply;
 };
@@ -82,6 +82,6 @@ struct QuantizedSpmmKernel {
 std::span<const QuantizedSpmmKernel> QuantizedSpmmKernels();
 
 // The best kernel on a CPU of this tier. Never fails.
-const QuantizedSpmmKernel& SelectQuantizedSpmm(Isa isa);
+const QuantizedSpmmKernel& SelectQuantizedSpmm(Features features);
 
 }  // namespace ortolan

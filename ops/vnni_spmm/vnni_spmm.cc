@@ -13,10 +13,10 @@ namespace ortolan {
 #if defined(__x86_64__)
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #else
-#define ORTOLAN_X86_KERNEL(isa, name, row_block, least_rows, most_inputs)
+#define ORTOLAN_X86_KERNEL(set, name, row_block, least_rows, most_inputs)
 #endif
 
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows, most_inputs) \
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows, most_inputs) \
   PackTokensFn PackTokens##name;                                      \
   VnniSpmmFn MultiplyBlockSparse##name;                               \
   HiddenLayerFn MultiplyHidden##name;
@@ -92,9 +92,9 @@ void MultiplyHiddenScalar(const HiddenLayerArgs& args, int64_t panel_begin, int6
 namespace {
 
 constexpr VnniSpmmKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows, most_inputs) \
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows, most_inputs) \
   {#name,                                                             \
-   Isa::isa,                                                          \
+   feature_set::set,                                                  \
    row_block,                                                         \
    least_rows,                                                        \
    most_inputs,                                                       \
@@ -109,9 +109,9 @@ constexpr VnniSpmmKernel kKernels[] = {
 
 std::span<const VnniSpmmKernel> VnniSpmmKernels() { return kKernels; }
 
-const VnniSpmmKernel& SelectVnniSpmm(Isa isa, int64_t m, int64_t k) {
+const VnniSpmmKernel& SelectVnniSpmm(Features features, int64_t m, int64_t k) {
   for (const VnniSpmmKernel& kernel : kKernels) {
-    if (kernel.isa <= isa && kernel.least_rows <= m && k <= kernel.most_inputs) return kernel;
+    if (features.Has(kernel.needs) && kernel.least_rows <= m && k <= kernel.most_inputs) return kernel;
   }
   return kKernels[std::size(kKernels) - 1];
 }

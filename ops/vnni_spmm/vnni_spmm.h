@@ -43,8 +43,8 @@
 #include <span>
 
 #include "formats/block_sparse_4x1.h"
-#include "isa/isa.h"
-#include "support/matmul_args.h"
+#include "isa/features.h"
+#include "matmul/matmul_args.h"
 
 namespace ortolan {
 
@@ -82,7 +82,7 @@ using HiddenLayerFn = void(const HiddenLayerArgs& args, int64_t panel_begin, int
 
 struct VnniSpmmKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int64_t row_block;
   int64_t least_rows;   // from how many rows of x on it is the best of its tier
   int64_t most_inputs;  // k for which it works
@@ -102,6 +102,6 @@ struct VnniSpmmKernel {
 std::span<const VnniSpmmKernel> VnniSpmmKernels();
 
 // The best kernel for m rows of k numbers on a CPU of this tier. Never fails.
-const VnniSpmmKernel& SelectVnniSpmm(Isa isa, int64_t m, int64_t k);
+const VnniSpmmKernel& SelectVnniSpmm(Features features, int64_t m, int64_t k);
 
 }  // namespace ortolan

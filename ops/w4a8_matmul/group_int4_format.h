@@ -1,8 +1,8 @@
 // W4A8MatMul's weights and activations as Int8PanelLoop wants them. Included by x86_*.cc only; local to each.
 #pragma once
 
-#include "panels/panel_loop_int8.h"
-#include "panels/prefetch.h"
+#include "matmul/panel_loop_int8.h"
+#include "simd/prefetch.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {

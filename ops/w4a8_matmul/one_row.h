@@ -10,8 +10,8 @@
 //     Sums Total() const
 #pragma once
 
-#include "panels/panel_loop_int8.h"
-#include "panels/prefetch.h"
+#include "matmul/panel_loop_int8.h"
+#include "simd/prefetch.h"
 #include "w4a8_matmul/group_int4_format.h"
 
 namespace ortolan {

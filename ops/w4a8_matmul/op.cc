@@ -1,6 +1,6 @@
 // ORT adapter of W4A8MatMul.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (support/linear_op.h)
+//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_op.h)
 //
 //     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size,
@@ -10,8 +10,8 @@
 // where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter).
 #include <optional>
 
-#include "support/linear_op.h"
-#include "support/rooms.h"
+#include "matmul/linear_op.h"
+#include "ort/rooms.h"
 #include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
@@ -20,7 +20,7 @@ namespace {
 constexpr const char* kOpType = "W4A8MatMul";
 constexpr int64_t kFormatVersion = 1;
 
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
 #define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
 #include "w4a8_matmul/kernels.inc"
 #undef ORTOLAN_X86_KERNEL
@@ -58,7 +58,7 @@ class Kernel {
 
   void Compute(Ort::KernelContext& context) {
     linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
-      const W4A8MatMulKernel& kernel = SelectW4A8MatMul(ActiveIsa(), rows.m);
+      const W4A8MatMulKernel& kernel = SelectW4A8MatMul(ActiveFeatures(), rows.m);
       W4A8MatMulArgs args;
       args.w = w_;
       args.bias = bias;

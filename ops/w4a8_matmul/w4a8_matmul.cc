@@ -5,12 +5,12 @@
 #include <cstring>
 #include <limits>
 
+#include "formats/f16.h"
 #include "isa/kernel_table.h"
-#include "support/f16.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) \
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows) \
   PackW4A8ActivationsFn PackW4A8##name;                  \
   W4A8MatMulFn MultiplyW4A8##name;
 #include "w4a8_matmul/kernels.inc"
@@ -94,8 +94,8 @@ void MultiplyW4A8Scalar(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t
 namespace {
 
 constexpr W4A8MatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(isa, name, row_block, least_rows) \
-  {#name, Isa::isa, row_block, least_rows, &PackW4A8##name, &MultiplyW4A8##name},
+#define ORTOLAN_KERNEL(set, name, row_block, least_rows) \
+  {#name, feature_set::set, row_block, least_rows, &PackW4A8##name, &MultiplyW4A8##name},
 #include "w4a8_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
@@ -104,6 +104,8 @@ constexpr W4A8MatMulKernel kKernels[] = {
 
 std::span<const W4A8MatMulKernel> W4A8MatMulKernels() { return kKernels; }
 
-const W4A8MatMulKernel& SelectW4A8MatMul(Isa isa, int64_t m) { return SelectKernel(W4A8MatMulKernels(), isa, m); }
+const W4A8MatMulKernel& SelectW4A8MatMul(Features features, int64_t m) {
+  return SelectKernel(W4A8MatMulKernels(), features, {m});
+}
 
 }  // namespace ortolan

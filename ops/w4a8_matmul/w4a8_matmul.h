@@ -28,8 +28,8 @@
 #include <span>
 
 #include "formats/int4_group.h"
-#include "isa/isa.h"
-#include "support/matmul_args.h"
+#include "isa/features.h"
+#include "matmul/matmul_args.h"
 
 namespace ortolan {
 
@@ -48,7 +48,7 @@ using PackW4A8ActivationsFn = void(const float* x, int64_t x_row_bytes, int64_t 
 
 struct W4A8MatMulKernel {
   const char* name;
-  Isa isa;
+  Features needs;
   int64_t row_block;
   int64_t least_rows;  // from how many rows of x on it is the best of its tier
   PackW4A8ActivationsFn* pack;
@@ -68,6 +68,6 @@ struct W4A8MatMulKernel {
 std::span<const W4A8MatMulKernel> W4A8MatMulKernels();
 
 // The best kernel for m rows of x on a CPU of this tier. Never fails.
-const W4A8MatMulKernel& SelectW4A8MatMul(Isa isa, int64_t m);
+const W4A8MatMulKernel& SelectW4A8MatMul(Features features, int64_t m);
 
 }  // namespace ortolan

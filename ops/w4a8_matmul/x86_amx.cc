@@ -1,5 +1,5 @@
 // AMX: nibbles less 8 as signed B tiles, times int8.
-#include "panels/amx_int8.h"
+#include "matmul/amx_int8.h"
 #include "w4a8_matmul/group_int4_format.h"
 
 namespace ortolan {

@@ -1,5 +1,5 @@
 // AVX2: nibbles times int8 by vpmaddubsw.
-#include "panels/avx2_int8.h"
+#include "matmul/avx2_int8.h"
 #include "w4a8_matmul/group_int4_format.h"
 #include "w4a8_matmul/one_row.h"
 

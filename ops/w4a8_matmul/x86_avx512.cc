@@ -1,5 +1,5 @@
 // AVX-512 VNNI: nibbles times int8 by vpdpbusd.
-#include "panels/avx512_int8.h"
+#include "matmul/avx512_int8.h"
 #include "w4a8_matmul/group_int4_format.h"
 #include "w4a8_matmul/one_row.h"
 

@@ -81,7 +81,7 @@ def build(source: Path, *options: str) -> Path:
     command = [*compiler(), "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
     command += [*options, "-I", str(ROOT / "ops"), str(source)]
     state = hashlib.sha256("\0".join(command).encode())
-    for path in (source, ROOT / "ops" / "isa" / "amx.h"):
+    for path in (source, ROOT / "ops" / "simd" / "amx_tiles.h"):
         state.update(path.read_bytes())
     library = BUILD / f"{source.stem}-{state.hexdigest()[:16]}.so"
     if not library.exists():

@@ -1,4 +1,4 @@
-// The wrappers of ops/isa/amx.h as C functions, one instruction a call, and raw instructions that no wrapper makes.
+// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction a call, and raw instructions that no wrapper makes.
 // A thread's tiles outlive a call, so a test configures, loads, multiplies and stores by calls of the same thread.
 #include <stddef.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "isa/amx.h"
+#include "simd/amx_tiles.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

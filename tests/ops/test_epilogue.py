@@ -237,5 +237,5 @@ def test_wrong_arguments_are_refused() -> None:
             _native.epilogue(y, NONE, residual)
     with pytest.raises(ValueError, match=r"rows of contiguous float32"):
         _native.epilogue(y, NONE, np.ones((3, 2), np.float32).T)
-    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
+    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*scalar"):
         _native.epilogue(y, NONE, kernel="Abacus")

@@ -163,5 +163,5 @@ def test_wrong_arguments_are_refused() -> None:
         _native.layer_norm(x, vector[:2], vector, 1e-5)
     with pytest.raises(ValueError, match=r"bias must be \[3\]"):
         _native.layer_norm(x, vector, x, 1e-5)
-    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
+    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*scalar"):
         _native.layer_norm(x, vector, vector, 1e-5, kernel="Abacus")

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "formats/bitmap.h"
-#include "support/matmul_args.h"
+#include "matmul/matmul_args.h"
 
 namespace ortolan {
 namespace {

@@ -1,14 +1,14 @@
-// AVX2: the vectors of floats that support/vector_math.h asks for. Included by x86_*.cc only; local to each.
+// AVX2: the vectors of floats (math.h says what each function does). Local to each file that includes it.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 
-namespace ortolan {
+namespace ortolan::simd {
 namespace {
 
-struct Avx2Floats {
+struct avx2 {
   using Float = __m256;
   static constexpr int64_t kLanes = 8;
 
@@ -40,4 +40,4 @@ struct Avx2Floats {
 };
 
 }  // namespace
-}  // namespace ortolan
+}  // namespace ortolan::simd

@@ -17,10 +17,10 @@
 #include "epilogue/epilogue.h"
 #include "epilogue/layer_norm.h"
 #include "formats/bitmap.h"
-#include "isa/isa.h"
-#include "support/broadcast.h"
-#include "support/matmul_args.h"
-#include "support/ort_op.h"
+#include "isa/kernel_table.h"
+#include "matmul/matmul_args.h"
+#include "ort/broadcast.h"
+#include "ort/ort_op.h"
 
 namespace ortolan {
 
@@ -207,7 +207,7 @@ void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded
                         void (*multiply)(const Args&, int64_t, int64_t)) const {
   const EpilogueArgs& epilogue = rows.epilogue;
   const bool ends = IsGated() || epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
-  EpilogueFn* const end = ends ? SelectEpilogue(ActiveIsa()).run : nullptr;
+  EpilogueFn* const end = ends ? SelectKernel(EpilogueKernels(), ActiveFeatures()).run : nullptr;
   args.m = rows.m;
   args.y = rows.y;
   args.y_row_bytes = YRowBytes();
@@ -215,7 +215,7 @@ void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded
   // Of each chunk of rows, the panels that are done: whoever does the last one normalizes the rows. With one thread
   // they are still in the cache, and other threads need not be called once more.
   std::vector<std::atomic<int64_t>> done(rows.normalize ? (rows.m + packing.row_chunk - 1) / packing.row_chunk : 0);
-  LayerNormFn* const normalize = rows.normalize ? SelectLayerNorm(ActiveIsa()).run : nullptr;
+  LayerNormFn* const normalize = rows.normalize ? SelectKernel(LayerNormKernels(), ActiveFeatures()).run : nullptr;
   const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
     const Args part = RowsOf(args, row, packing.row_chunk, packing.row_bytes);
     if (IsGated()) {

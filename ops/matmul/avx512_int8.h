@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "panels/avx512.h"
+#include "matmul/avx512.h"
 
 namespace ortolan {
 namespace {

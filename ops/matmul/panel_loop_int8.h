@@ -38,10 +38,10 @@
 
 #include "formats/bitmap_int8.h"
 #include "formats/scales.h"
-#include "panels/activations.h"
-#include "panels/panel_output.h"
-#include "panels/prefetch.h"
-#include "panels/quantize_rows.h"
+#include "matmul/activations.h"
+#include "matmul/panel_output.h"
+#include "matmul/quantize_rows.h"
+#include "simd/prefetch.h"
 
 namespace ortolan {
 namespace {

@@ -9,11 +9,11 @@
 
 #include "formats/bitmap_int8.h"
 #include "formats/scales.h"
-#include "isa/amx.h"
-#include "panels/avx512_int8.h"
-#include "panels/panel_output.h"
-#include "panels/prefetch.h"
-#include "panels/quantize_rows.h"
+#include "matmul/avx512_int8.h"
+#include "matmul/panel_output.h"
+#include "matmul/quantize_rows.h"
+#include "simd/amx_tiles.h"
+#include "simd/prefetch.h"
 
 namespace ortolan {
 namespace {

@@ -20,7 +20,8 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
-#include "support/error_text.h"
+#include "ort/error_text.h"
+#include "ort/host.h"
 
 namespace ortolan {
 
@@ -151,6 +152,24 @@ size_t Rank(const OrtShapeInferContext* context, size_t index);
 bool IsOneNumber(const OrtShapeInferContext* context, size_t index);
 
 // ---- running --------------------------------------------------------------------------------------------------------
+
+// The host of plans while a kernel computes: ORT's intra-op threads, and its own arena.
+class OrtHost : public Host {
+ public:
+  explicit OrtHost(const Ort::KernelContext& context) : context_(context) {}
+
+ private:
+  // What GetAllocator hands out is the caller's to release: it holds ORT's arena alive.
+  struct Release {
+    void operator()(OrtAllocator* allocator) const { Ort::GetApi().ReleaseAllocator(allocator); }
+  };
+  void RunTasks(int64_t count, Task* task, const void* user) override;
+  void* Allocate(size_t bytes) override;
+  void Free(void* data) noexcept override;
+
+  const Ort::KernelContext& context_;
+  std::unique_ptr<OrtAllocator, Release> allocator_;  // asked for once a call, where it is needed
+};
 
 // Scratch memory from ORT's own arena, given back at the end of the scope.
 class Scratch {

@@ -1,14 +1,14 @@
-// One lane: what support/vector_math.h asks for, on any CPU. Included by kernels only; local to each.
+// One lane: what simd/math.h asks for, on any CPU. Included by kernels only; local to each.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
 
-namespace ortolan {
+namespace ortolan::simd {
 namespace {
 
-struct ScalarFloats {
+struct scalar {
   using Float = float;
   static constexpr int64_t kLanes = 1;
 
@@ -31,4 +31,4 @@ struct ScalarFloats {
 };
 
 }  // namespace
-}  // namespace ortolan
+}  // namespace ortolan::simd

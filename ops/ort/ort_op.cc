@@ -1,4 +1,4 @@
-#include "support/ort_op.h"
+#include "ort/ort_op.h"
 
 #include <algorithm>
 
@@ -247,6 +247,27 @@ OrtAllocator* CpuAllocator(const Ort::KernelContext& context) {
 }
 
 }  // namespace
+
+void OrtHost::RunTasks(int64_t count, Task* task, const void* user) {
+  struct Call {
+    Task* task;
+    const void* user;
+  } call{task, user};
+  const auto run = [](void* of, size_t i) {
+    const Call& all = *static_cast<const Call*>(of);
+    all.task(all.user, static_cast<int64_t>(i));
+  };
+  context_.ParallelFor(run, static_cast<size_t>(count), 0, &call);
+}
+
+void* OrtHost::Allocate(size_t bytes) {
+  if (allocator_ == nullptr) allocator_.reset(CpuAllocator(context_));
+  void* const data = allocator_->Alloc(allocator_.get(), bytes);
+  if (data == nullptr) throw std::bad_alloc();
+  return data;
+}
+
+void OrtHost::Free(void* data) noexcept { allocator_->Free(allocator_.get(), data); }
 
 Scratch::Scratch(const Ort::KernelContext& context, size_t bytes) : allocator_(CpuAllocator(context)) {
   data_ = allocator_->Alloc(allocator_.get(), bytes);

@@ -1,14 +1,14 @@
-// AVX-512: the vectors of floats that support/vector_math.h asks for. Included by x86_*.cc only; local to each.
+// AVX-512: the vectors of floats (math.h says what each function does). Local to each file that includes it.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstdint>
 
-namespace ortolan {
+namespace ortolan::simd {
 namespace {
 
-struct Avx512Floats {
+struct avx512 {
   using Float = __m512;
   static constexpr int64_t kLanes = 16;
 
@@ -34,4 +34,4 @@ struct Avx512Floats {
 };
 
 }  // namespace
-}  // namespace ortolan
+}  // namespace ortolan::simd

@@ -1,4 +1,4 @@
-#include "support/broadcast.h"
+#include "ort/broadcast.h"
 
 #include <algorithm>
 #include <cstddef>

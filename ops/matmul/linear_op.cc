@@ -1,4 +1,4 @@
-#include "support/linear_op.h"
+#include "matmul/linear_op.h"
 
 #include <limits>
 #include <utility>
@@ -63,7 +63,7 @@ void LinearOp::Normalize(const Ort::KernelContext& context, float* y, const std:
   if (!norm_) return;
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
-  LayerNormFn* const run = SelectLayerNorm(ActiveIsa()).run;
+  LayerNormFn* const run = SelectKernel(LayerNormKernels(), ActiveFeatures()).run;
   const int64_t chunk_rows = std::max<int64_t>(1, kPackChunkFloats / y_n_);
   ParallelFor(context, (rows + chunk_rows - 1) / chunk_rows, [&](int64_t chunk) {
     const int64_t begin = chunk * chunk_rows;

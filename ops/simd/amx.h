@@ -1,0 +1,13 @@
+// CPUs with AMX: the vectors of avx512bf16.h beside the tiles of amx_tiles.h.
+#pragma once
+
+#include "simd/amx_tiles.h"
+#include "simd/avx512bf16.h"
+
+namespace ortolan::simd {
+namespace {
+
+struct amx : avx512bf16 {};
+
+}  // namespace
+}  // namespace ortolan::simd
