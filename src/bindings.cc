@@ -3,6 +3,7 @@
 
 #include <thread>
 
+#include "isa/tuning.h"
 #include "stream_read.h"
 
 namespace ortolan {
@@ -18,6 +19,7 @@ py::dict CpuInfo() {
   info["features"] = active;
   info["detected_features"] = detected;
   info["isa_problem"] = IsaProblem();
+  info["microarchitecture"] = ActiveTuning().microarchitecture;
   return info;
 }
 

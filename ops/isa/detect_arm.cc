@@ -1,5 +1,8 @@
 #if defined(__aarch64__)
 
+#include <cstdio>
+#include <cstring>
+
 #include "isa/features.h"
 
 #if defined(__linux__)
@@ -24,7 +27,23 @@ Features DetectedFeatures() {
 
 std::string CpuName() { return "unknown"; }
 
-CpuModel DetectedModel() { return {}; }
+CpuModel DetectedModel() {
+  CpuModel cpu;
+  std::strcpy(cpu.vendor, "ARM");
+#if defined(__APPLE__)
+  cpu.family = 0x61;
+#else
+  std::FILE* const file = std::fopen("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1", "r");
+  if (file == nullptr) return cpu;
+  unsigned long long midr = 0;
+  if (std::fscanf(file, "%llx", &midr) == 1) {
+    cpu.family = static_cast<uint32_t>(midr >> 24 & 0xff);
+    cpu.model = static_cast<uint32_t>(midr >> 4 & 0xfff);
+  }
+  std::fclose(file);
+#endif
+  return cpu;
+}
 
 }  // namespace ortolan
 

@@ -70,7 +70,7 @@ std::vector<std::string> NamesOf(Features features);
 // The CPU's own name for itself ("AMD EPYC …"), or "unknown".
 std::string CpuName();
 
-// Who made the CPU and which it is, as CPUID says: for isa/tuning.inc.
+// Who made the CPU and which it is, for isa/tuning.inc: as CPUID says, or for "ARM" implementer and part of MIDR_EL1.
 struct CpuModel {
   char vendor[13] = {};
   uint32_t family = 0;

@@ -1,0 +1,106 @@
+#include "isa/tuning.h"
+
+#include <string_view>
+
+#if defined(__linux__)
+#include <unistd.h>
+#endif
+
+namespace ortolan {
+namespace {
+
+constexpr uint32_t kAny = ~uint32_t{0};
+constexpr int64_t kKiB = 1024;
+constexpr int64_t kPieceMacs = int64_t{1} << 19;
+
+// Timed on Zen 5, one thread, weights from memory: the rooms' READMEs.
+constexpr PrefetchDistances kZen5Distances{
+    .weights = 12288,
+    .int4 = 8192,
+    .int4_bitmap = 6144,
+    .int4_masks = 3072,
+    .sparse4x1 = 2048,
+    .key_codes = 16384,
+    .key_codes_avx2 = 4096,
+};
+
+// Likewise, m, k and n of 1024 and more: masked_matmul/README.md.
+constexpr MaskedMatMulCosts kZen5Costs{
+    .blocks = 1.05,
+    .blocks_pattern = 0.015,
+    .pack_columns = 40.0,
+    .two_sided = 1.33,
+    .two_sided_pack = 0.18,
+    .pattern = 0.03,
+    .list = 0.03,
+    .copy = 110.0,
+    .numbers = 1.3,
+    .numbers_list = 0.12,
+    .numbers_pack = 30.0,
+    .least_gain = 0.9,
+    .most_panel_rows = 512,
+};
+
+// A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
+constexpr MaskedMatMulCosts kAvx2Costs = [] {
+  MaskedMatMulCosts costs = kZen5Costs;
+  costs.most_panel_rows = 0;
+  return costs;
+}();
+
+struct Row {
+  const char* vendor;
+  uint32_t family;
+  uint32_t model;
+  Features needs;
+  Tuning tuning;
+
+  bool Fits(const CpuModel& cpu, Features features) const {
+    return std::string_view(vendor) == cpu.vendor && (family == kAny || family == cpu.family) &&
+           (model == kAny || model == cpu.model) && features.Has(needs);
+  }
+};
+
+constexpr Row kRows[] = {
+#define ORTOLAN_TUNING(name, vendor, family, model, needs, origin, l1, l2, distances, costs) \
+  {vendor,                                                                                   \
+   family,                                                                                   \
+   model,                                                                                    \
+   feature_set::needs,                                                                       \
+   {name, Origin::origin, l1 * kKiB, l2 * kKiB, distances, costs, kPieceMacs}},
+#include "isa/tuning.inc"
+#undef ORTOLAN_TUNING
+};
+
+// As the system tells; 0 where it does not.
+int64_t CacheBytes([[maybe_unused]] int level) {
+#if defined(__linux__) && defined(_SC_LEVEL1_DCACHE_SIZE)
+  const long bytes = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
+  return bytes > 0 ? bytes : 0;
+#else
+  return 0;
+#endif
+}
+
+}  // namespace
+
+Tuning TuningOf(const CpuModel& model, Features features, int64_t l1_bytes, int64_t l2_bytes) {
+  for (const Row& row : kRows) {
+    if (row.Fits(model, features)) return row.tuning;
+  }
+  constexpr int64_t kLeastL1 = 32 * kKiB, kLeastL2 = 256 * kKiB;
+  return {"unknown",
+          Origin::kDerived,
+          l1_bytes > 0 ? l1_bytes : kLeastL1,
+          l2_bytes > 0 ? l2_bytes : kLeastL2,
+          kZen5Distances,
+          features.Has(feature_set::avx512) ? kZen5Costs : kAvx2Costs,
+          kPieceMacs};
+}
+
+const Tuning& ActiveTuning() {
+  static const Tuning tuning = TuningOf(DetectedModel(), ActiveFeatures(), CacheBytes(1), CacheBytes(2));
+  return tuning;
+}
+
+}  // namespace ortolan

@@ -1,0 +1,59 @@
+// What a kernel or a plan must know of a CPU beyond its features: cache sizes, how far ahead to ask for memory, costs.
+// One row a microarchitecture in isa/tuning.inc; an unknown CPU gets the cache sizes that its system tells, and for the
+// rest the numbers of the row "unknown".
+#pragma once
+
+#include <cstdint>
+
+#include "isa/features.h"
+
+namespace ortolan {
+
+// Where the numbers of a row come from: timed on such a CPU, or taken from one that was, with its own cache sizes.
+enum class Origin { kMeasured, kDerived };
+
+// Bytes from what is read to what is asked for. Lines behind the end of a tensor may be asked for: it is no access.
+struct PrefetchDistances {
+  int64_t weights;         // bf16 and int8, dense or in a bitmap, and their masks
+  int64_t int4;            // dense int4
+  int64_t int4_bitmap;     // the values of an int4 bitmap
+  int64_t int4_masks;      // its masks
+  int64_t sparse4x1;       // values of 4x1 blocks; indices half as far
+  int64_t key_codes;       // of a decode step with vectors of 512 bits
+  int64_t key_codes_avx2;  // with vectors of 256 bits, which take each line longer
+};
+
+// MaskedMatMul: what a way of multiplying costs, as a share of the dense product's time (masked_matmul/plan.cc).
+struct MaskedMatMulCosts {
+  double blocks;            // a product in the blocks kernels
+  double blocks_pattern;    // finding which blocks there are
+  double pack_columns;      // packing A, in columns of B
+  double two_sided;         // a product where inputs of a tile of A are skipped too
+  double two_sided_pack;    // packing B's blocks for it
+  double pattern;           // finding A's pattern
+  double list;              // listing the inputs of a tile
+  double copy;              // a number of A or B copied, in multiply-adds
+  double numbers;           // a number of A that is not zero, skipping the others one by one
+  double numbers_list;      // its row of a panel, however many numbers it has
+  double numbers_pack;      // packing B for it, in rows of A
+  double least_gain;        // a way that skips must cost less than this
+  int64_t most_panel_rows;  // rows of A up to which a dense product by panels beats one that packs B; 0: none
+};
+
+struct Tuning {
+  const char* microarchitecture;
+  Origin origin;
+  int64_t l1_bytes;  // data, a core
+  int64_t l2_bytes;  // a core
+  PrefetchDistances ahead;
+  MaskedMatMulCosts masked;
+  int64_t piece_macs;  // multiply-adds below which work is not worth handing to another thread
+};
+
+// The row of this CPU. Found once.
+const Tuning& ActiveTuning();
+
+// The row for a CPU of this model and these features, its cache sizes (0: not known) if it is in no row. For tests.
+Tuning TuningOf(const CpuModel& model, Features features, int64_t l1_bytes, int64_t l2_bytes);
+
+}  // namespace ortolan
