@@ -1,5 +1,6 @@
-// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction a call, and raw instructions that no wrapper makes.
-// A thread's tiles outlive a call, so a test configures, loads, multiplies and stores by calls of the same thread.
+// The wrappers of ops/simd/amx_tiles.h as C functions, one instruction a call, and raw instructions that no wrapper
+// makes. A thread's tiles outlive a call, so a test configures, loads, multiplies and stores by calls of the same
+// thread.
 #include <stddef.h>
 #include <string.h>
 #include <sys/mman.h>
