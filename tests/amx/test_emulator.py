@@ -1,4 +1,4 @@
-"""Every AMX instruction, by the wrappers of ops/simd/amx_tiles.h, against numpy: in the emulator or, if there, in the CPU."""
+"""Every AMX instruction, by the wrappers of simd/amx_tiles.h, against numpy: in the emulator or, if there, in the CPU."""
 
 from __future__ import annotations
 
