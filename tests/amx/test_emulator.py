@@ -1,4 +1,4 @@
-"""Every AMX instruction, by the wrappers of simd/amx_tiles.h, against numpy: in the emulator or, if there, in the CPU."""
+"""Every AMX instruction, by simd/amx_tiles.h, against numpy: emulated or, where it has AMX, by the CPU."""
 
 from __future__ import annotations
 
