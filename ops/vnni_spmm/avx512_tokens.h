@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "vnni_spmm/quantized_tokens.h"
+#include "vnni_spmm/token_blocks.h"
 #include "vnni_spmm/token_range.h"
 
 namespace ortolan {

@@ -2,7 +2,6 @@
 // vector holds the same two inputs of 8 tokens, and is multiplied with two weights of an output, broadcast.
 #include <immintrin.h>
 
-#include "vnni_spmm/quantized_tokens.h"
 #include "vnni_spmm/token_range.h"
 
 namespace ortolan {
@@ -89,8 +88,8 @@ inline void StoreHalf(int32_t* of_tokens, int h, __m256i sums) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(of_tokens + 4 * h + 8), _mm256_extracti128_si256(sums, 1));
 }
 
-// Four outputs of 16 tokens. x: u8 [k][width], from the first of these tokens on.
-void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, const uint8_t* x, int64_t width,
+// Four outputs of 16 tokens. x: u8 [k][kWidth].
+void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, const uint8_t* x,
               const int32_t* minus_zeros, int32_t (*to)[kWidth]) {
   __m256i total[kGroupOutputs][2];
 #pragma GCC unroll 4
@@ -105,8 +104,8 @@ void SumGroup(const BlockSparseView& w, int64_t group, const int32_t* sums, cons
     _mm256_store_si256(reinterpret_cast<__m256i*>(weights), _mm256_cvtepi8_epi16(bytes));
 #pragma GCC unroll 2
     for (int pair = 0; pair < 2; ++pair) {
-      const __m256i a = Widen(x + w.Index(quad, 2 * pair) * width);
-      const __m256i b = Widen(x + w.Index(quad, 2 * pair + 1) * width);
+      const __m256i a = Widen(x + w.Index(quad, 2 * pair) * kWidth);
+      const __m256i b = Widen(x + w.Index(quad, 2 * pair + 1) * kWidth);
       const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
       for (int o = 0; o < kGroupOutputs; ++o) {
@@ -132,47 +131,6 @@ __m128i ToBytes(const int32_t* sums, float scale, float bias, int32_t zero_point
   }
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
   return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-}
-
-// A table of 256 bytes, 16 at a time: 16 vpshufb in rows of 16 entries by the low four bits, of which the high four
-// bits choose.
-class ByteTable {
- public:
-  explicit ByteTable(const uint8_t* table) {
-    for (int r = 0; r < kRows; ++r) rows_[r] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table) + r);
-  }
-  __m128i operator()(__m128i bytes) const {
-    const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(0xf));
-    // vpblendvb looks at bit 7 of each byte: bits 4, 5 and 6 are shifted there.
-    __m128i found[kRows];
-    for (int r = 0; r < kRows; ++r) found[r] = _mm_shuffle_epi8(rows_[r], low);
-    for (int rows = kRows / 2, bit = 3; rows > 0; rows /= 2, --bit) {
-      const __m128i chosen = _mm_sll_epi16(bytes, _mm_cvtsi32_si128(bit));
-      for (int r = 0; r < rows; ++r) found[r] = _mm_blendv_epi8(found[2 * r], found[2 * r + 1], chosen);
-    }
-    return found[0];
-  }
-
- private:
-  static constexpr int kRows = 16;
-  __m128i rows_[kRows];
-};
-
-// 16 places of a block of tokens.
-struct Places {
-  int64_t first_token;  // of the block
-  int64_t width;        // of the block
-  int64_t first;        // place in it
-  int64_t Token(int64_t i) const { return first_token + TokenAt(width, first + i); }
-};
-
-// Calls body(places) for all blocks of m tokens.
-template <typename Body>
-void ForEachPlaces(int64_t m, const Body& body) {
-  for (Places places{0, 0, 0}; places.first_token < m; places.first_token += places.width) {
-    places.width = TokenBlockWidth(m - places.first_token);
-    for (places.first = 0; places.first < places.width; places.first += kWidth) body(places);
-  }
 }
 
 }  // namespace
@@ -210,7 +168,7 @@ void MultiplyBlockSparseAvx2(const VnniSpmmArgs& args, int64_t panel_begin, int6
       const int64_t column = panel * kPanelOutputs;
       const int64_t columns = w.n - column < kPanelOutputs ? w.n - column : kPanelOutputs;
       for (int64_t o = 0; o < columns; o += kGroupOutputs) {
-        SumGroup(w, (column + o) / kGroupOutputs, args.sums + column + o, x, kWidth, ranges.minus_zeros, sums + o);
+        SumGroup(w, (column + o) / kGroupOutputs, args.sums + column + o, x, ranges.minus_zeros, sums + o);
       }
       for (int64_t i = 0; i < count; ++i) {
         float* y = args.YRow(first + i) + column;
@@ -235,7 +193,7 @@ void MultiplyHiddenAvx2(const HiddenLayerArgs& args, int64_t panel_begin, int64_
     for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
       int32_t sums[kGroupOutputs][kWidth];
       const int64_t output = group * kGroupOutputs;
-      SumGroup(w, group, args.sums + output, x, kWidth, ranges.minus_zeros, sums);
+      SumGroup(w, group, args.sums + output, x, ranges.minus_zeros, sums);
       for (int64_t o = 0; o < kGroupOutputs && output + o < w.n; ++o) {
         const float bias = args.bias == nullptr ? 0.0f : args.bias[output + o] * factor;
         alignas(16) uint8_t q[kWidth];
@@ -253,62 +211,6 @@ void MultiplyHiddenAvx2(const HiddenLayerArgs& args, int64_t panel_begin, int64_
     }
     std::memcpy(next + RangesAt(w.n), &next_ranges, sizeof(next_ranges));
   }
-}
-
-void QuantizeTokensAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, float factor, int32_t zero_point,
-                        uint8_t* blocks) {
-  const TokenRange range = {factor, 0.0f, zero_point};
-  ForEachPlaces(m, [&](const Places& places) {
-    uint8_t* block = blocks + places.first_token * k + places.first;
-    for (int64_t l = 0; l < k; l += kChunk) {
-      const int64_t inputs = k - l < kChunk ? k - l : kChunk;
-      uint8_t q[kWidth][kChunk] = {};
-      for (int64_t i = 0; i < kWidth; ++i) {
-        if (places.Token(i) < m) Quantize32(RowAt(x, x_row_bytes, places.Token(i)) + l, k - l, range, q[i]);
-      }
-      for (int64_t j = 0; j < inputs; ++j) {
-        for (int64_t i = 0; i < kWidth; ++i) block[(l + j) * places.width + i] = q[i][j];
-      }
-    }
-  });
-}
-
-void MultiplyQuantizedAvx2(const QuantizedSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const BlockSparseView w = args.w;
-  const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
-  const float factor = 1.0f / args.y_scale;
-  int32_t minus_zeros[kWidth];
-  for (int32_t& minus_zero : minus_zeros) minus_zero = -args.x_zero_point;
-  static constexpr uint8_t kNoTable[256] = {};
-  const ByteTable table(args.table != nullptr ? args.table : kNoTable);
-  ForEachPlaces(args.m, [&](const Places& places) {
-    const uint8_t* x = args.x + places.first_token * w.k + places.first;
-    for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
-      int32_t sums[kGroupOutputs][kWidth];
-      SumGroup(w, group, args.sums + group * kGroupOutputs, x, places.width, minus_zeros, sums);
-      for (int64_t o = 0; o < kGroupOutputs && group * kGroupOutputs + o < w.n; ++o) {
-        const int64_t output = group * kGroupOutputs + o;
-        const int64_t row = places.first_token * w.n + output * places.width;  // of y's block
-        const float scale = args.x_scale * args.scales[output];
-        const float bias = args.bias == nullptr ? 0.0f : args.bias[output];
-        if (args.y_blocks != nullptr) {
-          __m128i q = ToBytes(sums[o], scale * factor, bias * factor, args.y_zero_point);
-          if (args.table != nullptr) q = table(q);
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(args.y_blocks + row + places.first), q);
-          continue;
-        }
-        for (int64_t i = 0; i < kWidth; ++i) {
-          const int64_t token = places.Token(i);
-          if (args.y_sums != nullptr) {
-            args.y_sums[row + token - places.first_token] = sums[o][i];
-          } else if (token < args.m) {
-            float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + token * args.y_row_bytes);
-            y[output] = static_cast<float>(sums[o][i]) * scale + bias;
-          }
-        }
-      }
-    }
-  });
 }
 
 }  // namespace ortolan

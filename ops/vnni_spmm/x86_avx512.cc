@@ -1,7 +1,6 @@
 // AVX-512 VNNI. Many tokens: a vector holds the same four inputs of 16 tokens, which vpdpbusd multiplies with the four
 // weights of an output, broadcast. Few tokens: a vector holds the 16 weights of four quads.
 #include "vnni_spmm/avx512_tokens.h"
-#include "vnni_spmm/quantized_tokens.h"
 
 namespace ortolan {
 namespace {
@@ -233,8 +232,7 @@ void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges
 struct ByteTable {
   __m512i parts[4];
   explicit ByteTable(const uint8_t* table) {
-    for (int i = 0; i < 4; ++i)
-      parts[i] = table == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(table + 64 * i);
+    for (int i = 0; i < 4; ++i) parts[i] = _mm512_loadu_si512(table + 64 * i);
   }
   __m512i operator()(__m512i bytes) const {
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes), _mm512_permutex2var_epi8(parts[0], bytes, parts[1]),
@@ -272,18 +270,17 @@ void StoreTokens(uint8_t* to, __m512i bytes) {
 
 // A block of tokens to a block of u8 [w.n][Tokens::kWidth].
 template <typename Tokens>
-void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8_t* y, const ByteTable& table,
+void MultiplyBlockToBytes(const HiddenLayerArgs& args, const uint8_t* x, uint8_t* y, const ByteTable& table,
                           int64_t panel_begin, int64_t panel_end) {
   constexpr int kVectors = kVectorsOf<Tokens>;
   // Copies: what is written to y might be part of args.
   const BlockSparseView w = args.w;
   const int32_t* const weight_sums = args.sums;
   const float *const scales = args.scales, *const biases = args.bias;
-  const int32_t x_zero_point = args.x_zero_point;
-  const bool looks_up = args.table != nullptr;
-  const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.y_zero_point));
-  const float factor = 1.0f / args.y_scale;
-  const float x_factor = args.x_scale * factor;
+  const int32_t x_zero_point = args.x_range.zero_point;
+  const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.table_x.zero_point));
+  const float factor = 1.0f / args.table_x.scale;
+  const float x_factor = args.x_range.scale * factor;
   const int64_t group_end = GroupEnd(w, panel_end);
   for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
     const ZeroTerms terms(weight_sums, group, x_zero_point);
@@ -299,36 +296,8 @@ void MultiplyBlockToBytes(const QuantizedSpmmArgs& args, const uint8_t* x, uint8
       const int64_t output = group * kGroupOutputs + o;
       if (output >= w.n) break;
       const float bias = biases == nullptr ? 0.0f : biases[output] * factor;
-      __m512i bytes = ToBytes(total[o], scales[output] * x_factor, bias, zero_point);
-      if (looks_up) bytes = table(bytes);
-      StoreTokens<Tokens::kWidth>(y + output * Tokens::kWidth, bytes);
-    }
-  }
-}
-
-// A block of tokens to a block of int32 [w.n][Tokens::kWidth].
-template <typename Tokens>
-void MultiplyBlockToSums(const QuantizedSpmmArgs& args, const uint8_t* x, int32_t* y, int64_t panel_begin,
-                         int64_t panel_end) {
-  constexpr int kVectors = kVectorsOf<Tokens>;
-  // Copies: what is written to y might be part of args.
-  const BlockSparseView w = args.w;
-  const int32_t* const weight_sums = args.sums;
-  const int32_t x_zero_point = args.x_zero_point;
-  const int64_t group_end = GroupEnd(w, panel_end);
-  for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
-    const ZeroTerms terms(weight_sums, group, x_zero_point);
-    // Sums begin with zeros, which cost nothing: 5 % faster where groups have 10 quads.
-    __m512i total[kGroupOutputs][kVectors] = {};
-    SumGroup<Tokens>(w, group, x, total);
-#pragma GCC unroll 4
-    for (int o = 0; o < kGroupOutputs; ++o) {
-      const int64_t output = group * kGroupOutputs + o;
-      if (output >= w.n) break;
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        _mm512_storeu_si512(y + output * Tokens::kWidth + 16 * v, _mm512_add_epi32(total[o][v], terms.of[o]));
-      }
+      const __m512i bytes = ToBytes(total[o], scales[output] * x_factor, bias, zero_point);
+      StoreTokens<Tokens::kWidth>(y + output * Tokens::kWidth, table(bytes));
     }
   }
 }
@@ -519,22 +488,12 @@ void MultiplyBlockSparseAvx512(const VnniSpmmArgs& args, int64_t panel_begin, in
 }
 
 void MultiplyHiddenAvx512(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
-  QuantizedSpmmArgs layer;
-  layer.w = args.w;
-  layer.sums = args.sums;
-  layer.scales = args.scales;
-  layer.bias = args.bias;
-  layer.x_scale = args.x_range.scale;
-  layer.x_zero_point = args.x_range.zero_point;
-  layer.y_scale = args.table_x.scale;
-  layer.y_zero_point = args.table_x.zero_point;
-  layer.table = args.table;
   const ByteTable table(args.table);
   ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t) {
     using Tokens = decltype(tokens);
     const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
     uint8_t* next = static_cast<uint8_t*>(args.next) + first * VnniSpmmKernel::PackedRowBytes(args.w.n);
-    MultiplyBlockToBytes<Tokens>(layer, x, next, table, panel_begin, panel_end);
+    MultiplyBlockToBytes<Tokens>(args, x, next, table, panel_begin, panel_end);
     if (panel_begin == 0) StoreBlockRange<Tokens::kWidth>(next, args.w.n, args.table_y);
   });
 }
@@ -553,43 +512,6 @@ void MultiplyBlockSparseAvx512FewTokens(const VnniSpmmArgs& args, int64_t panel_
 void MultiplyHiddenAvx512FewTokens(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
   ForEachFour(args.m, [&](auto tokens, int64_t first) {
     MultiplyFewToBytes<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
-  });
-}
-
-void QuantizeTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, float factor, int32_t zero_point,
-                          uint8_t* blocks) {
-  TokenRange ranges[kTokenBlock];
-  for (TokenRange& range : ranges) range = {factor, 0.0f, zero_point};
-  ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
-    QuantizeBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k, ranges,
-                                            blocks + first * k);
-  });
-}
-
-void MultiplyQuantizedAvx512(const QuantizedSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
-  VnniSpmmArgs floats;
-  floats.w = args.w;
-  floats.sums = args.sums;
-  floats.scales = args.scales;
-  floats.bias = args.bias;
-  floats.y = args.y;
-  floats.y_row_bytes = args.y_row_bytes;
-  const ByteTable table(args.table);
-  ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
-    using Tokens = decltype(tokens);
-    const uint8_t* x = args.x + first * args.w.k;
-    if (args.y_sums != nullptr) {
-      return MultiplyBlockToSums<Tokens>(args, x, args.y_sums + first * args.w.n, panel_begin, panel_end);
-    }
-    if (args.y == nullptr) {
-      return MultiplyBlockToBytes<Tokens>(args, x, args.y_blocks + first * args.w.n, table, panel_begin, panel_end);
-    }
-    BlockRanges<Tokens::kWidth> ranges;
-    for (int i = 0; i < Tokens::kWidth; ++i) {
-      ranges.scales[i] = args.x_scale;
-      ranges.minus_zeros[i] = -args.x_zero_point;
-    }
-    MultiplyBlock<Tokens>(floats, x, ranges, first, count, panel_begin, panel_end);
   });
 }
 

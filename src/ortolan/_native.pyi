@@ -352,47 +352,6 @@ def vnni_spmm_hidden(
     Raises ValueError as vnni_spmm does.
     """
 
-def vnni_spmm_quantized_kernels() -> list[KernelInfo]:
-    """The rows of the room's table of kernels between quantized layers, best first."""
-
-def quantize_tokens(x: NDArray[Any], scale: float, zero_point: int, kernel: str | None = None) -> NDArray[np.uint8]:
-    """x [m, k] rounded to u8 token blocks (ops/vnni_spmm/quantized_tokens.h), flat.
-
-    Raises ValueError for a scale that is not positive, a zero point outside of 0 to 255 and unknown kernels.
-    """
-
-class QuantizedSpmm:
-    """Token blocks of m tokens @ W + bias on one thread, by the named kernel or the best one.
-
-    Gives float32 [m, n]; with y_scale u8 token blocks, looked up in table [256] if there is one; with sums_only int32
-    token blocks of the sums. Raises ValueError for malformed tensors, wrong sizes and unknown kernels.
-    """
-
-    def __init__(
-        self,
-        m: int,
-        x_scale: float,
-        x_zero_point: int,
-        values: NDArray[np.int8],
-        indices: NDArray[np.uint16],
-        starts: NDArray[np.int64],
-        scales: NDArray[np.float32],
-        k: int,
-        n: int,
-        bias: NDArray[Any] | None = None,
-        y_scale: float | None = None,
-        y_zero_point: int = 0,
-        table: NDArray[np.uint8] | None = None,
-        sums_only: bool = False,
-        kernel: str | None = None,
-    ) -> None: ...
-    def new_output(self) -> NDArray[Any]:
-        """Memory for y; token blocks are filled with zeros."""
-
-    @staticmethod
-    def run(products: list[QuantizedSpmm], x: NDArray[np.uint8], y: NDArray[Any]) -> None:
-        """Each product of x into y, one after the other: what a benchmark measures."""
-
 def masked_matmul_kernels() -> list[KernelInfo]:
     """The rows of ops/masked_matmul/kernels.inc, best first."""
 

@@ -363,8 +363,8 @@ def bench(
         typer.Option(
             metavar="KIND,...",
             help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul. Of "
-            "vnni_spmm: node, or bare for the product alone. Of masked_matmul: square, numbers, deja_vu, decode, "
-            "heat_map. Of auto: names of models, such as all-minilm-l6-v2.",
+            "masked_matmul: square, numbers, deja_vu, decode, heat_map. Of auto: names of models, such as "
+            "all-minilm-l6-v2.",
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,

@@ -6,27 +6,15 @@ import pytest
 from ortolan.benchmarks import dense_peers, vnni_spmm
 from ortolan.benchmarks.cold_layers import layers_session, ort_candidate
 from ortolan.benchmarks.result import BenchOptions, geometric_mean
-from ortolan.benchmarks.vnni_spmm import (
-    BARE_OUTPUTS,
-    BARE_SHAPES,
-    TOKENS,
-    WEIGHTS,
-    bare_candidate,
-    our_node,
-    random_weight,
-)
+from ortolan.benchmarks.vnni_spmm import TOKENS, WEIGHTS, our_node, random_weight
 from ortolan.errors import OrtolanError
 
-PEERS = {
-    "node": ["ort_matmul_integer", "ort_dynamic_quantize_matmul", "ort_matmul_fp32"],
-    "bare": ["ort_matmul_integer"],
-}
+PEERS = ["ort_matmul_integer", "ort_dynamic_quantize_matmul", "ort_matmul_fp32"]
 
 
 @pytest.fixture(autouse=True)
-def few_copies(short, monkeypatch):
+def few_copies(short):
     short({"minilm:q": (384, 384)})
-    monkeypatch.setattr(vnni_spmm, "copies_to_stay_cold", lambda size: 3)
 
 
 def test_every_sparsity_meets_its_peers():
@@ -36,30 +24,27 @@ def test_every_sparsity_meets_its_peers():
     for row in result.rows:
         case = row.case
         assert (case["k"], case["n"]) == (70, 33) and row.ours.min_ms > 0 and row.peer_time.min_ms > 0
-        found.setdefault((case["kind"], row.threads, case["m"], case["out"], case["sparsity"]), []).append(row.peer)
+        found.setdefault((row.threads, case["m"], case["sparsity"]), []).append(row.peer)
     expected = {
-        ("node", threads, m, "float32", share): [*PEERS["node"], *(["ortolan_1_thread"] if threads == 2 else [])]
+        (threads, m, share): [*PEERS, *(["ortolan_1_thread"] if threads == 2 else [])]
         for threads in (1, 2)
         for m in (5, 20)
         for share in ("50%", "90%")
-    }
-    expected |= {
-        ("bare", 1, m, out, share): PEERS["bare"] for m in (5, 20) for out in BARE_OUTPUTS for share in ("50%", "90%")
     }
     assert found == expected
 
 
 def test_the_summary_is_by_sparsity():
-    result = vnni_spmm.run(BenchOptions((1,), True, ((5, 70, 33), (20, 64, 40)), sparsity=(0.5, 0.9), kinds=("node",)))
+    result = vnni_spmm.run(BenchOptions((1,), True, ((5, 70, 33), (20, 64, 40)), sparsity=(0.5, 0.9)))
     assert [line.case for line in result.summary] == [
-        {"kind": "node", "m": "5-20", "out": "float32", "sparsity": share} for share in ("50%", "90%")
+        {"m": "5-20", "sparsity": share} for share in ("50%", "90%")
     ]
     for line in result.summary:
         ratios = {
             peer: [
                 row.ratio for row in result.rows if (row.case["sparsity"], row.peer) == (line.case["sparsity"], peer)
             ]
-            for peer in PEERS["node"]
+            for peer in PEERS
         }
         assert all(len(of_peer) == 2 for of_peer in ratios.values())
         means = {peer: geometric_mean(of_peer) for peer, of_peer in ratios.items()}
@@ -70,20 +55,18 @@ def test_the_summary_is_by_sparsity():
 
 
 def test_the_default_is_the_papers_table():
-    node, bare = vnni_spmm._plans(BenchOptions())
-    assert sum(len(plan.shape.batch) for plan in node) == 90
-    assert [(plan.shape.k, plan.shape.n) for plan in node] == list(WEIGHTS)
-    assert {plan.shape.batch for plan in node} == {TOKENS}
-    assert [plan.shape for plan in bare] == list(BARE_SHAPES)
-    assert not vnni_spmm._plans(BenchOptions(kinds=("bare",)))[0]
-    node, bare = vnni_spmm._plans(BenchOptions(layers=("minilm:q",), batch=(7,), kinds=("node",)))
-    assert [(plan.shape.k, plan.shape.n, plan.shape.batch) for plan in node] == [(384, 384, (7,))] and not bare
+    plans = vnni_spmm._plans(BenchOptions())
+    assert sum(len(plan.shape.batch) for plan in plans) == 90
+    assert [(plan.shape.k, plan.shape.n) for plan in plans] == list(WEIGHTS)
+    assert {plan.shape.batch for plan in plans} == {TOKENS}
+    plans = vnni_spmm._plans(BenchOptions(layers=("minilm:q",), batch=(7,)))
+    assert [(plan.shape.k, plan.shape.n, plan.shape.batch) for plan in plans] == [(384, 384, (7,))]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "node, bare"]),
+        (BenchOptions(kinds=("int4",)), ["--kind", "VNNISpMM", "leave it out"]),
         (BenchOptions(group_size=32), ["--group-size", "VNNISpMM", "leave it out"]),
         (BenchOptions(cases=((1, 65537, 1),)), ["--shape", "65537", "65536"]),
     ],
@@ -111,13 +94,9 @@ def test_our_node_computes_what_its_peer_does():
     np.testing.assert_array_equal(session.run(None, {"x": x})[0], x @ q)
 
 
-def test_a_bare_product_and_its_peer_run():
+def test_our_node_and_its_peers_run():
     rng = np.random.default_rng(2)
     x = rng.standard_normal((40, 70), dtype=np.float32)
-    node = our_node(random_weight(rng, 70, 37, 0.6), np.ones(37, np.float32))
-    for out in BARE_OUTPUTS:
-        candidate = bare_candidate(node, out)
-        assert candidate.copies == 3
+    ours = ort_candidate(our_node(random_weight(rng, 70, 37, 0.6), np.ones(37, np.float32)), 70, 37)
+    for candidate in (ours, dense_peers.ort_matmul_integer(rng, 70, 37)):
         candidate.open(1)(x)()
-    dense_peers.ort_matmul_integer(rng, 70, 37).open(1)(x)()
-    ort_candidate(node, 70, 37).open(1)(x)()

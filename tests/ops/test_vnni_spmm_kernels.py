@@ -124,6 +124,18 @@ def test_weights_at_any_address(kernel: str) -> None:
         layer.check(y, x)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("n", [1024, 1020])
+@pytest.mark.parametrize("m", [3, 17, 33, 70])
+def test_rows_of_y_a_page_apart(kernel: str, n: int, m: int) -> None:
+    """Not aligned to a line of the cache either, and rows that are not."""
+    rng = np.random.default_rng(8)
+    layer = BlockSparseLayer.random(rng, 24, n, 0.5)
+    x, bias = rng.standard_normal((m, 24), dtype=np.float32), rng.standard_normal(n, dtype=np.float32)
+    layer.check(layer.multiply(x, kernel=kernel), x)
+    layer.check(layer.multiply(x, bias, kernel), x, bias)
+
+
 def test_no_rows() -> None:
     layer = BlockSparseLayer.random(np.random.default_rng(5), 10, 20, 0.3)
     assert layer.multiply(np.zeros((0, 10), np.float32)).shape == (0, 20)
