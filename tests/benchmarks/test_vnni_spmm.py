@@ -36,9 +36,7 @@ def test_every_sparsity_meets_its_peers():
 
 def test_the_summary_is_by_sparsity():
     result = vnni_spmm.run(BenchOptions((1,), True, ((5, 70, 33), (20, 64, 40)), sparsity=(0.5, 0.9)))
-    assert [line.case for line in result.summary] == [
-        {"m": "5-20", "sparsity": share} for share in ("50%", "90%")
-    ]
+    assert [line.case for line in result.summary] == [{"m": "5-20", "sparsity": share} for share in ("50%", "90%")]
     for line in result.summary:
         ratios = {
             peer: [
