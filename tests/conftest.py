@@ -14,6 +14,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run each test with at most N of its parameter sets, evenly spread (the sanitizer run does, to save time)",
     )
+    parser.addoption(
+        "--stored-bits",
+        action="store_true",
+        help="hold float answers to the stored bits too, not to the documented bounds alone (test_stored_answers)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

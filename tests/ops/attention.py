@@ -46,8 +46,7 @@ def probabilities(s: Floats) -> NDArray[np.float64]:
         return p / p.sum(-1, keepdims=True)
 
 
-def assert_attention_close(
-    y: NDArray[np.floating],
+def bounded_attention(
     q: Floats,
     k: Floats,
     v: Floats,
@@ -55,8 +54,8 @@ def assert_attention_close(
     mask: Floats | None = None,
     causal: bool = False,
     precision: int = 32,
-) -> None:
-    """y is attention(...) within the contract's bound. All inputs but the mask are finite."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """attention(...) and the contract's bound of its error. All inputs but the mask are finite."""
     s = scores(q, k, scale, mask, causal)
     p = probabilities(s)
     dots = np.abs(q.astype(np.float64)) @ np.abs(k.astype(np.float64)).swapaxes(-1, -2)
@@ -72,7 +71,21 @@ def assert_attention_close(
     magnitude = np.abs(v.astype(np.float64))
     mean = (p * e).sum(-1, keepdims=True)
     bound = 2 * ((p * (e + mean + relative)) @ magnitude) + keys * 2.0**-125 * magnitude.max(initial=0)
-    expected = p @ v.astype(np.float64)
+    return p @ v.astype(np.float64), bound
+
+
+def assert_attention_close(
+    y: NDArray[np.floating],
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    scale: float,
+    mask: Floats | None = None,
+    causal: bool = False,
+    precision: int = 32,
+) -> None:
+    """y is attention(...) within the contract's bound. All inputs but the mask are finite."""
+    expected, bound = bounded_attention(q, k, v, scale, mask, causal, precision)
     assert y.shape == expected.shape
     error = np.abs(y - expected)
     assert np.all(error <= bound), f"largest error over bound: {np.max(error - bound)}, error {error.max()}"

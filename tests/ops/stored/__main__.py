@@ -1,0 +1,37 @@
+"""`python -m tests.ops.stored`, in the repository's root with the package installed, adds what the set lacks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .generate import joined, run_all, update
+from .store import FOLDER, Store
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.ops.stored",
+        description="Adds the answers of the installed package for cases and instruction sets that have none stored. "
+        "Stored answers stay as they are; where they differ, that is listed and the status is 1.",
+    )
+    parser.add_argument(
+        "--replace",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="replace the answers of the cases whose names match (as in a shell: *, ?); may be given repeatedly",
+    )
+    options = parser.parse_args()
+    stored = Store.read()
+    before = len(stored.records)
+    stores = run_all()
+    differences = update(stored, joined(stores), list(stores), options.replace)
+    stored.write(FOLDER)
+    print(f"{', '.join(stores)}: {len(stored.records)} cases, {before} before")
+    for difference in differences:
+        print(f"left as it was: {difference}")
+    return 1 if differences else 0
+
+
+sys.exit(main())

@@ -1,0 +1,114 @@
+"""How far a float32 answer may be from the exact one, by the operators' headers, worked out in float64.
+
+A Product is what a linear layer computes before its end, and how far off it may be, element by element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Doubles = NDArray[np.float64]
+
+U = 2.0**-24
+SMALLEST = 2.0**-126  # float32 loses bits below
+
+
+@dataclass(frozen=True)
+class Product:
+    value: Doubles  # of rows of x that are finite
+    error: Doubles
+
+    def plus(self, other: np.ndarray) -> Product:
+        """A bias or residual, rounded once."""
+        total = self.value + other
+        return Product(total, self.error + U * (np.abs(total) + self.error))
+
+    def activated(self, slope: float = 1.13, relative: float = 3 * U) -> Product:
+        """Of GELU and SiLU; the value is an upper bound of its magnitude. ReLU: 1 and 0."""
+        size = np.abs(self.value)
+        return Product(size, slope * self.error + relative * (size + self.error) + SMALLEST)
+
+    def times(self, other: Product) -> Product:
+        a, b = np.abs(self.value), np.abs(other.value)
+        error = self.error * (b + other.error) + a * other.error
+        return Product(a * b, error + U * (a * b + error) + SMALLEST)
+
+    def columns(self, begin: int, end: int) -> Product:
+        return Product(self.value[:, begin:end], self.error[:, begin:end])
+
+    def layer_norm_error(self, weight: np.ndarray, epsilon: float) -> Doubles:
+        """ops/epilogue/layer_norm.h, of a row that is itself off by the error."""
+        n = self.value.shape[1]
+        s = np.sqrt(self.value.var(axis=1, keepdims=True) + epsilon)
+        p = np.abs(self.value - self.value.mean(axis=1, keepdims=True)) / s
+        c = (n / 4 + 16) * U
+        t = c + (U + c * c) * np.abs(self.value).mean(axis=1, keepdims=True) / s
+        moved = self.error.max(axis=1, keepdims=True) / s
+        own = t + p * (t * t / 2 + c) + 4 * U * (p + 1)
+        return np.abs(weight) * (own + 2 * moved * (p + 2)) + 4 * U + SMALLEST
+
+
+def finite(x: np.ndarray) -> Doubles:
+    """Rows with NaN or Inf as zeros: their answers are compared by where they are not finite."""
+    return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 0).astype(np.float64)
+
+
+def float_product(x: np.ndarray, w: np.ndarray, roundings: int = 8) -> Product:
+    """Sums of float32 products in any order; on some instruction sets denormals count as zero."""
+    x64, w64 = finite(x), w.astype(np.float64)
+    magnitude = np.abs(x64) @ np.abs(w64)
+    k = len(w)
+    return Product(x64 @ w64, (k + roundings) * U * magnitude + k * 1.2e-38)
+
+
+def integer_product(
+    q: np.ndarray, s: np.ndarray, weights: np.ndarray, scales: np.ndarray, group: int | None
+) -> Product:
+    """Exact sums of groups of k, scaled and added as float32.
+
+    q [m, k] integers, s [m, 1] or [m, groups]; weights [k, n] integers, scales [groups, n]; group None: one for all.
+    """
+    k = len(weights)
+    groups = len(scales)
+    size = k if group is None else group
+    # Numbers of magnitude 255 x 128 x k are exact in float64.
+    q64, w64 = q.astype(np.float64), weights.astype(np.float64)
+    s64 = np.broadcast_to(np.where(np.isfinite(s), s, 0).astype(np.float64), (len(q), groups))
+    value = np.zeros((len(q), weights.shape[1]))
+    magnitude = np.zeros_like(value)
+    for g in range(groups):
+        part = slice(g * size, (g + 1) * size)
+        term = s64[:, g : g + 1] * (q64[:, part] @ w64[part]) * scales[g].astype(np.float64)
+        value += term
+        magnitude += np.abs(term)
+    denormals = SMALLEST * (1 + np.abs(w64).sum(axis=0))
+    return Product(value, (groups + 4) * U * magnitude + U * np.abs(value) + denormals)
+
+
+def decode_error(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, codebooks: np.ndarray | None, int8_values: bool
+) -> float:
+    """ops/nomad_attention/decode_attention.h, by the largest numbers of all rows [..., rows, head_dim].
+
+    k: the keys; with codebooks these count instead.
+    """
+    head_dim, tokens = q.shape[-1], k.shape[-2]
+    factor = 1.4426950408889634 * abs(scale)
+    most_q, most_v = float(np.abs(q).max()), float(np.abs(v).max())
+    if codebooks is None:
+        e = (head_dim + 8) * U * factor * head_dim * most_q * float(np.abs(k).max())
+    else:
+        parts, d_sub = codebooks.shape[-3], codebooks.shape[-1]
+        entry = factor * d_sub * most_q * float(np.abs(codebooks).max())
+        e = parts * (2 * entry / 255 * (0.5 + 2.0**-12) + 2.0**-100) + (2 * parts + 16) * U * parts * entry
+    left_out = 2.0**-23 if codebooks is None and not int8_values else 2.0**-11
+    rounded = 2.0**-16 * tokens if int8_values else 0.0
+    return most_v * (2.0 ** (2 * e) - 1 + (tokens + 32) * 2.0**-22 + left_out + rounded)
+
+
+def weights_error(v: np.ndarray) -> float:
+    """The same where the scores are the same bits: what is left is the C library's exp2, and sums."""
+    return float(np.abs(v).max()) * (v.shape[-2] + 32) * 2.0**-22

@@ -1,0 +1,75 @@
+"""Inputs and weights that are the same with every numpy: integers of PCG64, times powers of two."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+HUGE = 40  # the exponent of the largest numbers: their products and sums are finite
+
+
+def generator(name: str) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+
+
+def uniform(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> Floats:
+    """-2 to 2, of that many bits: 24 fill a float32, 8 a bfloat16, 11 a float16."""
+    half = 1 << (bits - 1)
+    return np.ldexp(rng.integers(-half, half, shape).astype(np.float32), 2 - bits)
+
+
+def scales(rng: np.random.Generator, shape: tuple[int, ...], bits: int = 24) -> Floats:
+    """Of either sign, most near 2^-6, some zero and some far smaller."""
+    numbers = np.ldexp(uniform(rng, shape, bits), -6)
+    numbers[rng.integers(0, 37, shape) == 0] = 0
+    small = rng.integers(0, 29, shape) == 0
+    return np.where(small, np.ldexp(numbers, -8), numbers).astype(np.float32)
+
+
+def rows_of_x(rng: np.random.Generator, rows: int, k: int) -> Floats:
+    """float32 [rows, k]. Of the first 13 rows most are special, later ones are plain but for two."""
+    x = uniform(rng, (rows, k))
+    specials = {
+        1: 0.0 * x[0],
+        2: _with(x[0], k // 2, np.inf),
+        3: np.ldexp(x[0], HUGE),
+        4: _with(x[0], 0, np.nan),
+        5: np.ldexp(x[0], -110),  # below the least range
+        6: np.ldexp(x[0], -140),  # denormal
+        7: _with(np.ldexp(x[0], -10), k - 1, 3.0),  # most rounds to zero
+        8: _with(rng.integers(-254, 255, k).astype(np.float32) / 2, 0, 127.0),  # ties, if 127 is the largest
+        9: np.abs(x[0]),
+        10: -np.abs(x[0]),
+        11: np.full(k, -0.0, np.float32),
+        12: _with(x[0], k // 3, -np.inf),
+        40: _with(x[0], k - 1, np.nan),
+        260: _with(x[0], k - 1, np.inf),
+    }
+    for row, numbers in specials.items():
+        if row < rows:
+            x[row] = numbers
+    return x
+
+
+def _with(row: Floats, place: int, number: float) -> Floats:
+    row = row.copy()
+    row[place] = number
+    return row
+
+
+def sparse_integers(
+    rng: np.random.Generator, k: int, n: int, zeros: int, least: int, most: int, outputs: int = 1
+) -> NDArray[np.int8]:
+    """int8 [k, n] of least … most, about `zeros` per cent of it zero, in blocks of so many outputs.
+
+    The first input and the last output are all `least`, where nothing is zero.
+    """
+    q = rng.integers(least, most + 1, (k, n)).astype(np.int8)
+    q[0], q[:, -1] = least, least
+    zero = rng.integers(0, 100, (k, -(-n // outputs))) < zeros
+    q[np.repeat(zero, outputs, axis=1)[:, :n]] = 0
+    return q
