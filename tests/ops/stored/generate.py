@@ -85,12 +85,10 @@ def joined(stores: Mapping[str, Store]) -> Store:
         whole.records[name] = record | {"answers": answers}
         for output in record["sizes"]:
             label, kind = output.split(": ")
-            alike = [
-                key
-                for key in answers
-                if key.endswith(f": {kind}") and (" rows" in key or key.startswith((f"{label}:", f"{label},")))
-            ]
-            same = all(isinstance(answers[key], str) for key in alike)
+            # One sample serves all numbers of rows.
+            own = "" if " rows" in label else (f"{label}:", f"{label},")
+            alike = [answers[key] for key in answers if key.startswith(own) and key.endswith(f": {kind}")]
+            same = all(isinstance(answer, str) for answer in alike)
             whole.samples[f"{name}, {output}"] = reference.samples[f"{name}, {output}{FEWER if same else ''}"]
     return whole
 

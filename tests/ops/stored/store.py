@@ -2,8 +2,8 @@
 
 answers.json: of each case the hashes of its inputs, of its packed tensors, and of each output of each call: one, or one
 for each instruction set; and how many numbers the sampled outputs hold. samples.npz: some of these numbers, at evenly
-spread places, as the scalar kernels give them (of the answer to the most rows). What need not be the stored bits, or has
-none for its instruction set, is held to them within the bound.
+spread places, as the scalar kernels give them (of the answer to the most rows). What need not be the stored bits, or
+has none for its instruction set, is held to them within the bound.
 """
 
 from __future__ import annotations
