@@ -3,9 +3,10 @@
 #include <memory>
 #include <tuple>
 
+#include "attention/decode.h"
+#include "attention/kv_cache/kv_cache.h"
 #include "bindings.h"
 #include "isa/kernel_table.h"
-#include "nomad_attention/decode_attention.h"
 
 namespace ortolan {
 namespace {
@@ -44,8 +45,7 @@ int64_t CheckRows(const CastArray<float>& rows, int64_t head_dim, int64_t room) 
 }
 
 const DecodeAttentionKernel& KernelOf(const std::optional<std::string>& name) {
-  return KernelByName(DecodeAttentionKernels(),
-                      SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveFeatures()), name);
+  return KernelByName(DecodeAttentionKernels(), SelectKernel(DecodeAttentionKernels(), ActiveFeatures()), name);
 }
 
 void AppendKeysArray(Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& keys,
@@ -54,7 +54,7 @@ void AppendKeysArray(Array<uint8_t>& cache, int64_t tokens, const CastArray<floa
   CheckCache(cache, layout.RowBytes(), tokens);
   const int64_t count = CheckRows(keys, layout.head_dim, cache.shape(0) - tokens);
   AppendKeys(layout, codebook.data(), keys.data(), layout.head_dim * kFloat, count, tokens, cache.mutable_data(),
-             KernelOf(kernel_name).encode);
+             KernelByName(KvCacheKernels(), SelectKernel(KvCacheKernels(), ActiveFeatures()), kernel_name).encode_keys);
 }
 
 Array<uint8_t> KeyCodes(const Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& codebook) {
@@ -262,7 +262,8 @@ PartialArrays MergePartials(PartialArrays a, PartialArrays b) {
   const auto copy = [](const Array<float>& from) { return Array<float>(from.request()); };
   PartialArrays result{copy(std::get<0>(b)), copy(std::get<1>(b)), copy(std::get<2>(b))};
   if (std::get<2>(a).size() != std::get<2>(b).size()) throw std::invalid_argument("the two are of different shapes");
-  MergeDecodePartial(std::get<0>(a).size(), std::get<2>(a).shape(2), Writable(a), Writable(result));
+  SelectKernel(SoftmaxKernels(), ActiveFeatures())
+      .merge(std::get<0>(a).size(), std::get<2>(a).shape(2), Writable(a), Writable(result));
   return result;
 }
 
@@ -270,7 +271,8 @@ Array<float> Finish(PartialArrays partial) {
   CheckPartial(partial);
   const Array<float>& y = std::get<2>(partial);
   Array<float> result({y.shape(0), y.shape(1), y.shape(2)});
-  FinishDecode(std::get<0>(partial).size(), y.shape(2), Writable(partial), result.mutable_data(), y.shape(2) * kFloat);
+  SelectKernel(SoftmaxKernels(), ActiveFeatures())
+      .finish(std::get<0>(partial).size(), y.shape(2), Writable(partial), result.mutable_data(), y.shape(2) * kFloat);
   return result;
 }
 

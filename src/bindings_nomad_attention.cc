@@ -1,6 +1,6 @@
 // ortolan._native: kernels of NoMADAttention.
+#include "attention/attention.h"
 #include "bindings.h"
-#include "nomad_attention/nomad_attention.h"
 
 namespace ortolan {
 namespace {
@@ -41,12 +41,12 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   args.scale = scale;
   args.causal = causal;
   args.zero_hidden_rows = zero_hidden_rows;
-  const AttentionKernel& kernel =
-      KernelByName(AttentionKernels(), SelectAttention(ActiveFeatures(), precision), kernel_name);
+  const AttentionKernel& kernel = KernelByName(
+      AttentionKernels(), SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = precision}), kernel_name);
   Array<float> y({args.heads, args.queries, args.head_dim});
   args.y = y.mutable_data();
   py::gil_scoped_release release;
-  std::vector<char> scratch(static_cast<size_t>(kernel.scratch_bytes(args.keys, args.head_dim)) + 64);
+  std::vector<char> scratch(static_cast<size_t>(kernel.scratch_bytes(args.head_dim)) + 64);
   char* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
   const int64_t rows = args.heads * args.queries;
   for (int64_t row = 0; row < rows; row += kAttentionRows) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "ort/error_text.h"
 
@@ -29,28 +28,6 @@ Nibble InRow(int64_t sub_quantizers, int64_t s) {
 
 Nibble InBlock(int64_t s, int64_t key) { return {s / 4 * 64 + key % 16 * 4 + s % 4, key < 16 ? 0 : 4}; }
 
-template <int kDSub>
-void EncodeParts(const float* codebook, const float* key, int64_t parts, uint8_t* codes) {
-  for (int64_t s = 0; s < parts; ++s, codebook += kCentroids * kDSub, key += kDSub) {
-    float distances[kCentroids] = {};
-    for (int64_t c = 0; c < kCentroids; ++c) {
-      for (int d = 0; d < kDSub; ++d) {
-        const float difference = key[d] - codebook[c * kDSub + d];
-        distances[c] += difference * difference;
-      }
-    }
-    int best = 0;
-    float least = std::numeric_limits<float>::infinity();
-    for (int c = 0; c < kCentroids; ++c) {
-      if (distances[c] < least) {
-        least = distances[c];
-        best = c;
-      }
-    }
-    codes[s] = static_cast<uint8_t>(best);
-  }
-}
-
 // The row of a token's codes.
 void WriteRow(const uint8_t* codes, int64_t sub_quantizers, uint8_t* row) {
   for (; sub_quantizers >= 8; sub_quantizers -= 8, codes += 8, row += 4) {
@@ -75,21 +52,6 @@ std::string ValidateKeyCodeLayout(const KeyCodeLayout& layout) {
     return ErrorText("d_sub is ", layout.d_sub, ", expected 1, 2 or 4");
   }
   return {};
-}
-
-void EncodeKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                int64_t count, uint8_t* codes) {
-  const int64_t parts = layout.SubQuantizers();
-  for (int64_t i = 0; i < count; ++i, codes += parts) {
-    const float* key = RowAt(keys, i * key_row_bytes);
-    if (layout.d_sub == 1) {
-      EncodeParts<1>(codebook, key, parts, codes);
-    } else if (layout.d_sub == 2) {
-      EncodeParts<2>(codebook, key, parts, codes);
-    } else {
-      EncodeParts<4>(codebook, key, parts, codes);
-    }
-  }
 }
 
 void AppendKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,

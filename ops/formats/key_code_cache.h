@@ -59,9 +59,6 @@ std::string ValidateKeyCodeLayout(const KeyCodeLayout& layout);
 using EncodeKeysFn = void(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
                           int64_t count, uint8_t* codes);
 
-// Portable. Kernels of an ISA tier give the same codes (nomad_attention/decode_kernels.inc).
-EncodeKeysFn EncodeKeys;
-
 // Appends `count` keys, key_row_bytes apart, to a cache of `tokens` tokens, whose buffer has room for them.
 void AppendKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
                 int64_t count, int64_t tokens, uint8_t* cache, EncodeKeysFn* encode);

@@ -25,6 +25,7 @@ namespace ortolan {
 struct Work {
   int64_t rows = 0;    // of x; a kernel's least_rows
   int64_t inputs = 0;  // of a row of x; a kernel's most_inputs
+  int precision = 0;   // of the products, in bits; a kernel's precision is at least this
 };
 
 // The first of the kernels, best first, for this work with these features; the last one runs anywhere.
@@ -37,6 +38,9 @@ const Kernel& SelectKernel(std::span<const Kernel> kernels, Features features, [
     }
     if constexpr (requires { kernel.most_inputs; }) {
       if (kernel.most_inputs < work.inputs) continue;
+    }
+    if constexpr (requires { kernel.precision; }) {
+      if (kernel.precision < work.precision) continue;
     }
     return kernel;
   }

@@ -3,7 +3,7 @@
 
 #include "isa/kernel_table.h"
 #include "nomad_attention/cached_op.h"
-#include "nomad_attention/thread_scratch.h"
+#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -17,7 +17,6 @@ constexpr int64_t kMinPartTokens = 4096;
 constexpr int64_t kPieces = 64;
 // Of keys and values as floats, of as many heads as fit at a time, and at least of one.
 constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
-constexpr float kHidden = -1e4f;  // exporters' masks hold this or less
 
 }  // namespace
 
@@ -34,13 +33,14 @@ std::optional<CachedAttention::Tokens> CachedAttention::VisibleTokens(const Atte
   if (call.mask.data == nullptr) return behind_prompt({prompt, seen.end});
   const std::vector<int64_t>& strides = call.mask.strides;
   const float* row = call.mask.data + batch * strides[0] + head * strides[1] + query * strides[2];
-  const auto at = [&](int64_t j) { return row[j * strides[3]]; };
-  while (seen.begin < seen.end && at(seen.begin) <= kHidden) ++seen.begin;
-  while (seen.end > seen.begin && at(seen.end - 1) <= kHidden) --seen.end;
-  if (seen.begin == seen.end) return std::nullopt;  // what a row of hidden keys gives is the exact kernel's to say
-  for (int64_t j = seen.begin; j < seen.end; ++j) {
-    if (at(j) != 0.0f) return std::nullopt;
+  if (strides[3] == 0) {
+    if (*row != 0.0f) return std::nullopt;
+    return behind_prompt({prompt, seen.end});
   }
+  const VisibleRange range = SelectKernel(SoftmaxKernels(), ActiveFeatures()).visible(row, seen.end);
+  // What a row of hidden keys gives is the exact kernel's to say.
+  if (range.begin == range.end || !range.plain) return std::nullopt;
+  seen = {range.begin, range.end};
   if (prompt == 0) return seen;
   if (seen.begin > 0 || seen.end < prompt) return std::nullopt;  // some of the prompt is hidden
   return behind_prompt({prompt, seen.end});
@@ -77,7 +77,7 @@ void CachedAttention::Attend(const Ort::KernelContext& context, const AttentionC
 
 void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
                              const Cache& cache, const std::vector<Tokens>& seen) const {
-  const DecodeAttentionKernel& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveFeatures());
+  const DecodeAttentionKernel& kernel = SelectKernel(DecodeAttentionKernels(), ActiveFeatures());
   const int64_t group = call.heads / call.kv_heads;
   const int64_t rows = call.batch * call.kv_heads * call.queries;
   const int64_t most = *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
@@ -139,7 +139,7 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
         }
       }
       kernel.run(args, piece.begin, piece.end, done == from ? whole : more, scratch);
-      if (done != from) MergeDecodePartial(group, call.head_dim, more, whole);
+      if (done != from) SelectKernel(SoftmaxKernels(), ActiveFeatures()).merge(group, call.head_dim, more, whole);
       done = piece.end;
     } while (done < to);
   });
@@ -148,14 +148,16 @@ void CachedAttention::Decode(const Ort::KernelContext& context, const AttentionC
   for (int64_t row = 0; row < rows; ++row) {
     const DecodePartial whole = partial_of(row * parts);
     for (int64_t part = 1; part < parts; ++part) {
-      MergeDecodePartial(group, call.head_dim, partial_of(row * parts + part), whole);
+      SelectKernel(SoftmaxKernels(), ActiveFeatures())
+          .merge(group, call.head_dim, partial_of(row * parts + part), whole);
     }
     const int64_t query = row % call.queries, kv_head = row / call.queries % call.kv_heads;
     const int64_t batch = row / call.queries / call.kv_heads;
     if (prompt) prompt->MergeInto(whole, batch, kv_head, query);
-    FinishDecode(group, call.head_dim, whole,
-                 call.y + ((batch * call.queries + query) * call.heads + kv_head * group) * call.head_dim,
-                 call.head_dim * kFloat);
+    SelectKernel(SoftmaxKernels(), ActiveFeatures())
+        .finish(group, call.head_dim, whole,
+                call.y + ((batch * call.queries + query) * call.heads + kv_head * group) * call.head_dim,
+                call.head_dim * kFloat);
   }
 }
 
@@ -208,7 +210,7 @@ void CachedAttention::WriteFloats(const AttentionCall& call, const Lengths& leng
 
 void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionCall& call, const Lengths& lengths,
                              const Cache& cache, int64_t first, int64_t count) const {
-  const AttentionKernel& kernel = SelectAttention(ActiveFeatures(), call.precision);
+  const AttentionKernel& kernel = SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = call.precision});
   const int64_t group = call.heads / call.kv_heads;
   const int64_t prompt = prompt_.Tokens();
   const int64_t most = prompt + *std::max_element(lengths.past.begin(), lengths.past.end()) + call.queries;
@@ -230,7 +232,7 @@ void CachedAttention::Prompt(const Ort::KernelContext& context, const AttentionC
   }
   const int64_t pieces = prompt > 0 ? prompt_.cache().Chunks() : 0;
   const int64_t unpack_bytes = prompt > 0 ? PromptUnpackBytes(prompt_.cache()) : 0;
-  const int64_t bytes = kernel.scratch_bytes(most, call.head_dim);
+  const int64_t bytes = kernel.scratch_bytes(call.head_dim);
   for (int64_t first_head = 0; first_head < heads; first_head += at_once) {
     const int64_t some = std::min(at_once, heads - first_head);
     if (!as_given) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/kv_cache/kv_cache.h"
 #include "isa/kernel_table.h"
 
 namespace ortolan {
@@ -327,9 +328,9 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   if (codebooks_ == nullptr) {
     copy(call.k, key_cache, cache.keys.row_bytes);
   } else {
-    const auto& kernel = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), ActiveFeatures());
+    const auto& kernel = SelectKernel(KvCacheKernels(), ActiveFeatures());
     AppendKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
-               reinterpret_cast<uint8_t*>(key_cache), kernel.encode);
+               reinterpret_cast<uint8_t*>(key_cache), kernel.encode_keys);
   }
   if (int8_values_) {
     AppendValues(call.head_dim, v, call.v.row_bytes, added, past, reinterpret_cast<uint8_t*>(value_cache));

@@ -40,10 +40,10 @@
 #include <optional>
 #include <vector>
 
+#include "attention/attention.h"
+#include "attention/decode.h"
+#include "attention/kv_cache/ring.h"
 #include "nomad_attention/cached_prompt.h"
-#include "nomad_attention/decode_attention.h"
-#include "nomad_attention/exact_window.h"
-#include "nomad_attention/nomad_attention.h"
 #include "ort/ort_op.h"
 
 namespace ortolan {

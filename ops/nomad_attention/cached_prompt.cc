@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "isa/kernel_table.h"
 #include "nomad_attention/cached_op.h"
-#include "nomad_attention/thread_scratch.h"
+#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -108,7 +109,7 @@ CachedPrompt::Partials::Partials(const Ort::KernelContext& context, const std::s
     const int64_t begin = cache.Chunks() * part / parts_, end = cache.Chunks() * (part + 1) / parts_;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       AttendPrompt(cache, features, kv_head, chunk, q, count, call.scale, chunk == begin ? whole : more, scratch);
-      if (chunk != begin) MergeDecodePartial(count, head_dim, more, whole);
+      if (chunk != begin) SelectKernel(SoftmaxKernels(), ActiveFeatures()).merge(count, head_dim, more, whole);
     }
   });
 }
@@ -127,7 +128,7 @@ void CachedPrompt::Partials::MergeInto(const DecodePartial& whole, int64_t batch
     const DecodePartial into{whole.max + h, whole.sum + h, whole.y + h * call_.head_dim};
     for (int64_t part = 0; part < parts_; ++part) {
       const int64_t item = (row / kPromptRows * call_.kv_heads + kv_head) * parts_ + part;
-      MergeDecodePartial(1, call_.head_dim, At(item, row % kPromptRows), into);
+      SelectKernel(SoftmaxKernels(), ActiveFeatures()).merge(1, call_.head_dim, At(item, row % kPromptRows), into);
     }
   }
 }

@@ -25,13 +25,13 @@
 #include <cmath>
 #include <cstring>
 
-#include "isa/features.h"
+#include "attention/attention.h"
+#include "isa/kernel_table.h"
 #include "nomad_attention/cached_op.h"
-#include "nomad_attention/nomad_attention.h"
-#include "nomad_attention/thread_scratch.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
 #include "ort/rooms.h"
+#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -305,8 +305,8 @@ class Kernel {
   }
 
   void Run(const Ort::KernelContext& context, const Sizes& sizes, const AttentionArgs& first) const {
-    const AttentionKernel& kernel = SelectAttention(ActiveFeatures(), precision_);
-    const int64_t scratch_bytes = kernel.scratch_bytes(sizes.keys, sizes.head_dim);
+    const AttentionKernel& kernel = SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = precision_});
+    const int64_t scratch_bytes = kernel.scratch_bytes(sizes.head_dim);
     const int64_t rows = first.heads * sizes.queries;
     const int64_t chunks = (rows + kAttentionRows - 1) / kAttentionRows;
     const int64_t units = sizes.batch * kv_heads_ * chunks;

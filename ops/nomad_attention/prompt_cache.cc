@@ -48,7 +48,7 @@ int64_t PromptScratchBytes(const PromptCache& cache, Features features, int64_t 
 void AttendPrompt(const PromptCache& cache, Features features, int64_t kv_head, int64_t chunk, const float* q,
                   int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
   const SparseMatMulKernel& kernel = SelectSparseMatMul(features, rows);
-  const auto weigh = SelectKernel<DecodeAttentionKernel>(DecodeAttentionKernels(), features).weigh;
+  const auto weigh = SelectKernel(SoftmaxKernels(), features).weigh;
   const int64_t width = cache.ChunkTokens();
   const int64_t packed_bytes =
       Aligned(std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, width)));

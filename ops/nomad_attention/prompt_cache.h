@@ -22,9 +22,9 @@
 
 #include <cstdint>
 
+#include "attention/decode.h"
 #include "formats/bitmap.h"
 #include "isa/features.h"
-#include "nomad_attention/decode_attention.h"
 
 namespace ortolan {
 

@@ -5,12 +5,15 @@
 
 #include <cstdint>
 
+#include "simd/math.h"
+
 namespace ortolan::simd {
 namespace {
 
 struct avx512 {
   using Float = __m512;
   static constexpr int64_t kLanes = 16;
+  static constexpr int kRegisters = 32;
 
   static __mmask16 FirstLanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
   static __m512 Set(float value) { return _mm512_set1_ps(value); }
@@ -30,6 +33,95 @@ struct avx512 {
   static float SumOfLanes(__m512 a) { return _mm512_reduce_add_ps(a); }
   static __m512 ExponentFromLowBits(__m512 a) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
+  }
+  static __m512 SelectLess(__m512 a, __m512 b, __m512 x, __m512 y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+  }
+  static __m512 Exp2(__m512 a) {
+    // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 1.9 x 2^-24.
+    constexpr float kExp2[] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
+    const __m512 fraction = _mm512_reduce_ps(a, 0);  // a - round(a), and 0 of -Inf
+    return _mm512_scalef_ps(VectorMath<avx512>::Polynomial(fraction, kExp2), _mm512_sub_ps(a, fraction));
+  }
+  static float MaxOfLanes(__m512 a) { return _mm512_reduce_max_ps(a); }
+  static __m512 Rounded(__m512 a) {
+    __asm__("" : "+v"(a));
+    return a;
+  }
+
+  // Floats: between lanes.
+  static void Transpose(__m512 (&a)[16]) {
+    __m512 b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {  // quarters of lanes hold 4 x 4 blocks, transposed
+      a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+      a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xEE);
+      a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+      a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512 low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x44);
+      const __m512 high = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xEE);
+      const __m512 low2 = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x44);
+      const __m512 high2 = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xEE);
+      b[i] = _mm512_shuffle_f32x4(low, low2, 0x88);
+      b[i + 4] = _mm512_shuffle_f32x4(low, low2, 0xDD);
+      b[i + 8] = _mm512_shuffle_f32x4(high, high2, 0x88);
+      b[i + 12] = _mm512_shuffle_f32x4(high, high2, 0xDD);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) a[i] = b[i];
+  }
+  template <typename Op>
+  static __m512 ReduceFour(const __m512 (&a)[4], const Op& op) {
+    const __m512 pair = op(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const __m512 other = op(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const __m512 four = op(_mm512_shuffle_ps(pair, other, 0x44), _mm512_shuffle_ps(pair, other, 0xEE));
+    const __m512 half = op(four, _mm512_shuffle_f32x4(four, four, 0x4E));
+    return op(half, _mm512_shuffle_f32x4(half, half, 0xB1));
+  }
+  static __m512 LoadStrided(const float* from, int64_t stride) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride))), from, 4);
+  }
+
+  // Floats from and to bytes.
+  static __m512 LoadInt8(const uint8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
+  static void StoreBytes(uint8_t* to, __m512 a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+
+  // Units: 32 bits of a lane that are multiplied at once.
+  static constexpr int64_t kUnit = 1;
+  static __m512 PackUnits(__m512 a, __m512) { return a; }
+  static void StoreUnits(float* to, __m512 a) { Store(to, a); }
+  static __m512 MultiplyAddUnits(__m512 a, __m512 b, __m512 c) { return MultiplyAdd(a, b, c); }
+
+  // Integers of 32 bits.
+  using Int = __m512i;
+  static __m512i SetInt(int32_t value) { return _mm512_set1_epi32(value); }
+  static __m512i LoadInt(const void* from) { return _mm512_loadu_si512(from); }
+  static void StoreInt(void* to, __m512i a) { _mm512_storeu_si512(to, a); }
+  static __m512i BitsOf(__m512 a) { return _mm512_castps_si512(a); }
+  static __m512 ToFloat(__m512i a) { return _mm512_cvtepi32_ps(a); }
+  static __m512i SelectBits(__m512i where, __m512i a, __m512i b) {
+    return _mm512_ternarylogic_epi32(where, a, b, 0xCA);
+  }
+  template <int kBits>
+  static __m512i ShiftLeftInt(__m512i a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
+  template <int kBits>
+  static __m512i ShiftRightInt(__m512i a) {
+    return _mm512_srli_epi32(a, kBits);
   }
 };
 

@@ -6,7 +6,23 @@
 namespace ortolan::simd {
 namespace {
 
-struct avx512bf16 : avx512 {};
+struct avx512bf16 : avx512 {
+  // Units: pairs of bf16.
+  static constexpr int64_t kUnit = 2;
+  static __m512 PackUnits(__m512 a, __m512 b) {
+    // a in the lower half, b in the upper one; then side by side.
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    alignas(64) static constexpr uint16_t kOrder[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves));
+  }
+  static void StoreUnits(float* to, __m512 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(a));
+  }
+  static __m512 MultiplyAddUnits(__m512 a, __m512 b, __m512 c) {
+    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+  }
+};
 
 }  // namespace
 }  // namespace ortolan::simd

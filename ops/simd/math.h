@@ -11,6 +11,25 @@
 //     Float Abs(a)
 //     float SumOfLanes(a)
 //     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
+//     Float SelectLess(a, b, x, y)                    a < b ? x : y; y if a or b is NaN
+//     Float Exp2(a)                                   2^a, a <= 0; NaN of NaN; zero below -126.5
+//     float MaxOfLanes(a)
+//     Float Rounded(a)                                a, which the compiler does not fuse with what is done to it
+// kRegisters of them. Between lanes:
+//     void Transpose(Float (&)[kLanes])
+//     Float ReduceFour(const Float (&)[4], op)        op over all lanes of each, in lanes 0 … 3, 4 … 7, …
+//     Float LoadStrided(const float*, int64_t stride) every stride-th float
+// From and to bytes:
+//     Float LoadInt8(const uint8_t*)                  kLanes int8 numbers
+//     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
+// In units of 32 bits that are multiplied at once, a float (kUnit = 1) or a pair of bf16 (2):
+//     Float PackUnits(a, b)                           the numbers of a, or pairs of a and b
+//     void StoreUnits(float*, Float)                  kLanes numbers one after another, rounded to their type
+//     Float MultiplyAddUnits(a, b, c)                 a b + c of units a and b, floats c
+// Int, as many integers of 32 bits:
+//     Int SetInt(int32_t), LoadInt(const void*);  void StoreInt(void*, Int);  Int BitsOf(Float);  Float ToFloat(Int)
+//     Int SelectBits(where, a, b)                     bits of a where those of `where` are 1, else of b
+//     Int ShiftLeftInt<n>(a), ShiftRightInt<n>(a)     zeros come in
 #pragma once
 
 namespace ortolan {

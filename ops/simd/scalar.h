@@ -1,9 +1,9 @@
 // One lane: what simd/math.h asks for, on any CPU. Included by kernels only; local to each.
 #pragma once
 
-#include <bit>
-#include <cmath>
 #include <cstdint>
+
+#include "simd/math.h"
 
 namespace ortolan::simd {
 namespace {
@@ -11,6 +11,7 @@ namespace {
 struct scalar {
   using Float = float;
   static constexpr int64_t kLanes = 1;
+  static constexpr int kRegisters = 16;
 
   static float Set(float value) { return value; }
   static float Load(const float* from) { return *from; }
@@ -25,9 +26,34 @@ struct scalar {
   static float MultiplyAdd(float a, float b, float c) { return a * b + c; }
   static float Max(float a, float b) { return a > b ? a : b; }
   static float Min(float a, float b) { return a < b ? a : b; }
-  static float Abs(float a) { return std::fabs(a); }
+  static float Abs(float a) { return __builtin_fabsf(a); }
   static float SumOfLanes(float a) { return a; }
-  static float ExponentFromLowBits(float a) { return std::bit_cast<float>(std::bit_cast<uint32_t>(a) << 23); }
+  static float ExponentFromLowBits(float a) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, a) << 23); }
+  static float SelectLess(float a, float b, float x, float y) { return a < b ? x : y; }
+  static float Exp2(float a) { return VectorMath<scalar>::Exp2(Max(-127.0f, a), 1.0f); }
+  static float MaxOfLanes(float a) { return a; }
+  static float Rounded(float a) {
+#if defined(__x86_64__)
+    __asm__("" : "+x"(a));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(a));
+#endif
+    return a;
+  }
+
+  // Floats: between lanes.
+  static void Transpose(float (&)[1]) {}
+  static float LoadStrided(const float* from, int64_t) { return *from; }
+
+  // Floats from and to bytes.
+  static float LoadInt8(const uint8_t* from) { return static_cast<float>(static_cast<int8_t>(*from)); }
+  static void StoreBytes(uint8_t* to, float a) { *to = static_cast<uint8_t>(__builtin_nearbyintf(a)); }
+
+  // Units: 32 bits of a lane that are multiplied at once.
+  static constexpr int64_t kUnit = 1;
+  static float PackUnits(float a, float) { return a; }
+  static void StoreUnits(float* to, float a) { *to = a; }
+  static float MultiplyAddUnits(float a, float b, float c) { return MultiplyAdd(a, b, c); }
 };
 
 }  // namespace

@@ -169,7 +169,7 @@ def test_every_kernel_gives_the_same_codes(
             array[rng.random(array.shape) < 0.05] = value
     cache = appended(keys, codebook, splits, kernel)
     np.testing.assert_array_equal(cache, pack(encode(keys, codebook)))
-    np.testing.assert_array_equal(cache, appended(keys, codebook, [len(keys)], "Scalar"))
+    np.testing.assert_array_equal(cache, appended(keys, codebook, [len(keys)], "scalar"))
 
 
 GOOD = {

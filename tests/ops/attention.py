@@ -12,7 +12,7 @@ from .single_node import U
 Floats = NDArray[np.float32]
 
 LOWEST = np.finfo(np.float32).min
-PRECISION = {"Avx512Bf16": 16}  # of the other kernels' products: 32
+PRECISION = {"avx512bf16": 16}  # of the other kernels' products: 32
 
 
 def runnable_kernels() -> list[str]:

@@ -1,5 +1,6 @@
-// The loop over blocks of keys and of query rows, once for all x86 tiers (as in FlashAttention: scores never leave the
-// cache, each block of keys corrects what the ones before made). Included by x86_*.cc only; local to each.
+// The loop over blocks of keys and of query rows, once for all columns (as in FlashAttention: scores never leave the
+// cache, each block of keys corrects what the ones before made). Included by
+// attention_kernels.cc only; local to each column.
 //
 // Lanes are query rows, so that no maximum or sum crosses lanes. Numbers are multiplied in units of 32 bits: one
 // float32, or a pair of bfloat16 (kUnit = 2), two inputs or two keys of the same lane.
@@ -9,34 +10,41 @@
 //     scores         [key][kRows]                    in powers of two
 //     probabilities  [unit of keys][kRows]           in place of the scores
 //     values         [unit of keys][padded_dim]      zeros behind head_dim
-//
-// A tier gives a struct Simd: that of simd/math.h and
-//     kUnit
-//     kVectors                                       of a block of rows: 1 … 4
-//     kTileRows[vectors of values]                   rows of a tile of y; the lanes of one vector are a multiple
-//     kTileVectors                                   most vectors of values in a tile
-//     kTileKeys[vectors of rows]                     keys of a tile of scores
-//     void Transpose(Float (&)[kLanes])
-//     Float SelectLess(a, b, x, y)                   a < b ? x : y; y if a or b is NaN
-//     Float Exp2(a)                                  2^a, a <= 0; NaN of NaN; zero below -126.5
-//     Float Pack(a, b)                               the units of a (kUnit = 1), or pairs of a and b
-//     void PackRow(const float* from, int64_t n, float* to)   units of n numbers in a row, padded with zeros
-//     Float MultiplyAddUnits(a, b, c)                a b + c of units a and b, floats c
 #pragma once
 
 #include <cstdint>
 
-#include "nomad_attention/nomad_attention.h"
-#include "simd/math.h"
+#include "attention/attention.h"
 
 namespace ortolan {
 namespace {
 
+// What is in registers at once.
+template <int kRegisters, int64_t kLanes>
+struct AttentionTiles {
+  static constexpr int kVectors = 2;           // of a block of rows
+  static constexpr int kValueRows[] = {8, 4};  // rows of a tile of y, by its vectors of values
+  static constexpr int kScoreKeys[] = {8, 4};  // keys of a tile of scores, by its vectors of rows
+};
+template <int64_t kLanes>
+struct AttentionTiles<32, kLanes> {
+  static constexpr int kVectors = 4;
+  static constexpr int kValueRows[] = {16, 8, 8, 4};
+  static constexpr int kScoreKeys[] = {8, 8, 4, 4};
+};
+template <>
+struct AttentionTiles<16, 1> {
+  static constexpr int kVectors = 4;
+  static constexpr int kValueRows[] = {1, 1, 1, 1};
+  static constexpr int kScoreKeys[] = {2, 2, 2, 2};
+};
+
 template <typename Simd>
 class AttentionLoop {
+  using Tiles = AttentionTiles<Simd::kRegisters, Simd::kLanes>;
   using Float = typename Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
-  static constexpr int kVectors = Simd::kVectors;
+  static constexpr int kVectors = Tiles::kVectors;
   static constexpr int64_t kUnit = Simd::kUnit;
   static constexpr int64_t kRows = kVectors * kLanes;
   static constexpr int64_t kBlocks = (kAttentionRows + kRows - 1) / kRows;
@@ -147,8 +155,9 @@ class AttentionLoop {
 #pragma GCC unroll 16
         for (int64_t i = 0; i < kLanes; i += kUnit) {
           if (d + i >= args_.head_dim) break;
-          Simd::Store(block.queries + (d + i) / kUnit * kRows + lane,
-                      Simd::Pack(Simd::Multiply(columns[i], factor), Simd::Multiply(columns[i + kUnit - 1], factor)));
+          Simd::Store(
+              block.queries + (d + i) / kUnit * kRows + lane,
+              Simd::PackUnits(Simd::Multiply(columns[i], factor), Simd::Multiply(columns[i + kUnit - 1], factor)));
         }
       }
     }
@@ -157,7 +166,10 @@ class AttentionLoop {
   void CopyKeysAndValues(int64_t first, int64_t keys) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
     for (int64_t j = 0; j < keys; ++j) {
-      Simd::PackRow(At(args_.k, (first + j) * args_.k_row_bytes), args_.head_dim, keys_ + j * stride);
+      const float* from = At(args_.k, (first + j) * args_.k_row_bytes);
+      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
+        Simd::StoreUnits(keys_ + j * stride + d / kUnit, LoadSome(from + d, args_.head_dim - d));
+      }
     }
     for (int64_t j = 0; j < keys; j += kUnit) {
       const float* a = At(args_.v, (first + j) * args_.v_row_bytes);
@@ -166,7 +178,7 @@ class AttentionLoop {
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
         const Float first_key = LoadSome(a + d, args_.head_dim - d);
         const Float second_key = pair ? LoadSome(b + d, args_.head_dim - d) : Simd::Set(0.0f);
-        Simd::Store(values_ + j / kUnit * padded_dim_ + d, Simd::Pack(first_key, second_key));
+        Simd::Store(values_ + j / kUnit * padded_dim_ + d, Simd::PackUnits(first_key, second_key));
       }
     }
   }
@@ -260,7 +272,7 @@ class AttentionLoop {
   // Scores, then probabilities (not yet divided by their sum) of a block of keys.
   template <int kTileVectors, bool kFilled>
   void Score(Block& block, int64_t keys) const {
-    constexpr int kTileKeys = Simd::kTileKeys[kTileVectors - 1];
+    constexpr int kTileKeys = Tiles::kScoreKeys[kTileVectors - 1];
     Float most[kTileVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
@@ -288,7 +300,7 @@ class AttentionLoop {
           if (j + 1 < keys) b = Simd::Exp2(Simd::Subtract(Simd::Load(from + kRows), most[i]));
           sum[i] = Simd::Add(sum[i], b);
         }
-        Simd::Store(scores_ + j / kUnit * kRows + i * kLanes, Simd::Pack(a, b));
+        Simd::Store(scores_ + j / kUnit * kRows + i * kLanes, Simd::PackUnits(a, b));
       }
     }
 #pragma GCC unroll 4
@@ -299,7 +311,7 @@ class AttentionLoop {
   // yet.
   template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
-    constexpr int kTileRows = Simd::kTileRows[kTileVectors - 1];
+    constexpr int kTileRows = Tiles::kValueRows[kTileVectors - 1];
     static_assert(kLanes % kTileRows == 0);
     const int64_t units = (keys + kUnit - 1) / kUnit;
     for (int64_t row = 0; row < block.rows; row += kTileRows) {
@@ -352,13 +364,13 @@ class AttentionLoop {
   template <bool kFirst>
   void AddValues(const Block& block, int64_t keys) const {
     int64_t d = 0;
-    for (; d + Simd::kTileVectors * kLanes <= padded_dim_; d += Simd::kTileVectors * kLanes) {
-      AddValues<Simd::kTileVectors, kFirst>(block, keys, d);
+    for (; d + kVectors * kLanes <= padded_dim_; d += kVectors * kLanes) {
+      AddValues<kVectors, kFirst>(block, keys, d);
     }
-    if constexpr (Simd::kTileVectors > 3) {
+    if constexpr (kVectors > 3) {
       if (padded_dim_ - d == 3 * kLanes) return AddValues<3, kFirst>(block, keys, d);
     }
-    if constexpr (Simd::kTileVectors > 2) {
+    if constexpr (kVectors > 2) {
       if (padded_dim_ - d == 2 * kLanes) return AddValues<2, kFirst>(block, keys, d);
     }
     if (d < padded_dim_) AddValues<1, kFirst>(block, keys, d);

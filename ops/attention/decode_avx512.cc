@@ -1,8 +1,5 @@
-// AVX-512 of one token's attention. Included by x86_avx512.cc only.
-#pragma once
-
-#include "nomad_attention/avx512_attention.h"
-#include "nomad_attention/decode_loop.h"
+// AVX-512 of one token's attention.
+#include "attention/decode_loop.h"
 
 namespace ortolan {
 namespace {
@@ -12,42 +9,9 @@ inline void AddProducts(__m512i& sums, __m512i a, __m512i b) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 }
 
-struct Avx512Decode {
-  using Floats = Avx512Attention;
-  static constexpr int kHeads = 4;
+struct Blocks {
   static constexpr int kVectors = 4;
   static constexpr int kDotHeads = 4;
-  static constexpr int kDotKeys = 4;
-
-  static float ReduceAdd(__m512 a) { return _mm512_reduce_add_ps(a); }
-  static float ReduceMax(__m512 a) { return _mm512_reduce_max_ps(a); }
-  template <typename Op>
-  static __m512 ReduceFour(const __m512 (&a)[4], const Op& op) {
-    const __m512 pair = op(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    const __m512 other = op(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    const __m512 four = op(_mm512_shuffle_ps(pair, other, 0x44), _mm512_shuffle_ps(pair, other, 0xEE));
-    const __m512 half = op(four, _mm512_shuffle_f32x4(four, four, 0x4E));
-    return op(half, _mm512_shuffle_f32x4(half, half, 0xB1));
-  }
-  static __m512 LoadStrided(const float* from, int64_t stride) {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride))), from, 4);
-  }
-  static __m512 LoadInt8(const uint8_t* from) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-  }
-  static void StoreBytes(uint8_t* to, __m512 a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
-  }
-
-  static void StoreQuads(uint8_t* to, __m512 a, __m512 b) {
-    const __m512i low = _mm512_set1_epi8(0x0f);
-    const __m512i first = _mm512_castps_si512(a);
-    const __m512i second = _mm512_castps_si512(b);
-    // 0xCA: low ? the one : the other
-    _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(low, first, _mm512_slli_epi32(second, 4), 0xCA));
-    _mm512_storeu_si512(to + 64, _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(first, 4), second, 0xCA));
-  }
 
   // Scores of kBlocks blocks of 32 keys for kHeads heads. A lane holds four codes of a key: one vpermb looks them up in
   // the tables of a quad, 64 bytes, and vpdpbusd adds the four up.
@@ -141,14 +105,14 @@ struct Avx512Decode {
     const __m512 most = _mm512_set1_ps(head.most);
     __m512 sum = _mm512_setzero_ps();
     for (int64_t block = 0; block < blocks; ++block) {
-      const __m512 first = Floats::Exp2(_mm512_sub_ps(_mm512_loadu_ps(head.scores + 32 * block), most));
-      const __m512 second = Floats::Exp2(_mm512_sub_ps(_mm512_loadu_ps(head.scores + 32 * block + 16), most));
+      const __m512 first = Simd::Exp2(_mm512_sub_ps(_mm512_loadu_ps(head.scores + 32 * block), most));
+      const __m512 second = Simd::Exp2(_mm512_sub_ps(_mm512_loadu_ps(head.scores + 32 * block + 16), most));
       sum = _mm512_add_ps(sum, _mm512_add_ps(first, second));
       const __m512i a = _mm512_cvtps_epu32(_mm512_mul_ps(first, scales[2 * block]));
       const __m512i b = _mm512_cvtps_epu32(_mm512_mul_ps(second, scales[2 * block + 1]));
       _mm512_storeu_si512(parts + 64 * block, _mm512_permutex2var_epi8(a, bytes, b));
     }
-    const __m512 factor = Floats::Exp2(_mm512_set1_ps(head.most - head.maximum));
+    const __m512 factor = Simd::Exp2(_mm512_set1_ps(head.most - head.maximum));
     _mm512_storeu_ps(head.sums, _mm512_fmadd_ps(sum, factor, _mm512_loadu_ps(head.sums)));
     return _mm512_cvtss_f32(factor) * unit;
   }
@@ -240,3 +204,18 @@ struct Avx512Decode {
 
 }  // namespace
 }  // namespace ortolan
+
+namespace ortolan::avx512 {
+
+int64_t DecodeScratch(int64_t heads, int64_t head_dim) { return DecodeLoop<Blocks>::ScratchBytes(heads, head_dim); }
+
+void DecodeAttention(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
+                     void* scratch) {
+  DecodeLoop<Blocks>::Run(args, begin, end, partial, scratch);
+}
+
+void DecodeScores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
+  DecodeLoop<Blocks>::Scores(args, begin, end, scores, scratch);
+}
+
+}  // namespace ortolan::avx512

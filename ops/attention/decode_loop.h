@@ -1,21 +1,12 @@
-// One token's attention (decode_attention.h), once for all x86 tiers: scores of a chunk of tokens, then a tile after
-// another of weights and values. Included by x86_*.cc only; local to each.
+// One token's attention (decode.h), once for all columns: scores of a chunk of tokens, then a tile after
+// another of weights and values. Included by decode_<column>.cc only; local to each.
 //
 //     tables   [heads][quads][64]   16 table entries of sub-quantizer 4 quad, 16 of the next, …
 //     scores   [heads][kChunk]      in powers of two, from a multiple of 32 tokens on; -Inf outside of the range
 //     weights  [heads][kTile]       of the heads whose tile is not negligible
 //
-// A tier gives a struct Tier with
-//     Floats                                   simd/math.h's, and Exp2 (attention_loop.h)
-//     kHeads, kVectors                         of a tile of y that is multiplied with rows of floats
-//     kDotHeads, kDotKeys                      of a tile of dot products
-//     float ReduceAdd(Float), ReduceMax(Float)
-//     Float ReduceFour(const Float (&)[4], op)            op over each of four, in lanes 0 … 3, 4 … 7, …
-//     Float LoadStrided(const float*, int64_t stride)     every stride-th float
-//     Float LoadInt8(const uint8_t*)                      kLanes int8 numbers as floats
-//     void StoreBytes(uint8_t*, Float)                    kLanes numbers 0 … 255, rounded to nearest
-//     void StoreQuads(uint8_t*, Float a, Float b)         a lane: 32 bits of a row of codes, of keys k and 16 + k; the
-//                                                         quad of low nibbles, and 64 bytes later the one of high ones
+// A column gives a struct Blocks with
+//     kVectors, kDotHeads     of a tile of y that is multiplied with rows of floats; of a tile of dot products
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
 //     to y
@@ -23,8 +14,8 @@
 
 #include <cstdint>
 
-#include "nomad_attention/decode_attention.h"
-#include "simd/math.h"
+#include "attention/decode.h"
+#include "simd/column.h"
 
 namespace ortolan {
 namespace {
@@ -63,9 +54,8 @@ struct Int8Blocks {
 
 inline constexpr int64_t kDecodeTile = 128;
 
-template <typename Tier>
+template <typename Blocks>
 class DecodeLoop {
-  using Simd = typename Tier::Floats;
   using Float = typename Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kTile = kDecodeTile;
@@ -75,6 +65,8 @@ class DecodeLoop {
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
   static constexpr float kLeastRange = 0x1p-100f;
+  static constexpr int kHeads = 4;    // of a tile of y
+  static constexpr int kDotKeys = 4;  // of a tile of dot products
 
   static int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -150,7 +142,7 @@ class DecodeLoop {
       for (int64_t s = 0; s < 4 * quads_; ++s, centroids += d_sub * kCentroids) {
         for (int64_t d = 0; d < d_sub; ++d) {
           for (int64_t lane = 0; lane < kCentroids; lane += kLanes, to += kLanes) {
-            Simd::Store(to, Tier::LoadStrided(centroids + lane * d_sub + d, d_sub));
+            Simd::Store(to, Simd::LoadStrided(centroids + lane * d_sub + d, d_sub));
           }
         }
       }
@@ -202,15 +194,15 @@ class DecodeLoop {
           check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
         }
       }
-      const Float lows = Tier::ReduceFour(low, [](Float a, Float b) { return Simd::Min(a, b); });
-      const Float highs = Tier::ReduceFour(high, [](Float a, Float b) { return Simd::Max(a, b); });
+      const Float lows = Simd::ReduceFour(low, [](Float a, Float b) { return Simd::Min(a, b); });
+      const Float highs = Simd::ReduceFour(high, [](Float a, Float b) { return Simd::Max(a, b); });
       Simd::Store(least + s, lows);  // more than four: the next ones write over the rest
       width = Simd::Max(width, Simd::Subtract(highs, lows));
       sum = Simd::Add(sum, lows);
     }
-    const float range = Tier::ReduceMax(width);
-    const float bias = Tier::ReduceAdd(sum) * (4.0f / kLanes);
-    const bool finite = Tier::ReduceAdd(check) == 0 && range < __builtin_inff();
+    const float range = Simd::MaxOfLanes(width);
+    const float bias = Simd::SumOfLanes(sum) * (4.0f / kLanes);
+    const bool finite = Simd::SumOfLanes(check) == 0 && range < __builtin_inff();
     const bool flat = !finite || range < kLeastRange;
     s_.biases[h] = finite ? bias : __builtin_nanf("");
     s_.steps[h] = flat ? 0.0f : range / 255;
@@ -219,7 +211,7 @@ class DecodeLoop {
     for (int64_t s = 0; s < count; ++s) {
       for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
         const Float above = Simd::Subtract(Simd::Load(products + s * kCentroids + lane), Simd::Set(least[s]));
-        Tier::StoreBytes(table + s * kCentroids + lane, Simd::Multiply(above, inverse));
+        Simd::StoreBytes(table + s * kCentroids + lane, Simd::Multiply(above, inverse));
       }
     }
   }
@@ -240,13 +232,13 @@ class DecodeLoop {
                         s_.biases,
                         s_.scores,
                         kChunk};
-      if (full > 0) Tier::ScoreBlocks(blocks, args_.heads);
+      if (full > 0) Blocks::ScoreBlocks(blocks, args_.heads);
       if (full < count) {
         GatherBlock();
         blocks.blocks = 1;
         blocks.codes = s_.block;
         blocks.scores += full;
-        Tier::ScoreBlocks(blocks, args_.heads);
+        Blocks::ScoreBlocks(blocks, args_.heads);
       }
     }
     for (int64_t h = 0; h < args_.heads; ++h) {
@@ -280,21 +272,28 @@ class DecodeLoop {
         }
         Simd::Transpose(a);
         Simd::Transpose(b);
-        for (int64_t i = 0; i < lanes; ++i) Tier::StoreQuads(s_.block + (word + i) * 128 + 4 * k, a[i], b[i]);
+        for (int64_t i = 0; i < lanes; ++i) {  // the quad of low nibbles, then that of high ones
+          const auto low = Simd::BitsOf(a[i]);
+          const auto high = Simd::BitsOf(b[i]);
+          const auto nibbles = Simd::SetInt(0x0f0f0f0f);
+          uint8_t* to = s_.block + (word + i) * 128 + 4 * k;
+          Simd::StoreInt(to, Simd::SelectBits(nibbles, low, Simd::ShiftLeftInt<4>(high)));
+          Simd::StoreInt(to + 64, Simd::SelectBits(nibbles, Simd::ShiftRightInt<4>(low), high));
+        }
       }
     }
   }
 
   void ScoreFloats(int64_t first, int64_t begin, int64_t end) const {
     int64_t j = begin;
-    for (; j + Tier::kDotKeys <= end; j += Tier::kDotKeys) ScoreKeys<Tier::kDotKeys>(first, j);
+    for (; j + kDotKeys <= end; j += kDotKeys) ScoreKeys<kDotKeys>(first, j);
     for (; j < end; ++j) ScoreKeys<1>(first, j);
   }
 
   template <int kKeys>
   void ScoreKeys(int64_t first, int64_t j) const {
     int64_t h = 0;
-    for (; h + Tier::kDotHeads <= args_.heads; h += Tier::kDotHeads) DotTile<kKeys, Tier::kDotHeads>(first, j, h);
+    for (; h + Blocks::kDotHeads <= args_.heads; h += Blocks::kDotHeads) DotTile<kKeys, Blocks::kDotHeads>(first, j, h);
     for (; h < args_.heads; ++h) DotTile<kKeys, 1>(first, j, h);
   }
 
@@ -318,7 +317,7 @@ class DecodeLoop {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kHeads * kKeys; ++i) {
-      s_.scores[(h + i / kKeys) * kChunk + j - first + i % kKeys] = Tier::ReduceAdd(sum[i / kKeys][i % kKeys]);
+      s_.scores[(h + i / kKeys) * kChunk + j - first + i % kKeys] = Simd::SumOfLanes(sum[i / kKeys][i % kKeys]);
     }
   }
 
@@ -356,7 +355,7 @@ class DecodeLoop {
   void AddRowsHeads(int64_t head, int64_t begin, int64_t end, const Row& row, const Load& load) const {
     const TileHead* heads = s_.heads + head;
     const float* weights = s_.weights + head * kTile;
-    constexpr int kVectors = Tier::kVectors;
+    constexpr int kVectors = Blocks::kVectors;
     int64_t d = 0;
     for (; d + kVectors * kLanes <= args_.head_dim; d += kVectors * kLanes) {
       AddRowsTile<kHeads, kVectors>(heads, weights, begin, end, d, row, load);
@@ -367,7 +366,7 @@ class DecodeLoop {
   template <typename Row, typename Load>
   void AddRows(int64_t heads, int64_t begin, int64_t end, const Row& row, const Load& load) const {
     int64_t h = 0;
-    for (; h + Tier::kHeads <= heads; h += Tier::kHeads) AddRowsHeads<Tier::kHeads>(h, begin, end, row, load);
+    for (; h + kHeads <= heads; h += kHeads) AddRowsHeads<kHeads>(h, begin, end, row, load);
     for (; h < heads; ++h) AddRowsHeads<1>(h, begin, end, row, load);
   }
 
@@ -399,7 +398,7 @@ class DecodeLoop {
     const int64_t row_bytes = ValueRowBytes(args_.head_dim);
     const int64_t full = full_ - first < RoundUp(to, kValueBlock) ? full_ - first : RoundUp(to, kValueBlock);
     if (full > 0) {
-      Tier::AddInt8Blocks(
+      Blocks::AddInt8Blocks(
           {args_.head_dim, full / kValueBlock, from, to, args_.int8_values + first * row_bytes, s_.heads, s_.parts},
           heads);
     }
@@ -413,7 +412,7 @@ class DecodeLoop {
     }
     AddRows(
         heads, rest, to, [&](int64_t j) { return args_.int8_values + (first + j) * row_bytes + kValueScaleBytes; },
-        [](const uint8_t* row, int64_t d) { return Tier::LoadInt8(row + d); });
+        [](const uint8_t* row, int64_t d) { return Simd::LoadInt8(row + d); });
   }
 
   // Finds the largest scores of a chunk's tiles, and brings the maximum up to them, with what was added so far. Returns
@@ -431,7 +430,7 @@ class DecodeLoop {
         most = Simd::Max(score, most);
         check = Simd::Add(check, score);
       }
-      tile_most[tile] = Tier::ReduceMax(most);
+      tile_most[tile] = Simd::MaxOfLanes(most);
       maximum = tile_most[tile] > maximum ? tile_most[tile] : maximum;
     }
     if (maximum > partial.max[h]) {
@@ -444,7 +443,7 @@ class DecodeLoop {
       float* sums = s_.sums + h * kLanes;
       Simd::Store(sums, Simd::Multiply(Simd::Load(sums), correction));
     }
-    const float total = Tier::ReduceAdd(check);
+    const float total = Simd::SumOfLanes(check);
     return total != total;
   }
 
@@ -472,7 +471,7 @@ class DecodeLoop {
         if (heads > 0) AddTile(heads, first + tile * kTile, begin, end);
       }
     }
-    for (int64_t h = 0; h < args_.heads; ++h) partial.sum[h] = Tier::ReduceAdd(Simd::Load(s_.sums + h * kLanes));
+    for (int64_t h = 0; h < args_.heads; ++h) partial.sum[h] = Simd::SumOfLanes(Simd::Load(s_.sums + h * kLanes));
   }
 
  public:

@@ -1,19 +1,18 @@
-// The codes of keys (EncodeKeys in formats/key_code_cache.h), once for all x86 tiers. Included by x86_*.cc only; local
-// to each. Tier: as in decode_loop.h.
+// The codes of keys (kv_cache.h), once for all columns. Included by kernels.cc only; local to each column.
 //
 // Lanes are sub-quantizers: a group of kLanes of them has its centroids transposed, in registers where they fit, and
 // then goes through the keys. The codebook is read as it is: after encoding a token its tables are built from the same
 // memory, and a transposed copy would have to be fetched as well.
 #pragma once
 
-#include "formats/key_code_cache.h"
+#include "attention/kv_cache/kv_cache.h"
+#include "simd/scalar.h"
 
 namespace ortolan {
 namespace {
 
-template <typename Tier>
+template <typename Simd>
 class EncodeLoop {
-  using Simd = typename Tier::Floats;
   using Float = typename Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
 
@@ -39,7 +38,7 @@ class EncodeLoop {
 #pragma GCC unroll 4
         for (int d = 0; d < kDSub; ++d) {
           const float* at = from + part * kDSub + d;
-          numbers[d] = kDSub == 1 ? Simd::Load(at) : Tier::LoadStrided(at, kDSub);
+          numbers[d] = kDSub == 1 ? Simd::Load(at) : Simd::LoadStrided(at, kDSub);
         }
         Float least = Simd::Set(__builtin_inff());
         Float best = Simd::Set(0.0f);
@@ -50,13 +49,13 @@ class EncodeLoop {
           for (int d = 0; d < kDSub; ++d) {
             const Float difference = Simd::Subtract(numbers[d], centroids[c * kDSub + d]);
             Float square = Simd::Multiply(difference, difference);
-            if (kDSub > 1) __asm__("" : "+v"(square));  // else the compiler makes one rounding of product and sum
+            if (kDSub > 1) square = Simd::Rounded(square);
             distance = d == 0 ? square : Simd::Add(distance, square);
           }
           best = Simd::SelectLess(distance, least, Simd::Set(static_cast<float>(c)), best);
           least = Simd::Min(distance, least);  // of NaN, what was before
         }
-        Tier::StoreBytes(codes + key * parts + part, best);
+        Simd::StoreBytes(codes + key * parts + part, best);
       }
     }
   }
@@ -65,7 +64,7 @@ class EncodeLoop {
   static void Run(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
                   int64_t count, uint8_t* codes) {
     const int64_t parts = layout.SubQuantizers();
-    if (parts < kLanes) return EncodeKeys(layout, codebook, keys, key_row_bytes, count, codes);
+    if (parts < kLanes) return EncodeLoop<simd::scalar>::Run(layout, codebook, keys, key_row_bytes, count, codes);
     if (layout.d_sub == 1) return Groups<1>(parts, codebook, keys, key_row_bytes, count, codes);
     if (layout.d_sub == 2) return Groups<2>(parts, codebook, keys, key_row_bytes, count, codes);
     Groups<4>(parts, codebook, keys, key_row_bytes, count, codes);

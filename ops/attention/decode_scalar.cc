@@ -1,36 +1,11 @@
-#include "nomad_attention/decode_attention.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "isa/kernel_table.h"
+#include "attention/decode.h"
 
 namespace ortolan {
-
-#define ORTOLAN_KERNEL(set, name)          \
-  DecodeAttentionFn DecodeAttention##name; \
-  DecodeScoresFn DecodeScores##name;       \
-  DecodeScratchFn DecodeScratch##name;     \
-  EncodeKeysFn EncodeKeys##name;           \
-  WeighScoresFn WeighScores##name;
-#include "nomad_attention/decode_kernels.inc"
-#undef ORTOLAN_KERNEL
-
 namespace {
-
-constexpr DecodeAttentionKernel kKernels[] = {
-#define ORTOLAN_KERNEL(set, name) \
-  {#name,                         \
-   feature_set::set,              \
-   &DecodeScratch##name,          \
-   &DecodeAttention##name,        \
-   &DecodeScores##name,           \
-   &EncodeKeys##name,             \
-   &WeighScores##name},
-#include "nomad_attention/decode_kernels.inc"
-#undef ORTOLAN_KERNEL
-};
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr float kLog2E = 1.44269504f;
@@ -98,12 +73,15 @@ void Score(const DecodeAttentionArgs& args, const float* q, const Tables& tables
 }
 
 }  // namespace
+}  // namespace ortolan
 
-int64_t DecodeScratchScalar(int64_t, int64_t head_dim) {
+namespace ortolan::scalar {
+
+int64_t DecodeScratch(int64_t, int64_t head_dim) {
   return (kCentroids * head_dim + kPart + head_dim) * static_cast<int64_t>(sizeof(float));
 }
 
-void DecodeScoresScalar(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
+void DecodeScores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
   for (int64_t h = 0; h < args.heads; ++h) {
     const float* q = RowOf(args.q, h * args.q_head_bytes);
     Tables tables{static_cast<float*>(scratch), 0, 0};
@@ -112,8 +90,8 @@ void DecodeScoresScalar(const DecodeAttentionArgs& args, int64_t begin, int64_t 
   }
 }
 
-void DecodeAttentionScalar(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
-                           void* scratch) {
+void DecodeAttention(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
+                     void* scratch) {
   float* entries = static_cast<float*>(scratch);
   float* weights = entries + kCentroids * args.head_dim;
   float* decoded = weights + kPart;
@@ -150,43 +128,4 @@ void DecodeAttentionScalar(const DecodeAttentionArgs& args, int64_t begin, int64
   }
 }
 
-void EncodeKeysScalar(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                      int64_t count, uint8_t* codes) {
-  EncodeKeys(layout, codebook, keys, key_row_bytes, count, codes);
-}
-
-void WeighScoresScalar(float* scores, int64_t count, float factor, float* maximum, float* sum) {
-  *maximum = kLowest;
-  for (int64_t i = 0; i < count; ++i) {
-    scores[i] *= factor;
-    *maximum = std::max(*maximum, scores[i]);
-  }
-  *sum = 0;
-  for (int64_t i = 0; i < count; ++i) *sum += scores[i] = std::exp2(scores[i] - *maximum);
-}
-
-std::span<const DecodeAttentionKernel> DecodeAttentionKernels() { return kKernels; }
-
-void MergeDecodePartial(int64_t heads, int64_t head_dim, const DecodePartial& from, const DecodePartial& into) {
-  for (int64_t h = 0; h < heads; ++h) {
-    const float most = std::max(from.max[h], into.max[h]);
-    const float a = std::exp2(from.max[h] - most);
-    const float b = std::exp2(into.max[h] - most);
-    into.max[h] = most;
-    into.sum[h] = a * from.sum[h] + b * into.sum[h];
-    const float* y = from.y + h * head_dim;
-    float* to = into.y + h * head_dim;
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = a * y[d] + b * to[d];
-  }
-}
-
-void FinishDecode(int64_t heads, int64_t head_dim, const DecodePartial& partial, float* y, int64_t y_head_bytes) {
-  for (int64_t h = 0; h < heads; ++h) {
-    const float* from = partial.y + h * head_dim;
-    float* to = const_cast<float*>(RowOf(y, h * y_head_bytes));
-    const float inverse = 1 / partial.sum[h];
-    for (int64_t d = 0; d < head_dim; ++d) to[d] = from[d] * inverse;
-  }
-}
-
-}  // namespace ortolan
+}  // namespace ortolan::scalar

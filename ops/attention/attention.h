@@ -1,4 +1,4 @@
-// NoMADAttention: scaled dot-product attention, exact (no approximation but rounding).
+// Scaled dot-product attention, exact (no approximation but rounding).
 //
 //     s[i, j] = scale (q[i] . k[j]) + mask[i, j]         i < queries, j < keys
 //     y[i]    = sum over j of p[i, j] v[j],   p[i, j] = exp(s[i, j]) / sum over l of exp(s[i, l])
@@ -62,10 +62,10 @@ struct AttentionArgs {
 // The rows of one call: enough to make up for copying each key and value.
 inline constexpr int64_t kAttentionRows = 128;
 
-// Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: ScratchBytes of the kernel, aligned to 64
-// bytes.
+// Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes of the kernel, aligned to
+// 64 bytes.
 using AttentionFn = void(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
-using AttentionScratchFn = int64_t(int64_t keys, int64_t head_dim);
+using AttentionScratchFn = int64_t(int64_t head_dim);
 
 struct AttentionKernel {
   const char* name;
@@ -75,10 +75,7 @@ struct AttentionKernel {
   AttentionFn* run;
 };
 
-// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+// The rows of attention_kernels.inc that this build has, best first; the last one runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
-
-// The best kernel of at least this precision on a CPU of this tier. Never fails.
-const AttentionKernel& SelectAttention(Features features, int precision);
 
 }  // namespace ortolan

@@ -1,60 +1,12 @@
-// AVX2 of one token's attention. Included by x86_avx2.cc only.
-#pragma once
-
-#include "nomad_attention/avx2_attention.h"
-#include "nomad_attention/decode_loop.h"
+// AVX2 of one token's attention.
+#include "attention/decode_loop.h"
 
 namespace ortolan {
 namespace {
 
-struct Avx2Decode {
-  using Floats = Avx2Attention;
-  static constexpr int kHeads = 4;
+struct Blocks {
   static constexpr int kVectors = 2;
   static constexpr int kDotHeads = 2;
-  static constexpr int kDotKeys = 4;
-
-  static float ReduceAdd(__m256 a) {
-    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
-  }
-  static float ReduceMax(__m256 a) {
-    const __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    const __m128 pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_max_ss(pair, _mm_movehdup_ps(pair)));
-  }
-  template <typename Op>
-  static __m256 ReduceFour(const __m256 (&a)[4], const Op& op) {
-    const __m256 pair = op(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
-    const __m256 other = op(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
-    const __m256 four = op(_mm256_shuffle_ps(pair, other, 0x44), _mm256_shuffle_ps(pair, other, 0xEE));
-    return op(four, _mm256_permute2f128_ps(four, four, 0x01));
-  }
-  static __m256 LoadStrided(const float* from, int64_t stride) {
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm256_i32gather_ps(from, _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int>(stride))), 4);
-  }
-  static __m256 LoadInt8(const uint8_t* from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-  }
-  static void StoreBytes(uint8_t* to, __m256 a) {
-    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_setzero_si256());
-    const __m128i halves = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
-  }
-
-  static void StoreQuads(uint8_t* to, __m256 a, __m256 b) {
-    const __m256i low = _mm256_set1_epi8(0x0f);
-    const auto join = [&](__m256i nibbles, __m256i others) {
-      return _mm256_or_si256(_mm256_and_si256(low, nibbles), _mm256_andnot_si256(low, others));
-    };
-    const __m256i first = _mm256_castps_si256(a);
-    const __m256i second = _mm256_castps_si256(b);
-    __m256i* quads = reinterpret_cast<__m256i*>(to);
-    _mm256_storeu_si256(quads, join(first, _mm256_slli_epi32(second, 4)));
-    _mm256_storeu_si256(quads + 2, join(_mm256_srli_epi32(first, 4), second));
-  }
 
   // So many quads that sums of 16 bits hold their entries; a block's indices to that many tables are 8 KB.
   static constexpr int64_t kQuads = 64;
@@ -179,7 +131,7 @@ struct Avx2Decode {
       const __m256 maximum = _mm256_set1_ps(head.maximum);
       __m256 sum = _mm256_loadu_ps(head.sums);
       for (int64_t t = 0; t < at.blocks * kValueBlock; t += 8) {
-        const __m256 weight = Floats::Exp2(_mm256_sub_ps(_mm256_loadu_ps(head.scores + t), maximum));
+        const __m256 weight = Simd::Exp2(_mm256_sub_ps(_mm256_loadu_ps(head.scores + t), maximum));
         sum = _mm256_add_ps(sum, weight);
         const uint8_t* scales = at.values + t / kValueBlock * block_bytes + t % kValueBlock * kValueScaleBytes;
         const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
@@ -206,3 +158,18 @@ struct Avx2Decode {
 
 }  // namespace
 }  // namespace ortolan
+
+namespace ortolan::avx2 {
+
+int64_t DecodeScratch(int64_t heads, int64_t head_dim) { return DecodeLoop<Blocks>::ScratchBytes(heads, head_dim); }
+
+void DecodeAttention(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
+                     void* scratch) {
+  DecodeLoop<Blocks>::Run(args, begin, end, partial, scratch);
+}
+
+void DecodeScores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
+  DecodeLoop<Blocks>::Scores(args, begin, end, scores, scratch);
+}
+
+}  // namespace ortolan::avx2

@@ -5,8 +5,8 @@
 //     partial: max[h] >= s[h, j], sum[h] = sum of 2^(s[h, j] - max[h]), y[h] = sum of 2^(s[h, j] - max[h]) v[j]
 //
 // over the tokens j of a range [begin, end). Partial results of any ranges, of different threads, of compressed and of
-// exact keys, add up to that of all their tokens (MergeDecodePartial, as in FlashDecoding); the attention's result is
-// y / sum (FinishDecode). The query's own token is in the cache already, so causality hides nothing; padding is
+// exact keys, add up to that of all their tokens (softmax.h, as in FlashDecoding); the attention's result is
+// y / sum. The query's own token is in the cache already, so causality hides nothing; padding is
 // what a range leaves out.
 //
 // Keys are float32 rows or codes (formats/key_code_cache.h), values float32 rows or int8 (formats/value_cache.h).
@@ -49,6 +49,7 @@
 #include <cstdint>
 #include <span>
 
+#include "attention/softmax.h"
 #include "formats/key_code_cache.h"
 #include "formats/value_cache.h"
 #include "isa/features.h"
@@ -77,13 +78,6 @@ struct DecodeAttentionArgs {
   constexpr KeyCodeLayout Layout() const { return {head_dim, d_sub}; }
 };
 
-// Written whole, contiguous. The partial result of no tokens: the lowest float, 0 and 0.
-struct DecodePartial {
-  float* max = nullptr;  // [heads]
-  float* sum = nullptr;  // [heads]
-  float* y = nullptr;    // [heads][head_dim]
-};
-
 // scratch: scratch_bytes of the kernel, aligned to 64 bytes. 0 <= begin <= end <= args.tokens.
 using DecodeAttentionFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end,
                                const DecodePartial& partial, void* scratch);
@@ -91,28 +85,16 @@ using DecodeAttentionFn = void(const DecodeAttentionArgs& args, int64_t begin, i
 using DecodeScoresFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch);
 using DecodeScratchFn = int64_t(int64_t heads, int64_t head_dim);
 
-// In place, scores s[i], i < count, become weights 2^(factor s[i] - maximum), whose sum is put out; 1 <= count. There
-// is room for count rounded up to 16; what is behind count may be anything. A NaN among the scores makes the sum NaN.
-using WeighScoresFn = void(float* scores, int64_t count, float factor, float* maximum, float* sum);
-
 struct DecodeAttentionKernel {
   const char* name;
   Features needs;
   DecodeScratchFn* scratch_bytes;
   DecodeAttentionFn* run;
   DecodeScoresFn* scores;
-  EncodeKeysFn* encode;
-  WeighScoresFn* weigh;
 };
 
 // The rows of decode_kernels.inc that this build has, best first; the last one runs on any CPU.
 std::span<const DecodeAttentionKernel> DecodeAttentionKernels();
-
-// Adds `from` to `into`.
-void MergeDecodePartial(int64_t heads, int64_t head_dim, const DecodePartial& from, const DecodePartial& into);
-
-// y = partial.y / partial.sum, rows y_head_bytes apart. y may be partial.y.
-void FinishDecode(int64_t heads, int64_t head_dim, const DecodePartial& partial, float* y, int64_t y_head_bytes);
 
 // Scores below that of the heaviest token so far by more than this, plus log2 of the tokens of the call, may be left
 // out.
