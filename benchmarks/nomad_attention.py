@@ -34,7 +34,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-from .. import _native
+from .. import _native, _testing
 from ..errors import OrtolanError
 from ..graph_passes.prompt_cache import PromptCache, prune_prompt
 from ..progress import Progress, no_progress
@@ -250,13 +250,13 @@ def _ours(caches: Sequence[np.ndarray], attend: Callable[..., object]) -> Measur
 
 
 def _step(q: np.ndarray, codebooks: np.ndarray | None, tokens: int | None = None) -> Callable[..., object]:
-    return lambda keys, values: _native.finish_decode(
-        _native.decode_attention(q, SCALE, keys, values, codebooks, tokens)
+    return lambda keys, values: _testing.finish_decode(
+        _testing.decode_attention(q, SCALE, keys, values, codebooks, tokens)
     )
 
 
 def _scores(q: np.ndarray, codebooks: np.ndarray | None) -> Callable[..., object]:
-    return lambda keys: _native.decode_scores(q, SCALE, keys, codebooks)
+    return lambda keys: _testing.decode_scores(q, SCALE, keys, codebooks)
 
 
 def _ort_caches(rng: np.random.Generator, context: int, dtype: type) -> list[np.ndarray]:

@@ -122,16 +122,16 @@ class SparseAMXMatMul(Replacement):
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
     def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _native
+        from ortolan import _testing
 
         k, n = weight.matrix.shape
         masks, values, offsets = packed["masks"].array, packed["values"].array, packed["offsets"].array
         if weight.quantized is None:
-            return _native.sparse_amx_matmul(x, masks, values, offsets, k, n)
+            return _testing.sparse_amx_matmul(x, masks, values, offsets, k, n)
         scales, group_size = packed["scales"].array, weight.quantized.group_size
         if group_size is None:
-            return _native.sparse_amx_matmul_int8(x, masks, values, offsets, scales, k, n)
-        return _native.sparse_amx_matmul_int4(x, masks, values, offsets, scales, group_size, k, n)
+            return _testing.sparse_amx_matmul_int8(x, masks, values, offsets, scales, k, n)
+        return _testing.sparse_amx_matmul_int4(x, masks, values, offsets, scales, group_size, k, n)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)

@@ -87,14 +87,14 @@ class VNNISpMM(Replacement):
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
     def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _native
+        from ortolan import _testing
 
         k, n = weight.matrix.shape
         values, indices, starts, scales = (packed[name].array for name in ("values", "indices", "starts", "scales"))
         if weight.x_range is None:
-            return _native.vnni_spmm(x, values, indices, starts, scales, k, n)
+            return _testing.vnni_spmm(x, values, indices, starts, scales, k, n)
         scale, zero_point = float(weight.x_range.scale), int(weight.x_range.zero_point)
-        return _native.vnni_spmm(x, values, indices, starts, scales, k, n, x_scale=scale, x_zero_point=zero_point)
+        return _testing.vnni_spmm(x, values, indices, starts, scales, k, n, x_scale=scale, x_zero_point=zero_point)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)

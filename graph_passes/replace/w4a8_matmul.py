@@ -97,13 +97,13 @@ class W4A8MatMul(Replacement):
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
     def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _native
+        from ortolan import _testing
 
         assert weight.quantized is not None and weight.quantized.group_size is not None
         k, n = weight.matrix.shape
         scales = packed["scales"]
         zero_points = packed.get("zero_points")
-        return _native.w4a8_matmul(
+        return _testing.w4a8_matmul(
             x,
             packed["weights"].array,
             scales.array.view(np.uint16) if scales.dtype == ir.DataType.FLOAT16 else scales.array,

@@ -222,10 +222,10 @@ def describe_tiers() -> tuple[Tier, ...]:
     """Every tier, the best last; without the native module nothing is known of kernels and this CPU."""
     order = [name for name, _, _ in _TIERS]
     try:
-        from . import _native
+        from . import _testing
 
         info = cpu_info()
-        kernels = [(str(row["name"]), order.index(row["isa"])) for row in _native.sparse_amx_matmul_kernels()]
+        kernels = [(str(row["name"]), order.index(row["isa"])) for row in _testing.sparse_amx_matmul_kernels()]
         active, detected = order.index(info["isa"]), order.index(info["detected_isa"])
     except Exception:
         kernels, active, detected = [], -1, -1

@@ -6,7 +6,7 @@ from .emulator import run_python
 
 CHECK_SHAPES = """
 import numpy as np
-from ortolan import _native
+from ortolan import _native, _testing
 from tests.ops.single_node import assert_matmul_close, assert_same_bits, sparse_weight
 assert _native.cpu_info()["isa"] == "amx"
 rng = np.random.default_rng(5)
@@ -20,17 +20,17 @@ for k in (1, 31, 33, 100, 544, 1000):
                 if k * n * m > 500_000:
                     continue  # a tile instruction takes 10 us under the emulator
                 b = bias if m % 2 else None
-                y = _native.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx")
+                y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx")
                 assert_matmul_close(y, x[:m], w, b)
                 if sparsity == 0.5:
-                    assert_same_bits(_native.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="Amx"), y)
+                    assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="Amx"), y)
 """
 
 # Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
 CHECK_BITS = """
 import ml_dtypes
 import numpy as np
-from ortolan import _native
+from ortolan import _native, _testing
 from tests.amx import reference
 from tests.ops.single_node import assert_same_bits, sparse_weight
 rng = np.random.default_rng(6)
@@ -43,13 +43,13 @@ for tile in range(0, k, 32):
     b = w[tile : tile + 32].astype(ml_dtypes.bfloat16)
     expected = reference.tdpbf16ps(expected, a, b)
 for dense in (False, True):
-    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel="Amx")
+    y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel="Amx")
     assert_same_bits(y, expected)
 """
 
 CHECK_ODD_ADDRESSES = """
 import numpy as np
-from ortolan import _native
+from ortolan import _native, _testing
 from tests.ops.single_node import assert_same_bits, at_odd_address, sparse_weight
 rng = np.random.default_rng(9)
 k, n, m = 600, 40, 20
@@ -57,14 +57,14 @@ w = sparse_weight(rng, k, n, 0.5)
 x = rng.standard_normal((m, k), dtype=np.float32)
 for dense in (False, True):
     masks, values, offsets = _native.pack_bitmap(w, dense)
-    y = _native.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel="Amx")
-    assert_same_bits(y, _native.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="Amx"))
+    y = _testing.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel="Amx")
+    assert_same_bits(y, _testing.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="Amx"))
 """
 
 # 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs two blocks.
 CHECK_COUNTS = """
 import numpy as np
-from ortolan import _native
+from ortolan import _native, _testing
 from tests.ops.single_node import sparse_weight
 rng = np.random.default_rng(7)
 m, k, n = 40, 600, 48
@@ -74,7 +74,7 @@ for dense in (False, True):
     packed = _native.pack_bitmap(w, dense)
     if emulator is not None:
         emulator.reset_counts()
-    _native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx")
+    _testing.sparse_amx_matmul(x, *packed, k, n, kernel="Amx")
     if emulator is not None:
         k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2
         assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
@@ -90,7 +90,7 @@ for dense in (False, True):
 # operands (SparAMX, section 4.1), the other loads and the stores are those of the four tiles of sums.
 CHECK_COUNTS_OF_2X2 = """
 import numpy as np
-from ortolan import _native
+from ortolan import _native, _testing
 from tests.ops.quantized import Layer
 from tests.ops.single_node import sparse_weight
 rng = np.random.default_rng(7)
@@ -106,7 +106,7 @@ def counts_of(multiply):
 
 if emulator is not None:
     for packed in (_native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)):
-        counts = counts_of(lambda: _native.sparse_amx_matmul(x, *packed, k, n, kernel="Amx"))
+        counts = counts_of(lambda: _testing.sparse_amx_matmul(x, *packed, k, n, kernel="Amx"))
         assert counts == {
             "ldtilecfg": 1, "tdpbf16ps": 64, "tileloadd": 64 + 4, "tilestored": 4, "tilerelease": 1
         }, counts

@@ -49,14 +49,14 @@ for group in (32, 64, 128):
 
 CHECK_ODD_ADDRESSES = """
 import numpy as np
-from ortolan import _native
+from ortolan import _native, _testing
 from tests.ops.single_node import assert_same_bits, at_odd_address
 from tests.ops.w4a8 import GroupLayer
 rng = np.random.default_rng(8)
 for half in (False, True):
     layer = GroupLayer.random(rng, 200, 40, 32, half=half)
     x = rng.standard_normal((20, 200), dtype=np.float32)
-    odd = _native.w4a8_matmul(
+    odd = _testing.w4a8_matmul(
         x,
         at_odd_address(_native.pack_int4_group(layer.q)),
         at_odd_address(layer.packed_scales),

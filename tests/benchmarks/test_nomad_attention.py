@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ortolan import _native
+from ortolan import _native, _testing
 from ortolan.benchmarks import nomad_attention
 from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, cached_attention, group_query_attention
 from ortolan.benchmarks.result import BenchOptions
@@ -30,7 +30,7 @@ def test_both_sides_attend_to_the_same(dtype: type) -> None:
         call()
     keys, values = (np.ascontiguousarray(cache[0] * np.float32(1 if dtype is np.float32 else 0.01)) for cache in caches)
     q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
-    expected = _native.finish_decode(_native.decode_attention(q, SCALE, keys, values))
+    expected = _testing.finish_decode(_testing.decode_attention(q, SCALE, keys, values))
     np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=1e-4 if dtype is np.float32 else 0.02)
     # The token is in the caches.
     tolerance = 0 if dtype is np.float32 else 0.0051
@@ -56,7 +56,7 @@ def test_the_node_appends_and_attends(d_sub: int, threads: int) -> None:
     np.testing.assert_array_equal(caches[0][0], keys)
     np.testing.assert_array_equal(caches[1][0], values)
     q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
-    expected = _native.finish_decode(_native.decode_attention(q, SCALE, keys, values, codebooks, tokens))
+    expected = _testing.finish_decode(_testing.decode_attention(q, SCALE, keys, values, codebooks, tokens))
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_a_step_behind_a_prompt(threads: int) -> None:
         for name, rows in (("key", prompt.keys), ("value", prompt.values))
     )
     q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
-    expected = _native.finish_decode(_native.decode_attention(q, SCALE, keys, values))
+    expected = _testing.finish_decode(_testing.decode_attention(q, SCALE, keys, values))
     np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=2e-3)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from ..ops.single_node import Packed, runnable_kernels, sparse_weight, to_bf16
 
@@ -185,7 +185,7 @@ def test_ten_thousand_mutations_neither_crash_nor_slip_through(dense: bool) -> N
         accepted += 1
         # What is accepted runs, on every kernel in turn, and means the matrix that it unpacks to.
         x = np.ones((1 + i % 3, k), np.float32)
-        y = _native.sparse_amx_matmul(x, *tensors, k, n, kernel=kernels[i % len(kernels)])
+        y = _testing.sparse_amx_matmul(x, *tensors, k, n, kernel=kernels[i % len(kernels)])
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float64) @ w
             # In dense storage what stands for weights outside of the matrix may have become Inf or NaN too.

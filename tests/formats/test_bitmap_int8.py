@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from ..ops.quantized import sparse_integers
 from ..ops.single_node import Packed
@@ -25,9 +25,9 @@ class Format:
     def multiply(self, x: np.ndarray, packed: Packed, k: int, n: int, kernel: str | None) -> np.ndarray:
         if self.bits == 8:
             scales = _native.pack_scales(np.ones((1, n), np.float32), bf16=False)
-            return _native.sparse_amx_matmul_int8(x, *packed, scales, k, n, kernel=kernel)
+            return _testing.sparse_amx_matmul_int8(x, *packed, scales, k, n, kernel=kernel)
         bf16_scales = _native.pack_scales(np.ones((-(-k // 32), n), np.float32), bf16=True)
-        return _native.sparse_amx_matmul_int4(x, *packed, bf16_scales, 32, k, n, kernel=kernel)
+        return _testing.sparse_amx_matmul_int4(x, *packed, bf16_scales, 32, k, n, kernel=kernel)
 
 
 INT8 = Format(8, _native.pack_bitmap_int8, _native.unpack_bitmap_int8)
@@ -219,7 +219,7 @@ def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Pa
 @pytest.mark.parametrize("dense", [False, True])
 def test_ten_thousand_mutations_neither_crash_nor_slip_through(form: Format, dense: bool) -> None:
     rng = np.random.default_rng(20)
-    kernels = [row["name"] for row in _native.sparse_amx_matmul_int8_kernels() if row["runs_here"]]
+    kernels = [row["name"] for row in _testing.sparse_amx_matmul_int8_kernels() if row["runs_here"]]
     refused = accepted = 0
     for i in range(10_000):
         k, n = int(rng.integers(1, 200)), int(rng.integers(1, 50))

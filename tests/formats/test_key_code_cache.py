@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 SIZES = [(16, 1), (16, 2), (16, 4), (48, 4), (64, 2), (80, 4), (96, 1), (128, 1)]
-KERNELS = [row["name"] for row in _native.decode_attention_kernels() if row["runs_here"]]
+KERNELS = [row["name"] for row in _testing.decode_attention_kernels() if row["runs_here"]]
 all_sizes = pytest.mark.parametrize(("head_dim", "d_sub"), SIZES)
 
 
@@ -52,7 +52,7 @@ def appended(keys: np.ndarray, codebook: np.ndarray, splits: list[int], kernel: 
     for count in splits:
         tokens = len(cache)
         cache = np.concatenate([cache, np.full((count, row_bytes), 0xA5, np.uint8)])
-        _native.append_keys(cache, tokens, keys[tokens : tokens + count], codebook, kernel)
+        _testing.append_keys(cache, tokens, keys[tokens : tokens + count], codebook, kernel)
     return cache
 
 
@@ -64,7 +64,7 @@ def test_layout_is_the_headers(head_dim: int, d_sub: int, tokens: int) -> None:
     keys = rng.standard_normal((tokens, head_dim), dtype=np.float32)
     cache = appended(keys, codebook, [tokens])
     codes = encode(keys, codebook)
-    np.testing.assert_array_equal(_native.key_codes(cache, tokens, codebook), codes)
+    np.testing.assert_array_equal(_testing.key_codes(cache, tokens, codebook), codes)
     np.testing.assert_array_equal(cache, pack(codes))
 
 
@@ -113,7 +113,7 @@ def test_of_equal_distances_the_first() -> None:
     codebook[:, :, 0] = [5, 1, -1, 1, -1, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]
     keys = np.zeros((2, 16), np.float32)
     keys[1] = -1
-    assert (_native.key_codes(appended(keys, codebook, [2]), 2, codebook) == [[1] * 16, [2] * 16]).all()
+    assert (_testing.key_codes(appended(keys, codebook, [2]), 2, codebook) == [[1] * 16, [2] * 16]).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
@@ -125,7 +125,7 @@ def test_keys_that_float32_cannot_measure_have_code_0(bad: float, d_sub: int) ->
     expected = encode(keys, codebook)
     keys[[3, 39], 17] = bad
     expected[[3, 39], 17 // d_sub] = 0
-    np.testing.assert_array_equal(_native.key_codes(appended(keys, codebook, [40]), 40, codebook), expected)
+    np.testing.assert_array_equal(_testing.key_codes(appended(keys, codebook, [40]), 40, codebook), expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -198,6 +198,6 @@ GOOD = {
 )
 def test_wrong_arguments(change: dict, message: str) -> None:
     given = {name: np.copy(value) if isinstance(value, np.ndarray) else value for name, value in GOOD.items()}
-    _native.append_keys(**given)
+    _testing.append_keys(**given)
     with pytest.raises(ValueError, match=message):
-        _native.append_keys(**given | change)
+        _testing.append_keys(**given | change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ortolan import _native
+from ortolan import _testing
 
 from .single_node import U
 
@@ -17,7 +17,7 @@ PRECISION = {"avx512bf16": 16}  # of the other kernels' products: 32
 
 def runnable_kernels() -> list[str]:
     """Names of the kernel table's rows that this CPU can run."""
-    return [row["name"] for row in _native.nomad_attention_kernels() if row["runs_here"]]
+    return [row["name"] for row in _testing.nomad_attention_kernels() if row["runs_here"]]
 
 
 def scores(q: Floats, k: Floats, scale: float, mask: Floats | None = None, causal: bool = False) -> Floats:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .single_node import U
 
@@ -50,7 +50,7 @@ class BlockSparseLayer:
 
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
         packed = _native.pack_block_sparse(self.q)
-        return _native.vnni_spmm(x, *packed, self.scales, *self.q.shape, bias=bias, kernel=kernel)
+        return _testing.vnni_spmm(x, *packed, self.scales, *self.q.shape, bias=bias, kernel=kernel)
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
         """y is the product of the quantized rows, and of x itself, within the bounds of the contract.
@@ -137,7 +137,7 @@ class HiddenLayer:
 
     def run(self, x: np.ndarray, kernel: str | None = None) -> np.ndarray:
         """What the kernel passes on, as float32."""
-        return _native.vnni_spmm_hidden(
+        return _testing.vnni_spmm_hidden(
             x,
             self.x.scale,
             self.x.zero_point,
@@ -156,4 +156,4 @@ class HiddenLayer:
 
 def runnable_kernels() -> list[str]:
     """Names of the table's rows that this CPU can run."""
-    return list(dict.fromkeys(row["name"] for row in _native.vnni_spmm_kernels() if row["runs_here"]))
+    return list(dict.fromkeys(row["name"] for row in _testing.vnni_spmm_kernels() if row["runs_here"]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .single_node import U, to_bf16
 
@@ -17,7 +17,7 @@ Doubles = NDArray[np.float64]
 
 def runnable_kernels() -> list[str]:
     """Names of the kernel table's rows that this CPU can run."""
-    return [row["name"] for row in _native.decode_attention_kernels() if row["runs_here"]]
+    return [row["name"] for row in _testing.decode_attention_kernels() if row["runs_here"]]
 
 
 @dataclass
@@ -45,14 +45,14 @@ class Case:
     def partial(self, kernel: str | None, begin: int = 0, end: int | None = None) -> tuple[np.ndarray, ...]:
         """max, sum [1, heads] and y [1, heads, head_dim] of a range of tokens."""
         codebooks = None if self.codebook is None else self.codebook[None]
-        return _native.decode_attention(
+        return _testing.decode_attention(
             self.q[None], self.scale, self.key_cache[None], self.value_cache[None], codebooks, self.tokens, begin, end,
             kernel=kernel,
         )  # fmt: skip
 
     def scores(self, kernel: str | None, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
         codebooks = None if self.codebook is None else self.codebook[None]
-        return _native.decode_scores(
+        return _testing.decode_scores(
             self.q[None], self.scale, self.key_cache[None], codebooks, self.tokens, begin, end, kernel=kernel
         )[0]
 
@@ -137,7 +137,7 @@ def make_case(
         case.key_cache = np.zeros((tokens, head_dim // d_sub // 2), np.uint8)
         _native.append_keys(case.key_cache, 0, keys, case.codebook)
         case.keys = _native.decode_keys(case.key_cache, tokens, case.codebook)
-        case.codes = _native.key_codes(case.key_cache, tokens, case.codebook)
+        case.codes = _testing.key_codes(case.key_cache, tokens, case.codebook)
     if int8_values:
         case.value_cache = np.zeros((tokens, head_dim + 2), np.uint8)
         _native.append_values(case.value_cache, 0, values)

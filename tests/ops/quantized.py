@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .single_node import Packed, U, to_bf16
 
@@ -75,8 +75,8 @@ class Layer:
     ) -> np.ndarray:
         k, n = self.weights.shape
         if self.group is None:
-            return _native.sparse_amx_matmul_int8(x, *packed, scales, k, n, bias=bias, kernel=kernel)
-        return _native.sparse_amx_matmul_int4(x, *packed, scales, self.group, k, n, bias=bias, kernel=kernel)
+            return _testing.sparse_amx_matmul_int8(x, *packed, scales, k, n, bias=bias, kernel=kernel)
+        return _testing.sparse_amx_matmul_int4(x, *packed, scales, self.group, k, n, bias=bias, kernel=kernel)
 
     def dense(self) -> np.ndarray:
         """The weights as float64 [k, n]."""
@@ -115,4 +115,4 @@ class Layer:
 
 def runnable_int8_kernels() -> list[str]:
     """Names of the int8 table's rows that this CPU can run."""
-    return [row["name"] for row in _native.sparse_amx_matmul_int8_kernels() if row["runs_here"]]
+    return [row["name"] for row in _testing.sparse_amx_matmul_int8_kernels() if row["runs_here"]]

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
-from ortolan import _native
+from ortolan import _testing
 
 Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -138,4 +138,4 @@ def save_at_odd_places(model: onnx.ModelProto, folder: Path) -> None:
 
 def runnable_kernels() -> list[str]:
     """Names of the kernel table's rows that this CPU can run."""
-    return [row["name"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]]
+    return [row["name"] for row in _testing.sparse_amx_matmul_kernels() if row["runs_here"]]

@@ -12,14 +12,14 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from scipy.special import expit, ndtr
 
-from ortolan import _native
+from ortolan import _testing
 
 from .single_node import U
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
-KERNELS = [row["name"] for row in _native.epilogue_kernels() if row["runs_here"]]
+KERNELS = [row["name"] for row in _testing.epilogue_kernels() if row["runs_here"]]
 NONE, RELU, GELU, GELU_TANH, SILU = range(5)
 ACTIVATIONS = {"none": NONE, "relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
 all_kernels = pytest.mark.parametrize("kernel", KERNELS)
@@ -65,7 +65,7 @@ def every_exponent(mantissas: int) -> Floats:
 
 def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
     order = ["scalar", "avx2", "avx512"]
-    tiers = [order.index(row["isa"]) for row in _native.epilogue_kernels()]
+    tiers = [order.index(row["isa"]) for row in _testing.epilogue_kernels()]
     assert tiers == sorted(tiers, reverse=True)
     assert tiers[-1] == 0
 
@@ -74,7 +74,7 @@ def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
 @all_activations
 def test_every_exponent(kernel: str, activation: int) -> None:
     x = every_exponent(2000)[None]
-    assert_activation_close(_native.epilogue(x, activation, kernel=kernel), x, activation)
+    assert_activation_close(_testing.epilogue(x, activation, kernel=kernel), x, activation)
 
 
 @all_kernels
@@ -82,9 +82,9 @@ def test_every_exponent(kernel: str, activation: int) -> None:
 def test_dense_around_zero(kernel: str, activation: int) -> None:
     """Where the activations bend, and on until their last bit has gone."""
     x = np.linspace(-110, 110, 1_000_001, dtype=np.float32)[None]
-    assert_activation_close(_native.epilogue(x, activation, kernel=kernel), x, activation)
+    assert_activation_close(_testing.epilogue(x, activation, kernel=kernel), x, activation)
     x /= 10
-    assert_activation_close(_native.epilogue(x, activation, kernel=kernel), x, activation)
+    assert_activation_close(_testing.epilogue(x, activation, kernel=kernel), x, activation)
 
 
 @all_kernels
@@ -92,7 +92,7 @@ def test_dense_around_zero(kernel: str, activation: int) -> None:
 @settings(deadline=None, max_examples=200)
 @given(x=arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(0, 50)), elements=st.floats(width=32)))
 def test_any_float(kernel: str, activation: int, x: Floats) -> None:
-    y = _native.epilogue(x, activation, kernel=kernel)
+    y = _testing.epilogue(x, activation, kernel=kernel)
     finite = np.isfinite(x)
     assert y.shape == x.shape
     assert_activation_close(y[finite], x[finite], activation)
@@ -103,7 +103,7 @@ def test_any_float(kernel: str, activation: int, x: Floats) -> None:
 @all_activations
 def test_infinities_nan_and_zeros(kernel: str, activation: int) -> None:
     x = np.array([[np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0]], np.float32)
-    y = _native.epilogue(x, activation, kernel=kernel)
+    y = _testing.epilogue(x, activation, kernel=kernel)
     expected = x.copy()
     if activation != NONE:
         expected[0, 1] = 0
@@ -115,7 +115,7 @@ def test_infinities_nan_and_zeros(kernel: str, activation: int) -> None:
 @pytest.mark.parametrize(("activation", "zero_from"), [(RELU, 0.0), (GELU, 13.3), (GELU_TANH, 10.1), (SILU, 88.0)])
 def test_far_negative_gives_zero_and_far_positive_itself(kernel: str, activation: int, zero_from: float) -> None:
     x = every_exponent(50)[None]
-    y = _native.epilogue(x, activation, kernel=kernel)
+    y = _testing.epilogue(x, activation, kernel=kernel)
     far = x < -zero_from
     assert np.count_nonzero(far) > 1000
     np.testing.assert_array_equal(y[far], 0)
@@ -129,7 +129,7 @@ def test_negative_tail_keeps_its_relative_accuracy(kernel: str, activation: int)
     """The contract does not ask for it, but a small result has no rounding noise of a large one in it."""
     x = np.linspace(-9, -1, 100_001, dtype=np.float32)[None]
     exact = EXACT[activation](x.astype(np.float64))
-    error = np.abs(_native.epilogue(x, activation, kernel=kernel) - exact)
+    error = np.abs(_testing.epilogue(x, activation, kernel=kernel) - exact)
     assert np.max(error / np.abs(exact)) < 200 * U
 
 
@@ -140,8 +140,8 @@ def test_residual_is_added_with_one_rounding(kernel: str, activation: int) -> No
     for m, n in [(1, 1), (1, 16), (3, 7), (5, 33), (2, 64), (4, 100)]:
         x = rng.standard_normal((m, n), dtype=np.float32) * 4
         residual = rng.standard_normal((m, n), dtype=np.float32)
-        y = _native.epilogue(x, activation, residual, kernel=kernel)
-        np.testing.assert_array_equal(y, _native.epilogue(x, activation, kernel=kernel) + residual)
+        y = _testing.epilogue(x, activation, residual, kernel=kernel)
+        np.testing.assert_array_equal(y, _testing.epilogue(x, activation, kernel=kernel) + residual)
 
 
 @all_kernels
@@ -150,8 +150,8 @@ def test_residual_follows_ieee_rules(kernel: str, activation: int) -> None:
     x = np.array([[np.inf, 1.0, 3e38, np.nan, -1e30]], np.float32)
     residual = np.array([[-np.inf, np.inf, 3e38, 1.0, 5.0]], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = _native.epilogue(x, activation, kernel=kernel) + residual
-        np.testing.assert_array_equal(_native.epilogue(x, activation, residual, kernel=kernel), expected)
+        expected = _testing.epilogue(x, activation, kernel=kernel) + residual
+        np.testing.assert_array_equal(_testing.epilogue(x, activation, residual, kernel=kernel), expected)
 
 
 @all_kernels
@@ -160,10 +160,12 @@ def test_factor_is_multiplied_before_the_residual_is_added(kernel: str, activati
     rng = np.random.default_rng(2)
     for m, n in [(1, 1), (1, 16), (3, 7), (5, 33), (2, 64), (4, 100)]:
         x, factor, residual = rng.standard_normal((3, m, n), dtype=np.float32) * 4
-        activated = _native.epilogue(x, activation, kernel=kernel)
-        np.testing.assert_array_equal(_native.epilogue(x, activation, factor=factor, kernel=kernel), activated * factor)
+        activated = _testing.epilogue(x, activation, kernel=kernel)
+        np.testing.assert_array_equal(
+            _testing.epilogue(x, activation, factor=factor, kernel=kernel), activated * factor
+        )
         product = activated.astype(np.float64) * factor
-        y = _native.epilogue(x, activation, residual, factor, kernel)
+        y = _testing.epilogue(x, activation, residual, factor, kernel)
         assert (np.abs(y - (product + residual)) <= U * (np.abs(product) + np.abs(product + residual)) * 1.01).all()
 
 
@@ -173,8 +175,8 @@ def test_factor_follows_ieee_rules(kernel: str, activation: int) -> None:
     x = np.array([[np.inf, 1.0, 3e38, np.nan, 0.0, 2.0]], np.float32)
     factor = np.array([[-1.0, np.inf, 3e38, 1.0, np.inf, np.nan]], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = _native.epilogue(x, activation, kernel=kernel) * factor
-        np.testing.assert_array_equal(_native.epilogue(x, activation, factor=factor, kernel=kernel), expected)
+        expected = _testing.epilogue(x, activation, kernel=kernel) * factor
+        np.testing.assert_array_equal(_testing.epilogue(x, activation, factor=factor, kernel=kernel), expected)
 
 
 @all_kernels
@@ -185,11 +187,11 @@ def test_results_do_not_depend_on_the_place(kernel: str, activation: int, with_r
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 70), dtype=np.float32) * 3
     residual = rng.standard_normal((3, 70), dtype=np.float32) if with_residual else None
-    whole = _native.epilogue(x, activation, residual, kernel=kernel)
+    whole = _testing.epilogue(x, activation, residual, kernel=kernel)
     for first in (0, 1, 5):
         for n in range(70 - first + 1):
             part = np.s_[:, first : first + n]
-            y = _native.epilogue(
+            y = _testing.epilogue(
                 x[part].copy(), activation, None if residual is None else residual[part], kernel=kernel
             )
             np.testing.assert_array_equal(y, whole[part])
@@ -203,8 +205,8 @@ def test_row_strides(kernel: str, activation: int, n: int) -> None:
     rng = np.random.default_rng(n)
     x = rng.standard_normal((4, n + 9), dtype=np.float32)[:, :n]
     residual = rng.standard_normal((4, n + 3), dtype=np.float32)[:, :n]
-    y = _native.epilogue(x, activation, residual, kernel=kernel)
-    expected = _native.epilogue(x.copy(), activation, residual.copy(), kernel=kernel)
+    y = _testing.epilogue(x, activation, residual, kernel=kernel)
+    expected = _testing.epilogue(x.copy(), activation, residual.copy(), kernel=kernel)
     np.testing.assert_array_equal(y, expected)
     buffer = y.base
     assert isinstance(buffer, np.ndarray)
@@ -213,8 +215,8 @@ def test_row_strides(kernel: str, activation: int, n: int) -> None:
 
     one_row = np.broadcast_to(residual[:1], (4, n))
     assert one_row.strides[0] == 0
-    y = _native.epilogue(x, activation, one_row, kernel=kernel)
-    np.testing.assert_array_equal(y, _native.epilogue(x, activation, one_row.copy(), kernel=kernel))
+    y = _testing.epilogue(x, activation, one_row, kernel=kernel)
+    np.testing.assert_array_equal(y, _testing.epilogue(x, activation, one_row.copy(), kernel=kernel))
 
 
 @all_kernels
@@ -222,20 +224,20 @@ def test_row_strides(kernel: str, activation: int, n: int) -> None:
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (0, 16)])
 def test_nothing_to_do(kernel: str, activation: int, shape: tuple[int, int]) -> None:
     empty = np.empty(shape, np.float32)
-    assert _native.epilogue(empty, activation, empty, kernel=kernel).shape == shape
+    assert _testing.epilogue(empty, activation, empty, kernel=kernel).shape == shape
 
 
 def test_wrong_arguments_are_refused() -> None:
     y = np.ones((2, 3), np.float32)
     for activation in (-1, 5, 2**40):
         with pytest.raises(ValueError, match=f"activation is {activation}, expected 0 to 4"):
-            _native.epilogue(y, activation)
+            _testing.epilogue(y, activation)
     with pytest.raises(ValueError, match=r"y has 1 dimensions, expected 2"):
-        _native.epilogue(y[0], NONE)
+        _testing.epilogue(y[0], NONE)
     for residual in (y[:1], y[:, :2], y[0]):
         with pytest.raises(ValueError, match=r"residual must be \[2, 3\]"):
-            _native.epilogue(y, NONE, residual)
+            _testing.epilogue(y, NONE, residual)
     with pytest.raises(ValueError, match=r"rows of contiguous float32"):
-        _native.epilogue(y, NONE, np.ones((3, 2), np.float32).T)
+        _testing.epilogue(y, NONE, np.ones((3, 2), np.float32).T)
     with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*scalar"):
-        _native.epilogue(y, NONE, kernel="Abacus")
+        _testing.epilogue(y, NONE, kernel="Abacus")

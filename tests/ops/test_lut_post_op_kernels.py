@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ortolan import _native
+from ortolan import _testing
 
 from .single_node import at_odd_address
 
 X_TYPES = (np.uint8, np.int8, np.uint16, np.int16)
 ENTRY_TYPES = (np.uint8, np.int8, np.uint16, np.int16, np.float32)
-KERNELS = [row for row in _native.lut_post_op_kernels() if row["runs_here"]]
+KERNELS = [row for row in _testing.lut_post_op_kernels() if row["runs_here"]]
 
 
 def random_table(rng: np.random.Generator, entries: int, dtype: type) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_every_pair_of_sizes_has_a_kernel_for_any_cpu() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda row: row["name"])
-def test_kernel_looks_up_every_number_at_every_length(kernel: _native.LutKernelInfo) -> None:
+def test_kernel_looks_up_every_number_at_every_length(kernel: _testing.LutKernelInfo) -> None:
     """All codes, then all lengths around the vectors'; nothing beyond them is read or written (arrays end where their
     memory ends: the sanitizer build watches)."""
     rng = np.random.default_rng(kernel["index_bytes"] * kernel["entry_bytes"])
@@ -52,20 +52,20 @@ def test_kernel_looks_up_every_number_at_every_length(kernel: _native.LutKernelI
             entries = 256 ** sizes[0]
             table = random_table(rng, entries, entry_type)
             codes = rng.permutation(np.arange(entries, dtype=f"u{sizes[0]}")).view(x_type)
-            assert_same_bits(_native.lut_post_op(codes, table, kernel["name"]), expected(codes, table))
+            assert_same_bits(_testing.lut_post_op(codes, table, kernel["name"]), expected(codes, table))
             for count in (*range(68), 127, 128, 129, 200, 1000):
                 x = random_codes(rng, (count,), x_type)
-                assert_same_bits(_native.lut_post_op(x, table, kernel["name"]), expected(x, table))
+                assert_same_bits(_testing.lut_post_op(x, table, kernel["name"]), expected(x, table))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda row: row["name"])
-def test_nothing_need_be_aligned(kernel: _native.LutKernelInfo) -> None:
+def test_nothing_need_be_aligned(kernel: _testing.LutKernelInfo) -> None:
     rng = np.random.default_rng(1)
     x_type = f"u{kernel['index_bytes']}"
     entry_type = {1: "u1", 2: "i2", 4: "f4"}[kernel["entry_bytes"]]
     x = random_codes(rng, (1000,), np.dtype(x_type).type)
     table = random_table(rng, 256 ** kernel["index_bytes"], np.dtype(entry_type).type)
-    y = _native.lut_post_op(at_odd_address(x), at_odd_address(table), kernel["name"])
+    y = _testing.lut_post_op(at_odd_address(x), at_odd_address(table), kernel["name"])
     assert_same_bits(y, expected(x, table))
 
 
@@ -74,8 +74,8 @@ def test_shapes_and_strides(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
     table = random_table(rng, 256, np.uint8)
     x = random_codes(rng, shape, np.int8)
-    assert_same_bits(_native.lut_post_op(x, table), expected(x, table))
-    assert_same_bits(_native.lut_post_op(x.T, table), expected(x.T, table))
+    assert_same_bits(_testing.lut_post_op(x, table), expected(x, table))
+    assert_same_bits(_testing.lut_post_op(x.T, table), expected(x.T, table))
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_shapes_and_strides(shape: tuple[int, ...]) -> None:
 )
 def test_refuses(x: np.ndarray, table: np.ndarray, kernel: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _native.lut_post_op(x, table, kernel)
+        _testing.lut_post_op(x, table, kernel)

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _testing
 
 from .masked import PATTERNS, assert_product_close, random_matrix
 
-KERNELS = [row["name"] for row in _native.masked_matmul_kernels() if row["runs_here"]]
+KERNELS = [row["name"] for row in _testing.masked_matmul_kernels() if row["runs_here"]]
 WAYS = ["blocks", "two_sided", "numbers"]
 SPARSITIES = [0.0, 0.3, 0.8, 0.97, 1.0]
 
 
 def test_the_last_kernel_runs_anywhere() -> None:
-    assert _native.masked_matmul_kernels()[-1]["isa"] == "scalar"
+    assert _testing.masked_matmul_kernels()[-1]["isa"] == "scalar"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -41,7 +41,7 @@ def test_blocks_at_every_size_and_pattern(
     m, k, n = sizes
     rng = np.random.default_rng(seed)
     a, b = random_matrix(rng, m, k, patterns[0], sparsity[0]), random_matrix(rng, k, n, patterns[1], sparsity[1])
-    y = _native.masked_matmul(a, b, way, kernel)
+    y = _testing.masked_matmul(a, b, way, kernel)
     assert y is not None
     assert_product_close(y, a, b)
 
@@ -52,7 +52,7 @@ def test_blocks_of_many_inputs_take_several_passes(kernel: str, way: str) -> Non
     rng = np.random.default_rng(1)
     for k in (3071, 3073, 6500):
         a, b = random_matrix(rng, 30, k, "random", 0.7), random_matrix(rng, k, 40, "blocks", 0.7)
-        y = _native.masked_matmul(a, b, way, kernel)
+        y = _testing.masked_matmul(a, b, way, kernel)
         assert y is not None
         assert_product_close(y, a, b)
 
@@ -65,7 +65,7 @@ def test_numbers_of_many_rows_and_columns(kernel: str) -> None:
         a, b = random_matrix(rng, m, k, "random", 0.8), rng.standard_normal((k, n), dtype=np.float32)
         a[rng.random(m) < 0.1] = 0
         a[7] = 1
-        y = _native.masked_matmul(a, b, "numbers", kernel)
+        y = _testing.masked_matmul(a, b, "numbers", kernel)
         assert y is not None
         assert_product_close(y, a, b)
 
@@ -78,16 +78,16 @@ def test_blocks_find_what_is_not_finite(kernel: str, special: float) -> None:
     for i, j in ((0, 0), (36, 30), (5, 17), (20, 15)):
         a, b = random_matrix(rng, 37, 31, "random", 0.9), random_matrix(rng, 37, 31, "blocks", 0.9).T.copy()
         a[i, j] = special
-        assert _native.masked_matmul(a, b, "blocks", kernel) is None
+        assert _testing.masked_matmul(a, b, "blocks", kernel) is None
         a[i, j] = 0
         b[j, i] = special
-        assert _native.masked_matmul(a, b, "two_sided", kernel) is None
+        assert _testing.masked_matmul(a, b, "two_sided", kernel) is None
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_and_denormal_numbers_are_finite(kernel: str) -> None:
     a, b = np.full((9, 20), 1e-40, np.float32), np.full((20, 20), np.finfo(np.float32).max, np.float32)
-    y = _native.masked_matmul(a, b, "blocks", kernel)
+    y = _testing.masked_matmul(a, b, "blocks", kernel)
     assert y is not None
     np.testing.assert_allclose(y, np.full((9, 20), 20 * 1e-40 * 3.4028235e38), rtol=1e-4)
 
@@ -127,7 +127,7 @@ def test_rows_at_every_size(
     if group > 0:
         scales = rng.random((-(-k // group), n), dtype=np.float32)
         meaning = meaning * scales[np.arange(k) // group]
-    y = _native.masked_rows(a, b, scales, max(group, 1), None, kernel, panels)
+    y = _testing.masked_rows(a, b, scales, max(group, 1), None, kernel, panels)
     assert_product_close(y, a, meaning, products=2)
 
 
@@ -137,7 +137,7 @@ def test_wide_rows_are_taken_in_strips(kernel: str) -> None:
     for m in (1, 3, 4, 7, 16):
         a = random_matrix(rng, m, 30, "random", 0.5)
         b = rng.standard_normal((30, 40_003), dtype=np.float32)
-        assert_product_close(_native.masked_rows(a, b, kernel=kernel), a, b)
+        assert_product_close(_testing.masked_rows(a, b, kernel=kernel), a, b)
 
 
 @pytest.mark.parametrize("kind", ["float", "bf16", "int8"])
@@ -148,7 +148,7 @@ def test_panels_of_many_rows(kernel: str, kind: str) -> None:
     for m, k, n in [(520, 70, 20), (37, 300, 391)] + [(7, 65, 16 * blocks) for blocks in range(1, 10)]:
         a = random_matrix(rng, m, k, "columns", 0.3)
         b, meaning = weight(rng, kind, k, n)
-        assert_product_close(_native.masked_rows(a, b, kernel=kernel, panels=True), a, meaning)
+        assert_product_close(_testing.masked_rows(a, b, kernel=kernel, panels=True), a, meaning)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -157,7 +157,7 @@ def test_rows_that_are_never_skipped(kernel: str) -> None:
     a, b = random_matrix(rng, 3, 50, "random", 0.9), rng.standard_normal((50, 40), dtype=np.float32)
     b[20, 5], b[49, 39] = np.nan, np.inf
     always = (~np.isfinite(b).all(1)).astype(np.uint8)
-    assert_product_close(_native.masked_rows(a, b, always=always, kernel=kernel), a, b)
+    assert_product_close(_testing.masked_rows(a, b, always=always, kernel=kernel), a, b)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -165,19 +165,19 @@ def test_rows_do_not_read_what_they_skip(kernel: str) -> None:
     """A NaN of a skipped row does not show: nothing of it was used."""
     a, b = np.zeros((2, 30), np.float32), np.full((30, 20), np.nan, np.float32)
     a[0, 7], b[7] = 2, 3
-    y = _native.masked_rows(a, b, kernel=kernel)
+    y = _testing.masked_rows(a, b, kernel=kernel)
     np.testing.assert_array_equal(y, np.outer([6, 0], np.ones(20)).astype(np.float32))
 
 
 def test_refuses() -> None:
     a, b = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
     with pytest.raises(ValueError, match="no kernel is called 'None2'"):
-        _native.masked_matmul(a, b, kernel="None2")
+        _testing.masked_matmul(a, b, kernel="None2")
     with pytest.raises(ValueError, match="a and b do not fit"):
-        _native.masked_matmul(a, a)
+        _testing.masked_matmul(a, a)
     with pytest.raises(ValueError, match="way is 'rows', expected blocks"):
-        _native.masked_matmul(a, b, "rows")
+        _testing.masked_matmul(a, b, "rows")
     with pytest.raises(ValueError, match="a and b do not fit"):
-        _native.masked_rows(a, a)
+        _testing.masked_rows(a, a)
     with pytest.raises(ValueError, match="scales must be"):
-        _native.masked_rows(a, b, np.ones((2, 4), np.float32), 3)
+        _testing.masked_rows(a, b, np.ones((2, 4), np.float32), 3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _testing
 
 from .attention import LOWEST, PRECISION, Floats, assert_attention_close, attention, runnable_kernels
 
@@ -24,13 +24,13 @@ def random(rng: np.random.Generator, heads: int, queries: int, keys: int, head_d
 
 def check(kernel: str, q: Floats, k: Floats, v: Floats, mask: Floats | None = None, causal: bool = False) -> None:
     scale = float(q.shape[-1] ** -0.5)
-    y = _native.nomad_attention(q, k, v, scale, mask, causal, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, scale, mask, causal, kernel=kernel)
     assert_attention_close(y, q, k[None], v[None], scale, mask, causal, PRECISION.get(kernel, 32))
 
 
 def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
     order = ["scalar", "avx2", "avx512", "avx512bf16"]
-    tiers = [order.index(row["isa"]) for row in _native.nomad_attention_kernels()]
+    tiers = [order.index(row["isa"]) for row in _testing.nomad_attention_kernels()]
     assert tiers == sorted(tiers, reverse=True)
     assert tiers[-1] == 0
 
@@ -115,16 +115,16 @@ def test_rows_that_see_nothing(kernel: str, keys: int, by_row: bool) -> None:
     q, k, v = random(np.random.default_rng(2), 1, 20, keys, 24)
     mask = np.zeros((1, 20 if by_row else 1, keys), np.float32)
     mask[:, -1] = LOWEST
-    y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
     tolerance = 2.0**-7 if kernel in PRECISION else 1e-5
     np.testing.assert_allclose(y[0, -1], v.astype(np.float64).mean(0), atol=tolerance)
     mask[:, -1, : keys // 2] = -np.inf
-    y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
     np.testing.assert_allclose(y[0, -1], v[keys // 2 :].astype(np.float64).mean(0), atol=tolerance)
     mask[:, -1] = -np.inf
-    y = _native.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
     assert np.isnan(y[0, -1]).all() and (np.isfinite(y[0, :-1]).all() or not by_row)
-    zeros = _native.nomad_attention(q, k, v, 0.5, mask, zero_hidden_rows=True, kernel=kernel)
+    zeros = _testing.nomad_attention(q, k, v, 0.5, mask, zero_hidden_rows=True, kernel=kernel)
     np.testing.assert_array_equal(zeros, np.nan_to_num(y))
 
 
@@ -138,7 +138,7 @@ def test_nan_and_infinity_spread_as_by_the_formula(kernel: str, where: str, bad:
         q, k, v = random(rng, 2, 18, keys, 20)
         mask = rng.standard_normal((2, 18, keys), dtype=np.float32)
         {"q": q[0, 7], "k": k[at], "v": v[at], "mask": mask[1, 3, at : at + 1]}[where][0] = bad
-        y = _native.nomad_attention(q, k, v, 0.25, mask, kernel=kernel)
+        y = _testing.nomad_attention(q, k, v, 0.25, mask, kernel=kernel)
         expected = attention(q, k[None], v[None], 0.25, mask)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
         same = ~np.isnan(expected)
@@ -151,17 +151,17 @@ def test_hidden_keys_weigh_nothing(kernel: str) -> None:
     q, k, v = random(np.random.default_rng(4), 1, 40, 90, 24)
     mask = np.zeros((1, 1, 90), np.float32)
     mask[..., 50:] = LOWEST
-    y = _native.nomad_attention(q, k, v, 0.2, mask, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, 0.2, mask, kernel=kernel)
     k[50:], v[50:] = 1e3, 3e38
-    np.testing.assert_array_equal(_native.nomad_attention(q, k, v, 0.2, mask, kernel=kernel), y)
-    np.testing.assert_array_equal(_native.nomad_attention(q, k[:50], v[:50], 0.2, kernel=kernel), y)
+    np.testing.assert_array_equal(_testing.nomad_attention(q, k, v, 0.2, mask, kernel=kernel), y)
+    np.testing.assert_array_equal(_testing.nomad_attention(q, k[:50], v[:50], 0.2, kernel=kernel), y)
 
 
 @all_kernels
 def test_one_key_gives_its_value(kernel: str) -> None:
     q, k, v = random(np.random.default_rng(5), 3, 20, 1, 40)
     v = v.astype(np.float16).astype(np.float32) if kernel not in PRECISION else np.round(v)
-    y = _native.nomad_attention(q, k, v, 1.0, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, 1.0, kernel=kernel)
     np.testing.assert_array_equal(y, np.broadcast_to(v[0], y.shape))
 
 
@@ -172,7 +172,7 @@ def test_large_scores(kernel: str) -> None:
     k = np.zeros((100, 16), np.float32)
     k[70] = 1e8
     v = np.round(np.random.default_rng(6).standard_normal((100, 16)) * 8).astype(np.float32)
-    y = _native.nomad_attention(q, k, v, 1.0, kernel=kernel)
+    y = _testing.nomad_attention(q, k, v, 1.0, kernel=kernel)
     np.testing.assert_array_equal(y, np.broadcast_to(v[70], y.shape))
 
 
@@ -189,6 +189,6 @@ def test_large_scores(kernel: str) -> None:
 )
 def test_wrong_arguments(change: dict, message: str) -> None:
     given = {"q": np.ones((1, 3, 2)), "k": np.ones((4, 2)), "v": np.ones((4, 2)), "scale": 1.0}
-    _native.nomad_attention(**given)
+    _testing.nomad_attention(**given)
     with pytest.raises(ValueError, match=message):
-        _native.nomad_attention(**given | change)
+        _testing.nomad_attention(**given | change)

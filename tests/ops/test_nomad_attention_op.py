@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from ortolan import _native
+from ortolan import _native, _testing
 from ortolan.graph_passes.replace.nomad_attention_function import Uses, nomad_attention_function
 
 from .attention import LOWEST, Floats, assert_attention_close
@@ -213,7 +213,7 @@ def test_precision_16_rounds_where_that_is_faster_and_not_in_the_body() -> None:
     kernel, body = runs(node_model(4, precision=16), case.feeds)
     case.check(body)
     case.check(kernel, precision=16)
-    rounds = any(row["runs_here"] for row in _native.nomad_attention_kernels() if row["name"] == "avx512bf16")
+    rounds = any(row["runs_here"] for row in _testing.nomad_attention_kernels() if row["name"] == "avx512bf16")
     if rounds and _native.cpu_info()["isa"] in ("avx512bf16", "amx"):
         with pytest.raises(AssertionError, match="over bound"):
             case.check(kernel)

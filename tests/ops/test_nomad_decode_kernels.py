@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .attention import attention
 from .decode_attention import Case, make_case, runnable_kernels
@@ -20,7 +20,7 @@ all_kinds = pytest.mark.parametrize(("d_sub", "int8_values"), KINDS)
 
 
 def check(case: Case, kernel: str, begin: int = 0, end: int | None = None) -> None:
-    y = _native.finish_decode(case.partial(kernel, begin, end))[0]
+    y = _testing.finish_decode(case.partial(kernel, begin, end))[0]
     expected, bound = case.expected(begin, end)
     error = np.abs(y - expected)
     assert np.all(error <= bound), f"error {error.max()}, largest over bound {np.max(error - bound)}"
@@ -31,7 +31,7 @@ def check(case: Case, kernel: str, begin: int = 0, end: int | None = None) -> No
 
 def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
     order = ["scalar", "avx2", "avx512"]
-    tiers = [order.index(row["isa"]) for row in _native.decode_attention_kernels()]
+    tiers = [order.index(row["isa"]) for row in _testing.decode_attention_kernels()]
     assert tiers == sorted(tiers, reverse=True)
     assert tiers[-1] == 0
 
@@ -121,8 +121,8 @@ def test_parts_add_up(heads, tokens, head_dim, kind, cuts, seed) -> None:
         parts = [case.partial(kernel, *edges[i : i + 2]) for i in range(len(edges) - 1)]
         merged = parts[0]
         for part in parts[1:]:
-            merged = _native.merge_decode(merged, part)
-        y = _native.finish_decode(merged)[0]
+            merged = _testing.merge_decode(merged, part)
+        y = _testing.finish_decode(merged)[0]
         assert np.all(np.abs(y - expected) <= bound)
 
 
@@ -148,7 +148,7 @@ def test_no_tokens(kernel: str) -> None:
     most, total, y = case.partial(kernel, 7, 7)
     assert (most == np.finfo(np.float32).min).all() and (total == 0).all() and (y == 0).all()
     whole = case.partial(kernel)
-    for merged in (_native.merge_decode(whole, (most, total, y)), _native.merge_decode((most, total, y), whole)):
+    for merged in (_testing.merge_decode(whole, (most, total, y)), _testing.merge_decode((most, total, y), whole)):
         np.testing.assert_array_equal(merged[2], whole[2])
 
 
@@ -160,16 +160,16 @@ def test_exact_window_and_codes_merge(kernel: str) -> None:
     exact = rng.standard_normal(case.keys.shape, dtype=np.float32)
     merged = case.partial(kernel, 4, 150)
     for begin, end in ((0, 4), (150, 200)):
-        part = _native.decode_attention(
+        part = _testing.decode_attention(
             case.q[None], case.scale, exact[None, begin:end], case.value_cache[None], None, 200, begin, end, begin,
             kernel=kernel,
         )  # fmt: skip
-        merged = _native.merge_decode(merged, part)
+        merged = _testing.merge_decode(merged, part)
     mixed = Case(case.q, case.scale, case.keys.copy(), case.values, case.keys, case.value_cache)
     mixed.keys[:4], mixed.keys[150:] = exact[:4], exact[150:]
     expected = attention(mixed.q[:, None], mixed.keys[None], mixed.values[None], mixed.scale)[:, 0]
     _, bound = case.expected()
-    assert np.all(np.abs(_native.finish_decode(merged)[0] - expected) <= 2 * bound)
+    assert np.all(np.abs(_testing.finish_decode(merged)[0] - expected) <= 2 * bound)
 
 
 @all_kernels
@@ -182,7 +182,7 @@ def test_queries_that_are_not_finite(kernel: str, bad: float) -> None:
     case.q[2, 7] = bad
     most, total, y = case.partial(kernel)
     others = [0, 1, 3, 4]
-    assert np.isnan(_native.finish_decode((most, total, y))[0, 2]).all() and np.isnan(total[0, 2])
+    assert np.isnan(_testing.finish_decode((most, total, y))[0, 2]).all() and np.isnan(total[0, 2])
     np.testing.assert_array_equal(y[0, others], good[2][0, others])
     np.testing.assert_array_equal(most[0, others], good[0][0, others])
 
@@ -195,7 +195,7 @@ def test_flat_queries(kernel: str) -> None:
         case.q[:] = magnitude
         check(case, kernel)
         np.testing.assert_allclose(
-            _native.finish_decode(case.partial(kernel))[0], np.tile(case.values.mean(0), (3, 1)), atol=1e-4
+            _testing.finish_decode(case.partial(kernel))[0], np.tile(case.values.mean(0), (3, 1)), atol=1e-4
         )
 
 
@@ -211,12 +211,12 @@ def test_nan_in_a_key_or_value(kernel: str, int8_values: bool, token: int) -> No
         _native.append_values(other.value_cache, 0, values)
     else:
         other.value_cache = values
-    y = _native.finish_decode(other.partial(kernel))[0]
+    y = _testing.finish_decode(other.partial(kernel))[0]
     assert np.isnan(y[:, 3]).all() and (int8_values or np.isfinite(y[:, 4:]).all())
     for bad in (np.nan, np.inf):
         case.key_cache = case.keys.copy()
         case.key_cache[token, 3] = bad
-        y = _native.finish_decode(case.partial(kernel))[0]
+        y = _testing.finish_decode(case.partial(kernel))[0]
         # q Inf is -Inf where q is negative: that token weighs nothing.
         spoiled = np.isnan(bad) | (case.q[:, 3] > 0)
         assert np.isnan(y[spoiled]).all() and np.isfinite(y[~spoiled]).all()
@@ -228,7 +228,7 @@ def test_one_token_takes_all(kernel: str) -> None:
     case = make_case(np.random.default_rng(13), 2, 3000, 16, 1, True, 0.1)
     case.q *= 1000
     scores = case.scores(kernel)
-    y = _native.finish_decode(case.partial(kernel))[0]
+    y = _testing.finish_decode(case.partial(kernel))[0]
     for h in range(2):
         p = np.exp2(scores[h].astype(np.float64) - scores[h].max())
         np.testing.assert_allclose(y[h], p @ case.values / p.sum(), atol=2.0**-10)
@@ -245,7 +245,7 @@ def test_small_weights_beside_a_large_one_count(kernel: str) -> None:
     values[17] = -1
     cache = np.zeros((4001, 18), np.uint8)
     _native.append_values(cache, 0, values)
-    y = _native.finish_decode(Case(q, 1.0, keys, values, keys, cache).partial(kernel))[0]
+    y = _testing.finish_decode(Case(q, 1.0, keys, values, keys, cache).partial(kernel))[0]
     np.testing.assert_allclose(y, 0, atol=1e-3)
 
 
@@ -277,6 +277,6 @@ GOOD = {
     ],
 )
 def test_wrong_arguments(change: dict, message: str) -> None:
-    _native.decode_attention(**GOOD)
+    _testing.decode_attention(**GOOD)
     with pytest.raises(ValueError, match=message):
-        _native.decode_attention(**GOOD | change)
+        _testing.decode_attention(**GOOD | change)

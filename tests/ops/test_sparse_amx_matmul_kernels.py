@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .single_node import (
     assert_matmul_close,
@@ -27,7 +27,7 @@ DENSE_SPARSITIES = (0.0, 0.5)
 
 def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
     order = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
-    tiers = [order.index(row["isa"]) for row in _native.sparse_amx_matmul_kernels()]
+    tiers = [order.index(row["isa"]) for row in _testing.sparse_amx_matmul_kernels()]
     assert tiers == sorted(tiers, reverse=True)
     assert tiers[-1] == 0
 
@@ -43,14 +43,14 @@ def test_shapes(kernel: str, n: int) -> None:
             x = rng.standard_normal((max(M), k), dtype=np.float32)
             bias = rng.standard_normal(n, dtype=np.float32)
             for m in M:
-                y = _native.sparse_amx_matmul(x[:m], *packed, k, n, kernel=kernel)
+                y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, kernel=kernel)
                 assert_matmul_close(y, x[:m], w)
                 if sparsity in DENSE_SPARSITIES:
-                    assert_same_bits(_native.sparse_amx_matmul(x[:m], *dense, k, n, kernel=kernel), y)
-            y = _native.sparse_amx_matmul(x, *packed, k, n, bias=bias, kernel=kernel)
+                    assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, kernel=kernel), y)
+            y = _testing.sparse_amx_matmul(x, *packed, k, n, bias=bias, kernel=kernel)
             assert_matmul_close(y, x, w, bias)
             if sparsity in DENSE_SPARSITIES:
-                assert_same_bits(_native.sparse_amx_matmul(x, *dense, k, n, bias=bias, kernel=kernel), y)
+                assert_same_bits(_testing.sparse_amx_matmul(x, *dense, k, n, bias=bias, kernel=kernel), y)
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
@@ -71,9 +71,9 @@ def test_any_shape(
     w = sparse_weight(rng, k, n, sparsity)
     x = rng.standard_normal((m, k), dtype=np.float32) * np.float32(scale)
     bias = rng.standard_normal(n, dtype=np.float32) if with_bias else None
-    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense=True), k, n, bias=bias, kernel=kernel)
+    y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense=True), k, n, bias=bias, kernel=kernel)
     assert_matmul_close(y, x, w, bias)
-    assert_same_bits(_native.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, bias=bias, kernel=kernel), y)
+    assert_same_bits(_testing.sparse_amx_matmul(x, *_native.pack_bitmap(w), k, n, bias=bias, kernel=kernel), y)
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
@@ -85,8 +85,8 @@ def test_masks_and_values_at_odd_addresses(kernel: str, dense: bool, m: int) -> 
     packed = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5), dense)
     x = rng.standard_normal((m, k), dtype=np.float32)
     masks, values, offsets = packed
-    y = _native.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel=kernel)
-    assert_same_bits(y, _native.sparse_amx_matmul(x, *packed, k, n, kernel=kernel))
+    y = _testing.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel=kernel)
+    assert_same_bits(y, _testing.sparse_amx_matmul(x, *packed, k, n, kernel=kernel))
 
 
 @pytest.mark.parametrize("kernel", runnable_kernels())
@@ -94,7 +94,7 @@ def test_rounds_activations_to_nearest_even(kernel: str) -> None:
     # 1 + 2^-8 lies halfway between two bf16 values and goes to the even one; 1 + 3 * 2^-8 likewise, upwards.
     x = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 3.14159, -2.71828, 1e-3, 65504.0]], np.float32)
     k = x.shape[1]
-    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(np.eye(k, dtype=np.float32)), k, k, kernel=kernel)
+    y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(np.eye(k, dtype=np.float32)), k, k, kernel=kernel)
     np.testing.assert_array_equal(y, to_bf16(x))
     assert y[0, 0] == 1.0
     assert y[0, 1] == 1 + 2**-6
@@ -109,7 +109,7 @@ def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, dense: bool, m:
     w = sparse_weight(rng, k, n, 0.5)
     x = rng.standard_normal((m, k), dtype=np.float32)
     x[0, 5], x[m - 1, 11] = np.inf, np.nan
-    y = _native.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel=kernel)
+    y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel=kernel)
     with np.errstate(invalid="ignore"):
         expected = to_bf16(x) @ to_bf16(w)
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
@@ -126,8 +126,8 @@ def test_rows_do_not_depend_on_their_neighbours(kernel: str) -> None:
     for m in (2, 5, 16, 37):
         others = rng.standard_normal((m, k), dtype=np.float32)
         others[0] = others[-1] = row
-        y = _native.sparse_amx_matmul(others, *packed, k, n, kernel=kernel)
-        repeated = _native.sparse_amx_matmul(np.repeat(row, m, axis=0), *packed, k, n, kernel=kernel)
+        y = _testing.sparse_amx_matmul(others, *packed, k, n, kernel=kernel)
+        repeated = _testing.sparse_amx_matmul(np.repeat(row, m, axis=0), *packed, k, n, kernel=kernel)
         np.testing.assert_array_equal(y[0], repeated[0])
         np.testing.assert_array_equal(y[-1], repeated[-1])
 
@@ -135,4 +135,4 @@ def test_rows_do_not_depend_on_their_neighbours(kernel: str) -> None:
 def test_unknown_and_unavailable_kernels_are_refused() -> None:
     packed = _native.pack_bitmap(np.ones((2, 2), np.float32))
     with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
-        _native.sparse_amx_matmul(np.ones((1, 2), np.float32), *packed, 2, 2, kernel="Abacus")
+        _testing.sparse_amx_matmul(np.ones((1, 2), np.float32), *packed, 2, 2, kernel="Abacus")

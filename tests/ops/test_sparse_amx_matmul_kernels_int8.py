@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .quantized import Layer, quantize_rows, runnable_int8_kernels
 from .single_node import assert_same_bits, at_odd_address
@@ -25,7 +25,7 @@ each_group = pytest.mark.parametrize("group", GROUPS)
 
 def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
     order = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
-    tiers = [order.index(row["isa"]) for row in _native.sparse_amx_matmul_int8_kernels()]
+    tiers = [order.index(row["isa"]) for row in _testing.sparse_amx_matmul_int8_kernels()]
     assert tiers == sorted(tiers, reverse=True)
     assert tiers[-1] == 0
 
@@ -117,7 +117,7 @@ def test_rounds_activations_to_nearest_even(kernel: str) -> None:
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.49, 3.51, -126.5]], np.float32)
     k = x.shape[1]
     packed = _native.pack_bitmap_int8(np.eye(k, dtype=np.int8))
-    y = _native.sparse_amx_matmul_int8(x, *packed, np.ones((1, 1, 16), np.float32), k, k, kernel=kernel)
+    y = _testing.sparse_amx_matmul_int8(x, *packed, np.ones((1, 1, 16), np.float32), k, k, kernel=kernel)
     np.testing.assert_array_equal(y, [[127, 0, 2, 2, 0, -2, -2, 3, 4, -126]])
 
 
@@ -220,13 +220,13 @@ def test_wrong_shapes_and_kernels_are_refused() -> None:
         layer.multiply(x, np.ones(19, np.float32))
     scales = _native.pack_scales(layer.scales, bf16=False)
     with pytest.raises(ValueError, match=r"scales must be \[2, 1, 16\]"):
-        _native.sparse_amx_matmul_int8(x, *layer.packed, scales[1:], 70, 20)
+        _testing.sparse_amx_matmul_int8(x, *layer.packed, scales[1:], 70, 20)
     with pytest.raises(TypeError):
-        _native.sparse_amx_matmul_int8(x, *layer.packed, scales.astype(np.float64), 70, 20)
+        _testing.sparse_amx_matmul_int8(x, *layer.packed, scales.astype(np.float64), 70, 20)
     scales = _native.pack_scales(four.scales, bf16=True)
     with pytest.raises(ValueError, match=r"scales must be \[2, 3, 16\]"):
-        _native.sparse_amx_matmul_int4(x, *four.packed, scales[:, 1:].copy(), 32, 70, 20)
+        _testing.sparse_amx_matmul_int4(x, *four.packed, scales[:, 1:].copy(), 32, 70, 20)
     with pytest.raises(ValueError, match="group_size is 48"):
-        _native.sparse_amx_matmul_int4(x, *four.packed, scales, 48, 70, 20)
+        _testing.sparse_amx_matmul_int4(x, *four.packed, scales, 48, 70, 20)
     with pytest.raises(TypeError):
-        _native.sparse_amx_matmul_int4(x, *four.packed, scales.astype(np.float32), 32, 70, 20)
+        _testing.sparse_amx_matmul_int4(x, *four.packed, scales.astype(np.float32), 32, 70, 20)

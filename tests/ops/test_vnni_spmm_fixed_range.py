@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .block_sparse import BlockSparseLayer, HiddenLayer, Range, runnable_kernels
 from .single_node import U
@@ -33,7 +33,7 @@ def test_rows_of_one_range(kernel: str, sparsity: float) -> None:
         for m in COUNTS:
             given = Range(0.02, int(rng.integers(256)))
             x = rng.standard_normal((m, k), dtype=np.float32) * 3  # some are cut off
-            y = _native.vnni_spmm(x, *packed, layer.scales, k, n, bias, kernel, given.scale, given.zero_point)
+            y = _testing.vnni_spmm(x, *packed, layer.scales, k, n, bias, kernel, given.scale, given.zero_point)
             check_rows(layer, y, given.quantize(x), given, bias)
 
 
@@ -44,7 +44,7 @@ def test_numbers_beyond_the_range(kernel: str, m: int) -> None:
     np.fill_diagonal(q, 1)
     packed = _native.pack_block_sparse(q)
     x = np.tile(np.array([3e38, -3e38, np.inf, -np.inf, np.nan, -np.nan], np.float32), (m, 1))
-    y = _native.vnni_spmm(x, *packed, np.ones(6, np.float32), 6, 6, None, kernel, 0.5, 100)
+    y = _testing.vnni_spmm(x, *packed, np.ones(6, np.float32), 6, 6, None, kernel, 0.5, 100)
     np.testing.assert_array_equal(y, np.tile(np.array([77.5, -50, 77.5, -50, 77.5, 77.5], np.float32), (m, 1)))
 
 
@@ -117,6 +117,6 @@ def test_wrong_arguments_are_refused(change, message) -> None:
         "table_y_zero_point": 0,
         "table": np.zeros(256, np.uint8),
     }
-    assert _native.vnni_spmm_hidden(**given).shape == (3, 8)
+    assert _testing.vnni_spmm_hidden(**given).shape == (3, 8)
     with pytest.raises(ValueError, match=message):
-        _native.vnni_spmm_hidden(**given | change)
+        _testing.vnni_spmm_hidden(**given | change)

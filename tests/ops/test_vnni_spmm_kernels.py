@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .block_sparse import BlockSparseLayer, runnable_kernels
 from .single_node import at_odd_address
@@ -118,7 +118,7 @@ def test_weights_at_any_address(kernel: str) -> None:
     values, indices, starts = _native.pack_block_sparse(layer.q)
     for m in (1, 4, 16, 32, 64):
         x = rng.standard_normal((m, 80), dtype=np.float32)
-        y = _native.vnni_spmm(
+        y = _testing.vnni_spmm(
             x, at_odd_address(values), at_odd_address(indices), starts, layer.scales, 80, 22, kernel=kernel
         )
         layer.check(y, x)
@@ -145,10 +145,10 @@ def test_wrong_shapes_are_refused() -> None:
     layer = BlockSparseLayer.random(np.random.default_rng(5), 10, 20, 0.3)
     packed = _native.pack_block_sparse(layer.q)
     with pytest.raises(ValueError, match=r"x must be \[m, 10\]"):
-        _native.vnni_spmm(np.ones((2, 11), np.float32), *packed, layer.scales, 10, 20)
+        _testing.vnni_spmm(np.ones((2, 11), np.float32), *packed, layer.scales, 10, 20)
     with pytest.raises(ValueError, match=r"bias must be \[20\]"):
         layer.multiply(np.ones((2, 10), np.float32), bias=np.ones(3, np.float32))
     with pytest.raises(ValueError, match="scales have 3 elements, expected 20"):
-        _native.vnni_spmm(np.ones((2, 10), np.float32), *packed, layer.scales[:3].copy(), 10, 20)
+        _testing.vnni_spmm(np.ones((2, 10), np.float32), *packed, layer.scales[:3].copy(), 10, 20)
     with pytest.raises(ValueError, match="no kernel is called 'Fast'"):
         layer.multiply(np.ones((2, 10), np.float32), kernel="Fast")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ortolan import _native
+from ortolan import _testing
 
 every_tier = pytest.mark.parametrize(
-    "isa", sorted({row["isa"] for row in _native.sparse_amx_matmul_kernels() if row["runs_here"]})
+    "isa", sorted({row["isa"] for row in _testing.sparse_amx_matmul_kernels() if row["runs_here"]})
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ortolan import _native
+from ortolan import _native, _testing
 
 from .single_node import U
 
@@ -67,7 +67,7 @@ class GroupLayer:
 
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
         k, n = self.q.shape
-        return _native.w4a8_matmul(
+        return _testing.w4a8_matmul(
             x,
             _native.pack_int4_group(self.q),
             self.packed_scales,
@@ -119,4 +119,4 @@ class GroupLayer:
 
 def runnable_kernels() -> list[str]:
     """Names of the table's rows that this CPU can run."""
-    return [row["name"] for row in _native.w4a8_matmul_kernels() if row["runs_here"]]
+    return [row["name"] for row in _testing.w4a8_matmul_kernels() if row["runs_here"]]

@@ -1,11 +1,12 @@
-// ortolan._native: kernels of MaskedMatMul.
-#include <memory>
-
-#include "bindings.h"
-#include "masked_matmul/block_product.h"
+// ortolan._testing: the kernels of MaskedMatMul.
 #include "masked_matmul/masked_matmul.h"
+
+#include <deque>
+
+#include "masked_matmul/block_product.h"
 #include "masked_matmul/number_product.h"
 #include "masked_matmul/panel_product.h"
+#include "testing.h"
 
 namespace ortolan {
 namespace {
@@ -13,33 +14,20 @@ namespace {
 // Memory that lives as long as a call.
 class Memory {
  public:
-  char* operator()(size_t bytes) {
-    constexpr size_t kAlignment = 64;
-    blocks_.push_back(std::make_unique<char[]>(bytes + kAlignment));
-    const auto address = reinterpret_cast<uintptr_t>(blocks_.back().get());
-    return reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
-  }
+  char* operator()(size_t bytes) { return blocks_.emplace_back(static_cast<int64_t>(bytes)).data(); }
 
  private:
-  std::vector<std::unique_ptr<char[]>> blocks_;
+  std::deque<AlignedBytes> blocks_;
 };
 
 FloatRows Matrix(const CastArray<float>& x, const char* name) {
-  if (x.ndim() != 2 || x.shape(0) < 1 || x.shape(1) < 1) {
-    throw std::invalid_argument(ErrorText(name, " must be a matrix of one row and column or more"));
-  }
-  return {x.data(), x.shape(1) * static_cast<int64_t>(sizeof(float)), x.shape(0), x.shape(1)};
+  Require(x.ndim() == 2 && x.size() > 0, name, " must be a matrix of one row and column or more");
+  return {x.data(), x.shape(1) * kFloat, x.shape(0), x.shape(1)};
 }
 
-const MaskedMatMulKernel& KernelFor(const std::optional<std::string>& name) {
-  return KernelByName(MaskedMatMulKernels(), SelectMaskedMatMul(ActiveFeatures()), name);
-}
-
-void OnOneThread(int64_t count, const auto& body) {
+constexpr auto kOneThread = [](int64_t count, const auto& body) {
   for (int64_t i = 0; i < count; ++i) body(i);
-}
-
-constexpr auto kOneThread = [](int64_t count, const auto& body) { OnOneThread(count, body); };
+};
 
 Way WayByName(const std::string& name) {
   if (name == "blocks") return Way::kBlocks;
@@ -50,14 +38,13 @@ Way WayByName(const std::string& name) {
 
 // None where a or b is not finite.
 std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastArray<float>& b,
-                                         const std::string& way_name, const std::optional<std::string>& kernel_name) {
+                                         const std::string& way_name, const KernelName& name) {
   const FloatRows a_rows = Matrix(a, "a");
   const FloatRows b_rows = Matrix(b, "b");
-  if (a_rows.columns != b_rows.rows) throw std::invalid_argument("a and b do not fit");
+  Require(a_rows.columns == b_rows.rows, "a and b do not fit");
   const Way way = WayByName(way_name);
-  if (way == Way::kTwoSided && a_rows.columns > kMostListedInputs)
-    throw std::invalid_argument("k is too large for way two_sided");
-  const MaskedMatMulKernel& kernel = KernelFor(kernel_name);
+  Require(way != Way::kTwoSided || a_rows.columns <= kMostListedInputs, "k is too large for way two_sided");
+  const MaskedMatMulKernel& kernel = KernelByName(MaskedMatMulKernels(), name);
   Array<float> y({a_rows.rows, b_rows.columns});
   float* out = y.mutable_data();
   bool finite = true;
@@ -66,7 +53,7 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
     Memory memory;
     const Pattern pattern = FindPattern(kernel, a_rows, b_rows, way == Way::kTwoSided, kOneThread, memory);
     finite = pattern.finite;
-    const int64_t row_bytes = b_rows.columns * static_cast<int64_t>(sizeof(float));
+    const int64_t row_bytes = b_rows.columns * kFloat;
     if (finite && way == Way::kNumbers) {
       MultiplyByNumbers(kernel, a_rows, b_rows, out, row_bytes, kOneThread, memory);
     } else if (finite) {
@@ -81,19 +68,16 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
 template <typename Weight>
 Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
                         const std::optional<CastArray<float>>& scales, int64_t group,
-                        const std::optional<Array<uint8_t>>& always, const std::optional<std::string>& kernel_name,
-                        bool panels) {
+                        const std::optional<Array<uint8_t>>& always, const KernelName& name, bool panels) {
   const FloatRows a_rows = Matrix(a, "a");
-  if (b.ndim() != 2 || b.shape(0) != a_rows.columns || b.shape(1) < 1)
-    throw std::invalid_argument("a and b do not fit");
+  Require(b.ndim() == 2 && b.shape(0) == a_rows.columns && b.shape(1) > 0, "a and b do not fit");
   const int64_t n = b.shape(1);
   const int64_t k = a_rows.columns;
-  if (group < 1) throw std::invalid_argument("group must be 1 or more");
-  if (scales && (scales->ndim() != 2 || scales->shape(0) != (k + group - 1) / group || scales->shape(1) != n)) {
-    throw std::invalid_argument("scales must be [groups, n]");
-  }
-  if (always && always->size() != k) throw std::invalid_argument("always must be [k]");
-  const MaskedMatMulKernel& kernel = KernelFor(kernel_name);
+  Require(group >= 1, "group must be 1 or more");
+  Require(!scales || (scales->ndim() == 2 && scales->shape(0) == (k + group - 1) / group && scales->shape(1) == n),
+          "scales must be [groups, n]");
+  Require(!always || always->size() == k, "always must be [k]");
+  const MaskedMatMulKernel& kernel = KernelByName(MaskedMatMulKernels(), name);
   Array<float> y({a_rows.rows, n});
   std::vector<float> used(static_cast<size_t>(a_rows.rows * (k + kBlockColumns)));
   std::vector<float> sums(static_cast<size_t>(a_rows.rows * n));
@@ -132,18 +116,13 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
 }  // namespace
 
 void BindMaskedMatMul(py::module_& module) {
-  module.def(
-      "masked_matmul_kernels", [] { return KernelList(MaskedMatMulKernels()); },
-      "The rows of the room's kernel table, best first.");
-  module.def(
-      "masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("way") = "blocks",
-      py::arg("kernel") = py::none(),
-      "a [m, k] @ b [k, n] on one thread, zeros skipped, by the named or best kernel; None unless all is finite.");
+  DefineKernelList(module, "masked_matmul", &MaskedMatMulKernels);
+  module.def("masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("way") = "blocks",
+             py::arg("kernel") = py::none());
   const auto define_rows = [&](auto* function) {
     module.def("masked_rows", function, py::arg("a"), py::arg("b").noconvert(), py::arg("scales") = py::none(),
                py::arg("group") = 1, py::arg("always").noconvert() = py::none(), py::arg("kernel") = py::none(),
-               py::arg("panels") = false,
-               "a [m, k] @ (b [k, n] * scales) on one thread, reading only the rows of b that a uses.");
+               py::arg("panels") = false);
   };
   define_rows(&MaskedRows<float>);
   define_rows(&MaskedRows<uint16_t>);

@@ -1,0 +1,38 @@
+// ortolan._native: packers, unpackers, CPU information. Arrays only; Python puts bf16 on top.
+#include "arrays.h"
+#include "isa/features.h"
+#include "isa/tuning.h"
+
+namespace ortolan {
+
+void BindPackedWeights(py::module_& module);
+void BindCaches(py::module_& module);
+
+namespace {
+
+py::dict CpuInfo() {
+  py::dict info;
+  info["name"] = CpuName();
+  const std::vector<std::string> active = NamesOf(ActiveFeatures());
+  const std::vector<std::string> detected = NamesOf(DetectedFeatures());
+  info["isa"] = active.back();
+  info["detected_isa"] = detected.back();
+  info["features"] = active;
+  info["detected_features"] = detected;
+  info["isa_problem"] = IsaProblem();
+  info["microarchitecture"] = ActiveTuning().microarchitecture;
+  return info;
+}
+
+}  // namespace
+}  // namespace ortolan
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Native core of Ortolan: packers, unpackers, CPU information.";
+  module.def(
+      "cpu_info", &ortolan::CpuInfo,
+      "The CPU's name, the feature sets in use and those that it has (the last of each by itself), what is wrong "
+      "with ORTOLAN_ISA, and the row of isa/tuning.inc in use.");
+  ortolan::BindPackedWeights(module);
+  ortolan::BindCaches(module);
+}

@@ -1,0 +1,60 @@
+// ortolan._testing: the exact kernels of NoMADAttention.
+#include "attention/attention.h"
+
+#include "testing.h"
+
+namespace ortolan {
+namespace {
+
+Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k, const CastArray<float>& v,
+                            float scale, const std::optional<CastArray<float>>& mask, bool causal,
+                            bool zero_hidden_rows, int precision, const KernelName& name) {
+  Require(q.ndim() == 3 && k.ndim() == 2 && q.shape(2) > 0 && k.shape(1) == q.shape(2) && k.shape(0) > 0 &&
+              v.ndim() == 2 && v.shape(0) == k.shape(0) && v.shape(1) == k.shape(1),
+          "expected q [heads, queries, head_dim], k and v [keys, head_dim], keys and head_dim 1 or more");
+  AttentionArgs args;
+  args.heads = q.shape(0);
+  args.queries = q.shape(1);
+  args.keys = k.shape(0);
+  args.head_dim = q.shape(2);
+  Require(!causal || args.keys >= args.queries, "causal needs as many keys as queries, or more");
+  args.q = q.data();
+  args.k = k.data();
+  args.v = v.data();
+  args.q_row_bytes = args.k_row_bytes = args.v_row_bytes = args.y_row_bytes = args.head_dim * kFloat;
+  args.q_head_bytes = args.y_head_bytes = args.queries * args.head_dim * kFloat;
+  if (mask) {
+    const int64_t full[] = {args.heads, args.queries, args.keys};
+    int64_t* const strides[] = {&args.mask_head_stride, &args.mask_query_stride, &args.mask_key_stride};
+    for (int i = 0; i < 3; ++i) {
+      Require(mask->ndim() == 3 && (mask->shape(i) == full[i] || mask->shape(i) == 1),
+              "mask must be [heads, queries, keys], each of them or 1");
+      *strides[i] = mask->shape(i) == 1 ? 0 : mask->strides(i) / kFloat;
+    }
+    args.mask = mask->data();
+  }
+  args.scale = scale;
+  args.causal = causal;
+  args.zero_hidden_rows = zero_hidden_rows;
+  const AttentionKernel& kernel = KernelByName(AttentionKernels(), name, {.precision = precision});
+  Array<float> y({args.heads, args.queries, args.head_dim});
+  args.y = y.mutable_data();
+  py::gil_scoped_release release;
+  AlignedBytes scratch(kernel.scratch_bytes(args.head_dim));
+  const int64_t rows = args.heads * args.queries;
+  for (int64_t row = 0; row < rows; row += kAttentionRows) {
+    kernel.run(args, row, std::min(rows, row + kAttentionRows), scratch.data());
+  }
+  return y;
+}
+
+}  // namespace
+
+void BindAttention(py::module_& module) {
+  DefineKernelList(module, "nomad_attention", &AttentionKernels);
+  module.def("nomad_attention", &NomadAttention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
+             py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
+             py::arg("precision") = 32, py::arg("kernel") = py::none());
+}
+
+}  // namespace ortolan

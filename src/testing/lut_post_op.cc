@@ -1,0 +1,40 @@
+// ortolan._testing: the kernels of LutPostOp.
+#include "lut_post_op/lut_post_op.h"
+
+#include "testing.h"
+
+namespace ortolan {
+namespace {
+
+// x u8, i8, u16 or i16 of any shape, table [256] or [65536] of u8, i8, u16, i16 or float32.
+py::array LutPostOp(const py::array& x, const py::array& table, const KernelName& name) {
+  const auto is_one_of = [](const py::array& array, const std::string& kinds, py::ssize_t most) {
+    return kinds.find(array.dtype().kind()) != std::string::npos && array.itemsize() <= most;
+  };
+  const bool is_float = table.dtype().kind() == 'f' && table.itemsize() == 4;
+  Require(is_one_of(x, "iu", 2) && (is_one_of(table, "iu", 2) || is_float),
+          "x must be of 8 or 16 bits, table also float32");
+  Require(table.ndim() == 1 && table.size() == LutEntries(x.itemsize()), "table has ", table.size(),
+          " entries, expected [", LutEntries(x.itemsize()), "]");
+  const LutKernel& kernel =
+      name ? KernelByName(LutKernels(), name) : *SelectLut(ActiveFeatures(), x.itemsize(), table.itemsize());
+  Require(kernel.index_bytes == x.itemsize() && kernel.entry_bytes == table.itemsize(), "kernel ", kernel.name,
+          " is for other sizes of x and table");
+  const py::array source = py::array::ensure(x, py::array::c_style);
+  const py::array entries = py::array::ensure(table, py::array::c_style);
+  py::array y(table.dtype(), std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
+  const LutArgs args{source.data(), entries.data(), y.mutable_data(), x.size()};
+  py::gil_scoped_release release;
+  kernel.run(args);
+  return y;
+}
+
+}  // namespace
+
+void BindLutPostOp(py::module_& module) {
+  DefineKernelList(module, "lut_post_op", &LutKernels);
+  module.def("lut_post_op", &LutPostOp, py::arg("x").noconvert(), py::arg("table").noconvert(),
+             py::arg("kernel") = py::none());
+}
+
+}  // namespace ortolan

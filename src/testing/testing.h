@@ -1,0 +1,66 @@
+// ortolan._testing: kernels for tests and benchmarks, by name. Each file adds its own to the module.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include "arrays.h"
+#include "isa/kernel_table.h"
+
+namespace ortolan {
+
+void BindMatMul(py::module_& module);
+void BindAttention(py::module_& module);
+void BindDecodeAttention(py::module_& module);
+void BindMaskedMatMul(py::module_& module);
+void BindEpilogue(py::module_& module);
+void BindLutPostOp(py::module_& module);
+void BindStreamRead(py::module_& module);
+
+using KernelName = std::optional<std::string>;
+
+// The named kernel of a table, whether or not ORTOLAN_ISA allows it; without a name the best one for this work.
+template <typename Kernel>
+const Kernel& KernelByName(std::span<const Kernel> kernels, const KernelName& name, Work work = {}) {
+  if (!name) return SelectKernel(kernels, ActiveFeatures(), work);
+  std::string known;
+  for (const Kernel& kernel : kernels) {
+    known += (known.empty() ? "" : ", ") + std::string(kernel.name);
+    if (*name != kernel.name) continue;
+    Require(DetectedFeatures().Has(kernel.needs), "kernel ", *name, " needs ", FeatureSetName(kernel.needs),
+            ", which this CPU has not");
+    return kernel;
+  }
+  throw std::invalid_argument(ErrorText("no kernel is called '", *name, "', expected one of: ", known));
+}
+
+// <name>_kernels(): the rows of a table, best first.
+template <typename Kernel>
+void DefineKernelList(py::module_& module, const char* name, std::span<const Kernel> (*kernels)()) {
+  module.def((std::string(name) + "_kernels").c_str(), [kernels] {
+    py::list rows;
+    for (const Kernel& kernel : kernels()) {
+      py::dict row;
+      row["name"] = kernel.name;
+      row["isa"] = FeatureSetName(kernel.needs);
+      row["runs_here"] = DetectedFeatures().Has(kernel.needs);
+      if constexpr (requires { kernel.index_bytes; }) row["index_bytes"] = kernel.index_bytes;
+      if constexpr (requires { kernel.entry_bytes; }) row["entry_bytes"] = kernel.entry_bytes;
+      rows.append(row);
+    }
+    return rows;
+  });
+}
+
+// Bytes at an address that is a multiple of 64, as ONNX Runtime aligns tensors.
+class AlignedBytes {
+ public:
+  explicit AlignedBytes(int64_t bytes) : bytes_(static_cast<size_t>(bytes) + kAlignment) {}
+  char* data() { return bytes_.data() + (kAlignment - reinterpret_cast<uintptr_t>(bytes_.data()) % kAlignment); }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  std::vector<char> bytes_;
+};
+
+}  // namespace ortolan
