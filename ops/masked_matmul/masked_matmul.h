@@ -124,9 +124,6 @@ struct NumberList {
 };
 using ListNumbersFn = int64_t(const FloatRows& a, const NumberList& list);
 
-// Packs up to kMaskBits rows and kNumberColumns columns of B: panel[l][kNumberColumns], zeros up to a whole block.
-using PackPanelFn = void(const FloatRows& b, float* panel);
-
 // sums[i] += for each number of row i: the number x panel[its input], for the first `blocks` of the panel.
 struct NumbersArgs {
   NumberList list;
@@ -142,8 +139,8 @@ using MultiplyNumbersFn = void(const NumbersArgs& args);
 struct RowsArgs {
   int64_t m = 0;
   const float* a = nullptr;
-  int64_t a_row = 0;  // floats from one row of a to the next
-  const int32_t* inputs = nullptr;
+  int64_t a_row = 0;                // floats from one row of a to the next
+  const int32_t* inputs = nullptr;  // [count], or null: 0, 1, …
   int64_t count = 0;
   const void* b = nullptr;  // [k][n]
   int64_t n = 0;
@@ -151,6 +148,8 @@ struct RowsArgs {
   int64_t group = 0;
   float* sums = nullptr;  // scratch where there are scales: as many floats as y has here
   float* y = nullptr;     // [m][n]
+
+  int64_t Input(int64_t q) const { return inputs == nullptr ? q : inputs[q]; }
 };
 using MultiplyRowsFn = void(const RowsArgs& args, int64_t column_begin, int64_t column_end);
 
@@ -167,9 +166,14 @@ using MultiplyPanelFn = void(const FloatRows& a, const float* panel, int64_t blo
 // more. Returns how many.
 using ListInputsFn = int64_t(const FloatRows& a, const uint8_t* always, int32_t* inputs, float* to, int64_t to_row);
 
+// What an element of B is.
+enum class Numbers { kFloat, kBf16, kInt8 };
+inline constexpr int kNumbersKinds = 3;
+
 struct MaskedMatMulKernel {
   const char* name;
   Features needs;
+  bool dense_panels;         // MultiplyPanel is worth its while against ONNX Runtime's MatMul on an unpacked panel
   int64_t tile_rows;         // of PackTile and MultiplyTile
   int64_t sparse_tile_rows;  // of PackSparseTile and MultiplySparseTile
   ScanRowsFn* scan_rows;
@@ -180,22 +184,14 @@ struct MaskedMatMulKernel {
   MultiplyTileFn* multiply_tile;
   MultiplySparseTileFn* multiply_sparse_tile;
   ListNumbersFn* list_numbers;
-  PackPanelFn* pack_panel;
   MultiplyNumbersFn* multiply_numbers;
   ListInputsFn* list_inputs;
-  MultiplyRowsFn* multiply_rows_float;
-  MultiplyRowsFn* multiply_rows_bf16;
-  MultiplyRowsFn* multiply_rows_int8;
-  PackInputsFn* pack_inputs_float;
-  PackInputsFn* pack_inputs_bf16;
-  PackInputsFn* pack_inputs_int8;
+  MultiplyRowsFn* multiply_rows[kNumbersKinds];
+  PackInputsFn* pack_inputs[kNumbersKinds];
   MultiplyPanelFn* multiply_panel;
 };
 
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
 std::span<const MaskedMatMulKernel> MaskedMatMulKernels();
-
-// The best kernel on a CPU of this tier. Never fails.
-const MaskedMatMulKernel& SelectMaskedMatMul(Features features);
 
 }  // namespace ortolan

@@ -34,6 +34,10 @@ void MultiplyByNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, con
   int64_t* listed = New<int64_t>(allocate, most_groups * most_words);
   float* slot_panels = New<float>(allocate, slots * kMaskBits * kNumberColumns);
   float* slot_sums = New<float>(allocate, slots * group * kNumberColumns);
+  RowsArgs of_b;
+  of_b.b = b.data;
+  of_b.n = b.columns;
+  of_b.count = b.rows;
   const auto list = [&](int64_t place) {
     return NumberList{values + place * list_numbers, inputs + place * list_numbers, list_rows + place * group,
                       counts + place * group};
@@ -61,10 +65,7 @@ void MultiplyByNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, con
           const int64_t columns = std::min(panel_blocks * kBlockColumns, b.columns - column);
           std::fill_n(sums, rows * kNumberColumns, 0.0f);
           for (int64_t word = 0; word < words; ++word) {
-            FloatRows of_panel = b.Rows(first_input + word * kMaskBits, kMaskBits);
-            of_panel.data += column;
-            of_panel.columns = columns;
-            kernel.pack_panel(of_panel, panel_numbers);
+            kernel.pack_inputs[0](of_b, first_input + word * kMaskBits, column, columns, panel_numbers);
             const int64_t place = unit / panels * words + word;
             kernel.multiply_numbers({list(place), listed[place], panel_numbers, BlockPanels(columns), sums});
           }

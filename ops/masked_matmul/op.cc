@@ -21,6 +21,7 @@
 #include <optional>
 #include <thread>
 
+#include "isa/kernel_table.h"
 #include "masked_matmul/block_product.h"
 #include "masked_matmul/masked_matmul.h"
 #include "masked_matmul/number_product.h"
@@ -214,7 +215,8 @@ class Kernel {
       if (is_float) {
         const size_t bytes = floats.size() * sizeof(float);
         std::memcpy(floats.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
-        finite = SelectMaskedMatMul(ActiveFeatures()).scan_rows(Matrix(floats.data(), 1, n), mask.data());
+        finite =
+            SelectKernel(MaskedMatMulKernels(), ActiveFeatures()).scan_rows(Matrix(floats.data(), 1, n), mask.data());
       } else {
         const size_t bytes = bits.size() * sizeof(uint16_t);
         std::memcpy(bits.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
@@ -325,9 +327,9 @@ class Kernel {
   void MultiplyFloat(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                      const float* b, float* y) {
     const auto [m, k, n] = product;
-    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveFeatures());
+    const MaskedMatMulKernel& kernel = SelectKernel(MaskedMatMulKernels(), ActiveFeatures());
     if (m <= kMostDecodeRows) {
-      return b_finite_ ? MultiplyListed(context, memory, product, a, b, kernel.multiply_rows_float, y)
+      return b_finite_ ? MultiplyListed(context, memory, product, a, b, kernel.multiply_rows[0], y)
                        : MultiplyDense(context, product, a, b, y);
     }
     const FloatRows a_rows = Matrix(a, m, k);
@@ -359,13 +361,13 @@ class Kernel {
   void MultiplyPacked(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                       const void* b, float* y) {
     const auto [m, k, n] = product;
-    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveFeatures());
+    const MaskedMatMulKernel& kernel = SelectKernel(MaskedMatMulKernels(), ActiveFeatures());
     const bool is_int8 = weight_type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
     if (m <= kMostDecodeRows) {
-      return MultiplyListed(context, memory, product, a, b,
-                            is_int8 ? kernel.multiply_rows_int8 : kernel.multiply_rows_bf16, y);
+      return MultiplyListed(context, memory, product, a, b, is_int8 ? kernel.multiply_rows[2] : kernel.multiply_rows[1],
+                            y);
     }
-    PackInputsFn* pack = is_int8 ? kernel.pack_inputs_int8 : kernel.pack_inputs_bf16;
+    PackInputsFn* pack = is_int8 ? kernel.pack_inputs[2] : kernel.pack_inputs[1];
     if (kernel.needs == feature_set::scalar) return MultiplyUnpacked(context, memory, product, a, b, pack, y);
     MultiplyPanels(context, memory, product, a, b, pack, true, y);
   }
@@ -393,14 +395,15 @@ class Kernel {
                     const float* b, float* y) {
     if (product.m > kMostPanelRows || !ActiveFeatures().Has(feature_set::avx512))
       return MultiplyDense(context, product, a, b, y);
-    MultiplyPanels(context, memory, product, a, b, SelectMaskedMatMul(ActiveFeatures()).pack_inputs_float, false, y);
+    MultiplyPanels(context, memory, product, a, b, SelectKernel(MaskedMatMulKernels(), ActiveFeatures()).pack_inputs[0],
+                   false, y);
   }
 
   // Reads B once and unpacks it as it is needed. may_skip: what of B is not finite is known.
   void MultiplyPanels(const Ort::KernelContext& context, Memory& memory, const Product& product, const float* a,
                       const void* b, PackInputsFn* pack, bool may_skip, float* y) const {
     const auto [m, k, n] = product;
-    const MaskedMatMulKernel& kernel = SelectMaskedMatMul(ActiveFeatures());
+    const MaskedMatMulKernel& kernel = SelectKernel(MaskedMatMulKernels(), ActiveFeatures());
     const int64_t words = MaskWords(k);
     uint64_t* used = reinterpret_cast<uint64_t*>(memory(static_cast<size_t>(words) * sizeof(uint64_t)));
     if (may_skip) kernel.scan_rows(Matrix(a, m, k), used);
@@ -445,8 +448,8 @@ class Kernel {
     args.a_row = k + kBlockColumns;
     float* used_a = memory.Floats(m * args.a_row);
     int32_t* inputs = reinterpret_cast<int32_t*>(memory(static_cast<size_t>(args.a_row) * sizeof(int32_t)));
-    args.count =
-        SelectMaskedMatMul(ActiveFeatures()).list_inputs(Matrix(a, m, k), Always(), inputs, used_a, args.a_row);
+    args.count = SelectKernel(MaskedMatMulKernels(), ActiveFeatures())
+                     .list_inputs(Matrix(a, m, k), Always(), inputs, used_a, args.a_row);
     args.a = used_a;
     args.inputs = inputs;
     SetScales(args, k);

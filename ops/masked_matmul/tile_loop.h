@@ -1,37 +1,40 @@
-// The kernels of all tiers, written over a block of 16 floats: x86_*.cc and masked_matmul.cc say what a Block is and
-// include this. Local to each file that includes it; nothing of the standard library that is a function is used.
-//
-//     struct Block { using Vector; using Scalar; Zero, Load, LoadFirst, Store, StoreFirst, Add, Broadcast,
-//                    MultiplyAdd(Scalar, Vector, Vector), Bits (which of the 16 are not zero), HasNan,
-//                    LoadBf16, LoadInt8 }
+// The kernels that find patterns, pack and multiply by tiles, over blocks of 16 floats. Included by kernels.cc alone.
 #pragma once
 
 #include <cstdint>
 
 #include "masked_matmul/masked_matmul.h"
+#include "simd/at_byte.h"
+#include "simd/bits.h"
+#include "simd/column.h"
+#include "simd/columns.h"
 
 namespace ortolan {
 namespace {
 
-#if defined(__GNUC__) && !defined(__clang__)
-#define ORTOLAN_UNROLL _Pragma("GCC unroll 32")
-#else
-#define ORTOLAN_UNROLL _Pragma("clang loop unroll(full)")
-#endif
+// 16 numbers of a row, in registers.
+using Block = simd::Columns<Simd>;
+using Floats = Block::Floats;
+static_assert(Block::kColumns == kBlockColumns);
 
-template <typename T>
-T* AtByte(T* from, int64_t bytes) {
-  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(from)) + bytes);
+constexpr bool kOneRegister = Block::kRegisters == 1;
+constexpr int kTileRows = kOneRegister ? 48 : 16;
+constexpr int kSparseTileRows = kOneRegister ? 8 : 4;
+
+// A block of which `left` columns are there, or more.
+inline Floats LoadBlock(const float* from, int64_t left) {
+  return left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left);
+}
+
+// A sum of products with zero, which is NaN once a number is not finite.
+inline Floats AddZeroTimes(const Floats& numbers, const Floats& sum) {
+  return Block::MultiplyAdd(Simd::Set(0.0f), numbers, sum);
 }
 
 // ---- patterns -------------------------------------------------------------------------------------------------------
 
-template <typename Block>
 bool ScanRows(const FloatRows& a, uint64_t* mask) {
-  using Vector = typename Block::Vector;
-  // A sum of products with zero is NaN once a number is not finite.
-  Vector finite = Block::Zero();
-  const typename Block::Scalar zero = Block::Set(0.0f);
+  Floats finite = Block::Set(0.0f);
   for (int64_t word = 0; word < MaskWords(a.columns); ++word) {
     uint64_t bits = 0;
     for (int64_t part = 0; part < kMaskBits / kBlockColumns; ++part) {
@@ -40,10 +43,9 @@ bool ScanRows(const FloatRows& a, uint64_t* mask) {
       if (left <= 0) break;
       uint64_t any = 0;
       for (int64_t i = 0; i < a.rows; ++i) {
-        const float* from = a.Row(i) + first;
-        const Vector v = left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left);
-        finite = Block::MultiplyAdd(zero, v, finite);
-        any |= Block::Bits(v);
+        const Floats v = LoadBlock(a.Row(i) + first, left);
+        finite = AddZeroTimes(v, finite);
+        any |= Block::NonZero(v);
       }
       bits |= any << (part * kBlockColumns);
     }
@@ -52,25 +54,20 @@ bool ScanRows(const FloatRows& a, uint64_t* mask) {
   return !Block::HasNan(finite);
 }
 
-template <typename Block>
 bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
-  using Vector = typename Block::Vector;
-  Vector finite = Block::Zero();
-  const typename Block::Scalar zero = Block::Set(0.0f);
+  Floats finite = Block::Set(0.0f);
   const int64_t panels = BlockPanels(b.columns);
   const int64_t whole = b.columns / kBlockColumns;
   for (int64_t panel = 0; panel < panels; ++panel) masks[panel * stride] = 0;
   for (int64_t i = 0; i < b.rows; ++i) {
+    const auto scan = [&](int64_t panel, const Floats& v) {
+      finite = AddZeroTimes(v, finite);
+      masks[panel * stride] |= static_cast<uint64_t>(Block::NonZero(v) != 0) << i;
+    };
     const float* from = b.Row(i);
-    for (int64_t panel = 0; panel < whole; ++panel) {
-      const Vector v = Block::Load(from + panel * kBlockColumns);
-      finite = Block::MultiplyAdd(zero, v, finite);
-      masks[panel * stride] |= static_cast<uint64_t>(Block::Bits(v) != 0) << i;
-    }
+    for (int64_t panel = 0; panel < whole; ++panel) scan(panel, Block::Load(from + panel * kBlockColumns));
     if (whole < panels) {
-      const Vector v = Block::LoadFirst(from + whole * kBlockColumns, b.columns - whole * kBlockColumns);
-      finite = Block::MultiplyAdd(zero, v, finite);
-      masks[whole * stride] |= static_cast<uint64_t>(Block::Bits(v) != 0) << i;
+      scan(whole, Block::LoadFirst(from + whole * kBlockColumns, b.columns - whole * kBlockColumns));
     }
   }
   return !Block::HasNan(finite);
@@ -79,19 +76,15 @@ bool ScanBlocks(const FloatRows& b, uint64_t* masks, int64_t stride) {
 // ---- packing --------------------------------------------------------------------------------------------------------
 
 // Panel by panel: the rows' loads jump, but the number of blocks, and not each bit, is what a branch must guess.
-template <typename Block>
 void PackBlocks(const PackBlocksArgs& args) {
   const int64_t panels = BlockPanels(args.b.columns);
   for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t column = panel * kBlockColumns;
-    const int64_t left = args.b.columns - column;
     int64_t place = args.places[panel];
     for (uint64_t bits = args.masks[panel * args.stride]; bits != 0; bits &= bits - 1, ++place) {
       const int64_t i = __builtin_ctzll(bits);
-      const float* from = args.b.Row(i) + column;
       const uint32_t row = args.first_row + static_cast<uint32_t>(i);
-      Block::Store(args.values + place * kBlockColumns,
-                   left >= kBlockColumns ? Block::Load(from) : Block::LoadFirst(from, left));
+      Block::Store(args.values + place * kBlockColumns, LoadBlock(args.b.Row(i) + column, args.b.columns - column));
       if (args.ranks == nullptr) {
         args.inputs[place] = row;
       } else {
@@ -103,14 +96,13 @@ void PackBlocks(const PackBlocksArgs& args) {
 }
 
 // A piece of a few rows after another: many streams at a time would be too many for the processor to foresee.
-template <typename Block, int kRows>
+template <int kRows>
 bool PackTile(const FloatRows& a, float* tile) {
   static_assert(kRows % 4 == 0);
   constexpr int64_t kPiece = 128;
-  // As in ScanRows.
-  typename Block::Vector finite = Block::Zero();
+  constexpr int64_t kRowBytes = kRows * static_cast<int64_t>(sizeof(float));
+  Floats finite = Block::Set(0.0f);
   float finite_rest = 0.0f;
-  const typename Block::Scalar zero = Block::Set(0.0f);
   int64_t l = 0;
   if (a.rows == kRows) {
     for (; l + kBlockColumns <= a.columns;) {
@@ -120,9 +112,9 @@ bool PackTile(const FloatRows& a, float* tile) {
         for (int64_t from = l; from < end; from += kBlockColumns) {
           for (int r = 0; r < 4; ++r) {
             __builtin_prefetch(a.Row(i + r) + from + kPiece);
-            finite = Block::MultiplyAdd(zero, Block::Load(a.Row(i + r) + from), finite);
+            finite = AddZeroTimes(Block::Load(a.Row(i + r) + from), finite);
           }
-          Block::Transpose4x16(a.Row(i) + from, a.row_bytes, tile + from * kRows + i, kRows);
+          Block::Transpose4(a.Row(i) + from, a.row_bytes, tile + from * kRows + i, kRowBytes);
         }
       }
       l = end;
@@ -141,83 +133,42 @@ bool PackTile(const FloatRows& a, float* tile) {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// The sums of a tile. kChains: how many products of a row are under way at a time.
-template <typename Block, int kRows, int kChains>
-struct TileSums {
-  using Vector = typename Block::Vector;
-  Vector sums[kChains][kRows];
-
-  TileSums() {
-    ORTOLAN_UNROLL
-    for (int chain = 0; chain < kChains; ++chain) {
-      ORTOLAN_UNROLL
-      for (int i = 0; i < kRows; ++i) sums[chain][i] = Block::Zero();
-    }
+inline void StoreSum(const TileArgs& args, int64_t row, const Floats& sum) {
+  float* y = AtByte(args.y, row * args.y_row_bytes);
+  if (args.columns == kBlockColumns) {
+    Block::Store(y, args.add ? Block::Add(sum, Block::Load(y)) : sum);
+  } else {
+    Block::StoreFirst(y, args.columns, args.add ? Block::Add(sum, Block::LoadFirst(y, args.columns)) : sum);
   }
-
-  template <int kChain>
-  void Add(const float* activations, const float* block) {
-    const Vector v = Block::Load(block);
-    ORTOLAN_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      sums[kChain][i] = Block::MultiplyAdd(Block::Broadcast(activations + i), v, sums[kChain][i]);
-    }
-  }
-
-  void Store(const TileArgs& args) {
-    ORTOLAN_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      Vector sum = sums[0][i];
-      ORTOLAN_UNROLL
-      for (int chain = 1; chain < kChains; ++chain) sum = Block::Add(sum, sums[chain][i]);
-      if (i >= args.rows) continue;
-      float* y = AtByte(args.y, i * args.y_row_bytes);
-      if (args.columns == kBlockColumns) {
-        Block::Store(y, args.add ? Block::Add(sum, Block::Load(y)) : sum);
-      } else {
-        Block::StoreFirst(y, args.columns, args.add ? Block::Add(sum, Block::LoadFirst(y, args.columns)) : sum);
-      }
-    }
-  }
-};
-
-// As many chains as there are registers for, where the rows alone do not hide the latency.
-template <typename Block, int kRows>
-constexpr int Chains() {
-  return kRows * Block::kVectorsABlock < 8 ? 2 : 1;
 }
 
 // kBlocks x 16 rows of a tile by a panel. A register holds 16 rows of an input, and a number of B is multiplied with
 // all of them: for each load there are kColumns x kBlocks / (kColumns + kBlocks) products, where a register of a block
 // of B would leave one. sums of a few columns at a time; y is brought into rows at the end.
-template <typename Block, int kTileRows, int kBlocks>
+template <int kBlocks>
 void MultiplyTileBlocks(const TileArgs& args) {
-  using Vector = typename Block::Vector;
-  constexpr int kColumns = Block::kTileColumns;
+  constexpr int kColumns = kOneRegister ? 8 : 4;  // whose sums are in registers
   constexpr int kRows = kBlocks * kBlockColumns;
+  constexpr int64_t kRowBytes = kBlockColumns * static_cast<int64_t>(sizeof(float));
   alignas(64) float rows[kRows][kBlockColumns];
   for (int64_t i = 0; i < args.rows; ++i) __builtin_prefetch(AtByte(args.y, i * args.y_row_bytes), 1);
   for (int column = 0; column < kBlockColumns; column += kColumns) {
-    Vector sums[kColumns][kBlocks];
-    ORTOLAN_UNROLL
+    Floats sums[kColumns][kBlocks];
+#pragma GCC unroll 8
     for (int j = 0; j < kColumns; ++j) {
-      ORTOLAN_UNROLL
-      for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::Zero();
+#pragma GCC unroll 4
+      for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::Set(0.0f);
     }
     const float* block = args.values + column;
     const auto add = [&](uint64_t input) __attribute__((always_inline)) {
       const float* from = args.tile + input * kTileRows;
-      Vector a[kBlocks];
-      ORTOLAN_UNROLL
-      for (int r = 0; r < kBlocks; ++r) {
-        a[r] = Block::Load(from + r * kBlockColumns);
-        Block::Keep(a[r]);
-      }
-      ORTOLAN_UNROLL
+      Floats a[kBlocks];
+#pragma GCC unroll 4
+      for (int r = 0; r < kBlocks; ++r) a[r] = Block::Kept(Block::Load(from + r * kBlockColumns));
+#pragma GCC unroll 8
       for (int j = 0; j < kColumns; ++j) {
-        auto b = Block::Broadcast(block + j);
-        Block::Keep(b);
-        ORTOLAN_UNROLL
+        const auto b = Block::Kept(Simd::Set(block[j]));
+#pragma GCC unroll 4
         for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::MultiplyAdd(b, a[r], sums[j][r]);
       }
       block += kBlockColumns;
@@ -229,63 +180,65 @@ void MultiplyTileBlocks(const TileArgs& args) {
       add(pair & 0xffffffffu);
       add(pair >> 32);
     }
-    ORTOLAN_UNROLL
+#pragma GCC unroll 4
     for (int r = 0; r < kBlocks; ++r) {
       alignas(64) float columns[kColumns][kBlockColumns];
-      ORTOLAN_UNROLL
+#pragma GCC unroll 8
       for (int j = 0; j < kColumns; ++j) Block::Store(columns[j], sums[j][r]);
       for (int j = 0; j < kColumns; j += 4) {
-        Block::Transpose4x16(columns[j], sizeof(columns[j]), &rows[r * kBlockColumns][column + j], kBlockColumns);
+        Block::Transpose4(columns[j], kRowBytes, &rows[r * kBlockColumns][column + j], kRowBytes);
       }
     }
   }
-  for (int64_t i = 0; i < args.rows; ++i) {
-    float* y = AtByte(args.y, i * args.y_row_bytes);
-    const Vector sum = Block::Load(rows[i]);
-    if (args.columns == kBlockColumns) {
-      Block::Store(y, args.add ? Block::Add(sum, Block::Load(y)) : sum);
-    } else {
-      Block::StoreFirst(y, args.columns, args.add ? Block::Add(sum, Block::LoadFirst(y, args.columns)) : sum);
-    }
-  }
+  for (int64_t i = 0; i < args.rows; ++i) StoreSum(args, i, Block::Load(rows[i]));
 }
 
-template <typename Block, int kTileRows>
 void MultiplyTile(const TileArgs& args) {
   constexpr int kMost = kTileRows / kBlockColumns;
   static_assert(kMost == 1 || kMost == 3);
-  if (args.rows <= kBlockColumns) return MultiplyTileBlocks<Block, kTileRows, 1>(args);
-  if (args.rows <= 2 * kBlockColumns) return MultiplyTileBlocks<Block, kTileRows, kMost == 1 ? 1 : 2>(args);
-  MultiplyTileBlocks<Block, kTileRows, kMost>(args);
+  if (args.rows <= kBlockColumns) return MultiplyTileBlocks<1>(args);
+  if (args.rows <= 2 * kBlockColumns) return MultiplyTileBlocks<kMost == 1 ? 1 : 2>(args);
+  MultiplyTileBlocks<kMost>(args);
 }
 
-template <typename Block, int kRows>
 void MultiplySparseTile(const SparseTileArgs& args) {
-  constexpr int kChains = Chains<Block, kRows>();
-  const int64_t count = Block::ListBits(args.tile_mask, args.panel_mask, MaskWords(args.k), args.list);
+  // Products of a row that are under way at a time: as many as there are registers for, where the rows alone do not
+  // hide the latency.
+  constexpr int kChains = kSparseTileRows * Block::kRegisters < 8 ? 2 : 1;
+  int64_t count = 0;
+  for (int64_t word = 0; word < MaskWords(args.k); ++word) {
+    count += ListBits<Simd>(args.tile_mask[word] & args.panel_mask[word], static_cast<uint16_t>(word * kMaskBits),
+                            args.list + count);
+  }
   for (int i = 0; i < 4; ++i) args.list[count + i] = static_cast<uint16_t>(args.k);
-  TileSums<Block, kRows, kChains> sums;
+  Floats sums[kChains][kSparseTileRows];
+#pragma GCC unroll 8
+  for (int i = 0; i < kSparseTileRows; ++i) {
+#pragma GCC unroll 2
+    for (int chain = 0; chain < kChains; ++chain) sums[chain][i] = Block::Set(0.0f);
+  }
   for (int64_t q = 0; q < count; q += 4) {
     uint64_t four;
     __builtin_memcpy(&four, args.list + q, sizeof(four));
-    const uint64_t l[] = {four & 0xffff, (four >> 16) & 0xffff, (four >> 32) & 0xffff, four >> 48};
-    sums.template Add<0>(args.tile + l[0] * kRows, args.values + args.ranks[l[0]] * kBlockColumns);
-    sums.template Add<kChains - 1>(args.tile + l[1] * kRows, args.values + args.ranks[l[1]] * kBlockColumns);
-    sums.template Add<0>(args.tile + l[2] * kRows, args.values + args.ranks[l[2]] * kBlockColumns);
-    sums.template Add<kChains - 1>(args.tile + l[3] * kRows, args.values + args.ranks[l[3]] * kBlockColumns);
-  }
-  sums.Store(args);
-}
-
-// The numbers of the bits set in both masks, as any CPU finds them.
-inline int64_t ListBitsOneByOne(const uint64_t* a, const uint64_t* b, int64_t words, uint16_t* list) {
-  int64_t count = 0;
-  for (int64_t word = 0; word < words; ++word) {
-    for (uint64_t bits = a[word] & b[word]; bits != 0; bits &= bits - 1) {
-      list[count++] = static_cast<uint16_t>(word * kMaskBits + __builtin_ctzll(bits));
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) {
+      const uint64_t l = four >> (16 * p) & 0xffff;
+      const float* a = args.tile + l * kSparseTileRows;
+      const Floats block = Block::Load(args.values + args.ranks[l] * kBlockColumns);
+#pragma GCC unroll 8
+      for (int i = 0; i < kSparseTileRows; ++i) {
+        Floats& sum = sums[p % kChains][i];
+        sum = Block::MultiplyAdd(Simd::Set(a[i]), block, sum);
+      }
     }
   }
-  return count;
+#pragma GCC unroll 8
+  for (int i = 0; i < kSparseTileRows; ++i) {
+    Floats sum = sums[0][i];
+#pragma GCC unroll 2
+    for (int chain = 1; chain < kChains; ++chain) sum = Block::Add(sum, sums[chain][i]);
+    if (i < args.rows) StoreSum(args, i, sum);
+  }
 }
 
 }  // namespace

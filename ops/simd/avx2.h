@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "simd/at_byte.h"
 #include "simd/math.h"
 
 namespace ortolan::simd {
@@ -32,6 +33,10 @@ struct avx2 {
   static __m256 Max(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
   static __m256 Min(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
   static __m256 Abs(__m256 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+  static uint32_t NonZero(__m256 a) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ)));
+  }
+  static bool HasNan(__m256 a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
   static float SumOfLanes(__m256 a) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -55,6 +60,17 @@ struct avx2 {
   }
 
   // Floats: between lanes.
+  static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes) {
+    for (int l = 0; l < kLanes; l += 4) {
+      __m128 a = _mm_loadu_ps(from + l), b = _mm_loadu_ps(AtByte(from, row_bytes) + l);
+      __m128 c = _mm_loadu_ps(AtByte(from, 2 * row_bytes) + l), d = _mm_loadu_ps(AtByte(from, 3 * row_bytes) + l);
+      _MM_TRANSPOSE4_PS(a, b, c, d);
+      _mm_storeu_ps(AtByte(to, l * to_row_bytes), a);
+      _mm_storeu_ps(AtByte(to, (l + 1) * to_row_bytes), b);
+      _mm_storeu_ps(AtByte(to, (l + 2) * to_row_bytes), c);
+      _mm_storeu_ps(AtByte(to, (l + 3) * to_row_bytes), d);
+    }
+  }
   static void Transpose(__m256 (&a)[8]) {
     __m256 b[8];
 #pragma GCC unroll 4
@@ -89,6 +105,10 @@ struct avx2 {
   }
 
   // Floats from and to bytes.
+  static __m256 LoadBf16(const uint8_t* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
   static __m256 LoadInt8(const uint8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }

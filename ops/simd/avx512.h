@@ -5,10 +5,18 @@
 
 #include <cstdint>
 
+#include "simd/at_byte.h"
 #include "simd/math.h"
 
 namespace ortolan::simd {
 namespace {
+
+constexpr struct Places {
+  constexpr Places() {
+    for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(i);
+  }
+  alignas(64) uint8_t at[64] = {};
+} kPlaces;
 
 struct avx512 {
   using Float = __m512;
@@ -30,6 +38,8 @@ struct avx512 {
   static __m512 Max(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
   static __m512 Min(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
   static __m512 Abs(__m512 a) { return _mm512_abs_ps(a); }
+  static uint32_t NonZero(__m512 a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
+  static bool HasNan(__m512 a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
   static float SumOfLanes(__m512 a) { return _mm512_reduce_add_ps(a); }
   static __m512 ExponentFromLowBits(__m512 a) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
@@ -50,6 +60,25 @@ struct avx512 {
   }
 
   // Floats: between lanes.
+  static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes) {
+    const auto row = [&](int64_t i) { return Load(AtByte(from, i * row_bytes)); };
+    const auto pairs = [](__m512 a) { return _mm512_castps_pd(a); };
+    const auto floats = [](__m512d a) { return _mm512_castpd_ps(a); };
+    const __m512 a = row(0), b = row(1), c = row(2), d = row(3);
+    const __m512d ab_low = pairs(_mm512_unpacklo_ps(a, b)), ab_high = pairs(_mm512_unpackhi_ps(a, b));
+    const __m512d cd_low = pairs(_mm512_unpacklo_ps(c, d)), cd_high = pairs(_mm512_unpackhi_ps(c, d));
+    // Lane l of columns[i] is column 4 l + i.
+    const __m512 columns[] = {floats(_mm512_unpacklo_pd(ab_low, cd_low)), floats(_mm512_unpackhi_pd(ab_low, cd_low)),
+                              floats(_mm512_unpacklo_pd(ab_high, cd_high)),
+                              floats(_mm512_unpackhi_pd(ab_high, cd_high))};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      _mm_storeu_ps(AtByte(to, i * to_row_bytes), _mm512_castps512_ps128(columns[i]));
+      _mm_storeu_ps(AtByte(to, (4 + i) * to_row_bytes), _mm512_extractf32x4_ps(columns[i], 1));
+      _mm_storeu_ps(AtByte(to, (8 + i) * to_row_bytes), _mm512_extractf32x4_ps(columns[i], 2));
+      _mm_storeu_ps(AtByte(to, (12 + i) * to_row_bytes), _mm512_extractf32x4_ps(columns[i], 3));
+    }
+  }
   static void Transpose(__m512 (&a)[16]) {
     __m512 b[16];
 #pragma GCC unroll 8
@@ -92,11 +121,41 @@ struct avx512 {
   }
 
   // Floats from and to bytes.
+  static __m512 LoadBf16(const uint8_t* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
   static __m512 LoadInt8(const uint8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
   static void StoreBytes(uint8_t* to, __m512 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+
+  // Lists of bits: bits.h.
+  static int64_t ListBits(uint64_t bits, uint8_t first, uint8_t* list) {
+    const __m512i numbers = _mm512_add_epi8(Places(), _mm512_set1_epi8(static_cast<char>(first)));
+    _mm512_storeu_si512(list, _mm512_maskz_compress_epi8(bits, numbers));
+    return __builtin_popcountll(bits);
+  }
+  static int64_t ListBits(uint64_t bits, uint16_t first, uint16_t* list) {
+    const int64_t found = __builtin_popcountll(bits);
+    const __m512i base = _mm512_set1_epi16(static_cast<int16_t>(first));
+    const __m512i numbers = _mm512_maskz_compress_epi8(bits, Places());
+    const auto store = [base](uint16_t* to, __m256i half) {
+      _mm512_storeu_si512(to, _mm512_add_epi16(base, _mm512_cvtepu8_epi16(half)));
+    };
+    store(list, _mm512_castsi512_si256(numbers));
+    if (found > 32) store(list + 32, _mm512_extracti64x4_epi64(numbers, 1));
+    return found;
+  }
+  static void CompressFloats(uint64_t bits, const float* from, float* to) {
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      const __mmask16 some = static_cast<__mmask16>(bits >> (16 * part));
+      _mm512_storeu_ps(to, _mm512_maskz_compress_ps(some, _mm512_maskz_loadu_ps(some, from + 16 * part)));
+      to += __builtin_popcount(some);
+    }
   }
 
   // Units: 32 bits of a lane that are multiplied at once.
@@ -123,6 +182,9 @@ struct avx512 {
   static __m512i ShiftRightInt(__m512i a) {
     return _mm512_srli_epi32(a, kBits);
   }
+
+ private:
+  static __m512i Places() { return _mm512_load_si512(kPlaces.at); }
 };
 
 }  // namespace

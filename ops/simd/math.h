@@ -5,10 +5,12 @@
 //     Float, kLanes                                   kLanes floats
 //     Float Set(float), Load(const float*), LoadFirst(const float*, int64_t count)
 //     void Store(float*, Float), StoreFirst(float*, int64_t count, Float)
-//         First: `count` < kLanes lanes; no other memory is touched
+//         First: `count` lanes, 0 … kLanes; no other memory is touched, and the other lanes are 0
 //     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
 //     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
 //     Float Abs(a)
+//     uint32_t NonZero(a)                             a bit for each lane that is not zero, as NaN is not
+//     bool HasNan(a)
 //     float SumOfLanes(a)
 //     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
 //     Float SelectLess(a, b, x, y)                    a < b ? x : y; y if a or b is NaN
@@ -17,10 +19,12 @@
 //     Float Rounded(a)                                a, which the compiler does not fuse with what is done to it
 // kRegisters of them. Between lanes:
 //     void Transpose(Float (&)[kLanes])
+//     void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes)
+//         four rows of kLanes numbers to kLanes rows of four
 //     Float ReduceFour(const Float (&)[4], op)        op over all lanes of each, in lanes 0 … 3, 4 … 7, …
 //     Float LoadStrided(const float*, int64_t stride) every stride-th float
 // From and to bytes:
-//     Float LoadInt8(const uint8_t*)                  kLanes int8 numbers
+//     Float LoadBf16(const uint8_t*), LoadInt8(const uint8_t*)    kLanes numbers, at any address
 //     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
 // In units of 32 bits that are multiplied at once, a float (kUnit = 1) or a pair of bf16 (2):
 //     Float PackUnits(a, b)                           the numbers of a, or pairs of a and b

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "simd/at_byte.h"
 #include "simd/math.h"
 
 namespace ortolan::simd {
@@ -15,9 +16,11 @@ struct scalar {
 
   static float Set(float value) { return value; }
   static float Load(const float* from) { return *from; }
-  static float LoadFirst(const float* from, int64_t) { return *from; }
+  static float LoadFirst(const float* from, int64_t count) { return count > 0 ? *from : 0.0f; }
   static void Store(float* to, float a) { *to = a; }
-  static void StoreFirst(float* to, int64_t, float a) { *to = a; }
+  static void StoreFirst(float* to, int64_t count, float a) {
+    if (count > 0) *to = a;
+  }
 
   static float Add(float a, float b) { return a + b; }
   static float Subtract(float a, float b) { return a - b; }
@@ -27,6 +30,8 @@ struct scalar {
   static float Max(float a, float b) { return a > b ? a : b; }
   static float Min(float a, float b) { return a < b ? a : b; }
   static float Abs(float a) { return __builtin_fabsf(a); }
+  static uint32_t NonZero(float a) { return a != 0.0f ? 1 : 0; }
+  static bool HasNan(float a) { return a != a; }
   static float SumOfLanes(float a) { return a; }
   static float ExponentFromLowBits(float a) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, a) << 23); }
   static float SelectLess(float a, float b, float x, float y) { return a < b ? x : y; }
@@ -42,10 +47,18 @@ struct scalar {
   }
 
   // Floats: between lanes.
+  static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t) {
+    for (int i = 0; i < 4; ++i) to[i] = *AtByte(from, i * row_bytes);
+  }
   static void Transpose(float (&)[1]) {}
   static float LoadStrided(const float* from, int64_t) { return *from; }
 
   // Floats from and to bytes.
+  static float LoadBf16(const uint8_t* from) {
+    uint16_t bits;
+    __builtin_memcpy(&bits, from, sizeof(bits));
+    return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
+  }
   static float LoadInt8(const uint8_t* from) { return static_cast<float>(static_cast<int8_t>(*from)); }
   static void StoreBytes(uint8_t* to, float a) { *to = static_cast<uint8_t>(__builtin_nearbyintf(a)); }
 

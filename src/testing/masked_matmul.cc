@@ -97,17 +97,17 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
   args.count = kernel.list_inputs(a_rows, always ? always->data() : nullptr, inputs.data(), used.data(), args.a_row);
   if (panels) {
     Memory memory;
-    PackInputsFn* const pack = sizeof(Weight) == 4   ? kernel.pack_inputs_float
-                               : sizeof(Weight) == 2 ? kernel.pack_inputs_bf16
-                                                     : kernel.pack_inputs_int8;
+    PackInputsFn* const pack = sizeof(Weight) == 4   ? kernel.pack_inputs[0]
+                               : sizeof(Weight) == 2 ? kernel.pack_inputs[1]
+                                                     : kernel.pack_inputs[2];
     MultiplyByPanels(kernel, pack, args, kOneThread, memory);
     return y;
   }
   // In pieces, as the operator does it.
   const int64_t half = n / 2;
-  MultiplyRowsFn* const multiply = sizeof(Weight) == 4   ? kernel.multiply_rows_float
-                                   : sizeof(Weight) == 2 ? kernel.multiply_rows_bf16
-                                                         : kernel.multiply_rows_int8;
+  MultiplyRowsFn* const multiply = sizeof(Weight) == 4   ? kernel.multiply_rows[0]
+                                   : sizeof(Weight) == 2 ? kernel.multiply_rows[1]
+                                                         : kernel.multiply_rows[2];
   multiply(args, 0, half);
   multiply(args, half, n);
   return y;

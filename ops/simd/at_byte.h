@@ -1,0 +1,15 @@
+// Addresses in matrices whose rows are any number of bytes apart. Local to each file that includes it.
+#pragma once
+
+#include <cstdint>
+
+namespace ortolan {
+namespace {
+
+template <typename T>
+T* AtByte(T* from, int64_t bytes) {
+  return reinterpret_cast<T*>(const_cast<char*>(reinterpret_cast<const char*>(from)) + bytes);
+}
+
+}  // namespace
+}  // namespace ortolan
