@@ -1,7 +1,8 @@
 """Two layers with an activation between them in one operator: the hidden layer of an MLP, in whole numbers.
 
 What the first layer puts out is rounded to u8, a table of 256 bytes makes the activation of it, and the second layer
-multiplies that (ops/vnni_spmm/vnni_spmm.h). This takes fixed ranges, so pass `ranges` must have recorded both values.
+multiplies that (ops/matmul/block_sparse_weight.h). This takes fixed ranges, so pass `ranges` must have recorded both
+values.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class SparseAMXMatMul(Replacement):
             lost = _SMALLEST_NORMAL * (np.abs(x).sum(axis=1, keepdims=True) + 2 * k)
             bound: np.ndarray = _BF16_ROUNDING * product + lost
             return bound
-        # Half a step of each x (ops/sparse_amx_matmul/sparse_amx_matmul_int8.h).
+        # Half a step of each x (ops/matmul/bitmap_weight.h).
         half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         # The scale of x times that of w.

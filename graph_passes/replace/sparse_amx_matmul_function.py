@@ -27,7 +27,7 @@ ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activati
 TILE_ROWS = 16
 INT4_BIAS = 8
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/sparse_amx_matmul/sparse_amx_matmul_int8.h
+_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h
 
 
 def row_inputs(weight_bits: int) -> int:

@@ -100,7 +100,7 @@ class VNNISpMM(Replacement):
         magnitude = np.abs(weight.matrix)
         steps: np.ndarray
         if weight.x_range is None:
-            # Half a step of each x (ops/vnni_spmm/vnni_spmm.h).
+            # Half a step of each x (ops/matmul/block_sparse_weight.h).
             half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
             steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         else:

@@ -2,7 +2,7 @@
 
 It uses only operators that mean the same from opset 13 on (but for ReduceMax and ReduceMean), and serves any k, n and
 rank of X. The format of the weight is specified in ops/formats/block_sparse_4x1.h, the rounding of X and the hidden
-layer in ops/vnni_spmm/vnni_spmm.h, the inputs in ops/vnni_spmm/op.cc.
+layer in ops/matmul/block_sparse_weight.h, the inputs in ops/vnni_spmm/op.cc.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ATTRIBUTES = ("k", "n", "format_version", "activation", "gated_columns", "hidden
 GROUP_OUTPUTS = 4
 QUAD_INPUTS = 4
 
-_SMALLEST_HALF_RANGE = 2.0**-100  # as in ops/vnni_spmm/vnni_spmm.h
+_SMALLEST_HALF_RANGE = 2.0**-100  # as in ops/matmul/block_sparse_weight.h
 
 
 @dataclass(frozen=True)

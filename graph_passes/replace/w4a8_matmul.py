@@ -119,7 +119,7 @@ class W4A8MatMul(Replacement):
         magnitude = np.abs(weight.matrix)
         product: np.ndarray = np.abs(x) @ magnitude
         steps = np.zeros_like(product)
-        for start in range(0, len(magnitude), group):  # half a step of each x (ops/w4a8_matmul/w4a8_matmul.h)
+        for start in range(0, len(magnitude), group):  # half a step of each x (ops/matmul/group_int4_weight.h)
             half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The scale of x times that of W, which multiplies a sum of q (w - zero point).

@@ -24,7 +24,7 @@ ROW_INPUTS = 4
 TILE_INPUTS = 64
 MIDDLE_ZERO_POINT = 8
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/w4a8_matmul/w4a8_matmul.h
+_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/group_int4_weight.h
 
 
 @dataclass(frozen=True)

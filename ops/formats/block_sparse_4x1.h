@@ -62,7 +62,8 @@ BlockSparseMatrix PackBlockSparse(const int8_t* q, int64_t row_stride, int64_t k
 // Writes q, row-major [k, n]. The view must have passed ValidateBlockSparse.
 void UnpackBlockSparse(const BlockSparseView& view, int8_t* q, int64_t row_stride);
 
-// The sum of each output's weights, n rounded up to a multiple of 16: what unsigned activations need (vnni_spmm.h).
+// The sum of each output's weights, n rounded up to a multiple of 16: what unsigned activations need
+// (matmul/block_sparse_weight.h).
 std::vector<int32_t> SumsOfOutputs(const BlockSparseView& view);
 
 // What an untrusted file says: the counts are those of the tensors found.

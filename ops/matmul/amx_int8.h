@@ -37,7 +37,7 @@ inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
 template <typename Format>
 class AmxInt8Loop {
   using Simd = AmxInt8Simd;
-  using Args = typename Format::Args;
+  using Args = MatMulArgs;
   using Block = typename Format::template Block<Simd, 1>;
   static constexpr bool kInt4 = Format::kInt4;
   static constexpr bool kDense = Format::kDense;
@@ -76,9 +76,9 @@ class AmxInt8Loop {
         : args(a),
           first_panel(first),
           count(count_),
-          quads(kInt8Bitmap.Tiles(a.w.k) * kTileRows),
+          quads(kInt8Bitmap.Tiles(a.w->k) * kTileRows),
           step_quads(StepQuads(Format::Group(a))),
-          groups(ScaleRows(a.w.k, Format::Group(a))),
+          groups(ScaleRows(a.w->k, Format::Group(a))),
           group_quads(Format::Group(a) == kWholeColumn ? quads : Format::Group(a) / kInt8Bitmap.row_inputs),
           row_bytes(Format::PackedRowBytes(a)) {
       for (int p = 0; p < count; ++p) {
@@ -89,7 +89,7 @@ class AmxInt8Loop {
     // The numbers of a row of x.
     Block Numbers(int64_t row) const {
       const int8_t* x = static_cast<const int8_t*>(args.x) + row * row_bytes;
-      return {x + kInt8Bitmap.PaddedK(args.w.k), groups};
+      return {x + kInt8Bitmap.PaddedK(args.w->k), groups};
     }
     typename Format::template PanelScales<Simd> Scales(int p) const { return {args, first_panel + p, groups}; }
 
@@ -243,7 +243,7 @@ class AmxInt8Loop {
 
   static void Finish(const Work& work) {
     for (int p = 0; p < work.count; ++p) {
-      const PanelOutput output(work.args, work.args.w.n, work.first_panel + p);
+      const PanelOutput output(work.args, work.first_panel + p);
       const auto scales = work.Scales(p);
       for (int64_t i = 0; i < work.args.m; ++i) {
         const Block numbers = work.Numbers(i);

@@ -18,7 +18,7 @@
 #include "epilogue/layer_norm.h"
 #include "formats/bitmap.h"
 #include "isa/kernel_table.h"
-#include "matmul/matmul_args.h"
+#include "matmul/kernel.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
 
@@ -62,9 +62,9 @@ class LinearOp {
 
   // Packs the rows, then multiplies and ends them chunk by chunk. args: those of the kernel, with the weight and the
   // bias. pack(x, rows, to); multiply(args, panel begin, panel end). padded_k: inputs that a panel holds.
-  template <typename Args, typename Pack>
-  void Run(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
-           void (*multiply)(const Args&, int64_t, int64_t), const Pack& pack) const {
+  template <typename Pack>
+  void Run(const Rows& rows, const Packing& packing, int64_t padded_k, MatMulArgs args, MultiplyFn* multiply,
+           const Pack& pack) const {
     const Scratch packed(rows.context, static_cast<size_t>(packing.bytes));
     PackRows(rows, packing, packed.data(), pack);
     args.x = packed.data();
@@ -74,9 +74,8 @@ class LinearOp {
   // The two halves of Run, for an operator that does something between them: args.x are all rows, packed.
   template <typename Pack>
   void PackRows(const Rows& rows, const Packing& packing, void* packed, const Pack& pack) const;
-  template <typename Args>
-  void Multiply(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
-                void (*multiply)(const Args&, int64_t, int64_t)) const;
+  void Multiply(const Rows& rows, const Packing& packing, int64_t padded_k, MatMulArgs args,
+                MultiplyFn* multiply) const;
 
   // Calls body(first row, panel begin, panel end) for pieces of the product on ORT's threads. padded_k as in Run.
   template <typename Body>
@@ -103,10 +102,8 @@ class LinearOp {
   // The epilogue, in place, of some panels of rows of Y; `row` is the first of them.
   EpilogueArgs Piece(EpilogueArgs epilogue, const MatMulArgs& rows, int64_t row, int64_t panel_begin,
                      int64_t panel_end) const;
-  template <typename Args>
-  void MultiplyGated(const Args& part, int64_t row, int64_t panel_begin, int64_t panel_end,
-                     void (*multiply)(const Args&, int64_t, int64_t), const EpilogueArgs& epilogue,
-                     EpilogueFn* end) const;
+  void MultiplyGated(const MatMulArgs& part, int64_t row, int64_t panel_begin, int64_t panel_end, MultiplyFn* multiply,
+                     const EpilogueArgs& epilogue, EpilogueFn* end) const;
 
   void ReadNorm(const OrtKernelInfo& info, size_t weight);
   LayerNormArgs NormOf(float* y, int64_t rows) const;
@@ -202,9 +199,8 @@ void LinearOp::ForEachPiece(const Ort::KernelContext& context, int64_t m, int64_
   });
 }
 
-template <typename Args>
-void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded_k, Args args,
-                        void (*multiply)(const Args&, int64_t, int64_t)) const {
+inline void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded_k, MatMulArgs args,
+                               MultiplyFn* multiply) const {
   const EpilogueArgs& epilogue = rows.epilogue;
   const bool ends = IsGated() || epilogue.activation != Activation::kNone || epilogue.residual != nullptr;
   EpilogueFn* const end = ends ? SelectKernel(EpilogueKernels(), ActiveFeatures()).run : nullptr;
@@ -217,7 +213,7 @@ void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded
   std::vector<std::atomic<int64_t>> done(rows.normalize ? (rows.m + packing.row_chunk - 1) / packing.row_chunk : 0);
   LayerNormFn* const normalize = rows.normalize ? SelectKernel(LayerNormKernels(), ActiveFeatures()).run : nullptr;
   const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
-    const Args part = RowsOf(args, row, packing.row_chunk, packing.row_bytes);
+    const MatMulArgs part = RowsOf(args, row, packing.row_chunk, packing.row_bytes);
     if (IsGated()) {
       MultiplyGated(part, row, panel, panel_end, multiply, epilogue, end);
     } else {
@@ -232,10 +228,8 @@ void LinearOp::Multiply(const Rows& rows, const Packing& packing, int64_t padded
   ForEachPiece(rows.context, rows.m, packing.row_chunk, panels, padded_k * (IsGated() ? 2 : 1), piece);
 }
 
-template <typename Args>
-void LinearOp::MultiplyGated(const Args& part, int64_t row, int64_t panel_begin, int64_t panel_end,
-                             void (*multiply)(const Args&, int64_t, int64_t), const EpilogueArgs& epilogue,
-                             EpilogueFn* end) const {
+inline void LinearOp::MultiplyGated(const MatMulArgs& part, int64_t row, int64_t panel_begin, int64_t panel_end,
+                                    MultiplyFn* multiply, const EpilogueArgs& epilogue, EpilogueFn* end) const {
   alignas(64) float products[kGatedFloats];
   const int64_t most = kGatedFloats / (2 * kPanelColumns * part.m);
   for (int64_t panel = panel_begin; panel < panel_end; panel += most) {
@@ -244,15 +238,15 @@ void LinearOp::MultiplyGated(const Args& part, int64_t row, int64_t panel_begin,
     piece.x = products;
     piece.factor = products + count * kPanelColumns;
     piece.x_row_bytes = 2 * count * kPanelColumns * static_cast<int64_t>(sizeof(float));
-    const auto multiply_to = [&](const float* to, int64_t first) {
-      Args product = part;
-      // A kernel puts column j at y + j.
-      product.y = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(to) - first * kPanelColumns * sizeof(float));
+    const auto multiply_to = [&](float* to, int64_t first) {
+      MatMulArgs product = part;
+      product.y = to;
+      product.y_panel = first;
       product.y_row_bytes = piece.x_row_bytes;
       multiply(product, first, first + count);
     };
-    multiply_to(piece.x, panel);
-    multiply_to(piece.factor, BitmapPanels(y_n_) + panel);
+    multiply_to(products, panel);
+    multiply_to(products + count * kPanelColumns, BitmapPanels(y_n_) + panel);
     end(piece);
   }
 }

@@ -54,7 +54,7 @@ constexpr int kSpanRows = 8;
 // GroupInt4Format (w4a8_matmul).
 template <typename Simd, typename Format>
 class Int8PanelLoop {
-  using Args = typename Format::Args;
+  using Args = MatMulArgs;
   using Sums = typename Simd::Sums;
   using SpanSums = typename Simd::SpanSums;
   using Floats = typename Simd::Floats;
@@ -139,14 +139,14 @@ class Int8PanelLoop {
     Panel(const Args& a, int64_t index_)
         : args(a),
           index(index_),
-          spans(kInt8Bitmap.PaddedK(a.w.k) / kSpanInputs),
-          groups(ScaleRows(a.w.k, Format::Group(a))),
+          spans(kInt8Bitmap.PaddedK(a.w->k) / kSpanInputs),
+          groups(ScaleRows(a.w->k, Format::Group(a))),
           group_spans(Format::Group(a) == kWholeColumn ? spans : Format::Group(a) / kSpanInputs),
-          padded_k(kInt8Bitmap.PaddedK(a.w.k)),
+          padded_k(kInt8Bitmap.PaddedK(a.w->k)),
           row_bytes(Format::PackedRowBytes(a)),
           masks(Format::Masks(a, index)),
           stream{Format::Values(a, index), Format::Values(a, index), {}},
-          output(a, a.w.n, index),
+          output(a, index),
           span_bytes(Format::ValueBytes(a, index) / spans) {}
 
     // The block of kRows packed rows that begins at row i.

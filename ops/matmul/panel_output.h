@@ -2,27 +2,29 @@
 #pragma once
 
 #include "formats/bitmap.h"
-#include "matmul/matmul_args.h"
+#include "matmul/kernel.h"
 
 namespace ortolan {
 namespace {
 
 // The outputs of a panel: 16 columns or, at the end of n, fewer.
 struct PanelOutput {
-  PanelOutput(const MatMulArgs& args_, int64_t n, int64_t panel)
+  PanelOutput(const MatMulArgs& args_, int64_t panel_)
       : args(args_),
-        first(panel * kPanelColumns),
-        columns(static_cast<int>(n - first < kPanelColumns ? n - first : kPanelColumns)) {}
+        panel(panel_),
+        columns(static_cast<int>(args.w->n - First() < kPanelColumns ? args.w->n - First() : kPanelColumns)) {}
 
   // Row i of y is the sums, of all 16 columns, and the bias.
   template <typename Simd, typename Sums>
   void Store(int64_t i, Sums sums) const {
-    if (args.bias != nullptr) sums = Simd::Add(sums, Simd::LoadColumns(args.bias + first, columns));
-    Simd::StoreColumns(args.YRow(i) + first, columns, sums);
+    if (args.bias != nullptr) sums = Simd::Add(sums, Simd::LoadColumns(args.bias + First(), columns));
+    Simd::StoreColumns(args.Y(i, panel), columns, sums);
   }
 
+  int64_t First() const { return panel * kPanelColumns; }
+
   const MatMulArgs& args;
-  int64_t first;
+  int64_t panel;
   int columns;
 };
 

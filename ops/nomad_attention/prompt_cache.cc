@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "isa/kernel_table.h"
+#include "matmul/bitmap_weight.h"
 #include "ort/aligned.h"
-#include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {
 namespace {
@@ -36,42 +36,46 @@ BitmapView ValuesOf(const PromptCache& cache, int64_t kv_head, int64_t chunk) {
   return PanelsOf(cache.values, (kv_head * cache.Chunks() + chunk) * panels, panels);
 }
 
+BitmapWeight WeightOf(const BitmapView& view) { return {{view.k, view.n}, view}; }
+
+int64_t PackedBytes(const MatMulKernel& kernel, const PromptCache& cache, int64_t rows) {
+  const MatMulWeight keys{cache.head_dim, 0}, values{cache.ChunkTokens(), 0};
+  return Aligned(std::max(kernel.PackedBytes(keys, rows), kernel.PackedBytes(values, rows)));
+}
+
 }  // namespace
 
 int64_t PromptScratchBytes(const PromptCache& cache, Features features, int64_t rows) {
-  const SparseMatMulKernel& kernel = SelectSparseMatMul(features, rows);
-  const int64_t packed =
-      std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, cache.ChunkTokens()));
-  return Aligned(packed) + rows * cache.ChunkTokens() * kFloat;
+  return PackedBytes(SelectKernel(Bf16Kernels(), features, {rows}), cache, rows) + rows * cache.ChunkTokens() * kFloat;
 }
 
 void AttendPrompt(const PromptCache& cache, Features features, int64_t kv_head, int64_t chunk, const float* q,
                   int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
-  const SparseMatMulKernel& kernel = SelectSparseMatMul(features, rows);
+  const MatMulKernel& kernel = SelectKernel(Bf16Kernels(), features, {rows});
   const auto weigh = SelectKernel(SoftmaxKernels(), features).weigh;
   const int64_t width = cache.ChunkTokens();
-  const int64_t packed_bytes =
-      Aligned(std::max(kernel.PackedBytes(rows, cache.head_dim), kernel.PackedBytes(rows, width)));
-  float* scores = reinterpret_cast<float*>(static_cast<char*>(scratch) + packed_bytes);
-  SparseMatMulArgs args;
+  float* scores = reinterpret_cast<float*>(static_cast<char*>(scratch) + PackedBytes(kernel, cache, rows));
+  MatMulArgs args;
   args.m = rows;
   args.x = scratch;
-  kernel.pack(q, cache.head_dim * kFloat, rows, cache.head_dim, scratch);
-  args.w = KeysOf(cache, kv_head, chunk);
+  const BitmapWeight keys = WeightOf(KeysOf(cache, kv_head, chunk));
+  kernel.pack(keys, q, cache.head_dim * kFloat, rows, scratch);
+  args.w = &keys;
   args.y = scores;
   args.y_row_bytes = width * kFloat;
-  kernel.multiply(args, 0, BitmapPanels(args.w.n));
+  kernel.multiply(args, 0, BitmapPanels(args.w->n));
   const int64_t tokens = cache.TokensIn(chunk);
   for (int64_t i = 0; i < rows; ++i) {
     float* row = scores + i * width;
     weigh(row, tokens, scale * kLog2E, partial.max + i, partial.sum + i);
     std::fill(row + tokens, row + width, 0.0f);
   }
-  kernel.pack(scores, width * kFloat, rows, width, scratch);
-  args.w = ValuesOf(cache, kv_head, chunk);
+  const BitmapWeight values = WeightOf(ValuesOf(cache, kv_head, chunk));
+  kernel.pack(values, scores, width * kFloat, rows, scratch);
+  args.w = &values;
   args.y = partial.y;
   args.y_row_bytes = cache.head_dim * kFloat;
-  kernel.multiply(args, 0, BitmapPanels(args.w.n));
+  kernel.multiply(args, 0, BitmapPanels(args.w->n));
 }
 
 int64_t PromptUnpackBytes(const PromptCache& cache) { return cache.ChunkTokens() * cache.head_dim * kFloat; }

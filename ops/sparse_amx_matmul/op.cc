@@ -14,28 +14,16 @@
 #include <cstring>
 #include <optional>
 
+#include "matmul/bitmap_weight.h"
 #include "matmul/linear_op.h"
 #include "ort/ort_op.h"
 #include "ort/rooms.h"
-#include "sparse_amx_matmul/sparse_amx_matmul.h"
-#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 
 namespace ortolan {
 namespace {
 
 constexpr const char* kOpType = "SparseAMXMatMul";
 constexpr int64_t kFormatVersion = 1;
-
-#define ORTOLAN_KERNEL(set, name, activation_bytes, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#include "sparse_amx_matmul/kernels.inc"
-#undef ORTOLAN_X86_KERNEL
-#undef ORTOLAN_KERNEL
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#include "sparse_amx_matmul/kernels_int8.inc"
-#undef ORTOLAN_X86_KERNEL
-#undef ORTOLAN_KERNEL
 
 enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kResidual, kScales, kInputCount };
 
@@ -119,27 +107,18 @@ class Kernel {
   }
 
   void Multiply(const LinearOp::Rows& rows, const float* bias) const {
-    const int64_t x_row_bytes = linear_->XRowBytes();
-    if (layout_ == &kBf16Bitmap) {
-      const SparseMatMulKernel& kernel = SelectSparseMatMul(ActiveFeatures(), rows.m);
-      SparseMatMulArgs args;
-      args.w = w_;
-      args.bias = bias;
-      linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(rows.m, w_.k), kernel.PackedRowBytes(w_.k)},
-                   layout_->PaddedK(w_.k), args, kernel.multiply,
-                   [&](const float* x, int64_t count, char* to) { kernel.pack(x, x_row_bytes, count, w_.k, to); });
-    } else {
-      const SparseInt8MatMulKernel& kernel = SelectSparseInt8MatMul(ActiveFeatures(), rows.m);
-      SparseInt8MatMulArgs args;
-      args.w = w_;
-      args.bias = bias;
-      args.group = group_;
-      args.scales = scales_;
-      linear_->Run(
-          rows, {kernel.row_block, kernel.PackedBytes(rows.m, w_.k, group_), kernel.PackedRowBytes(w_.k, group_)},
-          layout_->PaddedK(w_.k), args, layout_ == &kInt8Bitmap ? kernel.multiply_int8 : kernel.multiply_int4,
-          [&](const float* x, int64_t count, char* to) { kernel.pack(x, x_row_bytes, count, w_.k, group_, to); });
-    }
+    const BitmapWeight weight{{w_.k, w_.n}, w_, group_, scales_};
+    const std::span<const MatMulKernel> kernels = layout_ == &kBf16Bitmap   ? Bf16Kernels()
+                                                  : layout_ == &kInt8Bitmap ? Int8Kernels()
+                                                                            : Int4Kernels();
+    const MatMulKernel& kernel = SelectKernel(kernels, ActiveFeatures(), {rows.m, weight.k});
+    MatMulArgs args;
+    args.w = &weight;
+    args.bias = bias;
+    linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(weight, rows.m), kernel.packed_row_bytes(weight)},
+                 layout_->PaddedK(w_.k), args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
+                   kernel.pack(weight, x, linear_->XRowBytes(), count, to);
+                 });
   }
 
   std::string node_;

@@ -20,8 +20,8 @@
 #include <cstring>
 
 #include "matmul/activations.h"
+#include "matmul/bitmap_weight.h"
 #include "matmul/panel_output.h"
-#include "sparse_amx_matmul/sparse_amx_matmul.h"
 
 namespace ortolan {
 namespace {
@@ -59,10 +59,10 @@ class PanelLoop {
   static constexpr bool kDense = kStorage == Storage::kDense;
 
  public:
-  static void Run(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    const int64_t row_bytes = BitmapPaddedK(args.w.k) * static_cast<int64_t>(sizeof(Activation));
+  static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const int64_t row_bytes = BitmapPaddedK(args.w->k) * static_cast<int64_t>(sizeof(Activation));
     for (int64_t row = 0; row < args.m; row += kMostRows) {
-      const SparseMatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
+      const MatMulArgs part = RowsOf(args, row, kMostRows, row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         Panel p(part, panel);
         if (part.m <= Simd::kRowBlock) {
@@ -85,16 +85,16 @@ class PanelLoop {
   static constexpr int64_t kMaskStep = kDense ? 0 : kTileMaskBytes;
 
   struct Panel {
-    Panel(const SparseMatMulArgs& a, int64_t panel)
+    Panel(const MatMulArgs& a, int64_t panel)
         : args(a),
-          tiles(BitmapTiles(a.w.k)),
-          padded_k(BitmapPaddedK(a.w.k)),
-          masks(a.w.PanelMasks(kBf16Bitmap, panel)),
-          values(a.w.PanelValues(kBf16Bitmap, panel)),
+          tiles(BitmapTiles(a.w->k)),
+          padded_k(BitmapPaddedK(a.w->k)),
+          masks(WeightOf<BitmapWeight>(a).view.PanelMasks(kBf16Bitmap, panel)),
+          values(WeightOf<BitmapWeight>(a).view.PanelValues(kBf16Bitmap, panel)),
           x(static_cast<const Activation*>(a.x)),
-          output(a, a.w.n, panel) {}
+          output(a, panel) {}
 
-    const SparseMatMulArgs& args;
+    const MatMulArgs& args;
     int64_t tiles;
     int64_t padded_k;
     const uint8_t* masks;
@@ -211,8 +211,8 @@ class PanelLoop {
 };
 
 template <typename Simd>
-void RunPanelLoop(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.w.IsDense()) {
+void RunPanelLoop(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  if (WeightOf<BitmapWeight>(args).view.IsDense()) {
     PanelLoop<Simd, Storage::kDense>::Run(args, panel_begin, panel_end);
   } else {
     PanelLoop<Simd, Storage::kBitmap>::Run(args, panel_begin, panel_end);

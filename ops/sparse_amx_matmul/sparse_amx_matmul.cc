@@ -1,31 +1,25 @@
-#include "sparse_amx_matmul/sparse_amx_matmul.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "formats/bf16.h"
-#include "isa/kernel_table.h"
+#include "matmul/bitmap_weight.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(set, name, activation_bytes, row_block, least_rows) \
-  PackActivationsFn Pack##name;                                            \
-  SparseMatMulFn Multiply##name;
-#include "sparse_amx_matmul/kernels.inc"
-#undef ORTOLAN_KERNEL
+namespace scalar {
 
-void PackScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+void PackBf16(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   float* out = static_cast<float*>(packed);
-  const int64_t padded_k = BitmapPaddedK(k);
+  const int64_t padded_k = BitmapPaddedK(w.k);
   for (int64_t i = 0; i < m; ++i, out += padded_k) {
     const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
-    for (int64_t l = 0; l < k; ++l) out[l] = Bf16ToFloat(RoundToBf16(row[l]));
-    std::fill(out + k, out + padded_k, 0.0f);
+    for (int64_t l = 0; l < w.k; ++l) out[l] = Bf16ToFloat(RoundToBf16(row[l]));
+    std::fill(out + w.k, out + padded_k, 0.0f);
   }
 }
 
-void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const BitmapView& w = args.w;
+void MultiplyBf16(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const BitmapView& w = WeightOf<BitmapWeight>(args).view;
   const int64_t rows = BitmapTiles(w.k) * kTileRows;
   const float* x = static_cast<const float*>(args.x);
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
@@ -50,27 +44,11 @@ void MultiplyScalar(const SparseMatMulArgs& args, int64_t panel_begin, int64_t p
           sums[bit >> 1] += pair[bit & 1] * weight;
         }
       }
-      float* y = args.YRow(i) + first;
+      float* y = args.Y(i, panel);
       for (int64_t j = 0; j < columns; ++j) y[j] = sums[j] + (args.bias != nullptr ? args.bias[first + j] : 0.0f);
     }
   }
 }
 
-namespace {
-
-constexpr SparseMatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(set, name, activation_bytes, row_block, least_rows) \
-  {#name, feature_set::set, activation_bytes, row_block, least_rows, &Pack##name, &Multiply##name},
-#include "sparse_amx_matmul/kernels.inc"
-#undef ORTOLAN_KERNEL
-};
-
-}  // namespace
-
-std::span<const SparseMatMulKernel> SparseMatMulKernels() { return kKernels; }
-
-const SparseMatMulKernel& SelectSparseMatMul(Features features, int64_t m) {
-  return SelectKernel(SparseMatMulKernels(), features, {m});
-}
-
+}  // namespace scalar
 }  // namespace ortolan

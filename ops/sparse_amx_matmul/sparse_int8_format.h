@@ -2,8 +2,8 @@
 // local to each.
 #pragma once
 
+#include "matmul/bitmap_weight.h"
 #include "matmul/panel_loop_int8.h"
-#include "sparse_amx_matmul/sparse_amx_matmul_int8.h"
 
 namespace ortolan {
 namespace {
@@ -14,7 +14,10 @@ namespace {
 //     corrections  i32 [groups][r]      - (bias of the weights) x (sum of q over the group)
 // A row that is not finite has a scale of NaN; its q are zero.
 template <typename Simd>
-void PackQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
+void PackQuantizedRows(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const BitmapWeight& w = static_cast<const BitmapWeight&>(weight);
+  const int64_t k = w.k;
+  const int64_t group = w.group;
   const int64_t padded_k = kInt8Bitmap.PaddedK(k);
   const int64_t groups = ScaleRows(k, group);
   const uint32_t bias = group == kWholeColumn ? Simd::kInt8Bias : Simd::kInt4Bias;
@@ -30,30 +33,31 @@ void PackQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k
       corrections[g * rows + i] = 0 - bias * static_cast<uint32_t>(sum);
     }
   };
-  PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, SparseInt8MatMulKernel::PackedRowBytes(k, group), pack);
+  PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, w.QuantizedRowBytes(), pack);
 }
 
 // kBits: 8 or 4.
 template <int kBits, Storage kStorage>
 struct SparseInt8Format {
-  using Args = SparseInt8MatMulArgs;
+  using Args = MatMulArgs;
   static constexpr bool kInt4 = kBits == 4;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr const BitmapLayout& kLayout = kInt4 ? kInt4Bitmap : kInt8Bitmap;
 
-  static int64_t Group(const Args& a) { return a.group; }
-  static int64_t PackedRowBytes(const Args& a) { return SparseInt8MatMulKernel::PackedRowBytes(a.w.k, a.group); }
-  static const uint8_t* Masks(const Args& a, int64_t panel) { return a.w.PanelMasks(kLayout, panel); }
-  static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelValues(kLayout, panel); }
+  static const BitmapWeight& W(const Args& a) { return WeightOf<BitmapWeight>(a); }
+  static int64_t Group(const Args& a) { return W(a).group; }
+  static int64_t PackedRowBytes(const Args& a) { return W(a).QuantizedRowBytes(); }
+  static const uint8_t* Masks(const Args& a, int64_t panel) { return W(a).view.PanelMasks(kLayout, panel); }
+  static const uint8_t* Values(const Args& a, int64_t panel) { return W(a).view.PanelValues(kLayout, panel); }
   static int64_t ValueBytes(const Args& a, int64_t panel) {
-    return kDense ? 0 : a.w.offsets[panel + 1] - a.w.offsets[panel];
+    return kDense ? 0 : W(a).view.offsets[panel + 1] - W(a).view.offsets[panel];
   }
 
   template <typename Simd>
   struct PanelScales {
     using Scales = typename Simd::Floats;
 
-    PanelScales(const Args& a, int64_t panel, int64_t) : from(a.Scales(panel, 0)) {}
+    PanelScales(const Args& a, int64_t panel, int64_t) : from(W(a).Scales(panel, 0)) {}
 
     Scales Of(int64_t group) const {
       return kInt4 ? Simd::LoadBf16Scales(from + group * kPanelColumns * 2) : Simd::LoadFloatScales(from);
@@ -87,8 +91,8 @@ struct SparseInt8Format {
 
 // Calls run.operator()<Format>() with that of the weight's storage. kBits: 8 or 4.
 template <int kBits, typename Run>
-void WithFormat(const SparseInt8MatMulArgs& args, const Run& run) {
-  if (args.w.IsDense()) {
+void WithFormat(const MatMulArgs& args, const Run& run) {
+  if (WeightOf<BitmapWeight>(args).view.IsDense()) {
     run.template operator()<SparseInt8Format<kBits, Storage::kDense>>();
   } else {
     run.template operator()<SparseInt8Format<kBits, Storage::kBitmap>>();

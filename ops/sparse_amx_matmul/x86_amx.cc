@@ -9,7 +9,6 @@
 #include "matmul/amx_int8.h"
 #include "simd/amx_tiles.h"
 #include "sparse_amx_matmul/avx512_bf16.h"
-#include "sparse_amx_matmul/sparse_amx_matmul.h"
 #include "sparse_amx_matmul/sparse_int8_format.h"
 
 namespace ortolan {
@@ -35,23 +34,24 @@ struct alignas(64) Sums {
 
 // The panels that are multiplied together, a block of their tiles, and where y takes their sums.
 struct PanelPair {
-  PanelPair(const SparseMatMulArgs& a, int64_t first, int count_)
-      : args(a), first_panel(first), count(count_), tiles(BitmapTiles(a.w.k)), padded_k(BitmapPaddedK(a.w.k)) {
+  PanelPair(const MatMulArgs& a, int64_t first, int count_)
+      : args(a), first_panel(first), count(count_), tiles(BitmapTiles(a.w->k)), padded_k(BitmapPaddedK(a.w->k)) {
+    const BitmapView& view = WeightOf<BitmapWeight>(a).view;
     for (int p = 0; p < count; ++p) {
-      masks[p] = a.w.PanelMasks(kBf16Bitmap, first + p);
-      values[p] = a.w.PanelValues(kBf16Bitmap, first + p);
+      masks[p] = view.PanelMasks(kBf16Bitmap, first + p);
+      values[p] = view.PanelValues(kBf16Bitmap, first + p);
       columns[p] = static_cast<int>(
-          a.w.n - (first + p) * kPanelColumns < kPanelColumns ? a.w.n - (first + p) * kPanelColumns : kPanelColumns);
+          a.w->n - (first + p) * kPanelColumns < kPanelColumns ? a.w->n - (first + p) * kPanelColumns : kPanelColumns);
       const float* from = a.bias == nullptr ? nullptr : a.bias + (first + p) * kPanelColumns;
       for (int c = 0; c < kPanelColumns; ++c) bias[p][c] = from != nullptr && c < columns[p] ? from[c] : 0.0f;
     }
   }
 
-  float* Y(int64_t row, int p) const { return args.YRow(row) + (first_panel + p) * kPanelColumns; }
+  float* Y(int64_t row, int p) const { return args.Y(row, first_panel + p); }
   // Whether the sums of this tile may be loaded from and stored to y as they are.
   bool IsWhole(int64_t row, int p) const { return columns[p] == kPanelColumns && args.m - row >= kRowTile; }
 
-  const SparseMatMulArgs& args;
+  const MatMulArgs& args;
   int64_t first_panel;
   int count;
   int64_t tiles;
@@ -133,7 +133,7 @@ void MultiplyBlock(const PanelPair& pair, int64_t row, int64_t first_tile, int64
   const int64_t x_row_bytes = pair.padded_k * static_cast<int64_t>(sizeof(uint16_t));
   const char* x = static_cast<const char*>(pair.args.x) + row * x_row_bytes + first_tile * kMaxTileColsb;
   // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
-  const bool fetch = pair.args.w.IsDense() && row == 0;
+  const bool fetch = WeightOf<BitmapWeight>(pair.args).view.IsDense() && row == 0;
   for (int64_t t = 0; t < tiles; ++t, x += kMaxTileColsb) {
     if (fetch) {
       for (int p = 0; p < kPanels; ++p) PrefetchTile(pair.block[p] + t * kTileBytes + kPrefetchBytes);
@@ -159,11 +159,11 @@ void MultiplyBlock(const PanelPair& pair, int64_t row, int64_t first_tile, int64
 }
 
 template <int kPanels>
-void MultiplyPanels(const SparseMatMulArgs& args, int64_t panel) {
+void MultiplyPanels(const MatMulArgs& args, int64_t panel) {
   PanelPair pair(args, panel, kPanels);
   for (int64_t tile = 0; tile < pair.tiles; tile += kBlockTiles) {
     const int64_t tiles = pair.tiles - tile < kBlockTiles ? pair.tiles - tile : kBlockTiles;
-    if (args.w.IsDense()) {
+    if (WeightOf<BitmapWeight>(args).view.IsDense()) {
       FindDenseBlock(pair, tiles);
     } else {
       ExpandBlock(pair, tile, tiles);
@@ -176,20 +176,22 @@ void MultiplyPanels(const SparseMatMulArgs& args, int64_t panel) {
 
 }  // namespace
 
+namespace amx {
+
 // Row after row; the rows that are missing in the last block of 16 are zero.
-void PackAmx(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
+void PackBf16(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   uint8_t* out = static_cast<uint8_t*>(packed);
-  const int64_t padded_k = BitmapPaddedK(k);
+  const int64_t padded_k = BitmapPaddedK(w.k);
   for (int64_t i = 0; i < m; ++i) {
     const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
     for (int64_t l = 0; l < padded_k; l += kTileInputs, out += kMaxTileColsb) {
-      _mm512_storeu_si512(out, RoundToBf16(row + l, k - l));
+      _mm512_storeu_si512(out, RoundToBf16(row + l, w.k - l));
     }
   }
   PadAmxRows(packed, m, padded_k * static_cast<int64_t>(sizeof(uint16_t)));
 }
 
-void MultiplyAmx(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBf16(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   LoadTileConfig(kConfig);
   int64_t panel = panel_begin;
   for (; panel + kPanelBlock <= panel_end; panel += kPanelBlock) MultiplyPanels<kPanelBlock>(args, panel);
@@ -197,17 +199,22 @@ void MultiplyAmx(const SparseMatMulArgs& args, int64_t panel_begin, int64_t pane
   TileRelease();
 }
 
-void PackInt8Amx(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  PackQuantizedRows<AmxInt8Simd>(x, x_row_bytes, m, k, group, packed);
-  PadAmxRows(packed, m, SparseInt8MatMulKernel::PackedRowBytes(k, group));
+void PackInt8(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackQuantizedRows<AmxInt8Simd>(w, x, x_row_bytes, m, packed);
+  PadAmxRows(packed, m, static_cast<const BitmapWeight&>(w).QuantizedRowBytes());
 }
 
-void MultiplyInt8Amx(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void PackInt4(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackInt8(w, x, x_row_bytes, m, packed);
+}
+
+void MultiplyInt8(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   WithFormat<8>(args, [&]<typename Format>() { AmxInt8Loop<Format>::Run(args, panel_begin, panel_end); });
 }
 
-void MultiplyInt4Amx(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyInt4(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   WithFormat<4>(args, [&]<typename Format>() { AmxInt8Loop<Format>::Run(args, panel_begin, panel_end); });
 }
 
+}  // namespace amx
 }  // namespace ortolan

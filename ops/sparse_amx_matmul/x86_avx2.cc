@@ -78,26 +78,33 @@ struct Avx2Simd : Avx2FloatSums {
 
 }  // namespace
 
-void PackInt8Avx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  PackQuantizedRows<Avx2Int8Simd>(x, x_row_bytes, m, k, group, packed);
+namespace avx2 {
+
+void PackInt8(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackQuantizedRows<Avx2Int8Simd>(w, x, x_row_bytes, m, packed);
 }
 
-void MultiplyInt8Avx2(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void PackInt4(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackInt8(w, x, x_row_bytes, m, packed);
+}
+
+void MultiplyInt8(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   WithFormat<8>(args,
                 [&]<typename Format>() { Int8PanelLoop<Avx2Int8Simd, Format>::Run(args, panel_begin, panel_end); });
 }
 
-void MultiplyInt4Avx2(const SparseInt8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyInt4(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   WithFormat<4>(args,
                 [&]<typename Format>() { Int8PanelLoop<Avx2Int8Simd, Format>::Run(args, panel_begin, panel_end); });
 }
 
-void PackAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PackPairs<Avx2Simd>(x, x_row_bytes, m, k, packed);
+void PackBf16(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackPairs<Avx2Simd>(x, x_row_bytes, m, w.k, packed);
 }
 
-void MultiplyAvx2(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBf16(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   RunPanelLoop<Avx2Simd>(args, panel_begin, panel_end);
 }
 
+}  // namespace avx2
 }  // namespace ortolan

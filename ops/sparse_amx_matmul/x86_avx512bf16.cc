@@ -36,12 +36,15 @@ struct Avx512Bf16Simd : Avx512FloatSums {
 
 }  // namespace
 
-void PackAvx512Bf16(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, void* packed) {
-  PackPairs<Avx512Bf16Simd>(x, x_row_bytes, m, k, packed);
+namespace avx512bf16 {
+
+void PackBf16(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackPairs<Avx512Bf16Simd>(x, x_row_bytes, m, w.k, packed);
 }
 
-void MultiplyAvx512Bf16(const SparseMatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBf16(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   RunPanelLoop<Avx512Bf16Simd>(args, panel_begin, panel_end);
 }
 
+}  // namespace avx512bf16
 }  // namespace ortolan

@@ -193,7 +193,7 @@ void PackBlock(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, co
 // One token after the other: q [k], padded, then its range.
 inline void PackRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
                      uint8_t* packed) {
-  for (int64_t i = 0; i < m; ++i, packed += VnniSpmmKernel::PackedRowBytes(k)) {
+  for (int64_t i = 0; i < m; ++i, packed += PackedTokenBytes(k)) {
     const float* row = RowAt(x, x_row_bytes, i);
     const TokenRange range = fixed != nullptr ? RangeOfToken(*fixed) : RangeOfToken(row, k);
     const __m512 factor = _mm512_set1_ps(range.factor);

@@ -16,8 +16,8 @@
 // x_scale float [], x_zero_point u8 []: constants, the range that X is quantized with. Optional; x_scale 0 stands for
 // none: token by token.
 //
-// hidden_k: with this attribute above 0 another layer comes first (HiddenLayerArgs in vnni_spmm.h), of hidden_k inputs
-// and k outputs:
+// hidden_k: with this attribute above 0 another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), of
+// hidden_k inputs and k outputs:
 //
 //     X float [..., hidden_k]; hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float
 //     [k]; table u8 [256], table_x_scale float [], table_x_zero_point u8 [], table_y_scale, table_y_zero_point
@@ -26,9 +26,9 @@
 #include <limits>
 #include <optional>
 
+#include "matmul/block_sparse_weight.h"
 #include "matmul/linear_op.h"
 #include "ort/rooms.h"
-#include "vnni_spmm/vnni_spmm.h"
 
 namespace ortolan {
 namespace {
@@ -37,13 +37,7 @@ constexpr const char* kOpType = "VNNISpMM";
 constexpr int64_t kFormatVersion = 1;
 // Tokens whose activations the cores keep in the cache, while the weights pass by.
 constexpr int64_t kTokenChunk = 64;
-static_assert(kTokenChunk <= kRowChunk);
-
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows, most_inputs) static_assert(kTokenChunk % row_block == 0);
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#include "vnni_spmm/kernels.inc"
-#undef ORTOLAN_X86_KERNEL
-#undef ORTOLAN_KERNEL
+static_assert(kTokenChunk <= kRowChunk && kTokenChunk % kMostRowBlock == 0);
 
 enum Input : size_t {
   kX,
@@ -144,22 +138,24 @@ bool IsZero(const OrtKernelInfo& info, size_t input, const std::string& node) {
   return *static_cast<const float*>(Constant(info, input, 1, node).data) == 0.0f;
 }
 
-// Reads the weight whose values, indices, starts and scales begin at input `first`; gives the sums for args.sums.
+// Reads the weight whose values, indices, starts and scales begin at input `first`; gives the sums for weight.sums.
 std::vector<int32_t> ReadWeight(const OrtKernelInfo& info, size_t first, int64_t k, int64_t n, const std::string& node,
-                                VnniSpmmArgs& args) {
+                                BlockSparseWeight& weight) {
   const ConstantTensor values = Constant(info, first, node);
   const ConstantTensor indices = Constant(info, first + 1, node);
   const ConstantTensor starts = Constant(info, first + 2, node);
   const ConstantTensor scales = Constant(info, first + 3, node);
-  args.w = {k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
-            static_cast<const int64_t*>(starts.data)};
-  args.scales = static_cast<const float*>(scales.data);
-  const std::string problem = ValidateBlockSparse({args.w, values.count, indices.count, starts.count, scales.count});
+  static_cast<MatMulWeight&>(weight) = {k, n};
+  weight.view = {k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
+                 static_cast<const int64_t*>(starts.data)};
+  weight.scales = static_cast<const float*>(scales.data);
+  const std::string problem =
+      ValidateBlockSparse({weight.view, values.count, indices.count, starts.count, scales.count});
   if (!problem.empty()) {
     throw OpError(ErrorText(node, ": malformed weight in tensors '", values.name, "', '", indices.name, "', '",
                             starts.name, "', '", scales.name, "': ", problem, ". Optimize the original model again."));
   }
-  return SumsOfOutputs(args.w);
+  return SumsOfOutputs(weight.view);
 }
 
 // What a panel costs, for cutting up the work: a quarter of the inputs that it holds. A piece should have some panels,
@@ -171,77 +167,81 @@ class Kernel {
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
     CheckFormatVersion(info, kFormatVersion, node_);
     const int64_t k = IntAttribute(info, "k", node_);
-    sums_ = ReadWeight(info, kValues, k, IntAttribute(info, "n", node_), node_, args_);
-    args_.sums = sums_.data();
+    sums_ = ReadWeight(info, kValues, k, IntAttribute(info, "n", node_), node_, w_);
+    w_.sums = sums_.data();
     const int64_t hidden_k = IntAttributeOr(info, "hidden_k", 0);
     if (hidden_k != 0) {
       hidden_sums_ = ReadWeight(info, kHiddenValues, hidden_k, k, node_, hidden_.emplace());
       hidden_->sums = hidden_sums_.data();
-      hidden_->bias = static_cast<const float*>(Constant(info, kHiddenBias, k, node_).data);
+      hidden_bias_ = static_cast<const float*>(Constant(info, kHiddenBias, k, node_).data);
       hidden_->table = static_cast<const uint8_t*>(Constant(info, kTable, 256, node_).data);
       hidden_->table_x = RangeAt(info, kTableXScale, node_);
       hidden_->table_y = RangeAt(info, kTableYScale, node_);
-      x_range_ = hidden_->x_range = RangeAt(info, kXScale, node_);
+      hidden_->x_range = RangeAt(info, kXScale, node_);
     } else if (HasInput(info, kXScale) && !IsZero(info, kXScale, node_)) {
-      x_range_ = RangeAt(info, kXScale, node_);
+      w_.x_range = RangeAt(info, kXScale, node_);
     } else if (!HasInput(info, kXScale) && HasInput(info, kXZeroPoint)) {
       throw OpError(ErrorText(node_, ": x_zero_point is given without x_scale. Optimize the original model again."));
     }
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual, kNormWeight}, hidden_ ? hidden_k : k,
-                    args_.w.n);
+    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual, kNormWeight}, hidden_ ? hidden_k : k, w_.n);
   }
 
   void Compute(Ort::KernelContext& context);
 
  private:
-  static LinearOp::Packing PackingOf(const VnniSpmmKernel& kernel, int64_t m, int64_t k) {
-    return {kernel.row_block, kernel.PackedBytes(m, k), kernel.PackedRowBytes(k), kTokenChunk};
+  static LinearOp::Packing PackingOf(const MatMulKernel& kernel, int64_t m, const MatMulWeight& w) {
+    return {kernel.row_block, kernel.PackedBytes(w, m), kernel.packed_row_bytes(w), kTokenChunk};
   }
 
-  auto PackWith(const VnniSpmmKernel& kernel, int64_t k) const {
-    return [this, &kernel, k](const float* x, int64_t count, char* to) {
-      kernel.pack(x, linear_->XRowBytes(), count, k, x_range_ ? &*x_range_ : nullptr, to);
+  auto PackWith(const MatMulKernel& kernel, const BlockSparseWeight& w) const {
+    return [this, &kernel, &w](const float* x, int64_t count, char* to) {
+      kernel.pack(w, x, linear_->XRowBytes(), count, to);
     };
   }
 
   // The hidden layer, then the other.
-  void RunBoth(const LinearOp::Rows& rows, VnniSpmmArgs args) const {
-    HiddenLayerArgs hidden = *hidden_;
+  void RunBoth(const LinearOp::Rows& rows, MatMulArgs args) const {
     // One packs what the other reads.
-    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveFeatures(), rows.m, std::max(hidden.w.k, args.w.k));
-    const LinearOp::Packing x = PackingOf(kernel, rows.m, hidden.w.k), next = PackingOf(kernel, rows.m, args.w.k);
+    const MatMulKernel& kernel =
+        SelectKernel(BlockSparseKernels(), ActiveFeatures(), {rows.m, std::max(hidden_->k, w_.k)});
+    const LinearOp::Packing x = PackingOf(kernel, rows.m, *hidden_), next = PackingOf(kernel, rows.m, w_);
     const Scratch packed(rows.context, static_cast<size_t>(x.bytes + next.bytes));
-    linear_->PackRows(rows, x, packed.data(), PackWith(kernel, hidden.w.k));
+    linear_->PackRows(rows, x, packed.data(), PackWith(kernel, *hidden_));
+    HiddenLayerArgs hidden;
+    hidden.w = &*hidden_;
+    hidden.bias = hidden_bias_;
     hidden.m = rows.m;
     hidden.x = packed.data();
     hidden.next = static_cast<char*>(packed.data()) + x.bytes;
     args.x = hidden.next;
     const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
-      HiddenLayerArgs part = RowsOf(hidden, row, kTokenChunk, x.row_bytes);
-      part.next = static_cast<char*>(hidden.next) + row * next.row_bytes;
+      const HiddenLayerArgs part{RowsOf(hidden, row, kTokenChunk, x.row_bytes),
+                                 static_cast<char*>(hidden.next) + row * next.row_bytes};
       kernel.multiply_hidden(part, panel, panel_end);
     };
-    LinearOp::ForEachPiece(rows.context, rows.m, kTokenChunk, BitmapPanels(hidden.w.n), InputsOfPanel(hidden.w), piece);
-    linear_->Multiply(rows, next, InputsOfPanel(args.w), args, kernel.multiply);
+    LinearOp::ForEachPiece(rows.context, rows.m, kTokenChunk, BitmapPanels(hidden_->n), InputsOfPanel(hidden_->view),
+                           piece);
+    linear_->Multiply(rows, next, InputsOfPanel(w_.view), args, kernel.multiply);
   }
 
   std::string node_;
-  VnniSpmmArgs args_;  // the weight
+  BlockSparseWeight w_;
   std::vector<int32_t> sums_;
-  std::optional<HiddenLayerArgs> hidden_;
+  std::optional<HiddenLayerWeight> hidden_;
   std::vector<int32_t> hidden_sums_;
-  std::optional<FixedRange> x_range_;
+  const float* hidden_bias_ = nullptr;
   std::optional<LinearOp> linear_;  // made when the weight's size is known
 };
 
 void Kernel::Compute(Ort::KernelContext& context) {
   linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
-    VnniSpmmArgs args = args_;
+    MatMulArgs args;
+    args.w = &w_;
     args.bias = bias;
     if (hidden_) return RunBoth(rows, args);
-    const VnniSpmmKernel& kernel = SelectVnniSpmm(ActiveFeatures(), rows.m, args.w.k);
-    linear_->Run(rows, PackingOf(kernel, rows.m, args.w.k), InputsOfPanel(args.w), args, kernel.multiply,
-                 PackWith(kernel, args.w.k));
+    const MatMulKernel& kernel = SelectKernel(BlockSparseKernels(), ActiveFeatures(), {rows.m, w_.k});
+    linear_->Run(rows, PackingOf(kernel, rows.m, w_), InputsOfPanel(w_.view), args, kernel.multiply,
+                 PackWith(kernel, w_));
   });
 }
 

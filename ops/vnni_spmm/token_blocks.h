@@ -1,7 +1,7 @@
 // How a kernel lays out u8 tokens: in blocks of 64 tokens; of what is left a block of 64 if that is more than 48, else
 // one of 32 if more than 16, then one of 16.
 //
-//     [k][width] a block: the block that begins with token i stands where row i of VnniSpmmKernel::PackedRowBytes does
+//     [k][width] a block: the block that begins with token i stands where row i of PackedTokenBytes does
 //
 // Of blocks of 64, token 16 v + 4 a + b stands at 16 a + 4 v + b: byte unpacks leave tokens 16 v, 16 v + 1, … in a
 // vector. All others have their tokens in order. Kernels are 10 to 15 % faster on blocks aligned to 64 bytes.

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vnni_spmm/vnni_spmm.h"
+#include "matmul/block_sparse_weight.h"
 
 namespace ortolan {
 namespace {

@@ -1,33 +1,20 @@
-#include "vnni_spmm/vnni_spmm.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 #include <limits>
 
 #include "vnni_spmm/token_range.h"
 
 namespace ortolan {
 
-#if defined(__x86_64__)
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#else
-#define ORTOLAN_X86_KERNEL(set, name, row_block, least_rows, most_inputs)
-#endif
-
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows, most_inputs) \
-  PackTokensFn PackTokens##name;                                      \
-  VnniSpmmFn MultiplyBlockSparse##name;                               \
-  HiddenLayerFn MultiplyHidden##name;
-#include "vnni_spmm/kernels.inc"
-#undef ORTOLAN_KERNEL
+namespace scalar {
 
 // Row after row: q [k], then s and z behind the padding.
-void PackTokensScalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
-                      void* packed) {
+void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const int64_t k = w.k;
+  const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
   uint8_t* out = static_cast<uint8_t*>(packed);
-  for (int64_t i = 0; i < m; ++i, out += VnniSpmmKernel::PackedRowBytes(k)) {
+  for (int64_t i = 0; i < m; ++i, out += PackedTokenBytes(k)) {
     const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
     float least = 0.0f, most = 0.0f;
     bool finite = true;
@@ -46,11 +33,11 @@ namespace {
 
 // Calls store(token, output, sum, range of x) for the panels.
 template <typename Store>
-void ForEachSum(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end, const Store& store) {
-  const BlockSparseView& w = args.w;
+void ForEachSum(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end, const Store& store) {
+  const BlockSparseView& w = WeightOf<BlockSparseWeight>(args).view;
   const int64_t group_end = std::min(panel_end * kPanelGroups, w.Groups());
   for (int64_t i = 0; i < args.m; ++i) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * VnniSpmmKernel::PackedRowBytes(w.k);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * PackedTokenBytes(w.k);
     const TokenRange range = LoadRowRange(x, w.k);
     for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
       int32_t totals[kGroupOutputs] = {};
@@ -69,51 +56,27 @@ void ForEachSum(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end
 
 }  // namespace
 
-void MultiplyBlockSparseScalar(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const float* scales = WeightOf<BlockSparseWeight>(args).scales;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
-    const float product = static_cast<float>(sum) * (range.scale * args.scales[j]);
-    args.YRow(i)[j] = args.bias != nullptr ? product + args.bias[j] : product;
+    const float product = static_cast<float>(sum) * (range.scale * scales[j]);
+    args.Y(i, 0)[j] = args.bias != nullptr ? product + args.bias[j] : product;
   });
 }
 
-void MultiplyHiddenScalar(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(args.w.n);
+void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const HiddenLayerWeight& w = WeightOf<HiddenLayerWeight>(args);
+  const int64_t row_bytes = PackedTokenBytes(w.n);
   uint8_t* next = static_cast<uint8_t*>(args.next);
-  const float factor = 1.0f / args.table_x.scale;
+  const float factor = 1.0f / w.table_x.scale;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
     const float bias = args.bias == nullptr ? 0.0f : args.bias[j] * factor;
-    const float number = static_cast<float>(sum) * (args.scales[j] * (range.scale * factor)) + bias;
-    next[i * row_bytes + j] = args.table[ToByte(number, args.table_x.zero_point)];
+    const float number = static_cast<float>(sum) * (w.scales[j] * (range.scale * factor)) + bias;
+    next[i * row_bytes + j] = w.table[ToByte(number, w.table_x.zero_point)];
   });
   if (panel_begin > 0) return;
-  for (int64_t i = 0; i < args.m; ++i) StoreRowRange(next + i * row_bytes, args.w.n, RangeOfToken(args.table_y));
+  for (int64_t i = 0; i < args.m; ++i) StoreRowRange(next + i * row_bytes, w.n, RangeOfToken(w.table_y));
 }
 
-namespace {
-
-constexpr VnniSpmmKernel kKernels[] = {
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows, most_inputs) \
-  {#name,                                                             \
-   feature_set::set,                                                  \
-   row_block,                                                         \
-   least_rows,                                                        \
-   most_inputs,                                                       \
-   &PackTokens##name,                                                 \
-   &MultiplyBlockSparse##name,                                        \
-   &MultiplyHidden##name},
-#include "vnni_spmm/kernels.inc"
-#undef ORTOLAN_KERNEL
-};
-
-}  // namespace
-
-std::span<const VnniSpmmKernel> VnniSpmmKernels() { return kKernels; }
-
-const VnniSpmmKernel& SelectVnniSpmm(Features features, int64_t m, int64_t k) {
-  for (const VnniSpmmKernel& kernel : kKernels) {
-    if (features.Has(kernel.needs) && kernel.least_rows <= m && k <= kernel.most_inputs) return kernel;
-  }
-  return kKernels[std::size(kKernels) - 1];
-}
-
+}  // namespace scalar
 }  // namespace ortolan

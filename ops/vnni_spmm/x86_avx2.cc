@@ -135,10 +135,14 @@ __m128i ToBytes(const int32_t* sums, float scale, float bias, int32_t zero_point
 
 }  // namespace
 
+namespace avx2 {
+
 // Blocks of 16 tokens: q u8 [k][16], then, from 16 PaddedK on, s and -z.
-void PackTokensAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed, void* packed) {
+void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const int64_t k = w.k;
+  const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
   for (int64_t first = 0; first < m; first += kWidth) {
-    uint8_t* block = static_cast<uint8_t*>(packed) + first * VnniSpmmKernel::PackedRowBytes(k);
+    uint8_t* block = static_cast<uint8_t*>(packed) + first * PackedTokenBytes(k);
     BlockRanges ranges = {};
     const int64_t count = m - first < kWidth ? m - first : kWidth;
     if (count < kWidth) std::memset(block, 0, static_cast<size_t>(k * kWidth));
@@ -157,10 +161,11 @@ void PackTokensAvx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, c
   }
 }
 
-void MultiplyBlockSparseAvx2(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const BlockSparseView& w = args.w;
+void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const BlockSparseWeight& weight = WeightOf<BlockSparseWeight>(args);
+  const BlockSparseView& w = weight.view;
   for (int64_t first = 0; first < args.m; first += kWidth) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(w.k);
     const BlockRanges ranges = LoadRanges(x, w.k);
     const int64_t count = args.m - first < kWidth ? args.m - first : kWidth;
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
@@ -168,12 +173,12 @@ void MultiplyBlockSparseAvx2(const VnniSpmmArgs& args, int64_t panel_begin, int6
       const int64_t column = panel * kPanelOutputs;
       const int64_t columns = w.n - column < kPanelOutputs ? w.n - column : kPanelOutputs;
       for (int64_t o = 0; o < columns; o += kGroupOutputs) {
-        SumGroup(w, (column + o) / kGroupOutputs, args.sums + column + o, x, ranges.minus_zeros, sums + o);
+        SumGroup(w, (column + o) / kGroupOutputs, weight.sums + column + o, x, ranges.minus_zeros, sums + o);
       }
       for (int64_t i = 0; i < count; ++i) {
-        float* y = args.YRow(first + i) + column;
+        float* y = args.Y(first + i, panel);
         for (int64_t j = 0; j < columns; ++j) {
-          const float product = static_cast<float>(sums[j][i]) * (ranges.scales[i] * args.scales[column + j]);
+          const float product = static_cast<float>(sums[j][i]) * (ranges.scales[i] * weight.scales[column + j]);
           y[j] = args.bias != nullptr ? product + args.bias[column + j] : product;
         }
       }
@@ -181,36 +186,38 @@ void MultiplyBlockSparseAvx2(const VnniSpmmArgs& args, int64_t panel_begin, int6
   }
 }
 
-void MultiplyHiddenAvx2(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const BlockSparseView& w = args.w;
-  const float factor = 1.0f / args.table_x.scale;
-  const float x_factor = args.x_range.scale * factor;
+void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const HiddenLayerWeight& weight = WeightOf<HiddenLayerWeight>(args);
+  const BlockSparseView& w = weight.view;
+  const float factor = 1.0f / weight.table_x.scale;
+  const float x_factor = weight.x_range.scale * factor;
   const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
   for (int64_t first = 0; first < args.m; first += kWidth) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(w.k);
-    uint8_t* next = static_cast<uint8_t*>(args.next) + first * VnniSpmmKernel::PackedRowBytes(w.n);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(w.k);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes(w.n);
     const BlockRanges ranges = LoadRanges(x, w.k);
     for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
       int32_t sums[kGroupOutputs][kWidth];
       const int64_t output = group * kGroupOutputs;
-      SumGroup(w, group, args.sums + output, x, ranges.minus_zeros, sums);
+      SumGroup(w, group, weight.sums + output, x, ranges.minus_zeros, sums);
       for (int64_t o = 0; o < kGroupOutputs && output + o < w.n; ++o) {
         const float bias = args.bias == nullptr ? 0.0f : args.bias[output + o] * factor;
         alignas(16) uint8_t q[kWidth];
         _mm_store_si128(reinterpret_cast<__m128i*>(q),
-                        ToBytes(sums[o], args.scales[output + o] * x_factor, bias, args.table_x.zero_point));
+                        ToBytes(sums[o], weight.scales[output + o] * x_factor, bias, weight.table_x.zero_point));
         uint8_t* to = next + (output + o) * kWidth;
-        for (int64_t i = 0; i < kWidth; ++i) to[i] = args.table[q[i]];
+        for (int64_t i = 0; i < kWidth; ++i) to[i] = weight.table[q[i]];
       }
     }
     if (panel_begin > 0) continue;
     BlockRanges next_ranges;
     for (int64_t i = 0; i < kWidth; ++i) {
-      next_ranges.scales[i] = args.table_y.scale;
-      next_ranges.minus_zeros[i] = -args.table_y.zero_point;
+      next_ranges.scales[i] = weight.table_y.scale;
+      next_ranges.minus_zeros[i] = -weight.table_y.zero_point;
     }
     std::memcpy(next + RangesAt(w.n), &next_ranges, sizeof(next_ranges));
   }
 }
 
+}  // namespace avx2
 }  // namespace ortolan

@@ -144,10 +144,11 @@ struct PanelScales {
   __m512 scales;
   __m512 bias;
 
-  PanelScales(const VnniSpmmArgs& args, int64_t panel) {
+  PanelScales(const MatMulArgs& args, int64_t panel) {
+    const BlockSparseWeight& w = WeightOf<BlockSparseWeight>(args);
     const int64_t first = panel * kPanelOutputs;
-    outputs = First16(args.w.n - first);
-    scales = _mm512_maskz_loadu_ps(outputs, args.scales + first);
+    outputs = First16(w.n - first);
+    scales = _mm512_maskz_loadu_ps(outputs, w.scales + first);
     bias = args.bias == nullptr ? _mm512_set1_ps(-0.0f) : _mm512_maskz_loadu_ps(outputs, args.bias + first);
   }
   __m512 ToFloat(__m512i sums, float scale) const {
@@ -175,23 +176,24 @@ inline void StoreFloats(float* to, const float* from, int64_t count) {
 // Of a block of tokens to floats. Sums of a panel are turned into rows of y, 16 tokens at a time, between the groups of
 // the next panel: so the shuffles and the stores overlap with its products.
 template <typename Tokens>
-void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges<Tokens::kWidth>& ranges, int64_t first,
+void MultiplyBlock(const MatMulArgs& args, const uint8_t* x, const BlockRanges<Tokens::kWidth>& ranges, int64_t first,
                    int64_t count, int64_t panel_begin, int64_t panel_end) {
   constexpr int kVectors = kVectorsOf<Tokens>;
-  const BlockSparseView w = args.w;
+  const BlockSparseView w = WeightOf<BlockSparseWeight>(args).view;
+  const int32_t* const all_weight_sums = WeightOf<BlockSparseWeight>(args).sums;
   PanelSums<Tokens> sums[2];
   alignas(64) float gathered[Tokens::kWidth][kPanelsAtOnce * kPanelOutputs];
   const bool gathers = args.y_row_bytes % 4096 == 0 && reinterpret_cast<uintptr_t>(args.y) % 64 != 0;
   const auto finish = [&](int64_t panel, int v) {
     const PanelScales scales(args, panel);
-    const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
+    const __m512i weight_sums = _mm512_loadu_si512(all_weight_sums + panel * kPanelOutputs);
     const auto& of = sums[panel % 2].of;
     __m512i of_tokens[16];
 #pragma GCC unroll 16
     for (int o = 0; o < 16; ++o) of_tokens[o] = of[o][v];
     Transpose16(of_tokens);
     const int64_t part = gathers ? (panel - panel_begin) % kPanelsAtOnce : 0;
-    float* y = gathers ? gathered[16 * v] + part * kPanelOutputs : args.YRow(first + 16 * v) + panel * kPanelOutputs;
+    float* y = gathers ? gathered[16 * v] + part * kPanelOutputs : args.Y(first + 16 * v, panel);
     const int64_t row_bytes = gathers ? static_cast<int64_t>(sizeof(gathered[0])) : args.y_row_bytes;
     const int64_t tokens = count - 16 * v;
 #pragma GCC unroll 16
@@ -205,7 +207,7 @@ void MultiplyBlock(const VnniSpmmArgs& args, const uint8_t* x, const BlockRanges
     const int64_t column = (panel - part) * kPanelOutputs;
     const int64_t left = w.n - column, whole = (part + 1) * kPanelOutputs;
     for (int64_t i = 16 * v; i < 16 * v + 16 && i < count; ++i) {
-      StoreFloats(args.YRow(first + i) + column, gathered[i], left < whole ? left : whole);
+      StoreFloats(args.Y(first + i, panel - part), gathered[i], left < whole ? left : whole);
     }
   };
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
@@ -274,16 +276,15 @@ void MultiplyBlockToBytes(const HiddenLayerArgs& args, const uint8_t* x, uint8_t
                           int64_t panel_begin, int64_t panel_end) {
   constexpr int kVectors = kVectorsOf<Tokens>;
   // Copies: what is written to y might be part of args.
-  const BlockSparseView w = args.w;
-  const int32_t* const weight_sums = args.sums;
-  const float *const scales = args.scales, *const biases = args.bias;
-  const int32_t x_zero_point = args.x_range.zero_point;
-  const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(args.table_x.zero_point));
-  const float factor = 1.0f / args.table_x.scale;
-  const float x_factor = args.x_range.scale * factor;
+  const HiddenLayerWeight layer = WeightOf<HiddenLayerWeight>(args);
+  const BlockSparseView& w = layer.view;
+  const float* const biases = args.bias;
+  const __m512i zero_point = _mm512_set1_epi16(static_cast<int16_t>(layer.table_x.zero_point));
+  const float factor = 1.0f / layer.table_x.scale;
+  const float x_factor = layer.x_range.scale * factor;
   const int64_t group_end = GroupEnd(w, panel_end);
   for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
-    const ZeroTerms terms(weight_sums, group, x_zero_point);
+    const ZeroTerms terms(layer.sums, group, layer.x_range.zero_point);
     __m512i total[kGroupOutputs][kVectors];
 #pragma GCC unroll 4
     for (int o = 0; o < kGroupOutputs; ++o) {
@@ -296,7 +297,7 @@ void MultiplyBlockToBytes(const HiddenLayerArgs& args, const uint8_t* x, uint8_t
       const int64_t output = group * kGroupOutputs + o;
       if (output >= w.n) break;
       const float bias = biases == nullptr ? 0.0f : biases[output] * factor;
-      const __m512i bytes = ToBytes(total[o], scales[output] * x_factor, bias, zero_point);
+      const __m512i bytes = ToBytes(total[o], layer.scales[output] * x_factor, bias, zero_point);
       StoreTokens<Tokens::kWidth>(y + output * Tokens::kWidth, table(bytes));
     }
   }
@@ -325,10 +326,10 @@ void ForEachBlock(int64_t m, const Body& body) {
 // outputs each; their activations are looked up, 64 at a time, in registers of 128 inputs.
 // store(panel, sums of 16 outputs by token, ranges of the tokens).
 template <int kTokens, typename Store>
-[[gnu::always_inline]] inline void MultiplyFew(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin,
+[[gnu::always_inline]] inline void MultiplyFew(const MatMulArgs& args, int64_t first, int64_t panel_begin,
                                                int64_t panel_end, const Store& store) {
-  const BlockSparseView& w = args.w;
-  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(w.k);
+  const BlockSparseView& w = WeightOf<BlockSparseWeight>(args).view;
+  const int64_t row_bytes = PackedTokenBytes(w.k);
   const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * row_bytes;
   TokenRange ranges[kTokens];
   for (int t = 0; t < kTokens; ++t) ranges[t] = LoadRowRange(x + t * row_bytes, w.k);
@@ -389,7 +390,7 @@ template <int kTokens, typename Store>
       }
       for (int t = 0; t < kTokens; ++t) totals[g][t] = total[t];
     }
-    const __m512i weight_sums = _mm512_loadu_si512(args.sums + panel * kPanelOutputs);
+    const __m512i weight_sums = _mm512_loadu_si512(WeightOf<BlockSparseWeight>(args).sums + panel * kPanelOutputs);
     __m512i sums[kTokens];
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
@@ -407,12 +408,12 @@ template <int kTokens, typename Store>
 }
 
 template <int kTokens>
-void MultiplyFewToFloats(const VnniSpmmArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
+void MultiplyFewToFloats(const MatMulArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
   const auto store = [&](int64_t panel, const __m512i(&sums)[kTokens], const TokenRange(&ranges)[kTokens]) {
     const PanelScales scales(args, panel);
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
-      scales.Store(args.YRow(first + t) + panel * kPanelOutputs, sums[t], ranges[t].scale);
+      scales.Store(args.Y(first + t, panel), sums[t], ranges[t].scale);
     }
   };
   MultiplyFew<kTokens>(args, first, panel_begin, panel_end, store);
@@ -420,17 +421,18 @@ void MultiplyFewToFloats(const VnniSpmmArgs& args, int64_t first, int64_t panel_
 
 template <int kTokens>
 void MultiplyFewToBytes(const HiddenLayerArgs& args, int64_t first, int64_t panel_begin, int64_t panel_end) {
-  const int64_t row_bytes = VnniSpmmKernel::PackedRowBytes(args.w.n);
+  const HiddenLayerWeight& w = WeightOf<HiddenLayerWeight>(args);
+  const int64_t row_bytes = PackedTokenBytes(w.n);
   uint8_t* next = static_cast<uint8_t*>(args.next) + first * row_bytes;
-  const ByteTable table(args.table);
-  const __m512 factor = _mm512_set1_ps(1.0f / args.table_x.scale);
-  const __m512 x_factor = _mm512_mul_ps(_mm512_set1_ps(args.x_range.scale), factor);
-  const __m512i zero_point = _mm512_set1_epi32(args.table_x.zero_point);
+  const ByteTable table(w.table);
+  const __m512 factor = _mm512_set1_ps(1.0f / w.table_x.scale);
+  const __m512 x_factor = _mm512_mul_ps(_mm512_set1_ps(w.x_range.scale), factor);
+  const __m512i zero_point = _mm512_set1_epi32(w.table_x.zero_point);
   const __m512i least = _mm512_setzero_si512(), most = _mm512_set1_epi32(255);
   const auto store = [&](int64_t panel, const __m512i(&sums)[kTokens], const TokenRange(&)[kTokens]) {
     const int64_t output = panel * kPanelOutputs;
-    const __mmask16 outputs = First16(args.w.n - output);
-    const __m512 scales = _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, args.scales + output), x_factor);
+    const __mmask16 outputs = First16(w.n - output);
+    const __m512 scales = _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, w.scales + output), x_factor);
     const __m512 bias = args.bias == nullptr
                             ? _mm512_setzero_ps()
                             : _mm512_mul_ps(_mm512_maskz_loadu_ps(outputs, args.bias + output), factor);
@@ -446,7 +448,7 @@ void MultiplyFewToBytes(const HiddenLayerArgs& args, int64_t first, int64_t pane
   };
   MultiplyFew<kTokens>(args, first, panel_begin, panel_end, store);
   if (panel_begin > 0) return;
-  for (int t = 0; t < kTokens; ++t) StoreRowRange(next + t * row_bytes, args.w.n, RangeOfToken(args.table_y));
+  for (int t = 0; t < kTokens; ++t) StoreRowRange(next + t * row_bytes, w.n, RangeOfToken(w.table_y));
 }
 
 template <int kTokens>
@@ -471,48 +473,53 @@ void ForEachFour(int64_t m, const Body& body) {
 
 }  // namespace
 
-void PackTokensAvx512(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
-                      void* packed) {
+namespace avx512 {
+
+void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const int64_t k = w.k;
+  const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
   ForEachBlock(m, [&](auto tokens, int64_t first, int64_t count) {
     PackBlock<decltype(tokens)::kWidth>(RowAt(x, x_row_bytes, first), x_row_bytes, count, k, fixed,
-                                        static_cast<uint8_t*>(packed) + first * VnniSpmmKernel::PackedRowBytes(k));
+                                        static_cast<uint8_t*>(packed) + first * PackedTokenBytes(k));
   });
 }
 
-void MultiplyBlockSparseAvx512(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const int64_t k = args.w->k;
   ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t count) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
-    MultiplyBlock<decltype(tokens)>(args, x, *BlockRanges<decltype(tokens)::kWidth>::Of(x, args.w.k), first, count,
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(k);
+    MultiplyBlock<decltype(tokens)>(args, x, *BlockRanges<decltype(tokens)::kWidth>::Of(x, k), first, count,
                                     panel_begin, panel_end);
   });
 }
 
-void MultiplyHiddenAvx512(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const ByteTable table(args.table);
+void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const HiddenLayerWeight& w = WeightOf<HiddenLayerWeight>(args);
+  const ByteTable table(w.table);
   ForEachBlock(args.m, [&](auto tokens, int64_t first, int64_t) {
     using Tokens = decltype(tokens);
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * VnniSpmmKernel::PackedRowBytes(args.w.k);
-    uint8_t* next = static_cast<uint8_t*>(args.next) + first * VnniSpmmKernel::PackedRowBytes(args.w.n);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(w.k);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes(w.n);
     MultiplyBlockToBytes<Tokens>(args, x, next, table, panel_begin, panel_end);
-    if (panel_begin == 0) StoreBlockRange<Tokens::kWidth>(next, args.w.n, args.table_y);
+    if (panel_begin == 0) StoreBlockRange<Tokens::kWidth>(next, w.n, w.table_y);
   });
 }
 
-void PackTokensAvx512FewTokens(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, const FixedRange* fixed,
-                               void* packed) {
-  PackRows(x, x_row_bytes, m, k, fixed, static_cast<uint8_t*>(packed));
+void PackBlockSparseFewTokens(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackRows(x, x_row_bytes, m, w.k, static_cast<const BlockSparseWeight&>(w).Fixed(), static_cast<uint8_t*>(packed));
 }
 
-void MultiplyBlockSparseAvx512FewTokens(const VnniSpmmArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyBlockSparseFewTokens(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   ForEachFour(args.m, [&](auto tokens, int64_t first) {
     MultiplyFewToFloats<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
   });
 }
 
-void MultiplyHiddenAvx512FewTokens(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyHiddenFewTokens(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
   ForEachFour(args.m, [&](auto tokens, int64_t first) {
     MultiplyFewToBytes<decltype(tokens)::kCount>(args, first, panel_begin, panel_end);
   });
 }
 
+}  // namespace avx512
 }  // namespace ortolan

@@ -1,9 +1,9 @@
 // W4A8MatMul's weights and activations as Int8PanelLoop wants them. Included by x86_*.cc only; local to each.
 #pragma once
 
+#include "matmul/group_int4_weight.h"
 #include "matmul/panel_loop_int8.h"
 #include "simd/prefetch.h"
-#include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
 namespace {
@@ -28,7 +28,10 @@ struct GroupNumbers {
 //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
 //     GroupNumbers
 template <typename Simd>
-void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
+void PackGroupQuantizedRows(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const GroupInt4Weight& w = static_cast<const GroupInt4Weight&>(weight);
+  const int64_t k = w.k;
+  const int64_t group = w.view.group;
   const int64_t padded_k = kInt4Bitmap.PaddedK(k);
   const int64_t groups = ScaleRows(k, group);
   const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
@@ -47,18 +50,19 @@ void PackGroupQuantizedRows(const float* x, int64_t x_row_bytes, int64_t m, int6
       minus_sums[g * rows + i] = -sum;
     }
   };
-  PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, W4A8MatMulKernel::PackedRowBytes(k, group), pack);
+  PackRowBlocks<Simd::kRowBlock>(x, x_row_bytes, m, packed, w.PackedRowBytes(), pack);
 }
 
 struct GroupInt4Format {
-  using Args = W4A8MatMulArgs;
+  using Args = MatMulArgs;
   static constexpr bool kInt4 = true;
   static constexpr bool kDense = true;
 
-  static int64_t Group(const Args& a) { return a.w.group; }
-  static int64_t PackedRowBytes(const Args& a) { return W4A8MatMulKernel::PackedRowBytes(a.w.k, a.w.group); }
+  static const Int4GroupView& View(const Args& a) { return WeightOf<GroupInt4Weight>(a).view; }
+  static int64_t Group(const Args& a) { return View(a).group; }
+  static int64_t PackedRowBytes(const Args& a) { return WeightOf<GroupInt4Weight>(a).PackedRowBytes(); }
   static const uint8_t* Masks(const Args&, int64_t) { return nullptr; }
-  static const uint8_t* Values(const Args& a, int64_t panel) { return a.w.PanelWeights(panel); }
+  static const uint8_t* Values(const Args& a, int64_t panel) { return View(a).PanelWeights(panel); }
   static int64_t ValueBytes(const Args&, int64_t) { return 0; }
 
   template <typename Simd>
@@ -70,9 +74,10 @@ struct GroupInt4Format {
     };
 
     PanelScales(const Args& a, int64_t panel, int64_t groups)
-        : is_f16(a.w.scale_type == ScaleType::kFloat16),
-          scales(a.w.scales + panel * groups * kPanelColumns * (is_f16 ? 2 : 4)),
-          zero_points(a.w.zero_points == nullptr ? nullptr : a.w.zero_points + panel * groups * kPanelColumns) {}
+        : is_f16(View(a).scale_type == ScaleType::kFloat16),
+          scales(View(a).scales + panel * groups * kPanelColumns * (is_f16 ? 2 : 4)),
+          zero_points(View(a).zero_points == nullptr ? nullptr : View(a).zero_points + panel * groups * kPanelColumns) {
+    }
 
     // Always inline: gcc makes a function of what many copies of a loop call for each group.
     __attribute__((always_inline)) Scales Of(int64_t group) const {

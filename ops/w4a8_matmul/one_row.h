@@ -30,8 +30,8 @@ class OneRow {
   using Floats = typename Simd::Floats;
 
  public:
-  static void Run(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    const Int4GroupView& w = args.w;
+  static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const Int4GroupView& w = GroupInt4Format::View(args);
     const int64_t groups = w.Groups();
     const int64_t spans = kInt4Bitmap.PaddedK(w.k) / kSpanInputs;
     // The last group may be shorter; behind it there may be a span of padding.
@@ -62,7 +62,7 @@ class OneRow {
       } else {
         weights += spans_left * kSpanBytes;
       }
-      PanelOutput(args, w.n, panel).template Store<Simd>(0, block.End(total, 0));
+      PanelOutput(args, panel).template Store<Simd>(0, block.End(total, 0));
     }
   }
 
@@ -77,9 +77,10 @@ class OneRow {
 };
 
 template <typename Simd>
-void MultiplyOneRow(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (args.w.group == 32) return OneRow<Simd, 1>::Run(args, panel_begin, panel_end);
-  if (args.w.group == 64) return OneRow<Simd, 2>::Run(args, panel_begin, panel_end);
+void MultiplyOneRow(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const int64_t group = GroupInt4Format::Group(args);
+  if (group == 32) return OneRow<Simd, 1>::Run(args, panel_begin, panel_end);
+  if (group == 64) return OneRow<Simd, 2>::Run(args, panel_begin, panel_end);
   OneRow<Simd, 4>::Run(args, panel_begin, panel_end);
 }
 

@@ -10,21 +10,15 @@
 // where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter).
 #include <optional>
 
+#include "matmul/group_int4_weight.h"
 #include "matmul/linear_op.h"
 #include "ort/rooms.h"
-#include "w4a8_matmul/w4a8_matmul.h"
 
 namespace ortolan {
 namespace {
 
 constexpr const char* kOpType = "W4A8MatMul";
 constexpr int64_t kFormatVersion = 1;
-
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows) static_assert(kRowChunk % row_block == 0);
-#define ORTOLAN_X86_KERNEL ORTOLAN_KERNEL
-#include "w4a8_matmul/kernels.inc"
-#undef ORTOLAN_X86_KERNEL
-#undef ORTOLAN_KERNEL
 
 enum Input : size_t { kX, kWeights, kScales, kBias, kResidual, kZeroPoints, kInputCount };
 
@@ -58,15 +52,15 @@ class Kernel {
 
   void Compute(Ort::KernelContext& context) {
     linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
-      const W4A8MatMulKernel& kernel = SelectW4A8MatMul(ActiveFeatures(), rows.m);
-      W4A8MatMulArgs args;
-      args.w = w_;
+      const GroupInt4Weight weight{{w_.k, w_.n}, w_};
+      const MatMulKernel& kernel = SelectKernel(GroupInt4Kernels(), ActiveFeatures(), {rows.m, weight.k});
+      MatMulArgs args;
+      args.w = &weight;
       args.bias = bias;
-      linear_->Run(
-          rows, {kernel.row_block, kernel.PackedBytes(rows.m, w_.k, w_.group), kernel.PackedRowBytes(w_.k, w_.group)},
-          kInt4Bitmap.PaddedK(w_.k), args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
-            kernel.pack(x, linear_->XRowBytes(), count, w_.k, w_.group, to);
-          });
+      linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(weight, rows.m), kernel.packed_row_bytes(weight)},
+                   kInt4Bitmap.PaddedK(w_.k), args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
+                     kernel.pack(weight, x, linear_->XRowBytes(), count, to);
+                   });
     });
   }
 

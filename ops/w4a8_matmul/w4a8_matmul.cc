@@ -1,20 +1,12 @@
-#include "w4a8_matmul/w4a8_matmul.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
 #include "formats/f16.h"
-#include "isa/kernel_table.h"
+#include "matmul/group_int4_weight.h"
 
 namespace ortolan {
-
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows) \
-  PackW4A8ActivationsFn PackW4A8##name;                  \
-  W4A8MatMulFn MultiplyW4A8##name;
-#include "w4a8_matmul/kernels.inc"
-#undef ORTOLAN_KERNEL
 
 namespace {
 
@@ -32,12 +24,17 @@ float Scale(const Int4GroupView& w, int64_t panel, int64_t g, int64_t column) {
 
 }  // namespace
 
+namespace scalar {
+
 // Row after row: q [PaddedK], s [groups], sums of q [groups].
-void PackW4A8Scalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
+void PackGroupInt4(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const int64_t k = w.k;
+  const int64_t group = static_cast<const GroupInt4Weight&>(w).view.group;
+  const int64_t row_bytes = static_cast<const GroupInt4Weight&>(w).PackedRowBytes();
   const int64_t padded_k = kInt4Bitmap.PaddedK(k);
   const int64_t groups = ScaleRows(k, group);
   uint8_t* out = static_cast<uint8_t*>(packed);
-  for (int64_t i = 0; i < m; ++i, out += W4A8MatMulKernel::PackedRowBytes(k, group)) {
+  for (int64_t i = 0; i < m; ++i, out += row_bytes) {
     const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
     float* scales = reinterpret_cast<float*>(out + padded_k);
     std::fill(out, out + padded_k, uint8_t{0});
@@ -62,17 +59,18 @@ void PackW4A8Scalar(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, i
   }
 }
 
-void MultiplyW4A8Scalar(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  const Int4GroupView& w = args.w;
+void MultiplyGroupInt4(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const Int4GroupView& w = WeightOf<GroupInt4Weight>(args).view;
+  const int64_t row_bytes = WeightOf<GroupInt4Weight>(args).PackedRowBytes();
   const int64_t padded_k = kInt4Bitmap.PaddedK(w.k);
   const int64_t groups = w.Groups();
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     const int64_t first = panel * kPanelColumns;
     const int64_t columns = std::min(kPanelColumns, w.n - first);
     for (int64_t i = 0; i < args.m; ++i) {
-      const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * W4A8MatMulKernel::PackedRowBytes(w.k, w.group);
+      const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * row_bytes;
       const float* x_scales = reinterpret_cast<const float*>(x + padded_k);
-      float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes) + first;
+      float* y = args.Y(i, panel);
       for (int64_t j = 0; j < columns; ++j) {
         float total = 0.0f;
         for (int64_t g = 0; g < groups; ++g) {
@@ -91,21 +89,5 @@ void MultiplyW4A8Scalar(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t
   }
 }
 
-namespace {
-
-constexpr W4A8MatMulKernel kKernels[] = {
-#define ORTOLAN_KERNEL(set, name, row_block, least_rows) \
-  {#name, feature_set::set, row_block, least_rows, &PackW4A8##name, &MultiplyW4A8##name},
-#include "w4a8_matmul/kernels.inc"
-#undef ORTOLAN_KERNEL
-};
-
-}  // namespace
-
-std::span<const W4A8MatMulKernel> W4A8MatMulKernels() { return kKernels; }
-
-const W4A8MatMulKernel& SelectW4A8MatMul(Features features, int64_t m) {
-  return SelectKernel(W4A8MatMulKernels(), features, {m});
-}
-
+}  // namespace scalar
 }  // namespace ortolan

@@ -4,13 +4,16 @@
 
 namespace ortolan {
 
-void PackW4A8Amx(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  PackGroupQuantizedRows<AmxInt8Simd>(x, x_row_bytes, m, k, group, packed);
-  PadAmxRows(packed, m, W4A8MatMulKernel::PackedRowBytes(k, group));
+namespace amx {
+
+void PackGroupInt4(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackGroupQuantizedRows<AmxInt8Simd>(w, x, x_row_bytes, m, packed);
+  PadAmxRows(packed, m, static_cast<const GroupInt4Weight&>(w).PackedRowBytes());
 }
 
-void MultiplyW4A8Amx(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyGroupInt4(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   AmxInt8Loop<GroupInt4Format>::Run(args, panel_begin, panel_end);
 }
 
+}  // namespace amx
 }  // namespace ortolan

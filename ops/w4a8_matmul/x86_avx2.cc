@@ -61,13 +61,16 @@ struct Avx2NibbleSimd : Avx2Int8Simd {
 
 }  // namespace
 
-void PackW4A8Avx2(const float* x, int64_t x_row_bytes, int64_t m, int64_t k, int64_t group, void* packed) {
-  PackGroupQuantizedRows<Avx2NibbleSimd>(x, x_row_bytes, m, k, group, packed);
+namespace avx2 {
+
+void PackGroupInt4(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackGroupQuantizedRows<Avx2NibbleSimd>(w, x, x_row_bytes, m, packed);
 }
 
-void MultiplyW4A8Avx2(const W4A8MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+void MultiplyGroupInt4(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   if (args.m == 1) return MultiplyOneRow<Avx2NibbleSimd>(args, panel_begin, panel_end);
   Int8PanelLoop<Avx2NibbleSimd, GroupInt4Format>::Run(args, panel_begin, panel_end);
 }
 
+}  // namespace avx2
 }  // namespace ortolan

@@ -252,7 +252,7 @@ def vnni_spmm_hidden(
     table: NDArray[np.uint8],
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
-    """What a hidden layer passes on (ops/vnni_spmm/vnni_spmm.h), as floats: table_y_scale (q - table_y_zero_point).
+    """What a hidden layer passes on, as floats: table_y_scale (q - table_y_zero_point).
 
     Raises ValueError as vnni_spmm does.
     """

@@ -20,10 +20,10 @@ for k in (1, 31, 33, 100, 544, 1000):
                 if k * n * m > 500_000:
                     continue  # a tile instruction takes 10 us under the emulator
                 b = bias if m % 2 else None
-                y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="Amx")
+                y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, bias=b, kernel="amx")
                 assert_matmul_close(y, x[:m], w, b)
                 if sparsity == 0.5:
-                    assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="Amx"), y)
+                    assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="amx"), y)
 """
 
 # Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
@@ -43,7 +43,7 @@ for tile in range(0, k, 32):
     b = w[tile : tile + 32].astype(ml_dtypes.bfloat16)
     expected = reference.tdpbf16ps(expected, a, b)
 for dense in (False, True):
-    y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel="Amx")
+    y = _testing.sparse_amx_matmul(x, *_native.pack_bitmap(w, dense), k, n, kernel="amx")
     assert_same_bits(y, expected)
 """
 
@@ -57,8 +57,8 @@ w = sparse_weight(rng, k, n, 0.5)
 x = rng.standard_normal((m, k), dtype=np.float32)
 for dense in (False, True):
     masks, values, offsets = _native.pack_bitmap(w, dense)
-    y = _testing.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel="Amx")
-    assert_same_bits(y, _testing.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="Amx"))
+    y = _testing.sparse_amx_matmul(x, at_odd_address(masks), at_odd_address(values), offsets, k, n, kernel="amx")
+    assert_same_bits(y, _testing.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="amx"))
 """
 
 # 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs two blocks.
@@ -74,7 +74,7 @@ for dense in (False, True):
     packed = _native.pack_bitmap(w, dense)
     if emulator is not None:
         emulator.reset_counts()
-    _testing.sparse_amx_matmul(x, *packed, k, n, kernel="Amx")
+    _testing.sparse_amx_matmul(x, *packed, k, n, kernel="amx")
     if emulator is not None:
         k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2
         assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
@@ -106,13 +106,13 @@ def counts_of(multiply):
 
 if emulator is not None:
     for packed in (_native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)):
-        counts = counts_of(lambda: _testing.sparse_amx_matmul(x, *packed, k, n, kernel="Amx"))
+        counts = counts_of(lambda: _testing.sparse_amx_matmul(x, *packed, k, n, kernel="amx"))
         assert counts == {
             "ldtilecfg": 1, "tdpbf16ps": 64, "tileloadd": 64 + 4, "tilestored": 4, "tilerelease": 1
         }, counts
         assert emulator.live_threads_with_config() == 0
     for stored in (layer, layer.stored_dense()):
-        counts = counts_of(lambda: stored.multiply(x, None, "Amx"))
+        counts = counts_of(lambda: stored.multiply(x, None, "amx"))
         assert counts == {
             "ldtilecfg": 1, "tdpbssd": 32, "tileloadd": 32, "tilezero": 4, "tilestored": 4, "tilerelease": 1
         }, counts

@@ -21,20 +21,20 @@ for group in (None, 32, 64, 128):
                     if k * n * m > 500_000:
                         continue  # a tile instruction takes 10 us under the emulator
                     b = bias if m % 2 else None
-                    y = layer.multiply(x[:m], b, "Amx")
+                    y = layer.multiply(x[:m], b, "amx")
                     layer.check(y, x[:m], b)
                     if sparsity == 0.5:
-                        assert_same_bits(layer.stored_dense().multiply(x[:m], b, "Amx"), y)
+                        assert_same_bits(layer.stored_dense().multiply(x[:m], b, "amx"), y)
     layer = Layer.random(rng, 70, 20, 0.5, group)
     x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
     x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
-    y = layer.multiply(x, None, "Amx")
+    y = layer.multiply(x, None, "amx")
     layer.check(y, x)
-    assert_same_bits(layer.stored_dense().multiply(x, None, "Amx"), y)
+    assert_same_bits(layer.stored_dense().multiply(x, None, "amx"), y)
     for stored in (layer, layer.stored_dense()):
         masks, values, offsets = stored.packed
         packed = (at_odd_address(masks), at_odd_address(values), offsets)
-        odd = layer.multiply_packed(x, packed, at_odd_address(layer.packed_scales()), None, "Amx")
+        odd = layer.multiply_packed(x, packed, at_odd_address(layer.packed_scales()), None, "amx")
         assert_same_bits(odd, y)
 """
 
@@ -49,9 +49,9 @@ for group in (None, 32, 64, 128):
     layer = Layer.random(rng, 1500, 40, 0.4, group)
     x = rng.standard_normal((20, 1500), dtype=np.float32)
     layer = Layer(layer.weights, np.ones_like(layer.scales), group, layer.packed)
-    expected = layer.multiply(x, None, "Scalar")
-    assert_same_bits(layer.multiply(x, None, "Amx"), expected)
-    assert_same_bits(layer.stored_dense().multiply(x, None, "Amx"), expected)
+    expected = layer.multiply(x, None, "scalar")
+    assert_same_bits(layer.multiply(x, None, "amx"), expected)
+    assert_same_bits(layer.stored_dense().multiply(x, None, "amx"), expected)
 """
 
 # 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
@@ -69,7 +69,7 @@ for group in (None, 32, 64, 128):
         if emulator is None:
             break
         emulator.reset_counts()
-        layer.multiply(x, None, "Amx")
+        layer.multiply(x, None, "amx")
         steps = k // min(group or 64, 64)
         ends = 2 if group is None else -(-k // group)  # sums leave the tiles after a block, or after a group
         assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()

@@ -20,11 +20,11 @@ for group in (32, 64, 128):
                     if k * n * m > 500_000:
                         continue  # a tile instruction takes 10 us under the emulator
                     b = bias if m % 2 else None
-                    layer.check(layer.multiply(x[:m], b, "Amx"), x[:m], b)
+                    layer.check(layer.multiply(x[:m], b, "amx"), x[:m], b)
     layer = GroupLayer.random(rng, 70, 20, group)
     x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
     x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
-    layer.check(layer.multiply(x, None, "Amx"), x)
+    layer.check(layer.multiply(x, None, "amx"), x)
 """
 
 # The same bits as the portable kernel: integer sums are exact, and with scales of powers of two and so few groups that
@@ -42,8 +42,8 @@ for group in (32, 64, 128):
         layer = GroupLayer(layer.q, powers, layer.zero_points, group)
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)
         x[:, ::group] = -127  # each group's scale is one
-        y = layer.multiply(x, None, "Amx")
-        assert_same_bits(y, layer.multiply(x, None, "Scalar"))
+        y = layer.multiply(x, None, "amx")
+        assert_same_bits(y, layer.multiply(x, None, "scalar"))
         assert_same_bits(y, (x.astype(np.float64) @ layer.matrix()).astype(np.float32))
 """
 
@@ -64,9 +64,9 @@ for half in (False, True):
         200,
         40,
         zero_points=at_odd_address(layer.packed_zero_points),
-        kernel="Amx",
+        kernel="amx",
     )
-    assert_same_bits(odd, layer.multiply(x, None, "Amx"))
+    assert_same_bits(odd, layer.multiply(x, None, "amx"))
 """
 
 # 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
@@ -82,7 +82,7 @@ for group in (32, 64, 128):
     if emulator is None:
         break
     emulator.reset_counts()
-    layer.multiply(x, None, "Amx")
+    layer.multiply(x, None, "amx")
     steps = k // min(group, 64)
     groups = -(-k // group)
     assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()

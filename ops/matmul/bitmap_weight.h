@@ -1,0 +1,63 @@
+// Weights in the bitmap formats, bf16, int8 or int4, sparse or dense (SparAMX, sections 4.2 to 4.4), and what the
+// kernels compute with them.
+//
+// bf16:
+//
+//     y[i, j] = sum over l of bf16(x[i, l]) * W[l, j]  + bias[j]        i < m, l < k, j < n
+//
+// x and y are float32; bf16() rounds to nearest even; products and sums are float32. The order of the sums, and so the
+// last bits of y, depend on the kernel. avx512bf16 and amx kernels treat denormal operands as zero and flush denormal
+// results (the instructions' own rule). Inf and NaN spread as in the dense product: a stored or unstored zero times Inf
+// is NaN.
+//
+// int8 and int4, x quantized row by row:
+//
+//     a_i  = max over l of |x[i, l]|, but at least 2^-100
+//     s_i  = a_i / 127                                 NaN if the row holds an Inf or a NaN
+//     q_il = x[i, l] * (127 / a_i), rounded to the nearest integer, ties to even: -127 … 127
+//
+//     int8   y[i, j] = (sum over l of q_il W[l, j]) * (s_i scales[0, j])  + bias[j]
+//     int4   y[i, j] = s_i * sum over g of scales[g, j] * (sum over the l of group g of q_il W[l, j])  + bias[j]
+//
+// Groups of inputs and the packed order of scales: formats/scales.h.
+// s, q and the rest outside of the inner sums are float32. The inner sums are exact: k is at most 2^17, so that
+// 128 * 127 * k fits an int32. What float32 adds to that (u = 2^-24, exact inner sums D):
+//
+//     int8   |y - exact| <= 4 u |D s_i scales[0, j]|                       + u |y|
+//     int4   |y - exact| <= (groups + 4) u s_i sum over g of |scales[g, j] D_g|  + u |y|
+//
+// and results below 2^-126, where float32 loses bits. Against the product of the float row with the dequantized weights
+// that is, with the rounding of q (|x - s q| <= s_i / 2, and its float32 arithmetic, 2^-14 of that),
+//
+//     |y - sum over l of x[i, l] scale W[l, j] - bias[j]| <= s_i / 2 (1 + 2^-14) sum over l of |scale W[l, j]|  + the
+//     above.
+//
+// Sparsity itself adds none. q and s are the same on every CPU. A row with an Inf or a NaN gives NaN in all of y[i, :];
+// a row of zeros gives the bias. A weight that is stored and zero is allowed, and -128 and -8 are weights like others.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/bitmap_int4.h"
+#include "formats/bitmap_int8.h"
+#include "formats/scales.h"
+#include "matmul/kernel.h"
+
+namespace ortolan {
+
+struct BitmapWeight : MatMulWeight {
+  BitmapView view;  // has passed ValidateBitmap with its layout; bitmap or dense storage, with equal results
+  int64_t group = kWholeColumn;  // int4: 32, 64 or 128
+  // [panels][ScaleRows(k, group)][16] float (int8) or bf16 (int4), at any address; bf16: null
+  const void* scales = nullptr;
+
+  // The 16 scales of a group.
+  const uint8_t* Scales(int64_t panel, int64_t g) const {
+    return static_cast<const uint8_t*>(scales) + (panel * ScaleRows(k, group) + g) * kPanelColumns * ScaleBytes(group);
+  }
+
+  // Of a row of x that is quantized: k padded to whole tiles, a scale, a sum a group; a multiple of 64.
+  int64_t QuantizedRowBytes() const { return kInt8Bitmap.PaddedK(k) + (4 + 4 * ScaleRows(k, group) + 63) / 64 * 64; }
+};
+
+}  // namespace ortolan
