@@ -134,5 +134,5 @@ def test_rows_do_not_depend_on_their_neighbours(kernel: str) -> None:
 
 def test_unknown_and_unavailable_kernels_are_refused() -> None:
     packed = _native.pack_bitmap(np.ones((2, 2), np.float32))
-    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
+    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*scalar"):
         _testing.sparse_amx_matmul(np.ones((1, 2), np.float32), *packed, 2, 2, kernel="Abacus")

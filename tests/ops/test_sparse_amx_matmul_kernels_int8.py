@@ -212,7 +212,7 @@ def test_wrong_shapes_and_kernels_are_refused() -> None:
     layer = Layer.random(np.random.default_rng(1), 70, 20, 0.5, None)
     four = Layer.random(np.random.default_rng(1), 70, 20, 0.5, 32)
     x = np.ones((1, 70), np.float32)
-    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*Scalar"):
+    with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*scalar"):
         layer.multiply(x, kernel="Abacus")
     with pytest.raises(ValueError, match="x must be"):
         layer.multiply(x[:, 1:])
