@@ -162,7 +162,7 @@ def prompt_candidates(context: int) -> dict[str, Measured]:
         count = max(2, -(-4 * last_level_cache_bytes() // stored))
         runs = [behind_prompt(inputs, prompt) for _ in range(count)]
         result[_prompt_name(*sparsities)] = Measured(_one_after_another(runs), count, stored)
-    codebooks, *caches = _compressed(rng, context, 1)
+    codebooks, *caches = compressed_caches(rng, context, 1)
     copies = _copies([cache[None] for cache in caches])
     result["ortolan_codes"] = _in_turn(cached_attention(inputs, codebooks, copies, context), copies)
     copies = _copies(_ort_caches(rng, context, np.float32))
@@ -183,7 +183,7 @@ def node_candidates(context: int, threads: int) -> dict[str, Measured]:
     q = inputs["query"].reshape(KV_HEADS, GROUP, HEAD_DIM)
     result = {}
     for d_sub in D_SUB:
-        codebooks, *caches = _compressed(rng, context, d_sub)
+        codebooks, *caches = compressed_caches(rng, context, d_sub)
         copies = _copies([cache[None] for cache in caches])
         result[f"node d_sub {d_sub}"] = _in_turn(cached_attention(inputs, codebooks, copies, tokens, threads), copies)
         result[f"step d_sub {d_sub}"] = _ours(caches, _step(q, codebooks, tokens))
@@ -198,7 +198,7 @@ def candidates(context: int) -> dict[str, Measured]:
     rng = np.random.default_rng(context)
     result = {}
     for d_sub in D_SUB:
-        codebooks, keys, values = _compressed(rng, context, d_sub)
+        codebooks, keys, values = compressed_caches(rng, context, d_sub)
         q = rng.standard_normal((KV_HEADS, GROUP, HEAD_DIM), dtype=np.float32)
         result[f"step d_sub {d_sub}"] = _ours((keys, values), _step(q, codebooks))
         result[f"scores d_sub {d_sub}"] = _ours((keys,), _scores(q, codebooks))
@@ -214,13 +214,21 @@ def candidates(context: int) -> dict[str, Measured]:
     return result
 
 
-def _compressed(rng: np.random.Generator, context: int, d_sub: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codebooks, keys and values of a layer."""
-    codebooks = rng.standard_normal((KV_HEADS, HEAD_DIM // d_sub, 16, d_sub), dtype=np.float32)
-    keys = rng.integers(0, 256, (KV_HEADS, context, HEAD_DIM // d_sub // 2), dtype=np.uint8)
-    values = np.empty((KV_HEADS, context, HEAD_DIM + 2), np.uint8)
+def compressed_caches(
+    rng: np.random.Generator,
+    context: int,
+    d_sub: int,
+    *,
+    tokens: int | None = None,
+    kv_heads: int = KV_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codebooks, keys and values of a layer, with room for `context` tokens; tokens: of values written, or all."""
+    codebooks = rng.standard_normal((kv_heads, head_dim // d_sub, 16, d_sub), dtype=np.float32)
+    keys = rng.integers(0, 256, (kv_heads, context, head_dim // d_sub // 2), dtype=np.uint8)
+    values = np.zeros((kv_heads, context, head_dim + 2), np.uint8)
     for head in values:
-        _native.append_values(head, 0, _floats(rng, (context, HEAD_DIM)))
+        _native.append_values(head, 0, _floats(rng, (tokens or context, head_dim)))
     return codebooks, keys, values
 
 

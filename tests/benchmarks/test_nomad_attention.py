@@ -44,7 +44,7 @@ def test_the_node_appends_and_attends(d_sub: int, threads: int) -> None:
     rng = np.random.default_rng(d_sub)
     context, tokens = 70, 55
     inputs = nomad_attention._inputs(rng)
-    codebooks, keys, values = nomad_attention._compressed(rng, context, d_sub)
+    codebooks, keys, values = nomad_attention.compressed_caches(rng, context, d_sub)
     y = np.ones_like(inputs["query"])
     caches = [keys[None].copy(), values[None].copy()]
     for call in cached_attention(inputs, codebooks, [caches], tokens, threads, y):

@@ -1,0 +1,173 @@
+"""Judges a change of kernels: what another revision's library takes for the same models, timed in turns with this one.
+
+python -m ortolan.benchmarks.against REVISION [--rooms sparse_amx_matmul,w4a8_matmul,…] [--rows TEXT] [--threads 1,2]
+    [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
+
+REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the package that runs this, so build
+that first; run it in the source tree. Models are made once and opened by two processes, one a library, pinned to the
+same CPUs, which are told to run in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import onnxruntime
+from rich.console import Console
+
+from ...errors import OrtolanError
+from ...session import cpu_info, get_library_path
+from ..timing import last_level_cache_bytes
+from .compare import QUICK_PACE, Pace, Side, compare
+from .layers import COLD_BYTES, Work
+from .process import WorkerProcess, cpus_to_use
+from .result import Comparison, RowResult
+from .revision import built_library, describe_tree, find_repository, newer_sources, resolve_commit
+from .rows import TINY, Sizes, works_of
+
+_ERROR, _INTERRUPTED = 1, 130
+
+
+def read_threads(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of threads such as 1,2, found {text!r}")
+    return numbers
+
+
+def read_rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number of rounds, found {text!r}")
+    return int(text)
+
+
+def chosen_works(rooms: str | None, part: str, quick: bool) -> list[Work]:
+    """Of these rooms, with commas between them, the rows whose names hold `part`. Raises OrtolanError for none."""
+    by_room = works_of(TINY if quick else Sizes(), tiny_models=quick)
+    names = rooms.split(",") if rooms else list(by_room)
+    for name in names:
+        if name not in by_room:
+            raise OrtolanError(f"--rooms: there is no room {name!r}; the rooms are: {', '.join(by_room)}")
+    works = [
+        Work(work.room, rows, work.write)
+        for name in dict.fromkeys(names)
+        for work in by_room[name]
+        if (rows := tuple(row for row in work.rows if part in row.name))
+    ]
+    if not works:
+        raise OrtolanError(f"--rows: no row of {', '.join(names)} has {part!r} in its name")
+    return works
+
+
+def find_sides(arguments: argparse.Namespace) -> tuple[dict[Side, Path], dict[str, str], list[str]]:
+    """The libraries, what the result says of them, and its notes. Raises OrtolanError."""
+    new = Path(get_library_path())
+    if arguments.library is not None:
+        return {"old": arguments.library, "new": new}, {"old": arguments.revision, "new": str(new)}, []
+    repository = find_repository(Path.cwd())
+    commit = resolve_commit(repository, arguments.revision)
+    old = built_library(repository, commit, _say)
+    notes = []
+    if newer := newer_sources(repository, new):
+        notes.append(f"BUILD FIRST: {len(newer)} sources changed after {new} was built, {newer[0]} for one.")
+        _say(notes[0])
+    described = {"old": f"{arguments.revision} ({commit[:12]})", "new": f"{describe_tree(repository)}: {new}"}
+    return {"old": old, "new": new}, described, notes
+
+
+def _notes(quick: bool) -> list[str]:
+    if quick:
+        return ["Quick: shows that it runs; the times say nothing."]
+    cache, copies = last_level_cache_bytes() >> 20, COLD_BYTES >> 20
+    if cache >= copies:
+        return [f"The copies of a layer take up to {copies} MiB, the L3 cache {cache} MiB: weights may be warm."]
+    return [f"The copies of a layer take up to {copies} MiB, the L3 cache {cache} MiB; the smallest layers are warm."]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ortolan.benchmarks.against",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("revision", metavar="REVISION", help="what git calls it: a commit, a branch, HEAD~3")
+    parser.add_argument("--rooms", help="names with commas between them; default: all")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with TEXT in their names")
+    parser.add_argument("--threads", type=read_threads, default=(1,), help="1,2: once with one, once with two")
+    parser.add_argument("--rounds", type=read_rounds, help=f"turns of each side in a row; default: {Pace().rounds}")
+    parser.add_argument("--isa", help="what ORTOLAN_ISA is for both sides")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few turns: shows that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    parser.add_argument(
+        "--library", type=Path, metavar="FILE", help="REVISION's libortolan_ops.so, where it is built already"
+    )
+    arguments = parser.parse_args()
+    if arguments.library is not None and not arguments.library.is_file():
+        parser.error(f"--library: there is no file {str(arguments.library)!r}")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> Comparison:
+    works = chosen_works(arguments.rooms, arguments.rows, arguments.quick)
+    libraries, described, notes = find_sides(arguments)
+    cpu = cpu_info()
+    isa = arguments.isa or cpu["isa"]
+    header = described | {
+        "cpu": f"{cpu['name']} ({isa})",
+        "onnxruntime": onnxruntime.__version__,
+        "threads": ", ".join(f"{count} on CPUs {cpus_to_use(count)}" for count in arguments.threads),
+        "command": shlex.join(["python", "-m", "ortolan.benchmarks.against", *sys.argv[1:]]),
+    }
+    result = Comparison(header, notes + _notes(arguments.quick))
+    pace = QUICK_PACE if arguments.quick else Pace()
+    if arguments.rounds is not None:
+        pace = replace(pace, rounds=arguments.rounds)
+    total = len(arguments.threads) * sum(len(work.rows) for work in works)
+    done = itertools.count(1)
+
+    def tell(row: RowResult) -> None:
+        _say(f"[{next(done)}/{total}] {row}")
+
+    def process(side: Side, threads: int) -> WorkerProcess:
+        return WorkerProcess(libraries[side], cpus_to_use(threads), threads, arguments.isa)
+
+    try:
+        for threads in arguments.threads:
+            for row in compare(works, partial(process, threads=threads), threads, pace, tell):
+                result.rows.append(row)
+    except KeyboardInterrupt:
+        result.interrupted = True
+    return result
+
+
+def main() -> None:
+    arguments = read_arguments()
+    try:
+        result = run(arguments)
+    except OrtolanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(result)
+    if arguments.json is not None:
+        arguments.json.write_text(result.to_json())
+    sys.exit(_INTERRUPTED if result.interrupted else _ERROR if result.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Models of one node so many times, in files that both sides open: each copy has constants of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import StringStringEntryProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from ..cold_layers import Node
+from ..timing import last_level_cache_bytes
+
+Feeds = Mapping[str, np.ndarray]
+
+# Weights of so many bytes are written, mapped by both sides, and read in turns: what a comparison takes of memory.
+COLD_BYTES = 256 * 2**20
+_MOST_COPIES = 128
+_FEW_ROWS = 16  # to more rows than these a layer is bound by the core
+_COPIES_OF_MANY_ROWS = 2
+_ALIGNMENT = 64
+_INLINE_BYTES = 128  # ORT wants constants this small in the model itself
+_OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A file, and how it is run: a run is that of `copies` layers. See worker.py, `feed`, for the rest."""
+
+    path: Path
+    copies: int = 1
+    of_each_copy: tuple[str, ...] = ()
+    in_place: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is compared: a model fed so. name: unlike those of the room's other rows."""
+
+    name: str
+    feeds: Callable[[], Feeds]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, made in a folder when its turn comes, and the rows of a room that are measured with it."""
+
+    room: str
+    rows: tuple[Row, ...]
+    write: Callable[[Path], TimedModel]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One node. inputs: in order; one that is no constant is fed, and "" is left out.
+
+    of_each_copy: inputs that are fed and that each copy has one of; the output of `present` is written to the memory of
+    the input of its name.
+    """
+
+    op_type: str
+    inputs: tuple[str, ...]
+    constants: Mapping[str, np.ndarray]
+    attributes: Mapping[str, Any]
+    y_type: type = np.float32
+    of_each_copy: tuple[str, ...] = ()
+    present: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cold_bytes(self) -> int:
+        return sum(array.nbytes for array in self.constants.values())
+
+
+def layer_of(node: Node) -> Layer:
+    """The benchmarks' node on x and constants."""
+    names = ["" if constant is None else f"w{j}" for j, constant in enumerate(node.constants)]
+    constants = {name: array for name, array in zip(names, node.constants, strict=True) if array is not None}
+    return Layer(node.op_type, ("x", *names), constants, node.attributes)
+
+
+def copies_for(cold_bytes: int, rows: int) -> int:
+    """How many copies make a run whose weights are not those of the run before, as far as memory allows."""
+    if rows > _FEW_ROWS:
+        return _COPIES_OF_MANY_ROWS
+    wanted = min(COLD_BYTES, 4 * last_level_cache_bytes())
+    return max(_COPIES_OF_MANY_ROWS, min(_MOST_COPIES, -(-wanted // max(cold_bytes, 1))))
+
+
+def layers_work(
+    room: str, name: str, make: Callable[[], Layer], k: int, batch: Sequence[int], copies: int | None = None
+) -> list[Work]:
+    """The layer on x of these numbers of rows: one model for few rows, whose copies keep it cold, one for many."""
+
+    def write(folder: Path, most_rows: int) -> TimedModel:
+        layer = make()
+        return write_layers(layer, copies or copies_for(layer.cold_bytes, most_rows), folder, {"x": (None, k)})
+
+    def works(of_batch: list[int]) -> Work:
+        rows = [Row(f"{name} m={m}", lambda m=m: {"x": normal(m, (m, k))}) for m in of_batch]  # type: ignore[misc]
+        return Work(room, tuple(rows), lambda folder: write(folder, max(of_batch)))
+
+    few = [m for m in batch if m <= _FEW_ROWS]
+    many = [m for m in batch if m > _FEW_ROWS]
+    return [works(of_batch) for of_batch in (few, many) if of_batch]
+
+
+def normal(seed: int, shape: Sequence[int]) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def write_layers(
+    layer: Layer,
+    copies: int,
+    folder: Path,
+    fed: Mapping[str, Sequence[int | None]],
+    types: Mapping[str, type] | None = None,
+) -> TimedModel:
+    """folder/model.onnx of so many nodes: outputs y0, y1, …
+
+    fed: the shapes of inputs that are no constants; None is a number that may change. types: theirs, unless float32.
+    """
+    types = types or {}
+    graph_inputs = [
+        _declared(f"{name}{i}" if name in layer.of_each_copy else name, types.get(name, np.float32), shape)
+        for name, shape in fed.items()
+        for i in range(copies if name in layer.of_each_copy else 1)
+    ]
+    nodes, initializers, outputs = [], [], []
+    with (folder / "data").open("wb") as data:
+        for i in range(copies):
+            own = {name: f"{name}.{i}" for name in layer.constants} | {
+                name: f"{name}{i}" for name in layer.of_each_copy
+            }
+            for name, array in layer.constants.items():
+                initializers.append(_stored(own[name], array, data))
+            names = {"y": layer.y_type} | {name: types.get(past, np.float32) for name, past in layer.present.items()}
+            nodes.append(
+                helper.make_node(
+                    layer.op_type,
+                    [own.get(name, name) for name in layer.inputs],
+                    [f"{name}{i}" for name in names],
+                    domain="ai.ortolan",
+                    **layer.attributes,
+                )
+            )
+            outputs += [_declared(f"{name}{i}", dtype, None) for name, dtype in names.items()]
+    graph = helper.make_graph(nodes, "layers", graph_inputs, outputs, initializers)
+    opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
+    path = folder / "model.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString())
+    in_place = {f"{name}{i}": f"{past}{i}" for name, past in layer.present.items() for i in range(copies)}
+    return TimedModel(path, copies, layer.of_each_copy, in_place)
+
+
+def _declared(name: str, dtype: type, shape: Sequence[int | None] | None) -> ValueInfoProto:
+    dimensions = None if shape is None else [f"{name}.{i}" if size is None else size for i, size in enumerate(shape)]
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dimensions)
+
+
+def _stored(name: str, array: np.ndarray, data: Any) -> TensorProto:
+    """The constant, its bytes at the end of the data file, aligned as in a saved model."""
+    if array.nbytes < _INLINE_BYTES:
+        return numpy_helper.from_array(array, name)
+    data.write(bytes(-data.tell() % _ALIGNMENT))
+    tensor = TensorProto(
+        name=name,
+        data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+        dims=array.shape,
+        data_location=TensorProto.EXTERNAL,
+    )
+    place = {"location": "data", "offset": data.tell(), "length": array.nbytes}
+    for key, value in place.items():
+        tensor.external_data.append(StringStringEntryProto(key=key, value=str(value)))
+    data.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    return tensor

@@ -1,0 +1,138 @@
+"""Whole models to compare: an encoder and a decoder of published shapes with random weights, which take as long as
+trained ones and need no download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ...models.bert import BertConfig, bert_weight_shapes, build_bert
+from ...models.llama import LlamaConfig, build_llama, llama_weight_shapes
+from ...models.tiny import TINY_BERT, TINY_LLAMA, random_weights
+from ...optimize import optimize_onnx
+from ..encoder import word_feeds
+from .layers import Feeds, Row, TimedModel, Work
+
+_ROOM = "models"
+_MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)  # all-MiniLM-L6-v2
+# SmolLM2-135M with 8 of its 30 layers.
+_SMOLLM2 = LlamaConfig(49152, 576, 1536, 8, 9, 3, rope_theta=100000.0)
+
+# By what a row is called: the recipe, and its options.
+_ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "int4": ("int4", {}),
+    "sparse-int8": ("sparse-int8", {"sparsity": 0.0}),
+    "sparse-int8-4x1-static 80%": ("sparse-int8-4x1-static", {"sparsity": 0.8}),
+}
+_DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "int4 g32": ("int4", {"group_size": 32, "symmetric": True}),
+    "sparse-bf16 50%": ("sparse-bf16", {"sparsity": 0.5}),
+    "long-context": ("long-context", {}),
+}
+_UNVERIFIED = 1e9  # random weights: how near the answers are says nothing
+_CALIBRATION_TOKENS = 96
+
+
+def model_works(tiny: bool) -> list[Work]:
+    """Encoders on short and longer texts; decoders on a prompt, and one token behind it."""
+    return [*_encoder_works(tiny), *_decoder_works(tiny)]
+
+
+def _encoder_works(tiny: bool) -> list[Work]:
+    config = BertConfig(**(vars(TINY_BERT) | {"vocab_size": 30522})) if tiny else _MINILM
+    shapes = ((1, 5),) if tiny else ((1, 16), (1, 128), (8, 64))
+    inputs = ("input_ids", "attention_mask", "token_type_ids")
+
+    def write(folder: Path, recipe: str, options: Mapping[str, Any]) -> TimedModel:
+        model = build_bert(random_weights(bert_weight_shapes(config)), config, "encoder")
+        calibration = [word_feeds(inputs, 1, 24, seed) for seed in range(4)]
+        return _optimized(model, folder, recipe, options, calibration)
+
+    return [
+        Work(
+            _ROOM,
+            tuple(
+                Row(f"MiniLM's shape {name} {batch}x{tokens}", partial(word_feeds, inputs, batch, tokens))
+                for batch, tokens in shapes
+            ),
+            partial(write, recipe=recipe, options=options),
+        )
+        for name, (recipe, options) in (list(_ENCODERS.items())[:1] if tiny else _ENCODERS.items())
+    ]
+
+
+def _decoder_works(tiny: bool) -> list[Work]:
+    config = TINY_LLAMA if tiny else _SMOLLM2
+    steps = ((3, 4),) if tiny else ((128, 0), (1, 256))  # new tokens, those behind which they come
+    works = []
+    for name, (recipe, options) in list(_DECODERS.items())[:1] if tiny else _DECODERS.items():
+        write, feeds_of = _decoder(config, recipe, options)
+        rows = [
+            Row(f"SmolLM2's shape {name}, {new} new behind {past}", partial(feeds_of, new, past)) for new, past in steps
+        ]
+        works.append(Work(_ROOM, tuple(rows), write))
+    return works
+
+
+def _decoder(
+    config: LlamaConfig, recipe: str, options: Mapping[str, Any]
+) -> tuple[Callable[[Path], TimedModel], Callable[[int, int], Feeds]]:
+    """How the model is made, and what then feeds it."""
+    caches: dict[str, tuple[tuple[int, int], type]] = {}  # heads and row, and type of each
+
+    def write(folder: Path) -> TimedModel:
+        model = build_llama(random_weights(llama_weight_shapes(config)), config, "decoder")
+        calibration = [
+            _decoder_feeds(config, _CALIBRATION_TOKENS, 0, _caches_of(model.graph.inputs), seed) for seed in range(2)
+        ]
+        timed = _optimized(model, folder, recipe, options, calibration)
+        caches.update(_caches_of(ir.load(timed.path).graph.inputs))
+        return timed
+
+    return write, lambda new, past: _decoder_feeds(config, new, past, caches)
+
+
+def _caches_of(inputs: Sequence[ir.Value]) -> dict[str, tuple[tuple[int, int], type]]:
+    found = {}
+    for value in inputs:
+        if (value.name or "").startswith("past_key_values."):
+            assert value.shape is not None and value.dtype is not None
+            heads, row = value.shape[1], value.shape[3]
+            assert isinstance(heads, int) and isinstance(row, int)
+            found[value.name or ""] = ((heads, row), value.dtype.numpy().type)
+    return found
+
+
+def _decoder_feeds(
+    config: LlamaConfig, new: int, past: int, caches: Mapping[str, tuple[tuple[int, int], type]], seed: int = 0
+) -> Feeds:
+    """What is cached of the tokens behind which the new ones come is zeros."""
+    feeds = {
+        "input_ids": np.random.default_rng(seed).integers(0, config.vocab_size, (1, new)),
+        "attention_mask": np.ones((1, past + new), np.int64),
+        "position_ids": np.arange(past, past + new)[None],
+    }
+    empty = {name: np.zeros((1, heads, past, row), dtype) for name, ((heads, row), dtype) in caches.items()}
+    return feeds | empty
+
+
+def _optimized(
+    model: ir.Model, folder: Path, recipe: str, options: Mapping[str, Any], calibration: Sequence[Feeds]
+) -> TimedModel:
+    source = folder / "source.onnx"
+    ir.save(model, source, external_data=f"{source.name}.data")
+    path = folder / "model.onnx"
+    optimize_onnx(
+        source,
+        path,
+        recipe=recipe,
+        options={**options, "max_error": _UNVERIFIED},
+        calibration=[dict(feeds) for feeds in calibration],
+        portable=False,
+    )
+    return TimedModel(path)

@@ -1,0 +1,167 @@
+"""What a comparison found: rows, their geometric means, and how they are printed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from ..result import geometric_mean
+from ..timing import Timing
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+Turns = list[list[float]]  # milliseconds of each timed run, by turn
+
+SLOWER = 0.95
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """Milliseconds of a layer or a model, by the old and the new library, or why there are none.
+
+    noise: how far, as a share, the minima of either side's odd and even turns are apart: what the ratio of equal sides
+    may differ from 1 by. repeated: how often the row was measured again, with other processes. answers: how far the new
+    side's are from the old side's, relative; 0: the same bits.
+    """
+
+    room: str
+    name: str
+    threads: int
+    old: Timing | None = None
+    new: Timing | None = None
+    noise: float = 0.0
+    repeated: int = 0
+    answers: float = 0.0
+    failure: str | None = None
+
+    @classmethod
+    def of_turns(
+        cls, room: str, name: str, threads: int, old: Turns, new: Turns, layers: int, repeated: int, answers: float
+    ) -> RowResult:
+        """layers: of a run."""
+        noise = max(noise_of(old), noise_of(new))
+        timings = (timing_of(turns).scaled(1 / layers) for turns in (old, new))
+        return cls(room, name, threads, *timings, noise, repeated, answers)
+
+    @property
+    def ratio(self) -> float:
+        """Of the minima, old / new: above 1 the new library is faster. NaN for a row that failed."""
+        return float("nan") if self.old is None or self.new is None else self.old.min_ms / self.new.min_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        case = {"room": self.room, "row": self.name, "threads": self.threads}
+        if self.old is None or self.new is None:
+            return {**case, "failure": self.failure}
+        return {
+            **case,
+            "old_ms": round(self.old.min_ms, 6),
+            "old_median_ms": round(self.old.median_ms, 6),
+            "new_ms": round(self.new.min_ms, 6),
+            "new_median_ms": round(self.new.median_ms, 6),
+            "ratio": round(self.ratio, 4),
+            "noise": round(self.noise, 4),
+            "repeated": self.repeated,
+            "answers": "same" if self.answers == 0 else f"{self.answers:.1e}",
+        }
+
+    def __str__(self) -> str:
+        where = f"{self.room}, {self.name}, threads {self.threads}"
+        return f"{where}: {self.failure}" if self.failure else f"{where}: {self.ratio:.3f}x"
+
+
+def timing_of(turns: Turns) -> Timing:
+    times = list(chain.from_iterable(turns))
+    return Timing(min(times), statistics.median(times))
+
+
+def noise_of(turns: Turns) -> float:
+    """How far the minima of the odd and of the even turns are apart, as a share; 0 for a single turn."""
+    if len(turns) < 2:
+        return 0.0
+    halves = [min(chain.from_iterable(turns[start::2])) for start in (0, 1)]
+    return max(halves) / min(halves) - 1
+
+
+@dataclass
+class Comparison:
+    """All rows. header: what was compared on what, a line each."""
+
+    header: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    rows: list[RowResult] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return any(row.failure for row in self.rows)
+
+    def means(self) -> dict[tuple[str, int], float]:
+        """Geometric means of the ratios, by room and threads; of all rooms under "all"."""
+        found: dict[tuple[str, int], list[float]] = {}
+        measured = [row for row in self.rows if not row.failure]
+        for row in measured:
+            found.setdefault((row.room, row.threads), []).append(row.ratio)
+        for row in measured:
+            found.setdefault(("all", row.threads), []).append(row.ratio)
+        return {key: geometric_mean(ratios) for key, ratios in found.items()}
+
+    def slower(self) -> list[RowResult]:
+        return [row for row in self.rows if row.ratio < SLOWER]
+
+    def to_json(self) -> str:
+        means = [
+            {"room": room, "threads": threads, "ratio": round(mean, 4)}
+            for (room, threads), mean in self.means().items()
+        ]
+        document = {
+            **self.header,
+            "notes": self.notes,
+            "interrupted": self.interrupted,
+            "rows": [row.to_dict() for row in self.rows],
+            "geometric_means": means,
+        }
+        return json.dumps(document, indent=2)
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title_justify="left", caption="ms of a layer, or of a model; ratio: old / new, of the minima")
+        for name in ("room", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
+            table.add_column(name, justify="left" if name in ("room", "row") else "right", no_wrap=True)
+        last = None
+        for row in self.rows:
+            if last is not None and (row.room, row.threads) != last:
+                table.add_section()
+            last = (row.room, row.threads)
+            cells = ["failed: see below"] if row.failure else _cells(row)
+            table.add_row(row.room, row.name, str(row.threads), *cells)
+        means = Table(title="Geometric means", title_justify="left")
+        for name in ("room", "threads", "rows", "ratio"):
+            means.add_column(name, justify="left" if name == "room" else "right")
+        for (room, threads), mean in self.means().items():
+            count = sum(not row.failure and row.threads == threads and room in (row.room, "all") for row in self.rows)
+            means.add_row(room, str(threads), str(count), f"{mean:.3f}x")
+        header = [f"{name}: {text}" for name, text in self.header.items()]
+        return Group(*header, table, means, *self._last_lines())
+
+    def _last_lines(self) -> list[str]:
+        lines = [f"Failed: {row}" for row in self.rows if row.failure]
+        slower = self.slower()
+        lines += [f"Slower: {row} (noise {row.noise:.1%})" for row in slower]
+        if not slower and not self.failed:
+            lines.append(f"No row is below {SLOWER}x.")
+        if self.interrupted:
+            lines.append("Interrupted: not all rows are measured.")
+        return lines + self.notes
+
+
+def _cells(row: RowResult) -> Sequence[str]:
+    again = f" ({row.repeated + 1} times)" if row.repeated else ""
+    answers = "same" if row.answers == 0 else f"{row.answers:.1e}"
+    return str(row.old), str(row.new), f"{row.ratio:.3f}x{again}", f"{row.noise:.1%}", answers

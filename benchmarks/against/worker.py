@@ -1,0 +1,148 @@
+"""One side of a comparison: runs models with one revision's library in ONNX Runtime, and times them when it is told to.
+
+This file is run by itself, never imported from a package: it knows onnxruntime, numpy and the path of a library, so it
+serves any revision, whatever its Python code looks like.
+
+    python -P worker.py '{"library": PATH, "cpus": [0], "threads": 1}'
+
+Requests come as lines of JSON on stdin, {"do": "open", …}; each is answered by a line on stdout, {"error": TEXT} if it
+failed. It ends with stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+_MOST_TIMES = 2000  # of one request
+
+
+class Worker:
+    """A session, and what its next run is given."""
+
+    def __init__(self, library: str, cpus: Sequence[int], threads: int) -> None:
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)
+        self._library = library
+        self._threads = threads
+        self._session: Any = None
+        self._call: Callable[[], None] | None = None
+        self.actions: Mapping[str, Callable[..., dict[str, Any]]] = {
+            "open": self.open,
+            "feed": self.feed,
+            "time": self.time,
+        }
+
+    def open(self, model: str) -> dict[str, Any]:
+        """Opens a model's file in place of the last one."""
+        self._call = self._session = None
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        # The threads of one side must not spin while the other one is timed.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.register_custom_ops_library(self._library)
+        self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return {}
+
+    def feed(
+        self, feeds: str, answer: str, copies: int, of_each_copy: Sequence[str], in_place: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Gives the session its inputs, runs it once and writes its first output to the file `answer`.
+
+        feeds: an .npz file. of_each_copy: inputs that the session has `copies` of, "name" as name0, name1, …: each gets
+        memory of its own. in_place: an output -> the input whose memory it is written to. Answers the seconds of a run.
+        """
+        self._call = None
+        binding = self._session.io_binding()
+        values: dict[str, Any] = {}
+        with np.load(feeds) as arrays:
+            for name in arrays.files:
+                array = np.ascontiguousarray(arrays[name])
+                names = [f"{name}{i}" for i in range(copies)] if name in of_each_copy else [name]
+                for one in names:
+                    values[one] = _copied(array)
+                    binding.bind_ortvalue_input(one, values[one])
+        outputs = [output.name for output in self._session.get_outputs()]
+        for name in outputs:
+            if name in in_place:
+                binding.bind_ortvalue_output(name, values[in_place[name]])
+            else:
+                binding.bind_output(name, "cpu")
+        self._session.run_with_iobinding(binding)
+        given = dict(zip(outputs, binding.get_outputs(), strict=True))
+        np.save(answer, given[outputs[0]].numpy())
+        _bind_outputs(binding, given, in_place, shared=copies > 1)
+
+        def call(_keep: object = values) -> None:
+            self._session.run_with_iobinding(binding)
+
+        call()
+        start = time.perf_counter()
+        call()
+        self._call = call
+        return {"seconds": time.perf_counter() - start}
+
+    def time(self, calls: int, warm_up: float) -> dict[str, Any]:
+        """Runs untimed for warm_up seconds, once at least, and then so many times; answers milliseconds."""
+        call = self._call
+        if call is None:
+            raise RuntimeError("nothing to time: open a model and feed it first")
+        until = time.perf_counter() + warm_up
+        call()
+        while time.perf_counter() < until:
+            call()
+        times = []
+        for _ in range(min(calls, _MOST_TIMES)):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return {"times": times}
+
+
+def _copied(array: np.ndarray) -> Any:
+    """In memory of ONNX Runtime, aligned as in a model."""
+    if array.size == 0:
+        return ort.OrtValue.ortvalue_from_numpy(array)
+    value = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type)
+    value.update_inplace(array)
+    return value
+
+
+def _bind_outputs(binding: Any, given: Mapping[str, Any], in_place: Mapping[str, str], shared: bool) -> None:
+    """To memory that exists, for new memory costs page faults.
+
+    shared: equal outputs have one memory, as a model uses that of its activations again and again.
+    """
+    memory: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for name, value in given.items():
+        if name in in_place:
+            continue
+        key = (value.data_type(), tuple(value.shape()))
+        if not shared or key not in memory:
+            memory[key] = value
+        binding.bind_ortvalue_output(name, memory[key])
+
+
+def main() -> None:
+    # Whatever prints, ONNX Runtime or the library, must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker = Worker(**json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        try:
+            answer = worker.actions[request.pop("do")](**request)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            answer = {"error": " ".join(str(error).split()) or type(error).__name__}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
