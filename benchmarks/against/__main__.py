@@ -11,11 +11,9 @@ same CPUs, which are told to run in turns.
 from __future__ import annotations
 
 import argparse
-import itertools
 import shlex
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import onnxruntime
@@ -27,7 +25,7 @@ from ..timing import last_level_cache_bytes
 from .compare import QUICK_PACE, Pace, Side, compare
 from .layers import COLD_BYTES, Work
 from .process import WorkerProcess, cpus_to_use
-from .result import Comparison, RowResult
+from .result import Comparison
 from .revision import built_library, describe_tree, find_repository, newer_sources, resolve_commit
 from .rows import TINY, Sizes, works_of
 
@@ -137,20 +135,17 @@ def run(arguments: argparse.Namespace) -> Comparison:
     if arguments.rounds is not None:
         pace = replace(pace, rounds=arguments.rounds)
     total = len(arguments.threads) * sum(len(work.rows) for work in works)
-    done = itertools.count(1)
-
-    def tell(row: RowResult) -> None:
-        _say(f"[{next(done)}/{total}] {row}")
 
     def process(side: Side, threads: int) -> WorkerProcess:
         return WorkerProcess(libraries[side], cpus_to_use(threads), threads, arguments.isa)
 
     try:
-        for threads in arguments.threads:
-            for row in compare(works, partial(process, threads=threads), threads, pace, tell):
-                result.rows.append(row)
+        for row in compare(works, arguments.threads, process, pace):
+            result.rows.append(row)
+            _say(f"[{len(result.rows)}/{total}] {row}")
     except KeyboardInterrupt:
         result.interrupted = True
+    result.rows.sort(key=lambda row: arguments.threads.index(row.threads))
     return result
 
 

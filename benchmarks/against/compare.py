@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,9 +25,10 @@ STANDS_OUT = 0.95
 _AGAIN_IF_SLOW, _AGAIN_IF_FAST = 2, 1
 _WARM_UP_SECONDS = 0.03
 _TURN_SECONDS = 0.06
-_ROW_SECONDS = 8.0  # rows of slow calls have fewer rounds
+_ROW_SECONDS = 4.0  # rows of slow calls have fewer rounds
 _FEWEST_ROUNDS = 4
 _SHARED_MEMORY = Path("/dev/shm")
+_FEEDS = "feeds.npz"
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,11 @@ def rounds_of(seconds: float, pace: Pace) -> int:
 
 
 @dataclass
-class _Opened:
-    """What the processes have open, so that one that was started again gets it again."""
+class _Pair:
+    """The processes of a number of threads, and what they have open."""
 
-    processes: dict[Side, WorkerProcess]
+    threads: int
+    processes: Mapping[Side, WorkerProcess]
     folder: Path
     model: TimedModel | None = None
     holds: set[Side] = field(default_factory=set)
@@ -73,7 +75,7 @@ class _Opened:
         self.model, self.holds = model, set()
 
     def feed(self, side: Side, row: Row) -> float:
-        """Seconds of a run. Raises WorkerError."""
+        """Seconds of a run. A process that was started again gets the model again. Raises WorkerError."""
         assert self.model is not None
         process = self.processes[side]
         if side not in self.holds or not process.running:
@@ -81,7 +83,7 @@ class _Opened:
             self.holds.add(side)
         answer = process.ask(
             "feed",
-            feeds=str(self.folder / "feeds.npz"),
+            feeds=str(self.folder / _FEEDS),
             answer=str(self.folder / f"{side}.npy"),
             copies=self.model.copies,
             of_each_copy=self.model.of_each_copy,
@@ -92,36 +94,44 @@ class _Opened:
 
 def compare(
     works: Sequence[Work],
-    processes: Callable[[Side], WorkerProcess],
-    threads: int,
+    threads: Sequence[int],
+    process: Callable[[Side, int], WorkerProcess],
     pace: Pace,
-    say: Callable[[RowResult], None],
 ) -> Iterator[RowResult]:
-    """One result a row, told as soon as it is there. A row that fails does not keep the others from being measured."""
+    """One result a row and number of threads, as soon as it is there. A row that fails does not keep the others from
+    being measured.
+
+    process: of a side and a number of threads.
+    """
     with ExitStack() as stack:
-        opened = _Opened(
-            {side: stack.enter_context(processes(side)) for side in SIDES},
-            stack.enter_context(scratch_folder()),
-        )
+        folder = stack.enter_context(scratch_folder())
+        pairs = [
+            _Pair(count, {side: stack.enter_context(process(side, count)) for side in SIDES}, folder)
+            for count in threads
+        ]
         for work in works:
-            for result in _measure_work(work, opened, threads, pace):
-                say(result)
-                yield result
+            yield from _measure_work(work, pairs, folder, pace)
 
 
-def _measure_work(work: Work, opened: _Opened, threads: int, pace: Pace) -> Iterator[RowResult]:
-    with tempfile.TemporaryDirectory(dir=opened.folder) as folder:
+def _measure_work(work: Work, pairs: Sequence[_Pair], folder: Path, pace: Pace) -> Iterator[RowResult]:
+    with tempfile.TemporaryDirectory(dir=folder) as of_model:
         try:
-            opened.open(work.write(Path(folder)))
+            model = work.write(Path(of_model))
         except OrtolanError as error:
-            yield from (RowResult(work.room, row.name, threads, failure=f"not made: {error}") for row in work.rows)
+            for row in work.rows:
+                for pair in pairs:
+                    yield RowResult(work.room, row.name, pair.threads, failure=f"the model is not made: {error}")
             return
+        for pair in pairs:
+            pair.open(model)
         for row in work.rows:
-            np.savez(opened.folder / "feeds.npz", **row.feeds())
-            yield _measure_row(work.room, row, opened, threads, pace)
+            arrays: dict[str, Any] = dict(row.feeds())
+            np.savez(folder / _FEEDS, **arrays)
+            for pair in pairs:
+                yield _measure_row(work.room, row, pair, pace)
 
 
-def _measure_row(room: str, row: Row, opened: _Opened, threads: int, pace: Pace) -> RowResult:
+def _measure_row(room: str, row: Row, pair: _Pair, pace: Pace) -> RowResult:
     turns: dict[Side, Turns] = {side: [] for side in SIDES}
     repeated = 0
     side: Side = SIDES[0]
@@ -129,31 +139,31 @@ def _measure_row(room: str, row: Row, opened: _Opened, threads: int, pace: Pace)
         while True:
             slowest = 0.0
             for side in SIDES:
-                slowest = max(slowest, opened.feed(side, row))
+                slowest = max(slowest, pair.feed(side, row))
             calls = calls_a_turn(slowest, pace)
             for _ in range(rounds_of(slowest, pace)):
                 for side in SIDES:
-                    turns[side].append(opened.processes[side].ask("time", calls=calls, warm_up=pace.warm_up)["times"])
-            assert opened.model is not None
-            answers = compare_answers(*(np.load(opened.folder / f"{one}.npy") for one in SIDES))
+                    turns[side].append(pair.processes[side].ask("time", calls=calls, warm_up=pace.warm_up)["times"])
+            assert pair.model is not None
+            difference = compare_answers(*(np.load(pair.folder / f"{one}.npy") for one in SIDES))
             result = RowResult.of_turns(
-                room, row.name, threads, turns["old"], turns["new"], opened.model.copies, repeated, answers
+                room, row.name, pair.threads, turns["old"], turns["new"], pair.model.copies, repeated, difference
             )
             if not pace.repeats or not measure_again(result.ratio, repeated):
                 return result
             repeated += 1
-            for process in opened.processes.values():
+            for process in pair.processes.values():
                 process.restart()
     except WorkerError as error:
-        return RowResult(room, row.name, threads, failure=f"{side} side: {error}")
+        return RowResult(room, row.name, pair.threads, failure=f"{side} side: {error}")
 
 
-def compare_answers(old: np.ndarray, new: np.ndarray) -> float:
-    """0 for equal bits, else the norm of the difference over that of the old answer; infinite where shapes differ."""
+def compare_answers(old: np.ndarray, new: np.ndarray) -> float | None:
+    """None for equal bits, else the norm of the difference over the old answer's; infinite where shapes differ."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return float("inf")
     if old.tobytes() == new.tobytes():
-        return 0.0
+        return None
     a, b = old.astype(np.float64), new.astype(np.float64)
     finite = np.isfinite(a)
     if not np.array_equal(finite, np.isfinite(b)):

@@ -18,8 +18,10 @@ Feeds = Mapping[str, np.ndarray]
 # Weights of so many bytes are written, mapped by both sides, and read in turns: what a comparison takes of memory.
 COLD_BYTES = 256 * 2**20
 _MOST_COPIES = 128
-_FEW_ROWS = 16  # to more rows than these a layer is bound by the core
-_COPIES_OF_MANY_ROWS = 2
+# Up to so many rows share a model -> what part of those bytes it has, so that a run does not take long. More rows are
+# bound by the core.
+_PARTS = {4: 1, 16: 4}
+_FEWEST_COPIES = 2
 _ALIGNMENT = 64
 _INLINE_BYTES = 128  # ORT wants constants this small in the model itself
 _OPSETS = {"": 17, "com.microsoft": 1, "ai.ortolan": 1}
@@ -82,28 +84,37 @@ def layer_of(node: Node) -> Layer:
 
 def copies_for(cold_bytes: int, rows: int) -> int:
     """How many copies make a run whose weights are not those of the run before, as far as memory allows."""
-    if rows > _FEW_ROWS:
-        return _COPIES_OF_MANY_ROWS
-    wanted = min(COLD_BYTES, 4 * last_level_cache_bytes())
-    return max(_COPIES_OF_MANY_ROWS, min(_MOST_COPIES, -(-wanted // max(cold_bytes, 1))))
+    part = _part(rows)
+    if part is None:
+        return _FEWEST_COPIES
+    wanted = min(COLD_BYTES, 4 * last_level_cache_bytes()) // part
+    return max(_FEWEST_COPIES, min(_MOST_COPIES, -(-wanted // max(cold_bytes, 1))))
+
+
+def _part(rows: int) -> int | None:
+    return next((part for most, part in _PARTS.items() if rows <= most), None)
 
 
 def layers_work(
     room: str, name: str, make: Callable[[], Layer], k: int, batch: Sequence[int], copies: int | None = None
 ) -> list[Work]:
-    """The layer on x of these numbers of rows: one model for few rows, whose copies keep it cold, one for many."""
+    """The layer on x of these numbers of rows: a model for those that are to be as cold.
 
-    def write(folder: Path, most_rows: int) -> TimedModel:
-        layer = make()
-        return write_layers(layer, copies or copies_for(layer.cold_bytes, most_rows), folder, {"x": (None, k)})
+    copies: unless as many as copies_for says.
+    """
+    by_part: dict[int | None, list[int]] = {}
+    for m in batch:
+        by_part.setdefault(_part(m), []).append(m)
 
-    def works(of_batch: list[int]) -> Work:
+    def work(of_batch: list[int]) -> Work:
+        def write(folder: Path) -> TimedModel:
+            layer = make()
+            return write_layers(layer, copies or copies_for(layer.cold_bytes, max(of_batch)), folder, {"x": (None, k)})
+
         rows = [Row(f"{name} m={m}", lambda m=m: {"x": normal(m, (m, k))}) for m in of_batch]  # type: ignore[misc]
-        return Work(room, tuple(rows), lambda folder: write(folder, max(of_batch)))
+        return Work(room, tuple(rows), write)
 
-    few = [m for m in batch if m <= _FEW_ROWS]
-    many = [m for m in batch if m > _FEW_ROWS]
-    return [works(of_batch) for of_batch in (few, many) if of_batch]
+    return [work(of_batch) for of_batch in by_part.values()]
 
 
 def normal(seed: int, shape: Sequence[int]) -> np.ndarray:

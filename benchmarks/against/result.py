@@ -25,8 +25,8 @@ class RowResult:
     """Milliseconds of a layer or a model, by the old and the new library, or why there are none.
 
     noise: how far, as a share, the minima of either side's odd and even turns are apart: what the ratio of equal sides
-    may differ from 1 by. repeated: how often the row was measured again, with other processes. answers: how far the new
-    side's are from the old side's, relative; 0: the same bits.
+    may differ from 1 by. repeated: how often the row was measured again, with other processes. difference: of the new
+    side's answer from the old side's, relative; None: the same bits.
     """
 
     room: str
@@ -36,22 +36,34 @@ class RowResult:
     new: Timing | None = None
     noise: float = 0.0
     repeated: int = 0
-    answers: float = 0.0
+    difference: float | None = None
     failure: str | None = None
 
     @classmethod
     def of_turns(
-        cls, room: str, name: str, threads: int, old: Turns, new: Turns, layers: int, repeated: int, answers: float
+        cls,
+        room: str,
+        name: str,
+        threads: int,
+        old: Turns,
+        new: Turns,
+        layers: int,
+        repeated: int = 0,
+        difference: float | None = None,
     ) -> RowResult:
         """layers: of a run."""
         noise = max(noise_of(old), noise_of(new))
-        timings = (timing_of(turns).scaled(1 / layers) for turns in (old, new))
-        return cls(room, name, threads, *timings, noise, repeated, answers)
+        before, after = (timing_of(turns).scaled(1 / layers) for turns in (old, new))
+        return cls(room, name, threads, before, after, noise, repeated, difference)
 
     @property
     def ratio(self) -> float:
         """Of the minima, old / new: above 1 the new library is faster. NaN for a row that failed."""
         return float("nan") if self.old is None or self.new is None else self.old.min_ms / self.new.min_ms
+
+    @property
+    def answers(self) -> str:
+        return "same" if self.difference is None else f"{self.difference:.1e}"
 
     def to_dict(self) -> dict[str, Any]:
         case = {"room": self.room, "row": self.name, "threads": self.threads}
@@ -66,7 +78,7 @@ class RowResult:
             "ratio": round(self.ratio, 4),
             "noise": round(self.noise, 4),
             "repeated": self.repeated,
-            "answers": "same" if self.answers == 0 else f"{self.answers:.1e}",
+            "answers": self.answers,
         }
 
     def __str__(self) -> str:
@@ -163,5 +175,4 @@ class Comparison:
 
 def _cells(row: RowResult) -> Sequence[str]:
     again = f" ({row.repeated + 1} times)" if row.repeated else ""
-    answers = "same" if row.answers == 0 else f"{row.answers:.1e}"
-    return str(row.old), str(row.new), f"{row.ratio:.3f}x{again}", f"{row.noise:.1%}", answers
+    return str(row.old), str(row.new), f"{row.ratio:.3f}x{again}", f"{row.noise:.1%}", row.answers

@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from ...graph_passes.epilogue import Activation
+from ...graph_passes.fuse_lut import OP_TYPE as LUT_OP
 from ...graph_passes.prompt_cache import prune_prompt
 from ...graph_passes.replace.vnni_spmm_function import INPUTS as VNNI_INPUTS
 from ...graph_passes.replace.vnni_spmm_function import neutral_inputs
-from .. import lut_post_op, masked_matmul, nomad_attention, sparse_amx_matmul, vnni_spmm, w4a8_matmul
+from .. import masked_matmul, nomad_attention, sparse_amx_matmul, vnni_spmm, w4a8_matmul
 from .layers import Feeds, Layer, Row, TimedModel, Work, copies_for, layer_of, layers_work, normal, write_layers
 from .models import model_works
 
@@ -252,9 +253,7 @@ def _table_work(x_type: type, y_type: type, elements: Sequence[int]) -> Work:
         return rng.integers(0, np.iinfo(dtype).max, count, dtype, endpoint=True)
 
     def write(folder: Path) -> TimedModel:
-        layer = Layer(
-            lut_post_op.OP_TYPE, ("x", "table"), {"table": numbers(0, y_type, most + 1)}, {"format_version": 1}, y_type
-        )
+        layer = Layer(LUT_OP, ("x", "table"), {"table": numbers(0, y_type, most + 1)}, {"format_version": 1}, y_type)
         return write_layers(layer, 1, folder, {"x": (None,)}, {"x": x_type})
 
     kind = f"{np.dtype(x_type)} to {np.dtype(y_type)}"

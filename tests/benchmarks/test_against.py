@@ -1,0 +1,300 @@
+"""Comparing with another revision: the parts, and the installed library with itself on tiny shapes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ortolan
+from ortolan.benchmarks.against import __main__ as against
+from ortolan.benchmarks.against import revision
+from ortolan.benchmarks.against.compare import (
+    QUICK_PACE,
+    Pace,
+    calls_a_turn,
+    compare,
+    compare_answers,
+    measure_again,
+    rounds_of,
+)
+from ortolan.benchmarks.against.layers import COLD_BYTES, Row, TimedModel, Work, copies_for
+from ortolan.benchmarks.against.process import WorkerError, WorkerProcess, cpus_to_use
+from ortolan.benchmarks.against.result import Comparison, RowResult, noise_of, timing_of
+from ortolan.benchmarks.against.rows import TINY, Sizes, works_of
+from ortolan.benchmarks.timing import Timing
+from ortolan.errors import OrtolanError
+
+LIBRARY = Path(ortolan.get_library_path())
+
+
+def result(room: str, old: float, new: float, threads: int = 1) -> RowResult:
+    return RowResult(room, "a row", threads, Timing(old, 90), Timing(new, 80))
+
+
+def worker() -> WorkerProcess:
+    return WorkerProcess(LIBRARY, cpus_to_use(1), 1)
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+def run_quick(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "before", "--quick", "--library", str(LIBRARY), *arguments)
+
+
+# ---- what is made of the times ---------------------------------------------------------------------------------------
+
+
+def test_the_ratio_is_that_of_the_minima() -> None:
+    row = RowResult.of_turns("a", "b", 1, [[4, 9], [6, 8]], [[2, 9], [3, 3]], layers=2)
+    assert row.old == Timing(2, 3.5) and row.new == Timing(1, 1.5)
+    assert row.ratio == 2
+    assert row.noise == 0.5  # 4 and 6, 2 and 3
+    assert timing_of([[3.0], [1.0], [2.0]]) == Timing(1, 2)
+
+
+def test_noise_is_between_a_sides_own_turns() -> None:
+    assert noise_of([[10, 20], [12, 15], [11]]) == pytest.approx(0.2)
+    assert noise_of([[10]]) == 0
+
+
+def test_geometric_means_are_of_rooms_and_of_all() -> None:
+    rows = [result("a", 4, 1), result("a", 1, 1), result("b", 1, 2), result("b", 3, 1, threads=2)]
+    rows.append(RowResult("b", "a row", 1, failure="refused"))
+    found = Comparison({}, [], rows)
+    assert found.means() == pytest.approx(
+        {("a", 1): 2, ("b", 1): 0.5, ("all", 1): 2 ** (1 / 3), ("b", 2): 3, ("all", 2): 3}
+    )
+    assert found.slower() == [rows[2]]
+    assert found.failed
+
+
+def test_rows_that_stand_out_are_measured_again() -> None:
+    assert [measure_again(0.9, repeated) for repeated in range(3)] == [True, True, False]
+    assert [measure_again(1.1, repeated) for repeated in range(2)] == [True, False]
+    assert not measure_again(0.96, 0) and not measure_again(1.04, 0)
+
+
+def test_turns_are_of_about_equal_length() -> None:
+    pace = Pace(10, warm_up=0.03, turn=0.06)
+    assert calls_a_turn(0.02, pace) == 3 and calls_a_turn(1, pace) == 1
+    assert rounds_of(0.001, pace) == 10
+    assert rounds_of(0.2, pace) == 5
+    assert rounds_of(30, pace) == 4
+    assert rounds_of(30, Pace(2, 0, 0)) == 2
+
+
+def test_answers() -> None:
+    a = np.array([3, 4, np.nan], np.float32)
+    assert compare_answers(a, a.copy()) is None
+    assert compare_answers(a, a + np.float32([0, 0.5, 0])) == pytest.approx(0.1)
+    assert compare_answers(a, np.nan_to_num(a)) == float("inf")
+    assert compare_answers(a, a[:2]) == float("inf")
+    assert compare_answers(np.float32([0.0]), np.float32([-0.0])) == 0
+
+
+def test_copies_are_bounded() -> None:
+    assert copies_for(1, 1) == 128
+    assert copies_for(COLD_BYTES, 1) == 2
+    assert copies_for(4 << 20, 4) == 4 * copies_for(4 << 20, 16)
+    assert copies_for(1, 128) == 2
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_names_of_their_own() -> None:
+    for sizes in (TINY, Sizes()):
+        for room, works in works_of(sizes, tiny_models=False).items():
+            names = [row.name for work in works for row in work.rows]
+            assert len(set(names)) == len(names), room
+            assert {work.room for work in works} == {room}
+
+
+def test_rooms_and_rows_are_chosen() -> None:
+    works = against.chosen_works("lut_post_op,call", "W4A8", quick=True)
+    assert [row.name for work in works for row in work.rows] == [
+        "W4A8MatMul g32 64x64, 1 a run m=1",
+        "W4A8MatMul g32 64x64, 64 a run m=1",
+    ]
+    with pytest.raises(OrtolanError, match="--rooms: there is no room 'kitchen'; the rooms are: sparse_amx_matmul, "):
+        against.chosen_works("kitchen", "", quick=True)
+    with pytest.raises(OrtolanError, match="--rows: no row of call has 'M=1' in its name"):
+        against.chosen_works("call", "M=1", quick=True)
+
+
+def test_numbers_of_threads() -> None:
+    assert against.read_threads("1,2,1") == (1, 2)
+    for text in ("", "0", "one", "1,"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected numbers of threads such as 1,2"):
+            against.read_threads(text)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_one_side_refuses(tmp_path: Path) -> None:
+    """The others are measured."""
+    good = works_of(TINY, tiny_models=True)["lut_post_op"][0]
+
+    def write(folder: Path) -> TimedModel:
+        (folder / "model.onnx").write_bytes(b"no model")
+        return TimedModel(folder / "model.onnx")
+
+    bad = Work("a", (Row("bad", lambda: {"x": np.zeros(1)}),), write)
+    found = list(compare([bad, good], [1], lambda side, threads: worker(), QUICK_PACE))
+    assert "old side: [ONNXRuntimeError]" in (found[0].failure or "")
+    assert found[1].failure is None and found[1].ratio > 0
+
+
+def test_a_process_that_ends_is_started_again() -> None:
+    with WorkerProcess(LIBRARY.with_name("gone.so"), [], 1) as process:
+        with pytest.raises(WorkerError, match=r"gone\.so"):
+            process.ask("open", model="model.onnx")
+        assert process._process is not None
+        process._process.kill()
+        with pytest.raises(WorkerError, match="the process ended with status -9"):
+            process.ask("time", calls=1, warm_up=0)
+        with pytest.raises(WorkerError, match="nothing to time: open a model and feed it first"):
+            process.ask("time", calls=1, warm_up=0)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not pin")
+def test_cpus() -> None:
+    usable = os.sched_getaffinity(0)
+    assert len(cpus_to_use(1)) == 1
+    assert set(cpus_to_use(1000)) == usable
+
+
+# ---- revisions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Of one commit, whose package builds at once."""
+    top = tmp_path / "top"
+    (top / "ops").mkdir(parents=True)
+    (top / "ops" / "rooms.inc").write_text("")
+    (top / "ops" / "op.cc").write_text("")
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], cwd=top, check=True)
+    return top
+
+
+def test_a_revision_is_built_once(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = revision.resolve_commit(repository, "HEAD")
+    said: list[str] = []
+
+    def build(work: Path) -> None:
+        assert (work / "source" / "ops" / "rooms.inc").is_file()
+        (work / "site" / "ortolan").mkdir(parents=True)
+        (work / "site" / "ortolan" / "libortolan_ops.so").write_bytes(b"built")
+
+    monkeypatch.setattr(revision, "_build", build)
+    for _ in range(2):
+        library = revision.built_library(repository, commit, said.append, tmp_path / "cache")
+        assert library.read_bytes() == b"built"
+    assert said == [f"building {commit[:12]}: this takes minutes, once"]
+    assert [path.name[:12] for path in (tmp_path / "cache" / "against").iterdir()] == [commit[:12]]
+
+
+def test_what_does_not_build(repository: Path, tmp_path: Path) -> None:
+    """There is no pyproject.toml."""
+    commit = revision.resolve_commit(repository, "HEAD")
+    with pytest.raises(OrtolanError, match="the revision does not build"):
+        revision.built_library(repository, commit, lambda line: None, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "against").iterdir())
+
+
+def test_sources_that_are_newer_than_the_library(repository: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    library.write_bytes(b"")
+    os.utime(library, (0, 0))
+    assert revision.newer_sources(repository, library) == ["ops/op.cc", "ops/rooms.inc"]
+    os.utime(library)
+    os.utime(repository / "ops" / "op.cc", (0, 0))
+    os.utime(repository / "ops" / "rooms.inc", (0, 0))
+    assert revision.newer_sources(repository, library) == []
+
+
+def test_a_tree_with_changes(repository: Path) -> None:
+    commit = revision.resolve_commit(repository, "HEAD")[:12]
+    assert revision.describe_tree(repository) == commit
+    (repository / "ops" / "op.cc").write_text("int x;")
+    assert revision.describe_tree(repository) == f"{commit} with changes"
+
+
+def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(OrtolanError, match="nowhere"):
+        revision.resolve_commit(repository, "nowhere")
+    with pytest.raises(OrtolanError, match="not a git repository"):
+        revision.find_repository(tmp_path)
+    (repository / "ops" / "rooms.inc").unlink()
+    with pytest.raises(OrtolanError, match="is no source tree of Ortolan; run this in one"):
+        revision.find_repository(repository)
+
+
+# ---- the whole of it -------------------------------------------------------------------------------------------------
+
+
+def test_every_room_against_itself(tmp_path: Path) -> None:
+    """The first rows of each kind; the same library gives the same bits."""
+    found = []
+    for works in works_of(TINY, tiny_models=True).values():
+        some = [Work(work.room, work.rows[:1], work.write) for work in works]
+        found += compare(some, [1], lambda side, threads: worker(), QUICK_PACE)
+    assert [row for row in found if row.failure] == []
+    assert {row.answers for row in found} == {"same"}
+    assert all(row.old is not None and 0 < row.old.min_ms <= row.old.median_ms for row in found)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    done = run_quick(tmp_path, "--rooms", "lut_post_op", "--threads", "1,2", "--rounds", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(file.read_text())
+    assert document["old"] == "before" and document["new"] == str(LIBRARY)
+    assert [(row["threads"], row["row"]) for row in document["rows"]] == [
+        (threads, f"{kind}, 1000 numbers")
+        for threads in (1, 2)
+        for kind in ("uint8 to uint8", "uint8 to float32", "uint16 to uint16")
+    ]
+    assert all(row["answers"] == "same" and row["old_ms"] > 0 for row in document["rows"])
+    assert [mean["room"] for mean in document["geometric_means"]] == ["lut_post_op", "all"] * 2
+    for words in ("onnxruntime: ", "uint8 to float32, 1000 numbers", "Geometric means", "Quick: shows that it runs"):
+        assert words in done.stdout
+    assert "[6/6] lut_post_op, uint16 to uint16, 1000 numbers, threads 2: " in done.stderr
+
+
+def test_a_failure_shows_in_the_status(tmp_path: Path) -> None:
+    broken = tmp_path / "libortolan_ops.so"
+    broken.write_bytes(b"no library")
+    done = run(tmp_path, "before", "--quick", "--library", str(broken), "--rooms", "call", "--rows", "VNNISpMM")
+    assert done.returncode == 1
+    assert "Failed: call, VNNISpMM 64x64, 1 a run m=1, threads 1: old side: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("before", "--library", "none.so"), 2, "--library: there is no file 'none.so'"),
+        (("before", "--threads", "none"), 2, "expected numbers of threads such as 1,2, found 'none'"),
+        (("before", "--rounds", "0"), 2, "expected a positive number of rounds, found '0'"),
+        (("before", "--rooms", "kitchen"), 1, "error: --rooms: there is no room 'kitchen'"),
+        (("before",), 1, "error: git rev-parse --show-toplevel: fatal: not a git repository"),
+    ],
+)
+def test_what_there_is_none_of_is_refused(tmp_path: Path, arguments: tuple[str, ...], status: int, words: str) -> None:
+    done = run(tmp_path, *arguments)
+    assert done.returncode == status
+    assert words in done.stderr
