@@ -4,8 +4,8 @@ python -m ortolan.benchmarks.against REVISION [--rooms sparse_amx_matmul,w4a8_ma
     [--rounds N] [--isa NAME] [--quick] [--json FILE] [--library FILE]
 
 REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the package that runs this, so build
-that first; run it in the source tree. Models are made once and opened by two processes, one a library, pinned to the
-same CPUs, which are told to run in turns.
+that first; run it in the source tree. Models are made once and opened by two processes of each library, pinned to the
+same CPUs, which are told to run in turns. One thread is timed by its CPU time, more by the clock on the wall.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ _WARM_UP_SECONDS = 0.03
 _TURN_SECONDS = 0.06
 _ROW_SECONDS = 4.0  # rows of slow calls have fewer rounds
 _FEWEST_ROUNDS = 4
+_SHORTEST_TIME = 5e-5  # calls that are shorter are timed together, for reading the clock takes time as well
+_PAIRS = 2
 _SHARED_MEMORY = Path("/dev/shm")
 _FEEDS = "feeds.npz"
 
@@ -51,45 +53,31 @@ def measure_again(ratio: float, repeated: int) -> bool:
     return ratio > 1 / STANDS_OUT and repeated < _AGAIN_IF_FAST
 
 
-def calls_a_turn(seconds: float, pace: Pace) -> int:
-    """Of runs that take so long, on the slower side."""
-    return max(1, round(pace.turn / max(seconds, 1e-7)))
+def calls_a_turn(seconds: float, pace: Pace) -> dict[str, int]:
+    """How many times are taken in a turn, and of how many calls each, of calls that take so long on the slower side."""
+    together = max(1, round(_SHORTEST_TIME / max(seconds, 1e-7)))
+    return {"count": max(1, round(pace.turn / (together * max(seconds, 1e-7)))), "together": together}
 
 
 def rounds_of(seconds: float, pace: Pace) -> int:
+    """Fewer where calls take long; even, so that each pair of processes has as many."""
     turn = max(pace.turn, seconds) + max(pace.warm_up, seconds)
-    return max(min(pace.rounds, round(_ROW_SECONDS / (2 * turn))), min(pace.rounds, _FEWEST_ROUNDS))
+    wanted = max(min(pace.rounds, round(_ROW_SECONDS / (2 * turn))), min(pace.rounds, _FEWEST_ROUNDS))
+    return -(-wanted // _PAIRS) * _PAIRS
 
 
-@dataclass
-class _Pair:
-    """The processes of a number of threads, and what they have open."""
+@dataclass(frozen=True)
+class _Group:
+    """The processes of a number of threads: pairs that take turns, for where a process has its memory makes a
+    difference of some percent to times that are otherwise the same."""
 
     threads: int
-    processes: Mapping[Side, WorkerProcess]
-    folder: Path
-    model: TimedModel | None = None
-    holds: set[Side] = field(default_factory=set)
+    pairs: Sequence[Mapping[Side, WorkerProcess]]
 
-    def open(self, model: TimedModel) -> None:
-        self.model, self.holds = model, set()
-
-    def feed(self, side: Side, row: Row) -> float:
-        """Seconds of a run. A process that was started again gets the model again. Raises WorkerError."""
-        assert self.model is not None
-        process = self.processes[side]
-        if side not in self.holds or not process.running:
-            process.ask("open", model=str(self.model.path))
-            self.holds.add(side)
-        answer = process.ask(
-            "feed",
-            feeds=str(self.folder / _FEEDS),
-            answer=str(self.folder / f"{side}.npy"),
-            copies=self.model.copies,
-            of_each_copy=self.model.of_each_copy,
-            in_place=dict(self.model.in_place),
-        )
-        return float(answer["seconds"])
+    def restart(self) -> None:
+        for pair in self.pairs:
+            for process in pair.values():
+                process.restart()
 
 
 def compare(
@@ -101,61 +89,77 @@ def compare(
     """One result a row and number of threads, as soon as it is there. A row that fails does not keep the others from
     being measured.
 
-    process: of a side and a number of threads.
+    process: a new one, of a side and a number of threads.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
-        pairs = [
-            _Pair(count, {side: stack.enter_context(process(side, count)) for side in SIDES}, folder)
+        groups = [
+            _Group(
+                count,
+                [{side: stack.enter_context(process(side, count)) for side in SIDES} for _ in range(_PAIRS)],
+            )
             for count in threads
         ]
         for work in works:
-            yield from _measure_work(work, pairs, folder, pace)
+            yield from _measure_work(work, groups, folder, pace)
 
 
-def _measure_work(work: Work, pairs: Sequence[_Pair], folder: Path, pace: Pace) -> Iterator[RowResult]:
+def _measure_work(work: Work, groups: Sequence[_Group], folder: Path, pace: Pace) -> Iterator[RowResult]:
     with tempfile.TemporaryDirectory(dir=folder) as of_model:
         try:
             model = work.write(Path(of_model))
         except OrtolanError as error:
             for row in work.rows:
-                for pair in pairs:
-                    yield RowResult(work.room, row.name, pair.threads, failure=f"the model is not made: {error}")
+                for group in groups:
+                    yield RowResult(work.room, row.name, group.threads, failure=f"the model is not made: {error}")
             return
-        for pair in pairs:
-            pair.open(model)
         for row in work.rows:
             arrays: dict[str, Any] = dict(row.feeds())
-            np.savez(folder / _FEEDS, **arrays)
-            for pair in pairs:
-                yield _measure_row(work.room, row, pair, pace)
+            np.savez(Path(of_model) / _FEEDS, **arrays)
+            for group in groups:
+                yield _measure_row(work.room, row, group, model, pace)
 
 
-def _measure_row(room: str, row: Row, pair: _Pair, pace: Pace) -> RowResult:
+def _measure_row(room: str, row: Row, group: _Group, model: TimedModel, pace: Pace) -> RowResult:
     turns: dict[Side, Turns] = {side: [] for side in SIDES}
     repeated = 0
     side: Side = SIDES[0]
+    answers = {one: model.path.with_name(f"{one}.npy") for one in SIDES}
     try:
         while True:
             slowest = 0.0
-            for side in SIDES:
-                slowest = max(slowest, pair.feed(side, row))
-            calls = calls_a_turn(slowest, pace)
-            for _ in range(rounds_of(slowest, pace)):
+            for pair in group.pairs:
                 for side in SIDES:
-                    turns[side].append(pair.processes[side].ask("time", calls=calls, warm_up=pace.warm_up)["times"])
-            assert pair.model is not None
-            difference = compare_answers(*(np.load(pair.folder / f"{one}.npy") for one in SIDES))
+                    slowest = max(slowest, _feed(pair[side], model, answers[side]))
+            calls = calls_a_turn(slowest, pace)
+            for number in range(rounds_of(slowest, pace)):
+                for side in SIDES:
+                    process = group.pairs[number % _PAIRS][side]
+                    turns[side].append(process.ask("time", **calls, warm_up=pace.warm_up)["times"])
+            difference = compare_answers(*(np.load(answers[one]) for one in SIDES))
             result = RowResult.of_turns(
-                room, row.name, pair.threads, turns["old"], turns["new"], pair.model.copies, repeated, difference
+                room, row.name, group.threads, turns["old"], turns["new"], model.copies, repeated, difference
             )
             if not pace.repeats or not measure_again(result.ratio, repeated):
                 return result
             repeated += 1
-            for process in pair.processes.values():
-                process.restart()
+            group.restart()
     except WorkerError as error:
-        return RowResult(room, row.name, pair.threads, failure=f"{side} side: {error}")
+        return RowResult(room, row.name, group.threads, failure=f"{side} side: {error}")
+
+
+def _feed(process: WorkerProcess, model: TimedModel, answer: Path) -> float:
+    """Seconds of a run. Raises WorkerError."""
+    process.open(model.path)
+    fed = process.ask(
+        "feed",
+        feeds=str(model.path.with_name(_FEEDS)),
+        answer=str(answer),
+        copies=model.copies,
+        of_each_copy=model.of_each_copy,
+        in_place=dict(model.in_place),
+    )
+    return float(fed["seconds"])
 
 
 def compare_answers(old: np.ndarray, new: np.ndarray) -> float | None:

@@ -29,6 +29,7 @@ class WorkerProcess:
         self._environment = os.environ | ({} if isa is None else {"ORTOLAN_ISA": isa})
         self._process: subprocess.Popen[str] | None = None
         self._messages: IO[str] | None = None
+        self._model: Path | None = None
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -36,9 +37,11 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         self.restart()
 
-    @property
-    def running(self) -> bool:
-        return self._process is not None
+    def open(self, model: Path) -> None:
+        """Unless it is open already. Raises WorkerError."""
+        if self._process is None or self._model != model:
+            self.ask("open", model=str(model))
+            self._model = model
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Raises WorkerError with what went wrong."""

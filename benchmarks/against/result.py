@@ -24,9 +24,9 @@ SLOWER = 0.95
 class RowResult:
     """Milliseconds of a layer or a model, by the old and the new library, or why there are none.
 
-    noise: how far, as a share, the minima of either side's odd and even turns are apart: what the ratio of equal sides
-    may differ from 1 by. repeated: how often the row was measured again, with other processes. difference: of the new
-    side's answer from the old side's, relative; None: the same bits.
+    noise: how far, as a share, the minima of either side's odd and even turns are apart, which are those of two
+    processes: what the ratio of equal sides may differ from 1 by. repeated: how often the row was measured again, with
+    other processes. difference: of the new side's answer from the old side's, relative; None: the same bits.
     """
 
     room: str
@@ -143,7 +143,10 @@ class Comparison:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(title_justify="left", caption="ms of a layer, or of a model; ratio: old / new, of the minima")
+        table = Table(
+            title_justify="left",
+            caption="ms of a layer, or of a model: with one thread of its CPU time; ratio: old / new, of the minima",
+        )
         for name in ("room", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
             table.add_column(name, justify="left" if name in ("room", "row") else "right", no_wrap=True)
         last = None

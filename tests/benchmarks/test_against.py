@@ -42,15 +42,6 @@ def worker() -> WorkerProcess:
     return WorkerProcess(LIBRARY, cpus_to_use(1), 1)
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-
-
-def run_quick(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "before", "--quick", "--library", str(LIBRARY), *arguments)
-
-
 # ---- what is made of the times ---------------------------------------------------------------------------------------
 
 
@@ -86,11 +77,13 @@ def test_rows_that_stand_out_are_measured_again() -> None:
 
 def test_turns_are_of_about_equal_length() -> None:
     pace = Pace(10, warm_up=0.03, turn=0.06)
-    assert calls_a_turn(0.02, pace) == 3 and calls_a_turn(1, pace) == 1
+    assert calls_a_turn(0.02, pace) == {"count": 3, "together": 1}
+    assert calls_a_turn(1, pace) == {"count": 1, "together": 1}
+    assert calls_a_turn(1e-5, pace) == {"count": 1200, "together": 5}
     assert rounds_of(0.001, pace) == 10
-    assert rounds_of(0.2, pace) == 5
+    assert rounds_of(0.2, pace) == 6
     assert rounds_of(30, pace) == 4
-    assert rounds_of(30, Pace(2, 0, 0)) == 2
+    assert rounds_of(30, Pace(1, 0, 0)) == 2
 
 
 def test_answers() -> None:
@@ -163,9 +156,9 @@ def test_a_process_that_ends_is_started_again() -> None:
         assert process._process is not None
         process._process.kill()
         with pytest.raises(WorkerError, match="the process ended with status -9"):
-            process.ask("time", calls=1, warm_up=0)
+            process.ask("time", count=1, together=1, warm_up=0)
         with pytest.raises(WorkerError, match="nothing to time: open a model and feed it first"):
-            process.ask("time", calls=1, warm_up=0)
+            process.ask("time", count=1, together=1, warm_up=0)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not pin")
@@ -247,8 +240,9 @@ def test_revisions_and_folders_that_are_none(repository: Path, tmp_path: Path) -
 # ---- the whole of it -------------------------------------------------------------------------------------------------
 
 
-def test_every_room_against_itself(tmp_path: Path) -> None:
+def test_every_room_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of each kind; the same library gives the same bits."""
+    monkeypatch.setattr("ortolan.benchmarks.against.layers._MOST_COPIES", 2)
     found = []
     for works in works_of(TINY, tiny_models=True).values():
         some = [Work(work.room, work.rows[:1], work.write) for work in works]
@@ -260,7 +254,9 @@ def test_every_room_against_itself(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    done = run_quick(tmp_path, "--rooms", "lut_post_op", "--threads", "1,2", "--rounds", "1", "--json", str(file))
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", "before", "--quick", "--library", str(LIBRARY)]
+    command += ["--rooms", "lut_post_op", "--threads", "1,2", "--rounds", "1", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     document = json.loads(file.read_text())
     assert document["old"] == "before" and document["new"] == str(LIBRARY)
@@ -270,18 +266,23 @@ def test_the_command(tmp_path: Path) -> None:
         for kind in ("uint8 to uint8", "uint8 to float32", "uint16 to uint16")
     ]
     assert all(row["answers"] == "same" and row["old_ms"] > 0 for row in document["rows"])
-    assert [mean["room"] for mean in document["geometric_means"]] == ["lut_post_op", "all"] * 2
+    assert [mean["room"] for mean in document["geometric_means"]] == ["lut_post_op"] * 2 + ["all"] * 2
     for words in ("onnxruntime: ", "uint8 to float32, 1000 numbers", "Geometric means", "Quick: shows that it runs"):
         assert words in done.stdout
     assert "[6/6] lut_post_op, uint16 to uint16, 1000 numbers, threads 2: " in done.stderr
 
 
-def test_a_failure_shows_in_the_status(tmp_path: Path) -> None:
+def test_a_failure_shows_in_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = tmp_path / "libortolan_ops.so"
     broken.write_bytes(b"no library")
-    done = run(tmp_path, "before", "--quick", "--library", str(broken), "--rooms", "call", "--rows", "VNNISpMM")
-    assert done.returncode == 1
-    assert "Failed: call, VNNISpMM 64x64, 1 a run m=1, threads 1: old side: " in done.stdout
+    chosen = ["--rooms", "call", "--rows", "VNNISpMM 64x64, 1 a run"]
+    monkeypatch.setattr(sys, "argv", ["against", "before", "--quick", "--library", str(broken), *chosen])
+    with pytest.raises(SystemExit) as exit_:
+        against.main()
+    assert exit_.value.code == 1
+    assert "Failed: call, VNNISpMM 64x64, 1 a run m=1, threads 1: old side: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,17 @@ def test_a_failure_shows_in_the_status(tmp_path: Path) -> None:
         (("before",), 1, "error: git rev-parse --show-toplevel: fatal: not a git repository"),
     ],
 )
-def test_what_there_is_none_of_is_refused(tmp_path: Path, arguments: tuple[str, ...], status: int, words: str) -> None:
-    done = run(tmp_path, *arguments)
-    assert done.returncode == status
-    assert words in done.stderr
+def test_what_there_is_none_of_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    status: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["against", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        against.main()
+    assert exit_.value.code == status
+    assert words in capsys.readouterr().err
