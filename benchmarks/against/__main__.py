@@ -5,7 +5,8 @@ python -m ortolan.benchmarks.against REVISION [--rooms sparse_amx_matmul,w4a8_ma
 
 REVISION is built, once, into the cache folder (ORTOLAN_CACHE). It is compared with the package that runs this, so build
 that first; run it in the source tree. Models are made once and opened by two processes of each library, pinned to the
-same CPUs, which are told to run in turns. One thread is timed by its CPU time, more by the clock on the wall.
+same CPUs, which are told to run in turns. Calls of more than a millisecond on one thread are timed by its CPU time,
+others by the time that passes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ _TURN_SECONDS = 0.06
 _ROW_SECONDS = 4.0  # rows of slow calls have fewer rounds
 _FEWEST_ROUNDS = 4
 _SHORTEST_TIME = 5e-5  # calls that are shorter are timed together, for reading the clock takes time as well
+_LONG_CALL = 1e-3
 _PAIRS = 2
 _SHARED_MEMORY = Path("/dev/shm")
 _FEEDS = "feeds.npz"
@@ -53,10 +54,22 @@ def measure_again(ratio: float, repeated: int) -> bool:
     return ratio > 1 / STANDS_OUT and repeated < _AGAIN_IF_FAST
 
 
-def calls_a_turn(seconds: float, pace: Pace) -> dict[str, int]:
-    """How many times are taken in a turn, and of how many calls each, of calls that take so long on the slower side."""
+@dataclass(frozen=True)
+class Turn:
+    """`count` times, each of `together` calls; see worker.py, `time`."""
+
+    count: int
+    together: int
+    cpu_time: bool
+
+
+def turn_of(seconds: float, threads: int, pace: Pace) -> Turn:
+    """For calls that take so long on the slower side."""
     together = max(1, round(_SHORTEST_TIME / max(seconds, 1e-7)))
-    return {"count": max(1, round(pace.turn / (together * max(seconds, 1e-7)))), "together": together}
+    count = max(1, round(pace.turn / (together * max(seconds, 1e-7))))
+    # A thread's own clock stands still while something else has the CPU, but is off by microseconds when that happens.
+    # Short calls have turns enough in which nothing does.
+    return Turn(count, together, threads == 1 and seconds > _LONG_CALL)
 
 
 def rounds_of(seconds: float, pace: Pace) -> int:
@@ -123,6 +136,7 @@ def _measure_work(work: Work, groups: Sequence[_Group], folder: Path, pace: Pace
 def _measure_row(room: str, row: Row, group: _Group, model: TimedModel, pace: Pace) -> RowResult:
     turns: dict[Side, Turns] = {side: [] for side in SIDES}
     repeated = 0
+    turn: Turn | None = None
     side: Side = SIDES[0]
     answers = {one: model.path.with_name(f"{one}.npy") for one in SIDES}
     try:
@@ -131,11 +145,11 @@ def _measure_row(room: str, row: Row, group: _Group, model: TimedModel, pace: Pa
             for pair in group.pairs:
                 for side in SIDES:
                     slowest = max(slowest, _feed(pair[side], model, answers[side]))
-            calls = calls_a_turn(slowest, pace)
+            turn = turn or turn_of(slowest, group.threads, pace)
             for number in range(rounds_of(slowest, pace)):
                 for side in SIDES:
                     process = group.pairs[number % _PAIRS][side]
-                    turns[side].append(process.ask("time", **calls, warm_up=pace.warm_up)["times"])
+                    turns[side].append(process.ask("time", **asdict(turn), warm_up=pace.warm_up)["times"])
             difference = compare_answers(*(np.load(answers[one]) for one in SIDES))
             result = RowResult.of_turns(
                 room, row.name, group.threads, turns["old"], turns["new"], model.copies, repeated, difference

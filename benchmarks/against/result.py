@@ -145,7 +145,7 @@ class Comparison:
 
         table = Table(
             title_justify="left",
-            caption="ms of a layer, or of a model: with one thread of its CPU time; ratio: old / new, of the minima",
+            caption="ms of a layer, or of a model; ratio: old / new, of the minima",
         )
         for name in ("room", "row", "threads", "old, min / median", "new, min / median", "ratio", "noise", "answers"):
             table.add_column(name, justify="left" if name in ("room", "row") else "right", no_wrap=True)

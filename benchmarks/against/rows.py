@@ -238,6 +238,10 @@ def _call() -> list[Work]:
 # ---- tables, products at run time ------------------------------------------------------------------------------------
 
 
+# Of a run: waking the other threads, once a run, takes as long as looking up.
+_TABLES = 8
+
+
 def _lut_post_op(sizes: Sizes) -> list[Work]:
     kinds: Sequence[tuple[type, type]] = ((np.uint8, np.uint8), (np.uint8, np.float32), (np.uint16, np.uint16))
     return [_table_work(x_type, y_type, sizes.elements) for x_type, y_type in kinds]
@@ -254,7 +258,7 @@ def _table_work(x_type: type, y_type: type, elements: Sequence[int]) -> Work:
 
     def write(folder: Path) -> TimedModel:
         layer = Layer(LUT_OP, ("x", "table"), {"table": numbers(0, y_type, most + 1)}, {"format_version": 1}, y_type)
-        return write_layers(layer, 1, folder, {"x": (None,)}, {"x": x_type})
+        return write_layers(layer, _TABLES, folder, {"x": (None,)}, {"x": x_type})
 
     kind = f"{np.dtype(x_type)} to {np.dtype(y_type)}"
     rows = [Row(f"{kind}, {count} numbers", lambda c=count: {"x": numbers(c, x_type, c)}) for count in elements]  # type: ignore[misc]

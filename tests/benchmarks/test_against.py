@@ -18,11 +18,12 @@ from ortolan.benchmarks.against import revision
 from ortolan.benchmarks.against.compare import (
     QUICK_PACE,
     Pace,
-    calls_a_turn,
+    Turn,
     compare,
     compare_answers,
     measure_again,
     rounds_of,
+    turn_of,
 )
 from ortolan.benchmarks.against.layers import COLD_BYTES, Row, TimedModel, Work, copies_for
 from ortolan.benchmarks.against.process import WorkerError, WorkerProcess, cpus_to_use
@@ -77,9 +78,9 @@ def test_rows_that_stand_out_are_measured_again() -> None:
 
 def test_turns_are_of_about_equal_length() -> None:
     pace = Pace(10, warm_up=0.03, turn=0.06)
-    assert calls_a_turn(0.02, pace) == {"count": 3, "together": 1}
-    assert calls_a_turn(1, pace) == {"count": 1, "together": 1}
-    assert calls_a_turn(1e-5, pace) == {"count": 1200, "together": 5}
+    assert turn_of(0.02, 1, pace) == Turn(3, 1, cpu_time=True)
+    assert turn_of(1, 2, pace) == Turn(1, 1, cpu_time=False)
+    assert turn_of(1e-5, 1, pace) == Turn(1200, 5, cpu_time=False)
     assert rounds_of(0.001, pace) == 10
     assert rounds_of(0.2, pace) == 6
     assert rounds_of(30, pace) == 4
@@ -156,9 +157,9 @@ def test_a_process_that_ends_is_started_again() -> None:
         assert process._process is not None
         process._process.kill()
         with pytest.raises(WorkerError, match="the process ended with status -9"):
-            process.ask("time", count=1, together=1, warm_up=0)
+            process.ask("time", count=1, together=1, cpu_time=False, warm_up=0)
         with pytest.raises(WorkerError, match="nothing to time: open a model and feed it first"):
-            process.ask("time", count=1, together=1, warm_up=0)
+            process.ask("time", count=1, together=1, cpu_time=False, warm_up=0)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not pin")
