@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,7 @@ def run(arguments: argparse.Namespace) -> Comparison:
 
 def main() -> None:
     arguments = read_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # models in memory must not stay there
     try:
         result = run(arguments)
     except OrtolanError as error:

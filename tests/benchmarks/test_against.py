@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -271,6 +272,19 @@ def test_the_command(tmp_path: Path) -> None:
     for words in ("onnxruntime: ", "uint8 to float32, 1000 numbers", "Geometric means", "Quick: shows that it runs"):
         assert words in done.stdout
     assert "[6/6] lut_post_op, uint16 to uint16, 1000 numbers, threads 2: " in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_what_there_is(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-P", "-m", "ortolan.benchmarks.against", "before", "--quick", "--library", str(LIBRARY)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("[1/")
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Interrupted: not all rows are measured." in printed
+    assert "bf16 dense 96x64 m=1" in printed
 
 
 def test_a_failure_shows_in_the_status(
