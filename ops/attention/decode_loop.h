@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "attention/decode.h"
+#include "attention/kv_cache/key_block.h"
 #include "simd/column.h"
 
 namespace ortolan {
@@ -234,7 +235,8 @@ class DecodeLoop {
                         kChunk};
       if (full > 0) Blocks::ScoreBlocks(blocks, args_.heads);
       if (full < count) {
-        GatherBlock();
+        WriteKeyBlock(args_.Layout(), args_.key_codes + full_ * args_.Layout().RowBytes(), args_.tokens - full_,
+                      s_.block);
         blocks.blocks = 1;
         blocks.codes = s_.block;
         blocks.scores += full;
@@ -245,42 +247,6 @@ class DecodeLoop {
       float* scores = s_.scores + h * kChunk;
       for (int64_t i = 0; i < begin - first; ++i) scores[i] = kMinusInfinity;
       for (int64_t i = end - first; i < RoundUp(count, kTile); ++i) scores[i] = kMinusInfinity;
-    }
-  }
-
-  // KeyRowsToBlock of the last tokens.
-  void GatherBlock() const {
-    const int64_t row_bytes = args_.Layout().RowBytes();
-    const uint8_t* rows = args_.key_codes + full_ * row_bytes;
-    const int64_t count = args_.tokens - full_;
-    const int64_t words = row_bytes / 4;
-    if (row_bytes % 4 != 0) return KeyRowsToBlock(args_.Layout(), rows, count, s_.block);
-    for (int64_t word = 0; word < words; word += kLanes) {
-      const int64_t lanes = words - word < kLanes ? words - word : kLanes;
-      const auto load = [&](int64_t key) {
-        if (key >= count) return Simd::Set(0.0f);
-        const float* from = reinterpret_cast<const float*>(rows + key * row_bytes) + word;
-        return lanes == kLanes ? Simd::Load(from) : Simd::LoadFirst(from, lanes);
-      };
-      for (int64_t k = 0; k < 16; k += kLanes) {
-        Float a[kLanes];
-        Float b[kLanes];
-#pragma GCC unroll 16
-        for (int64_t i = 0; i < kLanes; ++i) {
-          a[i] = load(k + i);
-          b[i] = load(16 + k + i);
-        }
-        Simd::Transpose(a);
-        Simd::Transpose(b);
-        for (int64_t i = 0; i < lanes; ++i) {  // the quad of low nibbles, then that of high ones
-          const auto low = Simd::BitsOf(a[i]);
-          const auto high = Simd::BitsOf(b[i]);
-          const auto nibbles = Simd::SetInt(0x0f0f0f0f);
-          uint8_t* to = s_.block + (word + i) * 128 + 4 * k;
-          Simd::StoreInt(to, Simd::SelectBits(nibbles, low, Simd::ShiftLeftInt<4>(high)));
-          Simd::StoreInt(to + 64, Simd::SelectBits(nibbles, Simd::ShiftRightInt<4>(low), high));
-        }
-      }
     }
   }
 

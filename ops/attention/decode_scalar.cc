@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "attention/decode.h"
+#include "attention/kv_cache/kv_cache.h"
 
 namespace ortolan {
 namespace {
@@ -76,6 +77,8 @@ void Score(const DecodeAttentionArgs& args, const float* q, const Tables& tables
 }  // namespace ortolan
 
 namespace ortolan::scalar {
+
+DecodeValuesFn DecodeValues;
 
 int64_t DecodeScratch(int64_t, int64_t head_dim) {
   return (kCentroids * head_dim + kPart + head_dim) * static_cast<int64_t>(sizeof(float));

@@ -53,24 +53,7 @@ struct KeyCodeLayout {
 // Empty, or what is wrong with the sizes.
 std::string ValidateKeyCodeLayout(const KeyCodeLayout& layout);
 
-// Writes codes [count][S], one a byte, of keys that are key_row_bytes apart: the nearest centroid by (float32) sum of
-// squared differences, each product and each sum rounded, added from the first number of the part to the last; of equal
-// ones the first. A part with a NaN, or so far from all centroids that float32 does not hold the squares, has code 0.
-using EncodeKeysFn = void(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                          int64_t count, uint8_t* codes);
-
-// Appends `count` keys, key_row_bytes apart, to a cache of `tokens` tokens, whose buffer has room for them.
-void AppendKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                int64_t count, int64_t tokens, uint8_t* cache, EncodeKeysFn* encode);
-
 // The code of a sub-quantizer of a token, in a cache of `tokens` tokens.
 int KeyCode(const KeyCodeLayout& layout, const uint8_t* cache, int64_t tokens, int64_t token, int64_t sub_quantizer);
-
-// Writes the centroids of tokens begin … end-1 of a cache of `tokens` tokens, rows key_row_bytes apart.
-void DecodeKeys(const KeyCodeLayout& layout, const float* codebook, const uint8_t* cache, int64_t tokens, int64_t begin,
-                int64_t end, float* keys, int64_t key_row_bytes);
-
-// Writes `count` (1 … 32) rows as a full block; the codes of the missing tokens are 0. The two do not overlap.
-void KeyRowsToBlock(const KeyCodeLayout& layout, const uint8_t* rows, int64_t count, uint8_t* block);
 
 }  // namespace ortolan

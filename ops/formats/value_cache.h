@@ -34,12 +34,4 @@ static_assert(kValueBlock == kKeyBlock);    // kernels go through both together
 inline constexpr int64_t kValueScaleBytes = 2;
 inline constexpr int64_t ValueRowBytes(int64_t head_dim) { return kValueScaleBytes + head_dim; }
 
-// Appends `count` rows of values, row_bytes apart, to a cache of `tokens` tokens, whose buffer has room for them.
-void AppendValues(int64_t head_dim, const float* values, int64_t row_bytes, int64_t count, int64_t tokens,
-                  uint8_t* cache);
-
-// Writes the values of tokens begin … end-1 of a cache of `tokens` tokens, rows row_bytes apart.
-void DecodeValues(int64_t head_dim, const uint8_t* cache, int64_t tokens, int64_t begin, int64_t end, float* values,
-                  int64_t row_bytes);
-
 }  // namespace ortolan

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/kv_cache/kv_cache.h"
 #include "isa/kernel_table.h"
 #include "nomad_attention/cached_op.h"
 #include "ort/thread_scratch.h"
@@ -175,9 +176,10 @@ void CachedAttention::WriteKeys(const AttentionCall& call, const Lengths& length
     float* rows = to + piece.begin * call.head_dim;
     const int64_t count = piece.end - piece.begin;
     if (piece.source == KeyPiece::Source::kCache) {
-      DecodeKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(),
-                 reinterpret_cast<const uint8_t*>(cache.keys.At(head, 0)), tokens, piece.begin, piece.end, rows,
-                 row_bytes);
+      SelectKernel(KvCacheKernels(), ActiveFeatures())
+          .decode_keys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(),
+                       reinterpret_cast<const uint8_t*>(cache.keys.At(head, 0)), tokens, piece.begin, piece.end, rows,
+                       row_bytes);
     } else if (piece.source == KeyPiece::Source::kExact) {
       std::memcpy(rows, cache.exact_keys.At(head, window_.Slot(piece.begin)), static_cast<size_t>(count * row_bytes));
     } else {
@@ -198,7 +200,9 @@ void CachedAttention::WriteFloats(const AttentionCall& call, const Lengths& leng
   // In the past of a long call, what the exact keys hold.
   WriteKeys(call, lengths, batch, kv_head, cache, own_cached ? past + first : past - 1, from_cache, k);
   if (int8_values_) {
-    DecodeValues(call.head_dim, reinterpret_cast<const uint8_t*>(values), past + added, 0, from_cache, v, row_bytes);
+    SelectKernel(KvCacheKernels(), ActiveFeatures())
+        .decode_values(call.head_dim, reinterpret_cast<const uint8_t*>(values), past + added, 0, from_cache, v,
+                       row_bytes);
   } else {
     std::memcpy(v, values, static_cast<size_t>(from_cache * row_bytes));
   }

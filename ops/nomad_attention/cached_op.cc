@@ -19,24 +19,6 @@ std::vector<int64_t> ShapeOf(const Ort::KernelContext& context, size_t index) {
   return context.GetInput(index).GetTensorTypeAndShapeInfo().GetShape();
 }
 
-// Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved. The compiler makes vectors of the former.
-void RotateRow(const float* __restrict from, const float* cos, const float* sin, int64_t head_dim, bool interleaved,
-               float* __restrict to) {
-  const int64_t half = head_dim / 2;
-  if (!interleaved) {
-    for (int64_t i = 0; i < half; ++i) {
-      to[i] = from[i] * cos[i] - from[i + half] * sin[i];
-      to[i + half] = from[i + half] * cos[i] + from[i] * sin[i];
-    }
-    return;
-  }
-  for (int64_t i = 0; i < half; ++i) {
-    const float x = from[2 * i], y = from[2 * i + 1];
-    to[2 * i] = x * cos[i] - y * sin[i];
-    to[2 * i + 1] = y * cos[i] + x * sin[i];
-  }
-}
-
 }  // namespace
 
 CachedAttention::CachedAttention(const OrtKernelInfo& info, std::string node, CacheInputs inputs, int64_t kv_heads)
@@ -302,8 +284,9 @@ void CachedAttention::Rotate(const Ort::KernelContext& context, const AttentionC
       const int64_t batch = i / call.queries, row = i % call.queries;
       const int64_t position = prompt + lengths.past[static_cast<size_t>(batch)] + row;
       for (int64_t head = 0; head < heads; ++head) {
-        RotateRow(rows.At(batch, head, row), cos + position * half, sin + position * half, call.head_dim, interleaved_,
-                  to + (i * heads + head) * call.head_dim);
+        SelectKernel(KvCacheKernels(), ActiveFeatures())
+            .rotate(rows.At(batch, head, row), cos + position * half, sin + position * half, call.head_dim,
+                    interleaved_, to + (i * heads + head) * call.head_dim);
       }
     });
   };
@@ -328,12 +311,13 @@ void CachedAttention::Append(const AttentionCall& call, const Lengths& lengths, 
   if (codebooks_ == nullptr) {
     copy(call.k, key_cache, cache.keys.row_bytes);
   } else {
-    const auto& kernel = SelectKernel(KvCacheKernels(), ActiveFeatures());
-    AppendKeys(layout_, codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
-               reinterpret_cast<uint8_t*>(key_cache), kernel.encode_keys);
+    AppendKeys(SelectKernel(KvCacheKernels(), ActiveFeatures()), layout_,
+               codebooks_ + kv_head * layout_.CodebookFloats(), k, call.k.row_bytes, added, past,
+               reinterpret_cast<uint8_t*>(key_cache));
   }
   if (int8_values_) {
-    AppendValues(call.head_dim, v, call.v.row_bytes, added, past, reinterpret_cast<uint8_t*>(value_cache));
+    AppendValues(SelectKernel(KvCacheKernels(), ActiveFeatures()), call.head_dim, v, call.v.row_bytes, added, past,
+                 reinterpret_cast<uint8_t*>(value_cache));
   } else {
     copy(call.v, value_cache, cache.values.row_bytes);
   }

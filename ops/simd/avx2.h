@@ -103,6 +103,17 @@ struct avx2 {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_i32gather_ps(from, _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int>(stride))), 4);
   }
+  static __m256 LoadTwice(const float* from) {
+    const __m256i twice = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(from)), twice);
+  }
+  static __m256 SwapPairs(__m256 a) { return _mm256_permute_ps(a, 0xB1); }
+  static __m256 SubtractAdd(__m256 a, __m256 b) { return _mm256_addsub_ps(a, b); }
+  static __m256 Lookup16(const float* table, __m256i index) {
+    const __m256 low = _mm256_permutevar8x32_ps(Load(table), index);
+    const __m256 high = _mm256_permutevar8x32_ps(Load(table + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
 
   // Floats from and to bytes.
   static __m256 LoadBf16(const uint8_t* from) {
@@ -117,6 +128,15 @@ struct avx2 {
     const __m128i halves = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
   }
+  static void StoreInt8(uint8_t* to, __m256 a) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_setzero_si256());
+    const __m128i halves = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves, halves));
+  }
+  template <int kByte>
+  static __m256 SignedByte(__m256i a) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * kByte), 24));
+  }
 
   // Units: 32 bits of a lane that are multiplied at once.
   static constexpr int64_t kUnit = 1;
@@ -128,9 +148,17 @@ struct avx2 {
   using Int = __m256i;
   static __m256i SetInt(int32_t value) { return _mm256_set1_epi32(value); }
   static __m256i LoadInt(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+  static __m256i LoadFirstInt(const void* from, int64_t count) {
+    return _mm256_maskload_epi32(static_cast<const int*>(from), FirstLanes(count));
+  }
+  static __m256i ExpandBytes(const uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
   static void StoreInt(void* to, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
   static __m256i BitsOf(__m256 a) { return _mm256_castps_si256(a); }
+  static __m256 FloatOf(__m256i a) { return _mm256_castsi256_ps(a); }
   static __m256 ToFloat(__m256i a) { return _mm256_cvtepi32_ps(a); }
+  static __m256i OrInt(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
   static __m256i SelectBits(__m256i where, __m256i a, __m256i b) {
     return _mm256_or_si256(_mm256_and_si256(where, a), _mm256_andnot_si256(where, b));
   }

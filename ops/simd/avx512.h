@@ -119,6 +119,13 @@ struct avx512 {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_i32gather_ps(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(stride))), from, 4);
   }
+  static __m512 LoadTwice(const float* from) {
+    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(from)));
+  }
+  static __m512 SwapPairs(__m512 a) { return _mm512_permute_ps(a, 0xB1); }
+  static __m512 SubtractAdd(__m512 a, __m512 b) { return _mm512_mask_sub_ps(_mm512_add_ps(a, b), 0x5555, a, b); }
+  static __m512 Lookup16(const float* table, __m512i index) { return _mm512_permutexvar_ps(index, Load(table)); }
 
   // Floats from and to bytes.
   static __m512 LoadBf16(const uint8_t* from) {
@@ -130,6 +137,13 @@ struct avx512 {
   }
   static void StoreBytes(uint8_t* to, __m512 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+  static void StoreInt8(uint8_t* to, __m512 a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+  template <int kByte>
+  static __m512 SignedByte(__m512i a) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(a, 24 - 8 * kByte), 24));
   }
 
   // Lists of bits: bits.h.
@@ -168,9 +182,17 @@ struct avx512 {
   using Int = __m512i;
   static __m512i SetInt(int32_t value) { return _mm512_set1_epi32(value); }
   static __m512i LoadInt(const void* from) { return _mm512_loadu_si512(from); }
+  static __m512i LoadFirstInt(const void* from, int64_t count) {
+    return _mm512_maskz_loadu_epi32(FirstLanes(count), from);
+  }
+  static __m512i ExpandBytes(const uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
   static void StoreInt(void* to, __m512i a) { _mm512_storeu_si512(to, a); }
   static __m512i BitsOf(__m512 a) { return _mm512_castps_si512(a); }
+  static __m512 FloatOf(__m512i a) { return _mm512_castsi512_ps(a); }
   static __m512 ToFloat(__m512i a) { return _mm512_cvtepi32_ps(a); }
+  static __m512i OrInt(__m512i a, __m512i b) { return _mm512_or_si512(a, b); }
   static __m512i SelectBits(__m512i where, __m512i a, __m512i b) {
     return _mm512_ternarylogic_epi32(where, a, b, 0xCA);
   }

@@ -23,15 +23,25 @@
 //         four rows of kLanes numbers to kLanes rows of four
 //     Float ReduceFour(const Float (&)[4], op)        op over all lanes of each, in lanes 0 … 3, 4 … 7, …
 //     Float LoadStrided(const float*, int64_t stride) every stride-th float
+//     Float LoadTwice(const float*)                   kLanes / 2 floats, each in two lanes
+//     Float SwapPairs(a)                              lanes 1, 0, 3, 2, …
+//     Float SubtractAdd(a, b)                         a - b in even lanes, a + b in odd ones
+//     Float Lookup16(const float*, Int index)         of 16 floats, by the low 4 bits of each index
 // From and to bytes:
 //     Float LoadBf16(const uint8_t*), LoadInt8(const uint8_t*)    kLanes numbers, at any address
 //     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
+//     void StoreInt8(uint8_t*, Float)                 kLanes numbers -128 … 127, likewise
+//     Float SignedByte<n>(Int)                        byte n of each lane
 // In units of 32 bits that are multiplied at once, a float (kUnit = 1) or a pair of bf16 (2):
 //     Float PackUnits(a, b)                           the numbers of a, or pairs of a and b
 //     void StoreUnits(float*, Float)                  kLanes numbers one after another, rounded to their type
 //     Float MultiplyAddUnits(a, b, c)                 a b + c of units a and b, floats c
 // Int, as many integers of 32 bits:
-//     Int SetInt(int32_t), LoadInt(const void*);  void StoreInt(void*, Int);  Int BitsOf(Float);  Float ToFloat(Int)
+//     Int SetInt(int32_t), LoadInt(const void*), LoadFirstInt(const void*, int64_t count), OrInt(a, b)
+//     void StoreInt(void*, Int)
+//     Int BitsOf(Float), Float FloatOf(Int)           the bits as they are
+//     Float ToFloat(Int)                              the numbers
+//     Int ExpandBytes(const uint8_t*)                 kLanes bytes
 //     Int SelectBits(where, a, b)                     bits of a where those of `where` are 1, else of b
 //     Int ShiftLeftInt<n>(a), ShiftRightInt<n>(a)     zeros come in
 #pragma once

@@ -52,6 +52,7 @@ struct scalar {
   }
   static void Transpose(float (&)[1]) {}
   static float LoadStrided(const float* from, int64_t) { return *from; }
+  static float Lookup16(const float* table, uint32_t index) { return table[index & 15]; }
 
   // Floats from and to bytes.
   static float LoadBf16(const uint8_t* from) {
@@ -61,12 +62,44 @@ struct scalar {
   }
   static float LoadInt8(const uint8_t* from) { return static_cast<float>(static_cast<int8_t>(*from)); }
   static void StoreBytes(uint8_t* to, float a) { *to = static_cast<uint8_t>(__builtin_nearbyintf(a)); }
+  static void StoreInt8(uint8_t* to, float a) {
+    *to = static_cast<uint8_t>(static_cast<int32_t>(__builtin_nearbyintf(a)));
+  }
+  template <int kByte>
+  static float SignedByte(uint32_t a) {
+    return static_cast<float>(static_cast<int8_t>(a >> 8 * kByte));
+  }
 
   // Units: 32 bits of a lane that are multiplied at once.
   static constexpr int64_t kUnit = 1;
   static float PackUnits(float a, float) { return a; }
   static void StoreUnits(float* to, float a) { *to = a; }
   static float MultiplyAddUnits(float a, float b, float c) { return MultiplyAdd(a, b, c); }
+
+  // Integers of 32 bits.
+  using Int = uint32_t;
+  static uint32_t SetInt(int32_t value) { return static_cast<uint32_t>(value); }
+  static uint32_t LoadInt(const void* from) {
+    uint32_t value;
+    __builtin_memcpy(&value, from, sizeof(value));
+    return value;
+  }
+  static uint32_t LoadFirstInt(const void* from, int64_t) { return LoadInt(from); }
+  static uint32_t ExpandBytes(const uint8_t* from) { return *from; }
+  static void StoreInt(void* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
+  static uint32_t BitsOf(float a) { return __builtin_bit_cast(uint32_t, a); }
+  static float FloatOf(uint32_t a) { return __builtin_bit_cast(float, a); }
+  static float ToFloat(uint32_t a) { return static_cast<float>(static_cast<int32_t>(a)); }
+  static uint32_t OrInt(uint32_t a, uint32_t b) { return a | b; }
+  static uint32_t SelectBits(uint32_t where, uint32_t a, uint32_t b) { return (where & a) | (~where & b); }
+  template <int kBits>
+  static uint32_t ShiftLeftInt(uint32_t a) {
+    return a << kBits;
+  }
+  template <int kBits>
+  static uint32_t ShiftRightInt(uint32_t a) {
+    return a >> kBits;
+  }
 };
 
 }  // namespace

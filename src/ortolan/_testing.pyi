@@ -136,7 +136,7 @@ def append_keys(
     """Append keys [count, head_dim] to a cache of key codes, in place (ops/formats/key_code_cache.h).
 
     cache [capacity, head_dim / d_sub / 2] holds `tokens` tokens and has room for `count` more; codebook
-    [head_dim / d_sub, 16, d_sub]; kernel: a row of decode_attention_kernels, without it the best one that runs here.
+    [head_dim / d_sub, 16, d_sub]; kernel: a row of kv_cache_kernels, without it the best one that runs here.
     Raises ValueError for wrong shapes.
     """
 
@@ -182,10 +182,46 @@ def decode_scores(
 ) -> NDArray[np.float32]:
     """The scores [kv_heads, heads, end - begin] of decode_attention, in powers of two."""
 
-def merge_decode(a: DecodePartial, b: DecodePartial) -> DecodePartial:
+def kv_cache_kernels() -> list[KernelInfo]:
+    """The rows of the table of kernels of caches (ops/attention/kv_cache/kv_cache.h), best first."""
+
+def decode_keys(
+    cache: NDArray[np.uint8],
+    tokens: int,
+    codebook: NDArray[Any],
+    begin: int = 0,
+    end: int | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """The centroids [end - begin, head_dim] of a cache's codes."""
+
+def append_values(cache: NDArray[np.uint8], tokens: int, values: NDArray[Any], kernel: str | None = None) -> None:
+    """Append values as _native.append_values, by a row of kv_cache_kernels."""
+
+def decode_values(
+    cache: NDArray[np.uint8], tokens: int, begin: int = 0, end: int | None = None, kernel: str | None = None
+) -> NDArray[np.float32]:
+    """The values [end - begin, head_dim] of a cache."""
+
+def rotate(
+    x: NDArray[np.float32],
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    interleaved: bool = False,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """Rotary embedding of a row x [head_dim]."""
+
+def softmax_kernels() -> list[KernelInfo]:
+    """The rows of the table of kernels of softmax (ops/attention/softmax.h), best first."""
+
+def visible_range(mask: NDArray[np.float32], kernel: str | None = None) -> tuple[int, int, bool]:
+    """From the first to behind the last number of a row of a mask that hides nothing, and whether all of it is 0."""
+
+def merge_decode(a: DecodePartial, b: DecodePartial, kernel: str | None = None) -> DecodePartial:
     """The partial result of the tokens of both."""
 
-def finish_decode(partial: DecodePartial) -> NDArray[np.float32]:
+def finish_decode(partial: DecodePartial, kernel: str | None = None) -> NDArray[np.float32]:
     """y / sum [kv_heads, heads, head_dim] of a partial result."""
 
 def stream_read(buffer: NDArray[np.uint8], threads: int = 1, prefetch_bytes: int = 4096) -> int:

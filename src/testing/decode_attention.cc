@@ -3,7 +3,7 @@
 #include <tuple>
 
 #include "attention/decode.h"
-#include "attention/kv_cache/kv_cache.h"
+#include "caches.h"
 #include "testing.h"
 
 namespace ortolan {
@@ -11,7 +11,36 @@ namespace {
 
 void AppendKeysArray(Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& keys,
                      const CastArray<float>& codebook, const KernelName& name) {
-  AppendKeysTo(cache, tokens, keys, codebook, KernelByName(KvCacheKernels(), name).encode_keys);
+  AppendKeysTo(KernelByName(KvCacheKernels(), name), cache, tokens, keys, codebook);
+}
+
+Array<float> DecodeKeysArray(const Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& codebook,
+                             int64_t begin, std::optional<int64_t> end, const KernelName& name) {
+  return DecodedKeys(KernelByName(KvCacheKernels(), name), cache, tokens, codebook, begin, end.value_or(tokens));
+}
+
+void AppendValuesArray(Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& values, const KernelName& name) {
+  AppendValuesTo(KernelByName(KvCacheKernels(), name), cache, tokens, values);
+}
+
+Array<float> DecodeValuesArray(const Array<uint8_t>& cache, int64_t tokens, int64_t begin, std::optional<int64_t> end,
+                               const KernelName& name) {
+  return DecodedValues(KernelByName(KvCacheKernels(), name), cache, tokens, begin, end.value_or(tokens));
+}
+
+Array<float> Rotate(const Array<float>& x, const Array<float>& cos, const Array<float>& sin, bool interleaved,
+                    const KernelName& name) {
+  Require(x.ndim() == 1 && x.size() == 2 * cos.size() && cos.size() == sin.size(),
+          "expected x [head_dim], cos and sin [head_dim / 2]");
+  Array<float> y(x.size());
+  KernelByName(KvCacheKernels(), name)
+      .rotate(x.data(), cos.data(), sin.data(), x.size(), interleaved, y.mutable_data());
+  return y;
+}
+
+std::tuple<int64_t, int64_t, bool> VisibleOf(const Array<float>& mask, const KernelName& name) {
+  const VisibleRange range = KernelByName(SoftmaxKernels(), name).visible(mask.data(), mask.size());
+  return {range.begin, range.end, range.plain};
 }
 
 Array<uint8_t> KeyCodes(const Array<uint8_t>& cache, int64_t tokens, const CastArray<float>& codebook) {
@@ -171,22 +200,22 @@ void CheckPartial(const PartialArrays& partial) {
           "expected max and sum [kv_heads, heads] and y [kv_heads, heads, head_dim]");
 }
 
-PartialArrays MergePartials(PartialArrays a, PartialArrays b) {
+PartialArrays MergePartials(PartialArrays a, PartialArrays b, const KernelName& name) {
   CheckPartial(a);
   CheckPartial(b);
   const auto copy = [](const Array<float>& from) { return Array<float>(from.request()); };
   PartialArrays result{copy(std::get<0>(b)), copy(std::get<1>(b)), copy(std::get<2>(b))};
   Require(std::get<2>(a).size() == std::get<2>(b).size(), "the two are of different shapes");
-  SelectKernel(SoftmaxKernels(), ActiveFeatures())
+  KernelByName(SoftmaxKernels(), name)
       .merge(std::get<0>(a).size(), std::get<2>(a).shape(2), Writable(a), Writable(result));
   return result;
 }
 
-Array<float> Finish(PartialArrays partial) {
+Array<float> Finish(PartialArrays partial, const KernelName& name) {
   CheckPartial(partial);
   const Array<float>& y = std::get<2>(partial);
   Array<float> result({y.shape(0), y.shape(1), y.shape(2)});
-  SelectKernel(SoftmaxKernels(), ActiveFeatures())
+  KernelByName(SoftmaxKernels(), name)
       .finish(std::get<0>(partial).size(), y.shape(2), Writable(partial), result.mutable_data(), y.shape(2) * kFloat);
   return result;
 }
@@ -195,6 +224,17 @@ Array<float> Finish(PartialArrays partial) {
 
 void BindDecodeAttention(py::module_& module) {
   DefineKernelList(module, "decode_attention", &DecodeAttentionKernels);
+  DefineKernelList(module, "kv_cache", &KvCacheKernels);
+  DefineKernelList(module, "softmax", &SoftmaxKernels);
+  module.def("decode_keys", &DecodeKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"),
+             py::arg("begin") = 0, py::arg("end") = py::none(), py::arg("kernel") = py::none());
+  module.def("append_values", &AppendValuesArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("values"),
+             py::arg("kernel") = py::none());
+  module.def("decode_values", &DecodeValuesArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("begin") = 0,
+             py::arg("end") = py::none(), py::arg("kernel") = py::none());
+  module.def("rotate", &Rotate, py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("interleaved") = false,
+             py::arg("kernel") = py::none());
+  module.def("visible_range", &VisibleOf, py::arg("mask"), py::arg("kernel") = py::none());
   module.def("append_keys", &AppendKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("keys"),
              py::arg("codebook"), py::arg("kernel") = py::none());
   module.def("key_codes", &KeyCodes, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"));
@@ -204,8 +244,8 @@ void BindDecodeAttention(py::module_& module) {
   module.def("decode_scores", &DecodeScores, py::arg("q"), py::arg("scale"), py::arg("keys"),
              py::arg("codebooks") = py::none(), py::arg("tokens") = py::none(), py::arg("begin") = 0,
              py::arg("end") = py::none(), py::arg("first_key") = 0, py::arg("kernel") = py::none());
-  module.def("merge_decode", &MergePartials, py::arg("a"), py::arg("b"));
-  module.def("finish_decode", &Finish, py::arg("partial"));
+  module.def("merge_decode", &MergePartials, py::arg("a"), py::arg("b"), py::arg("kernel") = py::none());
+  module.def("finish_decode", &Finish, py::arg("partial"), py::arg("kernel") = py::none());
 }
 
 }  // namespace ortolan

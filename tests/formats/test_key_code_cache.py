@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ortolan import _native, _testing
 
 SIZES = [(16, 1), (16, 2), (16, 4), (48, 4), (64, 2), (80, 4), (96, 1), (128, 1)]
-KERNELS = [row["name"] for row in _testing.decode_attention_kernels() if row["runs_here"]]
+KERNELS = [row["name"] for row in _testing.kv_cache_kernels() if row["runs_here"]]
 all_sizes = pytest.mark.parametrize(("head_dim", "d_sub"), SIZES)
 
 

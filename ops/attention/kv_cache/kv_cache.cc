@@ -1,12 +1,21 @@
 #include "attention/kv_cache/kv_cache.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "isa/kernel_table.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column) \
-  namespace column {           \
-  EncodeKeysFn EncodeKeys;     \
+#define ORTOLAN_KERNEL(column)         \
+  namespace column {                   \
+  EncodeKeysFn EncodeKeys;             \
+  KeyRowsToBlockFn KeyRowsToBlock;     \
+  DecodeKeysFn DecodeKeys;             \
+  EncodeValuesFn EncodeValues;         \
+  ValueRowsToBlockFn ValueRowsToBlock; \
+  DecodeValuesFn DecodeValues;         \
+  RotateFn Rotate;                     \
   }
 #include "attention/kv_cache/kernels.inc"
 #undef ORTOLAN_KERNEL
@@ -14,13 +23,86 @@ namespace ortolan {
 namespace {
 
 constexpr KvCacheKernel kKernels[] = {
-#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::EncodeKeys},
+#define ORTOLAN_KERNEL(column) \
+  {#column,                    \
+   feature_set::column,        \
+   &column::EncodeKeys,        \
+   &column::KeyRowsToBlock,    \
+   &column::DecodeKeys,        \
+   &column::EncodeValues,      \
+   &column::ValueRowsToBlock,  \
+   &column::DecodeValues,      \
+   &column::Rotate},
 #include "attention/kv_cache/kernels.inc"
 #undef ORTOLAN_KERNEL
 };
 
+constexpr int64_t kBlock = kKeyBlock;  // tokens
+
+const float* RowAt(const float* from, int64_t bytes) {
+  return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
+}
+
+// The row of a token's codes.
+void WriteRow(const uint8_t* codes, int64_t sub_quantizers, uint8_t* row) {
+  for (; sub_quantizers >= 8; sub_quantizers -= 8, codes += 8, row += 4) {
+    uint32_t low;
+    uint32_t high;
+    std::memcpy(&low, codes, 4);
+    std::memcpy(&high, codes + 4, 4);
+    low |= high << 4;
+    std::memcpy(row, &low, 4);
+  }
+  if (sub_quantizers == 0) return;
+  for (int j = 0; j < 2; ++j) row[j] = static_cast<uint8_t>(codes[j] | codes[2 + j] << 4);
+}
+
+// Appends rows up to the end of a block, and again: write(first, count, to) makes rows of count of the new tokens from
+// first on; of the rows of a block that is full, to_block(rows, block) makes the block.
+template <int64_t kMostRowBytes, typename Write, typename ToBlock>
+void AppendRows(int64_t count, int64_t tokens, int64_t row_bytes, uint8_t* cache, const Write& write,
+                const ToBlock& to_block) {
+  uint8_t rows[kBlock * kMostRowBytes];
+  for (int64_t done = 0; done < count;) {
+    const int64_t before = (tokens + done) % kBlock;
+    const int64_t added = std::min(count - done, kBlock - before);
+    uint8_t* block = cache + (tokens + done - before) * row_bytes;
+    const bool full = before + added == kBlock;
+    if (full) std::memcpy(rows, block, static_cast<size_t>(before * row_bytes));
+    write(done, added, (full ? rows : block) + before * row_bytes);
+    if (full) to_block(rows, block);
+    done += added;
+  }
+}
+
 }  // namespace
 
 std::span<const KvCacheKernel> KvCacheKernels() { return kKernels; }
+
+void AppendKeys(const KvCacheKernel& kernel, const KeyCodeLayout& layout, const float* codebook, const float* keys,
+                int64_t key_row_bytes, int64_t count, int64_t tokens, uint8_t* cache) {
+  const int64_t parts = layout.SubQuantizers();
+  uint8_t codes[kBlock * kMaxHeadDim];
+  const auto write = [&](int64_t first, int64_t added, uint8_t* to) {
+    kernel.encode_keys(layout, codebook, RowAt(keys, first * key_row_bytes), key_row_bytes, added, codes);
+    for (int64_t i = 0; i < added; ++i) WriteRow(codes + i * parts, parts, to + i * layout.RowBytes());
+  };
+  AppendRows<kMaxHeadDim / 2>(count, tokens, layout.RowBytes(), cache, write, [&](const uint8_t* rows, uint8_t* block) {
+    kernel.key_rows_to_block(layout, rows, kBlock, block);
+  });
+}
+
+void AppendValues(const KvCacheKernel& kernel, int64_t head_dim, const float* values, int64_t row_bytes, int64_t count,
+                  int64_t tokens, uint8_t* cache) {
+  const int64_t cache_row = ValueRowBytes(head_dim);
+  const auto write = [&](int64_t first, int64_t added, uint8_t* to) {
+    for (int64_t i = 0; i < added; ++i) {
+      kernel.encode_values(head_dim, RowAt(values, (first + i) * row_bytes), to + i * cache_row);
+    }
+  };
+  AppendRows<ValueRowBytes(kMaxHeadDim)>(
+      count, tokens, cache_row, cache, write,
+      [&](const uint8_t* rows, uint8_t* block) { kernel.value_rows_to_block(head_dim, rows, block); });
+}
 
 }  // namespace ortolan

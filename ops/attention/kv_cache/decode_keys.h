@@ -1,0 +1,124 @@
+// Keys from their codes (DecodeKeysFn of kv_cache.h), once for all columns. Included by kernels.cc only; local to each
+// column.
+//
+// Lanes are keys, as the codes of a block lie: a table of 16 centroids is looked up for kLanes keys at once, and the
+// columns of as many numbers are transposed to rows.
+#pragma once
+
+#include "attention/kv_cache/key_block.h"
+#include "simd/column.h"
+
+namespace ortolan {
+namespace {
+
+class KeyDecoder {
+  using Float = Simd::Float;
+  using Int = Simd::Int;
+  static constexpr int64_t kLanes = Simd::kLanes;
+  static constexpr int64_t kChunk = 4 * kKeyBlock;  // tokens whose rows stay in the cache while columns are written
+
+  const KeyCodeLayout& layout_;
+  const float* codebook_;
+  int64_t begin_, end_;
+  float* keys_;
+  int64_t key_row_bytes_;
+
+  template <int kByte, int kDSub>
+  static void Lookup(const float* tables, Int word, Float* columns) {
+#pragma GCC unroll 4
+    for (int d = 0; d < kDSub; ++d) {
+      const int column = kByte * kDSub + d;
+      columns[column] = Simd::Lookup16(tables + column * kCentroids, Simd::ShiftRightInt<8 * kByte>(word));
+    }
+  }
+
+  // Columns of kQuads quads of a block, of keys first … first + kLanes-1, whose codes are the low nibbles.
+  template <int kDSub, int kQuads>
+  void WriteKeys(const Int (&words)[kQuads], const float* tables, int64_t token, int64_t column) const {
+    constexpr int kColumns = 4 * kQuads * kDSub;
+    Float columns[kColumns];
+#pragma GCC unroll 4
+    for (int q = 0; q < kQuads; ++q) {
+      const float* of_quad = tables + q * 4 * kDSub * kCentroids;
+      Float* to = columns + q * 4 * kDSub;
+      Lookup<0, kDSub>(of_quad, words[q], to);
+      Lookup<1, kDSub>(of_quad, words[q], to);
+      Lookup<2, kDSub>(of_quad, words[q], to);
+      Lookup<3, kDSub>(of_quad, words[q], to);
+    }
+    for (int c = 0; c < kColumns; c += kLanes) {
+      Float rows[kLanes];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) rows[i] = columns[c + i];
+      Simd::Transpose(rows);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t row = token + i - begin_;
+        if (row < 0 || row >= end_ - begin_) continue;
+        char* to = reinterpret_cast<char*>(keys_) + row * key_row_bytes_;
+        Simd::Store(reinterpret_cast<float*>(to) + column + c, rows[i]);
+      }
+    }
+  }
+
+  // Blocks of tokens first … first + count - 1, a multiple of 32 of them.
+  template <int kDSub>
+  void WriteBlocks(const uint8_t* blocks, int64_t first, int64_t count) const {
+    constexpr int kQuads = kLanes > 4 * kDSub ? static_cast<int>(kLanes) / (4 * kDSub) : 1;
+    constexpr int kColumns = 4 * kQuads * kDSub;
+    for (int64_t column = 0; column < layout_.head_dim; column += kColumns) {
+      const float* tables = codebook_ + column * kCentroids;
+      float copies[kColumns * kCentroids];  // [sub-quantizer][d_sub][16]
+      if constexpr (kDSub > 1) {
+        for (int c = 0; c < kColumns; ++c) {
+          const float* from = tables + c / kDSub * kDSub * kCentroids + c % kDSub;
+          for (int64_t lane = 0; lane < kCentroids; lane += kLanes) {
+            Simd::Store(copies + c * kCentroids + lane, Simd::LoadStrided(from + lane * kDSub, kDSub));
+          }
+        }
+        tables = copies;
+      }
+      const uint8_t* quads = blocks + column / kDSub / 4 * 64;
+      for (int64_t token = 0; token < count; token += kKeyBlock, quads += layout_.BlockBytes()) {
+        for (int64_t k = 0; k < 16; k += kLanes) {
+          Int words[kQuads];
+#pragma GCC unroll 4
+          for (int q = 0; q < kQuads; ++q) words[q] = Simd::LoadInt(quads + 64 * q + 4 * k);
+          WriteKeys<kDSub>(words, tables, first + token + k, column);
+#pragma GCC unroll 4
+          for (int q = 0; q < kQuads; ++q) words[q] = Simd::ShiftRightInt<4>(words[q]);
+          WriteKeys<kDSub>(words, tables, first + token + 16 + k, column);
+        }
+      }
+    }
+  }
+
+  void WriteBlocks(const uint8_t* blocks, int64_t first, int64_t count) const {
+    if (layout_.d_sub == 1) return WriteBlocks<1>(blocks, first, count);
+    if (layout_.d_sub == 2) return WriteBlocks<2>(blocks, first, count);
+    WriteBlocks<4>(blocks, first, count);
+  }
+
+ public:
+  KeyDecoder(const KeyCodeLayout& layout, const float* codebook, int64_t begin, int64_t end, float* keys,
+             int64_t key_row_bytes)
+      : layout_(layout), codebook_(codebook), begin_(begin), end_(end), keys_(keys), key_row_bytes_(key_row_bytes) {}
+
+  void Run(const uint8_t* cache, int64_t tokens) const {
+    if (begin_ >= end_) return;
+    const int64_t full = tokens / kKeyBlock * kKeyBlock;
+    int64_t first = begin_ / kKeyBlock * kKeyBlock;
+    while (first < full && first < end_) {
+      const int64_t most = full - first < kChunk ? full - first : kChunk;
+      WriteBlocks(cache + first * layout_.RowBytes(), first, most);
+      first += most;
+    }
+    if (first >= end_) return;
+    uint8_t block[kKeyBlock * kMaxHeadDim / 2];
+    WriteKeyBlock(layout_, cache + full * layout_.RowBytes(), tokens - full, block);
+    WriteBlocks(block, full, kKeyBlock);
+  }
+};
+
+}  // namespace
+}  // namespace ortolan
