@@ -10,12 +10,13 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
-from ortolan.session import one_line, open_session, register
+from ortolan.session import one_line
 
-from .calibrate import OnRun, quiet_options
+from .calibrate import OnRun
 from .feeds import Feeds
 from .model_file import data_path, write_model
 from .pipeline import PassContext
+from .quiet_sessions import open_quietly
 
 _GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
 
@@ -24,12 +25,10 @@ _GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
 def opened_model(model: ir.Model, context: PassContext) -> Iterator[Any]:
     """A session for the model as the passes so far have left it."""
     path = context.candidate.with_name("keys.onnx")
-    options = quiet_options(context.source)
-    register(options)
     try:
         write_model(model, path, lambda done, total: None)
         context.release()
-        yield open_session(path, options)
+        yield open_quietly(path, context.source, library=True)
     finally:
         for file in (path, data_path(path)):
             file.unlink(missing_ok=True)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
-from ortolan.session import one_line, open_session
+from ortolan.session import one_line
 
 from .feeds import SIZES_TO_TRY, Feeds, Sizes, hold_out, synthetic_feeds
 from .linear import Linear
 from .model_file import ModelFile, data_path, to_bytes, write_model
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass, layer_key
+from .quiet_sessions import open_quietly, open_to_time
 
 OnRun = Callable[[int, int], None]  # on_run(done, total)
 
@@ -61,31 +61,13 @@ class CalibratePass(RecipePass):
 
 
 def open_original(context: PassContext, timed: bool = False) -> Any:
-    """A session for the model as it was given. timed: as a user opens it, whatever memory that takes."""
+    """A session for the model as it was given: one to judge by, or to time."""
     source = context.source
-    options = quiet_options(None if timed else source)
-    if source.path is None:
+    model = source.path
+    if model is None:
         assert source.proto is not None
-        return open_session(to_bytes(source.proto), options)
-    return open_session(source.path, options)
-
-
-def quiet_options(source: ModelFile | None = None) -> Any:
-    """source: the model as it was given, of a session that is not timed. If that is large, weights are read from the
-    mapped file in each run, where ONNX Runtime would keep a packed copy of all."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong reaches the user as an error of ours
-    # Threads of one session must not spin while another is measured.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    if source is not None and source.is_large:
-        options.add_session_config_entry("session.disable_prepacking", "1")
-    return options
-
-
-def open_quietly(path: Path) -> Any:
-    return open_session(path, quiet_options())
+        model = to_bytes(source.proto)
+    return open_to_time(model) if timed else open_quietly(model, source)
 
 
 def feeds_for(context: PassContext, session: Any = None) -> list[Feeds]:
@@ -145,7 +127,7 @@ def capture_inputs(
         model,
         linears,
         feeds,
-        lambda: open_session(to_bytes(model), quiet_options(source), data_folder=source.external_root),
+        lambda: open_quietly(to_bytes(model), source, data_folder=source.external_root),
     )
     kept = recorder.some_rows(recorder.names, max_rows, on_run)
     return {layer_key(linear): kept[linear.x.name] for linear in linears if linear.x.name in kept}
@@ -170,7 +152,7 @@ def recording(model: ir.Model, context: PassContext, linears: Sequence[Linear]) 
     def open_copy() -> Any:
         write_model(model, path, lambda done, total: None)
         context.release()
-        return open_session(path, quiet_options(context.source))
+        return open_quietly(path, context.source)
 
     try:
         yield InputRecorder(model, linears, feeds_for(context), open_copy)

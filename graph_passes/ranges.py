@@ -13,12 +13,12 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
-from ortolan.session import open_session
 
-from .calibrate import InputRecorder, feeds_for, quiet_options
+from .calibrate import InputRecorder, feeds_for
 from .model_file import data_path, write_model
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass
+from .quiet_sessions import open_quietly
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RangesPass(RecipePass):
         def open_copy() -> Any:
             write_model(model, path, lambda done, total: None)
             context.release()
-            return open_session(path, quiet_options(context.source))
+            return open_quietly(path, context.source)
 
         try:
             recorder = InputRecorder(model, list(watched.values()), feeds, open_copy)

@@ -24,10 +24,10 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError, OutputError
 from ortolan.session import one_line
 
-from .calibrate import open_quietly
 from .feeds import Feeds
 from .linear import Linear
 from .pipeline import layer_key
+from .quiet_sessions import open_quietly
 from .spill import TensorSpill
 
 _EMBEDDED = 1024  # bytes; smaller tensors stay in the model file, where shape inference can see them

@@ -1,10 +1,12 @@
-"""Options of the whole test suite."""
+"""Options of the whole test suite, and what its last lines say."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
 import pytest
+
+from . import instructions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,3 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept |= {item for some in sets.values() if len(some) <= most for item in some}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    for line in instructions.summary(str(report.longrepr[2]) for report in skipped):
+        terminalreporter.write_line(line)

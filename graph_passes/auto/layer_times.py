@@ -25,11 +25,11 @@ from onnx import helper, numpy_helper
 from ortolan.benchmarks.timing import interleave, last_level_cache_bytes
 from ortolan.errors import NothingToReplaceError
 from ortolan.models.fetch import default_cache_dir
-from ortolan.session import cpu_info, open_session, package_versions, register
+from ortolan.session import cpu_info, package_versions
 
-from ..calibrate import quiet_options
 from ..model_file import load_model, to_bytes, to_proto
 from ..pipeline import PassContext, run_recipe
+from ..quiet_sessions import open_to_time
 from ..report import OptimizationReport
 from ..spill import TensorSpill
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
@@ -132,13 +132,11 @@ def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]
     proto = _copies_of_layer(case, matrix)
     x = np.random.default_rng(0).standard_normal((case.rows, case.k)).astype(_numpy(case))
     with tempfile.TemporaryDirectory(prefix="ortolan-") as folder, TensorSpill(Path(folder)) as spill:
-        sessions: dict[str, Any] = {ORIGINAL: open_session(proto.SerializeToString(), quiet_options())}
+        sessions: dict[str, Any] = {ORIGINAL: open_to_time(proto.SerializeToString())}
         for candidate in candidates:
             changed = _in_form(proto, candidate, Path(folder), spill)
             if changed is not None:
-                options = quiet_options()
-                register(options)
-                sessions[candidate.name] = open_session(changed, options)
+                sessions[candidate.name] = open_to_time(changed, library=True)
         calls = {name: lambda session=session: session.run(None, {"x": x}) for name, session in sessions.items()}
         timings = interleave(calls, seconds=_SECONDS * len(calls))
         del sessions, calls

@@ -31,16 +31,17 @@ import onnx_ir as ir
 from ortolan.benchmarks.timing import Timing, interleave
 from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError
 from ortolan.progress import Progress
-from ortolan.session import one_line, open_session, register
+from ortolan.session import one_line
 
 from ..attention import Attention, find_attentions
-from ..calibrate import InputRecorder, feeds_for, open_original, quiet_options
+from ..calibrate import InputRecorder, feeds_for, open_original
 from ..feeds import Feeds, Sizes, hold_out, model_inputs, synthetic_feeds
 from ..fitted import FittedWeights
 from ..linear import Linear
 from ..mapped_pages import pages_stay
 from ..model_file import ModelFile, data_path, load_model, write_model
 from ..pipeline import PassContext, run_recipe
+from ..quiet_sessions import int8_products_saturate, open_quietly, open_to_time
 from ..recipe import Recipe
 from ..report import OptimizationReport
 from ..spill import TensorSpill
@@ -383,7 +384,9 @@ class Search:
                 context.release()
             before = after = None
             if self._settings.limit.needs_runs:
-                before, after = _runs(self._original), _runs(_open_optimized(path))
+                # The one that is timed need not be right.
+                original = open_original(context) if int8_products_saturate() else self._original
+                before, after = _runs(original), _runs(open_quietly(path, library=True))
             within, found = self._settings.limit.judge(report.output_error, self._judged, before, after)
         except (NothingToReplaceError, VerificationError) as error:
             within, found = False, str(error)
@@ -412,7 +415,7 @@ class Search:
         def open_copy() -> Any:
             write_model(model, path, lambda done, total: None)
             context.release()
-            return open_session(path, quiet_options())
+            return open_quietly(path)
 
         try:
             yield open_copy
@@ -509,7 +512,7 @@ def time_models(
     original: Any, paths: Sequence[Path], feeds: Sequence[Feeds]
 ) -> tuple[list[Timing], list[list[Timing]]]:
     """Of the original and of each optimized model, the times at each of the feeds, in turn."""
-    sessions = [original, *map(_open_optimized, paths)]
+    sessions = [original, *(open_to_time(path, library=True) for path in paths)]
     by_shape = []
     for one in feeds:
         calls: dict[str, Callable[[], object]] = {
@@ -521,12 +524,6 @@ def time_models(
         by_shape.append([timings[str(number)] for number in range(len(sessions))])
     columns = [list(column) for column in zip(*by_shape, strict=True)]
     return columns[0], columns[1:]
-
-
-def _open_optimized(path: Path) -> Any:
-    options = quiet_options()
-    register(options)
-    return open_session(path, options)
 
 
 def _runs(session: Any) -> Run:

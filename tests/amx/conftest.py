@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .. import instructions
 from . import emulator
 
 
@@ -15,6 +16,7 @@ def amx() -> Iterator[emulator.Emulator | None]:
     reason = emulator.why_unavailable()
     if reason is not None:
         pytest.skip(reason)
+    instructions.require(instructions.AMX_EMULATOR, "the AMX emulator")
     with emulator.amx() as installed:
         yield installed
 

@@ -11,12 +11,12 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import CalibrationError
 from ortolan.graph_passes import calibrate
-from ortolan.graph_passes.calibrate import capture_inputs, make_up_feeds, quiet_options
+from ortolan.graph_passes.calibrate import capture_inputs, make_up_feeds
 from ortolan.graph_passes.feeds import Sizes, read_calibration, synthetic_feeds
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import ModelFile
+from ortolan.graph_passes.quiet_sessions import open_quietly
 from ortolan.models import tiny
-from ortolan.session import open_session
 
 from .small_models import branches_model, make_model, matmul_model, optimize, random_weight
 
@@ -127,7 +127,7 @@ def test_models_for_which_nothing_can_be_made_up():
         {"y": (FLOAT, [77])},
         {"shape": np.array([77])},
     )
-    session = open_session(model.SerializeToString(), quiet_options())
+    session = open_quietly(model.SerializeToString())
     with pytest.raises(CalibrationError, match=r"does not run on made-up inputs: .*give calibration="):
         make_up_feeds(ir.from_proto(model), session)
     shapeless = signature({"s": (FLOAT, [1])})
@@ -240,7 +240,7 @@ def test_lists_that_are_no_array():
 
 def test_flags_are_made_up_both_ways():
     model = branches_model()
-    feeds, description = make_up_feeds(ir.from_proto(model), open_session(model.SerializeToString(), quiet_options()))
+    feeds, description = make_up_feeds(ir.from_proto(model), open_quietly(model.SerializeToString()))
     assert [bool(one["flag"]) for one in feeds] == [True, True, False]
     assert description.startswith("3 synthetic feed(s)")
 

@@ -8,13 +8,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from ortolan import CalibrationError
-from ortolan.graph_passes.calibrate import InputRecorder, open_quietly, quiet_options
+from ortolan.graph_passes.calibrate import InputRecorder
 from ortolan.graph_passes.feeds import SIZES_TO_TRY, synthetic_feeds
 from ortolan.graph_passes.linear import linears_in
 from ortolan.graph_passes.model_file import load_model, to_bytes
+from ortolan.graph_passes.quiet_sessions import open_quietly
 from ortolan.graph_passes.segments import Segments
 from ortolan.models import tiny
-from ortolan.session import open_session
 
 from .small_models import branches_model, make_model, random_weight
 
@@ -32,9 +32,7 @@ def recorded(model: ir.Model, feeds, folder) -> dict[str, list[np.ndarray]]:
 
 
 def in_one_run(model: ir.Model, feeds) -> dict[str, list[np.ndarray]]:
-    recorder = InputRecorder(
-        model, list(linears_in(model)), feeds, lambda: open_session(to_bytes(model), quiet_options())
-    )
+    recorder = InputRecorder(model, list(linears_in(model)), feeds, lambda: open_quietly(to_bytes(model)))
     found: dict[str, list[np.ndarray]] = {}
     recorder.record(recorder.names, lambda name, a: found.setdefault(name, []).append(a), lambda done, total: None)
     return found

@@ -1,0 +1,88 @@
+"""Integer sums that models are judged by are exact, whatever ONNX Runtime does on this CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+import ortolan
+from ortolan.graph_passes.quiet_sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
+
+from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, sparse_numbers
+from .small_models import make_model, relative_error
+
+FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
+
+
+def full_range(form: str, **arguments) -> tuple[Int8Layer, np.ndarray]:
+    """A dense layer, and inputs that fill their range: two products are often more than 16 bits hold."""
+    layer = Int8Layer(form, q=sparse_numbers(64, 48, 0.0), **arguments)
+    low, high = (np.array([0, 255] if layer.x_unsigned else [-128, 127]) - layer.x_zero) * layer.x_scale
+    return layer, np.random.default_rng(3).uniform(low, high, (6, layer.k)).astype(np.float32)
+
+
+def answers_of_onnx_runtime(layer: Int8Layer, x: np.ndarray, opener) -> np.ndarray:
+    return opener(layer.model().SerializeToString()).run(None, {"x": x})[0]
+
+
+def rounded_all_at_once(x: np.ndarray) -> np.ndarray:
+    """As DynamicQuantizeLinear rounds x."""
+    low, high = min(x.min(), 0), max(x.max(), 0)
+    scale = np.float32((high - low) / 255)
+    zero = np.rint(-low / scale)
+    return (np.clip(np.rint(x / scale) + zero, 0, 255) - zero) * scale
+
+
+@pytest.mark.parametrize("bits", ["uint8", "int8"])
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_exact(form, bits):
+    layer, x = full_range(form, unsigned=bits == "uint8", zero_point=128 if bits == "uint8" else 0)
+    answer = answers_of_onnx_runtime(layer, x, open_quietly)
+    if layer.fixed:
+        np.testing.assert_array_equal(answer, layer.expected(x))
+    else:
+        assert relative_error(rounded_all_at_once(x) @ layer.matrix, answer) < 1e-6
+
+
+def test_whether_products_saturate_is_what_they_do():
+    layer, x = full_range("to_float")
+    error = relative_error(layer.expected(x), answers_of_onnx_runtime(layer, x, open_to_time))
+    assert error > 0.01 if int8_products_saturate() else error == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_whose_products_saturate_is_judged_by_its_exact_sums(form):
+    layer, x = full_range(form)
+    zeros = layer.q.copy()
+    zeros[:, :32] = 0  # enough for adopt
+    layer = dataclasses.replace(layer, q=zeros)
+    report = adopt(layer.model(), calibration={"x": x}, options={"verify.seconds": 0.05})
+    (error,) = report.output_error
+    assert error.relative_l2 < (0.01 if layer.fixed else 0.03)
+    assert report.latency_before is not None and report.latency_after is not None
+    assert not any("saturate" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("form", ["to_float", "qlinear", "qgemm"])
+def test_a_model_that_has_no_exact_sums_is_judged_all_the_same(form):
+    """ONNX Runtime knows no product of int8 inputs with the uint8 weights that it would make."""
+    layer = Int8Layer(form, x_unsigned=False)
+    session = open_quietly(layer.model().SerializeToString())
+    report = adopt(layer.model(), calibration={"x": layer.inputs()})
+    assert any("saturate" in note for note in report.notes) == (not sums_are_exact(session))
+    assert report.output_error[0].relative_l2 < 0.01
+
+
+def test_errors_are_those_of_the_model():
+    """Asked for exact sums or not."""
+    wrong = make_model(
+        [helper.make_node("Relu", ["x"], ["y"], domain="com.example")],
+        {"x": (TensorProto.FLOAT, [2])},
+        {"y": (TensorProto.FLOAT, [2])},
+        domains={"com.example": 1},
+    )
+    with pytest.raises(ortolan.SessionError, match=r"com\.example"):
+        open_quietly(wrong.SerializeToString())
