@@ -45,8 +45,7 @@ def open_quietly(
     """
     for exact in (True, False) if int8_products_saturate() else (False,):
         options = quiet_options(source)
-        if exact:
-            options.add_session_config_entry(_EXACT_SUMS, "1")
+        options.add_session_config_entry(_EXACT_SUMS, "1" if exact else "0")
         if library:
             register(options)
         try:
@@ -67,11 +66,11 @@ def open_to_time(model: Path | bytes, *, library: bool = False) -> Any:
 
 
 def sums_are_exact(session: Any) -> bool:
-    """Whether a session's uint8 x int8 products are exact."""
-    options = session.get_session_options()
-    return not int8_products_saturate() or (
-        options.has_session_config_entry(_EXACT_SUMS) and options.get_session_config_entry(_EXACT_SUMS) == "1"
-    )
+    """Whether the uint8 x int8 products of a session of open_quietly are exact."""
+    if not int8_products_saturate():
+        return True
+    asked: str = session.get_session_options().get_session_config_entry(_EXACT_SUMS)
+    return asked == "1"
 
 
 @functools.cache
