@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class CalibratePass(RecipePass):
 def open_original(context: PassContext, timed: bool = False) -> Any:
     """A session for the model as it was given: one to judge by, or to time."""
     source = context.source
-    model = source.path
+    model: Path | bytes | None = source.path
     if model is None:
         assert source.proto is not None
         model = to_bytes(source.proto)

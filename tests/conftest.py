@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Generator
 
 import pytest
 
@@ -36,7 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in kept]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    yield  # to the list of all that was skipped
     skipped = terminalreporter.stats.get("skipped", [])
     for line in instructions.summary(str(report.longrepr[2]) for report in skipped):
         terminalreporter.write_line(line)
