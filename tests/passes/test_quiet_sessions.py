@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -13,6 +14,7 @@ from ortolan.graph_passes.quiet_sessions import int8_products_saturate, open_qui
 
 from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, sparse_numbers
 from .small_models import make_model, relative_error
+from .test_stored_int8 import chain_of_qlinear
 
 FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
 
@@ -64,6 +66,21 @@ def test_a_model_whose_products_saturate_is_judged_by_its_exact_sums(form):
     assert error.relative_l2 < (0.01 if layer.fixed else 0.03)
     assert report.latency_before is not None and report.latency_after is not None
     assert not any("saturate" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("form", ROUNDED)
+def test_sums_of_layers_that_share_their_weight_are_exact(form, tmp_path):
+    """Given as a file with external data, and as bytes."""
+    layer, model = chain_of_qlinear(form)
+    x, content, path = layer.inputs(), model.SerializeToString(), tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, size_threshold=64)
+    codes = (layer.expected(x) / layer.y_scale + layer.y_zero).astype(np.int64)
+    sums = (codes - layer.y_zero) @ layer.q.astype(np.int64)
+    y = np.clip(np.rint(sums * layer.scales) + layer.y_zero, 0, 255)
+    for given in (content, path):
+        session = open_quietly(given)
+        assert sums_are_exact(session)
+        np.testing.assert_array_equal(session.run(None, {"x": x})[0], (y - layer.y_zero) * layer.y_scale)
 
 
 @pytest.mark.parametrize("form", ["to_float", "qlinear", "qgemm"])
