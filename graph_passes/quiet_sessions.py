@@ -64,7 +64,7 @@ def open_quietly(
 
 
 def _with_own_int8_tensors(model: Path | bytes) -> bytes:
-    """The model with a copy of each int8 tensor for each use: ONNX Runtime makes each uint8, under a name of its own."""
+    """The model with a copy of each int8 tensor for each use: ONNX Runtime makes uint8 ones, each under a name."""
     import onnx
 
     proto = onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model, load_external_data=False)
