@@ -1,0 +1,28 @@
+"""What is skipped for lack of instructions is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from ortolan import _native
+
+from . import instructions
+
+
+def test_skips_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cpu_info", lambda: {"detected_isa": "avx2"})
+    instructions.require("avx2", "this")
+    reasons = []
+    for who in ("one kernel", "one kernel", "another"):
+        with pytest.raises(pytest.skip.Exception) as skipped:
+            instructions.require("avx512", who)
+        reasons.append(f"Skipped: {skipped.value}")
+    first, second, kernels = instructions.summary([*reasons, "Skipped: no curl"])
+    assert first == "2 skipped for lack of instructions: one kernel needs avx512, this CPU has avx2"
+    assert second == "1 skipped for lack of instructions: another needs avx512, this CPU has avx2"
+    assert "sparse_amx_matmul Avx512Bf16" in kernels and "Avx2" not in kernels
+
+
+def test_emulated_kernels_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cpu_info", lambda: {"detected_isa": "avx512bf16"})
+    assert instructions.summary([]) == []
