@@ -8,23 +8,21 @@ from collections.abc import Iterable
 
 import pytest
 
-from ortolan import _native
+from ortolan import _native, _testing
 
-# Lowest first: a CPU of one tier runs the kernels of every lower tier.
-TIERS = ("scalar", "avx2", "avx512", "avx512bf16", "amx")
 # What AMX kernels use besides tiles. The emulator knows tile instructions only, and itself is made of AVX2.
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
 _REASON = "for lack of instructions: "
 
 
-def cpu_has(tier: str) -> bool:
-    return TIERS.index(_cpu()) >= TIERS.index(tier)
+def cpu_has(feature_set: str) -> bool:
+    return feature_set in _native.cpu_info()["detected_features"]
 
 
-def require(tier: str, who: str) -> None:
-    """Skips a test on a CPU below this tier. who needs it: words for the reason."""
-    if not cpu_has(tier):
-        pytest.skip(f"{_REASON}{who} needs {tier}, this CPU has {_cpu()}")
+def require(feature_set: str, who: str) -> None:
+    """Skips a test on a CPU without these features. who needs them: words for the reason."""
+    if not cpu_has(feature_set):
+        pytest.skip(f"{_REASON}{who} needs {feature_set}, this CPU has {_cpu()}")
 
 
 def summary(reasons: Iterable[str]) -> list[str]:
@@ -38,16 +36,16 @@ def summary(reasons: Iterable[str]) -> list[str]:
 
 
 def _cpu() -> str:
-    return _native.cpu_info()["detected_isa"]
+    return ", ".join(_native.cpu_info()["detected_features"])
 
 
-def _kernels() -> Iterable[tuple[str, _native.KernelInfo]]:
-    for name in dir(_native):
+def _kernels() -> Iterable[tuple[str, _testing.KernelInfo]]:
+    for name in dir(_testing):
         if name.endswith("_kernels"):
-            for row in getattr(_native, name)():
+            for row in getattr(_testing, name)():
                 yield name.removesuffix("_kernels"), row
 
 
-def _runs(tier: str) -> bool:
+def _runs(feature_set: str) -> bool:
     """By the CPU, or by the emulator on it."""
-    return cpu_has(AMX_KERNELS if tier == "amx" else tier)
+    return cpu_has(AMX_KERNELS if feature_set == "amx" else feature_set)
