@@ -1,102 +1,132 @@
 #include "matmul/linear_op.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
-namespace ortolan {
+#include "ort/broadcast.h"
 
-LinearOp::LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, int64_t k, int64_t n)
-    : node_(std::move(node)), inputs_(inputs), k_(k), n_(n), y_n_(n) {
-  CheckConstantVector(info, inputs_.bias, "bias", n_, node_);
+namespace ortolan {
+namespace {
+
+constexpr float kNoNorm = -1.0f;  // as norm_epsilon
+
+}  // namespace
+
+LinearOp::LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, const LinearLayer& layer)
+    : node_(std::move(node)), inputs_(inputs), plan_(ReadAttributes(info, layer), ActiveFeatures()) {
+  x_name_ = Ort::ConstKernelInfo(&info).GetInputName(inputs_.x);
+  has_residual_ = HasInput(info, inputs_.residual) && !IsConstantZero(info, inputs_.residual);
+  if (!HasInput(info, inputs_.bias)) return;
+  computes_bias_ = !IsConstant(info, inputs_.bias);
+  if (!computes_bias_) bias_ = ReadVector(info, inputs_.bias, "bias", layer.w->n);
+}
+
+LinearLayer LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer layer) {
   const int64_t activation = IntAttributeOr(info, "activation", 0);
   if (!IsActivation(activation)) {
     throw OpError(ErrorText(node_, ": activation is ", activation,
                             ", expected 0 (none), 1 (ReLU), 2 (GELU by erf), 3 (GELU by tanh) or 4 (SiLU)"));
   }
-  activation_ = static_cast<Activation>(activation);
+  layer.activation = static_cast<Activation>(activation);
   const int64_t gated = IntAttributeOr(info, "gated_columns", 0);
-  if (gated != 0) {
-    if (gated < 1 || gated > n_ || n_ != 2 * kPanelColumns * BitmapPanels(gated)) {
-      throw OpError(ErrorText(node_, ": gated_columns is ", gated, " with ", n_,
-                              " columns of weights, expected 0, or half as many but for the padding of each half to a "
-                              "multiple of ",
-                              kPanelColumns, ". Optimize the original model again."));
-    }
-    y_n_ = gated;
+  const int64_t n = layer.w->n;
+  if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
+    throw OpError(ErrorText(node_, ": gated_columns is ", gated, " with ", n,
+                            " columns of weights, expected 0, or half as many but for the padding of each half to a "
+                            "multiple of ",
+                            kPanelColumns, ". ", kOptimizeAgain));
   }
-  has_residual_ = HasInput(info, inputs_.residual) && !IsConstantZero(info, inputs_.residual);
-  x_name_ = Ort::ConstKernelInfo(&info).GetInputName(inputs_.x);
-  if (inputs_.norm) ReadNorm(info, *inputs_.norm);
+  layer.gated_columns = gated;
+  if (inputs_.norm) ReadNorm(info, layer);
+  return layer;
 }
 
-void LinearOp::ReadNorm(const OrtKernelInfo& info, size_t weight) {
+void LinearOp::ReadNorm(const OrtKernelInfo& info, LinearLayer& layer) {
   const float epsilon = FloatAttributeOr(info, "norm_epsilon", kNoNorm);
   if (epsilon == kNoNorm) return;
   if (!(epsilon >= 0.0f && epsilon <= std::numeric_limits<float>::max())) {
     throw OpError(ErrorText(node_, ": norm_epsilon is ", epsilon, ", expected a finite number from 0 on, or ", kNoNorm,
-                            " for no LayerNormalization. Optimize the original model again."));
+                            " for no LayerNormalization. ", kOptimizeAgain));
   }
-  const auto vector = [&](size_t input, const char* meaning) {
-    const ConstantTensor tensor = ConstantInput(info, input, meaning, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
-    if (tensor.shape != std::vector<int64_t>{y_n_}) {
-      throw OpError(ErrorText(node_, ": ", meaning, " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
-                              ", expected [", y_n_, "]. Optimize the original model again."));
-    }
-    return static_cast<const float*>(tensor.data);
-  };
-  norm_.emplace();
-  norm_->n = y_n_;
-  norm_->y_row_bytes = YRowBytes();
-  norm_->epsilon = epsilon;
-  norm_->weight = vector(weight, "norm_weight");
-  norm_->bias = vector(weight + 1, "norm_bias");
+  norm_weight_ = ReadVector(info, *inputs_.norm, "norm_weight", layer.Columns());
+  norm_bias_ = ReadVector(info, *inputs_.norm + 1, "norm_bias", layer.Columns());
+  LayerNormArgs& norm = layer.norm.emplace();
+  norm.epsilon = epsilon;
+  norm.weight = norm_weight_.data();
+  norm.bias = norm_bias_.data();
 }
 
-LayerNormArgs LinearOp::NormOf(float* y, int64_t rows) const {
-  LayerNormArgs args = *norm_;
-  args.y = y;
-  args.m = rows;
-  return args;
+AlignedConstant<float> LinearOp::ReadVector(const OrtKernelInfo& info, size_t input, const char* meaning,
+                                            int64_t n) const {
+  const ConstantTensor tensor = ConstantInput(info, input, meaning, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
+  CheckShape(tensor, meaning, {n}, node_);
+  return AlignedConstant<float>(tensor);
 }
 
-void LinearOp::Normalize(const Ort::KernelContext& context, float* y, const std::vector<int64_t>& shape) const {
-  if (!norm_) return;
+void LinearOp::Compute(Ort::KernelContext& context, Host& host) const {
+  const Ort::ConstValue x = context.GetInput(inputs_.x);
+  std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
+  LinearCall call;
+  call.m = RowsOf(shape);
+  call.x = x.GetTensorData<float>();
+  call.bias = computes_bias_ ? Bias(context) : bias_.data();
+  shape.back() = plan_.layer().Columns();
+  if (has_residual_) return AddResidual(context, host, call, shape);
+  call.y = context.GetOutput(0, shape).GetTensorMutableData<float>();
+  plan_.Run(host, call);
+}
+
+int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
+  const int64_t inputs = plan_.layer().Inputs();
+  if (x_shape.empty() || x_shape.back() != inputs) {
+    throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(x_shape), ", expected [..., ", inputs,
+                            "]. Feed the model inputs of the shapes it was exported for."));
+  }
+  if (std::find(x_shape.begin(), x_shape.end(), 0) != x_shape.end()) return 0;
   int64_t rows = 1;
-  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
-  LayerNormFn* const run = SelectKernel(LayerNormKernels(), ActiveFeatures()).run;
-  const int64_t chunk_rows = std::max<int64_t>(1, kPackChunkFloats / y_n_);
-  ParallelFor(context, (rows + chunk_rows - 1) / chunk_rows, [&](int64_t chunk) {
-    const int64_t begin = chunk * chunk_rows;
-    run(NormOf(y + begin * y_n_, std::min(chunk_rows, rows - begin)));
-  });
+  for (size_t i = 0; i + 1 < x_shape.size(); ++i) {
+    if (__builtin_mul_overflow(rows, x_shape[i], &rows) || rows > plan_.most_rows()) {
+      throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(x_shape), ", expected at most ",
+                              plan_.most_rows(), " rows"));
+    }
+  }
+  return rows;
+}
+
+// Y is what X W and the residual are broadcast to.
+void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall call,
+                           const std::vector<int64_t>& shape) const {
+  const Ort::ConstValue residual = context.GetInput(inputs_.residual);
+  const std::vector<int64_t> residual_shape = residual.GetTensorTypeAndShapeInfo().GetShape();
+  const float* to_add = residual.GetTensorData<float>();
+  const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual_shape);
+  if (!sum_shape) {
+    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual_shape), ", which does not fit X W of ",
+                            ShapeText(shape), ". Feed the model inputs of the shapes it was exported for."));
+  }
+  const int64_t columns = plan_.layer().Columns();
+  const bool same = residual_shape == shape;
+  const bool is_row = residual_shape == std::vector<int64_t>{columns};
+  if (!same && !is_row && plan_.layer().norm && sum_shape->back() != columns) {
+    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual_shape), ", expected [..., ", columns,
+                            "], as norm_weight has. ", kOptimizeAgain));
+  }
+  call.y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
+  if (std::find(sum_shape->begin(), sum_shape->end(), 0) != sum_shape->end()) return;
+  if (!same && !is_row) return plan_.RunBroadcast(host, call, shape, to_add, residual_shape, *sum_shape);
+  call.residual = to_add;
+  call.residual_row_bytes = same ? columns * static_cast<int64_t>(sizeof(float)) : 0;
+  plan_.Run(host, call);
 }
 
 const float* LinearOp::Bias(const Ort::KernelContext& context) const {
-  if (context.GetInputCount() <= inputs_.bias) return nullptr;
   const Ort::ConstValue bias = context.GetInput(inputs_.bias);
-  if (!bias) return nullptr;
   const std::vector<int64_t> shape = bias.GetTensorTypeAndShapeInfo().GetShape();
-  if (shape != std::vector<int64_t>{n_}) {
-    throw OpError(ErrorText(node_, ": bias has shape ", ShapeText(shape), ", expected [", n_, "]"));
+  if (shape != std::vector<int64_t>{plan_.layer().w->n}) {
+    throw OpError(ErrorText(node_, ": bias has shape ", ShapeText(shape), ", expected [", plan_.layer().w->n, "]"));
   }
   return bias.GetTensorData<float>();
-}
-
-EpilogueArgs LinearOp::Piece(EpilogueArgs epilogue, const MatMulArgs& rows, int64_t row, int64_t panel_begin,
-                             int64_t panel_end) const {
-  const int64_t column = panel_begin * kPanelColumns;
-  epilogue.m = rows.m;
-  epilogue.n = std::min(panel_end * kPanelColumns, y_n_) - column;
-  epilogue.y = rows.y + column;
-  epilogue.y_row_bytes = YRowBytes();
-  epilogue.x = epilogue.y;
-  epilogue.x_row_bytes = epilogue.y_row_bytes;
-  if (epilogue.residual != nullptr) {
-    epilogue.residual = reinterpret_cast<const float*>(reinterpret_cast<const char*>(epilogue.residual) +
-                                                       row * epilogue.residual_row_bytes) +
-                        column;
-  }
-  return epilogue;
 }
 
 void LinearOp::InferShape(OrtShapeInferContext* context, size_t residual) {

@@ -94,17 +94,23 @@ bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
          *value.GetTensorData<float>() == 0.0f;
 }
 
-void CheckConstantVector(const OrtKernelInfo& info, size_t index, const char* meaning, int64_t n,
-                         const std::string& node) {
-  const Ort::ConstKernelInfo kernel_info(&info);
-  if (index >= kernel_info.GetInputCount()) return;
-  const Ort::ConstValue value = ConstantOrNull(kernel_info, index);
-  if (!value) return;
-  const std::vector<int64_t> shape = value.GetTensorTypeAndShapeInfo().GetShape();
-  if (shape != std::vector<int64_t>{n}) {
-    throw OpError(ErrorText(node, ": ", meaning, " '", kernel_info.GetInputName(index), "' has shape ",
-                            ShapeText(shape), ", expected [", n, "]"));
-  }
+bool IsConstant(const OrtKernelInfo& info, size_t index) {
+  return HasInput(info, index) && ConstantOrNull(Ort::ConstKernelInfo(&info), index);
+}
+
+void CheckShape(const ConstantTensor& tensor, const char* meaning, const std::vector<int64_t>& expected,
+                const std::string& node, const char* axes) {
+  if (tensor.shape == expected) return;
+  throw OpError(ErrorText(node, ": ", meaning, " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
+                          ", expected ", ShapeText(expected), axes, ". ", kOptimizeAgain));
+}
+
+void CheckWeight(std::initializer_list<const ConstantTensor*> tensors, const std::string& problem,
+                 const std::string& node) {
+  if (problem.empty()) return;
+  std::string names;
+  for (const ConstantTensor* tensor : tensors) names += (names.empty() ? "'" : ", '") + tensor->name + "'";
+  throw OpError(ErrorText(node, ": malformed weight in tensors ", names, ": ", problem, ". ", kOptimizeAgain));
 }
 
 int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::string& node) {
@@ -261,13 +267,29 @@ void OrtHost::RunTasks(int64_t count, Task* task, const void* user) {
 }
 
 void* OrtHost::Allocate(size_t bytes) {
-  if (allocator_ == nullptr) allocator_.reset(CpuAllocator(context_));
-  void* const data = allocator_->Alloc(allocator_.get(), bytes);
+  OrtAllocator* const allocator = memory_.Allocator(context_);
+  void* const data = allocator->Alloc(allocator, bytes);
   if (data == nullptr) throw std::bad_alloc();
   return data;
 }
 
-void OrtHost::Free(void* data) noexcept { allocator_->Free(allocator_.get(), data); }
+void OrtHost::Free(void* data) noexcept {
+  OrtAllocator* const allocator = memory_.Allocator(context_);
+  allocator->Free(allocator, data);
+}
+
+KernelMemory::~KernelMemory() {
+  if (OrtAllocator* const allocator = allocator_.load()) Ort::GetApi().ReleaseAllocator(allocator);
+}
+
+OrtAllocator* KernelMemory::Allocator(const Ort::KernelContext& context) {
+  OrtAllocator* held = allocator_.load();
+  if (held != nullptr) return held;
+  OrtAllocator* const found = CpuAllocator(context);
+  if (allocator_.compare_exchange_strong(held, found)) return found;
+  Ort::GetApi().ReleaseAllocator(found);  // another call was faster
+  return held;
+}
 
 Scratch::Scratch(const Ort::KernelContext& context, size_t bytes) : allocator_(CpuAllocator(context)) {
   data_ = allocator_->Alloc(allocator_.get(), bytes);

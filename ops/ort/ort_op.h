@@ -1,15 +1,17 @@
 // What every room's ORT adapter shares: the one place that knows how ORT's custom-op interface is used.
 //
 // A room writes
-//     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(Ort::KernelContext&); };
+//     class FooKernel { explicit FooKernel(const OrtKernelInfo&); void Compute(Ort::KernelContext&, Host&); };
 //     struct FooOp : OrtOp<FooOp, FooKernel> { GetName, GetInputTypeCount, GetInputType, …, static void
 //     InferShape(OrtShapeInferContext*) };
 // and reports errors by throwing OpError (or anything derived from std::exception): no exception crosses the C
 // boundary.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <stdexcept>
@@ -26,6 +28,9 @@
 namespace ortolan {
 
 inline constexpr const char* kDomain = "ai.ortolan";
+
+// The end of what is said of a node that no pass of this version writes.
+inline constexpr const char* kOptimizeAgain = "Optimize the original model again.";
 
 // The user's model or feed is at fault; the text says which node and tensor, what was found and what was expected.
 struct OpError : std::runtime_error {
@@ -52,6 +57,37 @@ OrtStatus* Guarded(Function&& function) noexcept {
   }
 }
 
+// ORT's arena, asked for by the first call that needs it. What GetAllocator hands out holds the arena alive, and is
+// released at the end of the scope.
+class KernelMemory {
+ public:
+  KernelMemory() = default;
+  ~KernelMemory();
+  KernelMemory(const KernelMemory&) = delete;
+  KernelMemory& operator=(const KernelMemory&) = delete;
+  // Calls may come at the same time.
+  OrtAllocator* Allocator(const Ort::KernelContext& context);
+
+ private:
+  std::atomic<OrtAllocator*> allocator_{nullptr};
+};
+
+// The host of plans while a kernel computes: ORT's intra-op threads, and its own arena.
+class OrtHost : public Host {
+ public:
+  explicit OrtHost(const Ort::KernelContext& context) : context_(context), memory_(own_) {}
+  OrtHost(const Ort::KernelContext& context, KernelMemory& memory) : context_(context), memory_(memory) {}
+
+ private:
+  void RunTasks(int64_t count, Task* task, const void* user) override;
+  void* Allocate(size_t bytes) override;
+  void Free(void* data) noexcept override;
+
+  const Ort::KernelContext& context_;
+  KernelMemory own_;
+  KernelMemory& memory_;
+};
+
 // The kernel as ORT calls it: its exceptions become statuses.
 template <typename Kernel>
 struct StatusKernel : Kernel {
@@ -59,9 +95,17 @@ struct StatusKernel : Kernel {
   OrtStatus* ComputeV2(OrtKernelContext* raw) {
     return Guarded([&] {
       Ort::KernelContext context(raw);
-      this->Compute(context);
+      OrtHost host(context, memory_);
+      if constexpr (requires { this->Compute(context, host); }) {
+        this->Compute(context, host);
+      } else {
+        this->Compute(context);
+      }
     });
   }
+
+ private:
+  KernelMemory memory_;
 };
 
 template <typename Op, typename Kernel>
@@ -99,6 +143,44 @@ bool HasInput(const OrtKernelInfo& info, size_t index);
 ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
                              std::initializer_list<ONNXTensorElementDataType> types, const std::string& node);
 
+// Throws OpError that names the tensor if its shape is another. axes: " (rows, columns)", for the text.
+void CheckShape(const ConstantTensor& tensor, const char* meaning, const std::vector<int64_t>& expected,
+                const std::string& node, const char* axes = "");
+
+// Throws OpError, which names the tensors, if there is a problem: what a format's Validate function says of them.
+void CheckWeight(std::initializer_list<const ConstantTensor*> tensors, const std::string& problem,
+                 const std::string& node);
+
+// The number that a tensor of one element, at any address, holds.
+template <typename T>
+T NumberIn(const ConstantTensor& tensor) {
+  T number;
+  std::memcpy(&number, tensor.data, sizeof(number));
+  return number;
+}
+
+// The elements of a constant tensor where a T may lie: in the tensor or, if a model file has it at another address, in
+// a copy.
+template <typename T>
+class AlignedConstant {
+ public:
+  AlignedConstant() = default;
+  explicit AlignedConstant(const ConstantTensor& tensor) : data_(static_cast<const T*>(tensor.data)) {
+    if (reinterpret_cast<uintptr_t>(tensor.data) % alignof(T) == 0) return;
+    copy_.reset(new T[static_cast<size_t>(tensor.count)]);
+    std::memcpy(copy_.get(), tensor.data, static_cast<size_t>(tensor.count) * sizeof(T));
+    data_ = copy_.get();
+  }
+  const T* data() const { return data_; }  // null if there is none
+
+ private:
+  std::unique_ptr<T[]> copy_;
+  const T* data_ = nullptr;
+};
+
+// Whether the input is a constant.
+bool IsConstant(const OrtKernelInfo& info, size_t index);
+
 // Whether the input is a constant number or vector of one element, a float 0: what stands for "nothing" in a sum. (Of
 // more dimensions it would still give the sum its own.)
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
@@ -112,11 +194,6 @@ int64_t IntAttribute(const OrtKernelInfo& info, const char* name, const std::str
 // The same with a value for an attribute that is missing.
 int64_t IntAttributeOr(const OrtKernelInfo& info, const char* name, int64_t missing);
 float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missing);
-
-// For a vector [n] that may be absent or computed at run time: throws OpError if it is a constant of another shape, so
-// that a malformed file is refused when the session is made.
-void CheckConstantVector(const OrtKernelInfo& info, size_t index, const char* meaning, int64_t n,
-                         const std::string& node);
 
 // Throws OpError unless the attribute format_version is the one that the room's kernels read. (ORT does not tell a
 // kernel the version of the domain that a model imports.)
@@ -152,24 +229,6 @@ size_t Rank(const OrtShapeInferContext* context, size_t index);
 bool IsOneNumber(const OrtShapeInferContext* context, size_t index);
 
 // ---- running --------------------------------------------------------------------------------------------------------
-
-// The host of plans while a kernel computes: ORT's intra-op threads, and its own arena.
-class OrtHost : public Host {
- public:
-  explicit OrtHost(const Ort::KernelContext& context) : context_(context) {}
-
- private:
-  // What GetAllocator hands out is the caller's to release: it holds ORT's arena alive.
-  struct Release {
-    void operator()(OrtAllocator* allocator) const { Ort::GetApi().ReleaseAllocator(allocator); }
-  };
-  void RunTasks(int64_t count, Task* task, const void* user) override;
-  void* Allocate(size_t bytes) override;
-  void Free(void* data) noexcept override;
-
-  const Ort::KernelContext& context_;
-  std::unique_ptr<OrtAllocator, Release> allocator_;  // asked for once a call, where it is needed
-};
 
 // Scratch memory from ORT's own arena, given back at the end of the scope.
 class Scratch {

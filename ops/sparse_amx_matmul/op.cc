@@ -1,6 +1,6 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_op.h)
+//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_plan.h)
 //
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
@@ -11,12 +11,12 @@
 // where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
 // there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.)
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <optional>
+#include <span>
 
 #include "matmul/bitmap_weight.h"
 #include "matmul/linear_op.h"
-#include "ort/ort_op.h"
 #include "ort/rooms.h"
 
 namespace ortolan {
@@ -27,33 +27,47 @@ constexpr int64_t kFormatVersion = 1;
 
 enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kResidual, kScales, kInputCount };
 
-// The format of the weight, by the element type of values.
-const BitmapLayout& LayoutOf(ONNXTensorElementDataType values) {
-  if (values == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16) return kBf16Bitmap;
-  return values == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? kInt8Bitmap : kInt4Bitmap;
-}
+// What the element type of values says.
+struct Kind {
+  ONNXTensorElementDataType values;
+  const BitmapLayout* layout;
+  std::span<const MatMulKernel> (*kernels)();
+  ONNXTensorElementDataType scales;
+};
+constexpr Kind kKinds[] = {
+    {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, &kBf16Bitmap, &Bf16Kernels, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+    {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, &kInt8Bitmap, &Int8Kernels, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+    {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, &kInt4Bitmap, &Int4Kernels, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}};
 
 class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
     CheckFormatVersion(info, kFormatVersion, node_);
+    ReadWeight(info);
+    ReadScales(info);
+    LinearLayer layer;
+    layer.w = &w_;
+    layer.kernels = kind_->kernels();
+    layer.panel_inputs = kind_->layout->PaddedK(w_.k);
+    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, layer);
+  }
+
+  void Compute(Ort::KernelContext& context, Host& host) { linear_->Compute(context, host); }
+
+ private:
+  void ReadWeight(const OrtKernelInfo& info) {
     const ConstantTensor masks = ConstantInput(info, kMasks, "masks", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}, node_);
     const ConstantTensor values =
-        ConstantInput(info, kValues, "values",
-                      {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
-                       ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
-                      node_);
+        ConstantInput(info, kValues, "values", {kKinds[0].values, kKinds[1].values, kKinds[2].values}, node_);
     const ConstantTensor offsets =
         ConstantInput(info, kOffsets, "offsets", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}, node_);
-    // Copied: a file may place them at an odd address.
-    offsets_.resize(static_cast<size_t>(offsets.count));
-    std::copy_n(static_cast<const char*>(offsets.data), offsets.count * sizeof(int64_t),
-                reinterpret_cast<char*>(offsets_.data()));
-    layout_ = &LayoutOf(values.type);
-    const int64_t weight_bits = IntAttributeOr(info, "weight_bits", layout_->value_bits);
-    if (weight_bits != layout_->value_bits) {
+    offsets_ = AlignedConstant<int64_t>(offsets);
+    kind_ = std::find_if(kKinds, std::end(kKinds) - 1, [&](const Kind& kind) { return kind.values == values.type; });
+    const BitmapLayout& layout = *kind_->layout;
+    const int64_t weight_bits = IntAttributeOr(info, "weight_bits", layout.value_bits);
+    if (weight_bits != layout.value_bits) {
       throw OpError(ErrorText(node_, ": weight_bits is ", weight_bits, ", but values '", values.name, "' hold ",
-                              layout_->value_bits, "-bit weights. Optimize the original model again."));
+                              layout.value_bits, "-bit weights. ", kOptimizeAgain));
     }
     const BitmapClaim claim{IntAttribute(info, "k", node_),
                             IntAttribute(info, "n", node_),
@@ -62,72 +76,38 @@ class Kernel {
                             values.count,
                             offsets_.data(),
                             offsets.count};
-    const std::string problem = ValidateBitmap(claim, *layout_);
-    if (!problem.empty()) {
-      throw OpError(ErrorText(node_, ": malformed weight in tensors '", masks.name, "', '", values.name, "', '",
-                              offsets.name, "': ", problem, ". Optimize the original model again."));
-    }
-    w_ = claim.View(static_cast<const uint8_t*>(values.data));
-    ReadScales(info);
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, w_.k, w_.n);
+    CheckWeight({&masks, &values, &offsets}, ValidateBitmap(claim, layout), node_);
+    w_ = {{claim.k, claim.n}, claim.View(static_cast<const uint8_t*>(values.data))};
   }
 
-  void Compute(Ort::KernelContext& context) {
-    linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) { Multiply(rows, bias); });
-  }
-
- private:
   void ReadScales(const OrtKernelInfo& info) {
-    group_ = IntAttributeOr(info, "group_size", kWholeColumn);
-    const bool is_int4 = layout_ == &kInt4Bitmap;
-    if (is_int4 ? !IsInt4Group(group_) : group_ != kWholeColumn) {
-      throw OpError(ErrorText(node_, ": group_size is ", group_, ", expected ",
+    w_.group = IntAttributeOr(info, "group_size", kWholeColumn);
+    const bool is_int4 = kind_->layout == &kInt4Bitmap;
+    if (is_int4 ? !IsInt4Group(w_.group) : w_.group != kWholeColumn) {
+      throw OpError(ErrorText(node_, ": group_size is ", w_.group, ", expected ",
                               is_int4 ? "32, 64 or 128 for int4 weights" : "0 for weights that are not int4"));
     }
-    const bool is_bf16 = layout_ == &kBf16Bitmap;
+    const bool is_bf16 = kind_->layout == &kBf16Bitmap;
     if (is_bf16 && !HasInput(info, kScales)) return;
-    const ConstantTensor scales =
-        ConstantInput(info, kScales, "scales",
-                      {is_int4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
-    const std::vector<int64_t> expected{BitmapPanels(w_.n), ScaleRows(w_.k, group_), kPanelColumns};
-    if (scales.shape != expected) {
-      throw OpError(ErrorText(node_, ": scales '", scales.name, "' has shape ", ShapeText(scales.shape), ", expected ",
-                              ShapeText(expected), " (panels, groups, columns). Optimize the original model again."));
-    }
-    scales_ = scales.data;
+    const ConstantTensor scales = ConstantInput(info, kScales, "scales", {kind_->scales}, node_);
+    CheckShape(scales, "scales", {BitmapPanels(w_.n), ScaleRows(w_.k, w_.group), kPanelColumns}, node_,
+               " (panels, groups, columns)");
+    w_.scales = scales.data;
     if (!is_bf16) return;
-    for (int64_t i = 0; i < scales.count; ++i) {
-      float scale;
-      std::memcpy(&scale, static_cast<const char*>(scales.data) + i * sizeof(scale), sizeof(scale));
-      if (scale != 1.0f) {
-        throw OpError(ErrorText(node_, ": scales '", scales.name, "' holds ", scale,
-                                ", expected 1 everywhere for bf16 weights. Optimize the original model again."));
-      }
+    const AlignedConstant<float> ones(scales);
+    const float* const end = ones.data() + scales.count;
+    const float* const other = std::find_if(ones.data(), end, [](float scale) { return scale != 1.0f; });
+    if (other != end) {
+      throw OpError(ErrorText(node_, ": scales '", scales.name, "' holds ", *other,
+                              ", expected 1 everywhere for bf16 weights. ", kOptimizeAgain));
     }
-  }
-
-  void Multiply(const LinearOp::Rows& rows, const float* bias) const {
-    const BitmapWeight weight{{w_.k, w_.n}, w_, group_, scales_};
-    const std::span<const MatMulKernel> kernels = layout_ == &kBf16Bitmap   ? Bf16Kernels()
-                                                  : layout_ == &kInt8Bitmap ? Int8Kernels()
-                                                                            : Int4Kernels();
-    const MatMulKernel& kernel = SelectKernel(kernels, ActiveFeatures(), {rows.m, weight.k});
-    MatMulArgs args;
-    args.w = &weight;
-    args.bias = bias;
-    linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(weight, rows.m), kernel.packed_row_bytes(weight)},
-                 layout_->PaddedK(w_.k), args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
-                   kernel.pack(weight, x, linear_->XRowBytes(), count, to);
-                 });
   }
 
   std::string node_;
-  const BitmapLayout* layout_ = nullptr;
-  std::vector<int64_t> offsets_;
-  BitmapView w_;
-  int64_t group_ = kWholeColumn;
-  const void* scales_ = nullptr;
-  std::optional<LinearOp> linear_;  // made when the weight's size is known
+  const Kind* kind_ = nullptr;
+  AlignedConstant<int64_t> offsets_;
+  BitmapWeight w_;
+  std::optional<LinearOp> linear_;  // made when the weight is known
 };
 
 struct Op : OrtOp<Op, Kernel> {

@@ -1,7 +1,7 @@
 // ORT adapter of VNNISpMM.
 //
 //     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
-//         (matmul/linear_op.h)
+//         (matmul/linear_plan.h)
 //
 //     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, activation, gated_columns,
@@ -37,7 +37,7 @@ constexpr const char* kOpType = "VNNISpMM";
 constexpr int64_t kFormatVersion = 1;
 // Tokens whose activations the cores keep in the cache, while the weights pass by.
 constexpr int64_t kTokenChunk = 64;
-static_assert(kTokenChunk <= kRowChunk && kTokenChunk % kMostRowBlock == 0);
+static_assert(kTokenChunk % kMostRowBlock == 0);
 
 enum Input : size_t {
   kX,
@@ -117,45 +117,48 @@ ConstantTensor Constant(const OrtKernelInfo& info, size_t input, int64_t count, 
   ConstantTensor tensor = Constant(info, input, node);
   if (tensor.count == count) return tensor;
   throw OpError(ErrorText(node, ": ", kInputNames[input], " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
-                          ", expected ", count, " element", count == 1 ? "" : "s",
-                          ". Optimize the original model again."));
+                          ", expected ", count, " element", count == 1 ? "" : "s", ". ", kOptimizeAgain));
 }
 
 // The scale at this input, and the zero point at the next one.
 FixedRange RangeAt(const OrtKernelInfo& info, size_t input, const std::string& node) {
   FixedRange range;
   const ConstantTensor scale = Constant(info, input, 1, node);
-  range.scale = *static_cast<const float*>(scale.data);
-  range.zero_point = *static_cast<const uint8_t*>(Constant(info, input + 1, 1, node).data);
+  range.scale = NumberIn<float>(scale);
+  range.zero_point = NumberIn<uint8_t>(Constant(info, input + 1, 1, node));
   if (range.scale >= std::numeric_limits<float>::min() && range.scale <= std::numeric_limits<float>::max()) {
     return range;
   }
   throw OpError(ErrorText(node, ": ", kInputNames[input], " '", scale.name, "' is ", range.scale,
-                          ", expected a number above 0. Optimize the original model again."));
+                          ", expected a number above 0. ", kOptimizeAgain));
 }
 
 bool IsZero(const OrtKernelInfo& info, size_t input, const std::string& node) {
-  return *static_cast<const float*>(Constant(info, input, 1, node).data) == 0.0f;
+  return NumberIn<float>(Constant(info, input, 1, node)) == 0.0f;
 }
 
-// Reads the weight whose values, indices, starts and scales begin at input `first`; gives the sums for weight.sums.
-std::vector<int32_t> ReadWeight(const OrtKernelInfo& info, size_t first, int64_t k, int64_t n, const std::string& node,
-                                BlockSparseWeight& weight) {
+// What a weight holds beside its tensors.
+struct WeightMemory {
+  AlignedConstant<int64_t> starts;
+  AlignedConstant<float> scales;
+  std::vector<int32_t> sums;
+};
+
+// The weight whose values, indices, starts and scales begin at input `first`.
+BlockSparseWeight ReadWeight(const OrtKernelInfo& info, size_t first, int64_t k, int64_t n, const std::string& node,
+                             WeightMemory& memory) {
   const ConstantTensor values = Constant(info, first, node);
   const ConstantTensor indices = Constant(info, first + 1, node);
   const ConstantTensor starts = Constant(info, first + 2, node);
   const ConstantTensor scales = Constant(info, first + 3, node);
-  static_cast<MatMulWeight&>(weight) = {k, n};
-  weight.view = {k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
-                 static_cast<const int64_t*>(starts.data)};
-  weight.scales = static_cast<const float*>(scales.data);
-  const std::string problem =
-      ValidateBlockSparse({weight.view, values.count, indices.count, starts.count, scales.count});
-  if (!problem.empty()) {
-    throw OpError(ErrorText(node, ": malformed weight in tensors '", values.name, "', '", indices.name, "', '",
-                            starts.name, "', '", scales.name, "': ", problem, ". Optimize the original model again."));
-  }
-  return SumsOfOutputs(weight.view);
+  memory.starts = AlignedConstant<int64_t>(starts);
+  memory.scales = AlignedConstant<float>(scales);
+  const BlockSparseView view{k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
+                             memory.starts.data()};
+  CheckWeight({&values, &indices, &starts, &scales},
+              ValidateBlockSparse({view, values.count, indices.count, starts.count, scales.count}), node);
+  memory.sums = SumsOfOutputs(view);
+  return {{k, n}, view, memory.sums.data(), memory.scales.data(), {}};
 }
 
 // What a panel costs, for cutting up the work: a quarter of the inputs that it holds. A piece should have some panels,
@@ -166,84 +169,46 @@ class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
     CheckFormatVersion(info, kFormatVersion, node_);
-    const int64_t k = IntAttribute(info, "k", node_);
-    sums_ = ReadWeight(info, kValues, k, IntAttribute(info, "n", node_), node_, w_);
-    w_.sums = sums_.data();
+    w_ = ReadWeight(info, kValues, IntAttribute(info, "k", node_), IntAttribute(info, "n", node_), node_, w_memory_);
+    LinearLayer layer;
+    layer.w = &w_;
+    layer.kernels = BlockSparseKernels();
+    layer.panel_inputs = InputsOfPanel(w_.view);
+    layer.row_chunk = kTokenChunk;
     const int64_t hidden_k = IntAttributeOr(info, "hidden_k", 0);
     if (hidden_k != 0) {
-      hidden_sums_ = ReadWeight(info, kHiddenValues, hidden_k, k, node_, hidden_.emplace());
-      hidden_->sums = hidden_sums_.data();
-      hidden_bias_ = static_cast<const float*>(Constant(info, kHiddenBias, k, node_).data);
-      hidden_->table = static_cast<const uint8_t*>(Constant(info, kTable, 256, node_).data);
-      hidden_->table_x = RangeAt(info, kTableXScale, node_);
-      hidden_->table_y = RangeAt(info, kTableYScale, node_);
-      hidden_->x_range = RangeAt(info, kXScale, node_);
+      ReadHiddenLayer(info, hidden_k);
+      layer.hidden = &hidden_;
+      layer.hidden_bias = hidden_bias_.data();
+      layer.hidden_panel_inputs = InputsOfPanel(hidden_.view);
     } else if (HasInput(info, kXScale) && !IsZero(info, kXScale, node_)) {
       w_.x_range = RangeAt(info, kXScale, node_);
     } else if (!HasInput(info, kXScale) && HasInput(info, kXZeroPoint)) {
-      throw OpError(ErrorText(node_, ": x_zero_point is given without x_scale. Optimize the original model again."));
+      throw OpError(ErrorText(node_, ": x_zero_point is given without x_scale. ", kOptimizeAgain));
     }
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual, kNormWeight}, hidden_ ? hidden_k : k, w_.n);
+    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual, kNormWeight}, layer);
   }
 
-  void Compute(Ort::KernelContext& context);
+  void Compute(Ort::KernelContext& context, Host& host) { linear_->Compute(context, host); }
 
  private:
-  static LinearOp::Packing PackingOf(const MatMulKernel& kernel, int64_t m, const MatMulWeight& w) {
-    return {kernel.row_block, kernel.PackedBytes(w, m), kernel.packed_row_bytes(w), kTokenChunk};
-  }
-
-  auto PackWith(const MatMulKernel& kernel, const BlockSparseWeight& w) const {
-    return [this, &kernel, &w](const float* x, int64_t count, char* to) {
-      kernel.pack(w, x, linear_->XRowBytes(), count, to);
-    };
-  }
-
-  // The hidden layer, then the other.
-  void RunBoth(const LinearOp::Rows& rows, MatMulArgs args) const {
-    // One packs what the other reads.
-    const MatMulKernel& kernel =
-        SelectKernel(BlockSparseKernels(), ActiveFeatures(), {rows.m, std::max(hidden_->k, w_.k)});
-    const LinearOp::Packing x = PackingOf(kernel, rows.m, *hidden_), next = PackingOf(kernel, rows.m, w_);
-    const Scratch packed(rows.context, static_cast<size_t>(x.bytes + next.bytes));
-    linear_->PackRows(rows, x, packed.data(), PackWith(kernel, *hidden_));
-    HiddenLayerArgs hidden;
-    hidden.w = &*hidden_;
-    hidden.bias = hidden_bias_;
-    hidden.m = rows.m;
-    hidden.x = packed.data();
-    hidden.next = static_cast<char*>(packed.data()) + x.bytes;
-    args.x = hidden.next;
-    const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
-      const HiddenLayerArgs part{RowsOf(hidden, row, kTokenChunk, x.row_bytes),
-                                 static_cast<char*>(hidden.next) + row * next.row_bytes};
-      kernel.multiply_hidden(part, panel, panel_end);
-    };
-    LinearOp::ForEachPiece(rows.context, rows.m, kTokenChunk, BitmapPanels(hidden_->n), InputsOfPanel(hidden_->view),
-                           piece);
-    linear_->Multiply(rows, next, InputsOfPanel(w_.view), args, kernel.multiply);
+  void ReadHiddenLayer(const OrtKernelInfo& info, int64_t hidden_k) {
+    static_cast<BlockSparseWeight&>(hidden_) = ReadWeight(info, kHiddenValues, hidden_k, w_.k, node_, hidden_memory_);
+    hidden_bias_ = AlignedConstant<float>(Constant(info, kHiddenBias, w_.k, node_));
+    hidden_.x_range = RangeAt(info, kXScale, node_);
+    hidden_.table = static_cast<const uint8_t*>(Constant(info, kTable, 256, node_).data);
+    hidden_.table_x = RangeAt(info, kTableXScale, node_);
+    hidden_.table_y = RangeAt(info, kTableYScale, node_);
   }
 
   std::string node_;
   BlockSparseWeight w_;
-  std::vector<int32_t> sums_;
-  std::optional<HiddenLayerWeight> hidden_;
-  std::vector<int32_t> hidden_sums_;
-  const float* hidden_bias_ = nullptr;
-  std::optional<LinearOp> linear_;  // made when the weight's size is known
+  WeightMemory w_memory_;
+  HiddenLayerWeight hidden_;  // if there is one
+  WeightMemory hidden_memory_;
+  AlignedConstant<float> hidden_bias_;
+  std::optional<LinearOp> linear_;  // made when the weight is known
 };
-
-void Kernel::Compute(Ort::KernelContext& context) {
-  linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
-    MatMulArgs args;
-    args.w = &w_;
-    args.bias = bias;
-    if (hidden_) return RunBoth(rows, args);
-    const MatMulKernel& kernel = SelectKernel(BlockSparseKernels(), ActiveFeatures(), {rows.m, w_.k});
-    linear_->Run(rows, PackingOf(kernel, rows.m, w_), InputsOfPanel(w_.view), args, kernel.multiply,
-                 PackWith(kernel, w_));
-  });
-}
 
 struct Op : OrtOp<Op, Kernel> {
   const char* GetName() const { return kOpType; }

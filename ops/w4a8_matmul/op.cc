@@ -1,6 +1,6 @@
 // ORT adapter of W4A8MatMul.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_op.h)
+//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_plan.h)
 //
 //     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size,
@@ -34,40 +34,31 @@ class Kernel {
     if (HasInput(info, kZeroPoints)) {
       zero_points = ConstantInput(info, kZeroPoints, "zero_points", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}, node_);
     }
-    w_.k = IntAttribute(info, "k", node_);
-    w_.n = IntAttribute(info, "n", node_);
-    w_.group = IntAttribute(info, "group_size", node_);
-    w_.weights = static_cast<const uint8_t*>(weights.data);
-    w_.scales = static_cast<const uint8_t*>(scales.data);
-    w_.scale_type = scales.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? ScaleType::kFloat32 : ScaleType::kFloat16;
-    if (zero_points.count > 0) w_.zero_points = static_cast<const uint8_t*>(zero_points.data);
-    const std::string problem =
-        ValidateInt4Group({w_.k, w_.n, w_.group, weights.count, scales.count, w_.zero_points, zero_points.count});
-    if (!problem.empty()) {
-      throw OpError(ErrorText(node_, ": malformed weight in tensors '", weights.name, "', '", scales.name, "', '",
-                              zero_points.name, "': ", problem, ". Optimize the original model again."));
-    }
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, w_.k, w_.n);
+    Int4GroupView& view = w_.view;
+    view.k = w_.k = IntAttribute(info, "k", node_);
+    view.n = w_.n = IntAttribute(info, "n", node_);
+    view.group = IntAttribute(info, "group_size", node_);
+    view.weights = static_cast<const uint8_t*>(weights.data);
+    view.scales = static_cast<const uint8_t*>(scales.data);
+    view.scale_type = scales.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? ScaleType::kFloat32 : ScaleType::kFloat16;
+    if (zero_points.count > 0) view.zero_points = static_cast<const uint8_t*>(zero_points.data);
+    CheckWeight({&weights, &scales, &zero_points},
+                ValidateInt4Group(
+                    {view.k, view.n, view.group, weights.count, scales.count, view.zero_points, zero_points.count}),
+                node_);
+    LinearLayer layer;
+    layer.w = &w_;
+    layer.kernels = GroupInt4Kernels();
+    layer.panel_inputs = kInt4Bitmap.PaddedK(w_.k);
+    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, layer);
   }
 
-  void Compute(Ort::KernelContext& context) {
-    linear_->Compute(context, [&](const LinearOp::Rows& rows, const float* bias) {
-      const GroupInt4Weight weight{{w_.k, w_.n}, w_};
-      const MatMulKernel& kernel = SelectKernel(GroupInt4Kernels(), ActiveFeatures(), {rows.m, weight.k});
-      MatMulArgs args;
-      args.w = &weight;
-      args.bias = bias;
-      linear_->Run(rows, {kernel.row_block, kernel.PackedBytes(weight, rows.m), kernel.packed_row_bytes(weight)},
-                   kInt4Bitmap.PaddedK(w_.k), args, kernel.multiply, [&](const float* x, int64_t count, char* to) {
-                     kernel.pack(weight, x, linear_->XRowBytes(), count, to);
-                   });
-    });
-  }
+  void Compute(Ort::KernelContext& context, Host& host) { linear_->Compute(context, host); }
 
  private:
   std::string node_;
-  Int4GroupView w_;
-  std::optional<LinearOp> linear_;  // made when the weight's size is known
+  GroupInt4Weight w_;
+  std::optional<LinearOp> linear_;  // made when the weight is known
 };
 
 struct Op : OrtOp<Op, Kernel> {

@@ -1,0 +1,207 @@
+#include "matmul/linear_plan.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "isa/kernel_table.h"
+#include "isa/tuning.h"
+#include "ort/broadcast.h"
+
+namespace ortolan {
+namespace {
+
+// Expanding a weight costs about this many multiply-adds, once per chunk of rows.
+constexpr int64_t kExpandMacs = 4;
+// Floats of X, or of Y, that a thread packs or normalizes at once.
+constexpr int64_t kChunkFloats = int64_t{1} << 16;
+// Of P, kept until it is gated: two panels of gate and two of factor for a chunk of rows. On the stack.
+constexpr int64_t kGatedFloats = kMostRowChunk * 4 * kPanelColumns;
+
+int64_t Chunks(int64_t count, int64_t chunk) { return (count + chunk - 1) / chunk; }
+
+// Calls body(first row, panel begin, panel end) for pieces of a product on the host's threads.
+template <typename Body>
+void ForEachPiece(Host& host, int64_t m, int64_t row_chunk, int64_t panels, int64_t panel_inputs, const Body& body) {
+  const int64_t row_chunks = Chunks(m, row_chunk);
+  const int64_t panel_macs = panel_inputs * kPanelColumns * (kExpandMacs + std::min(m, row_chunk));
+  const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / ActiveTuning().piece_macs, 1, panels);
+  const int64_t chunk_panels = Chunks(panels, most_chunks);
+  const int64_t panel_chunks = Chunks(panels, chunk_panels);
+  host.ParallelFor(panel_chunks * row_chunks, [&](int64_t task) {
+    const int64_t panel = task % panel_chunks * chunk_panels;
+    body(task / panel_chunks * row_chunk, panel, std::min(panels, panel + chunk_panels));
+  });
+}
+
+}  // namespace
+
+LinearPlan::LinearPlan(const LinearLayer& layer, Features features)
+    : layer_(layer),
+      epilogue_(SelectKernel(EpilogueKernels(), features).run),
+      layer_norm_(SelectKernel(LayerNormKernels(), features).run) {
+  const int64_t inputs = std::max(layer_.Inputs(), layer_.w->k);
+  int64_t row_bytes = std::max({layer_.Inputs(), layer_.w->k, layer_.w->n}) * static_cast<int64_t>(sizeof(float));
+  for (const MatMulKernel& kernel : layer_.kernels) {
+    if (!features.Has(kernel.needs) || kernel.most_inputs < inputs) continue;
+    kernels_.push_back(&kernel);
+    row_bytes = std::max(row_bytes, kernel.packed_row_bytes(FirstWeight()) + kernel.packed_row_bytes(*layer_.w));
+    if (kernel.least_rows <= 1) break;
+  }
+  // Half of the numbers, for what is added to the products.
+  most_rows_ = std::numeric_limits<int64_t>::max() / 2 / row_bytes - layer_.row_chunk;
+}
+
+const MatMulKernel& LinearPlan::KernelFor(int64_t m) const {
+  for (const MatMulKernel* kernel : kernels_) {
+    if (kernel->least_rows <= m) return *kernel;
+  }
+  return *kernels_.back();
+}
+
+void LinearPlan::RunProduct(Host& host, const LinearCall& call, bool normalizes) const {
+  if (call.m == 0) return;
+  // One kernel for both layers: it packs what it reads.
+  const MatMulKernel& kernel = KernelFor(call.m);
+  const int64_t x_bytes = Aligned(kernel.PackedBytes(FirstWeight(), call.m));
+  const int64_t next_bytes = layer_.hidden != nullptr ? kernel.PackedBytes(*layer_.w, call.m) : 0;
+  const HostMemory memory(host, x_bytes + next_bytes);
+  char* const x = memory.data();
+  Pack(host, kernel, call, x);
+  if (layer_.hidden == nullptr) return Multiply(host, kernel, call, x, normalizes);
+  MultiplyHidden(host, kernel, call.m, x, x + x_bytes);
+  Multiply(host, kernel, call, x + x_bytes, normalizes);
+}
+
+void LinearPlan::RunBroadcast(Host& host, LinearCall call, const std::vector<int64_t>& shape, const float* residual,
+                              const std::vector<int64_t>& residual_shape, const std::vector<int64_t>& y_shape) const {
+  float* const y = call.y;
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < y_shape.size(); ++i) rows *= y_shape[i];
+  std::optional<HostMemory> product;
+  if (y_shape != shape) call.y = reinterpret_cast<float*>(product.emplace(host, call.m * YRowBytes()).data());
+  RunProduct(host, call, false);
+  BroadcastAdd(call.y, shape, residual, residual_shape, y, y_shape);
+  if (layer_.norm) Normalize(host, y, rows);
+}
+
+void LinearPlan::Pack(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const {
+  const MatMulWeight& w = FirstWeight();
+  const int64_t row_bytes = kernel.packed_row_bytes(w);
+  const int64_t rows = std::max<int64_t>(1, kChunkFloats / (w.k * kernel.row_block)) * kernel.row_block;
+  host.ParallelFor(Chunks(call.m, rows), [&](int64_t chunk) {
+    const int64_t begin = chunk * rows;
+    kernel.pack(w, call.x + begin * w.k, w.k * static_cast<int64_t>(sizeof(float)), std::min(rows, call.m - begin),
+                packed + begin * row_bytes);
+  });
+}
+
+void LinearPlan::MultiplyHidden(Host& host, const MatMulKernel& kernel, int64_t m, const char* x, char* next) const {
+  MatMulArgs args;
+  args.m = m;
+  args.x = x;
+  args.w = layer_.hidden;
+  args.bias = layer_.hidden_bias;
+  const int64_t x_row_bytes = kernel.packed_row_bytes(*layer_.hidden);
+  const int64_t next_row_bytes = kernel.packed_row_bytes(*layer_.w);
+  ForEachPiece(host, m, layer_.row_chunk, BitmapPanels(layer_.hidden->n), layer_.hidden_panel_inputs,
+               [&](int64_t row, int64_t panel, int64_t panel_end) {
+                 kernel.multiply_hidden({RowsOf(args, row, layer_.row_chunk, x_row_bytes), next + row * next_row_bytes},
+                                        panel, panel_end);
+               });
+}
+
+void LinearPlan::Multiply(Host& host, const MatMulKernel& kernel, const LinearCall& call, const char* x,
+                          bool normalizes) const {
+  MatMulArgs args;
+  args.m = call.m;
+  args.x = x;
+  args.w = layer_.w;
+  args.bias = call.bias;
+  args.y = call.y;
+  args.y_row_bytes = YRowBytes();
+  const int64_t row_bytes = kernel.packed_row_bytes(*layer_.w);
+  const int64_t panels = BitmapPanels(layer_.Columns());
+  // Of each chunk of rows, the panels that are done: whoever does the last one normalizes the rows. With one thread
+  // they are still in the cache, and other threads need not be called once more.
+  std::vector<std::atomic<int64_t>> done(static_cast<size_t>(normalizes ? Chunks(call.m, layer_.row_chunk) : 0));
+  const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
+    const MatMulArgs rows = RowsOf(args, row, layer_.row_chunk, row_bytes);
+    MultiplyPiece(kernel, rows, call, row, panel, panel_end);
+    if (!normalizes) return;
+    std::atomic<int64_t>& of_chunk = done[static_cast<size_t>(row / layer_.row_chunk)];
+    const int64_t count = panel_end - panel;
+    if (of_chunk.fetch_add(count, std::memory_order_acq_rel) + count == panels) NormalizeRows(rows.y, rows.m);
+  };
+  ForEachPiece(host, call.m, layer_.row_chunk, panels, layer_.panel_inputs * (IsGated() ? 2 : 1), piece);
+}
+
+void LinearPlan::MultiplyPiece(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,
+                               int64_t panel_begin, int64_t panel_end) const {
+  if (IsGated()) return MultiplyGated(kernel, rows, call, row, panel_begin, panel_end);
+  kernel.multiply(rows, panel_begin, panel_end);
+  if (layer_.activation == Activation::kNone && call.residual == nullptr) return;
+  epilogue_(EpilogueOf(rows, call, row, panel_begin, panel_end));
+}
+
+void LinearPlan::MultiplyGated(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,
+                               int64_t panel_begin, int64_t panel_end) const {
+  alignas(64) float products[kGatedFloats];
+  const int64_t most = kGatedFloats / (2 * kPanelColumns * rows.m);
+  for (int64_t panel = panel_begin; panel < panel_end; panel += most) {
+    const int64_t count = std::min(most, panel_end - panel);
+    float* const factor = products + count * kPanelColumns;
+    MatMulArgs product = rows;
+    product.y_row_bytes = 2 * count * kPanelColumns * static_cast<int64_t>(sizeof(float));
+    const auto multiply_to = [&](float* to, int64_t first) {
+      product.y = to;
+      product.y_panel = first;
+      kernel.multiply(product, first, first + count);
+    };
+    multiply_to(products, panel);
+    multiply_to(factor, BitmapPanels(layer_.gated_columns) + panel);
+    EpilogueArgs piece = EpilogueOf(rows, call, row, panel, panel + count);
+    piece.x = products;
+    piece.factor = factor;
+    piece.x_row_bytes = product.y_row_bytes;
+    epilogue_(piece);
+  }
+}
+
+EpilogueArgs LinearPlan::EpilogueOf(const MatMulArgs& rows, const LinearCall& call, int64_t row, int64_t panel_begin,
+                                    int64_t panel_end) const {
+  const int64_t column = panel_begin * kPanelColumns;
+  EpilogueArgs args;
+  args.m = rows.m;
+  args.n = std::min(panel_end * kPanelColumns, layer_.Columns()) - column;
+  args.y = rows.y + column;
+  args.y_row_bytes = rows.y_row_bytes;
+  args.x = args.y;
+  args.x_row_bytes = args.y_row_bytes;
+  args.activation = layer_.activation;
+  if (call.residual != nullptr) {
+    const char* first = reinterpret_cast<const char*>(call.residual) + row * call.residual_row_bytes;
+    args.residual = reinterpret_cast<const float*>(first) + column;
+    args.residual_row_bytes = call.residual_row_bytes;
+  }
+  return args;
+}
+
+void LinearPlan::NormalizeRows(float* y, int64_t m) const {
+  LayerNormArgs args = *layer_.norm;
+  args.m = m;
+  args.n = layer_.Columns();
+  args.y = y;
+  args.y_row_bytes = YRowBytes();
+  layer_norm_(args);
+}
+
+void LinearPlan::Normalize(Host& host, float* y, int64_t m) const {
+  const int64_t rows = std::max<int64_t>(1, kChunkFloats / layer_.Columns());
+  host.ParallelFor(Chunks(m, rows), [&](int64_t chunk) {
+    const int64_t begin = chunk * rows;
+    NormalizeRows(y + begin * layer_.Columns(), std::min(rows, m - begin));
+  });
+}
+
+}  // namespace ortolan

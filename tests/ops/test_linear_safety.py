@@ -1,0 +1,80 @@
+"""Linear layers in ORT: sizes that do not fit 64 bits, and constants at addresses that their type may not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from ortolan import _native
+
+from .block_sparse import BlockSparseLayer, HiddenLayer, Range
+from .single_node import assert_same_bits, save_at_odd_places, session, sparse_amx_matmul_model, sparse_weight
+from .test_vnni_spmm_op import LayerNorm, node_model
+from .test_w4a8_matmul_op import node_model as w4a8_node_model
+from .w4a8 import GroupLayer
+
+K, N = 40, 22
+
+
+def sparse_model(rng: np.random.Generator) -> onnx.ModelProto:
+    packed = _native.pack_bitmap(sparse_weight(rng, K, N, 0.5))
+    return sparse_amx_matmul_model(packed, K, N, rng.standard_normal(N, dtype=np.float32))
+
+
+def w4a8_model(rng: np.random.Generator) -> onnx.ModelProto:
+    return w4a8_node_model(GroupLayer.random(rng, K, N, 32), rng.standard_normal(N, dtype=np.float32))
+
+
+def vnni_model(rng: np.random.Generator) -> onnx.ModelProto:
+    layer = BlockSparseLayer.random(rng, K, N, 0.5)
+    bias = rng.standard_normal(N, dtype=np.float32)
+    return node_model(layer, bias, x_range=Range(0.02, 120), norm=LayerNorm.random(rng, N))
+
+
+def hidden_model(rng: np.random.Generator) -> onnx.ModelProto:
+    layer = BlockSparseLayer.random(rng, 30, N, 0.5)
+    hidden = HiddenLayer.random(rng, K, 30, 0.5)
+    return node_model(layer, rng.standard_normal(N, dtype=np.float32), hidden=hidden)
+
+
+MODELS = [sparse_model, w4a8_model, vnni_model, hidden_model]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_constants_at_odd_places_of_a_file(
+    make: Callable[[np.random.Generator], onnx.ModelProto], tmp_path: Path
+) -> None:
+    model = make(np.random.default_rng(0))
+    x = np.random.default_rng(1).standard_normal((3, K), dtype=np.float32)
+    expected = session(model).run(None, {"x": x})[0]
+    # As NumPy writes them, in one piece and of one element type each.
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
+    save_at_odd_places(model, tmp_path)
+    assert_same_bits(session(tmp_path / "model.onnx").run(None, {"x": x})[0], expected)
+
+
+def of_shape(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with x of zeros, whose shape is the input, and y's shape as output: NumPy has no such arrays."""
+    graph = model.graph
+    graph.node.insert(0, helper.make_node("ConstantOfShape", ["shape"], ["x"]))
+    graph.node.append(helper.make_node("Shape", ["y"], ["y_shape"]))
+    del graph.input[:]
+    graph.input.append(helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, [None]))
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("y_shape", onnx.TensorProto.INT64, [None]))
+    return model
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("leading", [[0], [2**40, 0], [0, 2**40, 2**40], [2**31, 2**31, 0], [2**62, 0, 3]])
+def test_no_rows_of_huge_shapes(make: Callable[[np.random.Generator], onnx.ModelProto], leading: list[int]) -> None:
+    """Products of the other dimensions, or their bytes, do not fit 64 bits. (ORT itself refuses [2**40, 2**40, 0].)"""
+    loaded = session(of_shape(make(np.random.default_rng(0))))
+    y_shape = loaded.run(None, {"shape": np.array([*leading, K])})[0]
+    assert y_shape.tolist() == [*leading, N]
