@@ -60,7 +60,8 @@ struct BlockSparseWeight : MatMulWeight {
 };
 
 // Of a packed token of k numbers: k padded to two vectors, s and z; a multiple of 64.
-inline constexpr int64_t PackedTokenBytes(int64_t k) { return (k + 127) / 128 * 128 + 64; }
+inline constexpr int64_t PaddedInputs(int64_t k) { return (k + 127) / 128 * 128; }
+inline constexpr int64_t PackedTokenBytes(int64_t k) { return PaddedInputs(k) + 64; }
 
 // A hidden layer has an x_range.
 struct HiddenLayerWeight : BlockSparseWeight {

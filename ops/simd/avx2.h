@@ -24,6 +24,13 @@ struct avx2 {
   static __m256 LoadFirst(const float* from, int64_t count) { return _mm256_maskload_ps(from, FirstLanes(count)); }
   static void Store(float* to, __m256 a) { _mm256_storeu_ps(to, a); }
   static void StoreFirst(float* to, int64_t count, __m256 a) { _mm256_maskstore_ps(to, FirstLanes(count), a); }
+  static __m256 LoadSome(const float* from, int64_t left) {
+    return left >= kLanes ? Load(from) : LoadFirst(from, left);
+  }
+  static void StoreSome(float* to, int64_t left, __m256 a) {
+    if (left >= kLanes) return Store(to, a);
+    StoreFirst(to, left, a);
+  }
 
   static __m256 Add(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
   static __m256 Subtract(__m256 a, __m256 b) { return _mm256_sub_ps(a, b); }
@@ -157,6 +164,18 @@ struct avx2 {
   static void StoreInt(void* to, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
   static __m256i BitsOf(__m256 a) { return _mm256_castps_si256(a); }
   static __m256 FloatOf(__m256i a) { return _mm256_castsi256_ps(a); }
+  static __m256i AddInt(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+  static __m256i MultiplyInt(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }
+  static __m256i DotPair(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+  static __m256i RoundToInt(__m256 a) { return _mm256_cvtps_epi32(a); }
+  static void Transpose(__m256i (&a)[8]) {
+    __m256 bits[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) bits[i] = _mm256_castsi256_ps(a[i]);
+    Transpose(bits);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) a[i] = _mm256_castps_si256(bits[i]);
+  }
   static __m256 ToFloat(__m256i a) { return _mm256_cvtepi32_ps(a); }
   static __m256i OrInt(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
   static __m256i SelectBits(__m256i where, __m256i a, __m256i b) {
@@ -170,6 +189,106 @@ struct avx2 {
   static __m256i ShiftRightInt(__m256i a) {
     return _mm256_srli_epi32(a, kBits);
   }
+
+  // Bytes
+  using Bytes = __m256i;
+  static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
+  static __m256i LoadBytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void StoreBytes(uint8_t* to, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
+
+  // Rows of bytes
+  // vpmaddubsw saturates on sums of u8 x int8: inputs 0 and 1, and 2 and 3, as words.
+  struct Quads {
+    __m256i pairs[2];
+  };
+  template <int kVectors>
+  static void InterleaveRows(const uint8_t* const (&rows)[4], Quads (&quads)[kVectors]) {
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) {
+      const uint8_t *const a = rows[2 * p], *const b = rows[2 * p + 1];
+      if constexpr (kVectors == 2) {
+        const __m128i first = Load128(a), second = Load128(b);
+        quads[0].pairs[p] = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(first, second));
+        quads[1].pairs[p] = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(first, second));
+      } else {
+        const __m128i first = Load64(a), second = Load64(b);
+        quads[0].pairs[p] = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(first, second));
+      }
+    }
+  }
+  template <int kVectors>
+  static void DeinterleaveRows(const __m256i (&quads)[kVectors], __m256i (&rows)[kVectors]) {
+    const __m256i bytes =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    if constexpr (kVectors == 2) {
+      const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+      const __m256i a = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[0], bytes), order);
+      const __m256i b = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[1], bytes), order);
+      rows[0] = _mm256_unpacklo_epi64(a, b);
+      rows[1] = _mm256_unpackhi_epi64(a, b);
+    } else {
+      const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+      rows[0] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[0], bytes), order);
+    }
+  }
+  static __m256i PackBytes(const __m256i (&numbers)[4], int32_t offset) {
+    const __m256i words = _mm256_set1_epi16(static_cast<int16_t>(offset));
+    const __m256i low = _mm256_adds_epi16(_mm256_packs_epi32(numbers[0], numbers[1]), words);
+    const __m256i high = _mm256_adds_epi16(_mm256_packs_epi32(numbers[2], numbers[3]), words);
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
+  }
+  template <int kVectors>
+  static __m256i PackRows(const __m256i (&numbers)[4], int32_t offset) {
+    return PackBytes(numbers, offset);
+  }
+
+  struct QuadWeights {
+    alignas(32) int32_t pairs[8];  // of words
+    explicit QuadWeights(const int8_t* values) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), _mm256_cvtepi8_epi16(bytes));
+    }
+  };
+  template <int kVectors>
+  static void DotQuadWeights(__m256i (&sums)[kVectors], const Quads (&quads)[kVectors], const QuadWeights& weights,
+                             int output) {
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; ++p) {
+      const __m256i weight = _mm256_set1_epi32(weights.pairs[2 * output + p]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[v] = DotPair(sums[v], quads[v].pairs[p], weight);
+    }
+  }
+
+  // Tables
+  // Rows of 16 entries, looked up by the low four bits, of which the high four choose.
+  struct ByteTable {
+    __m256i rows[16];
+    explicit ByteTable(const uint8_t* entries) {
+      for (int r = 0; r < 16; ++r) rows[r] = _mm256_broadcastsi128_si256(Load128(entries + 16 * r));
+    }
+  };
+  static __m256i Lookup256(const ByteTable& table, __m256i bytes) {
+    const __m256i low = _mm256_and_si256(bytes, SetBytes(0x0f));
+    // vpblendvb looks at bit 7 of each byte: bits 4, 5 and 6 are shifted there.
+    __m256i found[8];
+    const __m256i bit4 = _mm256_slli_epi16(bytes, 3);
+    for (int r = 0; r < 8; ++r) {
+      found[r] = _mm256_blendv_epi8(_mm256_shuffle_epi8(table.rows[2 * r], low),
+                                    _mm256_shuffle_epi8(table.rows[2 * r + 1], low), bit4);
+    }
+    const __m256i bit5 = _mm256_slli_epi16(bytes, 2);
+    for (int r = 0; r < 4; ++r) found[r] = _mm256_blendv_epi8(found[2 * r], found[2 * r + 1], bit5);
+    const __m256i bit6 = _mm256_slli_epi16(bytes, 1);
+    for (int r = 0; r < 2; ++r) found[r] = _mm256_blendv_epi8(found[2 * r], found[2 * r + 1], bit6);
+    return _mm256_blendv_epi8(found[0], found[1], bytes);
+  }
+  static constexpr bool kGathersBytes = false;
+
+ private:
+  static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+  static __m128i Load64(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
 };
 
 }  // namespace

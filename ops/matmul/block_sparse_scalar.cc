@@ -1,21 +1,18 @@
+// The portable kernel for block-sparse weights. A token is a row: q [k], then s and z behind the padding.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
 
-#include "vnni_spmm/token_range.h"
+#include "matmul/token_range.h"
+#include "simd/at_byte.h"
 
-namespace ortolan {
+namespace ortolan::scalar {
 
-namespace scalar {
-
-// Row after row: q [k], then s and z behind the padding.
 void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const int64_t k = w.k;
   const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
   uint8_t* out = static_cast<uint8_t*>(packed);
   for (int64_t i = 0; i < m; ++i, out += PackedTokenBytes(k)) {
-    const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + i * x_row_bytes);
+    const float* row = AtByte(x, i * x_row_bytes);
     float least = 0.0f, most = 0.0f;
     bool finite = true;
     for (int64_t l = 0; l < k; ++l) {
@@ -60,7 +57,7 @@ void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t pa
   const float* scales = WeightOf<BlockSparseWeight>(args).scales;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
     const float product = static_cast<float>(sum) * (range.scale * scales[j]);
-    args.Y(i, 0)[j] = args.bias != nullptr ? product + args.bias[j] : product;
+    args.Y(i, j / kPanelOutputs)[j % kPanelOutputs] = args.bias != nullptr ? product + args.bias[j] : product;
   });
 }
 
@@ -78,5 +75,4 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
   for (int64_t i = 0; i < args.m; ++i) StoreRowRange(next + i * row_bytes, w.n, RangeOfToken(w.table_y));
 }
 
-}  // namespace scalar
-}  // namespace ortolan
+}  // namespace ortolan::scalar

@@ -1,4 +1,4 @@
-// A token's quantization, the same on every tier. Local to each file that includes it.
+// A token's quantization, the same in every column. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
@@ -43,12 +43,12 @@ inline uint8_t ToByte(float number, int32_t zero_point) {
 
 // Of kernels that keep a row together: behind its numbers.
 inline void StoreRowRange(uint8_t* row, int64_t k, const TokenRange& range) {
-  std::memcpy(row + (k + 127) / 128 * 128, &range, sizeof(range));
+  std::memcpy(row + PaddedInputs(k), &range, sizeof(range));
 }
 
 inline TokenRange LoadRowRange(const uint8_t* row, int64_t k) {
   TokenRange range;
-  std::memcpy(&range, row + (k + 127) / 128 * 128, sizeof(range));
+  std::memcpy(&range, row + PaddedInputs(k), sizeof(range));
   return range;
 }
 

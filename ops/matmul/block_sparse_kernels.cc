@@ -1,0 +1,73 @@
+// Block-sparse weights over a column's vectors.
+#include "isa/tuning.h"
+#include "matmul/few_tokens.h"
+#include "simd/column.h"
+
+namespace ortolan {
+namespace {
+
+// Calls body(block, first token, tokens) for the blocks of m tokens.
+template <typename Simd, typename Body>
+void ForEachBlock(int64_t m, const Body& body) {
+  constexpr int64_t kLanes = Simd::kLanes;
+  for (int64_t first = 0; first < m;) {
+    const int64_t left = m - first;
+    const auto run = [&](auto block) {
+      constexpr int64_t kWidth = decltype(block)::kWidth;
+      body(block, first, left < kWidth ? left : kWidth);
+      first += kWidth;
+    };
+    if constexpr (Simd::kGathersBytes) {
+      if (left == 1) return run(FewTokens<Simd, 1>{});
+      if (left == 2) return run(FewTokens<Simd, 2>{});
+      if (left == 3) return run(FewTokens<Simd, 3>{});
+      if (left == 4) return run(FewTokens<Simd, 4>{});
+    }
+    if constexpr (kLanes == 16) {
+      if (left > 3 * kLanes) {
+        run(TokenBlock<Simd, 4>{});
+        continue;
+      }
+    }
+    if (left > kLanes) {
+      run(TokenBlock<Simd, 2>{});
+    } else {
+      run(TokenBlock<Simd, 1>{});
+    }
+  }
+}
+
+}  // namespace
+
+namespace ORTOLAN_COLUMN {
+
+void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
+  ForEachBlock<Simd>(m, [&](auto block, int64_t first, int64_t count) {
+    decltype(block)::Pack(AtByte(x, first * x_row_bytes), x_row_bytes, count, w.k, fixed,
+                          static_cast<uint8_t*>(packed) + first * PackedTokenBytes(w.k));
+  });
+}
+
+void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const int64_t ahead = ActiveTuning().ahead.sparse4x1;
+  ForEachBlock<Simd>(args.m, [&](auto block, int64_t first, int64_t count) {
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(args.w->k);
+    decltype(block)::Multiply(args, x, first, count, ahead, panel_begin, panel_end);
+  });
+}
+
+void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
+  const int64_t ahead = ActiveTuning().ahead.sparse4x1;
+  const HiddenLayerWeight& layer = WeightOf<HiddenLayerWeight>(args);
+  const Simd::ByteTable table(layer.table);
+  ForEachBlock<Simd>(args.m, [&](auto block, int64_t first, int64_t) {
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(layer.k);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes(layer.n);
+    decltype(block)::MultiplyHidden(args, x, table, next, ahead, panel_begin, panel_end);
+    if (panel_begin == 0) decltype(block)::SetRanges(next, layer.n, layer.table_y);
+  });
+}
+
+}  // namespace ORTOLAN_COLUMN
+}  // namespace ortolan

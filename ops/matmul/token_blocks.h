@@ -1,0 +1,308 @@
+// Blocks of tokens: how they are quantized, multiplied and stored, over a column's vectors. A block of kVectors vectors
+// is [k][kVectors kLanes] u8, then a BlockRanges. A vector holds the same four inputs of kLanes tokens, which are
+// multiplied with the four weights of an output, repeated. Included by *kernels.cc only; local to each.
+#pragma once
+
+#include "matmul/token_range.h"
+#include "simd/at_byte.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd>
+TokenRange RangeOfToken(const float* x, int64_t k) {
+  using Float = typename Simd::Float;
+  constexpr int kChains = 4;  // that do not wait for each other
+  const Float zero = Simd::Set(0.0f);
+  Float least[kChains] = {zero, zero, zero, zero}, most[kChains] = {zero, zero, zero, zero};
+  Float nan[kChains] = {zero, zero, zero, zero};
+  const auto add = [&](int i, Float v) {
+    least[i] = Simd::Min(v, least[i]);
+    most[i] = Simd::Max(v, most[i]);
+    nan[i] = Simd::MultiplyAdd(v, zero, nan[i]);  // NaN from Inf or NaN on
+  };
+  int64_t l = 0;
+  for (; l + kChains * Simd::kLanes <= k; l += kChains * Simd::kLanes) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; ++i) add(i, Simd::Load(x + l + i * Simd::kLanes));
+  }
+  for (; l < k; l += Simd::kLanes) add(0, Simd::LoadSome(x + l, k - l));
+  for (int i = 1; i < kChains; ++i) {
+    least[0] = Simd::Min(least[0], least[i]);
+    most[0] = Simd::Max(most[0], most[i]);
+    nan[0] = Simd::Add(nan[0], nan[i]);
+  }
+  return RangeOfToken(-Simd::MaxOfLanes(Simd::Abs(least[0])), Simd::MaxOfLanes(most[0]), !Simd::HasNan(nan[0]));
+}
+
+// clamp(round(x factor) + zero_point, 0, 255) of 4 kLanes inputs, of which `left` exist; behind them the zero point.
+// NaN gives 255.
+template <typename Simd>
+[[gnu::always_inline]] inline typename Simd::Bytes QuantizeInputs(const float* x, int64_t left,
+                                                                  const TokenRange& range) {
+  const typename Simd::Float factor = Simd::Set(range.factor), most = Simd::Set(kMostBeforeRounding);
+  typename Simd::Int q[4];
+  for (int64_t i = 0; i < 4; ++i) {
+    const typename Simd::Float v = left >= 4 * Simd::kLanes
+                                       ? Simd::Load(x + i * Simd::kLanes)
+                                       : Simd::LoadSome(x + i * Simd::kLanes, left - i * Simd::kLanes);
+    q[i] = Simd::RoundToInt(Simd::Min(Simd::Multiply(v, factor), most));
+  }
+  return Simd::PackBytes(q, range.zero_point);
+}
+
+// What the sums of kLanes outputs, from `output` on, are scaled with and moved by.
+template <typename Simd>
+struct OutputScales {
+  int64_t left;  // outputs that exist
+  typename Simd::Float scales, bias;
+
+  OutputScales(const MatMulArgs& args, int64_t output)
+      : left(args.w->n - output),
+        scales(Simd::LoadSome(WeightOf<BlockSparseWeight>(args).scales + output, left)),
+        bias(args.bias == nullptr ? Simd::Set(-0.0f) : Simd::LoadSome(args.bias + output, left)) {}
+  void Store(float* y, typename Simd::Int sums, float scale) const {
+    const typename Simd::Float product_scales = Simd::Multiply(Simd::Set(scale), scales);
+    Simd::StoreSome(y, left, Simd::MultiplyAdd(Simd::ToFloat(sums), product_scales, bias));
+  }
+};
+
+// Functions are not inlined: gcc 12 then keeps sums in memory.
+template <typename Simd, int kVectors>
+struct TokenBlock {
+  using Float = typename Simd::Float;
+  using Int = typename Simd::Int;
+  using Bytes = typename Simd::Bytes;
+  using Table = typename Simd::ByteTable;
+  static constexpr int64_t kLanes = Simd::kLanes;
+  static constexpr int64_t kWidth = kVectors * kLanes;
+  static constexpr int64_t kRegisterBytes = 4 * kLanes;
+
+  // What stands behind the numbers of a block, whose memory may not be aligned to more than 4 bytes.
+  struct Ranges {
+    float scales[kWidth];
+    int32_t minus_zeros[kWidth];
+
+    void Set(int64_t i, const TokenRange& range) {
+      scales[i] = range.scale;
+      minus_zeros[i] = -range.zero_point;
+    }
+  };
+  static Ranges* RangesOf(uint8_t* block, int64_t k) {
+    return reinterpret_cast<Ranges*>(block + PaddedInputs(k) * kWidth);
+  }
+  static const Ranges* RangesOf(const uint8_t* block, int64_t k) {
+    return reinterpret_cast<const Ranges*>(block + PaddedInputs(k) * kWidth);
+  }
+  static void SetRanges(uint8_t* block, int64_t k, const FixedRange& fixed) {
+    for (int64_t i = 0; i < kWidth; ++i) RangesOf(block, k)->Set(i, RangeOfToken(fixed));
+  }
+
+  // Of the kWidth tokens `count` exist. fixed: null if each has a range of its own.
+  [[gnu::noinline]] static void Pack(const float* x, int64_t x_row_bytes, int64_t count, int64_t k,
+                                     const FixedRange* fixed, uint8_t* block) {
+    TokenRange ranges[kWidth];
+    for (int64_t i = 0; i < kWidth; ++i) {
+      ranges[i] = fixed != nullptr ? RangeOfToken(*fixed)
+                  : i < count      ? RangeOfToken<Simd>(AtByte(x, i * x_row_bytes), k)
+                                   : TokenRange{0.0f, 0.0f, 0};
+      RangesOf(block, k)->Set(i, ranges[i]);
+    }
+    for (int64_t l = 0; l < k; l += kRegisterBytes) {
+      Bytes quads[kLanes][kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        Bytes q[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) {
+          const int64_t token = v * kLanes + i;
+          q[i] = token < count ? QuantizeInputs<Simd>(AtByte(x, token * x_row_bytes) + l, k - l, ranges[token])
+                               : Simd::SetBytes(0);
+        }
+        Simd::Transpose(q);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; ++i) quads[i][v] = q[i];
+      }
+      uint8_t* to = block + l * kWidth;
+      for (int64_t i = 0; i < kLanes; ++i) {
+        Bytes rows[kVectors];
+        Simd::DeinterleaveRows(quads[i], rows);
+        for (int v = 0; v < kVectors; ++v, to += kRegisterBytes) Simd::StoreBytes(to, rows[v]);
+      }
+    }
+  }
+
+  // Adds the products of four outputs. ahead: bytes from weights in use to those that are asked for: they come from
+  // memory, which the hardware alone asks too late.
+  [[gnu::always_inline]] static inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
+                                                     int64_t ahead, Int (&total)[kGroupOutputs][kVectors]) {
+    const int8_t* values = w.Values(w.starts[group]);
+    const int8_t* end = w.Values(w.starts[group + 1]);
+    const uint8_t* indices = w.Indices(w.starts[group]);
+    for (; values != end; values += kQuadBytes, indices += 2 * kQuadInputs) {
+      __builtin_prefetch(values + ahead);
+      __builtin_prefetch(indices + ahead / 2);
+      uint64_t bits;
+      __builtin_memcpy(&bits, indices, sizeof(bits));
+      const uint8_t* const rows[4] = {
+          x + (bits & 0xffff) * kWidth,
+          x + (bits >> 16 & 0xffff) * kWidth,
+          x + (bits >> 32 & 0xffff) * kWidth,
+          x + (bits >> 48) * kWidth,
+      };
+      typename Simd::Quads tokens[kVectors];
+      Simd::InterleaveRows(rows, tokens);
+      const typename Simd::QuadWeights weights(values);
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroupOutputs; ++o) Simd::DotQuadWeights(total[o], tokens, weights, o);
+    }
+  }
+
+  // The sums of a panel, by output and token.
+  struct PanelSums {
+    Int of[kPanelOutputs][kVectors];
+  };
+
+  // Rows of y from sums of a panel, kLanes tokens at a time.
+  struct RowsOfY {
+    const MatMulArgs& args;
+    const Ranges& ranges;
+    int64_t first, count;  // tokens
+
+    // Where rows of y lie a multiple of 4096 bytes apart and y is not aligned, panels share lines that leave the cache
+    // before the second half is written. So rows of some panels are gathered there.
+    static constexpr int64_t kPanelsAtOnce = 4;
+    alignas(64) float gathered[kWidth][kPanelsAtOnce * kPanelOutputs];
+    bool gathers;
+
+    RowsOfY(const MatMulArgs& of, const Ranges& of_tokens, int64_t first_token, int64_t tokens)
+        : args(of),
+          ranges(of_tokens),
+          first(first_token),
+          count(tokens),
+          gathers(of.y_row_bytes % 4096 == 0 && reinterpret_cast<uintptr_t>(of.y) % 64 != 0) {}
+
+    // of: the sums of outputs output … output+kLanes-1, in turn.
+    [[gnu::always_inline]] void Store(Int (&of)[kLanes], int64_t output, int v, float* y, int64_t row_bytes) const {
+      const OutputScales<Simd> scales(args, output);
+      const Int weight_sums = Simd::LoadInt(WeightOf<BlockSparseWeight>(args).sums + output);
+      Simd::Transpose(of);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t token = v * kLanes + i;
+        if (token >= count) break;
+        const Int zero = Simd::MultiplyInt(Simd::SetInt(ranges.minus_zeros[token]), weight_sums);
+        scales.Store(y, Simd::AddInt(of[i], zero), ranges.scales[token]);
+        y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + row_bytes);
+      }
+    }
+
+    // begin, end: of the range of panels.
+    void Finish(const PanelSums& sums, int64_t panel, int v, int64_t begin, int64_t end) {
+      const int64_t part = gathers ? (panel - begin) % kPanelsAtOnce : 0;
+      const int64_t token = v * kLanes;
+      float* y = gathers ? gathered[token] + part * kPanelOutputs : args.Y(first + token, panel);
+      const int64_t row_bytes = gathers ? static_cast<int64_t>(sizeof(gathered[0])) : args.y_row_bytes;
+      for (int64_t o = 0; o < kPanelOutputs; o += kLanes) {
+        Int of[kLanes];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kLanes; ++i) of[i] = sums.of[o + i][v];
+        Store(of, panel * kPanelOutputs + o, v, y + o, row_bytes);
+      }
+      if (!gathers || (part + 1 < kPanelsAtOnce && panel + 1 < end)) return;
+      const int64_t column = (panel - part) * kPanelOutputs;
+      const int64_t left = args.w->n - column, whole = (part + 1) * kPanelOutputs;
+      for (int64_t i = token; i < token + kLanes && i < count; ++i) {
+        float* to = args.Y(first + i, panel - part);
+        if (left >= whole) {
+          for (int64_t j = 0; j < whole; j += kLanes) Simd::Store(to + j, Simd::Load(gathered[i] + j));
+        } else {
+          for (int64_t j = 0; j < whole; j += kLanes) Simd::StoreSome(to + j, left - j, Simd::Load(gathered[i] + j));
+        }
+      }
+    }
+  };
+
+  // `count` tokens from `first` on to floats. Sums of a panel become rows of y between the groups of the next panel: so
+  // the shuffles and the stores overlap with its products.
+  [[gnu::noinline]] static void Multiply(const MatMulArgs& args, const uint8_t* x, int64_t first, int64_t count,
+                                         int64_t ahead, int64_t panel_begin, int64_t panel_end) {
+    const BlockSparseView w = WeightOf<BlockSparseWeight>(args).view;
+    PanelSums sums[2];
+    RowsOfY rows(args, *RangesOf(x, w.k), first, count);
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+      for (int g = 0; g < kPanelGroups; ++g) {
+        const int64_t group = panel * kPanelGroups + g;
+        if (group < w.Groups()) {
+          Int total[kGroupOutputs][kVectors] = {};
+          SumGroup(w, group, x, ahead, total);
+          Int(*to)[kVectors] = sums[panel % 2].of + g * kGroupOutputs;
+#pragma GCC unroll 4
+          for (int o = 0; o < kGroupOutputs; ++o) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) to[o][v] = total[o][v];
+          }
+        }
+        if (panel > panel_begin && g < kVectors)
+          rows.Finish(sums[(panel - 1) % 2], panel - 1, g, panel_begin, panel_end);
+      }
+    }
+    if (panel_begin == panel_end) return;
+    for (int v = 0; v < kVectors; ++v) {
+      rows.Finish(sums[(panel_end - 1) % 2], panel_end - 1, v, panel_begin, panel_end);
+    }
+  }
+
+  // To a block of the next layer.
+  [[gnu::noinline]] static void MultiplyHidden(const HiddenLayerArgs& args, const uint8_t* x, const Table& table,
+                                               uint8_t* next, int64_t ahead, int64_t panel_begin, int64_t panel_end) {
+    // Copies: what is written might be part of them.
+    const HiddenLayerWeight layer = WeightOf<HiddenLayerWeight>(args);
+    const BlockSparseView w = layer.view;
+    const int32_t* const weight_sums = layer.sums;
+    const float *const scales = layer.scales, *const biases = args.bias;
+    const int32_t x_zero_point = layer.x_range.zero_point, zero_point = layer.table_x.zero_point;
+    const float factor = 1.0f / layer.table_x.scale;
+    const float x_factor = layer.x_range.scale * factor;
+    const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
+    for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
+      const int64_t output = group * kGroupOutputs;
+      Int total[kGroupOutputs][kVectors];
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroupOutputs; ++o) {
+        const Int zero = Simd::SetInt(-x_zero_point * weight_sums[output + o]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) total[o][v] = zero;
+      }
+      SumGroup(w, group, x, ahead, total);
+      // A register holds rows of one output or of several; those behind the last output lie in the padding.
+      constexpr int kOutputs = 4 / kVectors;
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroupOutputs; o += kOutputs) {
+        Int numbers[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < kOutputs; ++i) {
+          const int64_t j = output + o + i < w.n ? output + o + i : w.n - 1;
+          const float bias = biases == nullptr ? 0.0f : biases[j] * factor;
+          Round(total[o + i], scales[j] * x_factor, bias, numbers + i * kVectors);
+        }
+        const Bytes bytes = Simd::template PackRows<kVectors>(numbers, zero_point);
+        Simd::StoreBytes(next + (output + o) * kWidth, Simd::Lookup256(table, bytes));
+      }
+    }
+  }
+
+  // round(total scale + bias), or more than any zero point leaves below 255.
+  [[gnu::always_inline]] static inline void Round(const Int (&total)[kVectors], float scale, float bias, Int* rounded) {
+    const Float scales = Simd::Set(scale), biases = Simd::Set(bias);
+    // Beyond what an int32 holds, numbers must be cut off before they are converted. (NaN, too, takes this way.)
+    const bool fits = __builtin_fabsf(scale) <= 0.5f && __builtin_fabsf(bias) <= 0x1p29f;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      Float number = Simd::MultiplyAdd(Simd::ToFloat(total[v]), scales, biases);
+      if (!fits) number = Simd::Min(number, Simd::Set(kMostBeforeRounding));
+      rounded[v] = Simd::RoundToInt(number);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ortolan
