@@ -43,12 +43,12 @@ namespace ortolan {
 #include "matmul/group_int4_kernels.inc"
 #undef ORTOLAN_KERNEL
 
-#define ORTOLAN_KERNEL(column, row_block)        \
-  static_assert(kMostRowBlock % row_block == 0); \
-  namespace column {                             \
-  PackRowsFn PackBlockSparse;                    \
-  MultiplyFn MultiplyBlockSparse;                \
-  MultiplyHiddenFn MultiplyHidden;               \
+#define ORTOLAN_KERNEL(column, row_block, least_rows) \
+  static_assert(kMostRowBlock % row_block == 0);      \
+  namespace column {                                  \
+  PackRowsFn PackBlockSparse;                         \
+  MultiplyFn MultiplyBlockSparse;                     \
+  MultiplyHiddenFn MultiplyHidden;                    \
   }
 #include "matmul/block_sparse_kernels.inc"
 #undef ORTOLAN_KERNEL
@@ -102,15 +102,15 @@ constexpr MatMulKernel kGroupInt4[] = {
 };
 
 constexpr MatMulKernel kBlockSparse[] = {
-#define ORTOLAN_KERNEL(column, row_block) \
-  {#column,                               \
-   feature_set::column,                   \
-   row_block,                             \
-   1,                                     \
-   kMostSparseInputs,                     \
-   &TokenBytes,                           \
-   &column::PackBlockSparse,              \
-   &column::MultiplyBlockSparse,          \
+#define ORTOLAN_KERNEL(column, row_block, least_rows) \
+  {#column,                                           \
+   feature_set::column,                               \
+   row_block,                                         \
+   least_rows,                                        \
+   kMostSparseInputs,                                 \
+   &TokenBytes,                                       \
+   &column::PackBlockSparse,                          \
+   &column::MultiplyBlockSparse,                      \
    &column::MultiplyHidden},
 #include "matmul/block_sparse_kernels.inc"
 #undef ORTOLAN_KERNEL
