@@ -1,5 +1,5 @@
 """One token's attention over long caches, one layer of 32 query and 8 key heads of 128 numbers: kernels of
-ops/nomad_attention/decode_attention.h, called without ONNX Runtime around them, and the operator, against ONNX Runtime.
+ops/attention/decode.h, called without ONNX Runtime around them, and the operator, against ONNX Runtime.
 
 One measurement is one context, all candidates in the same rounds, with cold caches. Parts:
 

@@ -84,7 +84,7 @@ def spread_of(keys: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class ExactKeys:
     """float32 [batch, kv_heads, slots, head_dim]: of the first `sinks` tokens and of a ring of the last `window` ones
-    (ops/nomad_attention/exact_window.h).
+    (ops/attention/kv_cache/ring.h).
     """
 
     cache: str  # the input of the graph that holds the codes of all keys

@@ -1,8 +1,8 @@
 """NoMADAttention with a cache as an ONNX function: its specification, and what runs where our library is missing.
 
 It uses only operators that mean the same from opset 13 on (but for ReduceMax). The caches' formats are specified in
-ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and cached_op.h, exact keys in
-ops/nomad_attention/exact_window.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's,
+ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and op_cached.h, exact keys in
+ops/attention/kv_cache/ring.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's,
 unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal
 numbers.
 

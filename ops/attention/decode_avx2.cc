@@ -5,6 +5,7 @@ namespace ortolan {
 namespace {
 
 struct Blocks {
+  static int64_t Ahead(const PrefetchDistances& ahead) { return ahead.key_codes_avx2; }
   static constexpr int kVectors = 2;
   static constexpr int kDotHeads = 2;
 
@@ -56,7 +57,7 @@ struct Blocks {
         const int64_t quads = at.quads - first < kQuads ? at.quads - first : kQuads;
         const uint8_t* codes = at.codes + (block * at.quads + first) * 64;
         for (int64_t quad = 0; quad < quads; ++quad) {
-          _mm_prefetch(reinterpret_cast<const char*>(codes + 64 * quad + kPrefetchBytes), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(codes + 64 * quad + at.ahead), _MM_HINT_T0);
           Unpack(codes + 64 * quad, indices + 4 * quad);
         }
         for (int64_t h = 0; h < heads; ++h) {
@@ -152,7 +153,6 @@ struct Blocks {
   }
 
  private:
-  static constexpr int64_t kPrefetchBytes = 4096;
   static __m256i Load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 };
 

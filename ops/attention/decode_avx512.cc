@@ -10,6 +10,7 @@ inline void AddProducts(__m512i& sums, __m512i a, __m512i b) {
 }
 
 struct Blocks {
+  static int64_t Ahead(const PrefetchDistances& ahead) { return ahead.key_codes; }
   static constexpr int kVectors = 4;
   static constexpr int kDotHeads = 4;
 
@@ -33,7 +34,7 @@ struct Blocks {
 #pragma GCC unroll 4
       for (int b = 0; b < kBlocks; ++b) {
         const uint8_t* from = codes + b * block_bytes;
-        _mm_prefetch(from + kPrefetchBytes, _MM_HINT_T0);
+        _mm_prefetch(from + at.ahead, _MM_HINT_T0);
         const __m512i both = _mm512_loadu_si512(from);
         index[b][0] = _mm512_ternarylogic_epi32(both, low_nibbles, table_of_byte, 0xEA);  // a & b | c
         index[b][1] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(both, 4), low_nibbles, table_of_byte, 0xEA);
@@ -199,7 +200,6 @@ struct Blocks {
  private:
   static constexpr int64_t kPartBytes = 2 * kDecodeTile;
   static constexpr float kLeastScale = 0x1p-100f;
-  static constexpr int64_t kPrefetchBytes = 16384;
 };
 
 }  // namespace

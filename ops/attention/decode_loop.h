@@ -6,6 +6,7 @@
 //     weights  [heads][kTile]       of the heads whose tile is not negligible
 //
 // A column gives a struct Blocks with
+//     int64_t Ahead(const PrefetchDistances&)         of key codes
 //     kVectors, kDotHeads     of a tile of y that is multiplied with rows of floats; of a tile of dot products
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
@@ -16,6 +17,7 @@
 
 #include "attention/decode.h"
 #include "attention/kv_cache/key_block.h"
+#include "isa/tuning.h"
 #include "simd/column.h"
 
 namespace ortolan {
@@ -31,6 +33,7 @@ struct CodeBlocks {
   const float* biases;
   float* scores;  // [heads][stride], 32 a block
   int64_t stride;
+  int64_t ahead;  // bytes of codes that are asked for before they are read
 };
 
 // A query head and a tile of tokens.
@@ -225,14 +228,9 @@ class DecodeLoop {
     } else {
       const int64_t block_bytes = args_.Layout().BlockBytes();
       const int64_t full = full_ - first < count ? full_ - first : RoundUp(count, kKeyBlock);
-      CodeBlocks blocks{quads_,
-                        full / kKeyBlock,
-                        args_.key_codes + first / kKeyBlock * block_bytes,
-                        s_.tables,
-                        s_.steps,
-                        s_.biases,
-                        s_.scores,
-                        kChunk};
+      CodeBlocks blocks{quads_,    full / kKeyBlock, args_.key_codes + first / kKeyBlock * block_bytes,
+                        s_.tables, s_.steps,         s_.biases,
+                        s_.scores, kChunk,           Blocks::Ahead(ActiveTuning().ahead)};
       if (full > 0) Blocks::ScoreBlocks(blocks, args_.heads);
       if (full < count) {
         WriteKeyBlock(args_.Layout(), args_.key_codes + full_ * args_.Layout().RowBytes(), args_.tokens - full_,

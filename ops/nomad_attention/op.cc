@@ -11,8 +11,8 @@
 //
 // Query head h reads key and value head h / (H / KV). causal: query i does not see keys behind i + T - S, so T >= S.
 //
-// With a cache (cached_op.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
-// prompt (cached_prompt.h) -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window,
+// With a cache (op_cached.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
+// prompt (op_prompt.h) -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window,
 // sinks, prompt_tokens, prompt_head_dim; all of the first three outputs are there, and the fourth where window or sinks
 // are not 0. Query, key and value may then also be [B, H, S, D] and [B, KV, S, D]. What is left out in front of a given
 // input may be constants: mask, key, value, cos, sin, past_exact_key a 0 as below, lengths int32 of shape [0]. The
@@ -21,17 +21,13 @@
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
 // [1], which stands for none.
-#include <algorithm>
 #include <cmath>
-#include <cstring>
 
-#include "attention/attention.h"
-#include "isa/kernel_table.h"
-#include "nomad_attention/cached_op.h"
+#include "nomad_attention/nomad_attention.h"
+#include "nomad_attention/op_cached.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
 #include "ort/rooms.h"
-#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -39,8 +35,8 @@ namespace {
 constexpr const char* kOpType = "NoMADAttention";
 constexpr int64_t kMaxKeys = int64_t{1} << 24;
 constexpr int64_t kMaxHeads = int64_t{1} << 16;
-// Work below this many multiply-adds is not worth handing to another thread.
-constexpr int64_t kMinItemMacs = int64_t{1} << 19;
+constexpr int64_t kMostHeadDim = int64_t{1} << 24;
+constexpr int64_t kFloat = sizeof(float);
 
 enum Input : size_t {
   kQuery,
@@ -82,7 +78,6 @@ class Kernel {
     if (precision != 32 && precision != 16) {
       throw OpError(ErrorText(node_, ": precision is ", precision, ", expected 32 or 16"));
     }
-    precision_ = static_cast<int>(precision);
     const auto given = [&](size_t input) { return HasInput(info, input) && !IsConstantZero(info, input); };
     packed_ = !given(kKey);
     if (packed_ == given(kValue)) {
@@ -96,64 +91,29 @@ class Kernel {
       cache_.emplace(
           info, node_,
           CacheInputs{kPastKey, kPastValue, kCodebooks, kLengths, kCos, kSin, kPastExactKey, kPromptKeyMasks},
-          kv_heads_);
+          kv_heads_, static_cast<int>(precision));
     } else {
       CheckNoCache(info);
+      plan_.emplace(static_cast<int>(precision));
     }
   }
 
   void Compute(Ort::KernelContext& context) {
     if (cache_) return ComputeCached(context);
-    const std::vector<int64_t> query_shape = Shape(context, kQuery);
-    const int64_t query_heads = packed_ ? heads_ + 2 * kv_heads_ : heads_;
-    if (query_shape.size() != 3 || query_shape[2] < 1 || query_shape[2] % query_heads != 0) {
-      throw OpError(Wrong(
-          kQuery, query_shape, "query",
-          ErrorText("[B, S, a multiple of ", query_heads, packed_ ? " heads of query, key and value]" : " heads]")));
+    AttentionCall call = ReadInputs(context);
+    if (call.keys > kMaxKeys) {
+      throw OpError(ErrorText(node_, ": there are ", call.keys, " keys, expected at most ", kMaxKeys));
     }
-    Sizes sizes;
-    sizes.batch = query_shape[0];
-    sizes.queries = sizes.keys = query_shape[1];
-    sizes.head_dim = query_shape[2] / query_heads;
-    if (!packed_) {
-      const std::vector<int64_t> key_shape = Shape(context, kKey);
-      const int64_t width = kv_heads_ * sizes.head_dim;
-      if (key_shape.size() != 3 || key_shape[0] != sizes.batch || key_shape[2] != width) {
-        throw OpError(
-            Wrong(kKey, key_shape, "key",
-                  ErrorText("[", sizes.batch, ", T, ", width, "] (", kv_heads_, " heads of ", sizes.head_dim, ")")));
-      }
-      sizes.keys = key_shape[1];
-      const std::vector<int64_t> value_shape = Shape(context, kValue);
-      if (value_shape != key_shape) {
-        throw OpError(Wrong(kValue, value_shape, "value", ErrorText("that of the key, ", ShapeText(key_shape))));
-      }
-    }
-    if (sizes.keys > kMaxKeys) {
-      throw OpError(ErrorText(node_, ": there are ", sizes.keys, " keys, expected at most ", kMaxKeys));
-    }
-    if (causal_ && sizes.keys < sizes.queries) {
-      throw OpError(ErrorText(node_, ": causal with ", sizes.queries, " queries and ", sizes.keys,
+    if (causal_ && call.keys < call.queries) {
+      throw OpError(ErrorText(node_, ": causal with ", call.queries, " queries and ", call.keys,
                               " keys, expected at least as many keys"));
     }
-    const AttentionArgs args = Args(context, sizes);
-    if (sizes.batch == 0 || sizes.queries == 0) return;
-    if (sizes.keys == 0) {  // sums of nothing
-      std::memset(args.y, 0, static_cast<size_t>(sizes.batch * sizes.queries * args.y_row_bytes));
-      return;
-    }
-    Run(context, sizes, args);
+    Complete(context, call);
+    OrtHost host(context);
+    plan_->Run(host, call);
   }
 
  private:
-  struct Sizes {
-    int64_t batch = 0;
-    int64_t queries = 0;
-    int64_t keys = 0;
-    int64_t head_dim = 0;
-    std::vector<int64_t> mask_strides;  // of [B, H, S, T]; empty without a mask
-  };
-
   bool Flag(const OrtKernelInfo& info, const char* name) const {
     const int64_t flag = IntAttributeOr(info, name, 0);
     if (flag != 0 && flag != 1) throw OpError(ErrorText(node_, ": ", name, " is ", flag, ", expected 0 or 1"));
@@ -188,6 +148,60 @@ class Kernel {
                      expected, ". Feed the model inputs of the shapes it was exported for.");
   }
 
+  // Of heads that lie side by side in the rows of an input, from a head on.
+  static HeadRows SideBySide(const Ort::KernelContext& context, size_t index, int64_t first, int64_t heads,
+                             int64_t rows, int64_t head_dim) {
+    const Ort::ConstValue value = context.GetInput(index);
+    if (value.GetTensorTypeAndShapeInfo().GetElementCount() == 0) return {};  // of any huge sizes
+    const int64_t bytes = head_dim * kFloat;
+    return {value.GetTensorData<float>() + first * head_dim, heads * rows * bytes, bytes, heads * bytes};
+  }
+
+  void CheckHeadDim(int64_t head_dim) const {
+    if (head_dim <= kMostHeadDim) return;
+    throw OpError(ErrorText(node_, ": heads are of ", head_dim, " numbers, expected at most ", kMostHeadDim));
+  }
+
+  // Query, key and value without a cache.
+  AttentionCall ReadInputs(const Ort::KernelContext& context) const {
+    const std::vector<int64_t> query_shape = Shape(context, kQuery);
+    const int64_t query_heads = packed_ ? heads_ + 2 * kv_heads_ : heads_;
+    if (query_shape.size() != 3 || query_shape[2] < 1 || query_shape[2] % query_heads != 0) {
+      throw OpError(Wrong(
+          kQuery, query_shape, "query",
+          ErrorText("[B, S, a multiple of ", query_heads, packed_ ? " heads of query, key and value]" : " heads]")));
+    }
+    AttentionCall call;
+    call.batch = query_shape[0];
+    call.queries = call.keys = query_shape[1];
+    call.head_dim = query_shape[2] / query_heads;
+    CheckHeadDim(call.head_dim);
+    const auto rows_of = [&](size_t index, int64_t first, int64_t heads, int64_t rows) {
+      return SideBySide(context, index, first, heads, rows, call.head_dim);
+    };
+    call.q = rows_of(kQuery, 0, query_heads, call.queries);
+    if (packed_) {
+      call.k = rows_of(kQuery, heads_, query_heads, call.queries);
+      call.v = rows_of(kQuery, heads_ + kv_heads_, query_heads, call.queries);
+      return call;
+    }
+    const std::vector<int64_t> key_shape = Shape(context, kKey);
+    const int64_t width = kv_heads_ * call.head_dim;
+    if (key_shape.size() != 3 || key_shape[0] != call.batch || key_shape[2] != width) {
+      throw OpError(
+          Wrong(kKey, key_shape, "key",
+                ErrorText("[", call.batch, ", T, ", width, "] (", kv_heads_, " heads of ", call.head_dim, ")")));
+    }
+    const std::vector<int64_t> value_shape = Shape(context, kValue);
+    if (value_shape != key_shape) {
+      throw OpError(Wrong(kValue, value_shape, "value", ErrorText("that of the key, ", ShapeText(key_shape))));
+    }
+    call.keys = key_shape[1];
+    call.k = rows_of(kKey, 0, kv_heads_, call.keys);
+    call.v = rows_of(kValue, 0, kv_heads_, call.keys);
+    return call;
+  }
+
   // The rows of an input of [B, S, heads D] or [B, heads, S, D].
   HeadRows Rows(const Ort::KernelContext& context, size_t index, const char* meaning, int64_t heads, int64_t* batch,
                 int64_t* rows, int64_t* head_dim) const {
@@ -199,16 +213,18 @@ class Kernel {
     *batch = shape[0];
     *rows = by_heads ? shape[2] : shape[1];
     *head_dim = by_heads ? shape[3] : shape[2] / heads;
-    if (context.GetInput(index).GetTensorTypeAndShapeInfo().GetElementCount() == 0) return {};  // of any huge sizes
-    const int64_t bytes = *head_dim * static_cast<int64_t>(sizeof(float));
-    return {context.GetInput(index).GetTensorData<float>(), heads * *rows * bytes, by_heads ? *rows * bytes : bytes,
-            by_heads ? bytes : heads * bytes};
+    CheckHeadDim(*head_dim);
+    HeadRows found = SideBySide(context, index, 0, heads, *rows, *head_dim);
+    if (by_heads && found.data != nullptr) {
+      found.row_bytes = *head_dim * kFloat;
+      found.head_bytes = *rows * found.row_bytes;
+    }
+    return found;
   }
 
-  void ComputeCached(Ort::KernelContext& context) {
-    AttentionCall call;
-    call.heads = heads_;
-    call.kv_heads = kv_heads_;
+  // Query, key and value of a call with a cache.
+  CachedCall ReadCachedInputs(const Ort::KernelContext& context) const {
+    CachedCall call;
     if (packed_) {
       const int64_t all = heads_ + 2 * kv_heads_;
       call.q = Rows(context, kQuery, "query", all, &call.batch, &call.queries, &call.head_dim);
@@ -216,114 +232,51 @@ class Kernel {
         throw OpError(Wrong(kQuery, Shape(context, kQuery), "query",
                             ErrorText("[B, S, ", all, " heads of query, key and value]")));
       }
-      call.k = call.v = call.q;
-      if (call.q.data != nullptr) {
-        call.k.data = call.q.At(0, heads_, 0);
-        call.v.data = call.q.At(0, heads_ + kv_heads_, 0);
-      }
-    } else {
-      call.q = Rows(context, kQuery, "query", heads_, &call.batch, &call.queries, &call.head_dim);
-      const auto rows_of = [&](size_t index, const char* meaning) {
-        int64_t batch, rows, head_dim;
-        const HeadRows found = Rows(context, index, meaning, kv_heads_, &batch, &rows, &head_dim);
-        if (batch == call.batch && rows == call.queries && head_dim == call.head_dim) return found;
-        throw OpError(Wrong(index, Shape(context, index), meaning,
-                            ErrorText(call.batch, " sequences of ", call.queries, " rows and ", kv_heads_, " heads of ",
-                                      call.head_dim, ", as the query has it")));
-      };
-      call.k = rows_of(kKey, "key");
-      call.v = rows_of(kValue, "value");
+      call.k = SideBySide(context, kQuery, heads_, all, call.queries, call.head_dim);
+      call.v = SideBySide(context, kQuery, heads_ + kv_heads_, all, call.queries, call.head_dim);
+      return call;
     }
+    call.q = Rows(context, kQuery, "query", heads_, &call.batch, &call.queries, &call.head_dim);
+    const auto rows_of = [&](size_t index, const char* meaning) {
+      int64_t batch, rows, head_dim;
+      const HeadRows found = Rows(context, index, meaning, kv_heads_, &batch, &rows, &head_dim);
+      if (batch == call.batch && rows == call.queries && head_dim == call.head_dim) return found;
+      throw OpError(Wrong(index, Shape(context, index), meaning,
+                          ErrorText(call.batch, " sequences of ", call.queries, " rows and ", kv_heads_, " heads of ",
+                                    call.head_dim, ", as the query has it")));
+    };
+    call.k = rows_of(kKey, "key");
+    call.v = rows_of(kValue, "value");
+    return call;
+  }
+
+  void ComputeCached(Ort::KernelContext& context) {
+    CachedCall call = ReadCachedInputs(context);
+    call.heads = heads_;
+    call.kv_heads = kv_heads_;
+    cache_->ReadLengths(context, call);
+    Complete(context, call);
+    cache_->Run(context, call);
+  }
+
+  // Sets what follows from attributes, the mask and the output.
+  void Complete(Ort::KernelContext& context, AttentionCall& call) const {
+    call.heads = heads_;
+    call.kv_heads = kv_heads_;
     call.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(call.head_dim));
     call.causal = causal_;
     call.zero_hidden_rows = zero_hidden_rows_;
-    call.precision = precision_;
-    const CachedAttention::Lengths lengths = cache_->ReadLengths(context, call);
     if (has_mask_) {
-      const std::vector<int64_t> mask_shape = Shape(context, kMask);
-      const std::vector<int64_t> full{call.batch, heads_, call.queries, cache_->PromptTokens() + lengths.total};
-      if (mask_shape.size() > full.size() || BroadcastShape(full, mask_shape) != full) {
-        throw OpError(Wrong(kMask, mask_shape, "mask", "one that broadcasts to " + ShapeText(full)));
+      const std::vector<int64_t> shape = Shape(context, kMask);
+      const std::vector<int64_t> full{call.batch, heads_, call.queries, call.keys};
+      if (shape.size() > full.size() || BroadcastShape(full, shape) != full) {
+        throw OpError(Wrong(kMask, shape, "mask", "one that broadcasts to " + ShapeText(full)));
       }
-      call.mask = {context.GetInput(kMask).GetTensorData<float>(), BroadcastStrides(mask_shape, full)};
+      call.mask.data = context.GetInput(kMask).GetTensorData<float>();
+      const std::vector<int64_t> strides = BroadcastStrides(shape, full);
+      std::copy(strides.begin(), strides.end(), call.mask.strides.begin());
     }
     call.y = context.GetOutput(0, {call.batch, call.queries, heads_ * call.head_dim}).GetTensorMutableData<float>();
-    cache_->Run(context, call, lengths);
-  }
-
-  // Those of the first head of the first batch.
-  AttentionArgs Args(Ort::KernelContext& context, Sizes& sizes) const {
-    const int64_t head_bytes = sizes.head_dim * static_cast<int64_t>(sizeof(float));
-    AttentionArgs args;
-    args.heads = heads_ / kv_heads_;
-    args.queries = sizes.queries;
-    args.keys = sizes.keys;
-    args.head_dim = sizes.head_dim;
-    args.q = context.GetInput(kQuery).GetTensorData<float>();
-    args.q_head_bytes = head_bytes;
-    args.q_row_bytes = (packed_ ? heads_ + 2 * kv_heads_ : heads_) * head_bytes;
-    if (packed_) {
-      args.k = args.q + heads_ * sizes.head_dim;
-      args.v = args.k + kv_heads_ * sizes.head_dim;
-    } else {
-      args.k = context.GetInput(kKey).GetTensorData<float>();
-      args.v = context.GetInput(kValue).GetTensorData<float>();
-    }
-    args.k_row_bytes = args.v_row_bytes = packed_ ? args.q_row_bytes : kv_heads_ * head_bytes;
-    if (has_mask_) {
-      const std::vector<int64_t> mask_shape = Shape(context, kMask);
-      const std::vector<int64_t> full{sizes.batch, heads_, sizes.queries, sizes.keys};
-      if (mask_shape.size() > full.size() || BroadcastShape(full, mask_shape) != full) {
-        throw OpError(Wrong(kMask, mask_shape, "mask", "one that broadcasts to " + ShapeText(full)));
-      }
-      sizes.mask_strides = BroadcastStrides(mask_shape, full);
-      args.mask = context.GetInput(kMask).GetTensorData<float>();
-      args.mask_head_stride = args.heads > 1 ? sizes.mask_strides[1] : 0;
-      args.mask_query_stride = sizes.mask_strides[2];
-      args.mask_key_stride = sizes.mask_strides[3];
-    }
-    args.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(sizes.head_dim));
-    args.causal = causal_;
-    args.zero_hidden_rows = zero_hidden_rows_;
-    args.y = context.GetOutput(0, {sizes.batch, sizes.queries, heads_ * sizes.head_dim}).GetTensorMutableData<float>();
-    args.y_head_bytes = head_bytes;
-    args.y_row_bytes = heads_ * head_bytes;
-    return args;
-  }
-
-  // Of one head of keys and values.
-  AttentionArgs ArgsOf(const AttentionArgs& first, const Sizes& sizes, int64_t batch, int64_t kv_head) const {
-    const auto floats = [](int64_t bytes) { return bytes / static_cast<int64_t>(sizeof(float)); };
-    AttentionArgs args = first;
-    const int64_t head = kv_head * args.heads;
-    args.q += batch * sizes.queries * floats(args.q_row_bytes) + head * sizes.head_dim;
-    args.k += batch * sizes.keys * floats(args.k_row_bytes) + kv_head * sizes.head_dim;
-    args.v += batch * sizes.keys * floats(args.v_row_bytes) + kv_head * sizes.head_dim;
-    args.y += batch * sizes.queries * floats(args.y_row_bytes) + head * sizes.head_dim;
-    if (args.mask != nullptr) args.mask += batch * sizes.mask_strides[0] + head * sizes.mask_strides[1];
-    return args;
-  }
-
-  void Run(const Ort::KernelContext& context, const Sizes& sizes, const AttentionArgs& first) const {
-    const AttentionKernel& kernel = SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = precision_});
-    const int64_t scratch_bytes = kernel.scratch_bytes(sizes.head_dim);
-    const int64_t rows = first.heads * sizes.queries;
-    const int64_t chunks = (rows + kAttentionRows - 1) / kAttentionRows;
-    const int64_t units = sizes.batch * kv_heads_ * chunks;
-    const int64_t unit_macs = 2 * std::min(rows, kAttentionRows) * sizes.keys * sizes.head_dim;
-    const int64_t most_items = std::clamp<int64_t>(units * unit_macs / kMinItemMacs, 1, units);
-    const int64_t item_units = (units + most_items - 1) / most_items;
-    // Scratch is an item's own, so that a thread uses the same memory again and again, which stays in its cache.
-    const int64_t items = (units + item_units - 1) / item_units;
-    ForEachWithScratch(context, node_, items, scratch_bytes, [&](int64_t item, char* scratch) {
-      const int64_t end = std::min(units, (item + 1) * item_units);
-      for (int64_t unit = item * item_units; unit < end; ++unit) {
-        const int64_t head = unit / chunks;
-        const int64_t row = unit % chunks * kAttentionRows;
-        kernel.run(ArgsOf(first, sizes, head / kv_heads_, head % kv_heads_), row, std::min(rows, row + kAttentionRows),
-                   scratch);
-      }
-    });
   }
 
   std::string node_;
@@ -331,11 +284,11 @@ class Kernel {
   int64_t heads_ = 0;
   int64_t kv_heads_ = 0;
   float scale_ = 0;
-  int precision_ = 32;
   bool causal_ = false;
   bool zero_hidden_rows_ = false;
   bool packed_ = false;
   bool has_mask_ = false;
+  std::optional<AttentionPlan> plan_;  // without a cache
   std::optional<CachedAttention> cache_;
 };
 

@@ -10,11 +10,11 @@
 //
 //     chunks = ceil(P / 512),  C = 32 ceil(ceil(P / chunks) / 32)
 //
-// A chunk of C tokens gives a partial result (decode_attention.h) of all queries that read a head, of m rows:
+// A chunk of C tokens gives a partial result (decode.h) of all queries that read a head, of m rows:
 //
 //     s = log2(e) scale (bf16(q) . k),  max, w = 2^(s - max),  sum of w,  y = sum of bf16(w) v
 //
-// Error, with those of decode_attention.h: e of a score is (head_dim + 8) u sum |log2(e) scale bf16(q)_d k_d| against
+// Error, with those of decode.h: e of a score is (head_dim + 8) u sum |log2(e) scale bf16(q)_d k_d| against
 // the product with the rounded query, which is itself off by up to 2^-8 sum |log2(e) scale q_d k_d|. Rounded weights
 // add 2^-8 (sum over the prompt's tokens of p[j] |v[j]|) to the error of y / sum. A score of NaN or +Inf makes the
 // row's sum NaN, one of -Inf weighs 0. No token is left out.

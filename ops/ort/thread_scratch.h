@@ -1,32 +1,64 @@
-// Pieces of work on ORT's threads, each with scratch memory of its own.
+// Pieces of work on a host's threads, each with scratch memory.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <optional>
-#include <string>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
 
-#include "ort/aligned.h"
-#include "ort/ort_op.h"
+#include "ort/host.h"
 
 namespace ortolan {
 
-// Runs body(item, scratch of bytes) on ORT's threads.
-template <typename Body>
-void ForEachWithScratch(const Ort::KernelContext& context, const std::string& node, int64_t items, int64_t bytes,
-                        const Body& body) {
-  std::atomic<bool> no_memory{false};
-  ParallelFor(context, items, [&](int64_t item) {
-    std::optional<Scratch> scratch;
+// As many pieces of memory as threads use at once. The one that was given back last is handed out first: it is still in
+// a cache.
+class ScratchPool {
+ public:
+  ScratchPool(Host& host, int64_t bytes) : host_(host), bytes_(bytes) {}
+
+  // Null where there is no memory.
+  char* Take() noexcept {
+    const std::lock_guard lock(mutex_);
     try {
-      scratch.emplace(context, static_cast<size_t>(bytes + kScratchAlignment));
+      if (free_.empty()) {
+        free_.reserve(all_.size() + 1);
+        free_.push_back(all_.emplace_back(std::make_unique<HostMemory>(host_, bytes_))->data());
+      }
     } catch (...) {
-      no_memory = true;
-      return;
+      failed_ = true;
+      return nullptr;
     }
-    body(item, AlignedAddress(scratch->data()));
+    char* const piece = free_.back();
+    free_.pop_back();
+    return piece;
+  }
+  void GiveBack(char* piece) noexcept {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(piece);  // there has been room for it
+  }
+  bool failed() const { return failed_; }
+
+ private:
+  Host& host_;
+  int64_t bytes_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<HostMemory>> all_;
+  std::vector<char*> free_;
+  bool failed_ = false;
+};
+
+// Calls body(item, scratch of `bytes`) for 0 <= item < items on the host's threads. Throws std::bad_alloc.
+template <typename Body>
+void ForEachWithScratch(Host& host, int64_t items, int64_t bytes, const Body& body) {
+  ScratchPool pool(host, bytes);
+  host.ParallelFor(items, [&](int64_t item) {
+    char* const scratch = pool.Take();
+    if (scratch == nullptr) return;
+    body(item, scratch);
+    pool.GiveBack(scratch);
   });
-  if (no_memory) throw OpError(ErrorText(node, ": no memory for ", bytes, " bytes of scratch a thread"));
+  if (pool.failed()) throw std::bad_alloc();
 }
 
 }  // namespace ortolan

@@ -161,7 +161,7 @@ def decode_attention(
     kernel: str | None = None,
 ) -> DecodePartial:
     """One token's attention over tokens begin … end-1 of the caches, on one thread: max, sum [kv_heads, heads] and y
-    [kv_heads, heads, head_dim] (ops/nomad_attention/decode_attention.h).
+    [kv_heads, heads, head_dim] (ops/attention/decode.h).
 
     q [kv_heads, heads, head_dim]; keys: codes [kv_heads, capacity, row_bytes] with their codebooks [kv_heads,
     head_dim / d_sub, 16, d_sub], or float32 [kv_heads, rows, head_dim], of the tokens from first_key on; values: int8
@@ -181,6 +181,22 @@ def decode_scores(
     kernel: str | None = None,
 ) -> NDArray[np.float32]:
     """The scores [kv_heads, heads, end - begin] of decode_attention, in powers of two."""
+
+def run_attention_plan(
+    q: NDArray[np.float32],
+    k: NDArray[np.float32],
+    v: NDArray[np.float32],
+    scale: float,
+    causal: bool = False,
+    precision: int = 32,
+    threads: int = 1,
+    most_bytes: int | None = None,
+) -> NDArray[np.float32]:
+    """NoMADAttention's plan (ops/nomad_attention/nomad_attention.h) without a cache, without ONNX Runtime.
+
+    q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]. Raises MemoryError where a piece of
+    its memory is more than most_bytes.
+    """
 
 def kv_cache_kernels() -> list[KernelInfo]:
     """The rows of the table of kernels of caches (ops/attention/kv_cache/kv_cache.h), best first."""

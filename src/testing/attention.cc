@@ -1,7 +1,9 @@
 // ortolan._testing: the exact kernels of NoMADAttention.
 #include "attention/attention.h"
 
+#include "nomad_attention/nomad_attention.h"
 #include "testing.h"
+#include "testing/host.h"
 
 namespace ortolan {
 namespace {
@@ -48,6 +50,38 @@ Array<float> NomadAttention(const CastArray<float>& q, const CastArray<float>& k
   return y;
 }
 
+// Rows [batch, rows, heads, head_dim] as the layers make them.
+HeadRows RowsOf(const Array<float>& rows) {
+  const int64_t row_bytes = rows.shape(2) * rows.shape(3) * kFloat;
+  return {rows.data(), rows.shape(1) * row_bytes, rows.shape(3) * kFloat, row_bytes};
+}
+
+Array<float> RunPlan(const Array<float>& q, const Array<float>& k, const Array<float>& v, float scale, bool causal,
+                     int precision, int threads, std::optional<int64_t> most_bytes) {
+  Require(q.ndim() == 4 && k.ndim() == 4 && v.ndim() == 4 && std::equal(k.shape(), k.shape() + 4, v.shape()) &&
+              q.shape(0) == k.shape(0) && q.shape(3) == k.shape(3) && q.shape(3) > 0 && k.shape(2) > 0 &&
+              q.shape(2) % k.shape(2) == 0 && (!causal || q.shape(1) <= k.shape(1)),
+          "expected q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]");
+  AttentionCall call;
+  call.batch = q.shape(0);
+  call.queries = q.shape(1);
+  call.heads = q.shape(2);
+  call.head_dim = q.shape(3);
+  call.keys = k.shape(1);
+  call.kv_heads = k.shape(2);
+  call.scale = scale;
+  call.causal = causal;
+  call.q = RowsOf(q);
+  call.k = RowsOf(k);
+  call.v = RowsOf(v);
+  Array<float> y({call.batch, call.queries, call.heads, call.head_dim});
+  call.y = y.mutable_data();
+  py::gil_scoped_release release;
+  TestHost host(threads, most_bytes.value_or(INT64_MAX));
+  AttentionPlan(precision).Run(host, call);
+  return y;
+}
+
 }  // namespace
 
 void BindAttention(py::module_& module) {
@@ -55,6 +89,9 @@ void BindAttention(py::module_& module) {
   module.def("nomad_attention", &NomadAttention, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
              py::arg("mask") = py::none(), py::arg("causal") = false, py::arg("zero_hidden_rows") = false,
              py::arg("precision") = 32, py::arg("kernel") = py::none());
+  module.def("run_attention_plan", &RunPlan, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
+             py::arg("causal") = false, py::arg("precision") = 32, py::arg("threads") = 1,
+             py::arg("most_bytes") = py::none());
 }
 
 }  // namespace ortolan

@@ -1,4 +1,4 @@
-"""One token's attention over caches in numpy, with the error bounds of ops/nomad_attention/decode_attention.h."""
+"""One token's attention over caches in numpy, with the error bounds of ops/attention/decode.h."""
 
 from __future__ import annotations
 

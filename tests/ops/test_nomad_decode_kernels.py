@@ -1,4 +1,4 @@
-"""Every kernel of one token's attention against a numpy oracle, by ops/nomad_attention/decode_attention.h."""
+"""Every kernel of one token's attention against a numpy oracle, by ops/attention/decode.h."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def integer_product(
 def decode_error(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, codebooks: np.ndarray | None, int8_values: bool
 ) -> float:
-    """ops/nomad_attention/decode_attention.h, by the largest numbers of all rows [..., rows, head_dim].
+    """ops/attention/decode.h, by the largest numbers of all rows [..., rows, head_dim].
 
     k: the keys; with codebooks these count instead.
     """

@@ -9,14 +9,13 @@
 // it is, with queries and weights rounded to bf16. Others unpack it to floats.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "nomad_attention/prompt_cache.h"
 #include "ort/ort_op.h"
 
 namespace ortolan {
-
-struct AttentionCall;
 
 class CachedPrompt {
  public:
@@ -25,27 +24,7 @@ class CachedPrompt {
   // prompt_tokens.
   CachedPrompt(const OrtKernelInfo& info, const std::string& node, size_t first_input, int64_t kv_heads);
 
-  int64_t Tokens() const { return cache_.tokens; }
-  const PromptCache& cache() const { return cache_; }
-
-  // The partial results of all rows of a call: [KV][batch x queries x group], as parts that add up.
-  class Partials {
-   public:
-    Partials(const Ort::KernelContext& context, const std::string& node, const CachedPrompt& prompt,
-             const AttentionCall& call);
-    // Adds those of the query heads of (batch, kv_head, query).
-    void MergeInto(const DecodePartial& whole, int64_t batch, int64_t kv_head, int64_t query) const;
-
-   private:
-    // Of an item (block of rows, kv_head, part), from a row of the block on.
-    DecodePartial At(int64_t item, int64_t row) const;
-
-    const AttentionCall& call_;
-    int64_t rows_;   // that read a head of keys and values
-    int64_t parts_;  // of the tokens
-    int64_t item_floats_;
-    Scratch memory_;
-  };
+  const PromptCache& cache() const { return cache_; }  // no tokens: there is none
 
  private:
   PromptCache cache_;

@@ -1,0 +1,92 @@
+// NoMADAttention as a plan: all heads of a call on a host's threads. Free of ONNX Runtime. attention/attention.h says
+// what is computed; query head h reads key and value head h / (heads / kv_heads).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "attention/attention.h"
+#include "isa/tuning.h"
+#include "ort/thread_scratch.h"
+
+namespace ortolan {
+
+// Rows of heads in memory; bytes from one to the next.
+struct HeadRows {
+  const float* data = nullptr;
+  int64_t batch_bytes = 0;
+  int64_t head_bytes = 0;
+  int64_t row_bytes = 0;
+
+  const float* At(int64_t batch, int64_t head, int64_t row) const {
+    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(data) + batch * batch_bytes +
+                                          head * head_bytes + row * row_bytes);
+  }
+};
+
+// Of a mask that broadcasts to [batch, heads, queries, keys]; strides in elements, 0 where it is broadcast.
+struct MaskRows {
+  const float* data = nullptr;
+  std::array<int64_t, 4> strides{};
+
+  const float* At(int64_t batch, int64_t head, int64_t query) const {
+    return data + batch * strides[0] + head * strides[1] + query * strides[2];
+  }
+};
+
+struct AttentionCall {
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t queries = 0;
+  int64_t keys = 0;
+  int64_t head_dim = 0;
+  float scale = 1.0f;
+  bool causal = false;
+  bool zero_hidden_rows = false;
+  HeadRows q, k, v;
+  MaskRows mask;
+  float* y = nullptr;  // [batch, queries, heads x head_dim]
+
+  int64_t Group() const { return heads / kv_heads; }
+  float* Y(int64_t batch_row, int64_t head, int64_t query) const {
+    return y + ((batch_row * queries + query) * heads + head) * head_dim;
+  }
+};
+
+// Of one head of keys and values, for queries first … first + count - 1.
+AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, int64_t first, int64_t count);
+
+// Attention of some heads of keys and values with `rows` query rows each; args_of(i) are those of head i, of `keys`
+// keys at most.
+template <typename MakeArgs>
+void AttendHeads(Host& host, const AttentionKernel& kernel, int64_t heads, int64_t rows, int64_t keys, int64_t head_dim,
+                 const MakeArgs& args_of) {
+  const int64_t chunks = (rows + kAttentionRows - 1) / kAttentionRows;
+  const int64_t units = heads * chunks;
+  const int64_t unit_macs = std::max<int64_t>(2 * std::min(rows, kAttentionRows) * keys * head_dim, 1);
+  const int64_t item_units = std::clamp<int64_t>(ActiveTuning().piece_macs / unit_macs, 1, units);
+  const int64_t items = (units + item_units - 1) / item_units;
+  ForEachWithScratch(host, items, kernel.scratch_bytes(head_dim), [&](int64_t item, char* scratch) {
+    const int64_t end = std::min(units, (item + 1) * item_units);
+    for (int64_t unit = item * item_units; unit < end; ++unit) {
+      const int64_t row = unit % chunks * kAttentionRows;
+      kernel.run(args_of(unit / chunks), row, std::min(rows, row + kAttentionRows), scratch);
+    }
+  });
+}
+
+class AttentionPlan {
+ public:
+  // precision: of the products, 32 or 16.
+  explicit AttentionPlan(int precision);
+
+  // Queries, keys and values of the call alone. Throws std::bad_alloc.
+  void Run(Host& host, const AttentionCall& call) const;
+
+ private:
+  const AttentionKernel& kernel_;
+};
+
+}  // namespace ortolan
