@@ -17,7 +17,6 @@ from ..epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..layer_norm import add_layer_norm
 from ..linear import Linear
 from ..lut import graph_order
-from ..model_file import release_maps
 from ..normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, require_normalized
 from ..options import Globs, PassOptions, takes
 from ..pipeline import PassContext, RecipePass, layer_key
@@ -50,7 +49,7 @@ from .masked_matmul_function import OP_TYPE as MASKED_MATMUL
 from .nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
 from .nomad_attention_function import nomad_attention_function, uses_of
 from .notes import note_adopted, note_apart, note_stored_twice, why_nothing
-from .replacement import LayerWeight, PackedTensor, Replacement, nodes_of, stored_tensor
+from .replacement import LayerWeight, Replacement, nodes_of, range_arrays, stored_tensor
 from .sparse_amx_matmul import SparseAMXMatMul
 from .vnni_spmm import VNNISpMM
 from .w4a8_matmul import W4A8MatMul
@@ -324,7 +323,7 @@ class ReplacePass(RecipePass):
         packed = self._pack(model, [first], hidden.weight)
         constants = {f"hidden_{name}": value for name, value in packed.items()}
         bias = self._bias(model, [first])
-        arrays = {"table": table.table, **_range_arrays("table_x", table.x), **_range_arrays("table_y", table.y)}
+        arrays = {"table": table.table, **range_arrays("table_x", table.x), **range_arrays("table_y", table.y)}
         if bias is None:
             arrays["hidden_bias"] = np.zeros(first.n, np.float32)
         else:
@@ -341,7 +340,7 @@ class ReplacePass(RecipePass):
         """The range of the layer's input as constants of its graph; equal ones are shared."""
         key = (chosen, id(linear.node.graph))
         if key not in self._ranges:
-            self._ranges[key] = self._constants(model, linear, _range_arrays("x", chosen))
+            self._ranges[key] = self._constants(model, linear, range_arrays("x", chosen))
         return self._ranges[key]
 
     def _x_range(self, linear: Linear) -> FixedRange | None:
@@ -442,14 +441,11 @@ class ReplacePass(RecipePass):
         originals = [context.originals.get(layer_key(linear)) for linear in linears]
         if x is None or None in originals:
             return
-        tensors = {part: value.const_value for part, value in values.items() if value.const_value is not None}
-        packed = {part: PackedTensor(_bits(tensor), tensor.dtype) for part, tensor in tensors.items()}
+        packed = {part: value.const_value for part, value in values.items() if value.const_value is not None}
         assert given is not None
         if weight.x_threshold:
             x = np.where(np.abs(given) <= np.float32(weight.x_threshold), np.float32(0), given)
         found = self._replacement.run(x, packed, weight)
-        del packed
-        release_maps([tensor for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)])
         product = x @ weight.matrix
         if (np.abs(found - product) > self._replacement.rounding_bound(x, weight)).any():
             raise VerificationError(
@@ -495,13 +491,9 @@ class ReplacePass(RecipePass):
             widen = ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float")
             nodes.append(widen)
             x = widen.outputs[0]
-        k, n = weight.matrix.shape
         gated_columns = linear.n if len(linears) == 2 else 0
-        attributes = self._replacement.attributes(k, n, weight.quantized, epilogue.activation, gated_columns)
-        if self._replacement.normalizes:
-            attributes.append(ir.AttrFloat32("norm_epsilon", -1.0 if epilogue.norm is None else epilogue.norm.epsilon))
-        if self._replacement.masks_inputs:
-            attributes.append(ir.AttrFloat32("a_threshold", weight.x_threshold))
+        epsilon = -1.0 if epilogue.norm is None else epilogue.norm.epsilon
+        attributes = self._replacement.node_attributes(weight, epilogue.activation, gated_columns, epsilon)
         if epilogue.norm is not None:
             packed = packed | self._constants(model, linear, epilogue.norm.arrays())
         bias = self._bias(model, linears)
@@ -565,19 +557,9 @@ class ReplacePass(RecipePass):
         return _initializer(first, ir.Tensor(join_columns(arrays), name=name))
 
 
-def _range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
-    return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}
-
-
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:
     norm = float(np.linalg.norm(of))
     return float(np.linalg.norm(difference)) / norm if norm else None
-
-
-def _bits(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's elements; bf16 ones as uint16."""
-    array = tensor.numpy()
-    return array.view(np.uint16) if tensor.dtype == ir.DataType.BFLOAT16 else array
 
 
 def _initializer(linear: Linear, tensor: ir.TensorProtocol) -> ir.Value:

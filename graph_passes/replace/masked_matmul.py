@@ -33,6 +33,7 @@ _SMALLEST_NORMAL = 2.0**-126
 class MaskedMatMul(Replacement):
     """Y = X' W, X' being X without what is not above the layer's threshold. A bias is added behind."""
 
+    op_type = OP_TYPE
     has_epilogue = False
     masks_inputs = True
 
@@ -82,12 +83,6 @@ class MaskedMatMul(Replacement):
         # group_size 0: one scale a column. b_finite is for a B that is computed.
         numbers = {"format_version": _FORMAT_VERSION, "group_size": 0, "b_finite": 0}
         return [ir.AttrFloat32("b_threshold", 0.0), *(ir.AttrInt64(name, number) for name, number in numbers.items())]
-
-    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _testing
-
-        scales = packed["b_scale"].array if "b_scale" in packed else None
-        return _testing.masked_rows(x, packed["B"].array, scales, group=weight.matrix.shape[0])
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         rounding = _FLOAT_ROUNDING

@@ -5,18 +5,26 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.session import open_session, register
+
+from ..calibrate import quiet_options
 from ..epilogue import Activation
-from ..normalize import ORTOLAN_DOMAIN
+from ..model_file import to_bytes
+from ..normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 from ..quantizers.fixed_range import FixedRange
 from ..spill import TensorSpill
 
 if TYPE_CHECKING:
     from ..quantize import Quantization, QuantizedWeight
+
+
+_OPSET = 17
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,9 @@ class LayerWeight:
 
 
 class Replacement(abc.ABC):
-    """A layer and its epilogue (ops/support/linear_op.h) by an operator of ours, its weight packed ahead of time."""
+    """A layer and its epilogue (ops/matmul/linear_op.h) by an operator of ours, its weight packed ahead of time."""
 
+    op_type: ClassVar[str]
     # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
     normalizes = False
     # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
@@ -95,9 +104,47 @@ class Replacement(abc.ABC):
     ) -> list[ir.Attr]:
         """The attributes of the node, for a weight [k, n]. gated_columns: see gated.py; 0 otherwise."""
 
-    @abc.abstractmethod
-    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        """x W as the operator computes it, for x float32 [m, k], rounded as the weight's x_range says."""
+    def node_attributes(
+        self,
+        weight: LayerWeight,
+        activation: Activation = Activation.NONE,
+        gated_columns: int = 0,
+        norm_epsilon: float = -1.0,
+    ) -> list[ir.Attr]:
+        """All attributes of a node with this weight; norm_epsilon: negative without a LayerNormalization."""
+        k, n = weight.matrix.shape
+        attributes = self.attributes(k, n, weight.quantized, activation, gated_columns)
+        if self.normalizes:
+            attributes.append(ir.AttrFloat32("norm_epsilon", norm_epsilon))
+        if self.masks_inputs:
+            attributes.append(ir.AttrFloat32("a_threshold", weight.x_threshold))
+        return attributes
+
+    def run(self, x: np.ndarray, packed: Mapping[str, ir.TensorProtocol], weight: LayerWeight) -> np.ndarray:
+        """x W as ONNX Runtime computes it by the operator alone, for x float32 [m, k], rounded as the weight's x_range
+        says."""
+        tensors = dict(packed)
+        if weight.x_range is not None:
+            ranges = range_arrays("x", weight.x_range)
+            tensors |= {part: ir.Tensor(array, name=f"{part} of x") for part, array in ranges.items()}
+        values = {part: _constant(tensor) for part, tensor in tensors.items()}
+        given = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(x.shape))
+        inputs = self.inputs(given, values, None, None)
+        node = ir.Node(ORTOLAN_DOMAIN, self.op_type, inputs, self.node_attributes(weight), name="layer")
+        node.outputs[0].name = "y"
+        node.outputs[0].type = given.type
+        graph = ir.Graph(
+            [given], node.outputs, nodes=[node], initializers=list(values.values()),
+            opset_imports={"": _OPSET, ORTOLAN_DOMAIN: 1}, name="layer",
+        )  # fmt: skip
+        model = ir.Model(graph, ir_version=MINIMUM_IR_VERSION)
+        self.fill_inputs(model, lambda name: f"{name} of none")
+        folders = {str(tensor.base_dir) for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)}
+        options = quiet_options()
+        register(options)
+        session = open_session(to_bytes(model), options, data_folder=Path(*folders) if folders else None)
+        (y,) = session.run(None, {"x": x})
+        return np.asarray(y)
 
     @abc.abstractmethod
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
@@ -123,6 +170,15 @@ class Replacement(abc.ABC):
         unpack_once: ONNX Runtime may unpack all weights when it loads the model, which is fast to run but takes much
         memory; otherwise it unpacks one layer after another in each run.
         """
+
+
+def range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
+    """The range as the inputs <prefix>_scale and <prefix>_zero_point."""
+    return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}
+
+
+def _constant(tensor: ir.TensorProtocol) -> ir.Value:
+    return ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
 
 
 def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:

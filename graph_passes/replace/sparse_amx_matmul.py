@@ -56,6 +56,8 @@ _SMALLEST_NORMAL = 2.0**-126
 class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
+    op_type = OP_TYPE
+
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if isinstance(quantization, StoredInt4):
             return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
@@ -120,18 +122,6 @@ class SparseAMXMatMul(Replacement):
             "gated_columns": gated_columns,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
-
-    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _testing
-
-        k, n = weight.matrix.shape
-        masks, values, offsets = packed["masks"].array, packed["values"].array, packed["offsets"].array
-        if weight.quantized is None:
-            return _testing.sparse_amx_matmul(x, masks, values, offsets, k, n)
-        scales, group_size = packed["scales"].array, weight.quantized.group_size
-        if group_size is None:
-            return _testing.sparse_amx_matmul_int8(x, masks, values, offsets, scales, k, n)
-        return _testing.sparse_amx_matmul_int4(x, masks, values, offsets, scales, group_size, k, n)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)

@@ -36,6 +36,7 @@ class VNNISpMM(Replacement):
     """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps, of each
     row's own range or of a fixed one."""
 
+    op_type = OP_TYPE
     normalizes = True
     takes_ranges = True
 
@@ -85,16 +86,6 @@ class VNNISpMM(Replacement):
             "hidden_k": 0,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
-
-    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _testing
-
-        k, n = weight.matrix.shape
-        values, indices, starts, scales = (packed[name].array for name in ("values", "indices", "starts", "scales"))
-        if weight.x_range is None:
-            return _testing.vnni_spmm(x, values, indices, starts, scales, k, n)
-        scale, zero_point = float(weight.x_range.scale), int(weight.x_range.zero_point)
-        return _testing.vnni_spmm(x, values, indices, starts, scales, k, n, x_scale=scale, x_zero_point=zero_point)
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         magnitude = np.abs(weight.matrix)

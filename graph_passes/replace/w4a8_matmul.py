@@ -42,6 +42,8 @@ _SMALLEST_NORMAL = 2.0**-126
 class W4A8MatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
 
+    op_type = OP_TYPE
+
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 4:
             return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
@@ -95,23 +97,6 @@ class W4A8MatMul(Replacement):
             "gated_columns": gated_columns,
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
-
-    def run(self, x: np.ndarray, packed: PackedWeight, weight: LayerWeight) -> np.ndarray:
-        from ortolan import _testing
-
-        assert weight.quantized is not None and weight.quantized.group_size is not None
-        k, n = weight.matrix.shape
-        scales = packed["scales"]
-        zero_points = packed.get("zero_points")
-        return _testing.w4a8_matmul(
-            x,
-            packed["weights"].array,
-            scales.array.view(np.uint16) if scales.dtype == ir.DataType.FLOAT16 else scales.array,
-            weight.quantized.group_size,
-            k,
-            n,
-            zero_points=None if zero_points is None else zero_points.array,
-        )
 
     def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
         assert weight.quantized is not None and weight.quantized.group_size is not None

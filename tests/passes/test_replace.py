@@ -12,7 +12,7 @@ import ortolan
 from ortolan import Recipe
 from ortolan.graph_passes import replace
 from ortolan.graph_passes.quantize import QuantizedWeight
-from ortolan.graph_passes.replace.replacement import LayerWeight
+from ortolan.graph_passes.replace.replacement import LayerWeight, stored_tensor
 from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.replace.w4a8_matmul import W4A8MatMul
 from ortolan.graph_passes.spill import TensorSpill
@@ -365,7 +365,8 @@ def test_rounding_of_denormal_scales_is_allowed_for(tmp_path):
         )
         weight = LayerWeight(quantized.matrix(), quantized)
         operator, x = W4A8MatMul(), np.full((3, 64), 0.5, np.float32)
-        error = np.abs(operator.run(x, operator.pack(weight), weight) - x @ weight.matrix)
+        packed = {part: stored_tensor(spill, part, tensor) for part, tensor in operator.pack(weight).items()}
+        error = np.abs(operator.run(x, packed, weight) - x @ weight.matrix)
         assert error.max() > 0
         assert (error <= operator.rounding_bound(x, weight)).all()
 
