@@ -34,11 +34,12 @@ import numpy as np
 import onnxruntime as ort
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-from .. import _native, _testing
+from .. import _native
 from ..errors import OrtolanError
 from ..graph_passes.prompt_cache import PromptCache, prune_prompt
 from ..progress import Progress, no_progress
 from ..session import register
+from .bare_kernels import required_kernels
 from .cold_layers import cold_copies
 from .result import BenchOptions, BenchResult, BenchRow
 from .timing import StreamReader, Timing, interleave, last_level_cache_bytes, pinned
@@ -72,6 +73,7 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     for name in ("cases", "sparsity", "layers", "batch", "kinds", "group_size"):
         if getattr(options, name) is not None:
             raise OrtolanError(f"{OP} has no weights: options about layers and weights do not apply; leave them out")
+    required_kernels()
     result = BenchResult(
         notes=[
             "step, scores: the kernel alone, on one thread. node: the operator in a session.",
@@ -258,13 +260,15 @@ def _ours(caches: Sequence[np.ndarray], attend: Callable[..., object]) -> Measur
 
 
 def _step(q: np.ndarray, codebooks: np.ndarray | None, tokens: int | None = None) -> Callable[..., object]:
-    return lambda keys, values: _testing.finish_decode(
-        _testing.decode_attention(q, SCALE, keys, values, codebooks, tokens)
+    kernels = required_kernels()
+    return lambda keys, values: kernels.finish_decode(
+        kernels.decode_attention(q, SCALE, keys, values, codebooks, tokens)
     )
 
 
 def _scores(q: np.ndarray, codebooks: np.ndarray | None) -> Callable[..., object]:
-    return lambda keys: _testing.decode_scores(q, SCALE, keys, codebooks)
+    kernels = required_kernels()
+    return lambda keys: kernels.decode_scores(q, SCALE, keys, codebooks)
 
 
 def _ort_caches(rng: np.random.Generator, context: int, dtype: type) -> list[np.ndarray]:

@@ -138,13 +138,13 @@ def summarize(
 
 
 def cpu_name() -> str:
-    """The CPU and the tier in use, as results name them."""
+    """The CPU and its features in use, as results name them."""
     cpu = cpu_info()
     return f"{cpu['name']} ({cpu['isa']})"
 
 
 def versions_line(versions: Mapping[str, str] | None = None) -> str:
-    """CPU, tier and versions in one line: what every printed result begins with."""
+    """CPU, features and versions in one line: what every printed result begins with."""
     versions = package_versions() if versions is None else versions
     return " · ".join([cpu_name(), *(f"{name} {number}" for name, number in versions.items())])
 

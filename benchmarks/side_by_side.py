@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import OrtolanError
 from ..progress import Progress
+from .bare_kernels import bare_kernels
 from .cold_layers import Candidate
 from .result import BenchOptions, BenchResult, BenchRow
 from .shapes import LAYERS
@@ -125,6 +126,8 @@ def measure(
     seconds, min_rounds = (QUICK_SECONDS, QUICK_ROUNDS) if options.quick else (SECONDS, min_rounds)
     total = len(options.threads) * sum(len(plan.shape.batch) for plan in plans)
     done = 0
+    if bare_kernels() is None:
+        result.notes.append("stream_read is left out: only builds with ORTOLAN_TESTING have it.")
     try:
         for plan in plans:
             where = f"{plan.title} {plan.shape.k} x {plan.shape.n}"
@@ -134,7 +137,7 @@ def measure(
             for threads in options.threads:
                 with pinned(threads):
                     binds = {name: candidate.open(threads) for name, candidate in setup.candidates.items()}
-                    stream = StreamReader(threads)
+                    stream = None if bare_kernels() is None else StreamReader(threads)
                     for m in plan.shape.batch:
                         progress(f"{where}, {m} rows, threads {threads}", done, total)
                         x = np.random.default_rng(m).standard_normal((m, plan.shape.k), dtype=np.float32)

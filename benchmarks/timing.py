@@ -97,7 +97,9 @@ def copies_to_stay_cold(bytes_each: int) -> int:
 
 
 class StreamReader:
-    """Reads a buffer of eight times the L3 as fast as this machine can: the yardstick of memory-bound kernels."""
+    """Reads a buffer of eight times the L3 as fast as this machine can: the yardstick of memory-bound kernels.
+
+    It is one of the bare kernels (bare_kernels.py)."""
 
     PREFETCH_BYTES = (0, 4096, 12288)
 
@@ -107,7 +109,7 @@ class StreamReader:
 
     def candidates(self) -> dict[str, Callable[[], object]]:
         """One candidate a prefetch distance; the fastest is the stream rate."""
-        from .._native import stream_read
+        from .._testing import stream_read
 
         return {
             f"stream_read {distance}": partial(stream_read, self.buffer, self.threads, distance)

@@ -14,11 +14,9 @@ py::dict CpuInfo() {
   py::dict info;
   info["name"] = CpuName();
   const std::vector<std::string> active = NamesOf(ActiveFeatures());
-  const std::vector<std::string> detected = NamesOf(DetectedFeatures());
   info["isa"] = active.back();
-  info["detected_isa"] = detected.back();
   info["features"] = active;
-  info["detected_features"] = detected;
+  info["detected_features"] = NamesOf(DetectedFeatures());
   info["isa_problem"] = IsaProblem();
   info["microarchitecture"] = ActiveTuning().microarchitecture;
   return info;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ class Replacement(abc.ABC):
 
     def run(self, x: np.ndarray, packed: Mapping[str, ir.TensorProtocol], weight: LayerWeight) -> np.ndarray:
         """x W as ONNX Runtime computes it by the operator alone, for x float32 [m, k], rounded as the weight's x_range
-        says."""
+        says; x_threshold is not applied."""
         tensors = dict(packed)
         if weight.x_range is not None:
             ranges = range_arrays("x", weight.x_range)
@@ -130,7 +131,8 @@ class Replacement(abc.ABC):
         values = {part: _constant(tensor) for part, tensor in tensors.items()}
         given = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(x.shape))
         inputs = self.inputs(given, values, None, None)
-        node = ir.Node(ORTOLAN_DOMAIN, self.op_type, inputs, self.node_attributes(weight), name="layer")
+        attributes = self.node_attributes(dataclasses.replace(weight, x_threshold=0.0))
+        node = ir.Node(ORTOLAN_DOMAIN, self.op_type, inputs, attributes, name="layer")
         node.outputs[0].name = "y"
         node.outputs[0].type = given.type
         graph = ir.Graph(

@@ -8,15 +8,13 @@ from numpy.typing import NDArray
 class CpuInfo(TypedDict):
     name: str
     isa: str
-    detected_isa: str
     features: list[str]
     detected_features: list[str]
     isa_problem: str
     microarchitecture: str
 
 def cpu_info() -> CpuInfo:
-    """The CPU's name, the feature sets in use and those that it has (isa, detected_isa: the last of each), what is
-    wrong with ORTOLAN_ISA ("" if nothing), and the row of ops/isa/tuning.inc in use."""
+    """What ortolan.cpu_info says."""
 
 def pack_bitmap(
     w: NDArray[Any], dense: bool = False

@@ -5,6 +5,9 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+def feature_sets() -> list[str]:
+    """The names of all rows of ops/isa/feature_sets.inc, a set behind those that it contains."""
+
 class KernelInfo(TypedDict):
     name: str
     isa: str

@@ -137,7 +137,7 @@ class DemoResult:
         agree = self.agreement
         head = (
             f"{self.model}, recipe {self.recipe}: {self.layers_replaced} layers at {self.sparsity:.0%} sparsity, "
-            f"optimized in {self.optimize_seconds:.1f} s\n{self.cpu}, tier {self.isa}, onnxruntime {self.onnxruntime}"
+            f"optimized in {self.optimize_seconds:.1f} s\n{self.cpu} ({self.isa}), onnxruntime {self.onnxruntime}"
         )
         agreement = (
             f"Agreement: the embeddings of a sentence by both models have cosine {agree.cosine_mean:.4f} on average, "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Status = Literal["ok", "note", "failed"]
 
 _REINSTALL = "reinstall Ortolan for this Python (in a source tree: pip install .)"
+_UNSET = "unset ORTOLAN_ISA, or set it to one of those"
 _SELF_TEST_SECONDS = 120
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "failed": "[red]FAILED[/]"}
 
@@ -45,13 +46,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Tier:
-    """An ISA tier: which CPUs have it, what it brings, the kernel that SparseAMXMatMul runs there."""
+class FeatureSet:
+    """CPU features that kernels are written for: which CPUs have them, what they bring, whether kernels use them."""
 
     name: str
     cpus: str
     brings: str
-    kernel: str
     state: Literal["in use", "available", ""]
 
 
@@ -60,7 +60,7 @@ class DoctorReport:
     """What all checks found. Prints as two tables with rich."""
 
     checks: tuple[Check, ...]
-    tiers: tuple[Tier, ...]
+    feature_sets: tuple[FeatureSet, ...]
 
     @property
     def passed(self) -> bool:
@@ -68,7 +68,8 @@ class DoctorReport:
         return all(check.status != "failed" for check in self.checks)
 
     def to_json(self) -> str:
-        """{"passed", "checks": [{"name", "status", "detail", "advice"}], "tiers": [{"name", "cpus", …}]}"""
+        """{"passed", "checks": [{"name", "status", "detail", "advice"}], "feature_sets": [{"name", "cpus",
+        "brings", "state"}]}"""
         return json.dumps({"passed": self.passed, **asdict(self)}, indent=2)
 
     def __rich__(self) -> RenderableType:
@@ -84,16 +85,16 @@ class DoctorReport:
             if check.advice:
                 found.append(f"\n-> {check.advice}", style="bold")
             checks.add_row(check.name, _MARKS[check.status], found)
-        tiers = Table()
-        for column in ("CPU tier", "", "CPUs", "brings", "SparseAMXMatMul kernel"):
-            tiers.add_column(column, overflow="fold")
-        for tier in self.tiers:
-            tiers.add_row(tier.name, tier.state, tier.cpus, tier.brings, tier.kernel)
+        sets = Table()
+        for column in ("CPU features", "", "CPUs", "bring"):
+            sets.add_column(column, overflow="fold")
+        for one in self.feature_sets:
+            sets.add_row(one.name, one.state, one.cpus, one.brings)
         failed = sum(check.status == "failed" for check in self.checks)
         verdict = (
             "Everything that Ortolan needs works." if self.passed else f"{failed} failed; what to do stands above."
         )
-        return Group(checks, tiers, Text(verdict, style="green" if self.passed else "red"))
+        return Group(checks, sets, Text(verdict, style="green" if self.passed else "red"))
 
 
 def run_doctor() -> DoctorReport:
@@ -107,7 +108,7 @@ def run_doctor() -> DoctorReport:
         _guarded("operator library", check_library),
     ]
     checks += [_guarded(name, partial(check_extra, name)) for name in _EXTRAS]
-    return DoctorReport(tuple(checks), describe_tiers())
+    return DoctorReport(tuple(checks), describe_feature_sets())
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -185,60 +186,52 @@ def check_native_module() -> Check:
 
 
 def check_cpu() -> Check:
-    """The CPU's name and tier."""
+    """The CPU's name, and which of its features are used."""
     info = cpu_info()
-    tier = f"tier {info['isa']}"
-    if info["isa"] != info["detected_isa"]:
-        tier += f" (this CPU could do {info['detected_isa']})"
+    detail = f"{info['name']}: uses {', '.join(info['features'])}"
+    if unused := [name for name in info["detected_features"] if name not in info["features"]]:
+        detail += f"; has {', '.join(unused)}, too"
     if info["isa"] == "scalar":
-        return Check("CPU", "note", f"{info['name']}: {tier}", "right answers, but slower than plain ONNX Runtime here")
-    return Check("CPU", "ok", f"{info['name']}: {tier}")
+        return Check("CPU", "note", detail, "right answers, but slower than plain ONNX Runtime here")
+    return Check("CPU", "ok", detail)
 
 
 def check_isa_override() -> Check:
     """The environment variable ORTOLAN_ISA."""
     value = os.environ.get("ORTOLAN_ISA")
     if not value:
-        return Check("ORTOLAN_ISA", "ok", "not set: the CPU's best tier is used")
+        return Check("ORTOLAN_ISA", "ok", "not set: all features of the CPU are used")
     info = cpu_info()
     if info["isa_problem"]:
-        return Check("ORTOLAN_ISA", "failed", str(info["isa_problem"]), "unset ORTOLAN_ISA, or set it to a known tier")
-    if value != info["isa"]:
-        return Check("ORTOLAN_ISA", "note", f"'{value}', but this CPU ends at {info['isa']}: it only lowers the tier")
-    return Check("ORTOLAN_ISA", "note", f"'{value}': no kernel above this tier runs", "unset it for full speed")
+        return Check("ORTOLAN_ISA", "failed", str(info["isa_problem"]), _UNSET)
+    return Check("ORTOLAN_ISA", "note", f"'{value}': no kernel uses other features", "unset it for full speed")
 
 
-# Name, CPUs, what it brings; ordered as Isa in ops/isa/isa.h.
-_TIERS = (
+# Name, CPUs, what it brings; the names and the order of ops/isa/feature_sets.inc.
+_FEATURE_SETS = (
     ("scalar", "any", "portable code: right answers, no speed"),
     ("avx2", "Haswell 2013, Zen 1 and later", "8 multiply-adds at a time in fp32"),
+    ("avxvnni", "Alder Lake, Sapphire Rapids, Zen 5 and later", "the same, with int8 products in fours (vpdpbusd)"),
     ("avx512", "Ice Lake, Zen 4 and later", "16 at a time; sparse weights expand in registers (vpexpandw)"),
     ("avx512bf16", "Zen 4, Sapphire Rapids and later", "the same, with bf16 products in pairs (vdpbf16ps)"),
     ("amx", "Sapphire Rapids and later Xeons", "the same, with the tile unit for wide inputs"),
+    ("neon", "any 64-bit Arm", "4 multiply-adds at a time in fp32"),
+    ("dotprod", "Neoverse N1, Apple M1 and later", "the same, with int8 products in fours (sdot)"),
+    ("i8mm", "Neoverse V1, Apple M2 and later", "the same, with int8 and bf16 products of small matrices"),
 )
 
 
-def describe_tiers() -> tuple[Tier, ...]:
-    """Every tier, the best last; without the native module nothing is known of kernels and this CPU."""
-    order = [name for name, _, _ in _TIERS]
+def describe_feature_sets() -> tuple[FeatureSet, ...]:
+    """Every set, the best of a kind of CPU last; without the native module nothing is known of this CPU."""
     try:
-        from . import _testing
-
         info = cpu_info()
-        kernels = [(str(row["name"]), order.index(row["isa"])) for row in _testing.sparse_amx_matmul_kernels()]
-        active, detected = order.index(info["isa"]), order.index(info["detected_isa"])
+        used, detected = info["features"], info["detected_features"]
     except Exception:
-        kernels, active, detected = [], -1, -1
-    tiers = []
-    for rank, (name, cpus, brings) in enumerate(_TIERS):
-        kernel = next((kernel for kernel, needs in kernels if needs <= rank), "?")
-        state: Literal["in use", "available", ""] = ""
-        if rank == active:
-            state = "in use"
-        elif rank <= detected:
-            state = "available"
-        tiers.append(Tier(name, cpus, brings, kernel, state))
-    return tuple(tiers)
+        used = detected = []
+    return tuple(
+        FeatureSet(name, cpus, brings, "in use" if name in used else "available" if name in detected else "")
+        for name, cpus, brings in _FEATURE_SETS
+    )
 
 
 # --- the operator library ---------------------------------------------------------------------------------------------
@@ -336,7 +329,7 @@ def _problem(returncode: int, stderr: str) -> str:
 
 def _library_advice(problem: str) -> str:
     if "ORTOLAN_ISA" in problem:
-        return "unset ORTOLAN_ISA, or set it to a known tier"
+        return _UNSET
     if "No module named" in problem or "ImportError" in problem:
         return "put the packages above in order first"
     if "Upgrade onnxruntime" in problem or "register_custom_ops_library" in problem:

@@ -42,7 +42,14 @@ def get_library_path() -> str:
 
 
 def cpu_info() -> dict[str, Any]:
-    """The CPU's name, the instruction set that the kernels use, the one detected, and what is wrong if they differ."""
+    """What kernels know of this CPU.
+
+    name, microarchitecture: its own name for itself, and the row of ops/isa/tuning.inc that fits it.
+    features, detected_features: the feature sets (ops/isa/feature_sets.inc) that kernels may use, and all that the CPU
+    has; they differ where the environment variable ORTOLAN_ISA names a set.
+    isa: the last of features.
+    isa_problem: "", or why ORTOLAN_ISA cannot be used: then the operator library refuses to load.
+    """
     try:
         from ortolan import _native
     except ImportError as error:

@@ -2,6 +2,11 @@
 
 PYBIND11_MODULE(_testing, module) {
   module.doc() = "Kernels of Ortolan for tests and benchmarks, by name, on one thread.";
+  module.def("feature_sets", [] {
+    std::vector<std::string> names;
+    for (const ortolan::NamedFeatureSet& set : ortolan::FeatureSets()) names.emplace_back(set.name);
+    return names;
+  });
   ortolan::BindMatMul(module);
   ortolan::BindAttention(module);
   ortolan::BindDecodeAttention(module);

@@ -3,9 +3,9 @@
     with amx() as emulator:         # None where the CPU has AMX
         …                           # tile instructions run in this process, in every thread
 
-Kernels are chosen by tier, and the tier is found once a process: `ORTOLAN_ASSUME_AMX=1` must be in the environment
-before ortolan._native first looks. run_python starts a process that has it, and AMX, from the beginning. Kernels
-of that tier use AVX-512 besides, which has no emulator.
+Kernels are chosen by CPU features, which are found once a process: `ORTOLAN_ASSUME_AMX=1` must be in the environment
+before ortolan._native first looks. run_python starts a process that has it, and AMX, from the beginning. AMX kernels
+use AVX-512 besides, which has no emulator.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cpu_has_amx() -> bool:
     return (
         cpuinfo.exists()
         and {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpuinfo.read_text().split())
-        and _native.cpu_info()["detected_isa"] == "amx"
+        and "amx" in _native.cpu_info()["detected_features"]
     )
 
 
@@ -197,9 +197,9 @@ def amx() -> Iterator[Emulator | None]:
 
 
 def run_python(code: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own in which the tier is amx; `emulator` is there as in amx().
+    """Run Python code in a process of its own that has AMX; `emulator` is there as in amx().
 
-    Skips the test where the CPU lacks what the kernels of that tier use besides AMX.
+    Skips the test where the CPU lacks what AMX kernels use besides.
     """
     instructions.require(instructions.AMX_KERNELS, "an AMX kernel, besides emulated tiles,")
     prelude = "from tests.amx import emulator as _amx\n_context = _amx.amx()\nemulator = _context.__enter__()\n"

@@ -1,4 +1,4 @@
-"""What ends the process, who else gets SIGILL, and the tier that makes dispatch choose AMX."""
+"""What ends the process, who else gets SIGILL, and the features that make dispatch choose AMX."""
 
 from __future__ import annotations
 
@@ -137,32 +137,33 @@ def test_amx_may_be_entered_within_itself(amx: Emulator | None) -> None:
     emulator.load_shim().shim_release()
 
 
-# ---- The tier
+# ---- The CPU's features
 
 
-def detected_isa(**environment: str) -> str:
-    code = "from ortolan import _native; print(_native.cpu_info()['isa'], _native.cpu_info()['detected_isa'])"
+def features(**environment: str) -> tuple[str, str]:
+    """The last set in use and the last one that the CPU has, in a process of its own."""
+    code = "from ortolan import _native; i = _native.cpu_info(); print(i['isa'], i['detected_features'][-1])"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ORTOLAN_")}
     result = subprocess.run(
         [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60, check=True
     )
-    return result.stdout.strip()
+    used, detected = result.stdout.split()
+    return used, detected
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 tiers")
-def test_assume_amx_raises_avx512bf16_and_no_other_tier() -> None:
-    tier = detected_isa().split()[0]
-    assert (tier == "amx") == emulator.cpu_has_amx()
-    assumed = "amx" if tier == "avx512bf16" else tier
-    assert detected_isa(ORTOLAN_ASSUME_AMX="1") == f"{assumed} {assumed}"
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 features")
+def test_assume_amx_adds_amx_to_avx512bf16_and_nothing_else() -> None:
+    best, _ = features()
+    assert (best == "amx") == emulator.cpu_has_amx()
+    assumed = "amx" if best == "avx512bf16" else best
+    assert features(ORTOLAN_ASSUME_AMX="1") == (assumed, assumed)
     for value in ("", "0", "yes"):
-        assert detected_isa(ORTOLAN_ASSUME_AMX=value) == f"{tier} {tier}"
-    assert detected_isa(ORTOLAN_ASSUME_AMX="1", ORTOLAN_ISA="avx2").split()[0] == (
-        "scalar" if tier == "scalar" else "avx2"
-    )
+        assert features(ORTOLAN_ASSUME_AMX=value) == (best, best)
+    least = "scalar" if best == "scalar" else "avx2"
+    assert features(ORTOLAN_ASSUME_AMX="1", ORTOLAN_ISA=least)[0] == least
 
 
-def test_run_python_has_the_tier_and_the_instructions(amx: Emulator | None) -> None:
+def test_run_python_has_the_features_and_the_instructions(amx: Emulator | None) -> None:
     code = """
 from ortolan import _native
 from tests.amx.emulator import load_shim

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+import ortolan
 from ortolan import _native, _testing
 from ortolan.benchmarks import nomad_attention
 from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, cached_attention, group_query_attention
@@ -105,3 +108,10 @@ def test_every_peer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_about_weights_are_refused(option: dict[str, tuple[object, ...]]) -> None:
     with pytest.raises(OrtolanError, match="NoMADAttention has no weights"):
         nomad_attention.run(BenchOptions(quick=True, **option))
+
+
+def test_a_package_without_bare_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ortolan, "_testing", raising=False)
+    monkeypatch.setitem(sys.modules, "ortolan._testing", None)
+    with pytest.raises(OrtolanError, match="times kernels by themselves, .* ORTOLAN_TESTING=ON"):
+        nomad_attention.run(BenchOptions(quick=True))

@@ -2,13 +2,14 @@
 
 import importlib
 import json
+import platform
 import sys
 from pathlib import Path
 
 import pytest
 
 import ortolan
-from ortolan import doctor
+from ortolan import _testing, doctor
 from ortolan.errors import LibraryError
 
 
@@ -24,8 +25,9 @@ def test_json(invoke):
     report = json.loads(invoke("doctor", "--json").stdout)
     assert report["passed"] is True
     assert {check["name"]: check["status"] for check in report["checks"]}["operator library"] == "ok"
-    assert [tier["name"] for tier in report["tiers"]] == ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
-    assert [tier["state"] for tier in report["tiers"]].count("in use") == 1
+    assert [one["name"] for one in report["feature_sets"]] == _testing.feature_sets()
+    used = [one["name"] for one in report["feature_sets"] if one["state"] == "in use"]
+    assert used == ortolan.cpu_info()["features"]
 
 
 def test_a_missing_library(invoke, monkeypatch):
@@ -57,7 +59,7 @@ def test_a_damaged_library(monkeypatch, tmp_path, keep):
     ("problem", "advice"),
     [
         ("this ONNX Runtime is version 1.15, Ortolan needs 1.17. Upgrade onnxruntime.", "--upgrade onnxruntime"),
-        ("ORTOLAN_ISA is 'foo', expected one of: scalar", "unset ORTOLAN_ISA"),
+        ("ORTOLAN_ISA is 'foo', expected one that this CPU has: scalar", "unset ORTOLAN_ISA"),
         ("version `GLIBC_2.38' not found", "made for another system"),
         ("ModuleNotFoundError: No module named 'onnx'", "packages above"),
         ("the process that loaded it was killed by signal SIGILL", "ORTOLAN_ISA=scalar"),
@@ -69,12 +71,18 @@ def test_each_problem_has_its_advice(problem, advice):
     assert advice in doctor._library_advice(problem)
 
 
-def test_a_wrong_isa_fails(run_cli):
-    result = run_cli("doctor", ORTOLAN_ISA="avx1024")
+# One that there is nowhere, and one that this CPU lacks.
+@pytest.mark.parametrize("isa", ["avx1024", "neon" if platform.machine() == "x86_64" else "avx2"])
+def test_an_impossible_isa_fails(run_cli, isa):
+    result = run_cli("doctor", "--json", ORTOLAN_ISA=isa)
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.returncode == 1
-    assert "avx1024" in result.stdout
-    assert "unset ORTOLAN_ISA" in result.stdout
     assert "Traceback" not in result.stderr
+    has = ", ".join(ortolan.cpu_info()["detected_features"])
+    for name in ("ORTOLAN_ISA", "operator library"):
+        assert checks[name]["status"] == "failed"
+        assert f"ORTOLAN_ISA is '{isa}', expected one that this CPU has: {has}" in checks[name]["detail"]
+        assert "unset ORTOLAN_ISA" in checks[name]["advice"]
 
 
 def test_a_lowered_isa_is_noted(run_cli):
@@ -82,6 +90,10 @@ def test_a_lowered_isa_is_noted(run_cli):
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.returncode == 0
     assert (checks["ORTOLAN_ISA"]["status"], checks["operator library"]["status"]) == ("note", "ok")
+    states = {one["name"]: one["state"] for one in json.loads(result.stdout)["feature_sets"]}
+    lacked = [name for name in states if name not in ortolan.cpu_info()["detected_features"]]
+    assert states.pop("scalar") == "in use"
+    assert all(state == ("" if name in lacked else "available") for name, state in states.items())
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnx-ir", "numpy"])
@@ -123,7 +135,7 @@ def test_a_missing_native_module(monkeypatch):
     report = doctor.run_doctor()
     failed = {check.name for check in report.checks if check.status == "failed"}
     assert {"native module", "CPU"} <= failed
-    assert all(tier.state == "" and tier.kernel == "?" for tier in report.tiers)
+    assert all(one.state == "" for one in report.feature_sets)
     assert "pip install" in str([check.advice for check in report.checks if check.name == "native module"])
 
 

@@ -63,13 +63,6 @@ def every_exponent(mantissas: int) -> Floats:
     return np.concatenate([positive, -positive])
 
 
-def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
-    order = ["scalar", "avx2", "avx512"]
-    tiers = [order.index(row["isa"]) for row in _testing.epilogue_kernels()]
-    assert tiers == sorted(tiers, reverse=True)
-    assert tiers[-1] == 0
-
-
 @all_kernels
 @all_activations
 def test_every_exponent(kernel: str, activation: int) -> None:

@@ -41,13 +41,6 @@ def random_vectors(rng: np.random.Generator, n: int) -> tuple[Floats, Floats]:
     return rng.standard_normal(n, dtype=np.float32) + 1, rng.standard_normal(n, dtype=np.float32)
 
 
-def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
-    order = ["scalar", "avx2", "avx512"]
-    tiers = [order.index(row["isa"]) for row in _testing.layer_norm_kernels()]
-    assert tiers == sorted(tiers, reverse=True)
-    assert tiers[-1] == 0
-
-
 @all_kernels
 @pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 384, 768, 1000, 4096])
 def test_every_length(kernel: str, n: int) -> None:

@@ -1,4 +1,4 @@
-"""LutPostOp's kernels, tier by tier, against numpy."""
+"""LutPostOp's kernels, each by itself, against numpy."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from ortolan.graph_passes.replace.masked_matmul_function import (
     masked_matmul_function,
 )
 
+from .isa_process import check_with_isa, each_isa
 from .masked import PATTERNS, assert_product_close, expected_product, random_matrix
 from .single_node import save_at_odd_places, session
-from .tier_process import check_with_isa, every_tier
 
 
 def masked_model(
@@ -188,7 +188,7 @@ def test_packed_weights(kind: str, group_size: int, m: int) -> None:
         assert_product_close(run(model, {"A": a}, library=library), a, weight, products=2)
 
 
-TIER_SCRIPT = """
+SCRIPT = """
 from tests.ops.test_masked_matmul_op import REGIMES, test_packed_weights, test_regimes
 for regime in REGIMES:
     test_regimes(*regime, threads=2)
@@ -198,9 +198,9 @@ for m in (1, 17, 100):
 """
 
 
-@every_tier
-def test_every_tier(isa: str) -> None:
-    check_with_isa(isa, TIER_SCRIPT)
+@each_isa
+def test_with_each_isa(isa: str) -> None:
+    check_with_isa(isa, SCRIPT)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])

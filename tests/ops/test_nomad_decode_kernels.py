@@ -29,13 +29,6 @@ def check(case: Case, kernel: str, begin: int = 0, end: int | None = None) -> No
     assert np.all(np.abs(case.scores(kernel, begin, end) - exact) <= allowed)
 
 
-def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
-    order = ["scalar", "avx2", "avx512"]
-    tiers = [order.index(row["isa"]) for row in _testing.decode_attention_kernels()]
-    assert tiers == sorted(tiers, reverse=True)
-    assert tiers[-1] == 0
-
-
 @all_kernels
 @all_kinds
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 256])

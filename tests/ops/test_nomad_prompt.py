@@ -11,9 +11,9 @@ from ortolan.errors import ModelError
 from ortolan.graph_passes.prompt_cache import prune_prompt
 
 from .cached_attention import Decoder, Setup, node_model, run_shared
+from .isa_process import check_with_isa, each_isa
 from .single_node import session
 from .test_nomad_cache_function import Both
-from .tier_process import check_with_isa, every_tier
 
 CALLS = (7, 1, 3, 4, 1, 33, 2)
 kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
@@ -80,7 +80,7 @@ def test_masks(kind: str, queries: int, hidden: str) -> None:
         both.check(decoder.call(count, mask=mask))
 
 
-TIER_SCRIPT = """
+SCRIPT = """
 from tests.ops.cached_attention import Decoder, Setup, node_model
 from tests.ops.single_node import session
 for sparsity in ((0.3, 0.5), (0.0, 0.0)):
@@ -92,9 +92,9 @@ for sparsity in ((0.3, 0.5), (0.0, 0.0)):
 """
 
 
-@every_tier
-def test_every_tier(isa: str) -> None:
-    check_with_isa(isa, TIER_SCRIPT)
+@each_isa
+def test_with_each_isa(isa: str) -> None:
+    check_with_isa(isa, SCRIPT)
 
 
 @kinds

@@ -25,13 +25,6 @@ SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
 DENSE_SPARSITIES = (0.0, 0.5)
 
 
-def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
-    order = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
-    tiers = [order.index(row["isa"]) for row in _testing.sparse_amx_matmul_kernels()]
-    assert tiers == sorted(tiers, reverse=True)
-    assert tiers[-1] == 0
-
-
 @pytest.mark.parametrize("kernel", runnable_kernels())
 @pytest.mark.parametrize("n", DIMENSIONS)
 def test_shapes(kernel: str, n: int) -> None:

@@ -23,13 +23,6 @@ each_kernel = pytest.mark.parametrize("kernel", runnable_int8_kernels())
 each_group = pytest.mark.parametrize("group", GROUPS)
 
 
-def test_table_is_best_first_and_ends_with_the_portable_kernel() -> None:
-    order = ["scalar", "avx2", "avx512", "avx512bf16", "amx"]
-    tiers = [order.index(row["isa"]) for row in _testing.sparse_amx_matmul_int8_kernels()]
-    assert tiers == sorted(tiers, reverse=True)
-    assert tiers[-1] == 0
-
-
 @each_kernel
 @each_group
 @pytest.mark.parametrize("n", DIMENSIONS)

@@ -12,10 +12,10 @@ import pytest
 
 import ortolan
 
+from .isa_process import run_with_isa
 from .stored.case import Case
 from .stored.generate import all_cases, update
 from .stored.store import ISAS, Store, by_isa, compare
-from .tier_process import run_with_isa
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -14,7 +14,7 @@ def report(isa: str) -> str:
     """JSON: why it does not run here, or problems and notes (store.Comparison)."""
     info = ortolan.cpu_info()
     if info["isa"] != isa:
-        return json.dumps({"skipped": info["isa_problem"] or f"this CPU has {info['detected_isa']}"})
+        return json.dumps({"skipped": info["isa_problem"] or f"this CPU has {info['detected_features']}"})
     stored = Store.read()
     problems, notes = [], []
     names = set()

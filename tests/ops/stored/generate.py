@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ortolan
 
-from ..tier_process import run_with_isa
+from ..isa_process import run_with_isa
 from . import attention_cases, linear_cases, other_cases
 from .case import THREADS, Case, digest
 from .store import EVERY, ISAS, REFERENCE, Record, Store, by_isa, output_name, places

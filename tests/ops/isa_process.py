@@ -1,4 +1,4 @@
-"""Operators on lower tiers: ORTOLAN_ISA is read once a process, so each tier has a process of its own."""
+"""Operators with fewer features than the CPU has: ORTOLAN_ISA is read once a process, so each set has its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ortolan import _testing
+from ortolan import _native
 
-every_tier = pytest.mark.parametrize(
-    "isa", sorted({row["isa"] for row in _testing.sparse_amx_matmul_kernels() if row["runs_here"]})
-)
+each_isa = pytest.mark.parametrize("isa", _native.cpu_info()["detected_features"])
 
 
 def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +29,7 @@ def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.Completed
 
 
 def check_with_isa(isa: str, script: str) -> None:
-    """Run a script whose assertions must hold on this tier."""
+    """Run a script whose assertions must hold with this feature set."""
     check = "from ortolan import _native\nassert _native.cpu_info()['isa'] == sys.argv[1], _native.cpu_info()\n"
     done = run_with_isa(isa, check + script, isa)
     assert done.returncode == 0, done.stderr
