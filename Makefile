@@ -1,5 +1,6 @@
 # make demo   fetch all-MiniLM-L6-v2, optimize it, compare it with the original
 # make test   build, lint and run every test
+# make wheel  build the package, and see that nothing of test builds is in it
 # make asan   the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # Each does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
 
@@ -10,6 +11,8 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find CMakeLists.txt pyproject.toml ops src graph_passes models benchmarks -type f \
              -not -name '*.pyc' -not -name '*.md' 2>/dev/null)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Builds that tests run on; a folder of their own, as CMake remembers what it was told in the wheel's.
+TESTING := --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.define.ORTOLAN_WERROR=ON
 
 .PHONY: demo test lint asan suite bench wheel clean
 
@@ -18,7 +21,7 @@ demo: $(VENV)/.installed
 
 # All parts run, also behind one that fails; the last lines say which did.
 test: $(VENV)/.installed
-	@failed=; for part in lint asan suite; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
+	@failed=; for part in lint asan suite wheel; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
 	  if [ -n "$$failed" ]; then echo "make test: failed:$$failed" >&2; exit 1; fi
 
 suite: $(VENV)/.installed
@@ -31,6 +34,7 @@ lint: $(VENV)/.installed
 	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
 	$(BIN)/mypy
+	$(BIN)/python .ci/native_facts.py
 
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 asan: build/asan-site/.installed
@@ -43,7 +47,8 @@ bench: $(VENV)/.installed
 	$(BIN)/ortolan bench w4a8_matmul
 
 wheel: $(VENV)/.created
-	$(BIN)/python -m pip wheel --no-deps -w dist .
+	$(BIN)/python -m pip wheel --quiet --no-deps --config-settings=build-dir=build/wheel -w dist .
+	$(BIN)/python .ci/check_wheel.py dist/ortolan-*.whl
 
 clean:
 	rm -rf $(VENV) build dist
@@ -55,12 +60,12 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.created $(SOURCES)
-	$(PIP) --config-settings=cmake.define.ORTOLAN_WERROR=ON ".[dev]"
+	$(PIP) --config-settings=build-dir=build/testing $(TESTING) ".[dev]"
 	touch $@
 
 build/asan-site/.installed: $(VENV)/.installed
 	rm -rf build/asan-site
-	$(PIP) --no-deps --target build/asan-site --config-settings=build-dir=build/asan \
+	$(PIP) --no-deps --target build/asan-site --config-settings=build-dir=build/asan $(TESTING) \
 	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=cmake.define.ORTOLAN_SANITIZE=ON \
-	  --config-settings=cmake.define.ORTOLAN_WERROR=ON --config-settings=install.strip=false .
+	  --config-settings=install.strip=false .
 	touch $@

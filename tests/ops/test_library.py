@@ -1,7 +1,10 @@
-"""What the built library shows to the outside, and that no ISA tier leaks out of its files."""
+"""What the built library shows to the outside, and that no column of the build leaks into code for any CPU."""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ortolan
+from ortolan import _testing
 
 ROOT = Path(__file__).parents[2]
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
@@ -31,13 +35,52 @@ def test_library_needs_no_python() -> None:
     assert not [symbol for symbol in undefined if symbol.startswith(("Py", "_Py"))]
 
 
-@needs_nm
-def test_isa_files_define_no_weak_symbols() -> None:
-    """A weak (inline) function compiled for AVX-512 may be the copy that the linker keeps for every CPU."""
-    objects = [path for path in ROOT.glob("build/*/CMakeFiles/ortolan_*.dir/ops/**/x86_*.o") if "asan" not in str(path)]
+def compiled() -> dict[Path, str]:
+    """The native objects of the last build in this tree without sanitizers, and the commands that made them."""
+    trees = [path for path in ROOT.glob("build/*/compile_commands.json") if "-fsanitize" not in path.read_text()]
+    found: dict[Path, str] = {}
+    if trees:
+        last = max(trees, key=lambda path: path.stat().st_mtime)
+        for entry in json.loads(last.read_text()):
+            found[Path(entry["directory"]) / entry["output"]] = entry["command"]
+    objects = {path: command for path, command in found.items() if path.exists()}
     if not objects:
         pytest.skip("no build tree here")
-    assert {path.name.split(".")[0] for path in objects} >= {"x86_avx2", "x86_avx512", "x86_avx512bf16", "x86_amx"}
-    for path in objects:
+    return objects
+
+
+def column_of(path: Path) -> str | None:
+    """The feature set that an object is compiled for; None: any CPU."""
+    target = next(part for part in path.parts if part.endswith(".dir")).removesuffix(".dir")
+    column = target.removeprefix("ortolan_")
+    return column if column in _testing.feature_sets() and column != "scalar" else None
+
+
+def test_only_columns_have_flags_of_instruction_sets() -> None:
+    for path, command in compiled().items():
+        has_flags = any(flag.startswith(("-mavx", "-mfma", "-march")) for flag in command.split())
+        assert has_flags == (column_of(path) is not None), path
+
+
+@needs_nm
+def test_columns_define_no_weak_symbols() -> None:
+    """A weak (inline) function compiled for AVX-512 may be the copy that the linker keeps for every CPU."""
+    columns = {path: column for path in compiled() if (column := column_of(path)) is not None}
+    if platform.machine() == "x86_64":
+        assert {"avx2", "avx512", "avx512bf16", "amx"} <= set(columns.values())
+    for path in columns:
         weak = [line for line in nm(path, "--defined-only") if line[-2] in "WVu"]
-        assert not weak, f"{path.name}: {weak}"
+        assert not weak, f"{path}: {weak}"
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="needs objdump, x86-64")
+def test_what_runs_on_any_cpu_has_no_avx_instructions() -> None:
+    def avx_in(path: Path) -> list[str]:
+        listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True)
+        return re.findall(r"\t(v[a-z0-9]+ .*%[xyz]mm.*)", listing.stdout)
+
+    baseline = [path for path in compiled() if column_of(path) is None and "_testing.dir" not in path.parts]
+    assert len(baseline) > 10
+    for path in baseline:
+        assert not avx_in(path), f"{path}: {avx_in(path)[:3]}"
+    assert any(avx_in(path) for path in compiled() if column_of(path) == "avx2")
