@@ -180,7 +180,9 @@ def range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
 
 
 def _constant(tensor: ir.TensorProtocol) -> ir.Value:
-    return ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+    return ir.Value(
+        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
 
 
 def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
