@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.session import open_session, register
-
-from ..calibrate import quiet_options
 from ..epilogue import Activation
 from ..model_file import to_bytes
 from ..normalize import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 from ..quantizers.fixed_range import FixedRange
+from ..quiet_sessions import open_quietly
 from ..spill import TensorSpill
 
 if TYPE_CHECKING:
@@ -142,9 +140,8 @@ class Replacement(abc.ABC):
         model = ir.Model(graph, ir_version=MINIMUM_IR_VERSION)
         self.fill_inputs(model, lambda name: f"{name} of none")
         folders = {str(tensor.base_dir) for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)}
-        options = quiet_options()
-        register(options)
-        session = open_session(to_bytes(model), options, data_folder=Path(*folders) if folders else None)
+        folder = Path(*folders) if folders else None
+        session = open_quietly(to_bytes(model), library=True, data_folder=folder)
         (y,) = session.run(None, {"x": x})
         return np.asarray(y)
 
