@@ -14,7 +14,7 @@ namespace {
 
 template <typename Number>
 void PackInputs(const RowsArgs& args, int64_t first, int64_t column, int64_t columns, float* panel) {
-  constexpr int64_t kInputsAhead = 24;
+  constexpr int64_t kInputsAhead = 8;
   constexpr int64_t kLineColumns = kLineBytes / static_cast<int64_t>(sizeof(Number));
   const int64_t end = args.count - first < kMaskBits ? args.count : first + kMaskBits;
   const auto row = [&](int64_t q) { return static_cast<const Number*>(args.b) + args.Input(q) * args.n + column; };
