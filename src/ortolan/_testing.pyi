@@ -323,6 +323,14 @@ def masked_matmul(
     way: "blocks" of zeros of b; "two_sided": also what tiles of a do not use; "numbers" of a, one by one.
     """
 
+def masked_matmul_plan(
+    a: NDArray[np.float32], b: NDArray[np.float32], finite: bool = False, kernel: str | None = None
+) -> tuple[NDArray[np.float32], str]:
+    """a [m, k] @ b [k, n] on one thread as the operator's plan makes it, and the way it took.
+
+    finite: it is known that b is. The ways: "dense", "panels", "rows", "compact", "blocks", "two_sided", "numbers".
+    """
+
 def masked_rows(
     a: NDArray[Any],
     b: NDArray[Any],

@@ -1,33 +1,17 @@
 // ortolan._testing: the kernels of MaskedMatMul.
 #include "masked_matmul/masked_matmul.h"
 
-#include <deque>
-
-#include "masked_matmul/block_product.h"
-#include "masked_matmul/number_product.h"
-#include "masked_matmul/panel_product.h"
+#include "masked_matmul/plan.h"
+#include "masked_matmul/products.h"
 #include "testing.h"
 
 namespace ortolan {
 namespace {
 
-// Memory that lives as long as a call.
-class Memory {
- public:
-  char* operator()(size_t bytes) { return blocks_.emplace_back(static_cast<int64_t>(bytes)).data(); }
-
- private:
-  std::deque<AlignedBytes> blocks_;
-};
-
 FloatRows Matrix(const CastArray<float>& x, const char* name) {
   Require(x.ndim() == 2 && x.size() > 0, name, " must be a matrix of one row and column or more");
   return {x.data(), x.shape(1) * kFloat, x.shape(0), x.shape(1)};
 }
-
-constexpr auto kOneThread = [](int64_t count, const auto& body) {
-  for (int64_t i = 0; i < count; ++i) body(i);
-};
 
 Way WayByName(const std::string& name) {
   if (name == "blocks") return Way::kBlocks;
@@ -50,18 +34,43 @@ std::optional<Array<float>> MaskedMatMul(const CastArray<float>& a, const CastAr
   bool finite = true;
   {
     py::gil_scoped_release release;
-    Memory memory;
-    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, way == Way::kTwoSided, kOneThread, memory);
+    OneThread host;
+    CallMemory memory(host);
+    const Pattern pattern = FindPattern(kernel, a_rows, b_rows, way == Way::kTwoSided, memory);
     finite = pattern.finite;
-    const int64_t row_bytes = b_rows.columns * kFloat;
     if (finite && way == Way::kNumbers) {
-      MultiplyByNumbers(kernel, a_rows, b_rows, out, row_bytes, kOneThread, memory);
+      MultiplyByNumbers(kernel, a_rows, b_rows, out, memory);
     } else if (finite) {
-      finite = MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, row_bytes, kOneThread, memory);
+      finite = MultiplyBlocks(kernel, way, pattern, a_rows, b_rows, out, memory);
     }
   }
   if (!finite) return std::nullopt;
   return y;
+}
+
+// The product as the plan makes it, and which way it took. finite: that b is finite is known.
+py::tuple PlannedMatMul(const CastArray<float>& a, const CastArray<float>& b, bool finite, const KernelName& name) {
+  const FloatRows a_rows = Matrix(a, "a");
+  const FloatRows b_rows = Matrix(b, "b");
+  Require(a_rows.columns == b_rows.rows, "a and b do not fit");
+  const DenseProduct dense = [](const ProductSize& size, const float* x, const float* weight, float* y) {
+    std::fill_n(y, size.m * size.n, 0.0f);
+    for (int64_t i = 0; i < size.m; ++i) {
+      for (int64_t l = 0; l < size.k; ++l) {
+        for (int64_t j = 0; j < size.n; ++j) y[i * size.n + j] += x[i * size.k + l] * weight[l * size.n + j];
+      }
+    }
+  };
+  KnownB known;
+  known.finite = finite;
+  const MaskedMatMulPlan plan(KernelByName(MaskedMatMulKernels(), name), ActiveTuning().masked, known);
+  Array<float> y({a_rows.rows, b_rows.columns});
+  OneThread host;
+  CallMemory memory(host);
+  const ProductSize size{a_rows.rows, a_rows.columns, b_rows.columns};
+  const Way way = plan.Run({memory, dense, size, a_rows.data, b_rows.data, y.mutable_data()});
+  constexpr const char* kWays[] = {"dense", "panels", "rows", "compact", "blocks", "two_sided", "numbers"};
+  return py::make_tuple(y, kWays[static_cast<int>(way)]);
 }
 
 // b float32, int8, or u16: the bits of bf16.
@@ -95,19 +104,18 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
   args.y = y.mutable_data();
   py::gil_scoped_release release;
   args.count = kernel.list_inputs(a_rows, always ? always->data() : nullptr, inputs.data(), used.data(), args.a_row);
+  constexpr Numbers kNumbers = sizeof(Weight) == 4   ? Numbers::kFloat
+                               : sizeof(Weight) == 2 ? Numbers::kBf16
+                                                     : Numbers::kInt8;
   if (panels) {
-    Memory memory;
-    PackInputsFn* const pack = sizeof(Weight) == 4   ? kernel.pack_inputs[0]
-                               : sizeof(Weight) == 2 ? kernel.pack_inputs[1]
-                                                     : kernel.pack_inputs[2];
-    MultiplyByPanels(kernel, pack, args, kOneThread, memory);
+    OneThread host;
+    CallMemory memory(host);
+    MultiplyByPanels(kernel, kNumbers, args, memory);
     return y;
   }
   // In pieces, as the operator does it.
   const int64_t half = n / 2;
-  MultiplyRowsFn* const multiply = sizeof(Weight) == 4   ? kernel.multiply_rows[0]
-                                   : sizeof(Weight) == 2 ? kernel.multiply_rows[1]
-                                                         : kernel.multiply_rows[2];
+  MultiplyRowsFn* const multiply = kernel.multiply_rows[static_cast<int>(kNumbers)];
   multiply(args, 0, half);
   multiply(args, half, n);
   return y;
@@ -118,6 +126,8 @@ Array<float> MaskedRows(const CastArray<float>& a, const Array<Weight>& b,
 void BindMaskedMatMul(py::module_& module) {
   DefineKernelList(module, "masked_matmul", &MaskedMatMulKernels);
   module.def("masked_matmul", &MaskedMatMul, py::arg("a"), py::arg("b"), py::arg("way") = "blocks",
+             py::arg("kernel") = py::none());
+  module.def("masked_matmul_plan", &PlannedMatMul, py::arg("a"), py::arg("b"), py::arg("finite") = false,
              py::arg("kernel") = py::none());
   const auto define_rows = [&](auto* function) {
     module.def("masked_rows", function, py::arg("a"), py::arg("b").noconvert(), py::arg("scales") = py::none(),

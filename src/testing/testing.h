@@ -6,6 +6,7 @@
 
 #include "arrays.h"
 #include "isa/kernel_table.h"
+#include "ort/host.h"
 
 namespace ortolan {
 
@@ -61,6 +62,15 @@ class AlignedBytes {
  private:
   static constexpr size_t kAlignment = 64;
   std::vector<char> bytes_;
+};
+
+// A plan's host without threads.
+class OneThread : public Host {
+  void RunTasks(int64_t count, Task* task, const void* user) override {
+    for (int64_t i = 0; i < count; ++i) task(user, i);
+  }
+  void* Allocate(size_t bytes) override { return ::operator new(bytes); }
+  void Free(void* data) noexcept override { ::operator delete(data); }
 };
 
 }  // namespace ortolan

@@ -303,6 +303,20 @@ def test_refuses_shapes(a_shape: tuple[int, ...], b_shape: tuple[int, ...], mess
         run(masked_model(functions=False), {"A": np.ones(a_shape, np.float32), "B": np.ones(b_shape, np.float32)})
 
 
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"), [((2**58, 0, 3), (3, 2)), ((0, 2**58, 3), (3, 8)), ((2**20, 0, 3), (2**20, 3, 0))]
+)
+def test_huge_dimensions_beside_one_of_zero(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> None:
+    y = run(masked_model(functions=False), {"A": np.zeros(a_shape, np.float32), "B": np.zeros(b_shape, np.float32)})
+    assert y.shape == (*a_shape[:-1], b_shape[-1])
+
+
+def test_refuses_an_answer_of_more_numbers_than_can_be_counted() -> None:
+    feeds = {"A": np.zeros((2**40, 0), np.float32), "B": np.zeros((0, 2**40), np.float32)}
+    with pytest.raises(Exception, match=r"Y has shape \[1099511627776, 1099511627776\], which is too large"):
+        run(masked_model(functions=False), feeds)
+
+
 @pytest.mark.parametrize("mask_shape", [(3, 5), (4, 4), (1, 4, 5), (2,)])
 def test_refuses_masks_that_do_not_fit(mask_shape: tuple[int, ...]) -> None:
     feeds = {"A": np.ones((4, 5), np.float32), "B": np.ones((5, 7), np.float32)}

@@ -1,0 +1,173 @@
+#include <algorithm>
+#include <bit>
+
+#include "masked_matmul/products.h"
+
+namespace ortolan {
+namespace {
+
+// Inputs of a pass, or half as many more: a tile of so many fits the L2 cache, and the blocks stream past it.
+constexpr int64_t kPassInputs = 2048;
+// Of the L2 cache, for the tiles of A that a panel is multiplied with.
+constexpr int64_t kTilesShareOfL2 = 5;
+
+class BlockProduct {
+ public:
+  BlockProduct(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
+               const FloatRows& b, float* y, CallMemory& memory)
+      : kernel_(kernel),
+        pattern_(pattern),
+        a_(a),
+        b_(b),
+        y_(y),
+        memory_(memory),
+        two_sided_(way == Way::kTwoSided),
+        words_(MaskWords(a.columns)),
+        panels_(BlockPanels(b.columns)),
+        tile_rows_(two_sided_ ? kernel.sparse_tile_rows : kernel.tile_rows),
+        tiles_((a.rows + tile_rows_ - 1) / tile_rows_) {
+    const int64_t passes = std::max<int64_t>(1, (a.columns + kPassInputs / 2) / kPassInputs);
+    pass_words_ = (words_ + passes - 1) / passes;
+    pass_inputs_ = pass_words_ * kMaskBits;
+    tile_floats_ = (pass_inputs_ + 1) * tile_rows_;
+    // Rows by groups of tiles, and where these are few also columns, in units of work.
+    const int64_t tile_bytes = tile_floats_ * static_cast<int64_t>(sizeof(float));
+    const int64_t cached = ActiveTuning().l2_bytes / kTilesShareOfL2 / tile_bytes;
+    group_ = two_sided_ ? 1 : std::clamp<int64_t>(cached, 1, tiles_);
+    const int64_t groups = (tiles_ + group_ - 1) / group_;
+    parts_ = std::clamp<int64_t>(kMostSlots / groups, 1, std::max<int64_t>(1, panels_ / 8));
+    units_ = groups * parts_;
+    slots_ = std::min(units_, kMostSlots);
+    slot_tiles_ = memory.New<float>(slots_ * group_ * tile_floats_);
+    slot_finite_ = memory.New<uint8_t>(slots_);
+    std::fill_n(slot_finite_, slots_, uint8_t{1});
+    starts_ = memory.New<int64_t>(panels_ + 1);
+    places_ = memory.New<int64_t>(pass_words_ * panels_);
+    if (two_sided_) {
+      lists_ = memory.New<uint16_t>(slots_ * (pass_inputs_ + kListPadding));
+      ranks_ = memory.New<uint16_t>(panels_ * (pass_inputs_ + 1));
+    }
+  }
+
+  bool Run() {
+    for (int64_t first_word = 0; first_word < words_; first_word += pass_words_) {
+      const Pass pass{first_word, std::min(words_, first_word + pass_words_), first_word * kMaskBits,
+                      std::min(a_.columns - first_word * kMaskBits, pass_inputs_)};
+      PackB(pass);
+      memory_.host().ParallelFor(slots_, [&](int64_t slot) {
+        for (int64_t unit = slot; unit < units_; unit += slots_) Multiply(pass, unit, slot);
+      });
+    }
+    return std::all_of(slot_finite_, slot_finite_ + slots_, [](uint8_t one) { return one != 0; });
+  }
+
+ private:
+  struct Pass {
+    int64_t first_word, last_word, first_input, inputs;
+  };
+
+  // The end of a panel's blocks.
+  int64_t End(const Pass& pass, int64_t panel) const {
+    return places_[(pass.last_word - 1 - pass.first_word) * panels_ + panel];
+  }
+
+  void PackB(const Pass& pass) {
+    // Where the blocks of each panel and word go; behind them, one or two of zeros, for an even number.
+    starts_[0] = 0;
+    for (int64_t panel = 0; panel < panels_; ++panel) {
+      int64_t place = starts_[panel];
+      for (int64_t word = pass.first_word; word < pass.last_word; ++word) {
+        places_[(word - pass.first_word) * panels_ + panel] = place;
+        place += std::popcount(pattern_.panel_masks[panel * words_ + word]);
+      }
+      starts_[panel + 1] = starts_[panel] + (place - starts_[panel] + 2) / 2 * 2;
+    }
+    if (starts_[panels_] > capacity_) {
+      capacity_ = starts_[panels_];
+      values_ = memory_.New<float>(capacity_ * kBlockColumns);
+      if (!two_sided_) inputs_ = memory_.New<uint32_t>(capacity_);
+    }
+    memory_.host().ParallelFor(pass.last_word - pass.first_word, [&](int64_t i) {
+      const int64_t word = pass.first_word + i;
+      kernel_.pack_blocks({b_.Rows(word * kMaskBits, kMaskBits), pattern_.panel_masks + word, words_,
+                           static_cast<uint32_t>(i * kMaskBits), starts_, places_ + i * panels_, values_, inputs_,
+                           ranks_, pass_inputs_ + 1});
+    });
+    for (int64_t panel = 0; panel < panels_; ++panel) {
+      const int64_t end = End(pass, panel);
+      for (int64_t place = end; place < starts_[panel + 1]; ++place) {
+        std::fill_n(values_ + place * kBlockColumns, kBlockColumns, 0.0f);
+        if (!two_sided_) inputs_[place] = static_cast<uint32_t>(pass.inputs);
+      }
+      if (two_sided_) ranks_[panel * (pass_inputs_ + 1) + pass.inputs] = static_cast<uint16_t>(end - starts_[panel]);
+    }
+  }
+
+  void Multiply(const Pass& pass, int64_t unit, int64_t slot) {
+    float* packed = slot_tiles_ + slot * group_ * tile_floats_;
+    const int64_t first_tile = unit / parts_ * group_;
+    const int64_t last_tile = std::min(tiles_, first_tile + group_);
+    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+      FloatRows rows = a_.Rows(tile * tile_rows_, tile_rows_);
+      rows.data += pass.first_input;
+      rows.columns = pass.inputs;
+      const auto pack = two_sided_ ? kernel_.pack_sparse_tile : kernel_.pack_tile;
+      if (!pack(rows, packed + (tile - first_tile) * tile_floats_)) slot_finite_[slot] = 0;
+    }
+    const int64_t last_panel = (unit % parts_ + 1) * panels_ / parts_;
+    for (int64_t panel = unit % parts_ * panels_ / parts_; panel < last_panel; ++panel) {
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        SparseTileArgs args;
+        args.tile = packed + (tile - first_tile) * tile_floats_;
+        args.values = values_ + starts_[panel] * kBlockColumns;
+        args.y_row_bytes = b_.columns * static_cast<int64_t>(sizeof(float));
+        args.y = y_ + tile * tile_rows_ * b_.columns + panel * kBlockColumns;
+        args.rows = std::min(tile_rows_, a_.rows - tile * tile_rows_);
+        args.columns = std::min(kBlockColumns, b_.columns - panel * kBlockColumns);
+        args.add = pass.first_word > 0;
+        if (two_sided_) {
+          args.tile_mask = pattern_.tile_masks + tile * words_ + pass.first_word;
+          args.panel_mask = pattern_.panel_masks + panel * words_ + pass.first_word;
+          args.ranks = ranks_ + panel * (pass_inputs_ + 1);
+          args.k = pass.inputs;
+          args.list = lists_ + slot * (pass_inputs_ + kListPadding);
+          kernel_.multiply_sparse_tile(args);
+        } else {
+          args.inputs = inputs_ + starts_[panel];
+          args.count = End(pass, panel) - starts_[panel];
+          kernel_.multiply_tile(args);
+        }
+      }
+    }
+  }
+
+  const MaskedMatMulKernel& kernel_;
+  const Pattern& pattern_;
+  const FloatRows& a_;
+  const FloatRows& b_;
+  float* const y_;
+  CallMemory& memory_;
+  const bool two_sided_;
+  const int64_t words_, panels_;
+  const int64_t tile_rows_, tiles_;
+  int64_t pass_words_, pass_inputs_, tile_floats_;
+  int64_t group_, parts_, units_, slots_;  // tiles of a unit, units of the same tiles, all units, scratch memories
+  float* slot_tiles_;
+  uint8_t* slot_finite_;
+  int64_t* starts_;  // [panels + 1]
+  int64_t* places_;  // [words of a pass][panels]
+  int64_t capacity_ = 0;
+  float* values_ = nullptr;     // [capacity][16]
+  uint32_t* inputs_ = nullptr;  // [capacity]
+  uint16_t* lists_ = nullptr;
+  uint16_t* ranks_ = nullptr;
+};
+
+}  // namespace
+
+bool MultiplyBlocks(const MaskedMatMulKernel& kernel, Way way, const Pattern& pattern, const FloatRows& a,
+                    const FloatRows& b, float* y, CallMemory& memory) {
+  return BlockProduct(kernel, way, pattern, a, b, y, memory).Run();
+}
+
+}  // namespace ortolan

@@ -1,0 +1,121 @@
+#include <algorithm>
+
+#include "masked_matmul/products.h"
+
+namespace ortolan {
+namespace {
+
+// A product cut into groups of rows and panels of columns, of the same width, so that the last one is no narrow rest.
+struct Panels {
+  Panels(int64_t rows, int64_t n) : group(std::min(rows, kNumberRows)), groups((rows + group - 1) / group) {
+    const int64_t least = (n + kNumberColumns - 1) / kNumberColumns;
+    columns = (BlockPanels(n) + least - 1) / least * kBlockColumns;
+    count = (n + columns - 1) / columns;
+  }
+  int64_t Slots() const { return std::min(groups * count, kMostSlots); }
+
+  int64_t group, groups;   // rows of a group
+  int64_t columns, count;  // of a panel
+};
+
+// Calls add(group, column, columns, panel, sums) for each group of rows and panel of columns, which adds up its
+// products, and adds the sums to y [rows][n], or puts them there. Of each slot: a panel, and sums for a group.
+template <typename Add>
+void ForEachPanel(Host& host, const Panels& panels, int64_t rows, int64_t n, bool add_to_y, float* y, float* scratch,
+                  const Add& add) {
+  const int64_t slots = panels.Slots();
+  host.ParallelFor(slots, [&](int64_t slot) {
+    float* panel = scratch + slot * (kMaskBits + panels.group) * kNumberColumns;
+    float* sums = panel + kMaskBits * kNumberColumns;
+    const int64_t groups = (rows + panels.group - 1) / panels.group;
+    for (int64_t unit = slot; unit < groups * panels.count; unit += slots) {
+      const int64_t group = unit / panels.count;
+      const int64_t first_row = group * panels.group;
+      const int64_t last_row = std::min(rows, first_row + panels.group);
+      const int64_t column = unit % panels.count * panels.columns;
+      const int64_t columns = std::min(panels.columns, n - column);
+      std::fill_n(sums, (last_row - first_row) * kNumberColumns, 0.0f);
+      add(group, column, columns, panel, sums);
+      for (int64_t i = first_row; i < last_row; ++i) {
+        float* to = y + i * n + column;
+        const float* from = sums + (i - first_row) * kNumberColumns;
+        if (add_to_y) {
+          for (int64_t j = 0; j < columns; ++j) to[j] += from[j];
+        } else {
+          std::copy_n(from, columns, to);
+        }
+      }
+    }
+  });
+}
+
+float* PanelScratch(const Panels& panels, CallMemory& memory) {
+  return memory.New<float>(panels.Slots() * (kMaskBits + panels.group) * kNumberColumns);
+}
+
+}  // namespace
+
+void MultiplyByNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, const FloatRows& b, float* y,
+                       CallMemory& memory) {
+  // Lists are made for so many rows and inputs at a time, 42 MB at most.
+  constexpr int64_t kListedRows = 8 * kNumberRows;
+  constexpr int64_t kListedInputs = 2048;
+  const Panels panels(std::min(a.rows, kListedRows), b.columns);
+  const int64_t group = panels.group;
+  const int64_t list_numbers = group * kMaskBits + kMaskBits;
+  const int64_t lists = panels.groups * MaskWords(std::min(a.columns, kListedInputs));
+  float* values = memory.New<float>(lists * list_numbers);
+  uint8_t* inputs = memory.New<uint8_t>(lists * list_numbers);
+  uint16_t* list_rows = memory.New<uint16_t>(lists * group);
+  uint8_t* counts = memory.New<uint8_t>(lists * group);
+  int64_t* listed = memory.New<int64_t>(lists);
+  float* scratch = PanelScratch(panels, memory);
+  const auto list = [&](int64_t place) {
+    return NumberList{values + place * list_numbers, inputs + place * list_numbers, list_rows + place * group,
+                      counts + place * group};
+  };
+  RowsArgs of_b;
+  of_b.b = b.data;
+  of_b.n = b.columns;
+  of_b.count = b.rows;
+
+  for (int64_t first_row = 0; first_row < a.rows; first_row += kListedRows) {
+    const FloatRows rows = a.Rows(first_row, kListedRows);
+    for (int64_t first_input = 0; first_input < a.columns; first_input += kListedInputs) {
+      const int64_t words = MaskWords(std::min(a.columns - first_input, kListedInputs));
+      memory.host().ParallelFor((rows.rows + group - 1) / group * words, [&](int64_t place) {
+        FloatRows part = rows.Rows(place / words * group, group);
+        const int64_t input = first_input + place % words * kMaskBits;
+        part.data += input;
+        part.columns = std::min(kMaskBits, a.columns - input);
+        listed[place] = kernel.list_numbers(part, list(place));
+      });
+      const auto add = [&](int64_t of_group, int64_t column, int64_t columns, float* panel, float* sums) {
+        for (int64_t word = 0; word < words; ++word) {
+          kernel.pack_inputs[0](of_b, first_input + word * kMaskBits, column, columns, panel);
+          const int64_t place = of_group * words + word;
+          kernel.multiply_numbers({list(place), listed[place], panel, BlockPanels(columns), sums});
+        }
+      };
+      ForEachPanel(memory.host(), panels, rows.rows, b.columns, first_input > 0, y + first_row * b.columns, scratch,
+                   add);
+    }
+  }
+}
+
+void MultiplyByPanels(const MaskedMatMulKernel& kernel, Numbers numbers, const RowsArgs& args, CallMemory& memory) {
+  const Panels panels(args.m, args.n);
+  PackInputsFn* const pack = kernel.pack_inputs[static_cast<int>(numbers)];
+  const auto add = [&](int64_t group, int64_t column, int64_t columns, float* panel, float* sums) {
+    const int64_t first_row = group * panels.group;
+    for (int64_t first = 0; first < args.count; first += kMaskBits) {
+      pack(args, first, column, columns, panel);
+      const FloatRows a{args.a + first_row * args.a_row + first, args.a_row * static_cast<int64_t>(sizeof(float)),
+                        std::min(panels.group, args.m - first_row), std::min(kMaskBits, args.count - first)};
+      kernel.multiply_panel(a, panel, BlockPanels(columns), sums);
+    }
+  };
+  ForEachPanel(memory.host(), panels, args.m, args.n, false, args.y, PanelScratch(panels, memory), add);
+}
+
+}  // namespace ortolan
