@@ -14,7 +14,7 @@ constexpr double kWorthListing = 0.9;
 // Numbers to copy or mask in one piece of work.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
 // Columns of y that a piece of work has at least: it reads so many numbers of a row of B in one go.
-constexpr int64_t kLeastColumns = 2048;
+constexpr int64_t kLeastColumns = 4096;
 
 FloatRows Matrix(const float* data, int64_t rows, int64_t columns) {
   return {data, columns * static_cast<int64_t>(sizeof(float)), rows, columns};
