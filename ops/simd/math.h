@@ -14,7 +14,7 @@
 //     float SumOfLanes(a)
 //     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
 //     Float SelectLess(a, b, x, y)                    a < b ? x : y; y if a or b is NaN
-//     Float Exp2(a)                                   2^a, a <= 0; NaN of NaN; zero below -126.5
+//     Float Exp2(a)                                   2^a, a <= 0; NaN of NaN; below -126.5 zero may be given
 //     float MaxOfLanes(a)
 //     Float Rounded(a)                                a, which the compiler does not fuse with what is done to it
 // kRegisters of them. Between lanes:

@@ -8,6 +8,15 @@ from numpy.typing import NDArray
 def feature_sets() -> list[str]:
     """The names of all rows of ops/isa/feature_sets.inc, a set behind those that it contains."""
 
+def simd_lanes() -> dict[str, int]:
+    """The columns of the build that this CPU can run, and how many floats a register of each holds."""
+
+def simd(column: str, function: str, *arrays: NDArray[Any], number: int = 0) -> NDArray[np.uint8] | None:
+    """A function of ops/simd on the bytes of the arrays: 4096 bytes, 0xEE where it writes nothing.
+
+    None: the column has no such function (src/testing/simd_kernels.cc lists all that it can call).
+    """
+
 class KernelInfo(TypedDict):
     name: str
     isa: str

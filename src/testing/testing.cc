@@ -13,5 +13,6 @@ PYBIND11_MODULE(_testing, module) {
   ortolan::BindMaskedMatMul(module);
   ortolan::BindEpilogue(module);
   ortolan::BindLutPostOp(module);
+  ortolan::BindSimd(module);
   ortolan::BindStreamRead(module);
 }

@@ -16,6 +16,7 @@ void BindDecodeAttention(py::module_& module);
 void BindMaskedMatMul(py::module_& module);
 void BindEpilogue(py::module_& module);
 void BindLutPostOp(py::module_& module);
+void BindSimd(py::module_& module);
 void BindStreamRead(py::module_& module);
 
 using KernelName = std::optional<std::string>;

@@ -54,7 +54,7 @@ def compiled() -> dict[Path, list[str]]:
 def column_of(path: Path) -> str | None:
     """The feature set that an object is compiled for; None: any CPU."""
     target = next(part for part in path.parts if part.endswith(".dir")).removesuffix(".dir")
-    column = target.removeprefix("ortolan_")
+    column = target.rpartition("_")[2]
     return column if column in _testing.feature_sets() and column != "scalar" else None
 
 

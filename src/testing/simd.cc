@@ -1,0 +1,72 @@
+// ortolan._testing: functions of the vector vocabulary by column and name.
+#include <cstring>
+
+#include "simd_call.h"
+#include "testing.h"
+
+namespace ortolan {
+
+#define ORTOLAN_KERNEL(column)        \
+  namespace column {                  \
+  extern const int64_t kSimdLanes;    \
+  bool RunSimd(const SimdCall& call); \
+  }
+#include "simd_kernels.inc"
+#undef ORTOLAN_KERNEL
+
+namespace {
+
+const std::vector<SimdColumn>& SimdColumns() {
+  static const std::vector<SimdColumn> columns = {
+#define ORTOLAN_KERNEL(column) {#column, feature_set::column, column::kSimdLanes, column::RunSimd},
+#include "simd_kernels.inc"
+#undef ORTOLAN_KERNEL
+  };
+  return columns;
+}
+
+// By name, those that this CPU can run: their lanes.
+py::dict LanesOfColumns() {
+  py::dict lanes;
+  for (const SimdColumn& column : SimdColumns()) {
+    if (DetectedFeatures().Has(column.needs)) lanes[column.name] = column.lanes;
+  }
+  return lanes;
+}
+
+// The bytes of the arguments lie at the beginning of as much memory as the result has; that is 0xEE where nothing is
+// written. None: the column has no such function.
+std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& function, const py::args& arrays,
+                                   int64_t number) {
+  const auto has_name = [&](const SimdColumn& column) { return column.name == name; };
+  const auto column = std::ranges::find_if(SimdColumns(), has_name);
+  Require(column != SimdColumns().end() && DetectedFeatures().Has(column->needs), "no column ", name, " here");
+  SimdCall call;
+  call.function = function.c_str();
+  call.number = number;
+  AlignedBytes memory(static_cast<int64_t>(std::size(call.in)) * SimdCall::kBytes);
+  Require(arrays.size() <= std::size(call.in), "too many arguments");
+  for (size_t i = 0; i < std::size(call.in); ++i) {
+    char* const argument = memory.data() + i * SimdCall::kBytes;
+    std::memset(argument, 0, SimdCall::kBytes);
+    call.in[i] = reinterpret_cast<const uint8_t*>(argument);
+    if (i >= arrays.size()) continue;
+    const py::array array = py::array::ensure(arrays[i], py::array::c_style);
+    Require(array && array.nbytes() <= SimdCall::kBytes, "an argument is larger than ", SimdCall::kBytes, " bytes");
+    std::memcpy(argument, array.data(), static_cast<size_t>(array.nbytes()));
+  }
+  Array<uint8_t> result(SimdCall::kBytes);
+  call.out = result.mutable_data();
+  std::memset(call.out, 0xEE, SimdCall::kBytes);
+  if (!column->run(call)) return std::nullopt;
+  return result;
+}
+
+}  // namespace
+
+void BindSimd(py::module_& module) {
+  module.def("simd_lanes", &LanesOfColumns);
+  module.def("simd", &Simd, py::arg("column"), py::arg("function"), py::arg("number") = 0);
+}
+
+}  // namespace ortolan

@@ -1,0 +1,26 @@
+// A function of the vector vocabulary (ops/simd), called on memory: what tests/simd compares with numpy.
+#pragma once
+
+#include <cstdint>
+
+#include "isa/features.h"
+
+namespace ortolan {
+
+struct SimdCall {
+  static constexpr int64_t kBytes = 4096;  // of each argument and of the result
+
+  const char* function = nullptr;
+  const uint8_t* in[4] = {};
+  int64_t number = 0;
+  uint8_t* out = nullptr;
+};
+
+struct SimdColumn {
+  const char* name;
+  Features needs;
+  int64_t lanes;
+  bool (*run)(const SimdCall&);  // false: the column has no such function
+};
+
+}  // namespace ortolan

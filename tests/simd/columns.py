@@ -1,0 +1,68 @@
+"""The functions of a column's vectors as functions of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from ortolan import _testing
+
+LANES = _testing.simd_lanes()
+each_column = pytest.mark.parametrize("column", LANES)
+
+# Numbers that arithmetic treats in a way of its own: NaN, zeros, infinities, denormals, the largest, halves.
+EDGES = np.array(
+    [np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 1e-39, 3.4028235e38, -3.4028235e38, 0.5, -1.5, 2.5, 1.0],
+    np.float32,
+)
+UNTOUCHED = 0xEE
+
+
+def raw(column: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
+    """The memory that the function may write, UNTOUCHED where it has not. Skips what the column has not."""
+    found = _testing.simd(column, function, *arrays, number=number)
+    if found is None:
+        pytest.skip(f"{column} has no {function}")
+    return found
+
+
+def one(column: str, function: str, *arrays: np.ndarray, number: int = 0, dtype: type = np.float32) -> np.ndarray:
+    """A register of what the function gives."""
+    return raw(column, function, *arrays, number=number).view(dtype)[: LANES[column]]
+
+
+def each(column: str, function: str, *arrays: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """Of arrays of any length, register by register."""
+    lanes, size = LANES[column], len(arrays[0])
+    padded = [np.resize(array, -(-size // lanes) * lanes) for array in arrays]
+    parts = [
+        one(column, function, *(array[i : i + lanes] for array in padded), dtype=dtype)
+        for i in range(0, len(padded[0]), lanes)
+    ]
+    return np.concatenate(parts)[:size]
+
+
+def pairs() -> tuple[np.ndarray, np.ndarray]:
+    """Every edge with every other, and random numbers."""
+    rng = np.random.default_rng(0)
+    a, b = (array.reshape(-1) for array in np.meshgrid(EDGES, EDGES))
+    return (
+        np.concatenate([a, rng.standard_normal(64, np.float32)]),
+        np.concatenate([b, rng.standard_normal(64, np.float32)]),
+    )
+
+
+def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+    """Any NaN is as good as another."""
+    assert found.dtype == expected.dtype
+    both_nan = np.isnan(found) & np.isnan(expected) if found.dtype.kind == "f" else np.zeros(found.shape, bool)
+    bits = f"u{found.itemsize}"
+    different = (found.view(bits) != expected.view(bits)) & ~both_nan
+    assert not different.any(), (found[different], expected[different])
+
+
+def quietly(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return function(*arrays)
