@@ -66,6 +66,20 @@ def test_a_hidden_layer(kernel: str, sparsity: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 20])
+def test_a_hidden_layer_of_the_most_inputs(kernel: str, m: int) -> None:
+    rng = np.random.default_rng(m)
+    hidden = HiddenLayer.random(rng, 65536, 18, 0.999)
+    x = rng.standard_normal((m, 65536), dtype=np.float32)
+    y = hidden.run(x, kernel)
+    low, high = (hidden.table[q].astype(float) for q in hidden.numbers(x))
+    table_y = hidden.table_y
+    either = [table_y.scale64 * (numbers - table_y.zero_point) for numbers in (low, high)]
+    assert len(np.unique(low)) > 4
+    assert np.all(np.min([np.abs(y - one) for one in either], axis=0) <= 2 * U * np.abs(y))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("m", [1, 4, 17, 64])
 def test_every_number_through_the_table(kernel: str, m: int) -> None:
     k = 256

@@ -23,7 +23,7 @@ def test_shapes(kernel: str, sparsity: float) -> None:
         for n in (1, 4, 16, 18, 50):
             layer = BlockSparseLayer.random(rng, k, n, sparsity)
             bias = rng.standard_normal(n, dtype=np.float32) if k % 3 else None
-            for m in (1, 2, 3, 4, 5, 8, 16, 17, 33, 48, 49, 64, 65):
+            for m in (1, 2, 3, 4, 5, 8, 16, 17, 33, 48, 49, 64, 65, 66, 67):
                 x = rng.standard_normal((m, k), dtype=np.float32)
                 layer.check(layer.multiply(x, bias, kernel), x, bias)
 
