@@ -97,27 +97,19 @@ int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
 // Y is what X W and the residual are broadcast to.
 void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall call,
                            const std::vector<int64_t>& shape) const {
-  const Ort::ConstValue residual = context.GetInput(inputs_.residual);
-  const std::vector<int64_t> residual_shape = residual.GetTensorTypeAndShapeInfo().GetShape();
-  const float* to_add = residual.GetTensorData<float>();
-  const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual_shape);
+  const Ort::ConstValue value = context.GetInput(inputs_.residual);
+  const Residual residual{value.GetTensorData<float>(), value.GetTensorTypeAndShapeInfo().GetShape()};
+  const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual.shape);
   if (!sum_shape) {
-    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual_shape), ", which does not fit X W of ",
+    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", which does not fit X W of ",
                             ShapeText(shape), ". Feed the model inputs of the shapes it was exported for."));
   }
-  const int64_t columns = plan_.layer().Columns();
-  const bool same = residual_shape == shape;
-  const bool is_row = residual_shape == std::vector<int64_t>{columns};
-  if (!same && !is_row && plan_.layer().norm && sum_shape->back() != columns) {
-    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual_shape), ", expected [..., ", columns,
-                            "], as norm_weight has. ", kOptimizeAgain));
+  if (plan_.layer().norm && sum_shape->back() != shape.back()) {
+    throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", expected [..., ",
+                            shape.back(), "], as norm_weight has. ", kOptimizeAgain));
   }
   call.y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
-  if (std::find(sum_shape->begin(), sum_shape->end(), 0) != sum_shape->end()) return;
-  if (!same && !is_row) return plan_.RunBroadcast(host, call, shape, to_add, residual_shape, *sum_shape);
-  call.residual = to_add;
-  call.residual_row_bytes = same ? columns * static_cast<int64_t>(sizeof(float)) : 0;
-  plan_.Run(host, call);
+  plan_.RunWithResidual(host, call, shape, residual, *sum_shape);
 }
 
 const float* LinearOp::Bias(const Ort::KernelContext& context) const {

@@ -73,15 +73,22 @@ void LinearPlan::RunProduct(Host& host, const LinearCall& call, bool normalizes)
   Multiply(host, kernel, call, x + x_bytes, normalizes);
 }
 
-void LinearPlan::RunBroadcast(Host& host, LinearCall call, const std::vector<int64_t>& shape, const float* residual,
-                              const std::vector<int64_t>& residual_shape, const std::vector<int64_t>& y_shape) const {
+void LinearPlan::RunWithResidual(Host& host, LinearCall call, const std::vector<int64_t>& shape,
+                                 const Residual& residual, const std::vector<int64_t>& y_shape) const {
+  if (std::find(y_shape.begin(), y_shape.end(), 0) != y_shape.end()) return;
+  const bool same = residual.shape == shape;
+  if (same || residual.shape == std::vector<int64_t>{layer_.Columns()}) {
+    call.residual = residual.data;
+    call.residual_row_bytes = same ? YRowBytes() : 0;
+    return Run(host, call);
+  }
   float* const y = call.y;
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < y_shape.size(); ++i) rows *= y_shape[i];
   std::optional<HostMemory> product;
   if (y_shape != shape) call.y = reinterpret_cast<float*>(product.emplace(host, call.m * YRowBytes()).data());
   RunProduct(host, call, false);
-  BroadcastAdd(call.y, shape, residual, residual_shape, y, y_shape);
+  BroadcastAdd(call.y, shape, residual.data, residual.shape, y, y_shape);
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < y_shape.size(); ++i) rows *= y_shape[i];
   if (layer_.norm) Normalize(host, y, rows);
 }
 

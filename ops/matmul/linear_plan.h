@@ -57,6 +57,11 @@ struct LinearCall {
   int64_t residual_row_bytes = 0;
 };
 
+struct Residual {
+  const float* data;
+  std::vector<int64_t> shape;
+};
+
 class LinearPlan {
  public:
   LinearPlan(const LinearLayer& layer, Features features);
@@ -68,10 +73,10 @@ class LinearPlan {
 
   void Run(Host& host, const LinearCall& call) const { RunProduct(host, call, layer_.norm.has_value()); }
 
-  // The same with any residual that Y without it, of call.m rows and of this shape, is broadcast with: Y is call.y, of
-  // y_shape. The call has no residual of its own.
-  void RunBroadcast(Host& host, LinearCall call, const std::vector<int64_t>& shape, const float* residual,
-                    const std::vector<int64_t>& residual_shape, const std::vector<int64_t>& y_shape) const;
+  // The same with any residual that Y without it, of call.m rows and of this shape, is broadcast with: call.y gets the
+  // sum, of y_shape. The call has no residual of its own.
+  void RunWithResidual(Host& host, LinearCall call, const std::vector<int64_t>& shape, const Residual& residual,
+                       const std::vector<int64_t>& y_shape) const;
 
  private:
   void RunProduct(Host& host, const LinearCall& call, bool normalizes) const;

@@ -44,6 +44,27 @@ def sparse_amx_matmul(
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 
+def linear_layer(
+    x: NDArray[Any],
+    masks: NDArray[np.uint8],
+    values: NDArray[np.uint16],
+    offsets: NDArray[np.int64],
+    k: int,
+    n: int,
+    *,
+    bias: NDArray[Any] | None = None,
+    residual: NDArray[Any] | None = None,
+    activation: int = 0,
+    gated_columns: int = 0,
+    norm: tuple[NDArray[Any], NDArray[Any], float] | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> NDArray[np.float32]:
+    """What the plan of a linear layer makes of x [m, k]: ops/matmul/linear_plan.h. norm: weight, bias, epsilon.
+
+    Raises ValueError for malformed tensors, wrong shapes and a set of features that this CPU has not.
+    """
+
 def sparse_amx_matmul_int8_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table for int8 and int4 weights, best first."""
 

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_testing, module) {
     return names;
   });
   ortolan::BindMatMul(module);
+  ortolan::BindLinearPlan(module);
   ortolan::BindAttention(module);
   ortolan::BindDecodeAttention(module);
   ortolan::BindMaskedMatMul(module);

@@ -11,6 +11,7 @@
 namespace ortolan {
 
 void BindMatMul(py::module_& module);
+void BindLinearPlan(py::module_& module);
 void BindAttention(py::module_& module);
 void BindDecodeAttention(py::module_& module);
 void BindMaskedMatMul(py::module_& module);
