@@ -59,14 +59,14 @@ class Kernel {
     run_ = SelectLut(ActiveFeatures(), kXBytes, entry_bytes_)->run;
   }
 
-  void Compute(Ort::KernelContext& context) const {
+  void Compute(Ort::KernelContext& context, Host& host) const {
     const Ort::ConstValue x = context.GetInput(kX);
     const Ort::TensorTypeAndShapeInfo type_and_shape = x.GetTensorTypeAndShapeInfo();
     const int64_t count = static_cast<int64_t>(type_and_shape.GetElementCount());
     const char* from = static_cast<const char*>(x.GetTensorRawData());
     char* to = static_cast<char*>(context.GetOutput(0, type_and_shape.GetShape()).GetTensorMutableRawData());
     const int64_t chunk = kChunkBytes / (kXBytes + entry_bytes_);
-    ParallelFor(context, (count + chunk - 1) / chunk, [&](int64_t i) {
+    host.ParallelFor((count + chunk - 1) / chunk, [&](int64_t i) {
       const int64_t begin = i * chunk;
       run_({from + begin * kXBytes, table_, to + begin * entry_bytes_, std::min(chunk, count - begin)});
     });

@@ -58,8 +58,7 @@ class Kernel {
     dense_ = Ort::Op::Create(&info, "MatMul", "", 13, names, types, 1, nullptr, 0, 2, 1);
   }
 
-  void Compute(Ort::KernelContext& context) {
-    OrtHost host(context);
+  void Compute(Ort::KernelContext& context, Host& host) {
     CallMemory memory(host);
     const Ort::ConstValue a = context.GetInput(kA);
     const Ort::ConstValue b = context.GetInput(kB);

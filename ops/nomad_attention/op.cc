@@ -98,8 +98,8 @@ class Kernel {
     }
   }
 
-  void Compute(Ort::KernelContext& context) {
-    if (cache_) return ComputeCached(context);
+  void Compute(Ort::KernelContext& context, Host& host) {
+    if (cache_) return ComputeCached(context, host);
     AttentionCall call = ReadInputs(context);
     if (call.keys > kMaxKeys) {
       throw OpError(ErrorText(node_, ": there are ", call.keys, " keys, expected at most ", kMaxKeys));
@@ -109,7 +109,6 @@ class Kernel {
                               " keys, expected at least as many keys"));
     }
     Complete(context, call);
-    OrtHost host(context);
     plan_->Run(host, call);
   }
 
@@ -250,13 +249,13 @@ class Kernel {
     return call;
   }
 
-  void ComputeCached(Ort::KernelContext& context) {
+  void ComputeCached(Ort::KernelContext& context, Host& host) {
     CachedCall call = ReadCachedInputs(context);
     call.heads = heads_;
     call.kv_heads = kv_heads_;
     cache_->ReadLengths(context, call);
     Complete(context, call);
-    cache_->Run(context, call);
+    cache_->Run(context, host, call);
   }
 
   // Sets what follows from attributes, the mask and the output.

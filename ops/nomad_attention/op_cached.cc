@@ -264,12 +264,11 @@ void CachedAttention::ReadRotary(const Ort::KernelContext& context, CachedCall& 
   }
 }
 
-void CachedAttention::Run(Ort::KernelContext& context, CachedCall& call) const {
+void CachedAttention::Run(Ort::KernelContext& context, Host& host, CachedCall& call) const {
   call.key_cache = Present(context, inputs_.past_key, 1, call, form_.KeyRowBytes(call.head_dim));
   call.value_cache = Present(context, inputs_.past_value, 2, call, form_.ValueRowBytes(call.head_dim));
   call.exact_keys = PresentExactKeys(context, call);
   if (has_rotary_ && call.batch > 0 && call.queries > 0) ReadRotary(context, call);
-  OrtHost host(context);
   plan_->Run(host, call);
 }
 

@@ -62,7 +62,7 @@ class CachedAttention {
   void ReadLengths(const Ort::KernelContext& context, CachedCall& call) const;
 
   // Rotates, appends and attends. Outputs 1, 2 and 3 are the present cache.
-  void Run(Ort::KernelContext& context, CachedCall& call) const;
+  void Run(Ort::KernelContext& context, Host& host, CachedCall& call) const;
 
  private:
   // These read and check what the constructor finds. They throw OpError.

@@ -291,11 +291,4 @@ OrtAllocator* KernelMemory::Allocator(const Ort::KernelContext& context) {
   return held;
 }
 
-Scratch::Scratch(const Ort::KernelContext& context, size_t bytes) : allocator_(CpuAllocator(context)) {
-  data_ = allocator_->Alloc(allocator_.get(), bytes);
-  if (data_ == nullptr && bytes > 0) throw std::bad_alloc();
-}
-
-Scratch::~Scratch() { allocator_->Free(allocator_.get(), data_); }
-
 }  // namespace ortolan

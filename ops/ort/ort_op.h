@@ -75,7 +75,6 @@ class KernelMemory {
 // The host of plans while a kernel computes: ORT's intra-op threads, and its own arena.
 class OrtHost : public Host {
  public:
-  explicit OrtHost(const Ort::KernelContext& context) : context_(context), memory_(own_) {}
   OrtHost(const Ort::KernelContext& context, KernelMemory& memory) : context_(context), memory_(memory) {}
 
  private:
@@ -84,7 +83,6 @@ class OrtHost : public Host {
   void Free(void* data) noexcept override;
 
   const Ort::KernelContext& context_;
-  KernelMemory own_;
   KernelMemory& memory_;
 };
 
@@ -96,11 +94,7 @@ struct StatusKernel : Kernel {
     return Guarded([&] {
       Ort::KernelContext context(raw);
       OrtHost host(context, memory_);
-      if constexpr (requires { this->Compute(context, host); }) {
-        this->Compute(context, host);
-      } else {
-        this->Compute(context);
-      }
+      this->Compute(context, host);
     });
   }
 
@@ -227,34 +221,5 @@ size_t Rank(const OrtShapeInferContext* context, size_t index);
 
 // Whether the input is known to have the shape [1].
 bool IsOneNumber(const OrtShapeInferContext* context, size_t index);
-
-// ---- running --------------------------------------------------------------------------------------------------------
-
-// Scratch memory from ORT's own arena, given back at the end of the scope.
-class Scratch {
- public:
-  Scratch(const Ort::KernelContext& context, size_t bytes);
-  ~Scratch();
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  void* data() const { return data_; }
-
- private:
-  // What GetAllocator hands out is the caller's to release: it holds ORT's arena alive.
-  struct Release {
-    void operator()(OrtAllocator* allocator) const { Ort::GetApi().ReleaseAllocator(allocator); }
-  };
-  std::unique_ptr<OrtAllocator, Release> allocator_;
-  void* data_;
-};
-
-// Calls body(i) for 0 <= i < count on ORT's intra-op threads; alone and at once when count is 1. body must not throw.
-template <typename Body>
-void ParallelFor(const Ort::KernelContext& context, int64_t count, const Body& body) {
-  if (count == 1) return body(int64_t{0});
-  if (count < 1) return;
-  const auto call = [](void* user, size_t i) { (*static_cast<const Body*>(user))(static_cast<int64_t>(i)); };
-  context.ParallelFor(call, static_cast<size_t>(count), 0, const_cast<Body*>(&body));
-}
 
 }  // namespace ortolan
