@@ -34,7 +34,7 @@ ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
 _WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
 _PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
 
-_SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/cached_op.h
+_SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/op_cached.h
 
 
 @dataclass(frozen=True)

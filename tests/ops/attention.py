@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in numpy, with the error bound of ops/nomad_attention/nomad_attention.h."""
+"""Scaled dot-product attention in numpy, with the error bound of ops/attention/attention.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel of NoMADAttention against a numpy oracle, by the contract of ops/nomad_attention/nomad_attention.h."""
+"""Every kernel of NoMADAttention against a numpy oracle, by the contract of ops/attention/attention.h."""
 
 from __future__ import annotations
 
