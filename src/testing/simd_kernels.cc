@@ -19,12 +19,14 @@ struct Arguments {
         c(reinterpret_cast<const float*>(call.in[2])),
         d(reinterpret_cast<const float*>(call.in[3])),
         bytes(call.in[0]),
+        ints(reinterpret_cast<const int32_t*>(call.in[0])),
         number(call.number),
         out(reinterpret_cast<float*>(call.out)),
         out_bytes(call.out) {}
 
   const float *a, *b, *c, *d;
   const uint8_t* bytes;
+  const int32_t* ints;
   int64_t number;
   float* out;
   uint8_t* out_bytes;
@@ -125,6 +127,146 @@ bool RunIntegers(const SimdCall& call, const Arguments& x) {
   return false;
 }
 
+template <typename S, int kVectors>
+void DotStoredRows(const uint8_t* stored, const uint8_t* weights, const int32_t* sums, int32_t* out) {
+  constexpr int64_t kWidth = kVectors * S::kLanes;
+  const uint8_t* const rows[4] = {stored, stored + kWidth, stored + 2 * kWidth, stored + 3 * kWidth};
+  typename S::Quads tokens[kVectors];
+  S::InterleaveRows(rows, tokens);
+  const typename S::QuadWeights quads(reinterpret_cast<const int8_t*>(weights));
+  for (int o = 0; o < 4; ++o) {
+    typename S::Int total[kVectors];
+    for (int v = 0; v < kVectors; ++v) total[v] = S::LoadInt(sums + v * S::kLanes);
+    S::DotQuadWeights(total, tokens, quads, o);
+    for (int v = 0; v < kVectors; ++v) S::StoreInt(out + (o * kVectors + v) * S::kLanes, total[v]);
+  }
+}
+
+// Of kVectors registers of tokens, each lane a token's quad: rows of bytes and quads again, whose products with the
+// four quads of weights are added to `sums` of each.
+template <typename S, int kVectors>
+void DotRows(const uint8_t* tokens, const uint8_t* weights, const int32_t* sums, int32_t* out) {
+  constexpr int64_t kRegisterBytes = 4 * S::kLanes;
+  typename S::Bytes quads[kVectors], rows[kVectors];
+  for (int v = 0; v < kVectors; ++v) quads[v] = S::LoadBytes(tokens + v * kRegisterBytes);
+  S::DeinterleaveRows(quads, rows);
+  uint8_t stored[kVectors * kRegisterBytes];
+  for (int v = 0; v < kVectors; ++v) S::StoreBytes(stored + v * kRegisterBytes, rows[v]);
+  DotStoredRows<S, kVectors>(stored, weights, sums, out);
+}
+
+// The rows of four times kVectors registers of numbers, made bytes with this offset; then likewise.
+template <typename S, int kVectors>
+void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weights, int32_t* out) {
+  constexpr int64_t kRegisterBytes = 4 * S::kLanes;
+  uint8_t stored[kVectors * kRegisterBytes];
+  for (int i = 0; i < kVectors; ++i) {
+    typename S::Int four[4];
+    for (int j = 0; j < 4; ++j) four[j] = S::LoadInt(numbers + (4 * i + j) * S::kLanes);
+    S::StoreBytes(stored + i * kRegisterBytes, S::template PackRows<kVectors>(four, offset));
+  }
+  const int32_t zeros[kVectors * S::kLanes] = {};
+  DotStoredRows<S, kVectors>(stored, weights, zeros, out);
+}
+
+template <typename S>
+void TransposeInt(const int32_t* from, int32_t* to) {
+  typename S::Int rows[S::kLanes];
+  for (int64_t i = 0; i < S::kLanes; ++i) rows[i] = S::LoadInt(from + i * S::kLanes);
+  S::Transpose(rows);
+  for (int64_t i = 0; i < S::kLanes; ++i) S::StoreInt(to + i * S::kLanes, rows[i]);
+}
+
+template <typename S>
+auto PackedBytes(const int32_t* from, int32_t offset) {
+  const typename S::Int four[4] = {S::LoadInt(from), S::LoadInt(from + S::kLanes), S::LoadInt(from + 2 * S::kLanes),
+                                   S::LoadInt(from + 3 * S::kLanes)};
+  return S::PackBytes(four, offset);
+}
+
+// Two rows, 1024 bytes apart.
+template <typename S>
+void Gather(const uint8_t* x, const uint8_t* indices, int64_t quads, uint8_t* out) {
+  typename S::Bytes found[2];
+  S::GatherBytes(x, 1024, indices, quads, found);
+  for (int i = 0; i < 2; ++i) S::StoreBytes(out + i * 4 * S::kLanes, found[i]);
+}
+
+template <typename S>
+bool RunMoreIntegers(const SimdCall& call, const Arguments& x) {
+  ORTOLAN_TRY("AddInt", S::StoreInt(x.out, S::AddInt(S::LoadInt(x.a), S::LoadInt(x.b))));
+  ORTOLAN_TRY("SubtractInt", S::StoreInt(x.out, S::SubtractInt(S::LoadInt(x.a), S::LoadInt(x.b))));
+  ORTOLAN_TRY("MultiplyInt", S::StoreInt(x.out, S::MultiplyInt(S::LoadInt(x.a), S::LoadInt(x.b))));
+  ORTOLAN_TRY("AndInt", S::StoreInt(x.out, S::AndInt(S::LoadInt(x.a), S::LoadInt(x.b))));
+  ORTOLAN_TRY("MaxInt", S::StoreInt(x.out, S::MaxInt(S::LoadInt(x.a), S::LoadInt(x.b))));
+  ORTOLAN_TRY("ShiftRightSigned", S::StoreInt(x.out, S::template ShiftRightSigned<5>(S::LoadInt(x.a))));
+  ORTOLAN_TRY("RoundToInt", S::StoreInt(x.out, S::RoundToInt(S::Load(x.a))));
+  ORTOLAN_TRY("LoadUint8", S::StoreInt(x.out, S::LoadUint8(x.bytes)));
+  ORTOLAN_TRY("StoreInt8OfInts", S::StoreInt8(As<int8_t>(x.out_bytes), S::LoadInt(x.a)));
+  ORTOLAN_TRY("SumOfIntLanes", *As<int32_t>(x.out_bytes) = S::SumOfIntLanes(S::LoadInt(x.a)));
+  ORTOLAN_TRY("MaxOfIntLanes", *As<int32_t>(x.out_bytes) = S::MaxOfIntLanes(S::LoadInt(x.a)));
+  ORTOLAN_TRY("DotPair", S::StoreInt(x.out, S::DotPair(S::LoadInt(x.a), S::LoadInt(x.b), S::LoadInt(x.c))));
+  if constexpr (requires(typename S::Int(&rows)[S::kLanes]) { S::Transpose(rows); }) {
+    ORTOLAN_TRY("TransposeInt", TransposeInt<S>(x.ints, As<int32_t>(x.out_bytes)));
+  }
+  ORTOLAN_TRY("LoadSome", S::Store(x.out, S::LoadSome(x.a, x.number)));
+  ORTOLAN_TRY("StoreSome", S::StoreSome(x.out, x.number, S::Load(x.a)));
+  return false;
+}
+
+template <typename S>
+bool RunBytes(const SimdCall& call, const Arguments& x) {
+  const auto *a = call.in[0], *b = call.in[1], *c = call.in[2];
+  auto* const out = x.out_bytes;
+  const int number = static_cast<int>(x.number);
+  const auto mask = static_cast<uint64_t>(x.number);
+  const int first = *reinterpret_cast<const int32_t*>(b);
+  ORTOLAN_TRY("LoadBytes", S::StoreBytes(out, S::LoadBytes(a)));
+  ORTOLAN_TRY("SetBytes", S::StoreBytes(out, S::SetBytes(number)));
+  ORTOLAN_TRY("AndBytes", S::StoreBytes(out, S::AndBytes(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("XorBytes", S::StoreBytes(out, S::XorBytes(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("SubtractBytes", S::StoreBytes(out, S::SubtractBytes(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("LowNibbles", S::StoreBytes(out, S::LowNibbles(S::LoadBytes(a))));
+  ORTOLAN_TRY("HighNibbles", S::StoreBytes(out, S::HighNibbles(S::LoadBytes(a))));
+  ORTOLAN_TRY("RepeatQuad", S::StoreBytes(out, S::RepeatQuad(a)));
+  ORTOLAN_TRY("Repeat16", S::StoreBytes(out, S::Repeat16(a)));
+  ORTOLAN_TRY("RepeatQuadOf16", S::StoreBytes(out, S::RepeatQuad(S::LoadBytes(a), number)));
+  ORTOLAN_TRY("ExpandBytesByMask", S::StoreBytes(out, S::ExpandBytes(mask, a, first)));
+  ORTOLAN_TRY("ExpandBytesElse", S::StoreBytes(out, S::ExpandBytesElse(0x85, mask, a, first)));
+  ORTOLAN_TRY("ExpandWords", S::StoreBytes(out, S::ExpandWords(mask, a, first)));
+  ORTOLAN_TRY("DotQuad", S::StoreInt(out, S::DotQuad(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY(
+      "DotInt8",
+      S::StoreInt(out, S::DotInt8(S::LoadInt(c),
+                                  S::SubtractBytes(S::LoadBytes(a), S::SetBytes(-static_cast<int>(S::kInt8Bias))),
+                                  S::LoadBytes(b))));
+  if constexpr (requires { typename S::ByteTable; })
+    ORTOLAN_TRY("PackBytes", S::StoreBytes(out, PackedBytes<S>(x.ints, number)));
+  ORTOLAN_TRY("Lookup256", S::StoreBytes(out, S::Lookup256(typename S::ByteTable(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("LoadSomeQuads", S::StoreBytes(out, S::LoadSomeQuads(reinterpret_cast<const int8_t*>(a), x.number)));
+  ORTOLAN_TRY("PermuteQuads", S::StoreBytes(out, S::PermuteQuads(S::LoadBytes(a), S::LoadInt(b))));
+  ORTOLAN_TRY("SumsOfQuarters",
+              S::StoreInt(out, S::SumsOfQuarters(S::LoadInt(a), S::LoadInt(b), S::LoadInt(c), S::LoadInt(call.in[3]))));
+  ORTOLAN_TRY("LoadF16", S::Store(x.out, S::LoadF16(a)));
+  ORTOLAN_TRY("EvenBf16", S::Store(x.out, S::EvenBf16(S::LoadBytes(a))));
+  ORTOLAN_TRY("OddBf16", S::Store(x.out, S::OddBf16(S::LoadBytes(a))));
+  ORTOLAN_TRY("RoundToBf16", S::Store(x.out, S::RoundToBf16(S::Load(x.a))));
+  ORTOLAN_TRY("PackBf16", S::StoreBytes(out, S::PackBf16(S::Load(x.a), S::Load(x.b))));
+  ORTOLAN_TRY("DotBf16", S::Store(x.out, S::DotBf16(S::Load(x.c), S::LoadBytes(a), S::LoadBytes(b))));
+  if constexpr (requires { typename S::Quads; }) {
+    ORTOLAN_TRY("InterleaveRows1", DotRows<S, 1>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
+    ORTOLAN_TRY("InterleaveRows2", DotRows<S, 2>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
+    ORTOLAN_TRY("PackRows1", DotPackedRows<S, 1>(x.ints, number, b, As<int32_t>(out)));
+    ORTOLAN_TRY("PackRows2", DotPackedRows<S, 2>(x.ints, number, b, As<int32_t>(out)));
+    if constexpr (S::kGathersBytes) {
+      ORTOLAN_TRY("InterleaveRows4", DotRows<S, 4>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
+      ORTOLAN_TRY("PackRows4", DotPackedRows<S, 4>(x.ints, number, b, As<int32_t>(out)));
+      ORTOLAN_TRY("GatherBytes", Gather<S>(a, b, x.number, out));
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 namespace ORTOLAN_COLUMN {
@@ -134,7 +276,8 @@ constinit const int64_t kSimdLanes = Simd::kLanes;
 
 bool RunSimd(const SimdCall& call) {
   const Arguments x(call);
-  return RunFloats<Simd>(call, x) || RunBetweenLanes<Simd>(call, x) || RunIntegers<Simd>(call, x);
+  return RunFloats<Simd>(call, x) || RunBetweenLanes<Simd>(call, x) || RunIntegers<Simd>(call, x) ||
+         RunMoreIntegers<Simd>(call, x) || RunBytes<Simd>(call, x);
 }
 
 }  // namespace ORTOLAN_COLUMN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -11,6 +11,22 @@ from ortolan import _testing
 
 LANES = _testing.simd_lanes()
 each_column = pytest.mark.parametrize("column", LANES)
+
+
+def has(column: str, function: str) -> bool:
+    return _testing.simd(column, function, number=1) is not None
+
+
+def columns_with(*functions: str) -> pytest.MarkDecorator:
+    """The columns that have all of these functions: not all have all."""
+    return pytest.mark.parametrize("column", [column for column in LANES if all(has(column, one) for one in functions)])
+
+
+def each_of(functions: Iterable[str]) -> pytest.MarkDecorator:
+    """Each function of each column that has it."""
+    pairs = [(column, function) for column in LANES for function in functions if has(column, function)]
+    return pytest.mark.parametrize(("column", "function"), pairs)
+
 
 # Numbers that arithmetic treats in a way of its own: NaN, zeros, infinities, denormals, the largest, halves.
 EDGES = np.array(
@@ -21,10 +37,9 @@ UNTOUCHED = 0xEE
 
 
 def raw(column: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
-    """The memory that the function may write, UNTOUCHED where it has not. Skips what the column has not."""
+    """The memory that the function may write, UNTOUCHED where it has not."""
     found = _testing.simd(column, function, *arrays, number=number)
-    if found is None:
-        pytest.skip(f"{column} has no {function}")
+    assert found is not None, f"{column} has no {function}"
     return found
 
 

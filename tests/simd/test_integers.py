@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .columns import EDGES, LANES, UNTOUCHED, assert_same_bits, each_column, one, raw
+from .columns import EDGES, LANES, UNTOUCHED, assert_same_bits, columns_with, each_of, one, raw
 
 WORDS = np.array(
     [0, 1, -1, 2**31 - 1, -(2**31), 255, 256, -256, 0x12345678, -0x12345678, 32767, -32768, 65535, 7, -8, 100], np.int32
@@ -16,21 +16,20 @@ def words(column: str) -> np.ndarray:
     return np.resize(WORDS, LANES[column])
 
 
-@each_column
+@columns_with("SetInt")
 def test_constants(column: str) -> None:
     for number in WORDS:
         np.testing.assert_array_equal(one(column, "SetInt", number=int(number), dtype=np.int32), number)
 
 
-@each_column
-@pytest.mark.parametrize("function", ["LoadInt", "StoreInt"])
+@each_of(["LoadInt", "StoreInt"])
 def test_loads_and_stores(column: str, function: str) -> None:
     stored = raw(column, function, words(column))
     np.testing.assert_array_equal(stored[: 4 * LANES[column]].view(np.int32), words(column))
     assert (stored[4 * LANES[column] :] == UNTOUCHED).all()
 
 
-@each_column
+@columns_with("LoadFirstInt")
 def test_first_lanes(column: str) -> None:
     lanes = LANES[column]
     for count in range(min(lanes, 1), lanes + 1):
@@ -40,7 +39,7 @@ def test_first_lanes(column: str) -> None:
         )
 
 
-@each_column
+@columns_with("BitsOf", "FloatOf", "ToFloat")
 def test_floats_and_their_bits(column: str) -> None:
     lanes = LANES[column]
     for i in range(0, len(EDGES), lanes):
@@ -52,7 +51,7 @@ def test_floats_and_their_bits(column: str) -> None:
         np.testing.assert_array_equal(one(column, "ToFloat", a), a.astype(np.float32))
 
 
-@each_column
+@columns_with("ExpandBytes")
 def test_bytes_as_integers(column: str) -> None:
     lanes = LANES[column]
     for i in range(0, 256, lanes):
@@ -60,7 +59,7 @@ def test_bytes_as_integers(column: str) -> None:
         np.testing.assert_array_equal(one(column, "ExpandBytes", a, dtype=np.int32), a)
 
 
-@each_column
+@columns_with("OrInt", "SelectBits", "ShiftLeftInt", "ShiftRightInt")
 def test_bits(column: str) -> None:
     lanes = LANES[column]
     rng = np.random.default_rng(0)
@@ -75,7 +74,7 @@ def test_bits(column: str) -> None:
 MASKS = [0, 1, 1 << 63, 2**64 - 1, 0xAAAAAAAAAAAAAAAA, 0x00FF00FF0F0F3355, 0x8000000000000001]
 
 
-@each_column
+@columns_with("CompressFloats", "ListBits", "ListBits8")
 @pytest.mark.parametrize("mask", MASKS)
 def test_lists_of_bits(column: str, mask: int) -> None:
     signed = mask - (mask >> 63 << 64)
@@ -88,3 +87,85 @@ def test_lists_of_bits(column: str, mask: int) -> None:
     a = np.random.default_rng(0).standard_normal(64, np.float32)
     kept = raw(column, "CompressFloats", a, number=signed)
     np.testing.assert_array_equal(kept.view(np.float32)[: len(places)], a[places])
+
+
+ARITHMETIC = {
+    "AddInt": lambda a, b: a + b,
+    "SubtractInt": lambda a, b: a - b,
+    "MultiplyInt": lambda a, b: a * b,
+    "AndInt": lambda a, b: a & b,
+    "MaxInt": np.maximum,
+    "ShiftRightSigned": lambda a, b: a >> 5,
+}
+
+
+@each_of(ARITHMETIC)
+def test_arithmetic(column: str, function: str) -> None:
+    lanes = LANES[column]
+    for i in range(len(WORDS)):
+        a, b = np.resize(np.roll(WORDS, i), lanes), np.resize(np.roll(WORDS, 3 * i + 1), lanes)
+        with np.errstate(over="ignore"):
+            expected = ARITHMETIC[function](a, b)
+        np.testing.assert_array_equal(one(column, function, a, b, dtype=np.int32), expected)
+
+
+@columns_with("RoundToInt")
+def test_rounding(column: str) -> None:
+    lanes = LANES[column]
+    values = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 1e9, -1e9, 3.49, -0.0], np.float32)
+    for i in range(len(values)):
+        a = np.resize(np.roll(values, i), lanes)
+        np.testing.assert_array_equal(one(column, "RoundToInt", a, dtype=np.int32), np.rint(a))
+
+
+@columns_with("MaxOfIntLanes", "SumOfIntLanes")
+def test_over_lanes(column: str) -> None:
+    lanes = LANES[column]
+    for seed in range(10):
+        a = np.random.default_rng(seed).integers(-(2**31), 2**31, lanes).astype(np.int32)
+        with np.errstate(over="ignore"):
+            assert one(column, "SumOfIntLanes", a, dtype=np.int32)[0] == a.sum(dtype=np.int32)
+        assert one(column, "MaxOfIntLanes", a, dtype=np.int32)[0] == a.max()
+
+
+@columns_with("LoadUint8", "StoreInt8OfInts")
+def test_narrow_loads_and_stores(column: str) -> None:
+    lanes = LANES[column]
+    a = np.arange(200, 200 + lanes).astype(np.uint8)
+    np.testing.assert_array_equal(one(column, "LoadUint8", a, dtype=np.int32), a)
+    stored = raw(column, "StoreInt8OfInts", words(column))
+    np.testing.assert_array_equal(stored[:lanes].view(np.int8), np.clip(words(column), -128, 127))
+    assert (stored[lanes:] == UNTOUCHED).all()
+
+
+@columns_with("DotPair")
+def test_dot_products_of_pairs(column: str) -> None:
+    lanes = LANES[column]
+    a, b = np.random.default_rng(0).integers(-32768, 32768, (2, 2 * lanes)).astype(np.int16)
+    a[:2], b[:2] = 32767, -32768
+    sums = np.arange(lanes, dtype=np.int32)
+    products = (a.astype(np.int64) * b).reshape(-1, 2).sum(axis=1)
+    expected = (sums + products).astype(np.int32)
+    np.testing.assert_array_equal(one(column, "DotPair", sums, a, b, dtype=np.int32), expected)
+
+
+@columns_with("TransposeInt")
+def test_transpose_of_integers(column: str) -> None:
+    lanes = LANES[column]
+    a = np.arange(lanes * lanes, dtype=np.int32).reshape(lanes, lanes)
+    found = raw(column, "TransposeInt", a).view(np.int32)[: lanes * lanes]
+    np.testing.assert_array_equal(found.reshape(lanes, lanes), a.T)
+
+
+@columns_with("LoadSome", "StoreSome")
+def test_some_lanes(column: str) -> None:
+    """As many as are left, which may be none, and more than a register holds."""
+    lanes = LANES[column]
+    a = np.arange(1, lanes + 1, dtype=np.float32)
+    for left in (-3, 0, 1, lanes - 1, lanes, lanes + 5):
+        there = min(max(left, 0), lanes)
+        expected = np.where(np.arange(lanes) < there, a, 0).astype(np.float32)
+        assert_same_bits(one(column, "LoadSome", a, number=left), expected)
+        stored = raw(column, "StoreSome", a, number=left)
+        np.testing.assert_array_equal(stored[: 4 * there], a[:there].view(np.uint8))
+        assert (stored[4 * there :] == UNTOUCHED).all()

@@ -1,0 +1,219 @@
+"""Vectors of bytes and their products, each function of each column against numpy."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from .columns import EDGES, LANES, UNTOUCHED, assert_same_bits, columns_with, each_of, one, raw
+
+
+def random_bytes(seed: int, count: int, dtype: type = np.uint8) -> np.ndarray:
+    limits = np.iinfo(dtype)
+    return np.random.default_rng(seed).integers(limits.min, limits.max, count, dtype, endpoint=True)
+
+
+def stored_bytes(column: str, function: str, *arrays: np.ndarray, number: int = 0) -> np.ndarray:
+    """A register of bytes; nothing behind it is written."""
+    found = raw(column, function, *arrays, number=number)
+    assert (found[4 * LANES[column] :] == UNTOUCHED).all()
+    return found[: 4 * LANES[column]]
+
+
+BITWISE = {
+    "AndBytes": lambda a, b: a & b,
+    "XorBytes": lambda a, b: a ^ b,
+    "SubtractBytes": lambda a, b: a - b,
+    "LowNibbles": lambda a, b: a & 15,
+    "HighNibbles": lambda a, b: a >> 4,
+    "LoadBytes": lambda a, b: a,
+}
+
+
+@each_of(BITWISE)
+def test_byte_by_byte(column: str, function: str) -> None:
+    a, b = random_bytes(0, 4 * LANES[column]), random_bytes(1, 4 * LANES[column])
+    np.testing.assert_array_equal(stored_bytes(column, function, a, b), BITWISE[function](a, b))
+
+
+@columns_with("RepeatQuad", "SetBytes")
+def test_repeated_bytes(column: str) -> None:
+    a = random_bytes(0, 64)
+    size = 4 * LANES[column]
+    for number in (0, 1, 127, -128, -1):
+        np.testing.assert_array_equal(stored_bytes(column, "SetBytes", number=number).view(np.int8), number)
+    np.testing.assert_array_equal(stored_bytes(column, "RepeatQuad", a), np.resize(a[:4], size))
+
+
+@columns_with("Repeat16", "RepeatQuadOf16")
+def test_repeated_parts_of_16_bytes(column: str) -> None:
+    a = random_bytes(0, 64)
+    np.testing.assert_array_equal(stored_bytes(column, "Repeat16", a), np.resize(a[:16], 4 * LANES[column]))
+    for which in range(4):
+        quads = a.reshape(4, 4, 4)[:, which]
+        expected = np.repeat(quads[:, None], 4, axis=1).reshape(-1)
+        np.testing.assert_array_equal(stored_bytes(column, "RepeatQuadOf16", a, number=which), expected)
+
+
+MASKS = [0, 1, 1 << 63, 2**64 - 1, 0xAAAAAAAAAAAAAAAA, 0x00FF00FF0F0F3355, 0x8000000100000001]
+
+
+EXPANSIONS = {"ExpandBytesByMask": (np.uint8, 0), "ExpandBytesElse": (np.uint8, 0x85), "ExpandWords": (np.uint16, 0)}
+
+
+@each_of(EXPANSIONS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_expanded_by_a_mask(column: str, mask: int, function: str) -> None:
+    dtype, fill = EXPANSIONS[function]
+    places = 64 // np.dtype(dtype).itemsize
+    mask &= (1 << places) - 1
+    stored = random_bytes(3, 128, dtype)
+    bits = np.array([mask >> place & 1 for place in range(places)], bool)
+    expected = np.full(places, fill, dtype)
+    expected[bits] = stored[: bits.sum()]
+    step = 4 * LANES[column] // np.dtype(dtype).itemsize
+    for first in range(0, places, step):
+        found = stored_bytes(column, function, stored, np.array([first], np.int32), number=mask - (mask >> 63 << 64))
+        np.testing.assert_array_equal(found.view(dtype), expected[first : first + step])
+
+
+def quads(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1, 4).astype(np.int64)
+
+
+@columns_with("DotQuad")
+def test_dot_products_of_quads(column: str) -> None:
+    size = 4 * LANES[column]
+    sums = random_bytes(5, LANES[column], np.int16).astype(np.int32)
+    for seed in range(4):
+        a, b = random_bytes(seed, size), random_bytes(seed + 9, size, np.int8)
+        if seed == 0:
+            a[:], b[:] = 255, -128
+        expected = sums + (quads(a) * quads(b)).sum(axis=1)
+        np.testing.assert_array_equal(one(column, "DotQuad", a, b, sums, dtype=np.int32), expected)
+
+
+@columns_with("DotInt8")
+def test_dot_products_of_int8(column: str) -> None:
+    size = 4 * LANES[column]
+    sums = random_bytes(5, LANES[column], np.int16).astype(np.int32)
+    for seed in range(4):
+        a, b = random_bytes(seed, size, np.int8), random_bytes(seed + 9, size, np.int8)
+        b = np.maximum(b, -127)
+        if seed == 0:
+            a[:], b[:] = -128, -127
+        bias = 0 if column in ("avx2", "scalar", "amx") else 128
+        expected = sums + ((quads(a) + bias) * quads(b)).sum(axis=1)
+        np.testing.assert_array_equal(one(column, "DotInt8", a, b, sums, dtype=np.int32), expected)
+
+
+@columns_with("PackBytes")
+def test_packed_bytes(column: str) -> None:
+    lanes = LANES[column]
+    numbers = np.resize(
+        np.array([0, 1, -1, 200, 255, 256, -300, 40000, -40000, 2**31 - 1, -(2**31)], np.int32), 4 * lanes
+    )
+    for offset in (0, 1, 128, 255):
+        expected = np.clip(np.clip(numbers, -32768, 32767) + offset, 0, 255)
+        np.testing.assert_array_equal(stored_bytes(column, "PackBytes", numbers, number=offset), expected)
+
+
+@columns_with("Lookup256")
+def test_lookup_256(column: str) -> None:
+    table, size = random_bytes(0, 256), 4 * LANES[column]
+    index = np.resize(np.random.default_rng(1).permutation(256).astype(np.uint8), -(-256 // size) * size)
+    for i in range(0, len(index), size):
+        some = index[i : i + size]
+        np.testing.assert_array_equal(stored_bytes(column, "Lookup256", table, some), table[some])
+
+
+# ---- Rows of bytes
+
+
+@each_of(["InterleaveRows1", "InterleaveRows2", "InterleaveRows4"])
+def test_rows_of_bytes(column: str, function: str) -> None:
+    """Quads of tokens to rows and back, times the quads of four outputs."""
+    lanes, vectors = LANES[column], int(function[-1])
+    for seed in range(3):
+        tokens, weights = random_bytes(seed, 4 * vectors * lanes), random_bytes(seed, 16, np.int8)
+        if seed == 0:
+            tokens[:], weights[:] = 255, -128
+        sums = random_bytes(seed, vectors * lanes, np.int16).astype(np.int32)
+        found = raw(column, function, tokens, weights, sums).view(np.int32)
+        expected = sums + quads(weights) @ quads(tokens).T
+        np.testing.assert_array_equal(found[: 4 * vectors * lanes], expected.reshape(-1))
+
+
+@each_of(["PackRows1", "PackRows2", "PackRows4"])
+def test_packed_rows(column: str, function: str) -> None:
+    lanes, vectors = LANES[column], int(function[-1])
+    numbers = random_bytes(0, 4 * vectors * lanes, np.int16).astype(np.int32) // 64
+    identity = np.eye(4, dtype=np.int8).reshape(-1)
+    found = raw(column, function, numbers, identity, number=100).view(np.int32)
+    np.testing.assert_array_equal(found[: 4 * vectors * lanes], np.clip(numbers + 100, 0, 255))
+
+
+@columns_with("GatherBytes")
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_gathered_bytes(column: str, count: int) -> None:
+    x = random_bytes(0, 2048).reshape(2, 1024)
+    indices = np.sort(random_bytes(1, 4 * count, np.uint16) % 1024)
+    found = raw(column, "GatherBytes", x, indices, number=count).reshape(-1, 4 * LANES[column])
+    np.testing.assert_array_equal(found[:2, : 4 * count], x[:, indices])
+
+
+@columns_with("LoadSomeQuads", "PermuteQuads", "SumsOfQuarters")
+def test_quads_of_registers(column: str) -> None:
+    lanes = LANES[column]
+    a, order = random_bytes(0, 4 * lanes), np.random.default_rng(1).permutation(lanes).astype(np.int32)
+    for left in (1, lanes // 2 + 1, lanes, lanes + 3):
+        expected = np.where(np.arange(4 * lanes) < 4 * left, a, 0)
+        np.testing.assert_array_equal(stored_bytes(column, "LoadSomeQuads", a, number=left), expected)
+    permuted = stored_bytes(column, "PermuteQuads", a, order)
+    np.testing.assert_array_equal(permuted.reshape(-1, 4), a.reshape(-1, 4)[order])
+    four = random_bytes(2, 4 * lanes, np.int16).astype(np.int32).reshape(4, lanes)
+    expected = four.reshape(4, -1, 4).sum(axis=1).reshape(-1)
+    np.testing.assert_array_equal(one(column, "SumsOfQuarters", *four, dtype=np.int32), expected)
+
+
+# ---- bf16 and float16
+
+
+@columns_with("LoadF16")
+def test_halves(column: str) -> None:
+    lanes = LANES[column]
+    half = np.concatenate([EDGES.astype(np.float16), np.array([6e-8, -65504, 1 / 3], np.float16)])
+    for i in range(0, len(half), lanes):
+        some = np.resize(half[i:], lanes)
+        assert_same_bits(one(column, "LoadF16", some.view(np.uint16)), some.astype(np.float32))
+
+
+@columns_with("RoundToBf16", "EvenBf16", "OddBf16")
+def test_bf16(column: str) -> None:
+    lanes = LANES[column]
+    values = np.concatenate([EDGES, np.random.default_rng(0).standard_normal(50, np.float32), [1.00390625, 1.01171875]])
+    values = np.resize(values.astype(np.float32), 80)
+    bf16 = values.astype(ml_dtypes.bfloat16)
+    for i in range(0, 80 - 2 * lanes, lanes):
+        pairs = bf16[i : i + 2 * lanes]
+        for function, odd in (("EvenBf16", 0), ("OddBf16", 1)):
+            assert_same_bits(one(column, function, pairs.view(np.uint16)), pairs[odd::2].astype(np.float32))
+        rounded = one(column, "RoundToBf16", values[i : i + lanes])
+        assert_same_bits(rounded, bf16[i : i + lanes].astype(np.float32))
+
+
+@columns_with("DotBf16", "PackBf16")
+def test_dot_products_of_bf16(column: str) -> None:
+    """Small whole numbers: exact in any order."""
+    lanes = LANES[column]
+    low, high, sums = np.round(np.random.default_rng(0).standard_normal((3, lanes), np.float32) * 10)
+    packed = stored_bytes(column, "PackBf16", low, high)
+    both = np.concatenate([low, high]).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.sort(packed.view(np.int16)), np.sort(both.view(np.int16)))
+    a, b = (
+        np.round(np.random.default_rng(i).standard_normal(2 * lanes) * 10).astype(ml_dtypes.bfloat16) for i in (1, 2)
+    )
+    products = (a.astype(np.float32) * b.astype(np.float32)).reshape(-1, 2).sum(axis=1)
+    found = one(column, "DotBf16", a.view(np.uint16), b.view(np.uint16), sums)
+    np.testing.assert_array_equal(found, sums + products)

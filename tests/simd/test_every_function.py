@@ -1,0 +1,42 @@
+"""No function of the vocabulary goes untested."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ortolan import _testing
+
+from .columns import each_column
+
+ROOT = Path(__file__).parents[2]
+# What is tested as a part of others.
+PARTS = {
+    "FirstLanes": "LoadFirst",
+    "SomeLanes": "LoadSome",
+    "DeinterleaveRows": "InterleaveRows",
+    "DotQuadWeights": "InterleaveRows",
+}
+
+
+def own_functions(column: str) -> set[str]:
+    """The public functions in the column's own header."""
+    text = (ROOT / "ops" / "simd" / f"{column}.h").read_text()
+    vectors = text[re.search(rf"^struct {column}\b", text, re.MULTILINE).start() :].split("\n private:")[0]
+    return set(re.findall(r"^  (?:\[\[.*\]\] )?static (?!constexpr)[\w:<> ]*[ &](\w+)\(", vectors, re.MULTILINE))
+
+
+@each_column
+def test_every_function_can_be_called(column: str) -> None:
+    calls = re.findall(r'ORTOLAN_TRY\(\s*"(\w+)"', (ROOT / "src" / "testing" / "simd_kernels.cc").read_text())
+    assert len(calls) > 50
+    there = {name for name in calls if _testing.simd(column, name, number=1) is not None}
+    functions = {PARTS.get(name, name) for name in own_functions(column)}
+    assert functions or column == "amx"
+    assert not sorted(name for name in functions if not any(call.startswith(name) for call in there))
+
+
+def test_every_call_is_compared() -> None:
+    calls = re.findall(r'ORTOLAN_TRY\(\s*"(\w+)"', (ROOT / "src" / "testing" / "simd_kernels.cc").read_text())
+    compared = "".join(path.read_text() for path in Path(__file__).parent.glob("test_[!e]*.py"))
+    assert not [call for call in calls if f'"{call}"' not in compared]
