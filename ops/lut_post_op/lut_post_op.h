@@ -31,18 +31,19 @@ struct LutArgs {
 
 using LutFn = void(const LutArgs& args);
 
-struct LutKernel {
-  const char* name;
-  Features needs;
-  int64_t index_bytes;  // of an element of x: 1 or 2
-  int64_t entry_bytes;  // of an element of y: 1, 2 or 4
-  LutFn* run;
+// By the bytes of an element of x, 1 or 2, and of an element of y, 1, 2 or 4.
+struct LutFunctions {
+  LutFn* run[2][3];
+
+  LutFn* For(int64_t index_bytes, int64_t entry_bytes) const { return run[index_bytes - 1][entry_bytes / 2]; }
 };
 
-// The rows of kernels.inc that this build has, best first; the last rows run on any CPU and serve all sizes.
-std::span<const LutKernel> LutKernels();
+struct LutKernel : LutFunctions {
+  const char* name;
+  Features needs;
+};
 
-// The best kernel of these sizes on a CPU of this tier, or null for sizes that are not listed above.
-const LutKernel* SelectLut(Features features, int64_t index_bytes, int64_t entry_bytes);
+// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
+std::span<const LutKernel> LutKernels();
 
 }  // namespace ortolan

@@ -9,7 +9,7 @@
 // each type of X.
 #include <algorithm>
 
-#include "isa/features.h"
+#include "isa/kernel_table.h"
 #include "lut_post_op/lut_post_op.h"
 #include "ort/ort_op.h"
 #include "ort/rooms.h"
@@ -56,7 +56,7 @@ class Kernel {
     }
     table_ = table.data;
     entry_bytes_ = BytesOf(table.type);
-    run_ = SelectLut(ActiveFeatures(), kXBytes, entry_bytes_)->run;
+    run_ = SelectKernel(LutKernels(), ActiveFeatures()).For(kXBytes, entry_bytes_);
   }
 
   void Compute(Ort::KernelContext& context, Host& host) const {

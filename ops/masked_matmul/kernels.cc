@@ -5,13 +5,8 @@
 
 namespace ortolan::ORTOLAN_COLUMN {
 
-#define ORTOLAN_TEXT(name) #name
-#define ORTOLAN_TEXT_OF(name) ORTOLAN_TEXT(name)
-
-extern const MaskedMatMulKernel kMaskedMatMul;
-constexpr MaskedMatMulKernel kMaskedMatMul{
-    .name = ORTOLAN_TEXT_OF(ORTOLAN_COLUMN),
-    .needs = feature_set::ORTOLAN_COLUMN,
+extern const MaskedMatMulFunctions kMaskedMatMul;
+constexpr MaskedMatMulFunctions kMaskedMatMul{
     .dense_panels = Simd::kLanes > 1,
     .tile_rows = kTileRows,
     .sparse_tile_rows = kSparseTileRows,

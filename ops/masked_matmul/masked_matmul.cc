@@ -4,16 +4,16 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)                   \
-  namespace column {                             \
-  extern const MaskedMatMulKernel kMaskedMatMul; \
+#define ORTOLAN_KERNEL(column)                      \
+  namespace column {                                \
+  extern const MaskedMatMulFunctions kMaskedMatMul; \
   }
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
 
 std::span<const MaskedMatMulKernel> MaskedMatMulKernels() {
   static const MaskedMatMulKernel kernels[] = {
-#define ORTOLAN_KERNEL(column) column::kMaskedMatMul,
+#define ORTOLAN_KERNEL(column) {{column::kMaskedMatMul}, #column, feature_set::column},
 #include "masked_matmul/kernels.inc"
 #undef ORTOLAN_KERNEL
   };

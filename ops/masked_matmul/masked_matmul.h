@@ -170,9 +170,7 @@ using ListInputsFn = int64_t(const FloatRows& a, const uint8_t* always, int32_t*
 enum class Numbers { kFloat, kBf16, kInt8 };
 inline constexpr int kNumbersKinds = 3;
 
-struct MaskedMatMulKernel {
-  const char* name;
-  Features needs;
+struct MaskedMatMulFunctions {
   bool dense_panels;         // MultiplyPanel is worth its while against ONNX Runtime's MatMul on an unpacked panel
   int64_t tile_rows;         // of PackTile and MultiplyTile
   int64_t sparse_tile_rows;  // of PackSparseTile and MultiplySparseTile
@@ -189,6 +187,11 @@ struct MaskedMatMulKernel {
   MultiplyRowsFn* multiply_rows[kNumbersKinds];
   PackInputsFn* pack_inputs[kNumbersKinds];
   MultiplyPanelFn* multiply_panel;
+};
+
+struct MaskedMatMulKernel : MaskedMatMulFunctions {
+  const char* name;
+  Features needs;
 };
 
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.

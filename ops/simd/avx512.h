@@ -377,6 +377,24 @@ struct avx512 {
                                   _mm512_permutex2var_epi8(table.parts[0], bytes, table.parts[1]),
                                   _mm512_permutex2var_epi8(table.parts[2], bytes, table.parts[3]));
   }
+  // Unpacks interleave within 128 bits: bytes are dealt to these eight or four at a time before.
+  template <int kParts>
+  static __m512i DealBytes(__m512i a) {
+    if constexpr (kParts == 2) return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), a);
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), a);
+  }
+  static void InterleaveBytes(const __m512i (&parts)[2], __m512i (&to)[2]) {
+    to[0] = _mm512_unpacklo_epi8(parts[0], parts[1]);
+    to[1] = _mm512_unpackhi_epi8(parts[0], parts[1]);
+  }
+  static void InterleaveBytes(const __m512i (&parts)[4], __m512i (&to)[4]) {
+    const __m512i low01 = _mm512_unpacklo_epi8(parts[0], parts[1]), high01 = _mm512_unpackhi_epi8(parts[0], parts[1]);
+    const __m512i low23 = _mm512_unpacklo_epi8(parts[2], parts[3]), high23 = _mm512_unpackhi_epi8(parts[2], parts[3]);
+    to[0] = _mm512_unpacklo_epi16(low01, low23);
+    to[1] = _mm512_unpackhi_epi16(low01, low23);
+    to[2] = _mm512_unpacklo_epi16(high01, high23);
+    to[3] = _mm512_unpackhi_epi16(high01, high23);
+  }
   // In registers of 128 bytes, one after the other from the first index to the last.
   static constexpr bool kGathersBytes = true;
   template <int kRows>

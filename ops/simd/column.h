@@ -14,6 +14,9 @@
 //
 //     PackBytes(Int (&numbers)[4], offset)            numbers saturated to 16 bits, plus offset, cut off to 0 … 255
 //     Lookup256(ByteTable, Bytes)                     entries of a table of 256 bytes
+//     DealBytes<n>(a), InterleaveBytes(Bytes (&parts)[n], Bytes (&to)[n])    where a column has them, n 2 or 4: byte i
+//                                                     of each of the parts, one behind the other, where these were
+//                                                     looked up by the dealt bytes of a
 //
 // Rows of bytes, four at a time: quad i is byte i of each of the rows, which are v kLanes bytes long. A column may like
 // the bytes of a row in another order: its own, which these functions agree on.

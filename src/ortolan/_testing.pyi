@@ -22,10 +22,6 @@ class KernelInfo(TypedDict):
     isa: str
     runs_here: bool
 
-class LutKernelInfo(KernelInfo):
-    index_bytes: int
-    entry_bytes: int
-
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""
 
@@ -132,7 +128,7 @@ def layer_norm(
     shapes and kernels that this CPU cannot run.
     """
 
-def lut_post_op_kernels() -> list[LutKernelInfo]:
+def lut_post_op_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""
 
 def lut_post_op(x: NDArray[Any], table: NDArray[Any], kernel: str | None = None) -> NDArray[Any]:

@@ -16,16 +16,13 @@ py::array LutPostOp(const py::array& x, const py::array& table, const KernelName
           "x must be of 8 or 16 bits, table also float32");
   Require(table.ndim() == 1 && table.size() == LutEntries(x.itemsize()), "table has ", table.size(),
           " entries, expected [", LutEntries(x.itemsize()), "]");
-  const LutKernel& kernel =
-      name ? KernelByName(LutKernels(), name) : *SelectLut(ActiveFeatures(), x.itemsize(), table.itemsize());
-  Require(kernel.index_bytes == x.itemsize() && kernel.entry_bytes == table.itemsize(), "kernel ", kernel.name,
-          " is for other sizes of x and table");
+  LutFn* const run = KernelByName(LutKernels(), name).For(x.itemsize(), table.itemsize());
   const py::array source = py::array::ensure(x, py::array::c_style);
   const py::array entries = py::array::ensure(table, py::array::c_style);
   py::array y(table.dtype(), std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
   const LutArgs args{source.data(), entries.data(), y.mutable_data(), x.size()};
   py::gil_scoped_release release;
-  kernel.run(args);
+  run(args);
   return y;
 }
 

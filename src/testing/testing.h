@@ -47,8 +47,6 @@ void DefineKernelList(py::module_& module, const char* name, std::span<const Ker
       row["name"] = kernel.name;
       row["isa"] = FeatureSetName(kernel.needs);
       row["runs_here"] = DetectedFeatures().Has(kernel.needs);
-      if constexpr (requires { kernel.index_bytes; }) row["index_bytes"] = kernel.index_bytes;
-      if constexpr (requires { kernel.entry_bytes; }) row["entry_bytes"] = kernel.entry_bytes;
       rows.append(row);
     }
     return rows;
