@@ -8,8 +8,8 @@ namespace {
 
 // Inputs of a pass, or half as many more: a tile of so many fits the L2 cache, and the blocks stream past it.
 constexpr int64_t kPassInputs = 2048;
-// Of the L2 cache, for the tiles of A that a panel is multiplied with.
-constexpr int64_t kTilesShareOfL2 = 5;
+// Of the tiles of A that a panel is multiplied with: larger groups are fewer, and then more parts pack the same tiles.
+constexpr int64_t kTileGroupBytes = int64_t{200} << 10;
 
 class BlockProduct {
  public:
@@ -32,8 +32,7 @@ class BlockProduct {
     tile_floats_ = (pass_inputs_ + 1) * tile_rows_;
     // Rows by groups of tiles, and where these are few also columns, in units of work.
     const int64_t tile_bytes = tile_floats_ * static_cast<int64_t>(sizeof(float));
-    const int64_t cached = ActiveTuning().l2_bytes / kTilesShareOfL2 / tile_bytes;
-    group_ = two_sided_ ? 1 : std::clamp<int64_t>(cached, 1, tiles_);
+    group_ = two_sided_ ? 1 : std::clamp<int64_t>(kTileGroupBytes / tile_bytes, 1, tiles_);
     const int64_t groups = (tiles_ + group_ - 1) / group_;
     parts_ = std::clamp<int64_t>(kMostSlots / groups, 1, std::max<int64_t>(1, panels_ / 8));
     units_ = groups * parts_;
