@@ -1,4 +1,4 @@
-// The order of packed activations, and how the x86 loops read them. Included by x86_*.cc only; local to each.
+// The order of packed activations, and how the loops read them. Included by *kernels.cc only; local to each.
 //
 // Rows of x are packed in blocks of r rows. A row of weights holds kRowInputs inputs of each column (2 in bf16, 4 in
 // int8) and is multiplied with as many activations of each row of x, repeated in all columns. What four rows of weights
@@ -6,8 +6,8 @@
 //
 //     [inputs / (4 kRowInputs)][r][4][kRowInputs]
 //
-// With many rows of x, the loads that repeat an activation limit the speed. So a tier may take some rows of x by one
-// load for four rows of weights, and repeat from that register.
+// With many rows of x, the loads that repeat an activation limit the speed. So where there are registers for it some
+// rows of x come by one load for four rows of weights, and are repeated from that register.
 #pragma once
 
 #include <cstdint>
@@ -17,36 +17,42 @@ namespace {
 
 constexpr int kFourRows = 4;
 
-// Of kRows rows of x. A tier gives
-//     MultiplyAdd(Sums, Weights, const Activation*)     with activations in memory
-//     kMostHeld                                         rows of x that it holds in registers at most; if not 0, also
-//     Held Hold(const Activation*)                      those of four rows of weights
-//     MultiplyAdd(Sums, Weights, Held, int row)         with those of one of them
-template <typename Simd, typename Activation, int kRowInputs, int kRows>
+// Rows of x whose sums fit half of the registers: a block.
+template <typename Simd>
+constexpr int kRowBlock = Simd::kRegisters * Simd::kLanes >= 32 ? Simd::kRegisters * Simd::kLanes / 32 : 1;
+
+// Of sums of 16 columns that one row of x is spread over.
+template <typename Simd>
+constexpr int kMostOneRowChains = Simd::kRegisters * Simd::kLanes >= 64 ? 4 : 1;
+
+// Of kRows rows of x. Weights: a kind of weights/*.h.
+template <typename Weights, int kRows>
 class Activations {
+  using Activation = typename Weights::Activation;
+
  public:
-  static constexpr int64_t kElements = kFourRows * kRowInputs * kRows;
+  static constexpr int64_t kElements = kFourRows * Weights::kRowInputs * kRows;
 
   explicit Activations(const Activation* x) : x_(x) {
     if constexpr (kHeld > 0) {
-      for (int i = 0; i < kHeld; ++i) held_[i] = Simd::Hold(x + kFourRows * kRowInputs * i);
+      for (int i = 0; i < kHeld; ++i) held_[i] = Weights::Hold(x + kFourRows * Weights::kRowInputs * i);
     }
   }
 
-  template <typename Sums, typename Weights>
-  Sums MultiplyAdd(Sums sums, const Weights& weights, int row, int i) const {
+  template <typename Sums>
+  Sums MultiplyAdd(const Sums& sums, const typename Weights::Row& weights, int row, int i) const {
     if constexpr (kHeld > 0) {
-      if (i < kHeld) return Simd::MultiplyAdd(sums, weights, held_[i], row);
+      if (i < kHeld) return Weights::MultiplyAddHeld(sums, weights, held_[i], row);
     }
-    return Simd::MultiplyAdd(sums, weights, x_ + kRowInputs * (kFourRows * i + row));
+    return Weights::MultiplyAdd(sums, weights, x_ + Weights::kRowInputs * (kFourRows * i + row));
   }
 
  private:
   // Half of few rows: with all of them the shuffles would be the limit. Measured: sparse_amx_matmul/README.md.
-  static constexpr int kHeld = kRows < 4 ? 0 : kRows / 2 < Simd::kMostHeld ? kRows / 2 : Simd::kMostHeld;
+  static constexpr int kHeld = kRows < 4 ? 0 : kRows / 2 < Weights::kMostHeld ? kRows / 2 : Weights::kMostHeld;
 
   const Activation* x_;
-  [[no_unique_address]] typename Simd::Held held_[kHeld > 0 ? kHeld : 1];
+  [[no_unique_address]] typename Weights::Held held_[kHeld > 0 ? kHeld : 1];
 };
 
 // Calls call.operator()<rows>(), the number as a constant, for 1 <= rows <= kMost; for no rows nothing.

@@ -1,31 +1,37 @@
-// Where the x86 loops put what they have summed up for a panel. Included by x86_*.cc only; local to each.
+// Where the loops put what they have summed up for a panel. Included by *kernels.cc only; local to each.
 #pragma once
 
-#include "formats/bitmap.h"
 #include "matmul/kernel.h"
+#include "simd/columns.h"
 
 namespace ortolan {
 namespace {
 
 // The outputs of a panel: 16 columns or, at the end of n, fewer.
+template <typename Simd>
 struct PanelOutput {
+  using Columns = simd::Columns<Simd>;
+
   PanelOutput(const MatMulArgs& args_, int64_t panel_)
       : args(args_),
         panel(panel_),
-        columns(static_cast<int>(args.w->n - First() < kPanelColumns ? args.w->n - First() : kPanelColumns)) {}
-
-  // Row i of y is the sums, of all 16 columns, and the bias.
-  template <typename Simd, typename Sums>
-  void Store(int64_t i, Sums sums) const {
-    if (args.bias != nullptr) sums = Simd::Add(sums, Simd::LoadColumns(args.bias + First(), columns));
-    Simd::StoreColumns(args.Y(i, panel), columns, sums);
+        columns(args.w->n - panel * kPanelColumns < kPanelColumns ? args.w->n - panel * kPanelColumns : kPanelColumns) {
   }
 
-  int64_t First() const { return panel * kPanelColumns; }
+  typename Columns::Floats Bias() const {
+    return args.bias == nullptr ? Columns::Set(0.0f) : Columns::LoadFirst(args.bias + panel * kPanelColumns, columns);
+  }
+  // Row i of y is the sums, of all 16 columns.
+  void Store(int64_t i, const typename Columns::Floats& sums) const {
+    Columns::StoreFirst(args.Y(i, panel), columns, sums);
+  }
+  void StoreWithBias(int64_t i, const typename Columns::Floats& sums) const {
+    Store(i, args.bias == nullptr ? sums : Columns::Add(sums, Bias()));
+  }
 
   const MatMulArgs& args;
   int64_t panel;
-  int columns;
+  int64_t columns;
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// AVX2: the vectors of floats (math.h says what each function does). Local to each file that includes it.
+// AVX2: vectors of floats (math.h says what each function does), integers and bytes (column.h). Local to each file
+// that includes it.
 #pragma once
 
 #include <immintrin.h>
@@ -6,6 +7,7 @@
 #include <cstdint>
 
 #include "simd/at_byte.h"
+#include "simd/expand_controls.h"
 #include "simd/math.h"
 
 namespace ortolan::simd {
@@ -13,6 +15,8 @@ namespace {
 
 struct avx2 {
   using Float = __m256;
+  using Int = __m256i;
+  using Bytes = __m256i;
   static constexpr int64_t kLanes = 8;
   static constexpr int kRegisters = 16;
 
@@ -152,13 +156,12 @@ struct avx2 {
   static __m256 MultiplyAddUnits(__m256 a, __m256 b, __m256 c) { return MultiplyAdd(a, b, c); }
 
   // Integers of 32 bits.
-  using Int = __m256i;
   static __m256i SetInt(int32_t value) { return _mm256_set1_epi32(value); }
   static __m256i LoadInt(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   static __m256i LoadFirstInt(const void* from, int64_t count) {
     return _mm256_maskload_epi32(static_cast<const int*>(from), FirstLanes(count));
   }
-  static __m256i ExpandBytes(const uint8_t* from) {
+  static __m256i LoadUint8(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
   static void StoreInt(void* to, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
@@ -189,12 +192,98 @@ struct avx2 {
   static __m256i ShiftRightInt(__m256i a) {
     return _mm256_srli_epi32(a, kBits);
   }
+  static __m256 LoadF16(const uint8_t* from) { return _mm256_cvtph_ps(Load128(from)); }
 
-  // Bytes
-  using Bytes = __m256i;
-  static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
+  // bf16.
+  static constexpr bool kDotBf16 = false;
+  static __m256 EvenBf16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static __m256 OddBf16(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static __m256 RoundToBf16(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    const __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan);
+    return OddBf16(_mm256_castps_si256(chosen));
+  }
+
+  // Integers: arithmetic.
+  static void StoreInt8(int8_t* to, __m256i a) {
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(words, words));
+  }
+  static __m256i SubtractInt(__m256i a, __m256i b) { return _mm256_sub_epi32(a, b); }
+  static __m256i AndInt(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
+  template <int kBits>
+  static __m256i ShiftRightSigned(__m256i a) {
+    return _mm256_srai_epi32(a, kBits);
+  }
+  static int32_t SumOfIntLanes(__m256i a) {
+    __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    sums = _mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums));
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 1);
+  }
+  static int32_t MaxOfIntLanes(__m256i a) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    most = _mm_max_epi32(most, _mm_unpackhi_epi64(most, most));
+    const int32_t even = _mm_cvtsi128_si32(most);
+    const int32_t odd = _mm_extract_epi32(most, 1);
+    return even > odd ? even : odd;
+  }
+  static __m256i MaxInt(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+
+  // Bytes.
   static __m256i LoadBytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void StoreBytes(uint8_t* to, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
+  static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
+  static __m256i RepeatQuad(const void* from) {
+    int32_t quad;
+    __builtin_memcpy(&quad, from, sizeof(quad));
+    return _mm256_set1_epi32(quad);
+  }
+  static __m256i AndBytes(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
+  static __m256i XorBytes(__m256i a, __m256i b) { return _mm256_xor_si256(a, b); }
+  static __m256i SubtractBytes(__m256i a, __m256i b) { return _mm256_sub_epi8(a, b); }
+  static __m256i LowNibbles(__m256i a) { return _mm256_and_si256(a, SetBytes(0x0f)); }
+  static __m256i HighNibbles(__m256i a) { return LowNibbles(_mm256_srli_epi16(a, 4)); }
+  static __m256i ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
+    return ExpandEach(mask, first, [&](int64_t place) { return Load64(stored + place); });
+  }
+  // The fill is taken off what is stored, and put on again where nothing is.
+  static __m256i ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int first) {
+    const __m128i each = _mm_set1_epi8(static_cast<char>(fill));
+    const auto load = [&](int64_t place) { return _mm_xor_si128(Load128(stored + place), each); };
+    return _mm256_xor_si256(ExpandEach(mask, first, load), SetBytes(fill));
+  }
+  static __m256i ExpandWords(uint64_t mask, const uint8_t* stored, int first) {
+    const auto eight = [&](int place) {
+      const uint64_t before = (uint64_t{1} << place) - 1;
+      const uint8_t* control = kExpandWordControls.control[(mask >> place) & 0xff];
+      return _mm_shuffle_epi8(Load128(stored + 2 * __builtin_popcountll(mask & before)), Load128(control));
+    };
+    return _mm256_set_m128i(eight(first + 8), eight(first));
+  }
+
+  // Dot products of bytes. There is no exact product of unsigned and signed bytes: the sums of two may saturate. |a| as
+  // unsigned operand and b with the sign of a do not: 2 x 128 x 127 fits, and -128 is its own |a|.
+  static constexpr uint32_t kInt8Bias = 0;
+  static __m256i DotInt8(__m256i sums, __m256i a, __m256i b) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
+    return AddPairs(sums, pairs);
+  }
+  // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480), and are widened together.
+  static constexpr uint32_t kNibbleBias = 8;
+  static constexpr bool kNarrowNibbleSums = true;
+  static __m256i StartNibbleSums(__m256i) { return _mm256_setzero_si256(); }
+  // By hand: see AddPairs.
+  static __m256i DotNibbles(__m256i sums, __m256i nibbles, __m256i b) {
+    __asm__("vpaddw %1, %0, %0" : "+x"(sums) : "x"(_mm256_maddubs_epi16(nibbles, b)));
+    return sums;
+  }
+  static __m256i EndNibbleSums(__m256i sums, __m256i narrow) { return AddPairs(sums, narrow); }
 
   // Rows of bytes
   // vpmaddubsw saturates on sums of u8 x int8: inputs 0 and 1, and 2 and 3, as words.
@@ -289,6 +378,22 @@ struct avx2 {
  private:
   static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
   static __m128i Load64(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
+  // sums + the sums of pairs of words. By hand: gcc 12 makes a tree of the sums, whose products then spill.
+  static __m256i AddPairs(__m256i sums, __m256i words) {
+    __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(words, _mm256_set1_epi16(1))));
+    return sums;
+  }
+  // No expand here: each byte of the mask picks a shuffle that spreads up to eight bytes, load(place), to their places.
+  template <typename LoadStored>
+  static __m256i ExpandEach(uint64_t mask, int first, const LoadStored& load) {
+    const auto eight = [&](int place) {
+      const uint64_t before = (uint64_t{1} << place) - 1;
+      const uint8_t* control = kExpandByteControls.control[(mask >> place) & 0xff];
+      return _mm_shuffle_epi8(load(__builtin_popcountll(mask & before)), Load64(control));
+    };
+    return _mm256_set_m128i(_mm_unpacklo_epi64(eight(first + 16), eight(first + 24)),
+                            _mm_unpacklo_epi64(eight(first), eight(first + 8)));
+  }
 };
 
 }  // namespace

@@ -7,10 +7,38 @@
 //
 //     LoadSome(p, left), StoreSome(p, left, a)        the lanes that `left` floats fill: none, some or all
 //
-// Integers: Int, kLanes int32. SetInt, LoadInt, StoreInt, AddInt, SubtractInt, MultiplyInt (its low 32 bits),
-// Transpose, ToFloat, RoundToInt (to nearest even).
+// Integers and bytes:
 //
-// Bytes: Bytes, 4 kLanes of them, and one C++ type with Int or not. SetBytes, LoadBytes, StoreBytes.
+//     Int, Bytes            kLanes int32, and 4 kLanes bytes: one C++ type or two, so that the functions carry the type
+//     kRegisters            of vectors
+//
+//     SetInt(i), LoadInt(p), StoreInt(p, a), AddInt, SubtractInt, AndInt, MaxInt, ShiftRightSigned<bits>(a)
+//     LoadUint8(p)          kLanes bytes as int32
+//     StoreInt8(p, a)       kLanes int32 as int8, saturated
+//     MultiplyInt (the low 32 bits), Transpose, SumOfIntLanes(a), MaxOfIntLanes(a)
+//     ToFloat(Int), RoundToInt(Float) to nearest even, BitsOf(Float)
+//     DotPair(Int sums, Int a, Int b)       sums + the dot products of pairs of int16
+//
+//     SetBytes(i), LoadBytes(p), StoreBytes(p, a), AndBytes, XorBytes, SubtractBytes
+//     LowNibbles(a), HighNibbles(a)         of each byte, as 0 … 15
+//     ExpandBytes(mask, p, first)           the next stored bytes to the places whose bit is set, zero elsewhere: a
+//                                           register of them, from place `first` of the mask on; p is for place 0
+//     ExpandBytesElse(fill, mask, p, first) the byte `fill` elsewhere
+//     ExpandWords(mask, p, first)           values of 2 bytes; each of the three may load 64 bytes from p
+//     RepeatQuad(p)                         four bytes
+//     Repeat16(p), RepeatQuad(a, which)     where kRegisters is 32: 16 bytes; of each 16 a quad, in its 16
+//
+//     DotInt8(Int sums, Bytes a, Bytes b)   sums + the dot products of quads, exact; a is int8 + kInt8Bias, modulo
+//                                           256, b -127 … 127
+//     DotNibbles(sums, Bytes a, Bytes b)    likewise, a int4 + kNibbleBias; between StartNibbleSums(Int sums) and
+//                                           EndNibbleSums(Int sums, sums), at most eight of them. kNarrowNibbleSums: in
+//                                           between they are 16 bits, so that a must not be more than 15; otherwise
+//                                           they are Int, and a may be any unsigned byte
+//
+//     LoadF16(p), LoadBf16(p)               kLanes floats, at any address
+//     EvenBf16(Bytes), OddBf16(Bytes)       of pairs of bf16, as floats
+//     RoundToBf16(Float)                    floats that hold a bf16
+//     PackBf16(Float low, high), DotBf16(Float sums, Bytes a, Bytes b)     where kDotBf16: pairs of bf16
 //
 //     PackBytes(Int (&numbers)[4], offset)            numbers saturated to 16 bits, plus offset, cut off to 0 … 255
 //     Lookup256(ByteTable, Bytes)                     entries of a table of 256 bytes

@@ -118,20 +118,14 @@ struct Columns {
   static void StoreBytes(uint8_t* to, const Bytes& a) {
     for (int i = 0; i < kRegisters; ++i) Simd::StoreBytes(to + i * kRegisterBytes, a.at[i]);
   }
-  // 64 places, the next stored bytes to those whose bit is set; expand: Simd's, for a register's part of the mask.
+  // 64 places, the next stored bytes to those whose bit is set; expand: Simd's.
   template <typename Expand>
   static Bytes ExpandBytes(uint64_t mask, const uint8_t* stored, const Expand& expand) {
-    return Of<Bytes>([&](int i) {
-      const uint64_t before = (uint64_t{1} << (i * kRegisterBytes)) - 1;
-      return expand(mask >> (i * kRegisterBytes), stored + __builtin_popcountll(mask & before));
-    });
+    return Of<Bytes>([&](int i) { return expand(mask, stored, static_cast<int>(i * kRegisterBytes)); });
   }
   // Likewise 32 values of 2 bytes.
   static Bytes ExpandWords(uint64_t mask, const uint8_t* stored) {
-    return Of<Bytes>([&](int i) {
-      const uint64_t before = (uint64_t{1} << (i * kRegisterBytes / 2)) - 1;
-      return Simd::ExpandWords(mask >> (i * kRegisterBytes / 2), stored + 2 * __builtin_popcountll(mask & before));
-    });
+    return Of<Bytes>([&](int i) { return Simd::ExpandWords(mask, stored, static_cast<int>(i * kRegisterBytes / 2)); });
   }
 
  private:

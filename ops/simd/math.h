@@ -41,7 +41,7 @@
 //     void StoreInt(void*, Int)
 //     Int BitsOf(Float), Float FloatOf(Int)           the bits as they are
 //     Float ToFloat(Int)                              the numbers
-//     Int ExpandBytes(const uint8_t*)                 kLanes bytes
+//     Int LoadUint8(const uint8_t*)                   kLanes bytes
 //     Int SelectBits(where, a, b)                     bits of a where those of `where` are 1, else of b
 //     Int ShiftLeftInt<n>(a), ShiftRightInt<n>(a)     zeros come in
 #pragma once

@@ -1,6 +1,7 @@
 // One lane: what simd/math.h asks for, on any CPU. Included by kernels only; local to each.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "simd/at_byte.h"
@@ -11,6 +12,8 @@ namespace {
 
 struct scalar {
   using Float = float;
+  using Int = uint32_t;
+  using Bytes = uint32_t;
   static constexpr int64_t kLanes = 1;
   static constexpr int kRegisters = 16;
 
@@ -77,15 +80,10 @@ struct scalar {
   static float MultiplyAddUnits(float a, float b, float c) { return MultiplyAdd(a, b, c); }
 
   // Integers of 32 bits.
-  using Int = uint32_t;
   static uint32_t SetInt(int32_t value) { return static_cast<uint32_t>(value); }
-  static uint32_t LoadInt(const void* from) {
-    uint32_t value;
-    __builtin_memcpy(&value, from, sizeof(value));
-    return value;
-  }
+  static uint32_t LoadInt(const void* from) { return Get<uint32_t>(from); }
   static uint32_t LoadFirstInt(const void* from, int64_t) { return LoadInt(from); }
-  static uint32_t ExpandBytes(const uint8_t* from) { return *from; }
+  static uint32_t LoadUint8(const uint8_t* from) { return *from; }
   static void StoreInt(void* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
   static uint32_t BitsOf(float a) { return __builtin_bit_cast(uint32_t, a); }
   static float FloatOf(uint32_t a) { return __builtin_bit_cast(float, a); }
@@ -99,6 +97,99 @@ struct scalar {
   template <int kBits>
   static uint32_t ShiftRightInt(uint32_t a) {
     return a >> kBits;
+  }
+  // bf16.
+  static constexpr bool kDotBf16 = false;
+  static float EvenBf16(uint32_t pair) { return __builtin_bit_cast(float, pair << 16); }
+  static float OddBf16(uint32_t pair) { return __builtin_bit_cast(float, pair & 0xffff0000u); }
+  static float RoundToBf16(float a) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, a);
+    return OddBf16(a != a ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u));
+  }
+  static float LoadF16(const uint8_t* from) {
+    const uint32_t bits = Get<uint16_t>(from);
+    // Inf and NaN keep their largest exponent, the others get 2^112 times their value: denormals too.
+    const uint32_t magnitude = (bits & 0x7fffu) << 13;
+    const float value = (bits & 0x7c00u) == 0x7c00u ? __builtin_bit_cast(float, magnitude | 0x7f800000u)
+                                                    : __builtin_bit_cast(float, magnitude) * 0x1p112f;
+    return (bits & 0x8000u) != 0 ? -value : value;
+  }
+
+  // Integers: arithmetic, modulo 2^32.
+  static void StoreInt8(int8_t* to, uint32_t a) {
+    const int32_t value = static_cast<int32_t>(a);
+    *to = static_cast<int8_t>(value < -128 ? -128 : value > 127 ? 127 : value);
+  }
+  static uint32_t AddInt(uint32_t a, uint32_t b) { return a + b; }
+  static uint32_t SubtractInt(uint32_t a, uint32_t b) { return a - b; }
+  static uint32_t AndInt(uint32_t a, uint32_t b) { return a & b; }
+  template <int kBits>
+  static uint32_t ShiftRightSigned(uint32_t a) {
+    return static_cast<uint32_t>(static_cast<int32_t>(a) >> kBits);
+  }
+  static int32_t SumOfIntLanes(uint32_t a) { return static_cast<int32_t>(a); }
+  static int32_t MaxOfIntLanes(uint32_t a) { return static_cast<int32_t>(a); }
+  static uint32_t MaxInt(uint32_t a, uint32_t b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static uint32_t RoundToInt(float a) { return static_cast<uint32_t>(static_cast<int32_t>(__builtin_nearbyintf(a))); }
+  static uint32_t DotPair(uint32_t sums, uint32_t a, uint32_t b) {
+    for (int i = 0; i < 32; i += 16) {
+      sums += static_cast<uint32_t>(static_cast<int16_t>(a >> i) * static_cast<int16_t>(b >> i));
+    }
+    return sums;
+  }
+
+  // Bytes.
+  static uint32_t LoadBytes(const uint8_t* from) { return Get<uint32_t>(from); }
+  static void StoreBytes(uint8_t* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
+  static uint32_t SetBytes(int value) { return 0x01010101u * static_cast<uint8_t>(value); }
+  static uint32_t RepeatQuad(const void* from) { return Get<uint32_t>(from); }
+  static uint32_t AndBytes(uint32_t a, uint32_t b) { return a & b; }
+  static uint32_t XorBytes(uint32_t a, uint32_t b) { return a ^ b; }
+  static uint32_t LowNibbles(uint32_t a) { return a & 0x0f0f0f0fu; }
+  static uint32_t HighNibbles(uint32_t a) { return LowNibbles(a >> 4); }
+  static uint32_t ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
+    return ExpandBytesElse(0, mask, stored, first);
+  }
+  static uint32_t ExpandBytesElse(int fill, uint64_t mask, const uint8_t* stored, int first) {
+    return Expand<uint8_t>(static_cast<uint8_t>(fill), mask, stored, first);
+  }
+  static uint32_t ExpandWords(uint64_t mask, const uint8_t* stored, int first) {
+    return Expand<uint16_t>(uint16_t{0}, mask, stored, first);
+  }
+  static constexpr uint32_t kInt8Bias = 0;
+  static uint32_t DotInt8(uint32_t sums, uint32_t a, uint32_t b) {
+    for (int i = 0; i < 32; i += 8) {
+      sums += static_cast<uint32_t>(static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i));
+    }
+    return sums;
+  }
+  static constexpr uint32_t kNibbleBias = 8;
+  static constexpr bool kNarrowNibbleSums = false;
+  static uint32_t StartNibbleSums(uint32_t sums) { return sums; }
+  static uint32_t DotNibbles(uint32_t sums, uint32_t a, uint32_t b) { return DotInt8(sums, a, b); }
+  static uint32_t EndNibbleSums(uint32_t, uint32_t sums) { return sums; }
+
+ private:
+  template <typename T>
+  static T Get(const void* from) {
+    T value;
+    __builtin_memcpy(&value, from, sizeof(value));
+    return value;
+  }
+  // A function of its own: a panel has sixteen.
+  template <typename Value>
+  [[gnu::noinline]] static uint32_t Expand(Value fill, uint64_t mask, const uint8_t* stored, int first) {
+    stored += sizeof(Value) * static_cast<size_t>(__builtin_popcountll(mask & ((uint64_t{1} << first) - 1)));
+    uint32_t spread = 0;
+    for (int i = 0; i < static_cast<int>(4 / sizeof(Value)); ++i) {
+      Value value = fill;
+      if (((mask >> (first + i)) & 1) != 0) {
+        value = Get<Value>(stored);
+        stored += sizeof(Value);
+      }
+      spread |= uint32_t{value} << (8 * sizeof(Value) * static_cast<size_t>(i));
+    }
+    return spread;
   }
 };
 

@@ -109,7 +109,7 @@ void ValueRowsToBlock(int64_t head_dim, const uint8_t* rows, uint8_t* block) {
   for (int64_t t = 0; t < kValueBlock; t += 4) {
     const uint8_t* from = rows + t * row_bytes + kValueScaleBytes;
     for (int64_t d = 0; d < head_dim; d += kLanes, to += 4 * kLanes) {
-      const auto bytes = [&](int64_t token) { return Simd::ExpandBytes(from + token * row_bytes + d); };
+      const auto bytes = [&](int64_t token) { return Simd::LoadUint8(from + token * row_bytes + d); };
       const auto low = Simd::OrInt(bytes(0), Simd::ShiftLeftInt<8>(bytes(1)));
       const auto high = Simd::OrInt(bytes(2), Simd::ShiftLeftInt<8>(bytes(3)));
       Simd::StoreInt(to, Simd::OrInt(low, Simd::ShiftLeftInt<16>(high)));

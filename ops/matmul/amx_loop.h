@@ -1,0 +1,263 @@
+// The loop on AMX tiles: weights are expanded to AMX's B tiles in a buffer, then multiplied tile by tile (SparAMX,
+// sections 4.1 and 4.3). In dense storage of bf16 and int8 they are B tiles already, and are loaded from where they are
+// stored. Included by *_amx.cc only; local to each.
+//
+// Two tiles of 16 rows of x times two panels make four tiles of sums, so that each loaded tile is used twice. A block
+// of weights is expanded as a whole before the first of its tiles is loaded: there is no store forwarding into a tile
+// load, so a tile loaded right after its rows were stored would wait for them to reach the cache.
+//
+// Groups end a sum, so a tile product takes the inputs of one group at most: groups of 32 use tiles of half the depth,
+// and the sums of a group leave the tiles to be scaled.
+//
+// A kind of weight gives what panel_loop.h asks of it but for products of vectors, and kStoredTiles: its stored rows
+// are those of B tiles.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "matmul/bitmap_weight.h"
+#include "matmul/panel.h"
+#include "simd/amx_tiles.h"
+
+namespace ortolan {
+namespace {
+
+constexpr int64_t kAmxRowTile = 16;
+
+// Zeroes the rows that are missing in the last block of 16 packed rows.
+inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
+  const int64_t missing = (kAmxRowTile - m % kAmxRowTile) % kAmxRowTile;
+  __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
+}
+
+template <typename Simd, typename Weights>
+class AmxLoop {
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
+  using Layer = ortolan::Layer<Weights>;
+  using Panel = ortolan::Panel<Simd, Weights>;
+  static constexpr bool kGroups = Weights::kHasGroups;
+  // Its sums are floats, and begin with the bias.
+  static constexpr bool kBf16 = Weights::kRowInputs == 2;
+
+ public:
+  static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const Layer layer(args);
+    const int step_rows = StepRows(layer);
+    // Tiles 0 to 3 sums [row tile][panel], 4 and 5 rows of x, 6 and 7 weights.
+    TileConfig config;
+    for (int tile = 0; tile < 4; ++tile) config.Set(tile, kMaxTileRows, kMaxTileColsb);
+    for (int tile = 4; tile < 6; ++tile) config.Set(tile, kMaxTileRows, 4 * step_rows);
+    for (int tile = 6; tile < 8; ++tile) config.Set(tile, step_rows, kMaxTileColsb);
+    LoadTileConfig(config);
+    for (int64_t row = 0; row < args.m; row += kMostRows) {
+      const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
+      int64_t panel = panel_begin;
+      for (; panel + kPanels <= panel_end; panel += kPanels) Multiply<kPanels>(layer, part, panel);
+      if (panel < panel_end) Multiply<1>(layer, part, panel);
+    }
+    TileRelease();
+  }
+
+ private:
+  static constexpr int kPanels = 2;
+  static constexpr int64_t kRows = kAmxRowTile;
+  // 16 tiles of two panels: 32 KB. Whole groups.
+  static constexpr int64_t kBlockRows = 16 * kMaxTileRows;
+  // Their sums wait on the stack: 32 KB.
+  static constexpr int64_t kMostRows = 256;
+
+  // Rows of weights that a product takes.
+  static int StepRows(const Layer& layer) {
+    const int64_t group_rows = layer.group_spans * Layer::kSpanRows;
+    return kGroups && group_rows < kMaxTileRows ? static_cast<int>(group_rows) : kMaxTileRows;
+  }
+
+  template <int kCount>
+  struct Work {
+    Work(const Layer& l, const MatMulArgs& args, int64_t first_panel)
+        : Work(l, args, first_panel, std::make_integer_sequence<int, kCount>()) {}
+
+    const Layer& layer;
+    int64_t step_rows;
+    int64_t group_rows;
+    Panel panels[kCount];
+    const uint8_t* block[kCount] = {};  // the rows to multiply: in expanded, or where they are stored
+    alignas(64) uint8_t expanded[kCount][kBlockRows][kMaxTileColsb];
+    alignas(64) uint8_t waiting[kMostRows][kCount][kMaxTileColsb];  // totals of groups, or sums
+    alignas(64) float bias[kCount][kPanelColumns];
+
+   private:
+    template <int... p>
+    Work(const Layer& l, const MatMulArgs& args, int64_t first_panel, std::integer_sequence<int, p...>)
+        : layer(l),
+          step_rows(StepRows(l)),
+          group_rows(l.group_spans * Layer::kSpanRows),
+          panels{Panel(l, args, first_panel + p)...} {
+      for (int i = 0; i < kCount; ++i) Columns::Store(bias[i], panels[i].output.Bias());
+    }
+  };
+
+  // The stream is kept in a local: a store of 64 bytes might change what `work` points to, for all a compiler knows.
+  template <typename Work>
+  static void ExpandBlock(Work& work, int p, int64_t rows) {
+    auto stream = work.panels[p].stream;
+    uint8_t* to = work.expanded[p][0];
+    for (int64_t left = rows; left > 0; left -= Layer::kSpanRows) {
+      stream.template StartSpan<Fetch::kExpand>();
+#pragma GCC unroll 16
+      for (int row = 0; row < Layer::kSpanRows; ++row, to += kMaxTileColsb) {
+        Columns::StoreBytes(to, stream.template Next<Fetch::kExpand, false>(row));
+      }
+      stream.EndSpan();
+    }
+    work.panels[p].stream = stream;
+    work.block[p] = work.expanded[p][0];
+  }
+
+  template <typename Work>
+  static void FindBlock(Work& work, int p, int64_t rows) {
+    if constexpr (Weights::kStoredTiles) {
+      work.block[p] = work.panels[p].stream.values;
+      work.panels[p].stream.values += rows * kMaxTileColsb;
+    } else {
+      ExpandBlock(work, p, rows);
+    }
+  }
+
+  template <int kTile, typename Work>
+  static void StartSums(const Work& work, int64_t row, int p, bool first) {
+    if (!kGroups && !first) {
+      TileLoad<kTile>(work.waiting[row][p], sizeof(work.waiting[0]));
+    } else if constexpr (kBf16) {
+      TileLoad<kTile>(work.bias[p], 0);  // the same 16 floats for every row
+    } else {
+      TileZero<kTile>();
+    }
+  }
+
+  template <int kC, int kA, int kB>
+  static void Product() {
+    if constexpr (kBf16) {
+      TileDpBf16<kC, kA, kB>();
+    } else {
+      TileDpBssd<kC, kA, kB>();
+    }
+  }
+
+  // Leaves the sums, or adds the scaled sums of a group to the totals.
+  template <int kTile, typename Work>
+  static void EndSums(Work& work, int64_t row, int p, int64_t group) {
+    if constexpr (!kGroups) {
+      TileStore<kTile>(work.waiting[row][p], sizeof(work.waiting[0]));
+    } else {
+      struct alignas(64) {
+        int32_t at[kRows][kPanelColumns];
+      } sums;
+      TileStore<kTile>(&sums, sizeof(sums.at[0]));
+      const auto scales = work.panels[p].scales.Of(group);
+      for (int64_t r = 0; r < kRows; ++r) {
+        float* total = reinterpret_cast<float*>(work.waiting[row + r][p]);
+        const Floats before = group == 0 ? Columns::Set(0.0f) : Columns::Load(total);
+        const auto numbers = work.panels[p].template NumbersOf<1>(row + r);
+        Columns::Store(total, numbers.Add(before, Weights::LoadSums(sums.at[r]), scales, group, 0));
+      }
+    }
+  }
+
+  // Rows first … first+rows-1 of the block, which are of one group, times kRowTiles x 16 rows of x.
+  template <int kRowTiles, int kCount>
+  static void MultiplySteps(Work<kCount>& work, int64_t row, int64_t block_first, int64_t first, int64_t rows) {
+    const bool start = block_first == 0;
+    StartSums<0>(work, row, 0, start);
+    if constexpr (kCount > 1) StartSums<1>(work, row, 1, start);
+    if constexpr (kRowTiles > 1) StartSums<2>(work, row + kRows, 0, start);
+    if constexpr (kRowTiles > 1 && kCount > 1) StartSums<3>(work, row + kRows, 1, start);
+    const int64_t stride = work.layer.row_bytes;
+    const char* x = reinterpret_cast<const char*>(work.panels[0].X(row)) + 4 * (block_first + first);
+    // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
+    const bool fetch = Weights::kStoredTiles && row == 0;
+    const int64_t ahead = work.layer.ahead.weights;
+    for (int64_t at = first; at < first + rows; at += work.step_rows, x += 4 * work.step_rows) {
+      if (fetch) {
+        for (int p = 0; p < kCount; ++p) PrefetchTile(work.block[p] + at * kMaxTileColsb + ahead);
+      }
+      TileLoad<4>(x, stride);
+      TileLoad<6>(work.block[0] + at * kMaxTileColsb, kMaxTileColsb);
+      Product<0, 4, 6>();
+      if constexpr (kCount > 1) {
+        TileLoad<7>(work.block[1] + at * kMaxTileColsb, kMaxTileColsb);
+        Product<1, 4, 7>();
+      }
+      if constexpr (kRowTiles > 1) {
+        TileLoad<5>(x + kRows * stride, stride);
+        Product<2, 5, 6>();
+        if constexpr (kCount > 1) Product<3, 5, 7>();
+      }
+    }
+    const int64_t group = (block_first + first) / work.group_rows;
+    EndSums<0>(work, row, 0, group);
+    if constexpr (kCount > 1) EndSums<1>(work, row, 1, group);
+    if constexpr (kRowTiles > 1) EndSums<2>(work, row + kRows, 0, group);
+    if constexpr (kRowTiles > 1 && kCount > 1) EndSums<3>(work, row + kRows, 1, group);
+  }
+
+  template <int kRowTiles, int kCount>
+  static void MultiplyBlock(Work<kCount>& work, int64_t row, int64_t block_first, int64_t rows) {
+    const int64_t step = kGroups ? work.group_rows : rows;
+    for (int64_t first = 0; first < rows; first += step) {
+      // Behind the last group nothing is stored.
+      if (kGroups && (block_first + first) / work.group_rows == work.layer.groups) break;
+      MultiplySteps<kRowTiles, kCount>(work, row, block_first, first, rows - first < step ? rows - first : step);
+    }
+  }
+
+  template <typename Work>
+  static void Finish(const Work& work, int p) {
+    const Panel& panel = work.panels[p];
+    const auto scales = panel.scales.Of(0);
+    for (int64_t i = 0; i < panel.args.m; ++i) {
+      const auto numbers = panel.template NumbersOf<1>(i);
+      const uint8_t* waiting = work.waiting[i][p];
+      Floats total;
+      if constexpr (kGroups) {
+        total = Columns::Load(reinterpret_cast<const float*>(waiting));
+      } else {
+        total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), scales, 0, 0);
+      }
+      if constexpr (kBf16) {
+        panel.output.Store(i, numbers.End(total, 0));
+      } else {
+        panel.output.StoreWithBias(i, numbers.End(total, 0));
+      }
+    }
+  }
+
+  template <int kCount>
+  static void Multiply(const Layer& layer, const MatMulArgs& args, int64_t first_panel) {
+    Work<kCount> work(layer, args, first_panel);
+    const int64_t all_rows = layer.spans * Layer::kSpanRows;
+    for (int64_t block = 0; block < all_rows; block += kBlockRows) {
+      const int64_t rows = all_rows - block < kBlockRows ? all_rows - block : kBlockRows;
+      for (int p = 0; p < kCount; ++p) FindBlock(work, p, rows);
+      int64_t row = 0;
+      for (; row + kRows < args.m; row += 2 * kRows) MultiplyBlock<2, kCount>(work, row, block, rows);
+      if (row < args.m) MultiplyBlock<1, kCount>(work, row, block, rows);
+    }
+    for (int p = 0; p < kCount; ++p) Finish(work, p);
+  }
+};
+
+// The loop for a weight in a bitmap, or dense.
+template <typename Simd, template <typename, Storage> typename Weights>
+void RunAmxLoop(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  if (WeightOf<BitmapWeight>(args).view.IsDense()) {
+    AmxLoop<Simd, Weights<Simd, Storage::kDense>>::Run(args, panel_begin, panel_end);
+  } else {
+    AmxLoop<Simd, Weights<Simd, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
+  }
+}
+
+}  // namespace
+}  // namespace ortolan

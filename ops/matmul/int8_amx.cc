@@ -1,0 +1,16 @@
+#include "matmul/amx_loop.h"
+#include "matmul/weights/int8.h"
+#include "simd/column.h"
+
+namespace ortolan::amx {
+
+void PackInt8(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+  PackQuantizedRows<Simd>(w, Simd::kInt8Bias, x, x_row_bytes, m, 1, packed);
+  PadAmxRows(packed, m, static_cast<const BitmapWeight&>(w).QuantizedRowBytes());
+}
+
+void MultiplyInt8(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  RunAmxLoop<Simd, Int8Weights>(args, panel_begin, panel_end);
+}
+
+}  // namespace ortolan::amx

@@ -1,0 +1,129 @@
+// One row of x, the case of decoding, as fast as memory delivers the weights. Included by panel_loop.h; local to each
+// file.
+//
+// Instructions and misses count here: groups have a fixed length, and scales, a stream of their own, are prefetched
+// like the weights.
+#pragma once
+
+#include <cstdint>
+
+#include "matmul/activations.h"
+#include "matmul/panel.h"
+#include "simd/prefetch.h"
+
+namespace ortolan {
+namespace {
+
+// kGroupSpans: spans of a group; 0 where a group is a whole column.
+template <typename Simd, typename Weights, int kGroupSpans>
+class OneRow {
+  using Sums = typename Weights::Sums;
+  using Stream = typename Weights::Stream;
+  using Activation = typename Weights::Activation;
+  // One sum would wait for itself: several chains, added at the end. In int4 those of odd rows hold 16 times their
+  // sums, which saves a shift of each row of weights.
+  static constexpr int kChains = Weights::kOneRowChains;
+  static constexpr bool kOddTimes16 = Weights::kHasGroups && kChains > 1;
+  static constexpr bool kUnroll = simd::Columns<Simd>::kRegisters <= 4;
+  // Where nothing but one stream without gaps is read, the hardware's own prefetch is better; not so for int4.
+  static constexpr Fetch kFetch = Weights::kFetchOneRow;
+
+ public:
+  static void Run(const Layer<Weights>& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    if constexpr (Weights::kHasGroups) {
+      if constexpr (Weights::kDense) {
+        PrefetchLines(Stream(layer.weight, panel_begin, layer.ahead).values, layer.ahead.int4);
+      }
+      for (int64_t ahead = 0; ahead < kPanelsOfScalesAhead; ++ahead) {
+        typename Weights::Scales(layer.weight, panel_begin + ahead, layer.groups).Prefetch(layer.groups);
+      }
+    }
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+      if constexpr (Weights::kHasGroups) {
+        typename Weights::Scales(layer.weight, panel + kPanelsOfScalesAhead, layer.groups).Prefetch(layer.groups);
+      }
+      Row({layer, args, panel}, 0);
+    }
+  }
+
+  // Row i of x, a block of its own.
+  static void Row(const Panel<Simd, Weights>& p, int64_t i) {
+    const Layer<Weights>& layer = p.layer;
+    // The last group may be shorter; behind it there may be a span of padding.
+    int64_t whole_groups = 0;
+    if constexpr (kGroupSpans > 0) {
+      whole_groups = layer.spans / kGroupSpans < layer.groups ? layer.spans / kGroupSpans : layer.groups;
+    }
+    const auto numbers = p.template NumbersOf<1>(i);
+    const Activation* x = p.X(i);
+    Stream stream = p.stream;
+    auto total = simd::Columns<Simd>::Set(0.0f);
+    for (int64_t group = 0; group < whole_groups; ++group) {
+      Chains chains(numbers.Start(group, 0));
+      ForEach<kUnroll>(kGroupSpans, 1, [&](int) { chains.AddSpan(stream, x); });
+      total = numbers.Add(total, chains.Total(), p.scales.Of(group), group, 0);
+    }
+    if (whole_groups < layer.groups) {
+      Chains chains(numbers.Start(whole_groups, 0));
+      for (int64_t span = whole_groups * kGroupSpans; span < layer.spans; ++span) chains.AddSpan(stream, x);
+      total = numbers.Add(total, chains.Total(), p.scales.Of(whole_groups), whole_groups, 0);
+    }
+    p.output.StoreWithBias(i, numbers.End(total, 0));
+  }
+
+ private:
+  static constexpr int64_t kPanelsOfScalesAhead = 2;
+
+  class Chains {
+   public:
+    explicit Chains(const Sums& start) {
+      sums_[0] = start;
+      for (int c = 1; c < kChains; ++c) sums_[c] = Weights::Zero();
+    }
+    // Moves on to the next span.
+    void AddSpan(Stream& stream, const Activation*& x) {
+      stream.template StartSpan<kFetch>();
+      Sums sums[kChains];
+      for (int c = 0; c < kChains; ++c) sums[c] = Weights::StartSpan(sums_[c]);
+      ForEach<kUnroll>(Layer<Weights>::kSpanRows, kFourRows, [&](int four) {
+#pragma GCC unroll 4
+        for (int row = 0; row < kFourRows; ++row, x += Weights::kRowInputs) {
+          const auto weights = Weights::FromBytes(stream.template Next<kFetch, kOddTimes16>(four + row));
+          sums[row % kChains] = Weights::MultiplyAdd(sums[row % kChains], weights, x);
+        }
+      });
+      for (int c = 0; c < kChains; ++c) sums_[c] = Weights::EndSpan(sums_[c], sums[c]);
+      stream.EndSpan();
+    }
+    Sums Total() const {
+      if constexpr (kOddTimes16) {
+        const Sums odd = Weights::DivideBy16(Weights::AddChains(sums_[1], sums_[3]));
+        return Weights::AddChains(Weights::AddChains(sums_[0], sums_[2]), odd);
+      } else {
+        Sums total = sums_[0];
+        for (int c = 1; c < kChains; ++c) total = Weights::AddChains(total, sums_[c]);
+        return total;
+      }
+    }
+
+   private:
+    Sums sums_[kChains];
+  };
+};
+
+// Calls run.operator()<OneRow<…>>() with that for the weight's groups.
+template <typename Simd, typename Weights, typename Run>
+void WithOneRow(const Layer<Weights>& layer, const Run& run) {
+  if constexpr (!Weights::kHasGroups) {
+    run.template operator()<OneRow<Simd, Weights, 0>>();
+  } else if (layer.group_spans == 1) {
+    run.template operator()<OneRow<Simd, Weights, 1>>();
+  } else if (layer.group_spans == 2) {
+    run.template operator()<OneRow<Simd, Weights, 2>>();
+  } else {
+    run.template operator()<OneRow<Simd, Weights, 4>>();
+  }
+}
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,86 @@
+// A panel of packed weights as the loops meet it, for any kind of weight. Included by the loops; local to each file.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/scales.h"
+#include "isa/tuning.h"
+#include "matmul/kernel.h"
+#include "matmul/panel_output.h"
+
+namespace ortolan {
+namespace {
+
+// How a loop asks for the weights ahead: not, where the hardware's own prefetch is better; as suits the rows that it
+// multiplies at once; or as suits rows that it only expands.
+enum class Fetch { kNone, kMultiply, kExpand };
+
+// Calls each(0), each(step), … below count. Unrolled only where a panel takes few registers: code of many takes minutes
+// to compile.
+template <bool kUnroll, typename Each>
+__attribute__((always_inline)) inline void ForEach(int count, int step, const Each& each) {
+  if constexpr (kUnroll) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i += step) each(i);
+  } else {
+#pragma GCC unroll 1
+    for (int i = 0; i < count; i += step) each(i);
+  }
+}
+
+// What all panels of a call have in common. A span is 32 inputs of a panel: the shortest group.
+template <typename Weights>
+struct Layer {
+  static constexpr int64_t kSpanInputs = 32;
+  static constexpr int kSpanRows = kSpanInputs / Weights::kRowInputs;
+
+  explicit Layer(const MatMulArgs& args)
+      : weight(WeightOf<typename Weights::Weight>(args)),
+        padded_k(Weights::PaddedK(weight)),
+        spans(padded_k / kSpanInputs),
+        groups(ScaleRows(weight.k, Weights::Group(weight))),
+        group_spans(Weights::Group(weight) == kWholeColumn ? spans : Weights::Group(weight) / kSpanInputs),
+        row_bytes(Weights::PackedRowBytes(weight)),
+        ahead(ActiveTuning().ahead) {}
+
+  const typename Weights::Weight& weight;
+  int64_t padded_k;
+  int64_t spans;
+  int64_t groups;
+  int64_t group_spans;
+  int64_t row_bytes;  // of packed x
+  const PrefetchDistances& ahead;
+};
+
+template <typename Simd, typename Weights>
+struct Panel {
+  using Activation = typename Weights::Activation;
+  template <int kRows>
+  using Numbers = typename Weights::template Numbers<kRows>;
+
+  Panel(const Layer<Weights>& layer_, const MatMulArgs& args_, int64_t index)
+      : layer(layer_),
+        args(args_),
+        stream(layer.weight, index, layer.ahead),
+        scales(layer.weight, index, layer.groups),
+        output(args, index) {}
+
+  // The block of packed rows that begins at row i.
+  const Activation* X(int64_t i) const {
+    return reinterpret_cast<const Activation*>(static_cast<const char*>(args.x) + i * layer.row_bytes);
+  }
+  // What stands behind the activations of a block of kRows rows.
+  template <int kRows>
+  Numbers<kRows> NumbersOf(int64_t i) const {
+    return {X(i) + layer.padded_k * kRows, layer.groups};
+  }
+
+  const Layer<Weights>& layer;
+  const MatMulArgs& args;
+  typename Weights::Stream stream;
+  typename Weights::Scales scales;
+  PanelOutput<Simd> output;
+};
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,239 @@
+// The loop of the kernels for packed panels: walk the rows of a panel, expand (dense storage: load) each to registers,
+// multiply it with four or two activations of every row of x. Included by *kernels.cc only; local to each.
+//
+// A kind of weight (weights/*.h) gives
+//     Weight, PaddedK, Group, PackedRowBytes      of args.w; group kWholeColumn: there is one
+//     kDense, kHasGroups
+//     kBuffered                      many rows of x: expanded rows are kept while all of them pass; otherwise each
+//     block
+//                                    of rows takes the stored ones apart anew
+//     Stream                         the stored rows of a panel: StartSpan<fetch>(), Next<fetch, odd times 16>(row of
+//     the
+//                                    span), EndSpan(); values, where it is
+//     Row, FromBytes, StoreRow, LoadRow, kStoredBytes         a row, ready to multiply
+//     Sums, Zero, AddChains, LoadSums, StoreSums              16 columns, of one group
+//     StartSpan, EndSpan             around the products of a span; kFreeSpans: they do nothing
+//     MultiplyAdd, kMostHeld, …      see activations.h
+//     kOneRowChains, kMostChains     of sums, for one row and for two or three; kFetchOneRow: see one_row.h
+//     Scales                         of a panel: Of(group), Prefetch(groups)
+//     Numbers<rows>                  of a block of rows of x: Start(group, row), where sums begin; Add(total, sums,
+//     scales,
+//                                    group, row), a total with a group's sums; End(total, row)
+#pragma once
+
+#include <cstdint>
+
+#include "matmul/activations.h"
+#include "matmul/bitmap_weight.h"
+#include "matmul/one_row.h"
+#include "matmul/panel.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd, typename Weights>
+class PanelLoop {
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
+  using Sums = typename Weights::Sums;
+  using Stream = typename Weights::Stream;
+  using Activation = typename Weights::Activation;
+  using Layer = ortolan::Layer<Weights>;
+  using Panel = ortolan::Panel<Simd, Weights>;
+  static constexpr int kBlock = kRowBlock<Simd>;
+  static constexpr int kSpanRows = Layer::kSpanRows;
+
+ public:
+  static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const Layer layer(args);
+    if (args.m == 1) {
+      return WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    }
+    for (int64_t row = 0; row < args.m; row += kMostRows) {
+      const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
+      for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        const Panel p(layer, part, panel);
+        if (Weights::kBuffered && part.m > kBlock) {
+          if constexpr (Weights::kBuffered) Buffered(p);
+          continue;
+        }
+        int64_t i = 0;
+        for (; i + kBlock <= part.m; i += kBlock) Fused<kBlock>(p, i);
+        WithRowCount<kBlock - 1>(part.m - i, [&]<int kRows>() { Fused<kRows>(p, i); });
+      }
+    }
+  }
+
+ private:
+  // Expanded rows kept while all rows of x pass over them: half of a 32 KB L1 cache or less, and whole groups.
+  static constexpr int64_t kBufferRows = 256;
+  static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
+  // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
+  static constexpr int64_t kMostRows = 256;
+
+  // Few rows of x, i … i+kRows-1: each row of weights is expanded into registers and used at once. A function of its
+  // own for each number of rows: in the company of the others it would lack registers, and compile for minutes.
+  template <int kRows>
+  __attribute__((noinline)) static void Fused(const Panel& p, int64_t i) {
+    if constexpr (kRows == 1) {
+      return WithOneRow<Simd>(p.layer, [&]<typename OneRow>() { OneRow::Row(p, i); });
+    } else {
+      // With few rows, one sum a row would wait for itself: see OneRow.
+      constexpr int kChains = kRows <= 3 ? Weights::kMostChains : 1;
+      constexpr bool kOddTimes16 = Weights::kHasGroups && kChains == 2;
+      const Layer& layer = p.layer;
+      const auto numbers = p.template NumbersOf<kRows>(i);
+      Stream stream = p.stream;
+      const Activation* x = p.X(i);
+      Floats totals[kRows];
+      for (int r = 0; r < kRows; ++r) totals[r] = Columns::Set(0.0f);
+      int64_t span = 0;
+      for (int64_t group = 0; group < layer.groups; ++group) {
+        Sums sums[kRows][kChains];
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][0] = numbers.Start(group, r);
+          for (int c = 1; c < kChains; ++c) sums[r][c] = Weights::Zero();
+        }
+        const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
+        for (; span < end; ++span) {
+          stream.template StartSpan<Fetch::kMultiply>();
+          const auto next = [&](int row) {
+            return Weights::FromBytes(stream.template Next<Fetch::kMultiply, kOddTimes16>(row));
+          };
+          MultiplySpan<kRows, kChains>(sums, x, next);
+          stream.EndSpan();
+        }
+        const auto scales = p.scales.Of(group);
+        for (int r = 0; r < kRows; ++r) {
+          Sums sum = sums[r][0];
+          if constexpr (kOddTimes16) sums[r][1] = Weights::DivideBy16(sums[r][1]);
+          for (int c = 1; c < kChains; ++c) sum = Weights::AddChains(sum, sums[r][c]);
+          totals[r] = numbers.Add(totals[r], sum, scales, group, r);
+        }
+      }
+      for (int r = 0; r < kRows; ++r) p.output.StoreWithBias(i + r, numbers.End(totals[r], r));
+    }
+  }
+
+  // A span of weights, next(row), times kRows rows of x, which it moves on. Few rows: all of the span is unrolled.
+  template <int kRows, int kChains, typename Next>
+  __attribute__((always_inline)) static void MultiplySpan(Sums (&sums)[kRows][kChains], const Activation*& x,
+                                                          const Next& next) {
+    Sums span_sums[kRows][kChains];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int c = 0; c < kChains; ++c) span_sums[r][c] = Weights::StartSpan(sums[r][c]);
+    }
+    ForEach<(kRows <= 4 && Columns::kRegisters <= 4)>(
+        kSpanRows, kFourRows, [&](int four) { MultiplyFour<kRows, kChains>(span_sums, four, x, next); });
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int c = 0; c < kChains; ++c) sums[r][c] = Weights::EndSpan(sums[r][c], span_sums[r][c]);
+    }
+  }
+  template <int kRows, int kChains, typename Next>
+  __attribute__((always_inline)) static void MultiplyFour(Sums (&sums)[kRows][kChains], int four, const Activation*& x,
+                                                          const Next& next) {
+    const Activations<Weights, kRows> activations(x);
+#pragma GCC unroll 4
+    for (int row = 0; row < kFourRows; ++row) {
+      const auto weights = next(four + row);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        sums[r][row % kChains] = activations.MultiplyAdd(sums[r][row % kChains], weights, row, r);
+      }
+    }
+    x += Activations<Weights, kRows>::kElements;
+  }
+
+  struct alignas(64) Waiting {
+    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of the one group
+  };
+
+  // Many rows of x: expand some rows of weights once, let all rows of x pass over them, go on with the next. The sums
+  // of 16 columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the
+  // cache.
+  static void Buffered(const Panel& p) {
+    alignas(64) uint8_t buffer[kBufferRows * Weights::kStoredBytes];
+    Waiting waiting;
+    Stream stream = p.stream;
+    for (int64_t first = 0; first < p.layer.spans; first += kBufferSpans) {
+      const int64_t end = p.layer.spans - first < kBufferSpans ? p.layer.spans : first + kBufferSpans;
+      uint8_t* out = buffer;
+      for (int64_t span = first; span < end; ++span) {
+        stream.template StartSpan<Fetch::kExpand>();
+#pragma GCC unroll 8
+        for (int row = 0; row < kSpanRows; ++row, out += Weights::kStoredBytes) {
+          Weights::StoreRow(Weights::FromBytes(stream.template Next<Fetch::kExpand, false>(row)), out);
+        }
+        stream.EndSpan();
+      }
+      int64_t i = 0;
+      for (; i + kBlock <= p.args.m; i += kBlock) ExpandedRows<kBlock>(p, buffer, first, end, i, waiting);
+      WithRowCount<kBlock - 1>(p.args.m - i,
+                               [&]<int kRows>() { ExpandedRows<kRows>(p, buffer, first, end, i, waiting); });
+    }
+  }
+
+  // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.
+  template <int kRows>
+  __attribute__((noinline)) static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end,
+                                                     int64_t i, Waiting& waiting) {
+    const Layer& layer = p.layer;
+    const auto numbers = p.template NumbersOf<kRows>(i);
+    const Activation* x = p.X(i) + first * Layer::kSpanInputs * kRows;
+    const auto next = [&](int row) { return Weights::LoadRow(buffer + row * Weights::kStoredBytes); };
+    for (int64_t span = first; span < end;) {
+      const int64_t group = Weights::kHasGroups ? span / layer.group_spans : 0;
+      // Behind the last group nothing is stored.
+      if (Weights::kHasGroups && group == layer.groups) break;
+      const int64_t group_end = Weights::kHasGroups && end - span > layer.group_spans ? span + layer.group_spans : end;
+      Sums sums[kRows][1];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const bool start = Weights::kHasGroups || first == 0;
+        sums[r][0] = start ? numbers.Start(group, r) : Weights::LoadSums(waiting.at[i + r]);
+      }
+      for (; span < group_end; ++span, buffer += kSpanRows * Weights::kStoredBytes) {
+        MultiplySpan<kRows, 1>(sums, x, next);
+      }
+      if constexpr (Weights::kHasGroups) {
+        const auto scales = p.scales.Of(group);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          float* total = reinterpret_cast<float*>(waiting.at[i + r]);
+          const Floats before = group == 0 ? Columns::Set(0.0f) : Columns::Load(total);
+          Columns::Store(total, numbers.Add(before, sums[r][0], scales, group, r));
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) Weights::StoreSums(waiting.at[i + r], sums[r][0]);
+      }
+    }
+    if (end < layer.spans) return;
+    for (int r = 0; r < kRows; ++r) {
+      Floats total;
+      if constexpr (Weights::kHasGroups) {
+        total = Columns::Load(reinterpret_cast<const float*>(waiting.at[i + r]));
+      } else {
+        total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting.at[i + r]), p.scales.Of(0), 0, r);
+      }
+      p.output.StoreWithBias(i + r, numbers.End(total, r));
+    }
+  }
+};
+
+// The loop for a weight in a bitmap, or dense.
+template <typename Simd, template <typename, Storage> typename Weights>
+void RunPanelLoop(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  if (WeightOf<BitmapWeight>(args).view.IsDense()) {
+    PanelLoop<Simd, Weights<Simd, Storage::kDense>>::Run(args, panel_begin, panel_end);
+  } else {
+    PanelLoop<Simd, Weights<Simd, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
+  }
+}
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,72 @@
+// Quantization of activations to int8. Included by *kernels.cc only; local to each.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace ortolan {
+namespace {
+
+struct RowScale {
+  float factor;  // of x, before rounding; 0 if one of them is not finite
+  float scale;   // of q
+};
+
+// kLanes of the floats that `left` of are x's, zero behind them; left may be none, or less.
+template <typename Simd>
+typename Simd::Float LoadSome(const float* x, int64_t left) {
+  return Simd::LoadFirst(x, left < 0 ? 0 : left < Simd::kLanes ? left : Simd::kLanes);
+}
+
+template <typename Simd>
+RowScale ScaleOf(const float* x, int64_t k) {
+  // As integers the bits of |x| are in order: finite, Inf, NaN.
+  typename Simd::Int most = Simd::SetInt(0);
+  for (int64_t l = 0; l < k; l += Simd::kLanes) {
+    most = Simd::MaxInt(most, Simd::BitsOf(Simd::Abs(LoadSome<Simd>(x + l, k - l))));
+  }
+  const int32_t bits = Simd::MaxOfIntLanes(most);
+  constexpr int32_t kInfinity = 0x7f800000;
+  if (bits >= kInfinity) return {0.0f, __builtin_nanf("")};
+  float largest;
+  std::memcpy(&largest, &bits, sizeof(largest));
+  if (largest < 0x1p-100f) largest = 0x1p-100f;
+  return {127.0f / largest, largest / 127.0f};
+}
+
+// Packed rows are blocks of row_block rows, the last of which may have fewer. Calls pack(row, block, rows, i) for each
+// row of x: it is row i of a block of `rows` rows.
+template <typename Pack>
+void PackRowBlocks(const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block, void* packed,
+                   int64_t packed_row_bytes, const Pack& pack) {
+  for (int64_t first = 0; first < m; first += row_block) {
+    const int64_t rows = m - first < row_block ? m - first : row_block;
+    for (int64_t i = 0; i < rows; ++i) {
+      pack(reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + (first + i) * x_row_bytes),
+           static_cast<char*>(packed) + first * packed_row_bytes, rows, i);
+    }
+  }
+}
+
+// Quantizes inputs begin … end-1, multiples of 16, of row i of k inputs: zero from k on, and all if the factor is 0.
+// They go to their places in a block of `rows` rows in the order of activations.h. Returns their sum.
+template <typename Simd>
+int32_t QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, float factor, char* block, int64_t rows,
+                       int64_t i) {
+  constexpr int64_t kFourQuads = 16;
+  const int64_t quantized = factor != 0.0f ? k : 0;
+  typename Simd::Int sums = Simd::SetInt(0);
+  int8_t* to = reinterpret_cast<int8_t*>(block) + begin * rows + kFourQuads * i;
+  for (int64_t l = begin; l < end; l += kFourQuads, to += kFourQuads * rows) {
+    for (int64_t lane = 0; lane < kFourQuads; lane += Simd::kLanes) {
+      const auto value = LoadSome<Simd>(x + l + lane, quantized - l - lane);
+      const auto rounded = Simd::RoundToInt(Simd::Multiply(value, Simd::Set(factor)));
+      Simd::StoreInt8(to + lane, rounded);
+      sums = Simd::AddInt(sums, rounded);
+    }
+  }
+  return Simd::SumOfIntLanes(sums);
+}
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,152 @@
+// int4 weights as the loops read them: the stream that they share with weights in groups with zero points
+// (group_int4.h), and those of the bitmap format. Included by *int4_*.cc only; local to each.
+#pragma once
+
+#include "formats/bitmap_int4.h"
+#include "matmul/weights/quantized.h"
+
+namespace ortolan {
+namespace {
+
+// Nibbles are weights increased by kInt4Bias; they are taken as they are, or less that.
+template <typename Simd, Storage kStorage>
+class Int4Stream {
+  using Columns = simd::Columns<Simd>;
+  using Bytes = typename Columns::Bytes;
+  static constexpr bool kDense = kStorage == Storage::kDense;
+  static_assert(Simd::kNibbleBias == 0 || Simd::kNibbleBias == kInt4Bias);
+
+ public:
+  // span_bytes: of a bitmap's values, on average.
+  Int4Stream(const uint8_t* masks, const uint8_t* panel_values, int64_t span_bytes, const PrefetchDistances& ahead)
+      : values(panel_values),
+        odd_(panel_values),
+        masks_(masks),
+        values_ahead_(kDense ? ahead.int4 : ahead.int4_bitmap),
+        masks_ahead_(ahead.int4_masks),
+        many_bytes_(span_bytes > 5 * kLineBytes / 2) {}
+
+  template <Fetch kFetch>
+  void StartSpan() const {
+    if constexpr (!kDense) __builtin_prefetch(masks_ + masks_ahead_);
+  }
+  // A row, or all of an odd row times 16, which saves a shift.
+  template <Fetch kFetch, bool kOddTimes16>
+  Bytes Next(int row) {
+    if constexpr (kDense) {
+      // The same bytes hold an even and an odd row.
+      if (row % 2 == 0) {
+        __builtin_prefetch(values + values_ahead_);
+        bytes_ = Columns::LoadBytes(values);
+        values += kLineBytes;
+        return Low(bytes_);
+      }
+      return kOddTimes16 ? HighTimes16(bytes_) : High(bytes_);
+    } else {
+      // A line every two or four rows, as many as it takes.
+      if (row % 4 == 0 || (row % 2 == 0 && many_bytes_)) __builtin_prefetch(values + values_ahead_);
+      const uint64_t mask = LoadMask(masks_, row);
+      const uint8_t*& next = row % 2 == 1 ? odd_ : values;
+      const uint8_t* from = next;
+      next += __builtin_popcountll(mask);
+      // What is not stored is a weight of zero, in either nibble.
+      const Bytes bytes = Columns::ExpandBytes(mask, from, [](uint64_t bits, const uint8_t* stored, int first) {
+        return Simd::ExpandBytesElse(kInt4Bias | kInt4Bias << 4, bits, stored, first);
+      });
+      if (row % 2 == 0) return Low(bytes);
+      return kOddTimes16 ? HighTimes16(bytes) : High(bytes);
+    }
+  }
+  void EndSpan() {
+    if constexpr (!kDense) masks_ += kSpanMaskBytes;
+  }
+
+  const uint8_t* values;  // of even rows, and dense of all
+
+ private:
+  static Bytes Low(const Bytes& bytes) {
+    return Columns::template Of<Bytes>([&](int i) { return Biased(Simd::LowNibbles(bytes.at[i])); });
+  }
+  static Bytes High(const Bytes& bytes) {
+    return Columns::template Of<Bytes>([&](int i) { return Biased(Simd::HighNibbles(bytes.at[i])); });
+  }
+  static Bytes HighTimes16(const Bytes& bytes) {
+    const auto high = Simd::SetBytes(0xf0);
+    return Columns::template Of<Bytes>([&](int i) { return Simd::AndBytes(bytes.at[i], high); });
+  }
+  static typename Simd::Bytes Biased(const typename Simd::Bytes& nibbles) {
+    if constexpr (Simd::kNibbleBias != 0) {
+      return nibbles;
+    } else {
+      return Simd::SubtractBytes(nibbles, Simd::SetBytes(kInt4Bias));
+    }
+  }
+
+  const uint8_t* odd_;  // of odd rows in a bitmap
+  const uint8_t* masks_;
+  int64_t values_ahead_;
+  int64_t masks_ahead_;
+  bool many_bytes_;
+  Bytes bytes_;
+};
+
+template <typename Simd>
+struct Int4Products : ByteProducts<Simd, true> {
+  using Columns = simd::Columns<Simd>;
+  using Sums = typename Columns::Ints;
+  static constexpr bool kStoredTiles = false;
+  static constexpr bool kHasGroups = true;
+  static constexpr Fetch kFetchOneRow = Fetch::kMultiply;
+  static constexpr int kOneRowChains = Simd::kNarrowNibbleSums ? 1 : kMostOneRowChains<Simd>;
+  static constexpr int kMostChains = Simd::kNarrowNibbleSums ? 1 : 2;
+
+  // Chains of odd rows hold 16 times their sums.
+  static Sums DivideBy16(const Sums& sums) {
+    return Columns::template Of<Sums>([&](int i) { return Simd::template ShiftRightSigned<4>(sums.at[i]); });
+  }
+};
+
+template <typename Simd, Storage kStorage>
+struct Int4Weights : Int4Products<Simd> {
+  using Columns = simd::Columns<Simd>;
+  using Weight = BitmapWeight;
+  using Floats = typename Columns::Floats;
+  static constexpr bool kDense = kStorage == Storage::kDense;
+  static constexpr bool kBuffered = !kDense;
+
+  struct Stream : Int4Stream<Simd, kStorage> {
+    Stream(const Weight& w, int64_t panel, const PrefetchDistances& ahead)
+        : Int4Stream<Simd, kStorage>(w.view.PanelMasks(kInt4Bitmap, panel), w.view.PanelValues(kInt4Bitmap, panel),
+                                     SpanBytes(w, panel), ahead) {}
+  };
+
+  static int64_t PaddedK(const Weight& w) { return kInt4Bitmap.PaddedK(w.k); }
+  static int64_t Group(const Weight& w) { return w.group; }
+  static int64_t PackedRowBytes(const Weight& w) { return w.QuantizedRowBytes(); }
+
+  struct Scales {
+    Scales(const Weight& w, int64_t panel, int64_t groups)
+        : from(static_cast<const uint8_t*>(w.scales) + panel * groups * kGroupBytes) {}
+    // Always inline: gcc makes a function of what many copies of a loop call for each group.
+    __attribute__((always_inline)) Floats Of(int64_t group) const {
+      return Columns::LoadBf16(from + group * kGroupBytes);
+    }
+    // Always inline: see PrefetchLines.
+    __attribute__((always_inline)) void Prefetch(int64_t groups) const { PrefetchLines(from, groups * kGroupBytes); }
+
+    static constexpr int64_t kGroupBytes = 2 * kPanelColumns;
+    const uint8_t* from;
+  };
+  template <int kRows>
+  struct Numbers : RowNumbers<Simd, kRows> {
+    using RowNumbers<Simd, kRows>::RowNumbers;
+    Floats Add(const Floats& total, const typename Columns::Ints& sums, const Floats& weight_scales, int64_t,
+               int) const {
+      return Columns::MultiplyAdd(Columns::ToFloat(sums), weight_scales, total);
+    }
+    Floats End(const Floats& total, int row) const { return Columns::Multiply(total, Columns::Set(this->scales[row])); }
+  };
+};
+
+}  // namespace
+}  // namespace ortolan

@@ -1,0 +1,119 @@
+// What int8 and int4 weights have in common: products of bytes, and activations quantized row by row. Included by the
+// headers beside it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "isa/tuning.h"
+#include "matmul/activations.h"
+#include "matmul/bitmap_weight.h"
+#include "matmul/panel.h"
+#include "matmul/quantize.h"
+#include "simd/columns.h"
+#include "simd/prefetch.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Simd, bool kInt4>
+struct ByteProducts {
+  using Columns = simd::Columns<Simd>;
+  using Activation = int8_t;
+  using Row = typename Columns::Bytes;
+  using Sums = typename Columns::Ints;
+  static constexpr int kRowInputs = 4;
+  static constexpr int64_t kStoredBytes = 64;
+
+  static Row FromBytes(const Row& bytes) { return bytes; }
+  static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
+  static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
+
+  static constexpr bool kFreeSpans = !kInt4 || !Simd::kNarrowNibbleSums;
+  static Sums StartSpan(const Sums& sums) {
+    if constexpr (kFreeSpans) return sums;
+    return Columns::template Of<Sums>([&](int i) { return Simd::StartNibbleSums(sums.at[i]); });
+  }
+  static Sums EndSpan(const Sums& sums, const Sums& span_sums) {
+    if constexpr (kFreeSpans) return span_sums;
+    return Columns::template Of<Sums>([&](int i) { return Simd::EndNibbleSums(sums.at[i], span_sums.at[i]); });
+  }
+  static Sums Zero() { return Columns::SetInt(0); }
+  static Sums AddChains(const Sums& a, const Sums& b) { return Columns::AddInt(a, b); }
+  static Sums LoadSums(const void* from) { return Columns::LoadInt(static_cast<const int32_t*>(from)); }
+  static void StoreSums(void* to, const Sums& sums) { Columns::StoreInt(static_cast<int32_t*>(to), sums); }
+
+  static Sums Dot(const Sums& sums, const Row& weights, const typename Simd::Bytes& x) {
+    return Columns::template Of<Sums>([&](int i) {
+      return kInt4 ? Simd::DotNibbles(sums.at[i], weights.at[i], x) : Simd::DotInt8(sums.at[i], weights.at[i], x);
+    });
+  }
+  static Sums MultiplyAdd(const Sums& sums, const Row& weights, const int8_t* quad) {
+    return Dot(sums, weights, Simd::RepeatQuad(quad));
+  }
+  // Beside 16 registers of sums.
+  static constexpr int kMostHeld = (Simd::kRegisters - 16) / 4;
+  using Held = typename Simd::Bytes;
+  static Held Hold(const int8_t* quads) { return Simd::Repeat16(quads); }
+  static Sums MultiplyAddHeld(const Sums& sums, const Row& weights, const Held& held, int row) {
+    return Dot(sums, weights, Simd::RepeatQuad(held, row));
+  }
+};
+
+inline uint64_t LoadMask(const uint8_t* masks, int row) {
+  uint64_t mask;
+  std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+  return mask;
+}
+
+constexpr int64_t kSpanMaskBytes = 64;
+constexpr int64_t kSpanInputs = 32;
+
+// Bytes of a panel's values that a span of 32 inputs takes on average.
+inline int64_t SpanBytes(const BitmapWeight& w, int64_t panel) {
+  return w.view.IsDense()
+             ? 0
+             : (w.view.offsets[panel + 1] - w.view.offsets[panel]) / (kInt8Bitmap.PaddedK(w.k) / kSpanInputs);
+}
+
+// What stands behind the q of kRows packed rows, of activations quantized row by row.
+//     scales  f32 [r]            NaN for a row that is not finite, whose q are zero
+//     starts  i32 [groups][r]    - (bias of the weights) x (sum of q over the group): where sums begin
+template <typename Simd, int kRows>
+struct RowNumbers {
+  using Columns = simd::Columns<Simd>;
+
+  RowNumbers(const void* from, int64_t)
+      : scales(static_cast<const float*>(from)), starts(reinterpret_cast<const int32_t*>(scales + kRows)) {}
+  typename Columns::Ints Start(int64_t group, int row) const { return Columns::SetInt(starts[group * kRows + row]); }
+
+  const float* scales;
+  const int32_t* starts;
+};
+
+// Blocks of row_block rows (the last one may have fewer), in a block of r rows
+//     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
+//     RowNumbers
+template <typename Simd>
+void PackQuantizedRows(const MatMulWeight& weight, uint32_t bias, const float* x, int64_t x_row_bytes, int64_t m,
+                       int64_t row_block, void* packed) {
+  const BitmapWeight& w = static_cast<const BitmapWeight&>(weight);
+  const int64_t padded_k = kInt8Bitmap.PaddedK(w.k);
+  const int64_t groups = ScaleRows(w.k, w.group);
+  const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
+    float* scales = reinterpret_cast<float*>(block + rows * padded_k);
+    uint32_t* starts = reinterpret_cast<uint32_t*>(scales + rows);
+    const RowScale scale = ScaleOf<Simd>(row, w.k);
+    scales[i] = scale.scale;
+    for (int64_t g = 0; g < groups; ++g) {
+      // The last group ends with the padding.
+      const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
+      const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale.factor, block, rows, i);
+      starts[g * rows + i] = 0 - bias * static_cast<uint32_t>(sum);
+    }
+  };
+  PackRowBlocks(x, x_row_bytes, m, row_block, packed, w.QuantizedRowBytes(), pack);
+}
+
+}  // namespace
+}  // namespace ortolan
