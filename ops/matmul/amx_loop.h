@@ -31,6 +31,14 @@ inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
   __builtin_memset(static_cast<char*>(packed) + m * row_bytes, 0, static_cast<size_t>(missing * row_bytes));
 }
 
+// What a kind of weight wants beside tiles, whose products take signed bytes.
+template <typename Simd>
+struct WithTiles : Simd {
+  static constexpr uint32_t kInt8Bias = 0;
+  static constexpr uint32_t kNibbleBias = 0;
+};
+
+// Simd: WithTiles of a column.
 template <typename Simd, typename Weights>
 class AmxLoop {
   using Columns = simd::Columns<Simd>;
@@ -250,8 +258,9 @@ class AmxLoop {
 };
 
 // The loop for a weight in a bitmap, or dense.
-template <typename Simd, template <typename, Storage> typename Weights>
+template <typename Column, template <typename, Storage> typename Weights>
 void RunAmxLoop(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+  using Simd = WithTiles<Column>;
   if (WeightOf<BitmapWeight>(args).view.IsDense()) {
     AmxLoop<Simd, Weights<Simd, Storage::kDense>>::Run(args, panel_begin, panel_end);
   } else {

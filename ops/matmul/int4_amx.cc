@@ -5,7 +5,7 @@
 namespace ortolan::amx {
 
 void PackInt4(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
-  PackQuantizedRows<Simd>(w, Simd::kNibbleBias, x, x_row_bytes, m, 1, packed);
+  PackQuantizedRows<Simd>(w, WithTiles<Simd>::kNibbleBias, x, x_row_bytes, m, 1, packed);
   PadAmxRows(packed, m, static_cast<const BitmapWeight&>(w).QuantizedRowBytes());
 }
 

@@ -7,11 +7,7 @@
 namespace ortolan::simd {
 namespace {
 
-struct amx : avx512bf16 {
-  // Tile products take signed bytes.
-  static constexpr uint32_t kInt8Bias = 0;
-  static constexpr uint32_t kNibbleBias = 0;
-};
+struct amx : avx512bf16 {};
 
 }  // namespace
 }  // namespace ortolan::simd

@@ -145,6 +145,10 @@ struct scalar {
   static uint32_t RepeatQuad(const void* from) { return Get<uint32_t>(from); }
   static uint32_t AndBytes(uint32_t a, uint32_t b) { return a & b; }
   static uint32_t XorBytes(uint32_t a, uint32_t b) { return a ^ b; }
+  static uint32_t SubtractBytes(uint32_t a, uint32_t b) {
+    // Without the top bits nothing is borrowed from the next byte.
+    return ((a | 0x80808080u) - (b & 0x7f7f7f7fu)) ^ ((a ^ ~b) & 0x80808080u);
+  }
   static uint32_t LowNibbles(uint32_t a) { return a & 0x0f0f0f0fu; }
   static uint32_t HighNibbles(uint32_t a) { return LowNibbles(a >> 4); }
   static uint32_t ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {

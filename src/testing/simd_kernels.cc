@@ -115,7 +115,6 @@ bool RunIntegers(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("BitsOf", S::StoreInt(x.out, S::BitsOf(S::Load(x.a))));
   ORTOLAN_TRY("FloatOf", S::Store(x.out, S::FloatOf(S::LoadInt(x.bytes))));
   ORTOLAN_TRY("ToFloat", S::Store(x.out, S::ToFloat(S::LoadInt(x.bytes))));
-  ORTOLAN_TRY("ExpandBytes", S::StoreInt(x.out, S::ExpandBytes(x.bytes)));
   ORTOLAN_TRY("OrInt", S::StoreInt(x.out, S::OrInt(S::LoadInt(x.a), S::LoadInt(x.b))));
   ORTOLAN_TRY("SelectBits", S::StoreInt(x.out, S::SelectBits(S::LoadInt(x.a), S::LoadInt(x.b), S::LoadInt(x.c))));
   ORTOLAN_TRY("ShiftLeftInt", S::StoreInt(x.out, S::template ShiftLeftInt<5>(S::LoadInt(x.a))));
@@ -214,6 +213,16 @@ bool RunMoreIntegers(const SimdCall& call, const Arguments& x) {
   return false;
 }
 
+// The most that sums may hold: eight registers of nibbles, one behind the other, times as many of bytes.
+template <typename S>
+auto DotNibbles(const uint8_t* nibbles, const uint8_t* bytes, typename S::Int sums) {
+  auto part = S::StartNibbleSums(sums);
+  for (int64_t i = 0; i < 8; ++i) {
+    part = S::DotNibbles(part, S::LoadBytes(nibbles + 4 * i * S::kLanes), S::LoadBytes(bytes + 4 * i * S::kLanes));
+  }
+  return S::EndNibbleSums(sums, part);
+}
+
 template <typename S>
 bool RunBytes(const SimdCall& call, const Arguments& x) {
   const auto *a = call.in[0], *b = call.in[1], *c = call.in[2];
@@ -231,7 +240,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("RepeatQuad", S::StoreBytes(out, S::RepeatQuad(a)));
   ORTOLAN_TRY("Repeat16", S::StoreBytes(out, S::Repeat16(a)));
   ORTOLAN_TRY("RepeatQuadOf16", S::StoreBytes(out, S::RepeatQuad(S::LoadBytes(a), number)));
-  ORTOLAN_TRY("ExpandBytesByMask", S::StoreBytes(out, S::ExpandBytes(mask, a, first)));
+  ORTOLAN_TRY("ExpandBytes", S::StoreBytes(out, S::ExpandBytes(mask, a, first)));
   ORTOLAN_TRY("ExpandBytesElse", S::StoreBytes(out, S::ExpandBytesElse(0x85, mask, a, first)));
   ORTOLAN_TRY("ExpandWords", S::StoreBytes(out, S::ExpandWords(mask, a, first)));
   ORTOLAN_TRY("DotQuad", S::StoreInt(out, S::DotQuad(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
@@ -240,6 +249,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
       S::StoreInt(out, S::DotInt8(S::LoadInt(c),
                                   S::SubtractBytes(S::LoadBytes(a), S::SetBytes(-static_cast<int>(S::kInt8Bias))),
                                   S::LoadBytes(b))));
+  ORTOLAN_TRY("DotNibbles", S::StoreInt(out, DotNibbles<S>(a, b, S::LoadInt(c))));
   if constexpr (requires { typename S::ByteTable; })
     ORTOLAN_TRY("PackBytes", S::StoreBytes(out, PackedBytes<S>(x.ints, number)));
   ORTOLAN_TRY("Lookup256", S::StoreBytes(out, S::Lookup256(typename S::ByteTable(a), S::LoadBytes(b))));

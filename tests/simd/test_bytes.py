@@ -59,7 +59,7 @@ def test_repeated_parts_of_16_bytes(column: str) -> None:
 MASKS = [0, 1, 1 << 63, 2**64 - 1, 0xAAAAAAAAAAAAAAAA, 0x00FF00FF0F0F3355, 0x8000000100000001]
 
 
-EXPANSIONS = {"ExpandBytesByMask": (np.uint8, 0), "ExpandBytesElse": (np.uint8, 0x85), "ExpandWords": (np.uint16, 0)}
+EXPANSIONS = {"ExpandBytes": (np.uint8, 0), "ExpandBytesElse": (np.uint8, 0x85), "ExpandWords": (np.uint16, 0)}
 
 
 @each_of(EXPANSIONS)
@@ -103,9 +103,21 @@ def test_dot_products_of_int8(column: str) -> None:
         b = np.maximum(b, -127)
         if seed == 0:
             a[:], b[:] = -128, -127
-        bias = 0 if column in ("avx2", "scalar", "amx") else 128
+        bias = 0 if column in ("avx2", "scalar") else 128
         expected = sums + ((quads(a) + bias) * quads(b)).sum(axis=1)
         np.testing.assert_array_equal(one(column, "DotInt8", a, b, sums, dtype=np.int32), expected)
+
+
+@columns_with("DotNibbles")
+def test_dot_products_of_nibbles(column: str) -> None:
+    lanes = LANES[column]
+    sums = random_bytes(5, lanes, np.int16).astype(np.int32)
+    for seed in range(4):
+        a, b = random_bytes(seed, 32 * lanes) & 15, np.maximum(random_bytes(seed + 9, 32 * lanes, np.int8), -127)
+        if seed < 2:
+            a[:], b[:] = 15, 127 - 254 * seed
+        expected = sums + (quads(a) * quads(b)).sum(axis=1).reshape(8, lanes).sum(axis=0)
+        np.testing.assert_array_equal(one(column, "DotNibbles", a, b, sums, dtype=np.int32), expected)
 
 
 @columns_with("PackBytes")

@@ -16,6 +16,8 @@ PARTS = {
     "SomeLanes": "LoadSome",
     "DeinterleaveRows": "InterleaveRows",
     "DotQuadWeights": "InterleaveRows",
+    "StartNibbleSums": "DotNibbles",
+    "EndNibbleSums": "DotNibbles",
 }
 
 

@@ -51,14 +51,6 @@ def test_floats_and_their_bits(column: str) -> None:
         np.testing.assert_array_equal(one(column, "ToFloat", a), a.astype(np.float32))
 
 
-@columns_with("ExpandBytes")
-def test_bytes_as_integers(column: str) -> None:
-    lanes = LANES[column]
-    for i in range(0, 256, lanes):
-        a = np.arange(i, i + lanes).astype(np.uint8)
-        np.testing.assert_array_equal(one(column, "ExpandBytes", a, dtype=np.int32), a)
-
-
 @columns_with("OrInt", "SelectBits", "ShiftLeftInt", "ShiftRightInt")
 def test_bits(column: str) -> None:
     lanes = LANES[column]

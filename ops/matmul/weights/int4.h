@@ -75,11 +75,7 @@ class Int4Stream {
     return Columns::template Of<Bytes>([&](int i) { return Simd::AndBytes(bytes.at[i], high); });
   }
   static typename Simd::Bytes Biased(const typename Simd::Bytes& nibbles) {
-    if constexpr (Simd::kNibbleBias != 0) {
-      return nibbles;
-    } else {
-      return Simd::SubtractBytes(nibbles, Simd::SetBytes(kInt4Bias));
-    }
+    return Simd::kNibbleBias != 0 ? nibbles : Simd::SubtractBytes(nibbles, Simd::SetBytes(kInt4Bias));
   }
 
   const uint8_t* odd_;  // of odd rows in a bitmap
