@@ -223,6 +223,17 @@ auto DotNibbles(const uint8_t* nibbles, const uint8_t* bytes, typename S::Int su
   return S::EndNibbleSums(sums, part);
 }
 
+// Bytes of a are dealt, each part is the dealt bytes and its own number, and the parts are interleaved: every byte of a
+// n times, with the numbers 0 … n-1.
+template <typename S, int kParts>
+void DealAndInterleave(const uint8_t* a, uint8_t* out) {
+  typename S::Bytes parts[kParts], to[kParts];
+  const typename S::Bytes dealt = S::template DealBytes<kParts>(S::LoadBytes(a));
+  for (int i = 0; i < kParts; ++i) parts[i] = S::XorBytes(dealt, S::SetBytes(i));
+  S::InterleaveBytes(parts, to);
+  for (int i = 0; i < kParts; ++i) S::StoreBytes(out + 4 * S::kLanes * i, to[i]);
+}
+
 template <typename S>
 bool RunBytes(const SimdCall& call, const Arguments& x) {
   const auto *a = call.in[0], *b = call.in[1], *c = call.in[2];
@@ -253,6 +264,10 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   if constexpr (requires { typename S::ByteTable; })
     ORTOLAN_TRY("PackBytes", S::StoreBytes(out, PackedBytes<S>(x.ints, number)));
   ORTOLAN_TRY("Lookup256", S::StoreBytes(out, S::Lookup256(typename S::ByteTable(a), S::LoadBytes(b))));
+  if constexpr (requires { S::template DealBytes<2>; }) {
+    ORTOLAN_TRY("InterleaveBytes2", (DealAndInterleave<S, 2>(a, out)));
+    ORTOLAN_TRY("InterleaveBytes4", (DealAndInterleave<S, 4>(a, out)));
+  }
   ORTOLAN_TRY("LoadSomeQuads", S::StoreBytes(out, S::LoadSomeQuads(reinterpret_cast<const int8_t*>(a), x.number)));
   ORTOLAN_TRY("PermuteQuads", S::StoreBytes(out, S::PermuteQuads(S::LoadBytes(a), S::LoadInt(b))));
   ORTOLAN_TRY("SumsOfQuarters",

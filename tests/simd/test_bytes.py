@@ -189,6 +189,14 @@ def test_quads_of_registers(column: str) -> None:
     np.testing.assert_array_equal(one(column, "SumsOfQuarters", *four, dtype=np.int32), expected)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@columns_with("InterleaveBytes2")
+def test_bytes_dealt_and_interleaved(column: str, parts: int) -> None:
+    a = random_bytes(0, 4 * LANES[column])
+    found = raw(column, "InterleaveBytes2" if parts == 2 else "InterleaveBytes4", a)[: parts * len(a)]
+    np.testing.assert_array_equal(found.reshape(-1, parts), a[:, None] ^ np.arange(parts, dtype=np.uint8))
+
+
 # ---- bf16 and float16
 
 

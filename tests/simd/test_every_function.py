@@ -12,6 +12,7 @@ from .columns import each_column
 ROOT = Path(__file__).parents[2]
 # What is tested as a part of others.
 PARTS = {
+    "DealBytes": "InterleaveBytes",
     "FirstLanes": "LoadFirst",
     "SomeLanes": "LoadSome",
     "DeinterleaveRows": "InterleaveRows",
