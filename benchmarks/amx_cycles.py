@@ -3,7 +3,7 @@
     python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
 
 A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Everything is counted per tile of weights and
-in cycles of one core, with its data in the caches, as sparse_amx_matmul/x86_amx.cc and panels/amx_int8.h go about it: a
+in cycles of one core, with its data in the caches, as matmul/amx_loop.h goes about it: a
 block of 16 tiles of two panels is expanded, then multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights
 of SparseAMXMatMul; w4a8 are those of W4A8MatMul with f16 scales and its group size, all stored.
 
