@@ -1,7 +1,7 @@
-// The formulas, once for all tiers, and the loop over rows. Included by epilogue.cc and x86_*.cc only; everything is
+// The formulas, once for all columns, and the loop over rows. Included by kernels.cc only; everything is
 // local to the including file, as in matmul/. Derivation and fits: README.md.
 //
-// A tier gives a struct Simd: simd/math.h.
+// Simd: the vectors of a column (simd/math.h).
 #pragma once
 
 #include <cstdint>

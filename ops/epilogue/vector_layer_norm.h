@@ -1,7 +1,7 @@
-// LayerNormalization, once for all tiers. Included by layer_norm.cc and x86_*.cc only; everything is local to the
+// LayerNormalization, once for all columns. Included by kernels.cc only; everything is local to the
 // including file, as in vector_activations.h.
 //
-// A tier gives a struct Simd: simd/math.h.
+// Simd: the vectors of a column (simd/math.h).
 #pragma once
 
 #include <cstdint>

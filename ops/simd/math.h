@@ -1,7 +1,7 @@
-// Formulas over a tier's vectors of floats. Included by kernels only; everything is local to the including file: an
-// inline function compiled for one ISA tier must never be linked in place of another's.
+// Formulas over a column's vectors of floats. Included by kernels only; everything is local to the including file: an
+// inline function compiled for one column must never be linked in place of another's.
 //
-// A tier gives a struct Simd with
+// A column gives a struct Simd with
 //     Float, kLanes                                   kLanes floats
 //     Float Set(float), Load(const float*), LoadFirst(const float*, int64_t count)
 //     void Store(float*, Float), StoreFirst(float*, int64_t count, Float)

@@ -1,4 +1,4 @@
-// Prefetching. Included by x86_*.cc only; local to each.
+// Prefetching. Local to each file that includes it.
 #pragma once
 
 #include <cstdint>
