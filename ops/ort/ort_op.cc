@@ -1,6 +1,7 @@
 #include "ort/ort_op.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace ortolan {
 namespace {
@@ -89,9 +90,13 @@ bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
   const Ort::ConstValue value = ConstantOrNull(Ort::ConstKernelInfo(&info), index);
   if (!value) return false;
   const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
-  return type_and_shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT &&
-         type_and_shape.GetDimensionsCount() <= 1 && type_and_shape.GetElementCount() == 1 &&
-         *value.GetTensorData<float>() == 0.0f;
+  if (type_and_shape.GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ||
+      type_and_shape.GetDimensionsCount() > 1 || type_and_shape.GetElementCount() != 1) {
+    return false;
+  }
+  float number;  // mapped from a file, it may lie at any address
+  std::memcpy(&number, value.GetTensorRawData(), sizeof(number));
+  return number == 0.0f;
 }
 
 bool IsConstant(const OrtKernelInfo& info, size_t index) {
