@@ -1,4 +1,4 @@
-// int8 weights as the loops read them. Included by int8_*.cc only; local to each.
+// int8 weights as the loops read them. Included by int8_kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/weights/quantized.h"
@@ -61,7 +61,7 @@ class Int8Stream {
 };
 
 template <typename Simd, Storage kStorage>
-struct Int8Weights : ByteProducts<Simd, false> {
+struct Int8Weights : RowQuantized<Simd, false> {
   using Columns = simd::Columns<Simd>;
   using Weight = BitmapWeight;
   using Stream = Int8Stream<Simd, kStorage>;
@@ -74,9 +74,7 @@ struct Int8Weights : ByteProducts<Simd, false> {
   static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
   static constexpr int kMostChains = 2;
 
-  static int64_t PaddedK(const Weight& w) { return kInt8Bitmap.PaddedK(w.k); }
   static int64_t Group(const Weight&) { return kWholeColumn; }
-  static int64_t PackedRowBytes(const Weight& w) { return w.QuantizedRowBytes(); }
 
   struct Scales {
     Scales(const Weight& w, int64_t panel, int64_t)
