@@ -5,56 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
-#include "isa/tuning.h"
 #include "matmul/activations.h"
-#include "matmul/bitmap_weight.h"
-#include "matmul/panel.h"
 #include "matmul/quantize.h"
-#include "simd/columns.h"
+#include "matmul/weights/bitmap_stream.h"
 
 namespace ortolan {
 namespace {
-
-// Rows of weights of a panel, one after another: 32 bf16, pairs of 16 columns.
-template <typename Simd, Storage kStorage>
-class Bf16Stream {
-  using Columns = simd::Columns<Simd>;
-  static constexpr bool kDense = kStorage == Storage::kDense;
-
- public:
-  Bf16Stream(const BitmapWeight& w, int64_t panel, const PrefetchDistances& ahead)
-      : values(w.view.PanelValues(kBf16Bitmap, panel)),
-        masks_(w.view.PanelMasks(kBf16Bitmap, panel)),
-        ahead_(ahead.weights) {}
-
-  template <Fetch kFetch>
-  void StartSpan() const {
-    if constexpr (!kDense) __builtin_prefetch(masks_ + ahead_);
-  }
-  template <Fetch kFetch, bool kOddTimes16>
-  typename Columns::Bytes Next([[maybe_unused]] int row) {
-    const uint8_t* from = values;
-    if constexpr (kFetch != Fetch::kNone) __builtin_prefetch(from + ahead_);
-    if constexpr (kDense) {
-      values += kRowValues * kValueBytes;
-      return Columns::LoadBytes(from);
-    } else {
-      uint32_t mask;
-      std::memcpy(&mask, masks_ + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-      values += __builtin_popcount(mask) * kValueBytes;
-      return Columns::ExpandWords(mask, from);
-    }
-  }
-  void EndSpan() {
-    if constexpr (!kDense) masks_ += kTileMaskBytes;
-  }
-
-  const uint8_t* values;
-
- private:
-  const uint8_t* masks_;
-  int64_t ahead_;
-};
 
 // Products of pairs of bf16, as floats: the even inputs of each pair, then the odd ones.
 template <typename Simd>
@@ -135,7 +91,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   using Products = Bf16Products<Simd>;
   using Columns = simd::Columns<Simd>;
   using Weight = BitmapWeight;
-  using Stream = Bf16Stream<Simd, kStorage>;
+  using Stream = BitmapStream<Simd, kStorage, kBf16Bitmap>;
   using Sums = typename Columns::Floats;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kStoredTiles = kDense;

@@ -45,7 +45,7 @@ class Int4Stream {
     } else {
       // A line every two or four rows, as many as it takes.
       if (row % 4 == 0 || (row % 2 == 0 && many_bytes_)) __builtin_prefetch(values + values_ahead_);
-      const uint64_t mask = LoadMask(masks_, row);
+      const uint64_t mask = LoadMask<uint64_t>(masks_, row);
       const uint8_t*& next = row % 2 == 1 ? odd_ : values;
       const uint8_t* from = next;
       next += __builtin_popcountll(mask);

@@ -3,15 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "isa/tuning.h"
 #include "matmul/activations.h"
-#include "matmul/bitmap_weight.h"
-#include "matmul/panel.h"
 #include "matmul/quantize.h"
-#include "simd/columns.h"
-#include "simd/prefetch.h"
+#include "matmul/weights/bitmap_stream.h"
 
 namespace ortolan {
 namespace {
@@ -64,22 +59,6 @@ struct ByteProducts {
     return Dot(sums, weights, Simd::RepeatQuad(held, row));
   }
 };
-
-inline uint64_t LoadMask(const uint8_t* masks, int row) {
-  uint64_t mask;
-  std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-  return mask;
-}
-
-constexpr int64_t kSpanMaskBytes = 64;
-constexpr int64_t kSpanInputs = 32;
-
-// Bytes of a panel's values that a span of 32 inputs takes on average.
-inline int64_t SpanBytes(const BitmapWeight& w, int64_t panel) {
-  return w.view.IsDense()
-             ? 0
-             : (w.view.offsets[panel + 1] - w.view.offsets[panel]) / (kInt8Bitmap.PaddedK(w.k) / kSpanInputs);
-}
 
 // What stands behind the q of kRows packed rows, of activations quantized row by row.
 //     scales  f32 [r]            NaN for a row that is not finite, whose q are zero
