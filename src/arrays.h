@@ -35,34 +35,19 @@ void Require(bool holds, const Parts&... parts) {
 inline void RequireNoProblem(const std::string& problem) { Require(problem.empty(), problem); }
 
 // bf16, int8 and int4 in a bitmap differ in the types that NumPy shows, a layout and two functions.
-struct Bf16Format {
-  using Weights = CastArray<float>;
-  using Value = uint16_t;
-  static constexpr const char* kName = "w";
-  static constexpr const BitmapLayout& kLayout = kBf16Bitmap;
-  static constexpr auto* kPack = &PackBitmap;
-  static constexpr auto kUnpack = [](const BitmapView& view, float* w, int64_t stride) {
-    UnpackBitmap(view, w, stride);
-  };
+template <typename WeightArray, typename ValueType, const BitmapLayout& layout, auto pack, auto unpack>
+struct BitmapFormat {
+  using Weights = WeightArray;
+  using Value = ValueType;
+  static constexpr const BitmapLayout& kLayout = layout;
+  static constexpr auto kPack = pack;
+  static constexpr auto kUnpack = unpack;
 };
-
-struct Int8Format {
-  using Weights = Array<int8_t>;
-  using Value = int8_t;
-  static constexpr const char* kName = "q";
-  static constexpr const BitmapLayout& kLayout = kInt8Bitmap;
-  static constexpr auto* kPack = &PackBitmapInt8;
-  static constexpr auto* kUnpack = &UnpackBitmapInt8;
-};
-
-struct Int4Format {
-  using Weights = Array<int8_t>;
-  using Value = uint8_t;
-  static constexpr const char* kName = "q";
-  static constexpr const BitmapLayout& kLayout = kInt4Bitmap;
-  static constexpr auto* kPack = &PackBitmapInt4;
-  static constexpr auto* kUnpack = &UnpackBitmapInt4;
-};
+using Bf16Format =
+    BitmapFormat<CastArray<float>, uint16_t, kBf16Bitmap, &PackBitmap,
+                 [](const BitmapView& view, float* w, int64_t row_stride) { UnpackBitmap(view, w, row_stride); }>;
+using Int8Format = BitmapFormat<Array<int8_t>, int8_t, kInt8Bitmap, &PackBitmapInt8, &UnpackBitmapInt8>;
+using Int4Format = BitmapFormat<Array<int8_t>, uint8_t, kInt4Bitmap, &PackBitmapInt4, &UnpackBitmapInt4>;
 
 // The one way from Python arrays to a view that kernels may use.
 template <typename Format>

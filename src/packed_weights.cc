@@ -20,6 +20,12 @@ Array<T> ToArray(const std::vector<T>& values) {
   return ToArray(values, {static_cast<py::ssize_t>(values.size())});
 }
 
+template <typename Function>
+auto WithoutGil(const Function& function) {
+  py::gil_scoped_release release;
+  return function();
+}
+
 // Throws unless it is a matrix of 1 to most_k rows and 1 to most_n columns.
 void CheckMatrix(const char* name, const py::array& matrix, int64_t most_k, int64_t most_n = kMaxDimension) {
   Require(matrix.ndim() == 2, name, " has ", matrix.ndim(), " dimensions, expected 2: [k, n]");
@@ -36,16 +42,18 @@ void CheckNumbers(const Array<T>& q, int least, int most) {
   if (outside != end) Require(false, "q holds ", static_cast<int>(*outside), ", expected ", least, " to ", most);
 }
 
+// In Python: of floats, or of integers.
+template <typename Format>
+constexpr const char* kNameOf = Format::kLayout.value_bits == 16 ? "w" : "q";
+
 template <typename Format>
 py::tuple PackBitmapArray(const typename Format::Weights& w, bool dense) {
-  CheckMatrix(Format::kName, w, Format::kLayout.max_k);
+  CheckMatrix(kNameOf<Format>, w, Format::kLayout.max_k);
   if constexpr (Format::kLayout.value_bits == 4) CheckNumbers(w, -kInt4Bias, 15 - kInt4Bias);
   const int64_t k = w.shape(0);
   const int64_t n = w.shape(1);
-  const auto packed = [&] {
-    py::gil_scoped_release release;
-    return Format::kPack(w.data(), n, k, n, dense ? Storage::kDense : Storage::kBitmap);
-  }();
+  const auto packed =
+      WithoutGil([&] { return Format::kPack(w.data(), n, k, n, dense ? Storage::kDense : Storage::kBitmap); });
   // [panels, tiles, bytes of a tile]; [0] if the storage is dense.
   std::vector<py::ssize_t> shape{BitmapPanels(n), Format::kLayout.Tiles(k), Format::kLayout.TileMaskBytes()};
   if (dense) shape = {0};
@@ -69,7 +77,7 @@ auto UnpackBitmapArray(const Array<uint8_t>& masks, const Array<typename Format:
 
 template <typename Format>
 void DefineBitmap(py::module_& module, const char* name) {
-  module.def(("pack_" + std::string(name)).c_str(), &PackBitmapArray<Format>, py::arg(Format::kName),
+  module.def(("pack_" + std::string(name)).c_str(), &PackBitmapArray<Format>, py::arg(kNameOf<Format>),
              py::arg("dense") = false, "[k, n] as masks u8 [panels, tiles, bytes], values, offsets i64.");
   module.def(("unpack_" + std::string(name)).c_str(), &UnpackBitmapArray<Format>, py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
@@ -93,10 +101,7 @@ Array<uint8_t> PackInt4GroupArray(const Array<uint8_t>& q) {
   CheckNumbers(q, 0, kLargestInt4);
   const int64_t k = q.shape(0);
   const int64_t n = q.shape(1);
-  const std::vector<uint8_t> packed = [&] {
-    py::gil_scoped_release release;
-    return PackInt4Group(q.data(), n, k, n);
-  }();
+  const std::vector<uint8_t> packed = WithoutGil([&] { return PackInt4Group(q.data(), n, k, n); });
   return ToArray(packed, {BitmapPanels(n), kInt4Bitmap.Tiles(k) * kTileRows / 2, 64});
 }
 
@@ -121,10 +126,8 @@ Array<T> PackGroupRowsArray(const Array<T>& rows) {
 
 py::tuple PackBlockSparseArray(const Array<int8_t>& q) {
   CheckMatrix("q", q, kMostSparseInputs, kMostSparseOutputs);
-  const BlockSparseMatrix packed = [&] {
-    py::gil_scoped_release release;
-    return PackBlockSparse(q.data(), q.shape(1), q.shape(0), q.shape(1));
-  }();
+  const BlockSparseMatrix packed =
+      WithoutGil([&] { return PackBlockSparse(q.data(), q.shape(1), q.shape(0), q.shape(1)); });
   const int64_t quads = packed.starts.back();
   return py::make_tuple(ToArray(packed.values, {quads, kGroupOutputs, kQuadInputs}),
                         ToArray(packed.indices, {quads, kQuadInputs}), ToArray(packed.starts));

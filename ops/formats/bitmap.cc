@@ -5,14 +5,11 @@
 #include <cstring>
 
 #include "formats/bf16.h"
+#include "formats/bitmap_int4.h"
 #include "ort/error_text.h"
 
 namespace ortolan {
 namespace {
-
-// The weight that bit i of row r of a tile stands for, relative to the tile's first input and column.
-constexpr int64_t InputOf(int64_t row, int64_t bit) { return 2 * row + (bit & 1); }
-constexpr int64_t ColumnOf(int64_t bit) { return bit >> 1; }
 
 constexpr uint64_t LowBits(int64_t count) { return count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
@@ -23,42 +20,82 @@ T Load(const uint8_t* bytes) {
   return value;
 }
 
-}  // namespace
+uint64_t LoadMask(const uint8_t* bytes, const BitmapLayout& layout) {
+  return layout.RowBits() == 64 ? Load<uint64_t>(bytes) : Load<uint32_t>(bytes);
+}
 
-BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
+// int4: the nibbles of even rows are low ones, those of odd rows high ones.
+constexpr int ShiftOf(int64_t row) { return row % 2 == 0 ? 0 : 4; }
+
+// Calls at(bit, input, column) for the weights of a row of a panel, in order.
+template <const BitmapLayout& kLayout, typename At>
+void ForEachWeight(int64_t panel, int64_t row, const At& at) {
+  for (int64_t bit = 0; bit < kLayout.RowBits(); ++bit) {
+    at(bit, kLayout.row_inputs * row + bit % kLayout.row_inputs, panel * kPanelColumns + bit / kLayout.row_inputs);
+  }
+}
+
+// Packs w, row-major [k, n]. convert(weight) is what is stored of a weight, unless it is 0; store(values, row, weight)
+// is called for each that is stored, in order, and panel_end(values) behind those of a panel.
+template <const BitmapLayout& kLayout, typename Matrix, typename Weight, typename Convert, typename Store,
+          typename PanelEnd>
+Matrix Pack(const Weight* w, int64_t row_stride, int64_t k, int64_t n, Storage storage, const Convert& convert,
+            const Store& store, const PanelEnd& panel_end) {
   const bool dense = storage == Storage::kDense;
   const int64_t panels = BitmapPanels(n);
-  const int64_t tiles = BitmapTiles(k);
-  BitmapMatrix packed;
-  packed.k = k;
-  packed.n = n;
+  const int64_t rows = kLayout.Tiles(k) * kTileRows;
+  Matrix packed;
   if (dense) {
-    packed.values.reserve(static_cast<size_t>(panels * tiles * kBf16Bitmap.TileEntries()));
+    packed.values.reserve(static_cast<size_t>(panels * kLayout.Tiles(k) * kLayout.TileEntries()));
   } else {
-    packed.masks.reserve(static_cast<size_t>(panels * tiles * kTileRows));
+    packed.masks.reserve(static_cast<size_t>(panels * rows));
     packed.offsets.reserve(static_cast<size_t>(panels + 1));
     packed.offsets.push_back(0);
   }
   for (int64_t panel = 0; panel < panels; ++panel) {
-    for (int64_t row = 0; row < tiles * kTileRows; ++row) {
-      uint32_t bits = 0;
-      for (int64_t bit = 0; bit < kRowValues; ++bit) {
-        const int64_t input = InputOf(row, bit);
-        const int64_t column = panel * kPanelColumns + ColumnOf(bit);
-        uint16_t value = input < k && column < n ? RoundToBf16(w[input * row_stride + column]) : uint16_t{0};
-        if ((value & 0x7fffu) == 0) {
-          if (!dense) continue;
-          value = 0;
-        }
-        bits |= uint32_t{1} << bit;
-        packed.values.push_back(value);
-      }
-      if (!dense) packed.masks.push_back(bits);
+    for (int64_t row = 0; row < rows; ++row) {
+      typename Matrix::Mask mask = 0;
+      ForEachWeight<kLayout>(panel, row, [&](int64_t bit, int64_t input, int64_t column) {
+        const auto weight = convert(input < k && column < n ? w[input * row_stride + column] : Weight{0});
+        if (weight == 0 && !dense) return;
+        mask |= typename Matrix::Mask{1} << bit;
+        store(packed.values, row, weight);
+      });
+      if (!dense) packed.masks.push_back(mask);
     }
+    panel_end(packed.values);
     if (!dense) packed.offsets.push_back(static_cast<int64_t>(packed.values.size()));
   }
-  if (!dense) packed.values.resize(packed.values.size() + kBitmapPadding, 0);
+  if (!dense) packed.values.resize(packed.values.size() + static_cast<size_t>(kLayout.Padding()), 0);
   return packed;
+}
+
+// next(panel, row) is called for each stored weight in order.
+template <const BitmapLayout& kLayout, typename Next>
+void Unpack(const BitmapView& view, int8_t* q, int64_t row_stride, const Next& next) {
+  for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
+    const uint8_t* masks = view.PanelMasks(kLayout, panel);
+    for (int64_t row = 0; row < kLayout.Tiles(view.k) * kTileRows; ++row) {
+      const uint64_t mask = view.IsDense() ? ~uint64_t{0} : LoadMask(masks + row * kLayout.RowMaskBytes(), kLayout);
+      ForEachWeight<kLayout>(panel, row, [&](int64_t bit, int64_t input, int64_t column) {
+        const int8_t weight = ((mask >> bit) & 1u) != 0 ? next(panel, row) : int8_t{0};
+        if (input < view.k && column < view.n) q[input * row_stride + column] = weight;
+      });
+    }
+  }
+}
+
+}  // namespace
+
+BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
+  return Pack<kBf16Bitmap, BitmapMatrix>(
+      w, row_stride, k, n, storage,
+      [](float weight) {
+        const uint16_t bits = RoundToBf16(weight);
+        return (bits & 0x7fffu) == 0 ? uint16_t{0} : bits;
+      },
+      [](std::vector<uint16_t>& values, int64_t, uint16_t weight) { values.push_back(weight); },
+      [](const std::vector<uint16_t>&) {});
 }
 
 void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t column_stride) {
@@ -68,9 +105,9 @@ void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t 
     const uint8_t* value = view.PanelValues(kBf16Bitmap, panel);
     const bool all_columns = (panel + 1) * kPanelColumns <= view.n;
     for (int64_t row = 0; row < rows; ++row) {
-      const uint32_t mask = view.IsDense() ? ~uint32_t{0} : Load<uint32_t>(masks + row * sizeof(uint32_t));
-      float* to = w + InputOf(row, 0) * row_stride + panel * kPanelColumns * column_stride;
-      if (all_columns && InputOf(row, 1) < view.k) {
+      const uint32_t mask = view.IsDense() ? ~uint32_t{0} : Load<uint32_t>(masks + row * kBf16Bitmap.RowMaskBytes());
+      float* to = w + 2 * row * row_stride + panel * kPanelColumns * column_stride;
+      if (all_columns && 2 * row + 1 < view.k) {
         // No branches: behind the last value there is padding, and dense storage has no bits that are not set.
         for (int64_t column = 0; column < kPanelColumns; ++column, to += column_stride) {
           for (int64_t input = 0; input < 2; ++input) {
@@ -81,20 +118,50 @@ void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t 
         }
         continue;
       }
-      for (int64_t bit = 0; bit < kRowValues; ++bit) {
-        const int64_t input = InputOf(row, bit);
-        const int64_t column = ColumnOf(bit);
+      ForEachWeight<kBf16Bitmap>(panel, row, [&](int64_t bit, int64_t input, int64_t column) {
         float weight = 0.0f;
         if (((mask >> bit) & 1u) != 0) {
           weight = Bf16ToFloat(Load<uint16_t>(value));
           value += kValueBytes;
         }
-        if (input < view.k && panel * kPanelColumns + column < view.n) {
-          to[(bit & 1) * row_stride + column * column_stride] = weight;
-        }
-      }
+        if (input < view.k && column < view.n) w[input * row_stride + column * column_stride] = weight;
+      });
     }
   }
+}
+
+QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
+  return Pack<kInt8Bitmap, QuantizedBitmapMatrix>(
+      q, row_stride, k, n, storage, [](int8_t weight) { return weight; },
+      [](std::vector<uint8_t>& values, int64_t, int8_t weight) { values.push_back(static_cast<uint8_t>(weight)); },
+      [](const std::vector<uint8_t>&) {});
+}
+
+void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride) {
+  const uint8_t* value = view.values;
+  Unpack<kInt8Bitmap>(view, q, row_stride, [&](int64_t, int64_t) { return static_cast<int8_t>(*value++); });
+}
+
+QuantizedBitmapMatrix PackBitmapInt4(const int8_t* q, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
+  size_t next[2] = {};  // byte of the even rows' and of the odd rows' stream
+  return Pack<kInt4Bitmap, QuantizedBitmapMatrix>(
+      q, row_stride, k, n, storage, [](int8_t weight) { return weight; },
+      [&](std::vector<uint8_t>& values, int64_t row, int8_t weight) {
+        const size_t byte = next[row & 1]++;
+        if (byte == values.size()) values.push_back(0);
+        values[byte] |= static_cast<uint8_t>(((weight + kInt4Bias) & 0xf) << ShiftOf(row));
+      },
+      [&](const std::vector<uint8_t>& values) { next[0] = next[1] = values.size(); });
+}
+
+void UnpackBitmapInt4(const BitmapView& view, int8_t* q, int64_t row_stride) {
+  int64_t at = -1;
+  const uint8_t* next[2] = {};
+  Unpack<kInt4Bitmap>(view, q, row_stride, [&](int64_t panel, int64_t row) {
+    if (panel != at) next[0] = next[1] = view.PanelValues(kInt4Bitmap, panel);
+    at = panel;
+    return static_cast<int8_t>(((*next[row & 1]++ >> ShiftOf(row)) & 0xf) - kInt4Bias);
+  });
 }
 
 std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout) {
@@ -142,7 +209,7 @@ std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout)
     const uint64_t in_columns = LowBits(columns * layout.row_inputs);
     int64_t stored[2] = {};  // in even and in odd rows
     for (int64_t row = 0; row < tiles * kTileRows; ++row, row_bytes += layout.RowMaskBytes()) {
-      const uint64_t bits = layout.RowBits() == 64 ? Load<uint64_t>(row_bytes) : Load<uint32_t>(row_bytes);
+      const uint64_t bits = LoadMask(row_bytes, layout);
       const uint64_t in_inputs = LowBits(std::clamp<int64_t>(claim.k - row * layout.row_inputs, 0, layout.row_inputs)) *
                                  (layout.row_inputs == 4 ? uint64_t{0x1111111111111111} : uint64_t{0x5555555555555555});
       if ((bits & ~(in_columns & in_inputs)) != 0) {

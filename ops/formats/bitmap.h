@@ -97,13 +97,15 @@ struct BitmapView {
 };
 
 // masks and offsets are empty if the storage is dense.
-struct BitmapMatrix {
-  int64_t k = 0;
-  int64_t n = 0;
-  std::vector<uint32_t> masks;
-  std::vector<uint16_t> values;
+template <typename MaskType, typename Value>
+struct PackedBitmap {
+  using Mask = MaskType;
+
+  std::vector<Mask> masks;
+  std::vector<Value> values;
   std::vector<int64_t> offsets;
 };
+using BitmapMatrix = PackedBitmap<uint32_t, uint16_t>;
 
 // Rounds w, row-major [k, n] floats with rows `row_stride` floats apart, to bf16 and packs what is not zero after
 // rounding (dense: all; zeros are +0). Needs 1 <= k, n <= kMaxDimension.

@@ -20,7 +20,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "formats/bitmap.h"
 
@@ -28,14 +27,8 @@ namespace ortolan {
 
 inline constexpr BitmapLayout kInt8Bitmap{4, 8, int64_t{1} << 17};
 
-// int8 and int4 weights, packed. masks and offsets are empty if the storage is dense.
-struct QuantizedBitmapMatrix {
-  int64_t k = 0;
-  int64_t n = 0;
-  std::vector<uint64_t> masks;
-  std::vector<uint8_t> values;
-  std::vector<int64_t> offsets;
-};
+// int8 and int4 weights, packed.
+using QuantizedBitmapMatrix = PackedBitmap<uint64_t, uint8_t>;
 
 // Packs what is not zero (dense: all) of q, row-major [k, n] with rows `row_stride` weights apart. Needs
 // 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.

@@ -1,6 +1,6 @@
 // The loop on AMX tiles: weights are expanded to AMX's B tiles in a buffer, then multiplied tile by tile (SparAMX,
 // sections 4.1 and 4.3). In dense storage of bf16 and int8 they are B tiles already, and are loaded from where they are
-// stored. Included by *_amx.cc only; local to each.
+// stored. Included by *kernels.cc only; local to each.
 //
 // Two tiles of 16 rows of x times two panels make four tiles of sums, so that each loaded tile is used twice. A block
 // of weights is expanded as a whole before the first of its tiles is loaded: there is no store forwarding into a tile
@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <utility>
 
-#include "matmul/bitmap_weight.h"
 #include "matmul/panel.h"
 #include "simd/amx_tiles.h"
 
@@ -256,17 +255,6 @@ class AmxLoop {
     for (int p = 0; p < kCount; ++p) Finish(work, p);
   }
 };
-
-// The loop for a weight in a bitmap, or dense.
-template <typename Column, template <typename, Storage> typename Weights>
-void RunAmxLoop(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  using Simd = WithTiles<Column>;
-  if (WeightOf<BitmapWeight>(args).view.IsDense()) {
-    AmxLoop<Simd, Weights<Simd, Storage::kDense>>::Run(args, panel_begin, panel_end);
-  } else {
-    AmxLoop<Simd, Weights<Simd, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
-  }
-}
 
 }  // namespace
 }  // namespace ortolan

@@ -6,6 +6,11 @@
 namespace ortolan {
 namespace {
 
+// Tokens of the largest block; the others divide it.
+template <typename Simd>
+constexpr int64_t kMostBlock = (Simd::kLanes == 16 ? 4 : 2) * Simd::kLanes;
+static_assert(kMostRowBlock % kMostBlock<Simd> == 0);
+
 // Calls body(block, first token, tokens) for the blocks of m tokens.
 template <typename Simd, typename Body>
 void ForEachBlock(int64_t m, const Body& body) {
@@ -37,9 +42,7 @@ void ForEachBlock(int64_t m, const Body& body) {
   }
 }
 
-}  // namespace
-
-namespace ORTOLAN_COLUMN {
+int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes(w.k); }
 
 void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
@@ -68,6 +71,14 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
     if (panel_begin == 0) decltype(block)::SetRanges(next, layer.n, layer.table_y);
   });
 }
+
+}  // namespace
+
+namespace ORTOLAN_COLUMN {
+
+extern const MatMulFunctions kBlockSparse;
+constexpr MatMulFunctions kBlockSparse{kMostBlock<Simd>, kMostSparseInputs,    &TokenBytes,
+                                       &PackBlockSparse, &MultiplyBlockSparse, &MultiplyHidden};
 
 }  // namespace ORTOLAN_COLUMN
 }  // namespace ortolan

@@ -5,7 +5,10 @@
 #include "matmul/token_range.h"
 #include "simd/at_byte.h"
 
-namespace ortolan::scalar {
+namespace ortolan {
+namespace {
+
+int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes(w.k); }
 
 void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const int64_t k = w.k;
@@ -25,8 +28,6 @@ void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes,
     StoreRowRange(out, k, range);
   }
 }
-
-namespace {
 
 // Calls store(token, output, sum, range of x) for the panels.
 template <typename Store>
@@ -51,8 +52,6 @@ void ForEachSum(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end, 
   }
 }
 
-}  // namespace
-
 void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   const float* scales = WeightOf<BlockSparseWeight>(args).scales;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
@@ -75,4 +74,13 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
   for (int64_t i = 0; i < args.m; ++i) StoreRowRange(next + i * row_bytes, w.n, RangeOfToken(w.table_y));
 }
 
-}  // namespace ortolan::scalar
+}  // namespace
+
+namespace scalar {
+
+extern const MatMulFunctions kBlockSparse;
+constexpr MatMulFunctions kBlockSparse{
+    1, kMostSparseInputs, &TokenBytes, &PackBlockSparse, &MultiplyBlockSparse, &MultiplyHidden};
+
+}  // namespace scalar
+}  // namespace ortolan

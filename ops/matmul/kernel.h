@@ -65,11 +65,9 @@ struct HiddenLayerArgs;
 // The same, for a layer whose outputs are the packed rows of the next one.
 using MultiplyHiddenFn = void(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end);
 
-struct MatMulKernel {
-  const char* name;
-  Features needs;
+// What a column computes with a kind of weight: column_functions.h.
+struct MatMulFunctions {
   int64_t row_block;
-  int64_t least_rows;   // from how many rows of x on it is the best of those that the CPU has
   int64_t most_inputs;  // k for which it works
   PackedRowBytesFn* packed_row_bytes;
   PackRowsFn* pack;
@@ -80,6 +78,12 @@ struct MatMulKernel {
   int64_t PackedBytes(const MatMulWeight& w, int64_t m) const {
     return (m + row_block - 1) / row_block * row_block * packed_row_bytes(w);
   }
+};
+
+struct MatMulKernel : MatMulFunctions {
+  const char* name;
+  Features needs;
+  int64_t least_rows;  // from how many rows of x on it is the best of those that the CPU has
 };
 
 // Every row_block divides it.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include "ort/broadcast.h"
 
@@ -13,16 +12,40 @@ constexpr float kNoNorm = -1.0f;  // as norm_epsilon
 
 }  // namespace
 
-LinearOp::LinearOp(const OrtKernelInfo& info, std::string node, Inputs inputs, const LinearLayer& layer)
-    : node_(std::move(node)), inputs_(inputs), plan_(ReadAttributes(info, layer), ActiveFeatures()) {
-  x_name_ = Ort::ConstKernelInfo(&info).GetInputName(inputs_.x);
-  has_residual_ = HasInput(info, inputs_.residual) && !IsConstantZero(info, inputs_.residual);
-  if (!HasInput(info, inputs_.bias)) return;
-  computes_bias_ = !IsConstant(info, inputs_.bias);
-  if (!computes_bias_) bias_ = ReadVector(info, inputs_.bias, "bias", layer.w->n);
+size_t IndexOf(LinearInputs inputs, const std::string& name) {
+  return static_cast<size_t>(
+      std::find_if(inputs.begin(), inputs.end(), [&](const LinearInput& input) { return input.name == name; }) -
+      inputs.begin());
 }
 
-LinearLayer LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer layer) {
+LinearOp::LinearOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs)
+    : node_(DescribeNode(info, op_type)),
+      inputs_(inputs),
+      bias_index_(IndexOf(inputs, "bias")),
+      residual_index_(IndexOf(inputs, "residual")) {
+  CheckFormatVersion(info, format_version, node_);
+}
+
+ConstantTensor LinearOp::Constant(const OrtKernelInfo& info, const std::string& name) const {
+  return Constant(info, name, {inputs_[IndexOf(inputs_, name)].type});
+}
+
+ConstantTensor LinearOp::Constant(const OrtKernelInfo& info, const std::string& name,
+                                  std::initializer_list<ONNXTensorElementDataType> types) const {
+  return ConstantInput(info, IndexOf(inputs_, name), name.c_str(), types, node_);
+}
+
+void LinearOp::MakePlan(const OrtKernelInfo& info, LinearLayer layer) {
+  ReadAttributes(info, layer);
+  plan_.emplace(layer, ActiveFeatures());
+  x_name_ = Ort::ConstKernelInfo(&info).GetInputName(0);
+  has_residual_ = HasInput(info, residual_index_) && !IsConstantZero(info, residual_index_);
+  if (!HasInput(info, bias_index_)) return;
+  computes_bias_ = !IsConstant(info, bias_index_);
+  if (!computes_bias_) bias_ = ReadVector(info, "bias", layer.w->n);
+}
+
+void LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer& layer) {
   const int64_t activation = IntAttributeOr(info, "activation", 0);
   if (!IsActivation(activation)) {
     throw OpError(ErrorText(node_, ": activation is ", activation,
@@ -38,8 +61,7 @@ LinearLayer LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer laye
                             kPanelColumns, ". ", kOptimizeAgain));
   }
   layer.gated_columns = gated;
-  if (inputs_.norm) ReadNorm(info, layer);
-  return layer;
+  if (IndexOf(inputs_, "norm_weight") < inputs_.size()) ReadNorm(info, layer);
 }
 
 void LinearOp::ReadNorm(const OrtKernelInfo& info, LinearLayer& layer) {
@@ -49,36 +71,35 @@ void LinearOp::ReadNorm(const OrtKernelInfo& info, LinearLayer& layer) {
     throw OpError(ErrorText(node_, ": norm_epsilon is ", epsilon, ", expected a finite number from 0 on, or ", kNoNorm,
                             " for no LayerNormalization. ", kOptimizeAgain));
   }
-  norm_weight_ = ReadVector(info, *inputs_.norm, "norm_weight", layer.Columns());
-  norm_bias_ = ReadVector(info, *inputs_.norm + 1, "norm_bias", layer.Columns());
+  norm_weight_ = ReadVector(info, "norm_weight", layer.Columns());
+  norm_bias_ = ReadVector(info, "norm_bias", layer.Columns());
   LayerNormArgs& norm = layer.norm.emplace();
   norm.epsilon = epsilon;
   norm.weight = norm_weight_.data();
   norm.bias = norm_bias_.data();
 }
 
-AlignedConstant<float> LinearOp::ReadVector(const OrtKernelInfo& info, size_t input, const char* meaning,
-                                            int64_t n) const {
-  const ConstantTensor tensor = ConstantInput(info, input, meaning, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
-  CheckShape(tensor, meaning, {n}, node_);
+AlignedConstant<float> LinearOp::ReadVector(const OrtKernelInfo& info, const char* name, int64_t n) const {
+  const ConstantTensor tensor = Constant(info, name);
+  CheckShape(tensor, name, {n}, node_);
   return AlignedConstant<float>(tensor);
 }
 
 void LinearOp::Compute(Ort::KernelContext& context, Host& host) const {
-  const Ort::ConstValue x = context.GetInput(inputs_.x);
+  const Ort::ConstValue x = context.GetInput(0);
   std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
   LinearCall call;
   call.m = RowsOf(shape);
   call.x = x.GetTensorData<float>();
   call.bias = computes_bias_ ? Bias(context) : bias_.data();
-  shape.back() = plan_.layer().Columns();
+  shape.back() = plan_->layer().Columns();
   if (has_residual_) return AddResidual(context, host, call, shape);
   call.y = context.GetOutput(0, shape).GetTensorMutableData<float>();
-  plan_.Run(host, call);
+  plan_->Run(host, call);
 }
 
 int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
-  const int64_t inputs = plan_.layer().Inputs();
+  const int64_t inputs = plan_->layer().Inputs();
   if (x_shape.empty() || x_shape.back() != inputs) {
     throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(x_shape), ", expected [..., ", inputs,
                             "]. Feed the model inputs of the shapes it was exported for."));
@@ -86,9 +107,9 @@ int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
   if (std::find(x_shape.begin(), x_shape.end(), 0) != x_shape.end()) return 0;
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < x_shape.size(); ++i) {
-    if (__builtin_mul_overflow(rows, x_shape[i], &rows) || rows > plan_.most_rows()) {
+    if (__builtin_mul_overflow(rows, x_shape[i], &rows) || rows > plan_->most_rows()) {
       throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(x_shape), ", expected at most ",
-                              plan_.most_rows(), " rows"));
+                              plan_->most_rows(), " rows"));
     }
   }
   return rows;
@@ -97,31 +118,32 @@ int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
 // Y is what X W and the residual are broadcast to.
 void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall call,
                            const std::vector<int64_t>& shape) const {
-  const Ort::ConstValue value = context.GetInput(inputs_.residual);
+  const Ort::ConstValue value = context.GetInput(residual_index_);
   const Residual residual{value.GetTensorData<float>(), value.GetTensorTypeAndShapeInfo().GetShape()};
   const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual.shape);
   if (!sum_shape) {
     throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", which does not fit X W of ",
                             ShapeText(shape), ". Feed the model inputs of the shapes it was exported for."));
   }
-  if (plan_.layer().norm && sum_shape->back() != shape.back()) {
+  if (plan_->layer().norm && sum_shape->back() != shape.back()) {
     throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", expected [..., ",
                             shape.back(), "], as norm_weight has. ", kOptimizeAgain));
   }
   call.y = context.GetOutput(0, *sum_shape).GetTensorMutableData<float>();
-  plan_.RunWithResidual(host, call, shape, residual, *sum_shape);
+  plan_->RunWithResidual(host, call, shape, residual, *sum_shape);
 }
 
 const float* LinearOp::Bias(const Ort::KernelContext& context) const {
-  const Ort::ConstValue bias = context.GetInput(inputs_.bias);
+  const Ort::ConstValue bias = context.GetInput(bias_index_);
   const std::vector<int64_t> shape = bias.GetTensorTypeAndShapeInfo().GetShape();
-  if (shape != std::vector<int64_t>{plan_.layer().w->n}) {
-    throw OpError(ErrorText(node_, ": bias has shape ", ShapeText(shape), ", expected [", plan_.layer().w->n, "]"));
+  if (shape != std::vector<int64_t>{plan_->layer().w->n}) {
+    throw OpError(ErrorText(node_, ": bias has shape ", ShapeText(shape), ", expected [", plan_->layer().w->n, "]"));
   }
   return bias.GetTensorData<float>();
 }
 
-void LinearOp::InferShape(OrtShapeInferContext* context, size_t residual) {
+void LinearOp::InferShape(OrtShapeInferContext* context, LinearInputs inputs) {
+  const size_t residual = IndexOf(inputs, "residual");
   if (HasMoreInputs(context, residual) && !IsOneNumber(context, residual)) return;
   if (!InferLastDimension(context, "gated_columns")) InferLastDimension(context, "n");
 }

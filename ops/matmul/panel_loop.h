@@ -24,7 +24,6 @@
 #include <cstdint>
 
 #include "matmul/activations.h"
-#include "matmul/bitmap_weight.h"
 #include "matmul/one_row.h"
 #include "matmul/panel.h"
 
@@ -224,16 +223,6 @@ class PanelLoop {
     }
   }
 };
-
-// The loop for a weight in a bitmap, or dense.
-template <typename Simd, template <typename, Storage> typename Weights>
-void RunPanelLoop(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-  if (WeightOf<BitmapWeight>(args).view.IsDense()) {
-    PanelLoop<Simd, Weights<Simd, Storage::kDense>>::Run(args, panel_begin, panel_end);
-  } else {
-    PanelLoop<Simd, Weights<Simd, Storage::kBitmap>>::Run(args, panel_begin, panel_end);
-  }
-}
 
 }  // namespace
 }  // namespace ortolan

@@ -7,7 +7,9 @@
 namespace ortolan::simd {
 namespace {
 
-struct amx : avx512bf16 {};
+struct amx : avx512bf16 {
+  static constexpr bool kHasTiles = true;
+};
 
 }  // namespace
 }  // namespace ortolan::simd

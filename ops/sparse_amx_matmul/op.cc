@@ -12,7 +12,6 @@
 // there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.)
 #include <algorithm>
 #include <iterator>
-#include <optional>
 #include <span>
 
 #include "matmul/bitmap_weight.h"
@@ -21,11 +20,6 @@
 
 namespace ortolan {
 namespace {
-
-constexpr const char* kOpType = "SparseAMXMatMul";
-constexpr int64_t kFormatVersion = 1;
-
-enum Input : size_t { kX, kMasks, kValues, kOffsets, kBias, kResidual, kScales, kInputCount };
 
 // What the element type of values says.
 struct Kind {
@@ -39,44 +33,49 @@ constexpr Kind kKinds[] = {
     {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, &kInt8Bitmap, &Int8Kernels, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
     {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, &kInt4Bitmap, &Int4Kernels, ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}};
 
-class Kernel {
+class Kernel : public LinearOp {
  public:
-  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
-    CheckFormatVersion(info, kFormatVersion, node_);
+  static constexpr const char* kOpType = "SparseAMXMatMul";
+  static constexpr int64_t kFormatVersion = 1;
+  static constexpr LinearInput kInputs[] = {{"X"},
+                                            {"masks", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"values", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
+                                            {"offsets", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
+                                            {"bias"},
+                                            {"residual"},
+                                            {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED}};
+
+  explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
     ReadWeight(info);
     ReadScales(info);
     LinearLayer layer;
     layer.w = &w_;
     layer.kernels = kind_->kernels();
     layer.panel_inputs = kind_->layout->PaddedK(w_.k);
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, layer);
+    MakePlan(info, layer);
   }
-
-  void Compute(Ort::KernelContext& context, Host& host) { linear_->Compute(context, host); }
 
  private:
   void ReadWeight(const OrtKernelInfo& info) {
-    const ConstantTensor masks = ConstantInput(info, kMasks, "masks", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}, node_);
-    const ConstantTensor values =
-        ConstantInput(info, kValues, "values", {kKinds[0].values, kKinds[1].values, kKinds[2].values}, node_);
-    const ConstantTensor offsets =
-        ConstantInput(info, kOffsets, "offsets", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}, node_);
+    const ConstantTensor masks = Constant(info, "masks");
+    const ConstantTensor values = Constant(info, "values", {kKinds[0].values, kKinds[1].values, kKinds[2].values});
+    const ConstantTensor offsets = Constant(info, "offsets");
     offsets_ = AlignedConstant<int64_t>(offsets);
     kind_ = std::find_if(kKinds, std::end(kKinds) - 1, [&](const Kind& kind) { return kind.values == values.type; });
     const BitmapLayout& layout = *kind_->layout;
     const int64_t weight_bits = IntAttributeOr(info, "weight_bits", layout.value_bits);
     if (weight_bits != layout.value_bits) {
-      throw OpError(ErrorText(node_, ": weight_bits is ", weight_bits, ", but values '", values.name, "' hold ",
+      throw OpError(ErrorText(node(), ": weight_bits is ", weight_bits, ", but values '", values.name, "' hold ",
                               layout.value_bits, "-bit weights. ", kOptimizeAgain));
     }
-    const BitmapClaim claim{IntAttribute(info, "k", node_),
-                            IntAttribute(info, "n", node_),
+    const BitmapClaim claim{IntAttribute(info, "k", node()),
+                            IntAttribute(info, "n", node()),
                             static_cast<const uint8_t*>(masks.data),
                             masks.count,
                             values.count,
                             offsets_.data(),
                             offsets.count};
-    CheckWeight({&masks, &values, &offsets}, ValidateBitmap(claim, layout), node_);
+    CheckWeight({&masks, &values, &offsets}, ValidateBitmap(claim, layout), node());
     w_ = {{claim.k, claim.n}, claim.View(static_cast<const uint8_t*>(values.data))};
   }
 
@@ -84,13 +83,13 @@ class Kernel {
     w_.group = IntAttributeOr(info, "group_size", kWholeColumn);
     const bool is_int4 = kind_->layout == &kInt4Bitmap;
     if (is_int4 ? !IsInt4Group(w_.group) : w_.group != kWholeColumn) {
-      throw OpError(ErrorText(node_, ": group_size is ", w_.group, ", expected ",
+      throw OpError(ErrorText(node(), ": group_size is ", w_.group, ", expected ",
                               is_int4 ? "32, 64 or 128 for int4 weights" : "0 for weights that are not int4"));
     }
     const bool is_bf16 = kind_->layout == &kBf16Bitmap;
-    if (is_bf16 && !HasInput(info, kScales)) return;
-    const ConstantTensor scales = ConstantInput(info, kScales, "scales", {kind_->scales}, node_);
-    CheckShape(scales, "scales", {BitmapPanels(w_.n), ScaleRows(w_.k, w_.group), kPanelColumns}, node_,
+    if (is_bf16 && !Has(info, "scales")) return;
+    const ConstantTensor scales = Constant(info, "scales", {kind_->scales});
+    CheckShape(scales, "scales", {BitmapPanels(w_.n), ScaleRows(w_.k, w_.group), kPanelColumns}, node(),
                " (panels, groups, columns)");
     w_.scales = scales.data;
     if (!is_bf16) return;
@@ -98,46 +97,20 @@ class Kernel {
     const float* const end = ones.data() + scales.count;
     const float* const other = std::find_if(ones.data(), end, [](float scale) { return scale != 1.0f; });
     if (other != end) {
-      throw OpError(ErrorText(node_, ": scales '", scales.name, "' holds ", *other,
+      throw OpError(ErrorText(node(), ": scales '", scales.name, "' holds ", *other,
                               ", expected 1 everywhere for bf16 weights. ", kOptimizeAgain));
     }
   }
 
-  std::string node_;
   const Kind* kind_ = nullptr;
   AlignedConstant<int64_t> offsets_;
   BitmapWeight w_;
-  std::optional<LinearOp> linear_;  // made when the weight is known
-};
-
-struct Op : OrtOp<Op, Kernel> {
-  const char* GetName() const { return kOpType; }
-  size_t GetInputTypeCount() const { return kInputCount; }
-  size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t index) const {
-    switch (index) {
-      case kMasks:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-      case kValues:
-      case kScales:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
-      case kOffsets:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-      default:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    }
-  }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
-  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
-    return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
-  }
-  static void InferShape(OrtShapeInferContext* context) { LinearOp::InferShape(context, kResidual); }
 };
 
 }  // namespace
 
 const OrtCustomOp* SparseAMXMatMulOp() {
-  static const Op op;
+  static const LinearOrtOp<Kernel> op;
   return &op;
 }
 

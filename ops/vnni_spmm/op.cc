@@ -24,7 +24,6 @@
 //
 // All of these are constants, and x_scale is needed. hidden_k 0: whatever stands in their places is ignored.
 #include <limits>
-#include <optional>
 
 #include "matmul/block_sparse_weight.h"
 #include "matmul/linear_op.h"
@@ -33,109 +32,9 @@
 namespace ortolan {
 namespace {
 
-constexpr const char* kOpType = "VNNISpMM";
-constexpr int64_t kFormatVersion = 1;
 // Tokens whose activations the cores keep in the cache, while the weights pass by.
 constexpr int64_t kTokenChunk = 64;
 static_assert(kTokenChunk % kMostRowBlock == 0);
-
-enum Input : size_t {
-  kX,
-  kValues,
-  kIndices,
-  kStarts,
-  kScales,
-  kBias,
-  kResidual,
-  kNormWeight,
-  kNormBias,
-  kXScale,
-  kXZeroPoint,
-  kHiddenValues,
-  kHiddenIndices,
-  kHiddenStarts,
-  kHiddenScales,
-  kHiddenBias,
-  kTable,
-  kTableXScale,
-  kTableXZeroPoint,
-  kTableYScale,
-  kTableYZeroPoint,
-  kInputCount
-};
-
-constexpr const char* kInputNames[] = {"X",
-                                       "values",
-                                       "indices",
-                                       "starts",
-                                       "scales",
-                                       "bias",
-                                       "residual",
-                                       "norm_weight",
-                                       "norm_bias",
-                                       "x_scale",
-                                       "x_zero_point",
-                                       "hidden_values",
-                                       "hidden_indices",
-                                       "hidden_starts",
-                                       "hidden_scales",
-                                       "hidden_bias",
-                                       "table",
-                                       "table_x_scale",
-                                       "table_x_zero_point",
-                                       "table_y_scale",
-                                       "table_y_zero_point"};
-static_assert(std::size(kInputNames) == kInputCount);
-
-constexpr ONNXTensorElementDataType TypeOf(size_t input) {
-  switch (input) {
-    case kValues:
-    case kHiddenValues:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-    case kIndices:
-    case kHiddenIndices:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
-    case kStarts:
-    case kHiddenStarts:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-    case kXZeroPoint:
-    case kTable:
-    case kTableXZeroPoint:
-    case kTableYZeroPoint:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-    default:
-      return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-  }
-}
-
-ConstantTensor Constant(const OrtKernelInfo& info, size_t input, const std::string& node) {
-  return ConstantInput(info, input, kInputNames[input], {TypeOf(input)}, node);
-}
-
-// Of `count` elements.
-ConstantTensor Constant(const OrtKernelInfo& info, size_t input, int64_t count, const std::string& node) {
-  ConstantTensor tensor = Constant(info, input, node);
-  if (tensor.count == count) return tensor;
-  throw OpError(ErrorText(node, ": ", kInputNames[input], " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
-                          ", expected ", count, " element", count == 1 ? "" : "s", ". ", kOptimizeAgain));
-}
-
-// The scale at this input, and the zero point at the next one.
-FixedRange RangeAt(const OrtKernelInfo& info, size_t input, const std::string& node) {
-  FixedRange range;
-  const ConstantTensor scale = Constant(info, input, 1, node);
-  range.scale = NumberIn<float>(scale);
-  range.zero_point = NumberIn<uint8_t>(Constant(info, input + 1, 1, node));
-  if (range.scale >= std::numeric_limits<float>::min() && range.scale <= std::numeric_limits<float>::max()) {
-    return range;
-  }
-  throw OpError(ErrorText(node, ": ", kInputNames[input], " '", scale.name, "' is ", range.scale,
-                          ", expected a number above 0. ", kOptimizeAgain));
-}
-
-bool IsZero(const OrtKernelInfo& info, size_t input, const std::string& node) {
-  return NumberIn<float>(Constant(info, input, 1, node)) == 0.0f;
-}
 
 // What a weight holds beside its tensors.
 struct WeightMemory {
@@ -144,32 +43,38 @@ struct WeightMemory {
   std::vector<int32_t> sums;
 };
 
-// The weight whose values, indices, starts and scales begin at input `first`.
-BlockSparseWeight ReadWeight(const OrtKernelInfo& info, size_t first, int64_t k, int64_t n, const std::string& node,
-                             WeightMemory& memory) {
-  const ConstantTensor values = Constant(info, first, node);
-  const ConstantTensor indices = Constant(info, first + 1, node);
-  const ConstantTensor starts = Constant(info, first + 2, node);
-  const ConstantTensor scales = Constant(info, first + 3, node);
-  memory.starts = AlignedConstant<int64_t>(starts);
-  memory.scales = AlignedConstant<float>(scales);
-  const BlockSparseView view{k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
-                             memory.starts.data()};
-  CheckWeight({&values, &indices, &starts, &scales},
-              ValidateBlockSparse({view, values.count, indices.count, starts.count, scales.count}), node);
-  memory.sums = SumsOfOutputs(view);
-  return {{k, n}, view, memory.sums.data(), memory.scales.data(), {}};
-}
-
 // What a panel costs, for cutting up the work: a quarter of the inputs that it holds. A piece should have some panels,
 // since the kernels write y by several.
 int64_t InputsOfPanel(const BlockSparseView& w) { return w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1; }
 
-class Kernel {
+class Kernel : public LinearOp {
  public:
-  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
-    CheckFormatVersion(info, kFormatVersion, node_);
-    w_ = ReadWeight(info, kValues, IntAttribute(info, "k", node_), IntAttribute(info, "n", node_), node_, w_memory_);
+  static constexpr const char* kOpType = "VNNISpMM";
+  static constexpr int64_t kFormatVersion = 1;
+  static constexpr LinearInput kInputs[] = {{"X"},
+                                            {"values", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
+                                            {"indices", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16},
+                                            {"starts", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
+                                            {"scales"},
+                                            {"bias"},
+                                            {"residual"},
+                                            {"norm_weight"},
+                                            {"norm_bias"},
+                                            {"x_scale"},
+                                            {"x_zero_point", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"hidden_values", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
+                                            {"hidden_indices", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16},
+                                            {"hidden_starts", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
+                                            {"hidden_scales"},
+                                            {"hidden_bias"},
+                                            {"table", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"table_x_scale"},
+                                            {"table_x_zero_point", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"table_y_scale"},
+                                            {"table_y_zero_point", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}};
+
+  explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
+    w_ = ReadWeight(info, "", IntAttribute(info, "k", node()), IntAttribute(info, "n", node()), w_memory_);
     LinearLayer layer;
     layer.w = &w_;
     layer.kernels = BlockSparseKernels();
@@ -181,51 +86,70 @@ class Kernel {
       layer.hidden = &hidden_;
       layer.hidden_bias = hidden_bias_.data();
       layer.hidden_panel_inputs = InputsOfPanel(hidden_.view);
-    } else if (HasInput(info, kXScale) && !IsZero(info, kXScale, node_)) {
-      w_.x_range = RangeAt(info, kXScale, node_);
-    } else if (!HasInput(info, kXScale) && HasInput(info, kXZeroPoint)) {
-      throw OpError(ErrorText(node_, ": x_zero_point is given without x_scale. ", kOptimizeAgain));
+    } else if (Has(info, "x_scale")) {
+      if (NumberIn<float>(Elements(info, "x_scale", 1)) != 0.0f) w_.x_range = ReadRange(info, "x_");
+    } else if (Has(info, "x_zero_point")) {
+      throw OpError(ErrorText(node(), ": x_zero_point is given without x_scale. ", kOptimizeAgain));
     }
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual, kNormWeight}, layer);
+    MakePlan(info, layer);
   }
-
-  void Compute(Ort::KernelContext& context, Host& host) { linear_->Compute(context, host); }
 
  private:
-  void ReadHiddenLayer(const OrtKernelInfo& info, int64_t hidden_k) {
-    static_cast<BlockSparseWeight&>(hidden_) = ReadWeight(info, kHiddenValues, hidden_k, w_.k, node_, hidden_memory_);
-    hidden_bias_ = AlignedConstant<float>(Constant(info, kHiddenBias, w_.k, node_));
-    hidden_.x_range = RangeAt(info, kXScale, node_);
-    hidden_.table = static_cast<const uint8_t*>(Constant(info, kTable, 256, node_).data);
-    hidden_.table_x = RangeAt(info, kTableXScale, node_);
-    hidden_.table_y = RangeAt(info, kTableYScale, node_);
+  // A constant of `count` elements.
+  ConstantTensor Elements(const OrtKernelInfo& info, const std::string& name, int64_t count) const {
+    ConstantTensor tensor = Constant(info, name);
+    if (tensor.count == count) return tensor;
+    throw OpError(ErrorText(node(), ": ", name, " '", tensor.name, "' has shape ", ShapeText(tensor.shape),
+                            ", expected ", count, " element", count == 1 ? "" : "s", ". ", kOptimizeAgain));
   }
 
-  std::string node_;
+  // <prefix>scale and <prefix>zero_point.
+  FixedRange ReadRange(const OrtKernelInfo& info, const std::string& prefix) const {
+    const ConstantTensor tensor = Elements(info, prefix + "scale", 1);
+    const float scale = NumberIn<float>(tensor);
+    const FixedRange range{scale, NumberIn<uint8_t>(Elements(info, prefix + "zero_point", 1))};
+    if (scale >= std::numeric_limits<float>::min() && scale <= std::numeric_limits<float>::max()) return range;
+    throw OpError(ErrorText(node(), ": ", prefix, "scale '", tensor.name, "' is ", scale,
+                            ", expected a number above 0. ", kOptimizeAgain));
+  }
+
+  // The weight <prefix>values, <prefix>indices, <prefix>starts and <prefix>scales.
+  BlockSparseWeight ReadWeight(const OrtKernelInfo& info, const std::string& prefix, int64_t k, int64_t n,
+                               WeightMemory& memory) const {
+    const ConstantTensor values = Constant(info, prefix + "values");
+    const ConstantTensor indices = Constant(info, prefix + "indices");
+    const ConstantTensor starts = Constant(info, prefix + "starts");
+    const ConstantTensor scales = Constant(info, prefix + "scales");
+    memory.starts = AlignedConstant<int64_t>(starts);
+    memory.scales = AlignedConstant<float>(scales);
+    const BlockSparseView view{k, n, static_cast<const int8_t*>(values.data), static_cast<const uint8_t*>(indices.data),
+                               memory.starts.data()};
+    CheckWeight({&values, &indices, &starts, &scales},
+                ValidateBlockSparse({view, values.count, indices.count, starts.count, scales.count}), node());
+    memory.sums = SumsOfOutputs(view);
+    return {{k, n}, view, memory.sums.data(), memory.scales.data(), {}};
+  }
+
+  void ReadHiddenLayer(const OrtKernelInfo& info, int64_t hidden_k) {
+    static_cast<BlockSparseWeight&>(hidden_) = ReadWeight(info, "hidden_", hidden_k, w_.k, hidden_memory_);
+    hidden_bias_ = AlignedConstant<float>(Elements(info, "hidden_bias", w_.k));
+    hidden_.x_range = ReadRange(info, "x_");
+    hidden_.table = static_cast<const uint8_t*>(Elements(info, "table", 256).data);
+    hidden_.table_x = ReadRange(info, "table_x_");
+    hidden_.table_y = ReadRange(info, "table_y_");
+  }
+
   BlockSparseWeight w_;
   WeightMemory w_memory_;
   HiddenLayerWeight hidden_;  // if there is one
   WeightMemory hidden_memory_;
   AlignedConstant<float> hidden_bias_;
-  std::optional<LinearOp> linear_;  // made when the weight is known
-};
-
-struct Op : OrtOp<Op, Kernel> {
-  const char* GetName() const { return kOpType; }
-  size_t GetInputTypeCount() const { return kInputCount; }
-  size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t index) const { return TypeOf(index); }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
-  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
-    return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
-  }
-  static void InferShape(OrtShapeInferContext* context) { LinearOp::InferShape(context, kResidual); }
 };
 
 }  // namespace
 
 const OrtCustomOp* VNNISpMMOp() {
-  static const Op op;
+  static const LinearOrtOp<Kernel> op;
   return &op;
 }
 

@@ -8,8 +8,6 @@
 //
 // weights, scales and zero_points are initializers: formats/int4_group.h. bias, residual and zero_points are optional;
 // where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter).
-#include <optional>
-
 #include "matmul/group_int4_weight.h"
 #include "matmul/linear_op.h"
 #include "ort/rooms.h"
@@ -17,27 +15,27 @@
 namespace ortolan {
 namespace {
 
-constexpr const char* kOpType = "W4A8MatMul";
-constexpr int64_t kFormatVersion = 1;
-
-enum Input : size_t { kX, kWeights, kScales, kBias, kResidual, kZeroPoints, kInputCount };
-
-class Kernel {
+class Kernel : public LinearOp {
  public:
-  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
-    CheckFormatVersion(info, kFormatVersion, node_);
-    const ConstantTensor weights =
-        ConstantInput(info, kWeights, "weights", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}, node_);
-    const ConstantTensor scales = ConstantInput(
-        info, kScales, "scales", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16}, node_);
+  static constexpr const char* kOpType = "W4A8MatMul";
+  static constexpr int64_t kFormatVersion = 1;
+  static constexpr LinearInput kInputs[] = {{"X"},
+                                            {"weights", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
+                                            {"bias"},
+                                            {"residual"},
+                                            {"zero_points", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}};
+
+  explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
+    const ConstantTensor weights = Constant(info, "weights");
+    const ConstantTensor scales =
+        Constant(info, "scales", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16});
     ConstantTensor zero_points;
-    if (HasInput(info, kZeroPoints)) {
-      zero_points = ConstantInput(info, kZeroPoints, "zero_points", {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}, node_);
-    }
+    if (Has(info, "zero_points")) zero_points = Constant(info, "zero_points");
     Int4GroupView& view = w_.view;
-    view.k = w_.k = IntAttribute(info, "k", node_);
-    view.n = w_.n = IntAttribute(info, "n", node_);
-    view.group = IntAttribute(info, "group_size", node_);
+    view.k = w_.k = IntAttribute(info, "k", node());
+    view.n = w_.n = IntAttribute(info, "n", node());
+    view.group = IntAttribute(info, "group_size", node());
     view.weights = static_cast<const uint8_t*>(weights.data);
     view.scales = static_cast<const uint8_t*>(scales.data);
     view.scale_type = scales.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? ScaleType::kFloat32 : ScaleType::kFloat16;
@@ -45,48 +43,22 @@ class Kernel {
     CheckWeight({&weights, &scales, &zero_points},
                 ValidateInt4Group(
                     {view.k, view.n, view.group, weights.count, scales.count, view.zero_points, zero_points.count}),
-                node_);
+                node());
     LinearLayer layer;
     layer.w = &w_;
     layer.kernels = GroupInt4Kernels();
     layer.panel_inputs = kInt4Bitmap.PaddedK(w_.k);
-    linear_.emplace(info, node_, LinearOp::Inputs{kX, kBias, kResidual}, layer);
+    MakePlan(info, layer);
   }
-
-  void Compute(Ort::KernelContext& context, Host& host) { linear_->Compute(context, host); }
 
  private:
-  std::string node_;
   GroupInt4Weight w_;
-  std::optional<LinearOp> linear_;  // made when the weight is known
-};
-
-struct Op : OrtOp<Op, Kernel> {
-  const char* GetName() const { return kOpType; }
-  size_t GetInputTypeCount() const { return kInputCount; }
-  size_t GetOutputTypeCount() const { return 1; }
-  ONNXTensorElementDataType GetInputType(size_t index) const {
-    switch (index) {
-      case kWeights:
-      case kZeroPoints:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-      case kScales:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of two: the kernel looks
-      default:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    }
-  }
-  ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
-  OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {
-    return index >= kBias ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
-  }
-  static void InferShape(OrtShapeInferContext* context) { LinearOp::InferShape(context, kResidual); }
 };
 
 }  // namespace
 
 const OrtCustomOp* W4A8MatMulOp() {
-  static const Op op;
+  static const LinearOrtOp<Kernel> op;
   return &op;
 }
 

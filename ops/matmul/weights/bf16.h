@@ -1,97 +1,20 @@
-// bf16 weights as the loops read them (panel_loop.h, amx_loop.h say what that takes). Included by bf16_*.cc only; local
-// to each.
+// bf16 weights as the loops read them (panel_loop.h, amx_loop.h say what that takes). Included by bf16_kernels.cc only;
+// local to each.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "isa/tuning.h"
 #include "matmul/activations.h"
-#include "matmul/bitmap_weight.h"
-#include "matmul/panel.h"
 #include "matmul/quantize.h"
-#include "simd/columns.h"
+#include "matmul/weights/bitmap_stream.h"
 
 namespace ortolan {
 namespace {
 
-// Rows of weights of a panel, one after another: 32 bf16, pairs of 16 columns.
-template <typename Simd, Storage kStorage>
-class Bf16Stream {
-  using Columns = simd::Columns<Simd>;
-  static constexpr bool kDense = kStorage == Storage::kDense;
-
- public:
-  Bf16Stream(const BitmapWeight& w, int64_t panel, const PrefetchDistances& ahead)
-      : values(w.view.PanelValues(kBf16Bitmap, panel)),
-        masks_(w.view.PanelMasks(kBf16Bitmap, panel)),
-        ahead_(ahead.weights) {}
-
-  template <Fetch kFetch>
-  void StartSpan() const {
-    if constexpr (!kDense) __builtin_prefetch(masks_ + ahead_);
-  }
-  template <Fetch kFetch, bool kOddTimes16>
-  typename Columns::Bytes Next([[maybe_unused]] int row) {
-    const uint8_t* from = values;
-    if constexpr (kFetch != Fetch::kNone) __builtin_prefetch(from + ahead_);
-    if constexpr (kDense) {
-      values += kRowValues * kValueBytes;
-      return Columns::LoadBytes(from);
-    } else {
-      uint32_t mask;
-      std::memcpy(&mask, masks_ + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-      values += __builtin_popcount(mask) * kValueBytes;
-      return Columns::ExpandWords(mask, from);
-    }
-  }
-  void EndSpan() {
-    if constexpr (!kDense) masks_ += kTileMaskBytes;
-  }
-
-  const uint8_t* values;
-
- private:
-  const uint8_t* masks_;
-  int64_t ahead_;
-};
-
-// Products of pairs of bf16, where there is an instruction for them.
+// Products of pairs of bf16, as floats: the even inputs of each pair, then the odd ones.
 template <typename Simd>
-struct DotBf16Products {
-  using Columns = simd::Columns<Simd>;
-  using Floats = typename Columns::Floats;
-  using Activation = uint16_t;
-  using Row = typename Columns::Bytes;
-  static constexpr int64_t kStoredBytes = 64;
-
-  static void Round(const float* x, int64_t left, uint16_t* to) {
-    for (int64_t l = 0; l < kTileInputs; l += 2 * Simd::kLanes) {
-      const auto low = LoadSome<Simd>(x + l, left - l);
-      const auto high = LoadSome<Simd>(x + l + Simd::kLanes, left - l - Simd::kLanes);
-      Simd::StoreBytes(reinterpret_cast<uint8_t*>(to + l), Simd::PackBf16(low, high));
-    }
-  }
-  static Row FromBytes(const typename Columns::Bytes& bytes) { return bytes; }
-  static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
-  static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
-
-  static Floats MultiplyAdd(const Floats& sums, const Row& weights, const uint16_t* pair) {
-    const auto x = Simd::RepeatQuad(pair);
-    return Columns::template Of<Floats>([&](int i) { return Simd::DotBf16(sums.at[i], weights.at[i], x); });
-  }
-  static constexpr int kMostHeld = 4;
-  using Held = typename Simd::Bytes;
-  static Held Hold(const uint16_t* pairs) { return Simd::Repeat16(pairs); }
-  static Floats MultiplyAddHeld(const Floats& sums, const Row& weights, const Held& held, int row) {
-    const auto x = Simd::RepeatQuad(held, row);
-    return Columns::template Of<Floats>([&](int i) { return Simd::DotBf16(sums.at[i], weights.at[i], x); });
-  }
-};
-
-// As floats: the even inputs of each pair, then the odd ones.
-template <typename Simd>
-struct FloatBf16Products {
+struct Bf16Products {
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
   using Activation = float;
@@ -129,23 +52,46 @@ struct FloatBf16Products {
   struct Held {};
 };
 
-template <typename Simd, bool kDot>
-struct Bf16ProductsOf {
-  using Type = FloatBf16Products<Simd>;
-};
+// Pairs as they are, where there is an instruction for their products.
 template <typename Simd>
-struct Bf16ProductsOf<Simd, true> {
-  using Type = DotBf16Products<Simd>;
+  requires Simd::kDotBf16
+struct Bf16Products<Simd> {
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
+  using Activation = uint16_t;
+  using Row = typename Columns::Bytes;
+  static constexpr int64_t kStoredBytes = 64;
+
+  static void Round(const float* x, int64_t left, uint16_t* to) {
+    for (int64_t l = 0; l < kTileInputs; l += 2 * Simd::kLanes) {
+      const auto low = LoadSome<Simd>(x + l, left - l);
+      const auto high = LoadSome<Simd>(x + l + Simd::kLanes, left - l - Simd::kLanes);
+      Simd::StoreBytes(reinterpret_cast<uint8_t*>(to + l), Simd::PackBf16(low, high));
+    }
+  }
+  static Row FromBytes(const typename Columns::Bytes& bytes) { return bytes; }
+  static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
+  static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
+
+  static Floats MultiplyAdd(const Floats& sums, const Row& weights, const uint16_t* pair) {
+    const auto x = Simd::RepeatQuad(pair);
+    return Columns::template Of<Floats>([&](int i) { return Simd::DotBf16(sums.at[i], weights.at[i], x); });
+  }
+  static constexpr int kMostHeld = 4;
+  using Held = typename Simd::Bytes;
+  static Held Hold(const uint16_t* pairs) { return Simd::Repeat16(pairs); }
+  static Floats MultiplyAddHeld(const Floats& sums, const Row& weights, const Held& held, int row) {
+    const auto x = Simd::RepeatQuad(held, row);
+    return Columns::template Of<Floats>([&](int i) { return Simd::DotBf16(sums.at[i], weights.at[i], x); });
+  }
 };
-template <typename Simd>
-using Bf16Products = typename Bf16ProductsOf<Simd, Simd::kDotBf16>::Type;
 
 template <typename Simd, Storage kStorage>
 struct Bf16Weights : Bf16Products<Simd> {
   using Products = Bf16Products<Simd>;
   using Columns = simd::Columns<Simd>;
   using Weight = BitmapWeight;
-  using Stream = Bf16Stream<Simd, kStorage>;
+  using Stream = BitmapStream<Simd, kStorage, kBf16Bitmap>;
   using Sums = typename Columns::Floats;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kStoredTiles = kDense;
@@ -156,6 +102,9 @@ struct Bf16Weights : Bf16Products<Simd> {
   static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
   static constexpr int kMostChains = 2;
 
+  static constexpr int64_t kMostInputs = kBf16Bitmap.max_k;
+
+  static bool IsDense(const Weight& w) { return w.view.IsDense(); }
   static int64_t PaddedK(const Weight& w) { return BitmapPaddedK(w.k); }
   static int64_t Group(const Weight&) { return kWholeColumn; }
   static int64_t PackedRowBytes(const Weight& w) {
@@ -181,33 +130,30 @@ struct Bf16Weights : Bf16Products<Simd> {
     Sums Add(const Sums&, const Sums& sums, int, int64_t, int) const { return sums; }
     Sums End(const Sums& total, int) const { return total; }
   };
-};
 
-// Blocks of row_block rows (the last one may have fewer), in the order of activations.h.
-template <typename Simd>
-void PackBf16Rows(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
-                  void* packed) {
-  using Products = Bf16Products<Simd>;
-  using Activation = typename Products::Activation;
-  constexpr int64_t kFourPairs = 8;
-  const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
-    Activation* to = reinterpret_cast<Activation*>(block) + kFourPairs * i;
-    for (int64_t l = 0; l < BitmapPaddedK(w.k); l += kTileInputs) {
-      if (rows == 1) {
-        Products::Round(row + l, w.k - l, to);
-        to += kTileInputs;
-        continue;
+  // In the order of activations.h.
+  static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
+                       void* packed) {
+    using Activation = typename Products::Activation;
+    constexpr int64_t kFourPairs = 8;
+    const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
+      Activation* to = reinterpret_cast<Activation*>(block) + kFourPairs * i;
+      for (int64_t l = 0; l < BitmapPaddedK(w.k); l += kTileInputs) {
+        if (rows == 1) {
+          Products::Round(row + l, w.k - l, to);
+          to += kTileInputs;
+          continue;
+        }
+        alignas(64) Activation rounded[kTileInputs];
+        Products::Round(row + l, w.k - l, rounded);
+        for (int64_t four = 0; four < kTileInputs; four += kFourPairs, to += kFourPairs * rows) {
+          std::memcpy(to, rounded + four, kFourPairs * sizeof(Activation));
+        }
       }
-      alignas(64) Activation rounded[kTileInputs];
-      Products::Round(row + l, w.k - l, rounded);
-      for (int64_t four = 0; four < kTileInputs; four += kFourPairs, to += kFourPairs * rows) {
-        std::memcpy(to, rounded + four, kFourPairs * sizeof(Activation));
-      }
-    }
-  };
-  const int64_t row_bytes = BitmapPaddedK(w.k) * static_cast<int64_t>(sizeof(Activation));
-  PackRowBlocks(x, x_row_bytes, m, row_block, packed, row_bytes, pack);
-}
+    };
+    PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);
+  }
+};
 
 }  // namespace
 }  // namespace ortolan

@@ -1,5 +1,5 @@
-// int4 weights in groups with zero points, and their activations, as the loops read them. Included by group_int4_*.cc
-// only; local to each.
+// int4 weights in groups with zero points, and their activations, as the loops read them. Included by
+// group_int4_kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/group_int4_weight.h"
@@ -24,7 +24,7 @@ struct GroupNumbers {
 };
 
 template <typename Simd>
-struct GroupInt4Weights : Int4Products<Simd> {
+struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
   using Columns = simd::Columns<Simd>;
   using Weight = GroupInt4Weight;
   using Floats = typename Columns::Floats;
@@ -37,7 +37,7 @@ struct GroupInt4Weights : Int4Products<Simd> {
         : Int4Stream<Simd, Storage::kDense>(nullptr, w.view.PanelWeights(panel), 0, ahead) {}
   };
 
-  static int64_t PaddedK(const Weight& w) { return kInt4Bitmap.PaddedK(w.k); }
+  static bool IsDense(const Weight&) { return true; }
   static int64_t Group(const Weight& w) { return w.view.group; }
   static int64_t PackedRowBytes(const Weight& w) { return w.PackedRowBytes(); }
 
@@ -94,36 +94,34 @@ struct GroupInt4Weights : Int4Products<Simd> {
     }
     Floats End(const Floats& total, int) const { return total; }
   };
-};
 
-// Blocks of row_block rows (the last one may have fewer), in a block of r rows
-//     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
-//     GroupNumbers
-template <typename Simd>
-void PackGroupQuantizedRows(const MatMulWeight& weight, const float* x, int64_t x_row_bytes, int64_t m,
-                            int64_t row_block, void* packed) {
-  const GroupInt4Weight& w = static_cast<const GroupInt4Weight&>(weight);
-  const int64_t padded_k = kInt4Bitmap.PaddedK(w.k);
-  const int64_t group = w.view.group;
-  const int64_t groups = ScaleRows(w.k, group);
-  const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
-    float* scales = reinterpret_cast<float*>(block + rows * padded_k);
-    int32_t* starts = reinterpret_cast<int32_t*>(scales + groups * rows);
-    int32_t* minus_sums = starts + groups * rows;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t begin = g * group;
-      const int64_t length = w.k - begin < group ? w.k - begin : group;
-      const RowScale scale = ScaleOf<Simd>(row + begin, length);
-      // The last group ends with the padding.
-      const int64_t end = g + 1 == groups ? padded_k : begin + group;
-      const int32_t sum = QuantizeInputs<Simd>(row, w.k, begin, end, scale.factor, block, rows, i);
-      scales[g * rows + i] = scale.scale;
-      starts[g * rows + i] = -static_cast<int32_t>(Simd::kNibbleBias) * sum;
-      minus_sums[g * rows + i] = -sum;
-    }
-  };
-  PackRowBlocks(x, x_row_bytes, m, row_block, packed, w.PackedRowBytes(), pack);
-}
+  // In a block of r rows
+  //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
+  //     GroupNumbers
+  static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
+                       void* packed) {
+    const int64_t padded_k = kInt4Bitmap.PaddedK(w.k);
+    const int64_t group = w.view.group;
+    const int64_t groups = ScaleRows(w.k, group);
+    const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
+      float* scales = reinterpret_cast<float*>(block + rows * padded_k);
+      int32_t* starts = reinterpret_cast<int32_t*>(scales + groups * rows);
+      int32_t* minus_sums = starts + groups * rows;
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t begin = g * group;
+        const int64_t length = w.k - begin < group ? w.k - begin : group;
+        const RowScale scale = ScaleOf<Simd>(row + begin, length);
+        // The last group ends with the padding.
+        const int64_t end = g + 1 == groups ? padded_k : begin + group;
+        const int32_t sum = QuantizeInputs<Simd>(row, w.k, begin, end, scale.factor, block, rows, i);
+        scales[g * rows + i] = scale.scale;
+        starts[g * rows + i] = -static_cast<int32_t>(Simd::kNibbleBias) * sum;
+        minus_sums[g * rows + i] = -sum;
+      }
+    };
+    PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);
+  }
+};
 
 }  // namespace
 }  // namespace ortolan

@@ -1,5 +1,5 @@
 // int4 weights as the loops read them: the stream that they share with weights in groups with zero points
-// (group_int4.h), and those of the bitmap format. Included by *int4_*.cc only; local to each.
+// (group_int4.h), and those of the bitmap format. Included by *int4_kernels.cc only; local to each.
 #pragma once
 
 #include "formats/bitmap_int4.h"
@@ -45,7 +45,7 @@ class Int4Stream {
     } else {
       // A line every two or four rows, as many as it takes.
       if (row % 4 == 0 || (row % 2 == 0 && many_bytes_)) __builtin_prefetch(values + values_ahead_);
-      const uint64_t mask = LoadMask(masks_, row);
+      const uint64_t mask = LoadMask<uint64_t>(masks_, row);
       const uint8_t*& next = row % 2 == 1 ? odd_ : values;
       const uint8_t* from = next;
       next += __builtin_popcountll(mask);
@@ -86,8 +86,9 @@ class Int4Stream {
   Bytes bytes_;
 };
 
-template <typename Simd>
-struct Int4Products : ByteProducts<Simd, true> {
+// Products: ByteProducts, with what their activations are.
+template <typename Simd, typename Products>
+struct Int4Products : Products {
   using Columns = simd::Columns<Simd>;
   using Sums = typename Columns::Ints;
   static constexpr bool kStoredTiles = false;
@@ -103,7 +104,7 @@ struct Int4Products : ByteProducts<Simd, true> {
 };
 
 template <typename Simd, Storage kStorage>
-struct Int4Weights : Int4Products<Simd> {
+struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   using Columns = simd::Columns<Simd>;
   using Weight = BitmapWeight;
   using Floats = typename Columns::Floats;
@@ -116,9 +117,7 @@ struct Int4Weights : Int4Products<Simd> {
                                      SpanBytes(w, panel), ahead) {}
   };
 
-  static int64_t PaddedK(const Weight& w) { return kInt4Bitmap.PaddedK(w.k); }
   static int64_t Group(const Weight& w) { return w.group; }
-  static int64_t PackedRowBytes(const Weight& w) { return w.QuantizedRowBytes(); }
 
   struct Scales {
     Scales(const Weight& w, int64_t panel, int64_t groups)

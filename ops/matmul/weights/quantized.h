@@ -3,15 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "isa/tuning.h"
 #include "matmul/activations.h"
-#include "matmul/bitmap_weight.h"
-#include "matmul/panel.h"
 #include "matmul/quantize.h"
-#include "simd/columns.h"
-#include "simd/prefetch.h"
+#include "matmul/weights/bitmap_stream.h"
 
 namespace ortolan {
 namespace {
@@ -24,6 +19,11 @@ struct ByteProducts {
   using Sums = typename Columns::Ints;
   static constexpr int kRowInputs = 4;
   static constexpr int64_t kStoredBytes = 64;
+  static constexpr int64_t kMostInputs = kInt8Bitmap.max_k;
+  static constexpr uint32_t kBias = kInt4 ? Simd::kNibbleBias : Simd::kInt8Bias;
+  static_assert(kInt4Bitmap.PaddedK(1) == kInt8Bitmap.PaddedK(1) && kInt4Bitmap.max_k == kMostInputs);
+
+  static int64_t PaddedK(const MatMulWeight& w) { return kInt8Bitmap.PaddedK(w.k); }
 
   static Row FromBytes(const Row& bytes) { return bytes; }
   static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
@@ -60,22 +60,6 @@ struct ByteProducts {
   }
 };
 
-inline uint64_t LoadMask(const uint8_t* masks, int row) {
-  uint64_t mask;
-  std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
-  return mask;
-}
-
-constexpr int64_t kSpanMaskBytes = 64;
-constexpr int64_t kSpanInputs = 32;
-
-// Bytes of a panel's values that a span of 32 inputs takes on average.
-inline int64_t SpanBytes(const BitmapWeight& w, int64_t panel) {
-  return w.view.IsDense()
-             ? 0
-             : (w.view.offsets[panel + 1] - w.view.offsets[panel]) / (kInt8Bitmap.PaddedK(w.k) / kSpanInputs);
-}
-
 // What stands behind the q of kRows packed rows, of activations quantized row by row.
 //     scales  f32 [r]            NaN for a row that is not finite, whose q are zero
 //     starts  i32 [groups][r]    - (bias of the weights) x (sum of q over the group): where sums begin
@@ -91,29 +75,36 @@ struct RowNumbers {
   const int32_t* starts;
 };
 
-// Blocks of row_block rows (the last one may have fewer), in a block of r rows
+// Weights in a bitmap format, whose activations are quantized row by row: in a block of r rows
 //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
 //     RowNumbers
-template <typename Simd>
-void PackQuantizedRows(const MatMulWeight& weight, uint32_t bias, const float* x, int64_t x_row_bytes, int64_t m,
-                       int64_t row_block, void* packed) {
-  const BitmapWeight& w = static_cast<const BitmapWeight&>(weight);
-  const int64_t padded_k = kInt8Bitmap.PaddedK(w.k);
-  const int64_t groups = ScaleRows(w.k, w.group);
-  const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
-    float* scales = reinterpret_cast<float*>(block + rows * padded_k);
-    uint32_t* starts = reinterpret_cast<uint32_t*>(scales + rows);
-    const RowScale scale = ScaleOf<Simd>(row, w.k);
-    scales[i] = scale.scale;
-    for (int64_t g = 0; g < groups; ++g) {
-      // The last group ends with the padding.
-      const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
-      const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale.factor, block, rows, i);
-      starts[g * rows + i] = 0 - bias * static_cast<uint32_t>(sum);
-    }
-  };
-  PackRowBlocks(x, x_row_bytes, m, row_block, packed, w.QuantizedRowBytes(), pack);
-}
+template <typename Simd, bool kInt4>
+struct RowQuantized : ByteProducts<Simd, kInt4> {
+  using Weight = BitmapWeight;
+  using Products = ByteProducts<Simd, kInt4>;
+
+  static bool IsDense(const Weight& w) { return w.view.IsDense(); }
+  static int64_t PackedRowBytes(const Weight& w) { return w.QuantizedRowBytes(); }
+
+  static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
+                       void* packed) {
+    const int64_t padded_k = Products::PaddedK(w);
+    const int64_t groups = ScaleRows(w.k, w.group);
+    const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
+      float* scales = reinterpret_cast<float*>(block + rows * padded_k);
+      uint32_t* starts = reinterpret_cast<uint32_t*>(scales + rows);
+      const RowScale scale = ScaleOf<Simd>(row, w.k);
+      scales[i] = scale.scale;
+      for (int64_t g = 0; g < groups; ++g) {
+        // The last group ends with the padding.
+        const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
+        const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale.factor, block, rows, i);
+        starts[g * rows + i] = 0 - Products::kBias * static_cast<uint32_t>(sum);
+      }
+    };
+    PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);
+  }
+};
 
 }  // namespace
 }  // namespace ortolan

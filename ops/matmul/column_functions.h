@@ -1,0 +1,67 @@
+// The functions of a kernel for packed panels: those of the column's loop, on AMX tiles where it has them, else on
+// vectors. Included by *kernels.cc only; local to each.
+#pragma once
+
+#include "matmul/amx_loop.h"
+#include "matmul/panel_loop.h"
+#include "simd/column.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Column>
+struct LoopOf {
+  using Simd = Column;
+  template <typename Weights>
+  using Loop = PanelLoop<Simd, Weights>;
+  // Rows of x in a block, and those whose activations lie together.
+  static constexpr int64_t kBlockRows = kRowBlock<Simd>;
+  static constexpr int64_t kPackedRows = kBlockRows;
+  static void Pad(void*, int64_t, int64_t) {}
+};
+
+template <typename Column>
+  requires Column::kHasTiles
+struct LoopOf<Column> {
+  using Simd = WithTiles<Column>;
+  template <typename Weights>
+  using Loop = AmxLoop<Simd, Weights>;
+  static constexpr int64_t kBlockRows = kAmxRowTile;
+  static constexpr int64_t kPackedRows = 1;
+  static void Pad(void* packed, int64_t m, int64_t row_bytes) { PadAmxRows(packed, m, row_bytes); }
+};
+
+using LoopSimd = LoopOf<Simd>::Simd;
+
+// Dense, Sparse: a kind of weight (panel_loop.h) where Dense::IsDense(w), and where not; both take the same packed x.
+// Beside what the loops ask for, a kind gives kMostInputs, and PackRows, which packs rows of x in blocks of some (the
+// last one may have fewer).
+template <typename Dense, typename Sparse = Dense>
+struct ColumnFunctions {
+  using Weight = typename Dense::Weight;
+
+  static int64_t PackedRowBytes(const MatMulWeight& w) { return Dense::PackedRowBytes(static_cast<const Weight&>(w)); }
+  static void Pack(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
+    Dense::PackRows(static_cast<const Weight&>(w), x, x_row_bytes, m, LoopOf<Simd>::kPackedRows, packed);
+    LoopOf<Simd>::Pad(packed, m, PackedRowBytes(w));
+  }
+  static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    if (Dense::IsDense(WeightOf<Weight>(args))) {
+      LoopOf<Simd>::template Loop<Dense>::Run(args, panel_begin, panel_end);
+    } else {
+      LoopOf<Simd>::template Loop<Sparse>::Run(args, panel_begin, panel_end);
+    }
+  }
+
+  static_assert(kMostRowBlock % LoopOf<Simd>::kBlockRows == 0);
+  static constexpr MatMulFunctions kAll{LoopOf<Simd>::kBlockRows, Dense::kMostInputs, &PackedRowBytes, &Pack,
+                                        &Multiply};
+};
+
+// Those for a weight in a bitmap, or dense.
+template <template <typename, Storage> typename Weights>
+constexpr MatMulFunctions kBitmapFunctions =
+    ColumnFunctions<Weights<LoopSimd, Storage::kDense>, Weights<LoopSimd, Storage::kBitmap>>::kAll;
+
+}  // namespace
+}  // namespace ortolan

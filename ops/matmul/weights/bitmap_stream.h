@@ -1,0 +1,89 @@
+// The stored rows of bf16 and int8 weights of a panel, one after another, each of 64 bytes with its zeros. Included by
+// the headers beside it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "isa/tuning.h"
+#include "matmul/bitmap_weight.h"
+#include "matmul/panel.h"
+#include "simd/columns.h"
+#include "simd/prefetch.h"
+
+namespace ortolan {
+namespace {
+
+template <typename Mask>
+Mask LoadMask(const uint8_t* masks, int row) {
+  Mask mask;
+  std::memcpy(&mask, masks + row * static_cast<int>(sizeof(mask)), sizeof(mask));
+  return mask;
+}
+
+// Of a span of 32 inputs, in any layout.
+constexpr int64_t kSpanInputs = 32;
+constexpr int64_t kSpanMaskBytes = kSpanInputs * kPanelColumns / 8;
+
+// Bytes of a panel's int8 or int4 values that a span takes on average.
+inline int64_t SpanBytes(const BitmapWeight& w, int64_t panel) {
+  return w.view.IsDense()
+             ? 0
+             : (w.view.offsets[panel + 1] - w.view.offsets[panel]) / (kInt8Bitmap.PaddedK(w.k) / kSpanInputs);
+}
+
+template <typename Simd, Storage kStorage, const BitmapLayout& kLayout>
+class BitmapStream {
+  using Columns = simd::Columns<Simd>;
+  static constexpr bool kDense = kStorage == Storage::kDense;
+  static constexpr bool kWords = kLayout.EntryBytes() == 2;
+
+ public:
+  BitmapStream(const BitmapWeight& w, int64_t panel, const PrefetchDistances& ahead)
+      : values(w.view.PanelValues(kLayout, panel)),
+        masks_(w.view.PanelMasks(kLayout, panel)),
+        ahead_(ahead.weights),
+        burst_bytes_(kWords ? 0 : SpanBytes(w, panel) * 5 / 4 + kLineBytes) {}
+
+  // Bytes: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
+  // with more values than others leaves no line out.
+  template <Fetch kFetch>
+  void StartSpan() const {
+    if constexpr (!kDense) {
+      __builtin_prefetch(masks_ + ahead_);
+      if constexpr (!kWords && kFetch == Fetch::kMultiply) PrefetchLines(values + ahead_, burst_bytes_);
+    }
+  }
+  template <Fetch kFetch, bool kOddTimes16>
+  typename Columns::Bytes Next([[maybe_unused]] int row) {
+    const uint8_t* from = values;
+    if constexpr (kDense || kWords ? kFetch != Fetch::kNone : kFetch == Fetch::kExpand) {
+      __builtin_prefetch(from + ahead_);
+    }
+    if constexpr (kDense) {
+      values += kLineBytes;
+      return Columns::LoadBytes(from);
+    } else if constexpr (kWords) {
+      const uint32_t mask = LoadMask<uint32_t>(masks_, row);
+      values += __builtin_popcount(mask) * kValueBytes;
+      return Columns::ExpandWords(mask, from);
+    } else {
+      const uint64_t mask = LoadMask<uint64_t>(masks_, row);
+      values += __builtin_popcountll(mask);
+      return Columns::ExpandBytes(mask, from, Simd::ExpandBytes);
+    }
+  }
+  void EndSpan() {
+    if constexpr (!kDense) masks_ += kSpanMaskBytes;
+  }
+
+  const uint8_t* values;
+
+ private:
+  const uint8_t* masks_;
+  int64_t ahead_;
+  int64_t burst_bytes_;
+};
+
+}  // namespace
+}  // namespace ortolan
