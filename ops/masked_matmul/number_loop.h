@@ -46,8 +46,8 @@ int64_t ListNumbers(const FloatRows& a, const NumberList& list) {
   int64_t place = 0;
   for (int64_t q = 0; q < listed; ++q) {
     const int64_t i = list.rows[q];
-    CompressFloats<Simd>(masks[i], a.Row(i), list.values + place);
-    place += ListBits<Simd>(masks[i], uint8_t{0}, list.inputs + place);
+    Simd::CompressFloats(masks[i], a.Row(i), list.values + place);
+    place += Simd::ListBits(masks[i], uint8_t{0}, list.inputs + place);
   }
   return listed;
 }

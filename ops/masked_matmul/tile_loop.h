@@ -5,7 +5,6 @@
 
 #include "masked_matmul/masked_matmul.h"
 #include "simd/at_byte.h"
-#include "simd/bits.h"
 #include "simd/column.h"
 #include "simd/columns.h"
 
@@ -207,7 +206,7 @@ void MultiplySparseTile(const SparseTileArgs& args) {
   constexpr int kChains = kSparseTileRows * Block::kRegisters < 8 ? 2 : 1;
   int64_t count = 0;
   for (int64_t word = 0; word < MaskWords(args.k); ++word) {
-    count += ListBits<Simd>(args.tile_mask[word] & args.panel_mask[word], static_cast<uint16_t>(word * kMaskBits),
+    count += Simd::ListBits(args.tile_mask[word] & args.panel_mask[word], static_cast<uint16_t>(word * kMaskBits),
                             args.list + count);
   }
   for (int i = 0; i < 4; ++i) args.list[count + i] = static_cast<uint16_t>(args.k);

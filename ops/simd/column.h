@@ -3,20 +3,19 @@
 // them is local to the file. An inline function compiled with AVX-512 may be the copy that the linker keeps for
 // everyone, so nothing of the standard library that is a function is used there.
 //
-// Floats: math.h. Beside these:
-//
-//     LoadSome(p, left), StoreSome(p, left, a)        the lanes that `left` floats fill: none, some or all
-//
-// Integers and bytes:
+// Floats: math.h. What all columns do alike: vectors.h. Integers and bytes:
 //
 //     Int, Bytes            kLanes int32, and 4 kLanes bytes: one C++ type or two, so that the functions carry the type
-//     kRegisters            of vectors
 //
-//     SetInt(i), LoadInt(p), StoreInt(p, a), AddInt, SubtractInt, AndInt, MaxInt, ShiftRightSigned<bits>(a)
+//     SetInt(i), LoadInt(p), LoadFirstInt(p, count), StoreInt(p, a), AddInt, SubtractInt, AndInt, OrInt, MaxInt
+//     ShiftLeftInt<n>(a), ShiftRightInt<n>(a), ShiftRightSigned<n>(a)        zeros come in, or the sign
+//     SelectBits(where, a, b)               bits of a where those of `where` are 1, else of b
 //     LoadUint8(p)          kLanes bytes as int32
 //     StoreInt8(p, a)       kLanes int32 as int8, saturated
 //     MultiplyInt (the low 32 bits), Transpose, SumOfIntLanes(a), MaxOfIntLanes(a)
-//     ToFloat(Int), RoundToInt(Float) to nearest even, BitsOf(Float)
+//     ToFloat(Int), RoundToInt(Float) to nearest even; BitsOf(Float), FloatOf(Int): the bits as they are
+//     ListBits(uint64_t bits, first, list)  first + the numbers of the set bits, ascending, of 8 or 16 bits; how many
+//     CompressFloats(uint64_t bits, p, to)  the floats at p whose bits are set; both: the list has space for 64
 //     DotPair(Int sums, Int a, Int b)       sums + the dot products of pairs of int16
 //
 //     SetBytes(i), LoadBytes(p), StoreBytes(p, a), AndBytes, XorBytes, SubtractBytes
@@ -35,7 +34,6 @@
 //                                           between they are 16 bits, so that a must not be more than 15; otherwise
 //                                           they are Int, and a may be any unsigned byte
 //
-//     LoadF16(p), LoadBf16(p)               kLanes floats, at any address
 //     EvenBf16(Bytes), OddBf16(Bytes)       of pairs of bf16, as floats
 //     RoundToBf16(Float)                    floats that hold a bf16
 //     PackBf16(Float low, high), DotBf16(Float sums, Bytes a, Bytes b)     where kDotBf16: pairs of bf16

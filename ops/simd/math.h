@@ -6,6 +6,8 @@
 //     Float Set(float), Load(const float*), LoadFirst(const float*, int64_t count)
 //     void Store(float*, Float), StoreFirst(float*, int64_t count, Float)
 //         First: `count` lanes, 0 … kLanes; no other memory is touched, and the other lanes are 0
+//     Float LoadSome(const float*, int64_t left), void StoreSome(float*, int64_t left, Float)
+//         the lanes that `left` floats fill: none, some or all
 //     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
 //     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
 //     Float Abs(a)
@@ -28,22 +30,14 @@
 //     Float SubtractAdd(a, b)                         a - b in even lanes, a + b in odd ones
 //     Float Lookup16(const float*, Int index)         of 16 floats, by the low 4 bits of each index
 // From and to bytes:
-//     Float LoadBf16(const uint8_t*), LoadInt8(const uint8_t*)    kLanes numbers, at any address
+//     Float LoadBf16(const uint8_t*), LoadF16, LoadInt8           kLanes numbers, at any address
 //     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
-//     void StoreInt8(uint8_t*, Float)                 kLanes numbers -128 … 127, likewise
 //     Float SignedByte<n>(Int)                        byte n of each lane
 // In units of 32 bits that are multiplied at once, a float (kUnit = 1) or a pair of bf16 (2):
 //     Float PackUnits(a, b)                           the numbers of a, or pairs of a and b
 //     void StoreUnits(float*, Float)                  kLanes numbers one after another, rounded to their type
 //     Float MultiplyAddUnits(a, b, c)                 a b + c of units a and b, floats c
-// Int, as many integers of 32 bits:
-//     Int SetInt(int32_t), LoadInt(const void*), LoadFirstInt(const void*, int64_t count), OrInt(a, b)
-//     void StoreInt(void*, Int)
-//     Int BitsOf(Float), Float FloatOf(Int)           the bits as they are
-//     Float ToFloat(Int)                              the numbers
-//     Int LoadUint8(const uint8_t*)                   kLanes bytes
-//     Int SelectBits(where, a, b)                     bits of a where those of `where` are 1, else of b
-//     Int ShiftLeftInt<n>(a), ShiftRightInt<n>(a)     zeros come in
+// Int, as many integers of 32 bits: column.h.
 #pragma once
 
 namespace ortolan {
