@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "epilogue/epilogue.h"
+#include "simd/at_byte.h"
 #include "simd/math.h"
 
 namespace ortolan {
@@ -75,10 +76,6 @@ class VectorActivations {
     }
   };
 
-  static const float* Row(const float* from, int64_t i, int64_t row_bytes) {
-    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + i * row_bytes);
-  }
-
   template <bool kFactor, bool kResidual>
   static Float End(Float value, Float factor, Float residual) {
     if constexpr (kFactor && kResidual) return Simd::MultiplyAdd(value, factor, residual);
@@ -92,10 +89,10 @@ class VectorActivations {
     const int64_t tail = args.n % Simd::kLanes;
     const int64_t full = args.n - tail;
     for (int64_t i = 0; i < args.m; ++i) {
-      float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
-      const float* x = Row(args.x, i, args.x_row_bytes);
-      const float* factor = kFactor ? Row(args.factor, i, args.x_row_bytes) : nullptr;
-      const float* residual = kResidual ? Row(args.residual, i, args.residual_row_bytes) : nullptr;
+      float* y = AtByte(args.y, i * args.y_row_bytes);
+      const float* x = AtByte(args.x, i * args.x_row_bytes);
+      const float* factor = kFactor ? AtByte(args.factor, i * args.x_row_bytes) : nullptr;
+      const float* residual = kResidual ? AtByte(args.residual, i * args.residual_row_bytes) : nullptr;
       for (int64_t j = 0; j < full; j += Simd::kLanes) {
         Float value = Function::Apply(Simd::Load(x + j));
         value = End<kFactor, kResidual>(value, kFactor ? Simd::Load(factor + j) : value,

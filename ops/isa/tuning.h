@@ -53,7 +53,4 @@ struct Tuning {
 // The row of this CPU. Found once.
 const Tuning& ActiveTuning();
 
-// The row for a CPU of this model and these features, its cache sizes (0: not known) if it is in no row. For tests.
-Tuning TuningOf(const CpuModel& model, Features features, int64_t l1_bytes, int64_t l2_bytes);
-
 }  // namespace ortolan

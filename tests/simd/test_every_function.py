@@ -28,7 +28,8 @@ def own_functions(column: str) -> set[str]:
     for struct, header in ((column, column), ("Vectors", "vectors")):
         text = (ROOT / "ops" / "simd" / f"{header}.h").read_text()
         vectors = text[re.search(rf"^struct {struct}\b", text, re.MULTILINE).start() :].split("\n private:")[0]
-        functions |= set(re.findall(r"^  (?:\[\[.*\]\] )?static (?!constexpr)[\w:<> ]*[ &](\w+)\(", vectors, re.MULTILINE))
+        function = r"^  (?:\[\[.*\]\] )?static (?!constexpr)[\w:<> ]*[ &](\w+)\("
+        functions |= set(re.findall(function, vectors, re.MULTILINE))
     return functions
 
 
