@@ -62,12 +62,8 @@ struct Row {
 };
 
 constexpr Row kRows[] = {
-#define ORTOLAN_TUNING(name, vendor, family, model, needs, origin, l1, l2, distances, costs) \
-  {vendor,                                                                                   \
-   family,                                                                                   \
-   model,                                                                                    \
-   feature_set::needs,                                                                       \
-   {name, Origin::origin, l1 * kKiB, l2 * kKiB, distances, costs, kPieceMacs}},
+#define ORTOLAN_TUNING(name, vendor, family, model, needs, l1, l2, distances, costs) \
+  {vendor, family, model, feature_set::needs, {name, l1 * kKiB, l2 * kKiB, distances, costs, kPieceMacs}},
 #include "isa/tuning.inc"
 #undef ORTOLAN_TUNING
 };
@@ -89,7 +85,6 @@ Tuning FindTuning() {
     if (row.Fits(cpu, features)) return row.tuning;
   }
   return {"unknown",
-          Origin::kDerived,
           CacheBytes(1, 32 * kKiB),
           CacheBytes(2, 256 * kKiB),
           kZen5Distances,

@@ -87,19 +87,9 @@ void AddNumbers(const NumbersArgs& args, int64_t first_block) {
   }
 }
 
-// take<b>(first) for the blocks from `first` on: kMost at a time, and then what is left.
-template <int kMost, typename Take>
-void TakeBlocks(int64_t first, int64_t blocks, const Take& take) {
-  for (; first + kMost <= blocks; first += kMost) take.template operator()<kMost>(first);
-  if constexpr (kMost > 1) {
-    if (first < blocks) TakeBlocks<kMost - 1>(first, blocks, take);
-  }
-}
-
 // As many blocks at a time as have their sums in registers.
 void MultiplyNumbers(const NumbersArgs& args) {
-  TakeBlocks<kOneRegister ? 8 : 4>(0, args.blocks,
-                                   [&]<int kBlocks>(int64_t first) { AddNumbers<kBlocks>(args, first); });
+  TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddNumbers<kBlocks>(args, first); });
 }
 
 }  // namespace

@@ -185,10 +185,7 @@ class Kernel {
   void ReadScales(const OrtKernelInfo& info, int64_t k, int64_t n, KnownB& known) {
     const ConstantTensor scales = ConstantInput(info, kBScale, "b_scale", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
     const Shape expected{known.group == 0 ? 1 : k / known.group + (k % known.group != 0 ? 1 : 0), n};
-    if (scales.shape != expected) {
-      throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' has shape ", ShapeText(scales.shape), ", expected ",
-                              ShapeText(expected), " (groups, n)"));
-    }
+    CheckShape(scales, "b_scale", expected, node_, " (groups, n)");
     known.scales.resize(static_cast<size_t>(scales.count));  // copied: a file may place them at an odd address
     std::copy_n(static_cast<const char*>(scales.data), scales.count * sizeof(float),
                 reinterpret_cast<char*>(known.scales.data()));
@@ -273,15 +270,9 @@ struct Op : OrtOp<Op, Kernel> {
   size_t GetInputTypeCount() const { return kInputCount; }
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetInputType(size_t index) const {
-    switch (index) {
-      case kB:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
-      case kAMask:
-      case kBMask:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-      default:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    }
+    if (index == kB) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
+    if (index >= kAMask) return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {

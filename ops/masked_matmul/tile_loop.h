@@ -30,6 +30,15 @@ inline Floats AddZeroTimes(const Floats& numbers, const Floats& sum) {
   return Block::MultiplyAdd(Simd::Set(0.0f), numbers, sum);
 }
 
+// take<c>(first) for the things from `first` to `end`: kMost at a time, and then what is left.
+template <int kMost, typename Take>
+void TakeAll(int64_t first, int64_t end, const Take& take) {
+  for (; first + kMost <= end; first += kMost) take.template operator()<kMost>(first);
+  if constexpr (kMost > 1) {
+    if (first < end) TakeAll<kMost - 1>(first, end, take);
+  }
+}
+
 // ---- patterns -------------------------------------------------------------------------------------------------------
 
 bool ScanRows(const FloatRows& a, uint64_t* mask) {

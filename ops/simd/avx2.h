@@ -1,4 +1,4 @@
-// AVX2: vectors of floats (math.h says what each function does), integers and bytes (column.h). Local to each file
+// AVX2: vectors of floats, integers and bytes (column.h says what each function does). Local to each file
 // that includes it.
 #pragma once
 
@@ -7,11 +7,32 @@
 #include <cstdint>
 
 #include "simd/at_byte.h"
-#include "simd/expand_controls.h"
 #include "simd/vectors.h"
 
 namespace ortolan::simd {
 namespace {
+
+// Expansion by shuffles, as there is no instruction for it: for each byte of mask bits the control that moves the next
+// stored value, of kBytes bytes, to every place whose bit is set, and zero elsewhere (a control byte with its top bit
+// set gives zero).
+template <int kBytes>
+struct ExpandControls {
+  constexpr ExpandControls() {
+    for (int mask = 0; mask < 256; ++mask) {
+      int next = 0;
+      for (int place = 0; place < 8; ++place) {
+        const bool stored = ((mask >> place) & 1) != 0;
+        for (int i = 0; i < kBytes; ++i) {
+          control[mask][place * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
+        }
+      }
+    }
+  }
+  alignas(64) uint8_t control[256][8 * kBytes] = {};
+};
+
+constexpr ExpandControls<1> kExpandByteControls;
+constexpr ExpandControls<2> kExpandWordControls;
 
 struct avx2_types {
   using Float = __m256;
@@ -167,7 +188,6 @@ struct avx2 : Vectors<avx2, avx2_types> {
   static __m256i MaxInt(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
 
   // Bytes.
-  static __m256i LoadBytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void StoreBytes(uint8_t* to, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
   static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
   static __m256i SubtractBytes(__m256i a, __m256i b) { return _mm256_sub_epi8(a, b); }

@@ -1,4 +1,4 @@
-// AVX-512: vectors of floats (math.h says what each function does), integers and bytes (column.h). Local to each file
+// AVX-512: vectors of floats, integers and bytes (column.h says what each function does). Local to each file
 // that includes it.
 #pragma once
 
@@ -66,7 +66,7 @@ struct avx512 : Vectors<avx512, avx512_types> {
     // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 1.9 x 2^-24.
     constexpr float kExp2[] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
     const __m512 fraction = _mm512_reduce_ps(a, 0);  // a - round(a), and 0 of -Inf
-    return _mm512_scalef_ps(VectorMath<avx512>::Polynomial(fraction, kExp2), _mm512_sub_ps(a, fraction));
+    return _mm512_scalef_ps(Polynomial(fraction, kExp2), _mm512_sub_ps(a, fraction));
   }
   static float MaxOfLanes(__m512 a) { return _mm512_reduce_max_ps(a); }
   static __m512 Rounded(__m512 a) {
@@ -208,7 +208,6 @@ struct avx512 : Vectors<avx512, avx512_types> {
   }
 
   // Bytes.
-  static __m512i LoadBytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
   static void StoreBytes(uint8_t* to, __m512i a) { _mm512_storeu_si512(to, a); }
   static __m512i SetBytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
   static __m512i SubtractBytes(__m512i a, __m512i b) { return _mm512_sub_epi8(a, b); }
@@ -262,13 +261,7 @@ struct avx512 : Vectors<avx512, avx512_types> {
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], __m512i (&quads)[kVectors]) {
     if constexpr (kVectors == 4) {
-      const __m512i r0 = LoadBytes(rows[0]), r1 = LoadBytes(rows[1]), r2 = LoadBytes(rows[2]), r3 = LoadBytes(rows[3]);
-      const __m512i a = _mm512_unpacklo_epi8(r0, r1), b = _mm512_unpackhi_epi8(r0, r1);
-      const __m512i c = _mm512_unpacklo_epi8(r2, r3), d = _mm512_unpackhi_epi8(r2, r3);
-      quads[0] = _mm512_unpacklo_epi16(a, c);
-      quads[1] = _mm512_unpackhi_epi16(a, c);
-      quads[2] = _mm512_unpacklo_epi16(b, d);
-      quads[3] = _mm512_unpackhi_epi16(b, d);
+      InterleaveBytes({LoadBytes(rows[0]), LoadBytes(rows[1]), LoadBytes(rows[2]), LoadBytes(rows[3])}, quads);
     } else if constexpr (kVectors == 2) {
       const auto two = [&](int i) {
         return _mm512_inserti64x4(_mm512_castsi256_si512(Load256(rows[i])), Load256(rows[i + 1]), 1);

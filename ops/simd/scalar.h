@@ -1,4 +1,4 @@
-// One lane: what simd/math.h asks for, on any CPU. Included by kernels only; local to each.
+// One lane: the functions of column.h, on any CPU. Included by kernels only; local to each.
 #pragma once
 
 #include <cstddef>
@@ -98,7 +98,6 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
 
   // Bytes.
-  static uint32_t LoadBytes(const uint8_t* from) { return Get<uint32_t>(from); }
   static void StoreBytes(uint8_t* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
   static uint32_t SetBytes(int value) { return 0x01010101u * static_cast<uint8_t>(value); }
   static uint32_t SubtractBytes(uint32_t a, uint32_t b) {

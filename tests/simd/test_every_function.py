@@ -12,6 +12,8 @@ from .columns import each_column
 ROOT = Path(__file__).parents[2]
 # What is tested as a part of others.
 PARTS = {
+    "Exp2OfProduct": "Exp2",
+    "Polynomial": "Exp2",
     "DealBytes": "InterleaveBytes",
     "FirstLanes": "LoadFirst",
     "SomeLanes": "LoadSome",
