@@ -1,6 +1,5 @@
 #include "epilogue/epilogue.h"
 
-#include "epilogue/layer_norm.h"
 #include "isa/kernel_table.h"
 
 namespace ortolan {
@@ -13,24 +12,13 @@ namespace ortolan {
 #include "epilogue/kernels.inc"
 #undef ORTOLAN_KERNEL
 
-namespace {
-
-constexpr EpilogueKernel kEpilogues[] = {
-#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::Epilogue},
+std::span<const EpilogueKernel> EpilogueKernels() {
+  static constexpr EpilogueKernel kernels[] = {
+#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::Epilogue, &column::LayerNorm},
 #include "epilogue/kernels.inc"
 #undef ORTOLAN_KERNEL
-};
-
-constexpr LayerNormKernel kLayerNorms[] = {
-#define ORTOLAN_KERNEL(column) {#column, feature_set::column, &column::LayerNorm},
-#include "epilogue/kernels.inc"
-#undef ORTOLAN_KERNEL
-};
-
-}  // namespace
-
-std::span<const EpilogueKernel> EpilogueKernels() { return kEpilogues; }
-
-std::span<const LayerNormKernel> LayerNormKernels() { return kLayerNorms; }
+  };
+  return kernels;
+}
 
 }  // namespace ortolan

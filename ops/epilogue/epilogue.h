@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <span>
 
+#include "epilogue/layer_norm.h"
 #include "isa/features.h"
 
 namespace ortolan {
@@ -55,6 +56,7 @@ struct EpilogueKernel {
   const char* name;
   Features needs;
   EpilogueFn* run;
+  LayerNormFn* layer_norm;
 };
 
 // The rows of kernels.inc that this build has, best first; the last one runs on any CPU.

@@ -21,9 +21,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
-
-#include "isa/features.h"
 
 namespace ortolan {
 
@@ -38,14 +35,5 @@ struct LayerNormArgs {
 };
 
 using LayerNormFn = void(const LayerNormArgs& args);
-
-struct LayerNormKernel {
-  const char* name;
-  Features needs;
-  LayerNormFn* run;
-};
-
-// The rows of kernels.inc that this build has, best first; the last one runs on any CPU.
-std::span<const LayerNormKernel> LayerNormKernels();
 
 }  // namespace ortolan

@@ -1,13 +1,13 @@
 // The formulas, once for all columns, and the loop over rows. Included by kernels.cc only; everything is
 // local to the including file, as in matmul/. Derivation and fits: README.md.
 //
-// Simd: the vectors of a column (simd/math.h).
+// Simd: the vectors of a column (simd/column.h).
 #pragma once
 
 #include <cstdint>
 
 #include "epilogue/epilogue.h"
-#include "simd/math.h"
+#include "simd/at_byte.h"
 
 namespace ortolan {
 namespace {
@@ -18,13 +18,6 @@ class VectorActivations {
 
   static Float Set(float value) { return Simd::Set(value); }
 
-  template <int kTerms>
-  static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {
-    return VectorMath<Simd>::Polynomial(x, coefficients);
-  }
-
-  static Float Exp2(Float a, Float b) { return VectorMath<Simd>::Exp2(a, b); }
-
   // Gates g with g(-x) = 1 - g(x): x g(x) = max(x, 0) - |x| (1 - g(|x|)). Excess(a) = a (1 - g(a)) for 0 <= a <= kMost.
   // It vanishes for large a: at kMost its power of two is 2^-127, which counts as zero, and larger |x| are cut there.
   struct Gelu {
@@ -34,8 +27,8 @@ class VectorActivations {
       constexpr float kP[] = {0.5f, 0x1.bd7114p-2f, 0x1.72404ep-3f, 0x1.461612p-5f, 0x1.05aa76p-8f};
       constexpr float kQ[] = {1.0f, 0x1.aafab8p+0f, 0x1.313dfcp+0f, 0x1.da1deep-2f, 0x1.98b828p-4f, 0x1.47f1d8p-7f};
       constexpr float kHalfLog2E = 0.72134752f;
-      const Float e = Exp2(Simd::Multiply(a, Set(-kHalfLog2E)), a);
-      return Simd::Divide(Simd::Multiply(Simd::Multiply(a, e), Polynomial(a, kP)), Polynomial(a, kQ));
+      const Float e = Simd::Exp2OfProduct(Simd::Multiply(a, Set(-kHalfLog2E)), a);
+      return Simd::Divide(Simd::Multiply(Simd::Multiply(a, e), Simd::Polynomial(a, kP)), Simd::Polynomial(a, kQ));
     }
   };
 
@@ -47,7 +40,8 @@ class VectorActivations {
     static Float Excess(Float a) {
       constexpr float kLinear = 2.3022082f;  // 2 sqrt(2 / pi) log2(e)
       constexpr float kCubic = 0.10294324f;  // that times 0.044715
-      return LogisticExcess(a, Exp2(a, Simd::MultiplyAdd(Simd::Multiply(a, a), Set(-kCubic), Set(-kLinear))));
+      return LogisticExcess(
+          a, Simd::Exp2OfProduct(a, Simd::MultiplyAdd(Simd::Multiply(a, a), Set(-kCubic), Set(-kLinear))));
     }
   };
 
@@ -55,7 +49,7 @@ class VectorActivations {
     static constexpr float kMost = 88.0297f;
     static Float Excess(Float a) {
       constexpr float kLog2E = 1.44269504f;
-      return LogisticExcess(a, Exp2(a, Set(-kLog2E)));
+      return LogisticExcess(a, Simd::Exp2OfProduct(a, Set(-kLog2E)));
     }
   };
 
@@ -75,10 +69,6 @@ class VectorActivations {
     }
   };
 
-  static const float* Row(const float* from, int64_t i, int64_t row_bytes) {
-    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + i * row_bytes);
-  }
-
   template <bool kFactor, bool kResidual>
   static Float End(Float value, Float factor, Float residual) {
     if constexpr (kFactor && kResidual) return Simd::MultiplyAdd(value, factor, residual);
@@ -92,10 +82,10 @@ class VectorActivations {
     const int64_t tail = args.n % Simd::kLanes;
     const int64_t full = args.n - tail;
     for (int64_t i = 0; i < args.m; ++i) {
-      float* y = reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
-      const float* x = Row(args.x, i, args.x_row_bytes);
-      const float* factor = kFactor ? Row(args.factor, i, args.x_row_bytes) : nullptr;
-      const float* residual = kResidual ? Row(args.residual, i, args.residual_row_bytes) : nullptr;
+      float* y = AtByte(args.y, i * args.y_row_bytes);
+      const float* x = AtByte(args.x, i * args.x_row_bytes);
+      const float* factor = kFactor ? AtByte(args.factor, i * args.x_row_bytes) : nullptr;
+      const float* residual = kResidual ? AtByte(args.residual, i * args.residual_row_bytes) : nullptr;
       for (int64_t j = 0; j < full; j += Simd::kLanes) {
         Float value = Function::Apply(Simd::Load(x + j));
         value = End<kFactor, kResidual>(value, kFactor ? Simd::Load(factor + j) : value,

@@ -1,12 +1,13 @@
 // LayerNormalization, once for all columns. Included by kernels.cc only; everything is local to the
 // including file, as in vector_activations.h.
 //
-// Simd: the vectors of a column (simd/math.h).
+// Simd: the vectors of a column (simd/column.h).
 #pragma once
 
 #include <cstdint>
 
 #include "epilogue/layer_norm.h"
+#include "simd/at_byte.h"
 
 namespace ortolan {
 namespace {
@@ -85,9 +86,7 @@ class VectorLayerNorm {
   // Some rows at a time, step by step: each step waits for the sum of lanes of the one before, which others fill.
   static void Run(const LayerNormArgs& args) {
     if (args.n == 0) return;
-    const auto row = [&](int64_t i) {
-      return reinterpret_cast<float*>(reinterpret_cast<char*>(args.y) + i * args.y_row_bytes);
-    };
+    const auto row = [&](int64_t i) { return AtByte(args.y, i * args.y_row_bytes); };
     for (int64_t first = 0; first < args.m; first += kRows) {
       const int64_t count = args.m - first < kRows ? args.m - first : kRows;
       Statistics of[kRows];

@@ -42,13 +42,6 @@ const Choice& ChosenOnce() {
 
 std::span<const NamedFeatureSet> FeatureSets() { return kSets; }
 
-const char* FeatureSetName(Features features) {
-  for (const NamedFeatureSet& set : kSets) {
-    if (set.features == features) return set.name;
-  }
-  return "unknown";
-}
-
 std::vector<std::string> NamesOf(Features features) {
   std::vector<std::string> names;
   for (const NamedFeatureSet& set : kSets) {

@@ -49,9 +49,6 @@ struct NamedFeatureSet {
 // All rows of feature_sets.inc, in that order.
 std::span<const NamedFeatureSet> FeatureSets();
 
-// The name of a row of feature_sets.inc, or "unknown".
-const char* FeatureSetName(Features features);
-
 // What this CPU and operating system allow (CPUID, XGETBV, getauxval; for AMX also arch_prctl). Asked once.
 // In test builds alone (ORTOLAN_TESTING), ORTOLAN_ASSUME_AMX=1 adds kAmx on a CPU with AVX512-BF16. AMX code then needs
 // the emulator of tests/amx in the process: without it the first tile instruction ends the process.

@@ -62,44 +62,40 @@ struct Row {
 };
 
 constexpr Row kRows[] = {
-#define ORTOLAN_TUNING(name, vendor, family, model, needs, origin, l1, l2, distances, costs) \
-  {vendor,                                                                                   \
-   family,                                                                                   \
-   model,                                                                                    \
-   feature_set::needs,                                                                       \
-   {name, Origin::origin, l1 * kKiB, l2 * kKiB, distances, costs, kPieceMacs}},
+#define ORTOLAN_TUNING(name, vendor, family, model, needs, l1, l2, distances, costs) \
+  {vendor, family, model, feature_set::needs, {name, l1 * kKiB, l2 * kKiB, distances, costs, kPieceMacs}},
 #include "isa/tuning.inc"
 #undef ORTOLAN_TUNING
 };
 
-// As the system tells; 0 where it does not.
-int64_t CacheBytes([[maybe_unused]] int level) {
+// As the system tells, or `least` where it does not.
+int64_t CacheBytes([[maybe_unused]] int level, int64_t least) {
 #if defined(__linux__) && defined(_SC_LEVEL1_DCACHE_SIZE)
   const long bytes = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
-  return bytes > 0 ? bytes : 0;
+  return bytes > 0 ? bytes : least;
 #else
-  return 0;
+  return least;
 #endif
 }
 
-}  // namespace
-
-Tuning TuningOf(const CpuModel& model, Features features, int64_t l1_bytes, int64_t l2_bytes) {
+Tuning FindTuning() {
+  const CpuModel cpu = DetectedModel();
+  const Features features = ActiveFeatures();
   for (const Row& row : kRows) {
-    if (row.Fits(model, features)) return row.tuning;
+    if (row.Fits(cpu, features)) return row.tuning;
   }
-  constexpr int64_t kLeastL1 = 32 * kKiB, kLeastL2 = 256 * kKiB;
   return {"unknown",
-          Origin::kDerived,
-          l1_bytes > 0 ? l1_bytes : kLeastL1,
-          l2_bytes > 0 ? l2_bytes : kLeastL2,
+          CacheBytes(1, 32 * kKiB),
+          CacheBytes(2, 256 * kKiB),
           kZen5Distances,
           features.Has(feature_set::avx512) ? kZen5Costs : kAvx2Costs,
           kPieceMacs};
 }
 
+}  // namespace
+
 const Tuning& ActiveTuning() {
-  static const Tuning tuning = TuningOf(DetectedModel(), ActiveFeatures(), CacheBytes(1), CacheBytes(2));
+  static const Tuning tuning = FindTuning();
   return tuning;
 }
 

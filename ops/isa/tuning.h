@@ -9,9 +9,6 @@
 
 namespace ortolan {
 
-// Where the numbers of a row come from: timed on such a CPU, or taken from one that was, with its own cache sizes.
-enum class Origin { kMeasured, kDerived };
-
 // Bytes from what is read to what is asked for. Lines behind the end of a tensor may be asked for: it is no access.
 struct PrefetchDistances {
   int64_t weights;         // bf16 and int8, dense or in a bitmap, and their masks
@@ -42,7 +39,6 @@ struct MaskedMatMulCosts {
 
 struct Tuning {
   const char* microarchitecture;
-  Origin origin;
   int64_t l1_bytes;  // data, a core
   int64_t l2_bytes;  // a core
   PrefetchDistances ahead;
@@ -52,8 +48,5 @@ struct Tuning {
 
 // The row of this CPU. Found once.
 const Tuning& ActiveTuning();
-
-// The row for a CPU of this model and these features, its cache sizes (0: not known) if it is in no row. For tests.
-Tuning TuningOf(const CpuModel& model, Features features, int64_t l1_bytes, int64_t l2_bytes);
 
 }  // namespace ortolan

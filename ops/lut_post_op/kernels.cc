@@ -74,18 +74,16 @@ void LookupByBytes(const LutArgs& args) {
   LookupBytes<Column>(args, std::make_integer_sequence<int, sizeof(Entry)>());
 }
 
-// Null where the scalar column serves as well: one number after another is not faster in wider vectors.
 template <typename Column, typename Index, typename Entry>
 constexpr LutFn* Best() {
   constexpr bool kBytes = sizeof(Entry) == 1 && requires { typename Column::ByteTable; };
   constexpr bool kDealtBytes = requires { Column::template DealBytes<2>; };
-  if constexpr (sizeof(Index) == 1 && (kBytes || kDealtBytes)) return &LookupByBytes<Column, Entry>;
-  if constexpr (Column::kLanes == 1) return &Lookup<Index, Entry>;
-  return nullptr;
+  if constexpr (sizeof(Index) == 1 && (kBytes || kDealtBytes)) {
+    return &LookupByBytes<Column, Entry>;
+  } else {
+    return &Lookup<Index, Entry>;
+  }
 }
-
-template <typename Index>
-constexpr LutFn* kBest[] = {Best<Simd, Index, uint8_t>(), Best<Simd, Index, uint16_t>(), Best<Simd, Index, uint32_t>()};
 
 }  // namespace
 
@@ -93,8 +91,8 @@ namespace ORTOLAN_COLUMN {
 
 extern const LutFunctions kLut;
 constexpr LutFunctions kLut{{
-    {kBest<uint8_t>[0], kBest<uint8_t>[1], kBest<uint8_t>[2]},
-    {kBest<uint16_t>[0], kBest<uint16_t>[1], kBest<uint16_t>[2]},
+    {Best<Simd, uint8_t, uint8_t>(), Best<Simd, uint8_t, uint16_t>(), Best<Simd, uint8_t, uint32_t>()},
+    {Best<Simd, uint16_t, uint8_t>(), Best<Simd, uint16_t, uint16_t>(), Best<Simd, uint16_t, uint32_t>()},
 }};
 
 }  // namespace ORTOLAN_COLUMN

@@ -25,7 +25,7 @@ constexpr int64_t kChunkBytes = int64_t{1} << 19;
 
 enum Input : size_t { kX, kTable, kInputCount };
 
-int64_t BytesOf(ONNXTensorElementDataType type) {
+constexpr int64_t BytesOf(ONNXTensorElementDataType type) {
   switch (type) {
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
@@ -49,11 +49,7 @@ class Kernel {
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16,
          ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
         node);
-    if (table.shape != std::vector<int64_t>{LutEntries(kXBytes)}) {
-      throw OpError(ErrorText(node, ": table '", table.name, "' has shape ", ShapeText(table.shape), ", expected [",
-                              LutEntries(kXBytes), "] for X of ", 8 * kXBytes,
-                              " bits. Optimize the original model again."));
-    }
+    CheckShape(table, "table", {LutEntries(kXBytes)}, node, kXBytes == 1 ? " for X of 8 bits" : " for X of 16 bits");
     table_ = table.data;
     entry_bytes_ = BytesOf(table.type);
     run_ = SelectKernel(LutKernels(), ActiveFeatures()).For(kXBytes, entry_bytes_);
@@ -73,8 +69,7 @@ class Kernel {
   }
 
  private:
-  static constexpr int64_t kXBytes =
-      kXType == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 || kXType == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : 2;
+  static constexpr int64_t kXBytes = BytesOf(kXType);
 
   const void* table_;
   int64_t entry_bytes_;

@@ -2,6 +2,7 @@
 #include <bit>
 
 #include "masked_matmul/products.h"
+#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -31,21 +32,18 @@ class BlockProduct {
     pass_inputs_ = pass_words_ * kMaskBits;
     tile_floats_ = (pass_inputs_ + 1) * tile_rows_;
     // Rows by groups of tiles, and where these are few also columns, in units of work.
-    const int64_t tile_bytes = tile_floats_ * static_cast<int64_t>(sizeof(float));
-    group_ = two_sided_ ? 1 : std::clamp<int64_t>(kTileGroupBytes / tile_bytes, 1, tiles_);
+    group_ = two_sided_ ? 1 : std::clamp<int64_t>(kTileGroupBytes / (tile_floats_ * kFloatBytes), 1, tiles_);
     const int64_t groups = (tiles_ + group_ - 1) / group_;
-    parts_ = std::clamp<int64_t>(kMostSlots / groups, 1, std::max<int64_t>(1, panels_ / 8));
+    parts_ = std::clamp<int64_t>(kMostPieces / groups, 1, std::max<int64_t>(1, panels_ / 8));
     units_ = groups * parts_;
-    slots_ = std::min(units_, kMostSlots);
-    slot_tiles_ = memory.New<float>(slots_ * group_ * tile_floats_);
-    slot_finite_ = memory.New<uint8_t>(slots_);
-    std::fill_n(slot_finite_, slots_, uint8_t{1});
+    tiles_bytes_ = Aligned(group_ * tile_floats_ * kFloatBytes);
+    const int64_t list_bytes = (pass_inputs_ + kListPadding) * static_cast<int64_t>(sizeof(uint16_t));
+    scratch_bytes_ = tiles_bytes_ + (two_sided_ ? list_bytes : 0);
+    unit_finite_ = memory.New<uint8_t>(units_);
+    std::fill_n(unit_finite_, units_, uint8_t{1});
     starts_ = memory.New<int64_t>(panels_ + 1);
     places_ = memory.New<int64_t>(pass_words_ * panels_);
-    if (two_sided_) {
-      lists_ = memory.New<uint16_t>(slots_ * (pass_inputs_ + kListPadding));
-      ranks_ = memory.New<uint16_t>(panels_ * (pass_inputs_ + 1));
-    }
+    if (two_sided_) ranks_ = memory.New<uint16_t>(panels_ * (pass_inputs_ + 1));
   }
 
   bool Run() {
@@ -53,11 +51,10 @@ class BlockProduct {
       const Pass pass{first_word, std::min(words_, first_word + pass_words_), first_word * kMaskBits,
                       std::min(a_.columns - first_word * kMaskBits, pass_inputs_)};
       PackB(pass);
-      memory_.host().ParallelFor(slots_, [&](int64_t slot) {
-        for (int64_t unit = slot; unit < units_; unit += slots_) Multiply(pass, unit, slot);
-      });
+      ForEachWithScratch(memory_.host(), units_, scratch_bytes_,
+                         [&](int64_t unit, char* scratch) { Multiply(pass, unit, scratch); });
     }
-    return std::all_of(slot_finite_, slot_finite_ + slots_, [](uint8_t one) { return one != 0; });
+    return std::all_of(unit_finite_, unit_finite_ + units_, [](uint8_t one) { return one != 0; });
   }
 
  private:
@@ -102,8 +99,8 @@ class BlockProduct {
     }
   }
 
-  void Multiply(const Pass& pass, int64_t unit, int64_t slot) {
-    float* packed = slot_tiles_ + slot * group_ * tile_floats_;
+  void Multiply(const Pass& pass, int64_t unit, char* scratch) {
+    float* packed = reinterpret_cast<float*>(scratch);
     const int64_t first_tile = unit / parts_ * group_;
     const int64_t last_tile = std::min(tiles_, first_tile + group_);
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
@@ -111,7 +108,7 @@ class BlockProduct {
       rows.data += pass.first_input;
       rows.columns = pass.inputs;
       const auto pack = two_sided_ ? kernel_.pack_sparse_tile : kernel_.pack_tile;
-      if (!pack(rows, packed + (tile - first_tile) * tile_floats_)) slot_finite_[slot] = 0;
+      if (!pack(rows, packed + (tile - first_tile) * tile_floats_)) unit_finite_[unit] = 0;
     }
     const int64_t last_panel = (unit % parts_ + 1) * panels_ / parts_;
     for (int64_t panel = unit % parts_ * panels_ / parts_; panel < last_panel; ++panel) {
@@ -119,7 +116,7 @@ class BlockProduct {
         SparseTileArgs args;
         args.tile = packed + (tile - first_tile) * tile_floats_;
         args.values = values_ + starts_[panel] * kBlockColumns;
-        args.y_row_bytes = b_.columns * static_cast<int64_t>(sizeof(float));
+        args.y_row_bytes = b_.columns * kFloatBytes;
         args.y = y_ + tile * tile_rows_ * b_.columns + panel * kBlockColumns;
         args.rows = std::min(tile_rows_, a_.rows - tile * tile_rows_);
         args.columns = std::min(kBlockColumns, b_.columns - panel * kBlockColumns);
@@ -129,7 +126,7 @@ class BlockProduct {
           args.panel_mask = pattern_.panel_masks + panel * words_ + pass.first_word;
           args.ranks = ranks_ + panel * (pass_inputs_ + 1);
           args.k = pass.inputs;
-          args.list = lists_ + slot * (pass_inputs_ + kListPadding);
+          args.list = reinterpret_cast<uint16_t*>(scratch + tiles_bytes_);
           kernel_.multiply_sparse_tile(args);
         } else {
           args.inputs = inputs_ + starts_[panel];
@@ -150,15 +147,14 @@ class BlockProduct {
   const int64_t words_, panels_;
   const int64_t tile_rows_, tiles_;
   int64_t pass_words_, pass_inputs_, tile_floats_;
-  int64_t group_, parts_, units_, slots_;  // tiles of a unit, units of the same tiles, all units, scratch memories
-  float* slot_tiles_;
-  uint8_t* slot_finite_;
+  int64_t group_, parts_, units_;        // tiles of a unit, units of the same tiles, all units
+  int64_t tiles_bytes_, scratch_bytes_;  // of a unit's tiles, and of its list of inputs beside them
+  uint8_t* unit_finite_;
   int64_t* starts_;  // [panels + 1]
   int64_t* places_;  // [words of a pass][panels]
   int64_t capacity_ = 0;
   float* values_ = nullptr;     // [capacity][16]
   uint32_t* inputs_ = nullptr;  // [capacity]
-  uint16_t* lists_ = nullptr;
   uint16_t* ranks_ = nullptr;
 };
 

@@ -34,6 +34,7 @@
 
 namespace ortolan {
 
+inline constexpr int64_t kFloatBytes = sizeof(float);
 inline constexpr int64_t kBlockColumns = 16;
 inline constexpr int64_t kMaskBits = 64;             // of a word of a mask
 inline constexpr int64_t kMostListedInputs = 65535;  // k of a sparse tile

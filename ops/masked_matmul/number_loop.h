@@ -46,8 +46,8 @@ int64_t ListNumbers(const FloatRows& a, const NumberList& list) {
   int64_t place = 0;
   for (int64_t q = 0; q < listed; ++q) {
     const int64_t i = list.rows[q];
-    CompressFloats<Simd>(masks[i], a.Row(i), list.values + place);
-    place += ListBits<Simd>(masks[i], uint8_t{0}, list.inputs + place);
+    Simd::CompressFloats(masks[i], a.Row(i), list.values + place);
+    place += Simd::ListBits(masks[i], uint8_t{0}, list.inputs + place);
   }
   return listed;
 }
@@ -87,19 +87,9 @@ void AddNumbers(const NumbersArgs& args, int64_t first_block) {
   }
 }
 
-// take<b>(first) for the blocks from `first` on: kMost at a time, and then what is left.
-template <int kMost, typename Take>
-void TakeBlocks(int64_t first, int64_t blocks, const Take& take) {
-  for (; first + kMost <= blocks; first += kMost) take.template operator()<kMost>(first);
-  if constexpr (kMost > 1) {
-    if (first < blocks) TakeBlocks<kMost - 1>(first, blocks, take);
-  }
-}
-
 // As many blocks at a time as have their sums in registers.
 void MultiplyNumbers(const NumbersArgs& args) {
-  TakeBlocks<kOneRegister ? 8 : 4>(0, args.blocks,
-                                   [&]<int kBlocks>(int64_t first) { AddNumbers<kBlocks>(args, first); });
+  TakeAll<kOneRegister ? 8 : 4>(0, args.blocks, [&]<int kBlocks>(int64_t first) { AddNumbers<kBlocks>(args, first); });
 }
 
 }  // namespace

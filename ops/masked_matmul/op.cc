@@ -40,6 +40,18 @@ const void* AtElements(CallMemory& memory, const void* data, int64_t count, int6
   return std::memcpy(memory.New<char>(count * element), data, static_cast<size_t>(count * element));
 }
 
+// Whether no number is Inf or NaN, whose bits hold `exponent`. The numbers lie at any address.
+template <typename Bits>
+bool AllFinite(const char* from, int64_t count, Bits exponent) {
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, from + i * static_cast<int64_t>(sizeof(bits)), sizeof(bits));
+    finite &= (bits & exponent) != exponent;
+  }
+  return finite;
+}
+
 class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {
@@ -50,8 +62,8 @@ class Kernel {
     known.group = IntAttributeOr(info, "group_size", 0);
     if (known.group < 0) throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0 or more"));
     known.finite = IntAttributeOr(info, "b_finite", 0) != 0;
+    ReadWeight(info, known);
     const MaskedMatMulKernel& kernel = SelectKernel(MaskedMatMulKernels(), ActiveFeatures());
-    ReadWeight(info, kernel, known);
     plan_ = MaskedMatMulPlan(kernel, ActiveTuning().masked, std::move(known));
     const char* names[] = {"T"};
     const ONNXTensorElementDataType types[] = {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT};
@@ -87,14 +99,14 @@ class Kernel {
       MultiplyDense(context, of, x, weight, product);
     };
     const float* a_data = Masked(context, memory, a, a_shape, a_count, kAMask, "a_mask", "A", a_threshold_);
-    if (b_type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
+    const void* b_data = nullptr;
+    if (b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
+      b_data = Masked(context, memory, b, b_shape, b_count, kBMask, "b_mask", "B", b_threshold_);
+    } else {
       CheckNoMask(context, kBMask);
-      size.m = a_count / size.k;
       const int64_t element = b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : sizeof(uint16_t);
-      plan_.Run({memory, dense, size, a_data, AtElements(memory, b.GetTensorRawData(), b_count, element), y});
-      return;
+      b_data = AtElements(memory, b.GetTensorRawData(), b_count, element);
     }
-    const float* b_data = Masked(context, memory, b, b_shape, b_count, kBMask, "b_mask", "B", b_threshold_);
     if (b_shape.size() == 2) {
       size.m = a_count / size.k;
       plan_.Run({memory, dense, size, a_data, b_data, y});
@@ -107,7 +119,7 @@ class Kernel {
     for (int64_t i = 0; i < y_count / y_size; ++i) {
       CallMemory of_product(host);
       plan_.Run({of_product, dense, size, a_data + PlaceOf(i, batch, a_strides) * size.m * size.k,
-                 b_data + PlaceOf(i, batch, b_strides) * size.k * size.n, y + i * y_size});
+                 static_cast<const float*>(b_data) + PlaceOf(i, batch, b_strides) * size.k * size.n, y + i * y_size});
     }
   }
 
@@ -135,11 +147,8 @@ class Kernel {
   }
 
   // What is known of B before the first call.
-  void ReadWeight(const OrtKernelInfo& info, const MaskedMatMulKernel& kernel, KnownB& known) {
-    int is_constant = 0;
-    const Ort::ConstKernelInfo kernel_info(&info);
-    static_cast<void>(kernel_info.GetTensorConstantInput(kB, &is_constant));
-    if (is_constant == 0) {
+  void ReadWeight(const OrtKernelInfo& info, KnownB& known) {
+    if (!IsConstant(info, kB)) {
       if (known.group != 0)
         throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0: B is no initializer"));
       return;
@@ -163,23 +172,10 @@ class Kernel {
     if (b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return ReadScales(info, k, n, known);
     if (known.group != 0)
       throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0: B is not int8"));
-    if (n == 0) return;
-    std::vector<uint64_t> mask(static_cast<size_t>(MaskWords(n)));
-    // A row at a time, copied: a file may place a tensor at any address.
-    std::vector<float> floats(static_cast<size_t>(is_float ? n : 0));
-    std::vector<uint16_t> bits(static_cast<size_t>(is_float ? 0 : n));
+    const int64_t row_bytes = n * (is_float ? 4 : 2);
     for (int64_t i = 0; i < k; ++i) {
-      bool finite = true;
-      if (is_float) {
-        const size_t bytes = floats.size() * sizeof(float);
-        std::memcpy(floats.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
-        finite = kernel.scan_rows({floats.data(), n * static_cast<int64_t>(sizeof(float)), 1, n}, mask.data());
-      } else {
-        const size_t bytes = bits.size() * sizeof(uint16_t);
-        std::memcpy(bits.data(), static_cast<const char*>(b.data) + static_cast<size_t>(i) * bytes, bytes);
-        finite = std::none_of(bits.begin(), bits.end(), [](uint16_t one) { return (one & 0x7f80) == 0x7f80; });
-      }
-      if (finite) continue;
+      const char* row = static_cast<const char*>(b.data) + i * row_bytes;
+      if (is_float ? AllFinite<uint32_t>(row, n, 0x7f800000) : AllFinite<uint16_t>(row, n, 0x7f80)) continue;
       known.always.resize(static_cast<size_t>(k));
       known.always[static_cast<size_t>(i)] = 1;
     }
@@ -189,10 +185,7 @@ class Kernel {
   void ReadScales(const OrtKernelInfo& info, int64_t k, int64_t n, KnownB& known) {
     const ConstantTensor scales = ConstantInput(info, kBScale, "b_scale", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
     const Shape expected{known.group == 0 ? 1 : k / known.group + (k % known.group != 0 ? 1 : 0), n};
-    if (scales.shape != expected) {
-      throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' has shape ", ShapeText(scales.shape), ", expected ",
-                              ShapeText(expected), " (groups, n)"));
-    }
+    CheckShape(scales, "b_scale", expected, node_, " (groups, n)");
     known.scales.resize(static_cast<size_t>(scales.count));  // copied: a file may place them at an odd address
     std::copy_n(static_cast<const char*>(scales.data), scales.count * sizeof(float),
                 reinterpret_cast<char*>(known.scales.data()));
@@ -215,11 +208,9 @@ class Kernel {
 
   // ---- masks --------------------------------------------------------------------------------------------------------
 
-  static std::optional<Ort::ConstValue> OptionalInput(const Ort::KernelContext& context, size_t index) {
-    if (context.GetInputCount() <= index) return std::nullopt;
-    const Ort::ConstValue value = context.GetInput(index);
-    if (!value) return std::nullopt;
-    return value;
+  // Null where there is none.
+  static Ort::ConstValue OptionalInput(const Ort::KernelContext& context, size_t index) {
+    return index < context.GetInputCount() ? context.GetInput(index) : Ort::ConstValue{};
   }
 
   static bool IsOneTrue(const Ort::ConstValue& mask) {
@@ -227,8 +218,8 @@ class Kernel {
   }
 
   void CheckNoMask(const Ort::KernelContext& context, size_t index) const {
-    const std::optional<Ort::ConstValue> mask = OptionalInput(context, index);
-    if (mask && !IsOneTrue(*mask)) throw OpError(ErrorText(node_, ": b_mask is there, but B is no float"));
+    const Ort::ConstValue mask = OptionalInput(context, index);
+    if (mask && !IsOneTrue(mask)) throw OpError(ErrorText(node_, ": b_mask is there, but B is no float"));
   }
 
   // The matrix with zeros for what is masked or small: x itself, or a copy.
@@ -236,19 +227,19 @@ class Kernel {
                       const Shape& shape, int64_t count, size_t index, const char* mask_name, const char* x_name,
                       float threshold) const {
     const auto* from = static_cast<const float*>(AtElements(memory, x.GetTensorRawData(), count, sizeof(float)));
-    std::optional<Ort::ConstValue> mask = OptionalInput(context, index);
+    Ort::ConstValue mask = OptionalInput(context, index);
     Shape strides;
     if (mask) {
-      const Shape mask_shape = mask->GetTensorTypeAndShapeInfo().GetShape();
+      const Shape mask_shape = mask.GetTensorTypeAndShapeInfo().GetShape();
       if (BroadcastShape(shape, mask_shape) != shape) {
         throw OpError(ErrorText(node_, ": ", mask_name, " has shape ", ShapeText(mask_shape),
                                 ", expected one that broadcasts to that of ", x_name, ", ", ShapeText(shape)));
       }
-      if (IsOneTrue(*mask)) mask.reset();
+      if (IsOneTrue(mask)) mask = {};
       strides = BroadcastStrides(mask_shape, shape);
     }
     if (!mask && threshold == 0.0f) return from;
-    return MaskedCopy(memory, from, shape, threshold, mask ? mask->GetTensorData<bool>() : nullptr, strides);
+    return MaskedCopy(memory, from, shape, threshold, mask ? mask.GetTensorData<bool>() : nullptr, strides);
   }
 
   // ONNX Runtime's own MatMul.
@@ -279,15 +270,9 @@ struct Op : OrtOp<Op, Kernel> {
   size_t GetInputTypeCount() const { return kInputCount; }
   size_t GetOutputTypeCount() const { return 1; }
   ONNXTensorElementDataType GetInputType(size_t index) const {
-    switch (index) {
-      case kB:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
-      case kAMask:
-      case kBMask:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
-      default:
-        return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    }
+    if (index == kB) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // one of several: the kernel looks
+    if (index >= kAMask) return ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
   ONNXTensorElementDataType GetOutputType(size_t) const { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   OrtCustomOpInputOutputCharacteristic GetInputCharacteristic(size_t index) const {

@@ -65,7 +65,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
 
 // As many blocks at a time as have their sums in registers, for a few rows.
 void MultiplyPanel(const FloatRows& a, const float* panel, int64_t blocks, float* sums) {
-  TakeBlocks<kOneRegister ? 8 : 1>(0, blocks, [&]<int kBlocks>(int64_t first) {
+  TakeAll<kOneRegister ? 8 : 1>(0, blocks, [&]<int kBlocks>(int64_t first) {
     constexpr int kRows = kOneRegister ? (kBlocks > 4 ? 3 : 6) : (Block::kRegisters == 2 ? 4 : 2);
     const float* from = panel + first * kBlockColumns;
     float* to = sums + first * kBlockColumns;

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "masked_matmul/products.h"
+#include "ort/thread_scratch.h"
 
 namespace ortolan {
 namespace {
@@ -12,45 +13,37 @@ struct Panels {
     columns = (BlockPanels(n) + least - 1) / least * kBlockColumns;
     count = (n + columns - 1) / columns;
   }
-  int64_t Slots() const { return std::min(groups * count, kMostSlots); }
 
   int64_t group, groups;   // rows of a group
   int64_t columns, count;  // of a panel
 };
 
 // Calls add(group, column, columns, panel, sums) for each group of rows and panel of columns, which adds up its
-// products, and adds the sums to y [rows][n], or puts them there. Of each slot: a panel, and sums for a group.
+// products, and adds the sums to y [rows][n], or puts them there. panel and sums are scratch, the sums of a group zero.
 template <typename Add>
-void ForEachPanel(Host& host, const Panels& panels, int64_t rows, int64_t n, bool add_to_y, float* y, float* scratch,
-                  const Add& add) {
-  const int64_t slots = panels.Slots();
-  host.ParallelFor(slots, [&](int64_t slot) {
-    float* panel = scratch + slot * (kMaskBits + panels.group) * kNumberColumns;
+void ForEachPanel(Host& host, const Panels& panels, int64_t rows, int64_t n, bool add_to_y, float* y, const Add& add) {
+  const int64_t groups = (rows + panels.group - 1) / panels.group;
+  const int64_t scratch_floats = (kMaskBits + panels.group) * kNumberColumns;
+  ForEachWithScratch(host, groups * panels.count, scratch_floats * kFloatBytes, [&](int64_t unit, char* scratch) {
+    float* panel = reinterpret_cast<float*>(scratch);
     float* sums = panel + kMaskBits * kNumberColumns;
-    const int64_t groups = (rows + panels.group - 1) / panels.group;
-    for (int64_t unit = slot; unit < groups * panels.count; unit += slots) {
-      const int64_t group = unit / panels.count;
-      const int64_t first_row = group * panels.group;
-      const int64_t last_row = std::min(rows, first_row + panels.group);
-      const int64_t column = unit % panels.count * panels.columns;
-      const int64_t columns = std::min(panels.columns, n - column);
-      std::fill_n(sums, (last_row - first_row) * kNumberColumns, 0.0f);
-      add(group, column, columns, panel, sums);
-      for (int64_t i = first_row; i < last_row; ++i) {
-        float* to = y + i * n + column;
-        const float* from = sums + (i - first_row) * kNumberColumns;
-        if (add_to_y) {
-          for (int64_t j = 0; j < columns; ++j) to[j] += from[j];
-        } else {
-          std::copy_n(from, columns, to);
-        }
+    const int64_t group = unit / panels.count;
+    const int64_t first_row = group * panels.group;
+    const int64_t last_row = std::min(rows, first_row + panels.group);
+    const int64_t column = unit % panels.count * panels.columns;
+    const int64_t columns = std::min(panels.columns, n - column);
+    std::fill_n(sums, (last_row - first_row) * kNumberColumns, 0.0f);
+    add(group, column, columns, panel, sums);
+    for (int64_t i = first_row; i < last_row; ++i) {
+      float* to = y + i * n + column;
+      const float* from = sums + (i - first_row) * kNumberColumns;
+      if (add_to_y) {
+        for (int64_t j = 0; j < columns; ++j) to[j] += from[j];
+      } else {
+        std::copy_n(from, columns, to);
       }
     }
   });
-}
-
-float* PanelScratch(const Panels& panels, CallMemory& memory) {
-  return memory.New<float>(panels.Slots() * (kMaskBits + panels.group) * kNumberColumns);
 }
 
 }  // namespace
@@ -69,7 +62,6 @@ void MultiplyByNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, con
   uint16_t* list_rows = memory.New<uint16_t>(lists * group);
   uint8_t* counts = memory.New<uint8_t>(lists * group);
   int64_t* listed = memory.New<int64_t>(lists);
-  float* scratch = PanelScratch(panels, memory);
   const auto list = [&](int64_t place) {
     return NumberList{values + place * list_numbers, inputs + place * list_numbers, list_rows + place * group,
                       counts + place * group};
@@ -97,8 +89,7 @@ void MultiplyByNumbers(const MaskedMatMulKernel& kernel, const FloatRows& a, con
           kernel.multiply_numbers({list(place), listed[place], panel, BlockPanels(columns), sums});
         }
       };
-      ForEachPanel(memory.host(), panels, rows.rows, b.columns, first_input > 0, y + first_row * b.columns, scratch,
-                   add);
+      ForEachPanel(memory.host(), panels, rows.rows, b.columns, first_input > 0, y + first_row * b.columns, add);
     }
   }
 }
@@ -110,12 +101,12 @@ void MultiplyByPanels(const MaskedMatMulKernel& kernel, Numbers numbers, const R
     const int64_t first_row = group * panels.group;
     for (int64_t first = 0; first < args.count; first += kMaskBits) {
       pack(args, first, column, columns, panel);
-      const FloatRows a{args.a + first_row * args.a_row + first, args.a_row * static_cast<int64_t>(sizeof(float)),
+      const FloatRows a{args.a + first_row * args.a_row + first, args.a_row * kFloatBytes,
                         std::min(panels.group, args.m - first_row), std::min(kMaskBits, args.count - first)};
       kernel.multiply_panel(a, panel, BlockPanels(columns), sums);
     }
   };
-  ForEachPanel(memory.host(), panels, args.m, args.n, false, args.y, PanelScratch(panels, memory), add);
+  ForEachPanel(memory.host(), panels, args.m, args.n, false, args.y, add);
 }
 
 }  // namespace ortolan

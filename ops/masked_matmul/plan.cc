@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "masked_matmul/products.h"
+#include "ort/broadcast.h"
 
 namespace ortolan {
 namespace {
@@ -110,7 +111,7 @@ Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = UsedInputs(call);
   float* sums = b_.scales.empty() ? nullptr : call.memory.New<float>(m * n);
-  const uint64_t most = static_cast<uint64_t>(std::clamp<int64_t>(n / kLeastColumns, 1, kMostSlots));
+  const uint64_t most = static_cast<uint64_t>(std::clamp<int64_t>(n / kLeastColumns, 1, kMostPieces));
   const int64_t pieces = static_cast<int64_t>(std::bit_floor(most));
   const int64_t columns = BlockPanels((n + pieces - 1) / pieces) * kBlockColumns;
   call.memory.host().ParallelFor((n + columns - 1) / columns, [&](int64_t piece) {
@@ -186,15 +187,6 @@ const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<in
     for (int64_t j = 0; j < columns; ++j) row[j] = of_row[j * stride] ? row[j] : 0.0f;
   });
   return to;
-}
-
-int64_t PlaceOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
-  int64_t place = 0;
-  for (size_t i = shape.size(); i-- > 0;) {
-    place += index % shape[i] * strides[i];
-    index /= shape[i];
-  }
-  return place;
 }
 
 }  // namespace ortolan

@@ -62,7 +62,4 @@ class MaskedMatMulPlan {
 const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<int64_t>& shape, float threshold,
                         const bool* keep, const std::vector<int64_t>& strides);
 
-// The place of element `index` of a tensor of this shape in one that is repeated to it by these strides.
-int64_t PlaceOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
-
 }  // namespace ortolan

@@ -6,8 +6,8 @@
 
 namespace ortolan {
 
-// Pieces of work, at most, that have scratch memory of their own.
-inline constexpr int64_t kMostSlots = 16;
+// Pieces of work, at most, that are worth making where their size is free.
+inline constexpr int64_t kMostPieces = 16;
 
 // y = A B, [m][n], by Way::kBlocks or Way::kTwoSided; pattern is that of a and b. Returns whether a is finite, as b is:
 // else y is not the product.

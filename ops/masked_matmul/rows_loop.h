@@ -75,7 +75,7 @@ void AddProducts(const float* a, int64_t a_row, const Number* const* rows, const
 // The same for all rows of A and inputs first … first+kCount-1. Further rows of A find the weights in the L1 cache.
 template <typename Number, int kCount>
 void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row, int64_t column, int64_t columns) {
-  constexpr int64_t kRegisterRows = kOneRegister ? 4 : 1;
+  constexpr int kRegisterRows = kOneRegister ? 4 : 1;
   const auto row = [&](int64_t q) { return static_cast<const Number*>(args.b) + args.Input(q) * args.n + column; };
   const Number* rows[kCount];
   const Number* rows_ahead[kCount] = {};
@@ -87,22 +87,11 @@ void AddRows(const RowsArgs& args, int64_t first, float* sums, int64_t sums_row,
   const int64_t strip = args.m <= kRegisterRows ? columns : kStripColumns;
   for (int64_t begin = 0; begin < columns; begin += strip) {
     const int64_t end = columns - begin < strip ? columns : begin + strip;
-    for (int64_t i = 0; i < args.m;) {
-      const float* a = args.a + i * args.a_row + first;
-      float* to = sums + i * sums_row;
-      const int64_t left = args.m - i;
+    TakeAll<kRegisterRows>(0, args.m, [&]<int kRows>(int64_t i) {
       const Number* const* ahead = more && i == 0 ? rows_ahead : nullptr;
-      if (kRegisterRows >= 4 && left >= 4) {
-        AddProducts<4, kCount>(a, args.a_row, rows, ahead, to, sums_row, begin, end);
-        i += 4;
-      } else if (kRegisterRows >= 2 && left >= 2) {
-        AddProducts<2, kCount>(a, args.a_row, rows, ahead, to, sums_row, begin, end);
-        i += 2;
-      } else {
-        AddProducts<1, kCount>(a, args.a_row, rows, ahead, to, sums_row, begin, end);
-        i += 1;
-      }
-    }
+      AddProducts<kRows, kCount>(args.a + i * args.a_row + first, args.a_row, rows, ahead, sums + i * sums_row,
+                                 sums_row, begin, end);
+    });
   }
 }
 

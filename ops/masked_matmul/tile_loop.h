@@ -5,7 +5,6 @@
 
 #include "masked_matmul/masked_matmul.h"
 #include "simd/at_byte.h"
-#include "simd/bits.h"
 #include "simd/column.h"
 #include "simd/columns.h"
 
@@ -29,6 +28,15 @@ inline Floats LoadBlock(const float* from, int64_t left) {
 // A sum of products with zero, which is NaN once a number is not finite.
 inline Floats AddZeroTimes(const Floats& numbers, const Floats& sum) {
   return Block::MultiplyAdd(Simd::Set(0.0f), numbers, sum);
+}
+
+// take<c>(first) for the things from `first` to `end`: kMost at a time, and then what is left.
+template <int kMost, typename Take>
+void TakeAll(int64_t first, int64_t end, const Take& take) {
+  for (; first + kMost <= end; first += kMost) take.template operator()<kMost>(first);
+  if constexpr (kMost > 1) {
+    if (first < end) TakeAll<kMost - 1>(first, end, take);
+  }
 }
 
 // ---- patterns -------------------------------------------------------------------------------------------------------
@@ -207,7 +215,7 @@ void MultiplySparseTile(const SparseTileArgs& args) {
   constexpr int kChains = kSparseTileRows * Block::kRegisters < 8 ? 2 : 1;
   int64_t count = 0;
   for (int64_t word = 0; word < MaskWords(args.k); ++word) {
-    count += ListBits<Simd>(args.tile_mask[word] & args.panel_mask[word], static_cast<uint16_t>(word * kMaskBits),
+    count += Simd::ListBits(args.tile_mask[word] & args.panel_mask[word], static_cast<uint16_t>(word * kMaskBits),
                             args.list + count);
   }
   for (int i = 0; i < 4; ++i) args.list[count + i] = static_cast<uint16_t>(args.k);

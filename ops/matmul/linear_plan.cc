@@ -39,7 +39,7 @@ void ForEachPiece(Host& host, int64_t m, int64_t row_chunk, int64_t panels, int6
 LinearPlan::LinearPlan(const LinearLayer& layer, Features features)
     : layer_(layer),
       epilogue_(SelectKernel(EpilogueKernels(), features).run),
-      layer_norm_(SelectKernel(LayerNormKernels(), features).run) {
+      layer_norm_(SelectKernel(EpilogueKernels(), features).layer_norm) {
   const int64_t inputs = std::max(layer_.Inputs(), layer_.w->k);
   int64_t row_bytes = std::max({layer_.Inputs(), layer_.w->k, layer_.w->n}) * static_cast<int64_t>(sizeof(float));
   for (const MatMulKernel& kernel : layer_.kernels) {

@@ -1,7 +1,8 @@
 #include "ort/broadcast.h"
 
-#include <algorithm>
 #include <cstddef>
+#include <functional>
+#include <numeric>
 
 namespace ortolan {
 
@@ -29,31 +30,29 @@ std::vector<int64_t> BroadcastStrides(const std::vector<int64_t>& shape, const s
   return strides;
 }
 
+int64_t PlaceOf(int64_t index, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
+  int64_t place = 0;
+  for (size_t i = shape.size(); i-- > 0;) {
+    place += index % shape[i] * strides[i];
+    index /= shape[i];
+  }
+  return place;
+}
+
 void BroadcastAdd(const float* a, const std::vector<int64_t>& a_shape, const float* b,
                   const std::vector<int64_t>& b_shape, float* out, const std::vector<int64_t>& shape) {
   if (shape.empty()) {
     *out = *a + *b;
     return;
   }
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return;
+  const int64_t count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
   const std::vector<int64_t> a_strides = BroadcastStrides(a_shape, shape);
   const std::vector<int64_t> b_strides = BroadcastStrides(b_shape, shape);
-  const size_t last = shape.size() - 1;
-  std::vector<int64_t> index(shape.size(), 0);
-  while (true) {
-    for (int64_t j = 0; j < shape[last]; ++j) out[j] = a[j * a_strides[last]] + b[j * b_strides[last]];
-    out += shape[last];
-    // On to the next row, as an odometer.
-    size_t i = last;
-    while (true) {
-      if (i == 0) return;
-      --i;
-      a += a_strides[i];
-      b += b_strides[i];
-      if (++index[i] < shape[i]) break;
-      a -= a_strides[i] * shape[i];
-      b -= b_strides[i] * shape[i];
-      index[i] = 0;
+  for (int64_t first = 0; first < count; first += shape.back()) {
+    const float* a_row = a + PlaceOf(first, shape, a_strides);
+    const float* b_row = b + PlaceOf(first, shape, b_strides);
+    for (int64_t j = 0; j < shape.back(); ++j) {
+      out[first + j] = a_row[j * a_strides.back()] + b_row[j * b_strides.back()];
     }
   }
 }

@@ -2,33 +2,22 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace ortolan {
 namespace {
 
 std::string TypeName(ONNXTensorElementDataType type) {
-  switch (type) {
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
-      return "float";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
-      return "uint8";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8:
-      return "int8";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16:
-      return "uint16";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16:
-      return "int16";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32:
-      return "int32";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
-      return "int64";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
-      return "float16";
-    case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
-      return "bfloat16";
-    default:
-      return "of another element type";
+  constexpr std::pair<ONNXTensorElementDataType, const char*> kNames[] = {
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, "float"},      {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, "uint8"},
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, "int8"},        {ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16, "uint16"},
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16, "int16"},      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, "int32"},
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, "int64"},      {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, "float16"},
+      {ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, "bfloat16"}};
+  for (const auto& [named, name] : kNames) {
+    if (named == type) return name;
   }
+  return "of another element type";
 }
 
 // The input's value if it is an initializer, else null.
@@ -151,61 +140,63 @@ bool HasMoreInputs(const OrtShapeInferContext* context, size_t count) {
   return found > count;
 }
 
-size_t Rank(const OrtShapeInferContext* context, size_t index) {
-  if (!HasMoreInputs(context, index)) return 0;
+namespace {
+
+// What is known of a tensor while shapes are inferred. No dimensions: its rank is not known, or it is not there.
+struct KnownTensor {
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  std::vector<int64_t> dimensions;
+  std::vector<const char*> names;  // of the dimensions
+};
+
+KnownTensor KnownInput(const OrtShapeInferContext* context, size_t index) {
+  KnownTensor known;
+  if (!HasMoreInputs(context, index)) return known;
   const OrtApi& api = Ort::GetApi();
   OrtTensorTypeAndShapeInfo* input = nullptr;
   const Ort::Status status(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
-  size_t rank = 0;
-  if (status.IsOK() && input != nullptr) Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  return rank;
-}
-
-bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
-  const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* input = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
+  if (!status.IsOK() || input == nullptr) return known;
+  Ort::ThrowOnError(api.GetTensorElementType(input, &known.type));
   size_t rank = 0;
   Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  int64_t dimension = 0;
-  if (rank == 1) Ort::ThrowOnError(api.GetDimensions(input, &dimension, rank));
-  return dimension == 1;
+  if (rank == 0) return known;  // ORT's way of saying that the rank is unknown
+  known.dimensions.resize(rank);
+  known.names.resize(rank);
+  Ort::ThrowOnError(api.GetDimensions(input, known.dimensions.data(), rank));
+  Ort::ThrowOnError(api.GetSymbolicDimensions(input, known.names.data(), rank));
+  return known;
 }
 
-namespace {
-
-// Output 0 gets the shape of input 0, with `last`, if given, as its last dimension.
-void InferShapeOfInput(OrtShapeInferContext* context, const int64_t* last, ONNXTensorElementDataType type) {
-  const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* input = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, 0, &input));  // owned by the context
-  size_t rank = 0;
-  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return;  // ORT's way of saying that the rank is unknown
-  std::vector<int64_t> dimensions(rank);
-  std::vector<const char*> names(rank);
-  Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
-  Ort::ThrowOnError(api.GetSymbolicDimensions(input, names.data(), rank));
-  if (last != nullptr) {
-    dimensions[rank - 1] = *last;
-    names[rank - 1] = "";
-  }
+// Leaves the output open where a dimension has neither value nor name.
+void SetOutput(OrtShapeInferContext* context, KnownTensor output) {
+  const size_t rank = output.dimensions.size();
+  if (rank == 0) return;
   for (size_t i = 0; i < rank; ++i) {
-    const bool named = names[i] != nullptr && *names[i] != '\0';
-    if (!named) names[i] = "";
-    if (dimensions[i] < 0 && !named) return;
+    if (output.names[i] == nullptr) output.names[i] = "";
+    if (output.dimensions[i] < 0 && *output.names[i] == '\0') return;
   }
-
+  const OrtApi& api = Ort::GetApi();
   OrtTensorTypeAndShapeInfo* raw = nullptr;
   Ort::ThrowOnError(api.CreateTensorTypeAndShapeInfo(&raw));
-  const Ort::TensorTypeAndShapeInfo output(raw);
-  Ort::ThrowOnError(api.SetDimensions(raw, dimensions.data(), rank));
-  Ort::ThrowOnError(api.SetSymbolicDimensions(raw, names.data(), rank));
-  Ort::ThrowOnError(api.SetTensorElementType(raw, type));
+  const Ort::TensorTypeAndShapeInfo info(raw);
+  Ort::ThrowOnError(api.SetDimensions(raw, output.dimensions.data(), rank));
+  Ort::ThrowOnError(api.SetSymbolicDimensions(raw, output.names.data(), rank));
+  Ort::ThrowOnError(api.SetTensorElementType(raw, output.type));
   Ort::ThrowOnError(api.ShapeInferContext_SetOutputTypeShape(context, 0, raw));
 }
 
 }  // namespace
+
+size_t Rank(const OrtShapeInferContext* context, size_t index) { return KnownInput(context, index).dimensions.size(); }
+
+bool IsOneNumber(const OrtShapeInferContext* context, size_t index) {
+  return KnownInput(context, index).dimensions == std::vector<int64_t>{1};
+}
+
+int64_t LastDimension(const OrtShapeInferContext* context, size_t index) {
+  const KnownTensor input = KnownInput(context, index);
+  return input.dimensions.empty() ? -1 : input.dimensions.back();
+}
 
 int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, int64_t missing) {
   const OrtApi& api = Ort::GetApi();
@@ -218,18 +209,6 @@ int64_t ShapeAttributeOr(const OrtShapeInferContext* context, const char* name, 
   return value;
 }
 
-int64_t LastDimension(const OrtShapeInferContext* context, size_t index) {
-  const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* input = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, index, &input));  // owned by the context
-  size_t rank = 0;
-  Ort::ThrowOnError(api.GetDimensionsCount(input, &rank));
-  if (rank == 0) return -1;
-  std::vector<int64_t> dimensions(rank);
-  Ort::ThrowOnError(api.GetDimensions(input, dimensions.data(), rank));
-  return dimensions.back();
-}
-
 bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
   const int64_t last = ShapeAttributeOr(context, attribute, 0);
   if (last == 0) return false;
@@ -238,26 +217,19 @@ bool InferLastDimension(OrtShapeInferContext* context, const char* attribute) {
 }
 
 void CopyShape(OrtShapeInferContext* context, int64_t last) {
-  InferShapeOfInput(context, &last, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+  KnownTensor output = KnownInput(context, 0);
+  if (output.dimensions.empty()) return;
+  output.type = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  output.dimensions.back() = last;
+  output.names.back() = "";
+  SetOutput(context, std::move(output));
 }
 
 void InferSameShape(OrtShapeInferContext* context, size_t type_from) {
-  const OrtApi& api = Ort::GetApi();
-  OrtTensorTypeAndShapeInfo* input = nullptr;
-  Ort::ThrowOnError(api.ShapeInferContext_GetInputTypeShape(context, type_from, &input));  // owned by the context
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  Ort::ThrowOnError(api.GetTensorElementType(input, &type));
-  InferShapeOfInput(context, nullptr, type);
+  KnownTensor output = KnownInput(context, 0);
+  output.type = KnownInput(context, type_from).type;
+  SetOutput(context, std::move(output));
 }
-
-namespace {
-
-OrtAllocator* CpuAllocator(const Ort::KernelContext& context) {
-  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
-  return context.GetAllocator(*cpu);
-}
-
-}  // namespace
 
 void OrtHost::RunTasks(int64_t count, Task* task, const void* user) {
   struct Call {
@@ -290,7 +262,8 @@ KernelMemory::~KernelMemory() {
 OrtAllocator* KernelMemory::Allocator(const Ort::KernelContext& context) {
   OrtAllocator* held = allocator_.load();
   if (held != nullptr) return held;
-  OrtAllocator* const found = CpuAllocator(context);
+  const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
+  OrtAllocator* const found = context.GetAllocator(*cpu);
   if (allocator_.compare_exchange_strong(held, found)) return found;
   Ort::GetApi().ReleaseAllocator(found);  // another call was faster
   return held;

@@ -30,7 +30,6 @@ namespace {
 constexpr int kTiles = 8;
 constexpr int kMaxTileRows = 16;
 constexpr int kMaxTileColsb = 64;
-constexpr int kTileBytes = kMaxTileRows * kMaxTileColsb;
 
 // What LDTILECFG reads. A tile that is not Set stays unusable.
 struct alignas(64) TileConfig {
@@ -51,9 +50,6 @@ static_assert(sizeof(TileConfig) == 64);
 
 inline void LoadTileConfig(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory"); }
 
-// Writes the configuration in force, or 64 zero bytes.
-inline void StoreTileConfig(TileConfig* config) { __asm__ volatile("sttilecfg %0" : "=m"(*config) : : "memory"); }
-
 // Back to the state before LoadTileConfig. Harmless when nothing is configured.
 inline void TileRelease() { __asm__ volatile("tilerelease" : : : "memory"); }
 
@@ -67,13 +63,6 @@ template <int kTile>
 inline void TileLoad(const void* base, int64_t stride) {
   static_assert(0 <= kTile && kTile < kTiles);
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(base), "r"(stride), "i"(kTile) : "memory");
-}
-
-// TileLoad with the hint (T1) that the bytes will not be used again soon.
-template <int kTile>
-inline void TileLoadStream(const void* base, int64_t stride) {
-  static_assert(0 <= kTile && kTile < kTiles);
-  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(base), "r"(stride), "i"(kTile) : "memory");
 }
 
 template <int kTile>
@@ -103,29 +92,11 @@ inline void TileDpBf16() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
-// int32 C += int8 A x int8 B, modulo 2^32. The two letters before the last are the signs of A and B: S signed, U not.
+// int32 C += int8 A x int8 B, modulo 2^32.
 template <int kC, int kA, int kB>
 inline void TileDpBssd() {
   static_assert(AreProductTiles<kC, kA, kB>());
   __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
-}
-
-template <int kC, int kA, int kB>
-inline void TileDpBsud() {
-  static_assert(AreProductTiles<kC, kA, kB>());
-  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
-}
-
-template <int kC, int kA, int kB>
-inline void TileDpBusd() {
-  static_assert(AreProductTiles<kC, kA, kB>());
-  __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
-}
-
-template <int kC, int kA, int kB>
-inline void TileDpBuud() {
-  static_assert(AreProductTiles<kC, kA, kB>());
-  __asm__ volatile("tdpbuud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// AVX2: vectors of floats (math.h says what each function does), integers and bytes (column.h). Local to each file
+// AVX2: vectors of floats, integers and bytes (column.h says what each function does). Local to each file
 // that includes it.
 #pragma once
 
@@ -7,17 +7,42 @@
 #include <cstdint>
 
 #include "simd/at_byte.h"
-#include "simd/expand_controls.h"
-#include "simd/math.h"
+#include "simd/vectors.h"
 
 namespace ortolan::simd {
 namespace {
 
-struct avx2 {
+// Expansion by shuffles, as there is no instruction for it: for each byte of mask bits the control that moves the next
+// stored value, of kBytes bytes, to every place whose bit is set, and zero elsewhere (a control byte with its top bit
+// set gives zero).
+template <int kBytes>
+struct ExpandControls {
+  constexpr ExpandControls() {
+    for (int mask = 0; mask < 256; ++mask) {
+      int next = 0;
+      for (int place = 0; place < 8; ++place) {
+        const bool stored = ((mask >> place) & 1) != 0;
+        for (int i = 0; i < kBytes; ++i) {
+          control[mask][place * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
+        }
+      }
+    }
+  }
+  alignas(64) uint8_t control[256][8 * kBytes] = {};
+};
+
+constexpr ExpandControls<1> kExpandByteControls;
+constexpr ExpandControls<2> kExpandWordControls;
+
+struct avx2_types {
   using Float = __m256;
   using Int = __m256i;
-  using Bytes = __m256i;
-  static constexpr int64_t kLanes = 8;
+  using Unsigned [[gnu::vector_size(32)]] = uint32_t;
+  using Signed [[gnu::vector_size(32)]] = int32_t;
+};
+
+struct avx2 : Vectors<avx2, avx2_types> {
+  using Vectors::Transpose;  // and those below
   static constexpr int kRegisters = 16;
 
   static __m256i FirstLanes(int64_t count) {
@@ -28,18 +53,7 @@ struct avx2 {
   static __m256 LoadFirst(const float* from, int64_t count) { return _mm256_maskload_ps(from, FirstLanes(count)); }
   static void Store(float* to, __m256 a) { _mm256_storeu_ps(to, a); }
   static void StoreFirst(float* to, int64_t count, __m256 a) { _mm256_maskstore_ps(to, FirstLanes(count), a); }
-  static __m256 LoadSome(const float* from, int64_t left) {
-    return left >= kLanes ? Load(from) : LoadFirst(from, left);
-  }
-  static void StoreSome(float* to, int64_t left, __m256 a) {
-    if (left >= kLanes) return Store(to, a);
-    StoreFirst(to, left, a);
-  }
 
-  static __m256 Add(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
-  static __m256 Subtract(__m256 a, __m256 b) { return _mm256_sub_ps(a, b); }
-  static __m256 Multiply(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
-  static __m256 Divide(__m256 a, __m256 b) { return _mm256_div_ps(a, b); }
   static __m256 MultiplyAdd(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
   static __m256 Max(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
   static __m256 Min(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
@@ -53,13 +67,9 @@ struct avx2 {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
-  static __m256 ExponentFromLowBits(__m256 a) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
-  }
   static __m256 SelectLess(__m256 a, __m256 b, __m256 x, __m256 y) {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
   }
-  static __m256 Exp2(__m256 a) { return VectorMath<avx2>::Exp2(Max(Set(-127.0f), a), Set(1.0f)); }
   static float MaxOfLanes(__m256 a) {
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -139,21 +149,6 @@ struct avx2 {
     const __m128i halves = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
   }
-  static void StoreInt8(uint8_t* to, __m256 a) {
-    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_setzero_si256());
-    const __m128i halves = _mm_unpacklo_epi64(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves, halves));
-  }
-  template <int kByte>
-  static __m256 SignedByte(__m256i a) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * kByte), 24));
-  }
-
-  // Units: 32 bits of a lane that are multiplied at once.
-  static constexpr int64_t kUnit = 1;
-  static __m256 PackUnits(__m256 a, __m256) { return a; }
-  static void StoreUnits(float* to, __m256 a) { Store(to, a); }
-  static __m256 MultiplyAddUnits(__m256 a, __m256 b, __m256 c) { return MultiplyAdd(a, b, c); }
 
   // Integers of 32 bits.
   static __m256i SetInt(int32_t value) { return _mm256_set1_epi32(value); }
@@ -165,61 +160,18 @@ struct avx2 {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
   static void StoreInt(void* to, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
-  static __m256i BitsOf(__m256 a) { return _mm256_castps_si256(a); }
-  static __m256 FloatOf(__m256i a) { return _mm256_castsi256_ps(a); }
-  static __m256i AddInt(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
-  static __m256i MultiplyInt(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }
   static __m256i DotPair(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
   static __m256i RoundToInt(__m256 a) { return _mm256_cvtps_epi32(a); }
-  static void Transpose(__m256i (&a)[8]) {
-    __m256 bits[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) bits[i] = _mm256_castsi256_ps(a[i]);
-    Transpose(bits);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) a[i] = _mm256_castps_si256(bits[i]);
-  }
   static __m256 ToFloat(__m256i a) { return _mm256_cvtepi32_ps(a); }
-  static __m256i OrInt(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
   static __m256i SelectBits(__m256i where, __m256i a, __m256i b) {
     return _mm256_or_si256(_mm256_and_si256(where, a), _mm256_andnot_si256(where, b));
   }
-  template <int kBits>
-  static __m256i ShiftLeftInt(__m256i a) {
-    return _mm256_slli_epi32(a, kBits);
-  }
-  template <int kBits>
-  static __m256i ShiftRightInt(__m256i a) {
-    return _mm256_srli_epi32(a, kBits);
-  }
   static __m256 LoadF16(const uint8_t* from) { return _mm256_cvtph_ps(Load128(from)); }
 
-  // bf16.
-  static constexpr bool kDotBf16 = false;
-  static __m256 EvenBf16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-  static __m256 OddBf16(__m256i pairs) {
-    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-  static __m256 RoundToBf16(__m256 a) {
-    const __m256i bits = _mm256_castps_si256(a);
-    const __m256i lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
-    const __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan);
-    return OddBf16(_mm256_castps_si256(chosen));
-  }
-
   // Integers: arithmetic.
-  static void StoreInt8(int8_t* to, __m256i a) {
+  static void StoreInt8(void* to, __m256i a) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(words, words));
-  }
-  static __m256i SubtractInt(__m256i a, __m256i b) { return _mm256_sub_epi32(a, b); }
-  static __m256i AndInt(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
-  template <int kBits>
-  static __m256i ShiftRightSigned(__m256i a) {
-    return _mm256_srai_epi32(a, kBits);
+    _mm_storel_epi64(static_cast<__m128i*>(to), _mm_packs_epi16(words, words));
   }
   static int32_t SumOfIntLanes(__m256i a) {
     __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -236,19 +188,9 @@ struct avx2 {
   static __m256i MaxInt(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
 
   // Bytes.
-  static __m256i LoadBytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void StoreBytes(uint8_t* to, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a); }
   static __m256i SetBytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
-  static __m256i RepeatQuad(const void* from) {
-    int32_t quad;
-    __builtin_memcpy(&quad, from, sizeof(quad));
-    return _mm256_set1_epi32(quad);
-  }
-  static __m256i AndBytes(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
-  static __m256i XorBytes(__m256i a, __m256i b) { return _mm256_xor_si256(a, b); }
   static __m256i SubtractBytes(__m256i a, __m256i b) { return _mm256_sub_epi8(a, b); }
-  static __m256i LowNibbles(__m256i a) { return _mm256_and_si256(a, SetBytes(0x0f)); }
-  static __m256i HighNibbles(__m256i a) { return LowNibbles(_mm256_srli_epi16(a, 4)); }
   static __m256i ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     return ExpandEach(mask, first, [&](int64_t place) { return Load64(stored + place); });
   }
@@ -275,7 +217,6 @@ struct avx2 {
     return AddPairs(sums, pairs);
   }
   // Eight products of nibbles fit 16 bits (8 x 2 x 15 x 127 = 30480), and are widened together.
-  static constexpr uint32_t kNibbleBias = 8;
   static constexpr bool kNarrowNibbleSums = true;
   static __m256i StartNibbleSums(__m256i) { return _mm256_setzero_si256(); }
   // By hand: see AddPairs.

@@ -1,4 +1,4 @@
-// AVX-512: vectors of floats (math.h says what each function does), integers and bytes (column.h). Local to each file
+// AVX-512: vectors of floats, integers and bytes (column.h says what each function does). Local to each file
 // that includes it.
 #pragma once
 
@@ -7,52 +7,39 @@
 #include <cstdint>
 
 #include "simd/at_byte.h"
-#include "simd/math.h"
+#include "simd/vectors.h"
 
 namespace ortolan::simd {
 namespace {
 
-constexpr struct Places {
-  constexpr Places() {
-    for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(i);
+// A byte for each of 64 places.
+struct PlaceTable {
+  template <typename At>
+  constexpr explicit PlaceTable(const At& byte_at) {
+    for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(byte_at(i));
   }
   alignas(64) uint8_t at[64] = {};
-} kPlaces;
-
-// Of four rows of 16 kVectors bytes, one behind the other, byte 4 i + r: byte i of row r.
-template <int kVectors>
-struct QuadsOfRows {
-  alignas(64) uint8_t at[kVectors][64];
-  constexpr QuadsOfRows() : at() {
-    for (int i = 0; i < 64 * kVectors; ++i) at[i / 64][i % 64] = static_cast<uint8_t>(i % 4 * 16 * kVectors + i / 4);
-  }
 };
-template <int kVectors>
-constexpr QuadsOfRows<kVectors> kQuadsOfRows;
-
-// Of 16 quads, byte 16 r + i: byte r of quad i.
-struct RowsOfQuads {
-  alignas(64) uint8_t at[64];
-  constexpr RowsOfQuads() : at() {
-    for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(i % 16 * 4 + i / 16);
-  }
-};
-constexpr RowsOfQuads kRowsOfQuads;
-
+constexpr PlaceTable kPlaces([](int i) { return i; });
 // Of 64 words in two registers, the low bytes.
-struct LowBytes {
-  alignas(64) uint8_t at[64];
-  constexpr LowBytes() : at() {
-    for (int i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(2 * i);
-  }
-};
-constexpr LowBytes kLowBytes;
+constexpr PlaceTable kLowBytes([](int i) { return 2 * i; });
+// Of 16 quads, byte 16 r + i: byte r of quad i.
+constexpr PlaceTable kRowsOfQuads([](int i) { return i % 16 * 4 + i / 16; });
+// Of four rows of 16 bytes, one behind the other, byte 4 i + r: byte i of row r. Likewise of 32 bytes, in two halves.
+constexpr PlaceTable kQuadsOfRows16([](int i) { return i % 4 * 16 + i / 4; });
+constexpr PlaceTable kLowQuadsOfRows32([](int i) { return i % 4 * 32 + i / 4; });
+constexpr PlaceTable kHighQuadsOfRows32([](int i) { return i % 4 * 32 + 16 + i / 4; });
 
-struct avx512 {
+struct avx512_types {
   using Float = __m512;
   using Int = __m512i;
-  using Bytes = __m512i;
-  static constexpr int64_t kLanes = 16;
+  using Unsigned [[gnu::vector_size(64)]] = uint32_t;
+  using Signed [[gnu::vector_size(64)]] = int32_t;
+};
+
+struct avx512 : Vectors<avx512, avx512_types> {
+  using Vectors::RepeatQuad;  // and those below
+  using Vectors::Transpose;
   static constexpr int kRegisters = 32;
 
   static __mmask16 FirstLanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
@@ -65,10 +52,6 @@ struct avx512 {
   // By mask also where all lanes are stored: plain stores are 8 to 30 % slower on Zen 5 where a product writes y.
   static void StoreSome(float* to, int64_t left, __m512 a) { _mm512_mask_storeu_ps(to, SomeLanes(left), a); }
 
-  static __m512 Add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
-  static __m512 Subtract(__m512 a, __m512 b) { return _mm512_sub_ps(a, b); }
-  static __m512 Multiply(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
-  static __m512 Divide(__m512 a, __m512 b) { return _mm512_div_ps(a, b); }
   static __m512 MultiplyAdd(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
   static __m512 Max(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
   static __m512 Min(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
@@ -76,9 +59,6 @@ struct avx512 {
   static uint32_t NonZero(__m512 a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
   static bool HasNan(__m512 a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
   static float SumOfLanes(__m512 a) { return _mm512_reduce_add_ps(a); }
-  static __m512 ExponentFromLowBits(__m512 a) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
-  }
   static __m512 SelectLess(__m512 a, __m512 b, __m512 x, __m512 y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
   }
@@ -86,7 +66,7 @@ struct avx512 {
     // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 1.9 x 2^-24.
     constexpr float kExp2[] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
     const __m512 fraction = _mm512_reduce_ps(a, 0);  // a - round(a), and 0 of -Inf
-    return _mm512_scalef_ps(VectorMath<avx512>::Polynomial(fraction, kExp2), _mm512_sub_ps(a, fraction));
+    return _mm512_scalef_ps(Polynomial(fraction, kExp2), _mm512_sub_ps(a, fraction));
   }
   static float MaxOfLanes(__m512 a) { return _mm512_reduce_max_ps(a); }
   static __m512 Rounded(__m512 a) {
@@ -173,24 +153,17 @@ struct avx512 {
   static void StoreBytes(uint8_t* to, __m512 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)));
   }
-  static void StoreInt8(uint8_t* to, __m512 a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
-  }
-  template <int kByte>
-  static __m512 SignedByte(__m512i a) {
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(a, 24 - 8 * kByte), 24));
-  }
 
-  // Lists of bits: bits.h.
+  // Lists of bits.
   static int64_t ListBits(uint64_t bits, uint8_t first, uint8_t* list) {
-    const __m512i numbers = _mm512_add_epi8(Places(), _mm512_set1_epi8(static_cast<char>(first)));
+    const __m512i numbers = _mm512_add_epi8(_mm512_load_si512(kPlaces.at), _mm512_set1_epi8(static_cast<char>(first)));
     _mm512_storeu_si512(list, _mm512_maskz_compress_epi8(bits, numbers));
     return __builtin_popcountll(bits);
   }
   static int64_t ListBits(uint64_t bits, uint16_t first, uint16_t* list) {
     const int64_t found = __builtin_popcountll(bits);
     const __m512i base = _mm512_set1_epi16(static_cast<int16_t>(first));
-    const __m512i numbers = _mm512_maskz_compress_epi8(bits, Places());
+    const __m512i numbers = _mm512_maskz_compress_epi8(bits, _mm512_load_si512(kPlaces.at));
     const auto store = [base](uint16_t* to, __m256i half) {
       _mm512_storeu_si512(to, _mm512_add_epi16(base, _mm512_cvtepu8_epi16(half)));
     };
@@ -207,12 +180,6 @@ struct avx512 {
     }
   }
 
-  // Units: 32 bits of a lane that are multiplied at once.
-  static constexpr int64_t kUnit = 1;
-  static __m512 PackUnits(__m512 a, __m512) { return a; }
-  static void StoreUnits(float* to, __m512 a) { Store(to, a); }
-  static __m512 MultiplyAddUnits(__m512 a, __m512 b, __m512 c) { return MultiplyAdd(a, b, c); }
-
   // Integers of 32 bits.
   static __m512i SetInt(int32_t value) { return _mm512_set1_epi32(value); }
   static __m512i LoadInt(const void* from) { return _mm512_loadu_si512(from); }
@@ -223,58 +190,15 @@ struct avx512 {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
   static void StoreInt(void* to, __m512i a) { _mm512_storeu_si512(to, a); }
-  static __m512i BitsOf(__m512 a) { return _mm512_castps_si512(a); }
-  static __m512 FloatOf(__m512i a) { return _mm512_castsi512_ps(a); }
-  static __m512i AddInt(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
-  static __m512i SubtractInt(__m512i a, __m512i b) { return _mm512_sub_epi32(a, b); }
-  static __m512i MultiplyInt(__m512i a, __m512i b) { return _mm512_mullo_epi32(a, b); }
   static __m512i RoundToInt(__m512 a) { return _mm512_cvtps_epi32(a); }
-  static void Transpose(__m512i (&a)[16]) {
-    __m512 bits[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) bits[i] = _mm512_castsi512_ps(a[i]);
-    Transpose(bits);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_castps_si512(bits[i]);
-  }
   static __m512 ToFloat(__m512i a) { return _mm512_cvtepi32_ps(a); }
-  static __m512i OrInt(__m512i a, __m512i b) { return _mm512_or_si512(a, b); }
   static __m512i SelectBits(__m512i where, __m512i a, __m512i b) {
     return _mm512_ternarylogic_epi32(where, a, b, 0xCA);
   }
-  template <int kBits>
-  static __m512i ShiftLeftInt(__m512i a) {
-    return _mm512_slli_epi32(a, kBits);
-  }
-  template <int kBits>
-  static __m512i ShiftRightInt(__m512i a) {
-    return _mm512_srli_epi32(a, kBits);
-  }
   static __m512 LoadF16(const uint8_t* from) { return _mm512_cvtph_ps(Load256(from)); }
 
-  // bf16.
-  static constexpr bool kDotBf16 = false;
-  static __m512 EvenBf16(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-  static __m512 OddBf16(__m512i pairs) {
-    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-  static __m512 RoundToBf16(__m512 a) {
-    const __m512i bits = _mm512_castps_si512(a);
-    const __m512i lowest = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7fff)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    return OddBf16(_mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000)));
-  }
-
   // Integers: arithmetic.
-  static void StoreInt8(int8_t* to, __m512i a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(a));
-  }
-  static __m512i AndInt(__m512i a, __m512i b) { return _mm512_and_si512(a, b); }
-  template <int kBits>
-  static __m512i ShiftRightSigned(__m512i a) {
-    return _mm512_srai_epi32(a, kBits);
-  }
+  static void StoreInt8(void* to, __m512i a) { _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(a)); }
   static int32_t SumOfIntLanes(__m512i a) { return _mm512_reduce_add_epi32(a); }
   static int32_t MaxOfIntLanes(__m512i a) { return _mm512_reduce_max_epi32(a); }
   static __m512i MaxInt(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
@@ -284,19 +208,9 @@ struct avx512 {
   }
 
   // Bytes.
-  static __m512i LoadBytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
   static void StoreBytes(uint8_t* to, __m512i a) { _mm512_storeu_si512(to, a); }
   static __m512i SetBytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
-  static __m512i RepeatQuad(const void* from) {
-    int32_t quad;
-    __builtin_memcpy(&quad, from, sizeof(quad));
-    return _mm512_set1_epi32(quad);
-  }
-  static __m512i AndBytes(__m512i a, __m512i b) { return _mm512_and_si512(a, b); }
-  static __m512i XorBytes(__m512i a, __m512i b) { return _mm512_xor_si512(a, b); }
   static __m512i SubtractBytes(__m512i a, __m512i b) { return _mm512_sub_epi8(a, b); }
-  static __m512i LowNibbles(__m512i a) { return _mm512_and_si512(a, SetBytes(0x0f)); }
-  static __m512i HighNibbles(__m512i a) { return LowNibbles(_mm512_srli_epi16(a, 4)); }
   // In place, by hand: on Zen 5 vpexpand waits for the old value of its destination even with {z} (1.11 against 0.22 ns
   // when every expansion names one register, as gcc's do), and on Zen 4 its memory form is slow. Expanding the register
   // just loaded has neither fault.
@@ -340,11 +254,6 @@ struct avx512 {
   }
   static constexpr uint32_t kInt8Bias = 128;
   static __m512i DotInt8(__m512i sums, __m512i a, __m512i b) { return DotQuad(sums, a, b); }
-  static constexpr uint32_t kNibbleBias = 8;
-  static constexpr bool kNarrowNibbleSums = false;
-  static __m512i StartNibbleSums(__m512i sums) { return sums; }
-  static __m512i DotNibbles(__m512i sums, __m512i nibbles, __m512i b) { return DotQuad(sums, nibbles, b); }
-  static __m512i EndNibbleSums(__m512i, __m512i sums) { return sums; }
 
   // Rows of bytes
   using Quads = __m512i;
@@ -352,26 +261,20 @@ struct avx512 {
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], __m512i (&quads)[kVectors]) {
     if constexpr (kVectors == 4) {
-      const __m512i r0 = LoadBytes(rows[0]), r1 = LoadBytes(rows[1]), r2 = LoadBytes(rows[2]), r3 = LoadBytes(rows[3]);
-      const __m512i a = _mm512_unpacklo_epi8(r0, r1), b = _mm512_unpackhi_epi8(r0, r1);
-      const __m512i c = _mm512_unpacklo_epi8(r2, r3), d = _mm512_unpackhi_epi8(r2, r3);
-      quads[0] = _mm512_unpacklo_epi16(a, c);
-      quads[1] = _mm512_unpackhi_epi16(a, c);
-      quads[2] = _mm512_unpacklo_epi16(b, d);
-      quads[3] = _mm512_unpackhi_epi16(b, d);
+      InterleaveBytes({LoadBytes(rows[0]), LoadBytes(rows[1]), LoadBytes(rows[2]), LoadBytes(rows[3])}, quads);
     } else if constexpr (kVectors == 2) {
       const auto two = [&](int i) {
         return _mm512_inserti64x4(_mm512_castsi256_si512(Load256(rows[i])), Load256(rows[i + 1]), 1);
       };
       const __m512i a = two(0), b = two(2);
-      quads[0] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kQuadsOfRows<2>.at[0]), b);
-      quads[1] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kQuadsOfRows<2>.at[1]), b);
+      quads[0] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kLowQuadsOfRows32.at), b);
+      quads[1] = _mm512_permutex2var_epi8(a, _mm512_load_si512(kHighQuadsOfRows32.at), b);
     } else {
       const auto two = [&](int i) {
         return _mm256_inserti128_si256(_mm256_castsi128_si256(Load128(rows[i])), Load128(rows[i + 1]), 1);
       };
       const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(two(0)), two(2), 1);
-      quads[0] = _mm512_permutexvar_epi8(_mm512_load_si512(kQuadsOfRows<1>.at[0]), all);
+      quads[0] = _mm512_permutexvar_epi8(_mm512_load_si512(kQuadsOfRows16.at), all);
     }
   }
   template <int kVectors>
@@ -530,7 +433,6 @@ struct avx512 {
   }
   static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
   static __m256i Load256(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-  static __m512i Places() { return _mm512_load_si512(kPlaces.at); }
 };
 
 }  // namespace

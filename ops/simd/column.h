@@ -3,20 +3,61 @@
 // them is local to the file. An inline function compiled with AVX-512 may be the copy that the linker keeps for
 // everyone, so nothing of the standard library that is a function is used there.
 //
-// Floats: math.h. Beside these:
+// What all columns do alike: vectors.h.
 //
-//     LoadSome(p, left), StoreSome(p, left, a)        the lanes that `left` floats fill: none, some or all
+// Floats:
+//
+//     Float, kLanes                                   kLanes floats
+//     Float Set(float), Load(const float*), LoadFirst(const float*, int64_t count)
+//     void Store(float*, Float), StoreFirst(float*, int64_t count, Float)
+//         First: `count` lanes, 0 … kLanes; no other memory is touched, and the other lanes are 0
+//     Float LoadSome(const float*, int64_t left), void StoreSome(float*, int64_t left, Float)
+//         the lanes that `left` floats fill: none, some or all
+//     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
+//     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
+//     Float Abs(a)
+//     uint32_t NonZero(a)                             a bit for each lane that is not zero, as NaN is not
+//     bool HasNan(a)
+//     float SumOfLanes(a)
+//     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
+//     Float SelectLess(a, b, x, y)                    a < b ? x : y; y if a or b is NaN
+//     Float Exp2(a)                                   2^a, a <= 0; NaN of NaN; below -126.5 zero may be given
+//     float MaxOfLanes(a)
+//     Float Exp2OfProduct(a, b)                       2^(a b) for -127.4 <= a b <= 0; zero below -126.5
+//     Float Polynomial(x, coefficients)               the lowest power first
+//     Float Rounded(a)                                a, which the compiler does not fuse with what is done to it
+// kRegisters of them. Between lanes:
+//     void Transpose(Float (&)[kLanes])
+//     void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes)
+//         four rows of kLanes numbers to kLanes rows of four
+//     Float ReduceFour(const Float (&)[4], op)        op over all lanes of each, in lanes 0 … 3, 4 … 7, …
+//     Float LoadStrided(const float*, int64_t stride) every stride-th float
+//     Float LoadTwice(const float*)                   kLanes / 2 floats, each in two lanes
+//     Float SwapPairs(a)                              lanes 1, 0, 3, 2, …
+//     Float SubtractAdd(a, b)                         a - b in even lanes, a + b in odd ones
+//     Float Lookup16(const float*, Int index)         of 16 floats, by the low 4 bits of each index
+// From and to bytes:
+//     Float LoadBf16(const uint8_t*), LoadF16, LoadInt8           kLanes numbers, at any address
+//     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
+//     Float SignedByte<n>(Int)                        byte n of each lane
+// In units of 32 bits that are multiplied at once, a float (kUnit = 1) or a pair of bf16 (2):
+//     Float PackUnits(a, b)                           the numbers of a, or pairs of a and b
+//     void StoreUnits(float*, Float)                  kLanes numbers one after another, rounded to their type
+//     Float MultiplyAddUnits(a, b, c)                 a b + c of units a and b, floats c
 //
 // Integers and bytes:
 //
 //     Int, Bytes            kLanes int32, and 4 kLanes bytes: one C++ type or two, so that the functions carry the type
-//     kRegisters            of vectors
 //
-//     SetInt(i), LoadInt(p), StoreInt(p, a), AddInt, SubtractInt, AndInt, MaxInt, ShiftRightSigned<bits>(a)
+//     SetInt(i), LoadInt(p), LoadFirstInt(p, count), StoreInt(p, a), AddInt, SubtractInt, AndInt, OrInt, MaxInt
+//     ShiftLeftInt<n>(a), ShiftRightInt<n>(a), ShiftRightSigned<n>(a)        zeros come in, or the sign
+//     SelectBits(where, a, b)               bits of a where those of `where` are 1, else of b
 //     LoadUint8(p)          kLanes bytes as int32
 //     StoreInt8(p, a)       kLanes int32 as int8, saturated
 //     MultiplyInt (the low 32 bits), Transpose, SumOfIntLanes(a), MaxOfIntLanes(a)
-//     ToFloat(Int), RoundToInt(Float) to nearest even, BitsOf(Float)
+//     ToFloat(Int), RoundToInt(Float) to nearest even; BitsOf(Float), FloatOf(Int): the bits as they are
+//     ListBits(uint64_t bits, first, list)  first + the numbers of the set bits, ascending, of 8 or 16 bits; how many
+//     CompressFloats(uint64_t bits, p, to)  the floats at p whose bits are set; both: the list has space for 64
 //     DotPair(Int sums, Int a, Int b)       sums + the dot products of pairs of int16
 //
 //     SetBytes(i), LoadBytes(p), StoreBytes(p, a), AndBytes, XorBytes, SubtractBytes
@@ -35,7 +76,6 @@
 //                                           between they are 16 bits, so that a must not be more than 15; otherwise
 //                                           they are Int, and a may be any unsigned byte
 //
-//     LoadF16(p), LoadBf16(p)               kLanes floats, at any address
 //     EvenBf16(Bytes), OddBf16(Bytes)       of pairs of bf16, as floats
 //     RoundToBf16(Float)                    floats that hold a bf16
 //     PackBf16(Float low, high), DotBf16(Float sums, Bytes a, Bytes b)     where kDotBf16: pairs of bf16

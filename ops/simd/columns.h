@@ -44,10 +44,10 @@ struct Columns {
   }
   // The first `count` columns, zero behind them; no other memory is touched.
   static Floats LoadFirst(const float* from, int64_t count) {
-    return Of<Floats>([&](int i) { return Simd::LoadFirst(from + i * Simd::kLanes, Part(count, i)); });
+    return Of<Floats>([&](int i) { return Simd::LoadSome(from + i * Simd::kLanes, count - i * Simd::kLanes); });
   }
   static void StoreFirst(float* to, int64_t count, const Floats& a) {
-    for (int i = 0; i < kRegisters; ++i) Simd::StoreFirst(to + i * Simd::kLanes, Part(count, i), a.at[i]);
+    for (int i = 0; i < kRegisters; ++i) Simd::StoreSome(to + i * Simd::kLanes, count - i * Simd::kLanes, a.at[i]);
   }
   static Floats Add(const Floats& a, const Floats& b) {
     return Of<Floats>([&](int i) { return Simd::Add(a.at[i], b.at[i]); });
@@ -129,11 +129,6 @@ struct Columns {
   }
 
  private:
-  // Of the first `count` columns, those in register i.
-  static int64_t Part(int64_t count, int i) {
-    const int64_t left = count - i * Simd::kLanes;
-    return left < 0 ? 0 : left < Simd::kLanes ? left : Simd::kLanes;
-  }
   template <typename Out, typename Each, int... i>
   __attribute__((always_inline)) static Out Of(const Each& each, std::integer_sequence<int, i...>) {
     return {{each(i)...}};

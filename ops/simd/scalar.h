@@ -1,20 +1,24 @@
-// One lane: what simd/math.h asks for, on any CPU. Included by kernels only; local to each.
+// One lane: the functions of column.h, on any CPU. Included by kernels only; local to each.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "simd/at_byte.h"
-#include "simd/math.h"
+#include "simd/vectors.h"
 
 namespace ortolan::simd {
 namespace {
 
-struct scalar {
+struct scalar_types {
   using Float = float;
   using Int = uint32_t;
-  using Bytes = uint32_t;
-  static constexpr int64_t kLanes = 1;
+  using Unsigned = uint32_t;
+  using Signed = int32_t;
+};
+
+struct scalar : Vectors<scalar, scalar_types> {
+  using Vectors::Transpose;  // and that below
   static constexpr int kRegisters = 16;
 
   static float Set(float value) { return value; }
@@ -25,10 +29,6 @@ struct scalar {
     if (count > 0) *to = a;
   }
 
-  static float Add(float a, float b) { return a + b; }
-  static float Subtract(float a, float b) { return a - b; }
-  static float Multiply(float a, float b) { return a * b; }
-  static float Divide(float a, float b) { return a / b; }
   static float MultiplyAdd(float a, float b, float c) { return a * b + c; }
   static float Max(float a, float b) { return a > b ? a : b; }
   static float Min(float a, float b) { return a < b ? a : b; }
@@ -36,9 +36,7 @@ struct scalar {
   static uint32_t NonZero(float a) { return a != 0.0f ? 1 : 0; }
   static bool HasNan(float a) { return a != a; }
   static float SumOfLanes(float a) { return a; }
-  static float ExponentFromLowBits(float a) { return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, a) << 23); }
   static float SelectLess(float a, float b, float x, float y) { return a < b ? x : y; }
-  static float Exp2(float a) { return VectorMath<scalar>::Exp2(Max(-127.0f, a), 1.0f); }
   static float MaxOfLanes(float a) { return a; }
   static float Rounded(float a) {
 #if defined(__x86_64__)
@@ -65,19 +63,6 @@ struct scalar {
   }
   static float LoadInt8(const uint8_t* from) { return static_cast<float>(static_cast<int8_t>(*from)); }
   static void StoreBytes(uint8_t* to, float a) { *to = static_cast<uint8_t>(__builtin_nearbyintf(a)); }
-  static void StoreInt8(uint8_t* to, float a) {
-    *to = static_cast<uint8_t>(static_cast<int32_t>(__builtin_nearbyintf(a)));
-  }
-  template <int kByte>
-  static float SignedByte(uint32_t a) {
-    return static_cast<float>(static_cast<int8_t>(a >> 8 * kByte));
-  }
-
-  // Units: 32 bits of a lane that are multiplied at once.
-  static constexpr int64_t kUnit = 1;
-  static float PackUnits(float a, float) { return a; }
-  static void StoreUnits(float* to, float a) { *to = a; }
-  static float MultiplyAddUnits(float a, float b, float c) { return MultiplyAdd(a, b, c); }
 
   // Integers of 32 bits.
   static uint32_t SetInt(int32_t value) { return static_cast<uint32_t>(value); }
@@ -85,27 +70,8 @@ struct scalar {
   static uint32_t LoadFirstInt(const void* from, int64_t) { return LoadInt(from); }
   static uint32_t LoadUint8(const uint8_t* from) { return *from; }
   static void StoreInt(void* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
-  static uint32_t BitsOf(float a) { return __builtin_bit_cast(uint32_t, a); }
-  static float FloatOf(uint32_t a) { return __builtin_bit_cast(float, a); }
   static float ToFloat(uint32_t a) { return static_cast<float>(static_cast<int32_t>(a)); }
-  static uint32_t OrInt(uint32_t a, uint32_t b) { return a | b; }
   static uint32_t SelectBits(uint32_t where, uint32_t a, uint32_t b) { return (where & a) | (~where & b); }
-  template <int kBits>
-  static uint32_t ShiftLeftInt(uint32_t a) {
-    return a << kBits;
-  }
-  template <int kBits>
-  static uint32_t ShiftRightInt(uint32_t a) {
-    return a >> kBits;
-  }
-  // bf16.
-  static constexpr bool kDotBf16 = false;
-  static float EvenBf16(uint32_t pair) { return __builtin_bit_cast(float, pair << 16); }
-  static float OddBf16(uint32_t pair) { return __builtin_bit_cast(float, pair & 0xffff0000u); }
-  static float RoundToBf16(float a) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, a);
-    return OddBf16(a != a ? bits | 0x00400000u : bits + 0x7fffu + ((bits >> 16) & 1u));
-  }
   static float LoadF16(const uint8_t* from) {
     const uint32_t bits = Get<uint16_t>(from);
     // Inf and NaN keep their largest exponent, the others get 2^112 times their value: denormals too.
@@ -116,16 +82,9 @@ struct scalar {
   }
 
   // Integers: arithmetic, modulo 2^32.
-  static void StoreInt8(int8_t* to, uint32_t a) {
+  static void StoreInt8(void* to, uint32_t a) {
     const int32_t value = static_cast<int32_t>(a);
-    *to = static_cast<int8_t>(value < -128 ? -128 : value > 127 ? 127 : value);
-  }
-  static uint32_t AddInt(uint32_t a, uint32_t b) { return a + b; }
-  static uint32_t SubtractInt(uint32_t a, uint32_t b) { return a - b; }
-  static uint32_t AndInt(uint32_t a, uint32_t b) { return a & b; }
-  template <int kBits>
-  static uint32_t ShiftRightSigned(uint32_t a) {
-    return static_cast<uint32_t>(static_cast<int32_t>(a) >> kBits);
+    *static_cast<int8_t*>(to) = static_cast<int8_t>(value < -128 ? -128 : value > 127 ? 127 : value);
   }
   static int32_t SumOfIntLanes(uint32_t a) { return static_cast<int32_t>(a); }
   static int32_t MaxOfIntLanes(uint32_t a) { return static_cast<int32_t>(a); }
@@ -139,18 +98,12 @@ struct scalar {
   }
 
   // Bytes.
-  static uint32_t LoadBytes(const uint8_t* from) { return Get<uint32_t>(from); }
   static void StoreBytes(uint8_t* to, uint32_t a) { __builtin_memcpy(to, &a, sizeof(a)); }
   static uint32_t SetBytes(int value) { return 0x01010101u * static_cast<uint8_t>(value); }
-  static uint32_t RepeatQuad(const void* from) { return Get<uint32_t>(from); }
-  static uint32_t AndBytes(uint32_t a, uint32_t b) { return a & b; }
-  static uint32_t XorBytes(uint32_t a, uint32_t b) { return a ^ b; }
   static uint32_t SubtractBytes(uint32_t a, uint32_t b) {
     // Without the top bits nothing is borrowed from the next byte.
     return ((a | 0x80808080u) - (b & 0x7f7f7f7fu)) ^ ((a ^ ~b) & 0x80808080u);
   }
-  static uint32_t LowNibbles(uint32_t a) { return a & 0x0f0f0f0fu; }
-  static uint32_t HighNibbles(uint32_t a) { return LowNibbles(a >> 4); }
   static uint32_t ExpandBytes(uint64_t mask, const uint8_t* stored, int first) {
     return ExpandBytesElse(0, mask, stored, first);
   }
@@ -168,11 +121,6 @@ struct scalar {
     }
     return sums;
   }
-  static constexpr uint32_t kNibbleBias = 8;
-  static constexpr bool kNarrowNibbleSums = false;
-  static uint32_t StartNibbleSums(uint32_t sums) { return sums; }
-  static uint32_t DotNibbles(uint32_t sums, uint32_t a, uint32_t b) { return DotInt8(sums, a, b); }
-  static uint32_t EndNibbleSums(uint32_t, uint32_t sums) { return sums; }
 
  private:
   template <typename T>

@@ -1,7 +1,6 @@
 // ortolan._testing: the epilogue and LayerNormalization.
 #include "epilogue/epilogue.h"
 
-#include "epilogue/layer_norm.h"
 #include "testing.h"
 
 namespace ortolan {
@@ -91,7 +90,7 @@ StridedArray LayerNorm(const StridedArray& x, const Array<float>& weight, const 
   args.weight = weight.data();
   args.bias = bias.data();
   args.epsilon = epsilon;
-  KernelByName(LayerNormKernels(), name).run(args);
+  KernelByName(EpilogueKernels(), name).layer_norm(args);
   return result.Take();
 }
 
@@ -101,7 +100,7 @@ void BindEpilogue(py::module_& module) {
   DefineKernelList(module, "epilogue", &EpilogueKernels);
   module.def("epilogue", &Epilogue, py::arg("y"), py::arg("activation"), py::arg("residual") = py::none(),
              py::arg("factor") = py::none(), py::arg("kernel") = py::none());
-  DefineKernelList(module, "layer_norm", &LayerNormKernels);
+  DefineKernelList(module, "layer_norm", &EpilogueKernels);
   module.def("layer_norm", &LayerNorm, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("epsilon"),
              py::arg("kernel") = py::none());
 }

@@ -1,5 +1,4 @@
 // The vocabulary of a column, function by function (simd_call.h).
-#include "simd/bits.h"
 #include "simd/column.h"
 #include "simd_call.h"
 
@@ -97,7 +96,6 @@ bool RunBetweenLanes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("LoadBf16", S::Store(x.out, S::LoadBf16(x.bytes)));
   ORTOLAN_TRY("LoadInt8", S::Store(x.out, S::LoadInt8(x.bytes)));
   ORTOLAN_TRY("StoreBytes", S::StoreBytes(x.out_bytes, S::Load(x.a)));
-  ORTOLAN_TRY("StoreInt8", S::StoreInt8(x.out_bytes, S::Load(x.a)));
   ORTOLAN_TRY("SignedByte0", S::Store(x.out, S::template SignedByte<0>(S::LoadInt(x.a))));
   ORTOLAN_TRY("SignedByte3", S::Store(x.out, S::template SignedByte<3>(S::LoadInt(x.a))));
   ORTOLAN_TRY("PackUnits", S::Store(x.out, S::PackUnits(S::Load(x.a), S::Load(x.b))));
@@ -120,9 +118,9 @@ bool RunIntegers(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("ShiftLeftInt", S::StoreInt(x.out, S::template ShiftLeftInt<5>(S::LoadInt(x.a))));
   ORTOLAN_TRY("ShiftRightInt", S::StoreInt(x.out, S::template ShiftRightInt<5>(S::LoadInt(x.a))));
   const auto bits = static_cast<uint64_t>(x.number);
-  ORTOLAN_TRY("ListBits", *As<int64_t>(x.out_bytes + 2048) = ListBits<S>(bits, uint16_t{7}, As<uint16_t>(x.out_bytes)));
-  ORTOLAN_TRY("ListBits8", *As<int64_t>(x.out_bytes + 2048) = ListBits<S>(bits, uint8_t{7}, x.out_bytes));
-  ORTOLAN_TRY("CompressFloats", CompressFloats<S>(bits, x.a, x.out));
+  ORTOLAN_TRY("ListBits", *As<int64_t>(x.out_bytes + 2048) = S::ListBits(bits, uint16_t{7}, As<uint16_t>(x.out_bytes)));
+  ORTOLAN_TRY("ListBits8", *As<int64_t>(x.out_bytes + 2048) = S::ListBits(bits, uint8_t{7}, x.out_bytes));
+  ORTOLAN_TRY("CompressFloats", S::CompressFloats(bits, x.a, x.out));
   return false;
 }
 
@@ -201,7 +199,7 @@ bool RunMoreIntegers(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("ShiftRightSigned", S::StoreInt(x.out, S::template ShiftRightSigned<5>(S::LoadInt(x.a))));
   ORTOLAN_TRY("RoundToInt", S::StoreInt(x.out, S::RoundToInt(S::Load(x.a))));
   ORTOLAN_TRY("LoadUint8", S::StoreInt(x.out, S::LoadUint8(x.bytes)));
-  ORTOLAN_TRY("StoreInt8OfInts", S::StoreInt8(As<int8_t>(x.out_bytes), S::LoadInt(x.a)));
+  ORTOLAN_TRY("StoreInt8", S::StoreInt8(x.out_bytes, S::LoadInt(x.a)));
   ORTOLAN_TRY("SumOfIntLanes", *As<int32_t>(x.out_bytes) = S::SumOfIntLanes(S::LoadInt(x.a)));
   ORTOLAN_TRY("MaxOfIntLanes", *As<int32_t>(x.out_bytes) = S::MaxOfIntLanes(S::LoadInt(x.a)));
   ORTOLAN_TRY("DotPair", S::StoreInt(x.out, S::DotPair(S::LoadInt(x.a), S::LoadInt(x.b), S::LoadInt(x.c))));

@@ -20,6 +20,14 @@ void BindLutPostOp(py::module_& module);
 void BindSimd(py::module_& module);
 void BindStreamRead(py::module_& module);
 
+// The name of a row of feature_sets.inc, or "unknown".
+inline const char* FeatureSetName(Features features) {
+  for (const NamedFeatureSet& set : FeatureSets()) {
+    if (set.features == features) return set.name;
+  }
+  return "unknown";
+}
+
 using KernelName = std::optional<std::string>;
 
 // The named kernel of a table, whether or not ORTOLAN_ISA allows it; without a name the best one for this work.

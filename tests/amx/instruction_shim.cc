@@ -15,6 +15,41 @@
 namespace ortolan {
 namespace {
 
+// ---- what no kernel has a use for ----
+
+constexpr int kTileBytes = kMaxTileRows * kMaxTileColsb;
+
+// Writes the configuration in force, or 64 zero bytes.
+inline void StoreTileConfig(TileConfig* config) { __asm__ volatile("sttilecfg %0" : "=m"(*config) : : "memory"); }
+
+// TileLoad with the hint (T1) that the bytes will not be used again soon.
+template <int kTile>
+inline void TileLoadStream(const void* base, int64_t stride) {
+  static_assert(0 <= kTile && kTile < kTiles);
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(base), "r"(stride), "i"(kTile) : "memory");
+}
+
+// The two letters before the last are the signs of A and B: S signed, U not.
+template <int kC, int kA, int kB>
+inline void TileDpBsud() {
+  static_assert(AreProductTiles<kC, kA, kB>());
+  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+template <int kC, int kA, int kB>
+inline void TileDpBusd() {
+  static_assert(AreProductTiles<kC, kA, kB>());
+  __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+template <int kC, int kA, int kB>
+inline void TileDpBuud() {
+  static_assert(AreProductTiles<kC, kA, kB>());
+  __asm__ volatile("tdpbuud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+// ---- calls ----
+
 // Calls run.operator()<tile>() for the tile of this number.
 template <typename Run>
 void WithTile(int tile, Run run) {

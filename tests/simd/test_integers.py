@@ -119,12 +119,12 @@ def test_over_lanes(column: str) -> None:
         assert one(column, "MaxOfIntLanes", a, dtype=np.int32)[0] == a.max()
 
 
-@columns_with("LoadUint8", "StoreInt8OfInts")
+@columns_with("LoadUint8", "StoreInt8")
 def test_narrow_loads_and_stores(column: str) -> None:
     lanes = LANES[column]
     a = np.arange(200, 200 + lanes).astype(np.uint8)
     np.testing.assert_array_equal(one(column, "LoadUint8", a, dtype=np.int32), a)
-    stored = raw(column, "StoreInt8OfInts", words(column))
+    stored = raw(column, "StoreInt8", words(column))
     np.testing.assert_array_equal(stored[:lanes].view(np.int8), np.clip(words(column), -128, 127))
     assert (stored[lanes:] == UNTOUCHED).all()
 

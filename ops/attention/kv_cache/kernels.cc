@@ -97,7 +97,9 @@ void EncodeValues(int64_t head_dim, const float* values, uint8_t* row) {
     return;
   }
   const Float divisor = Simd::Set(scale);
-  for (int64_t d = 0; d < head_dim; d += kLanes) Simd::StoreInt8(q + d, Simd::Divide(Simd::Load(values + d), divisor));
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    Simd::StoreInt8(q + d, Simd::RoundToInt(Simd::Divide(Simd::Load(values + d), divisor)));
+  }
 }
 
 void ValueRowsToBlock(int64_t head_dim, const uint8_t* rows, uint8_t* block) {

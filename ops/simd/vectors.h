@@ -1,0 +1,141 @@
+// What the vectors of all columns do alike, by operators of C++ or by other functions of the column; a column may have
+// something better of the same name. column.h says what each function does. Local to each file that includes
+// it.
+#pragma once
+
+#include <cstdint>
+
+namespace ortolan::simd {
+namespace {
+
+// Column: the struct derived from this. Types: its Float and Int, and the lanes of Int as numbers, Unsigned and Signed,
+// whose sums wrap around.
+template <typename Column, typename Types>
+struct Vectors : Types {
+  using typename Types::Float;
+  using typename Types::Int;
+  using typename Types::Signed;
+  using typename Types::Unsigned;
+  using Bytes = Int;
+  static constexpr int64_t kLanes = sizeof(Float) / sizeof(float);
+
+  static Float LoadSome(const float* from, int64_t left) {
+    return left >= kLanes ? Column::Load(from) : Column::LoadFirst(from, left);
+  }
+  static void StoreSome(float* to, int64_t left, Float a) {
+    if (left >= kLanes) return Column::Store(to, a);
+    Column::StoreFirst(to, left, a);
+  }
+  static Float Add(Float a, Float b) { return a + b; }
+  static Float Subtract(Float a, Float b) { return a - b; }
+  static Float Multiply(Float a, Float b) { return a * b; }
+  static Float Divide(Float a, Float b) { return a / b; }
+  static Float Exp2(Float a) { return Exp2OfProduct(Column::Max(Column::Set(-127.0f), a), Column::Set(1.0f)); }
+  template <int kTerms>
+  static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {  // lowest power first
+    Float sum = Column::Set(coefficients[kTerms - 1]);
+#pragma GCC unroll 8
+    for (int i = kTerms - 2; i >= 0; --i) sum = Column::MultiplyAdd(sum, x, Column::Set(coefficients[i]));
+    return sum;
+  }
+
+  // 2^(a b) for -127.4 <= a b <= 0; zero below -126.5. a b is not rounded where MultiplyAdd is fused.
+  static Float Exp2OfProduct(Float a, Float b) {
+    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the bias of float32's exponent.
+    // -127 meets exponent bits of zero: the flush to zero costs nothing.
+    const Float magic = Column::Set(12582912.0f + 127.0f);
+    const Float shifted = Column::MultiplyAdd(a, b, magic);
+    const Float fraction = Column::MultiplyAdd(a, b, Subtract(magic, shifted));
+    // 2^f for |f| <= 1/2, minimax with the constant fixed at 1: relative error 0.05 x 2^-24.
+    constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6af7cp-5f,
+                               0x1.3b2de0p-7f, 0x1.5f082ep-10f, 0x1.416b52p-13f};
+    return Multiply(Polynomial(fraction, kExp2), ExponentFromLowBits(shifted));
+  }
+  static Float ExponentFromLowBits(Float a) { return FloatOf(ShiftLeftInt<23>(BitsOf(a))); }
+  template <int kByte>
+  static Float SignedByte(Int a) {
+    return Column::ToFloat(ShiftRightSigned<24>(ShiftLeftInt<24 - 8 * kByte>(a)));
+  }
+
+  // Units: 32 bits of a lane that are multiplied at once.
+  static constexpr int64_t kUnit = 1;
+  static Float PackUnits(Float a, Float) { return a; }
+  static void StoreUnits(float* to, Float a) { Column::Store(to, a); }
+  static Float MultiplyAddUnits(Float a, Float b, Float c) { return Column::MultiplyAdd(a, b, c); }
+
+  // Integers of 32 bits.
+  static Int BitsOf(Float a) { return __builtin_bit_cast(Int, a); }
+  static Float FloatOf(Int a) { return __builtin_bit_cast(Float, a); }
+  static Int AddInt(Int a, Int b) { return Int(Unsigned(a) + Unsigned(b)); }
+  static Int SubtractInt(Int a, Int b) { return Int(Unsigned(a) - Unsigned(b)); }
+  static Int MultiplyInt(Int a, Int b) { return Int(Unsigned(a) * Unsigned(b)); }
+  static Int AndInt(Int a, Int b) { return a & b; }
+  static Int OrInt(Int a, Int b) { return a | b; }
+  template <int kBits>
+  static Int ShiftLeftInt(Int a) {
+    return Int(Unsigned(a) << kBits);
+  }
+  template <int kBits>
+  static Int ShiftRightInt(Int a) {
+    return Int(Unsigned(a) >> kBits);
+  }
+  template <int kBits>
+  static Int ShiftRightSigned(Int a) {
+    return Int(Signed(a) >> kBits);
+  }
+  static void Transpose(Int (&a)[kLanes]) {
+    Float bits[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) bits[i] = FloatOf(a[i]);
+    Column::Transpose(bits);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) a[i] = BitsOf(bits[i]);
+  }
+
+  // bf16.
+  static constexpr bool kDotBf16 = false;
+  static Float EvenBf16(Bytes pairs) { return FloatOf(ShiftLeftInt<16>(pairs)); }
+  static Float OddBf16(Bytes pairs) {
+    return FloatOf(AndInt(pairs, Column::SetInt(static_cast<int32_t>(0xffff0000u))));
+  }
+  static Float RoundToBf16(Float a) {
+    const Int bits = BitsOf(a);
+    const Int lowest = AndInt(ShiftRightInt<16>(bits), Column::SetInt(1));
+    const Int rounded = AddInt(bits, AddInt(lowest, Column::SetInt(0x7fff)));
+    const Int quiet = OrInt(bits, Column::SetInt(0x00400000));
+    // What is no NaN is more than -1 without its sign.
+    const Float chosen = Column::SelectLess(Column::Set(-1.0f), Column::Abs(a), FloatOf(rounded), FloatOf(quiet));
+    return OddBf16(BitsOf(chosen));
+  }
+
+  // Bytes.
+  static Bytes LoadBytes(const uint8_t* from) { return Column::LoadInt(from); }
+  static Bytes RepeatQuad(const void* from) {
+    int32_t quad;
+    __builtin_memcpy(&quad, from, sizeof(quad));
+    return Column::SetInt(quad);
+  }
+  static Bytes AndBytes(Bytes a, Bytes b) { return a & b; }
+  static Bytes XorBytes(Bytes a, Bytes b) { return a ^ b; }
+  static Bytes LowNibbles(Bytes a) { return AndBytes(a, Column::SetBytes(0x0f)); }
+  static Bytes HighNibbles(Bytes a) { return LowNibbles(ShiftRightInt<4>(a)); }
+  static constexpr uint32_t kNibbleBias = 8;
+  static constexpr bool kNarrowNibbleSums = false;
+  static Int StartNibbleSums(Int sums) { return sums; }
+  static Int DotNibbles(Int sums, Bytes a, Bytes b) { return Column::DotInt8(sums, a, b); }
+  static Int EndNibbleSums(Int, Int sums) { return sums; }
+
+  // Lists of the bits that are set in a mask.
+  template <typename Number>
+  static int64_t ListBits(uint64_t bits, Number first, Number* list) {
+    int64_t count = 0;
+    for (; bits != 0; bits &= bits - 1) list[count++] = static_cast<Number>(first + __builtin_ctzll(bits));
+    return count;
+  }
+  static void CompressFloats(uint64_t bits, const float* from, float* to) {
+    for (; bits != 0; bits &= bits - 1) *to++ = from[__builtin_ctzll(bits)];
+  }
+};
+
+}  // namespace
+}  // namespace ortolan::simd
