@@ -78,19 +78,17 @@ struct DecodeAttentionArgs {
   constexpr KeyCodeLayout Layout() const { return {head_dim, d_sub}; }
 };
 
-// scratch: scratch_bytes of the kernel, aligned to 64 bytes. 0 <= begin <= end <= args.tokens.
-using DecodeAttentionFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end,
-                               const DecodePartial& partial, void* scratch);
-// The scores alone, [heads][end - begin].
-using DecodeScoresFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch);
-using DecodeScratchFn = int64_t(int64_t heads, int64_t head_dim);
+// scratch: scratch_bytes, aligned to 64 bytes. 0 <= begin <= end <= args.tokens.
+struct DecodeFunctions : SoftmaxFunctions {
+  int64_t (*scratch_bytes)(int64_t heads, int64_t head_dim);
+  void (*run)(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial, void* scratch);
+  // The scores alone, [heads][end - begin].
+  void (*scores)(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch);
+};
 
-struct DecodeAttentionKernel {
+struct DecodeAttentionKernel : DecodeFunctions {
   const char* name;
   Features needs;
-  DecodeScratchFn* scratch_bytes;
-  DecodeAttentionFn* run;
-  DecodeScoresFn* scores;
 };
 
 // The rows of decode_kernels.inc that this build has, best first; the last one runs on any CPU.

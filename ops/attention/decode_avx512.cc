@@ -207,15 +207,7 @@ struct Blocks {
 
 namespace ortolan::avx512 {
 
-int64_t DecodeScratch(int64_t heads, int64_t head_dim) { return DecodeLoop<Blocks>::ScratchBytes(heads, head_dim); }
-
-void DecodeAttention(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
-                     void* scratch) {
-  DecodeLoop<Blocks>::Run(args, begin, end, partial, scratch);
-}
-
-void DecodeScores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
-  DecodeLoop<Blocks>::Scores(args, begin, end, scores, scratch);
-}
+extern const DecodeFunctions kDecode;
+constexpr DecodeFunctions kDecode = kDecodeFunctions<Blocks>;
 
 }  // namespace ortolan::avx512

@@ -139,7 +139,7 @@ class CachedPlan::Running {
     if (call_.mask.data == nullptr) return Range{0, end - prompt};
     const float* row = call_.mask.At(batch, head, query);
     VisibleRange seen{0, end, *row == 0.0f};
-    if (call_.mask.strides[3] != 0) seen = plan_.softmax_.visible(row, end);
+    if (call_.mask.strides[3] != 0) seen = plan_.decode_.visible(row, end);
     // What a row of hidden keys gives is the exact kernel's to say. Of the prompt, nothing may be hidden.
     if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
     if (prompt > 0 && seen.begin > 0) return std::nullopt;
@@ -209,7 +209,7 @@ class CachedPlan::Running {
       }
       const bool first = done == range.begin;
       plan_.decode_.run(args, piece.begin, piece.end, first ? whole : more, scratch);
-      if (!first) plan_.softmax_.merge(args.heads, call_.head_dim, more, whole);
+      if (!first) plan_.decode_.merge(args.heads, call_.head_dim, more, whole);
       done = piece.end;
     } while (done < range.end);
   }
@@ -235,16 +235,16 @@ class CachedPlan::Running {
                   PartialAt(scratch + kernel_bytes, group), scratch);
     });
     std::optional<PromptPartials> prompt;
-    if (form_.prompt.tokens > 0) prompt.emplace(host_, form_.prompt, plan_.softmax_, call_);
+    if (form_.prompt.tokens > 0) prompt.emplace(host_, form_.prompt, plan_.decode_, call_);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t batch = BatchOf(i / call_.queries), kv_head = KvHeadOf(i / call_.queries),
                     query = i % call_.queries;
       const DecodePartial whole = partial_of(i * parts);
       for (int64_t part = 1; part < parts; ++part) {
-        plan_.softmax_.merge(group, call_.head_dim, partial_of(i * parts + part), whole);
+        plan_.decode_.merge(group, call_.head_dim, partial_of(i * parts + part), whole);
       }
       if (prompt) prompt->MergeInto(whole, batch, kv_head, query);
-      plan_.softmax_.finish(group, call_.head_dim, whole, call_.Y(batch, kv_head * group, query), row_bytes_);
+      plan_.decode_.finish(group, call_.head_dim, whole, call_.Y(batch, kv_head * group, query), row_bytes_);
     }
   }
 
@@ -349,7 +349,6 @@ CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
       attention_(SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = form.precision})),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
-      softmax_(SelectKernel(SoftmaxKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 
 void CachedPlan::Run(Host& host, CachedCall call) const {

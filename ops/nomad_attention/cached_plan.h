@@ -73,7 +73,6 @@ class CachedPlan {
   CacheForm form_;
   const AttentionKernel& attention_;
   const DecodeAttentionKernel& decode_;
-  const SoftmaxKernel& softmax_;
   const KvCacheKernel& cache_;
 };
 

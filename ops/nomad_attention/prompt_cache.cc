@@ -42,21 +42,22 @@ BitmapView ValuesOf(const PromptCache& cache, int64_t kv_head, int64_t chunk) {
 
 BitmapWeight WeightOf(const BitmapView& view) { return {{view.k, view.n}, view}; }
 
+const MatMulKernel& KernelFor(int64_t rows) { return SelectKernel(Bf16Kernels(), ActiveFeatures(), {rows}); }
+
 int64_t PackedBytes(const MatMulKernel& kernel, const PromptCache& cache, int64_t rows) {
   const MatMulWeight keys{cache.head_dim, 0}, values{cache.ChunkTokens(), 0};
   return Aligned(std::max(kernel.PackedBytes(keys, rows), kernel.PackedBytes(values, rows)));
 }
 
 // Bytes of scratch, aligned to 64, for that many rows.
-int64_t ScratchBytes(const PromptCache& cache, Features features, int64_t rows) {
-  return PackedBytes(SelectKernel(Bf16Kernels(), features, {rows}), cache, rows) + rows * cache.ChunkTokens() * kFloat;
+int64_t ScratchBytes(const PromptCache& cache, int64_t rows) {
+  return PackedBytes(KernelFor(rows), cache, rows) + rows * cache.ChunkTokens() * kFloat;
 }
 
 // The partial result of a chunk for rows queries, q [rows][head_dim], 1 … kPromptRows of them.
-void AttendChunk(const PromptCache& cache, Features features, int64_t kv_head, int64_t chunk, const float* q,
-                 int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
-  const MatMulKernel& kernel = SelectKernel(Bf16Kernels(), features, {rows});
-  const auto weigh = SelectKernel(SoftmaxKernels(), features).weigh;
+void AttendChunk(const PromptCache& cache, const SoftmaxFunctions& softmax, int64_t kv_head, int64_t chunk,
+                 const float* q, int64_t rows, float scale, const DecodePartial& partial, void* scratch) {
+  const MatMulKernel& kernel = KernelFor(rows);
   const int64_t width = cache.ChunkTokens();
   float* scores = reinterpret_cast<float*>(static_cast<char*>(scratch) + PackedBytes(kernel, cache, rows));
   MatMulArgs args;
@@ -71,7 +72,7 @@ void AttendChunk(const PromptCache& cache, Features features, int64_t kv_head, i
   const int64_t tokens = cache.TokensIn(chunk);
   for (int64_t i = 0; i < rows; ++i) {
     float* row = scores + i * width;
-    weigh(row, tokens, scale * kLog2E, partial.max + i, partial.sum + i);
+    softmax.weigh(row, tokens, scale * kLog2E, partial.max + i, partial.sum + i);
     std::fill(row + tokens, row + width, 0.0f);
   }
   const BitmapWeight values = WeightOf(ValuesOf(cache, kv_head, chunk));
@@ -97,7 +98,7 @@ void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, floa
   std::memcpy(values, scratch, static_cast<size_t>(tokens * cache.head_dim * kFloat));
 }
 
-PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const SoftmaxKernel& softmax,
+PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const SoftmaxFunctions& softmax,
                                const AttentionCall& call)
     : softmax_(softmax),
       call_(call),
@@ -105,12 +106,11 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
       parts_(std::clamp<int64_t>(kPieces / (call.kv_heads * BlocksOf(rows_)), 1, cache.Chunks())),
       item_floats_(Aligned(std::min(rows_, kPromptRows) * (2 + call.head_dim) * kFloat) / kFloat),
       memory_(host, BlocksOf(rows_) * call.kv_heads * parts_ * item_floats_ * kFloat) {
-  const Features features = ActiveFeatures();
   const int64_t head_dim = call.head_dim, group = call.Group();
   const int64_t most = std::min(rows_, kPromptRows), blocks = BlocksOf(rows_);
   // Of the last block, another kernel may be the best.
-  const int64_t kernel_bytes = Aligned(
-      std::max(ScratchBytes(cache, features, most), ScratchBytes(cache, features, rows_ - (blocks - 1) * kPromptRows)));
+  const int64_t kernel_bytes =
+      Aligned(std::max(ScratchBytes(cache, most), ScratchBytes(cache, rows_ - (blocks - 1) * kPromptRows)));
   const int64_t query_floats = Aligned(most * head_dim * kFloat) / kFloat;
   // The kernel's, the queries, a chunk's partial result.
   const int64_t bytes = kernel_bytes + (query_floats + item_floats_) * kFloat;
@@ -128,7 +128,7 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
     const DecodePartial more{rest, rest + most, rest + 2 * most};
     const int64_t begin = cache.Chunks() * part / parts_, end = cache.Chunks() * (part + 1) / parts_;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      AttendChunk(cache, features, kv_head, chunk, q, count, call.scale, chunk == begin ? whole : more, scratch);
+      AttendChunk(cache, softmax_, kv_head, chunk, q, count, call.scale, chunk == begin ? whole : more, scratch);
       if (chunk != begin) softmax_.merge(count, head_dim, more, whole);
     }
   });

@@ -60,7 +60,7 @@ int64_t PromptUnpackBytes(const PromptCache& cache);
 class PromptPartials {
  public:
   // Throws std::bad_alloc.
-  PromptPartials(Host& host, const PromptCache& cache, const SoftmaxKernel& softmax, const AttentionCall& call);
+  PromptPartials(Host& host, const PromptCache& cache, const SoftmaxFunctions& softmax, const AttentionCall& call);
   // Adds those of the query heads of (batch, kv_head, query).
   void MergeInto(const DecodePartial& whole, int64_t batch, int64_t kv_head, int64_t query) const;
 
@@ -68,7 +68,7 @@ class PromptPartials {
   // Of an item (block of rows, kv_head, part), from a row of the block on.
   DecodePartial At(int64_t item, int64_t row) const;
 
-  const SoftmaxKernel& softmax_;
+  const SoftmaxFunctions& softmax_;
   const AttentionCall& call_;
   int64_t rows_;   // that read a head of keys and values
   int64_t parts_;  // of the tokens
