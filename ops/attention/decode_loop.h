@@ -190,13 +190,7 @@ class DecodeLoop {
       centroids = s_.centroids;
     }
     for (int64_t h = 0; h < args_.heads; ++h) {
-      if (d_sub == 1) {
-        BuildTable<1>(h, centroids);
-      } else if (d_sub == 2) {
-        BuildTable<2>(h, centroids);
-      } else {
-        BuildTable<4>(h, centroids);
-      }
+      WithDSub(d_sub, [&]<int kDSub>() { BuildTable<kDSub>(h, centroids); });
     }
   }
 

@@ -1,4 +1,4 @@
-// Keys from their codes (DecodeKeysFn of kv_cache.h), once for all columns. Included by kernels.cc only; local to each
+// Keys from their codes (kv_cache.h's decode_keys), once for all columns. Included by kernels.cc only; local to each
 // column.
 //
 // Lanes are keys, as the codes of a block lie: a table of 16 centroids is looked up for kLanes keys at once, and the
@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/kv_cache/key_block.h"
+#include "simd/at_byte.h"
 #include "simd/column.h"
 
 namespace ortolan {
@@ -55,8 +56,7 @@ class KeyDecoder {
       for (int64_t i = 0; i < kLanes; ++i) {
         const int64_t row = token + i - begin_;
         if (row < 0 || row >= end_ - begin_) continue;
-        char* to = reinterpret_cast<char*>(keys_) + row * key_row_bytes_;
-        Simd::Store(reinterpret_cast<float*>(to) + column + c, rows[i]);
+        Simd::Store(AtByte(keys_, row * key_row_bytes_) + column + c, rows[i]);
       }
     }
   }
@@ -94,9 +94,7 @@ class KeyDecoder {
   }
 
   void WriteBlocks(const uint8_t* blocks, int64_t first, int64_t count) const {
-    if (layout_.d_sub == 1) return WriteBlocks<1>(blocks, first, count);
-    if (layout_.d_sub == 2) return WriteBlocks<2>(blocks, first, count);
-    WriteBlocks<4>(blocks, first, count);
+    WithDSub(layout_.d_sub, [&]<int kDSub>() { WriteBlocks<kDSub>(blocks, first, count); });
   }
 
  public:
@@ -119,6 +117,11 @@ class KeyDecoder {
     WriteBlocks(block, full, kKeyBlock);
   }
 };
+
+void DecodeKeys(const KeyCodeLayout& layout, const float* codebook, const uint8_t* cache, int64_t tokens, int64_t begin,
+                int64_t end, float* keys, int64_t key_row_bytes) {
+  KeyDecoder(layout, codebook, begin, end, keys, key_row_bytes).Run(cache, tokens);
+}
 
 }  // namespace
 }  // namespace ortolan
