@@ -131,7 +131,6 @@ class AttentionLoop {
     block.rows = rows;
     block.least_seen = block.most_seen = args_.keys;
     if (args_.causal) {
-      block.least_seen = args_.keys;
       block.most_seen = 0;
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t seen = QueryOf(first + i) + args_.keys - args_.queries + 1;
@@ -190,11 +189,7 @@ class AttentionLoop {
   void FillBias(int64_t first, int64_t keys) const {
     for (int64_t j = 0; j < keys; ++j) bias_[j] = 0;
     if (args_.mask == nullptr || !MaskIsByKey()) return;
-    if (args_.mask_key_stride == 0) {
-      for (int64_t j = 0; j < keys; ++j) bias_[j] = *args_.mask;
-    } else {
-      for (int64_t j = 0; j < keys; ++j) bias_[j] = args_.mask[first + j];
-    }
+    for (int64_t j = 0; j < keys; ++j) bias_[j] = args_.mask[(first + j) * args_.mask_key_stride];
     for (int64_t j = 0; j < keys; j += kLanes) {
       Simd::Store(bias_ + j, InPowersOfTwo(Simd::Load(bias_ + j)));
     }

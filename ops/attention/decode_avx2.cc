@@ -17,15 +17,14 @@ struct Blocks {
   static void Unpack(const uint8_t* codes, __m256i* indices) {
     const __m256i by_sub_quantizer =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m256i low_nibbles = _mm256_set1_epi8(0x0f);
-    const __m256i a = _mm256_shuffle_epi8(Load(codes), by_sub_quantizer);
-    const __m256i b = _mm256_shuffle_epi8(Load(codes + 32), by_sub_quantizer);
+    const __m256i a = _mm256_shuffle_epi8(Simd::LoadBytes(codes), by_sub_quantizer);
+    const __m256i b = _mm256_shuffle_epi8(Simd::LoadBytes(codes + 32), by_sub_quantizer);
     const __m256i first = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(a, b), 0xD8);
     const __m256i second = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(a, b), 0xD8);
-    indices[0] = _mm256_and_si256(first, low_nibbles);
-    indices[1] = _mm256_and_si256(second, low_nibbles);
-    indices[2] = _mm256_and_si256(_mm256_srli_epi16(first, 4), low_nibbles);
-    indices[3] = _mm256_and_si256(_mm256_srli_epi16(second, 4), low_nibbles);
+    indices[0] = Simd::LowNibbles(first);
+    indices[1] = Simd::LowNibbles(second);
+    indices[2] = Simd::HighNibbles(first);
+    indices[3] = Simd::HighNibbles(second);
   }
 
   // Sums of 16 bits of 16 keys, in the order of the indices: of all bytes as they lie, and of every other one.
@@ -65,8 +64,8 @@ struct Blocks {
           Sums high;
           const uint8_t* table = at.tables + (h * at.quads + first) * 64;
           for (int64_t quad = 0; quad < quads; ++quad, table += 64) {
-            const __m256i a = Load(table);
-            const __m256i b = Load(table + 32);
+            const __m256i a = Simd::LoadBytes(table);
+            const __m256i b = Simd::LoadBytes(table + 32);
             low.Add(_mm256_shuffle_epi8(a, indices[4 * quad]));
             low.Add(_mm256_shuffle_epi8(b, indices[4 * quad + 1]));
             high.Add(_mm256_shuffle_epi8(a, indices[4 * quad + 2]));
@@ -83,9 +82,6 @@ struct Blocks {
       }
     }
   }
-
- private:
-  static __m256i Load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 };
 
 }  // namespace

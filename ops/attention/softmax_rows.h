@@ -1,7 +1,7 @@
-// The functions of softmax.h, once for all columns. Included by decode_loop.h only; local to each column.
+// The softmax functions of decode.h, once for all columns. Included by decode_loop.h only; local to each column.
 #pragma once
 
-#include "attention/softmax.h"
+#include "attention/decode.h"
 #include "simd/at_byte.h"
 #include "simd/column.h"
 

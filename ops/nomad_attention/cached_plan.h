@@ -22,12 +22,9 @@ struct CacheForm {
   bool interleaved = false;
   int precision = 32;
 
-  int64_t KeyRowBytes(int64_t head_dim) const {
-    return codebooks == nullptr ? head_dim * static_cast<int64_t>(sizeof(float)) : layout.RowBytes();
-  }
-  int64_t ValueRowBytes(int64_t head_dim) const {
-    return int8_values ? ortolan::ValueRowBytes(head_dim) : head_dim * static_cast<int64_t>(sizeof(float));
-  }
+  // Of a token, in elements of the cache.
+  int64_t KeyRow(int64_t head_dim) const { return codebooks == nullptr ? head_dim : layout.RowBytes(); }
+  int64_t ValueRow(int64_t head_dim) const { return int8_values ? ValueRowBytes(head_dim) : head_dim; }
 };
 
 // The present keys, values or exact keys, of batch x kv_heads heads, and the past ones, which may be the same memory.
@@ -45,6 +42,8 @@ struct CacheRows {
 
 // `keys` counts the prompt's tokens and all that the present cache has room for.
 struct CachedCall : AttentionCall {
+  explicit CachedCall(const AttentionCall& call) : AttentionCall(call) {}
+
   // Of each sequence: tokens before this call, and those that it adds, fewer than `queries` where padding follows. None
   // of the numbers here counts the prompt's tokens.
   std::vector<int64_t> past;

@@ -47,10 +47,12 @@ class Kernel {
       throw node_.Error("num_heads is ", node_.heads, " and kv_num_heads ", node_.kv_heads,
                         ", expected a positive number of heads (", kMaxHeads, " at most) and one that divides it");
     }
-    scale_ = FloatAttributeOr(info, "scale", 0);
-    if (!std::isfinite(scale_)) throw node_.Error("scale is ", scale_, ", expected a finite number");
-    causal_ = node_.Flag(info, "causal");
-    zero_hidden_rows_ = node_.Flag(info, "zero_hidden_rows");
+    call_.heads = node_.heads;
+    call_.kv_heads = node_.kv_heads;
+    call_.scale = FloatAttributeOr(info, "scale", 0);
+    if (!std::isfinite(call_.scale)) throw node_.Error("scale is ", call_.scale, ", expected a finite number");
+    call_.causal = node_.Flag(info, "causal");
+    call_.zero_hidden_rows = node_.Flag(info, "zero_hidden_rows");
     const int64_t precision = IntAttributeOr(info, "precision", 32);
     if (precision != 32 && precision != 16) throw node_.Error("precision is ", precision, ", expected 32 or 16");
     node_.precision = static_cast<int>(precision);
@@ -70,16 +72,16 @@ class Kernel {
 
   void Compute(Ort::KernelContext& context, Host& host) const {
     if (cache_) {
-      CachedCall call;
+      CachedCall call(call_);
       ReadInputs(context, call);
       cache_->ReadLengths(context, call);
       Complete(context, call);
       return cache_->Run(context, host, call);
     }
-    AttentionCall call;
+    AttentionCall call = call_;
     ReadInputs(context, call);
     if (call.keys > kMaxTokens) throw node_.Error("there are ", call.keys, " keys, expected at most ", kMaxTokens);
-    if (causal_ && call.keys < call.queries) {
+    if (call.causal && call.keys < call.queries) {
       throw node_.Error("causal with ", call.queries, " queries and ", call.keys,
                         " keys, expected at least as many keys");
     }
@@ -131,8 +133,6 @@ class Kernel {
 
   // Query, key and value, and the sizes that follow from them.
   void ReadInputs(const Ort::KernelContext& context, AttentionCall& call) const {
-    call.heads = node_.heads;
-    call.kv_heads = node_.kv_heads;
     const int64_t query_heads = packed_ ? call.heads + 2 * call.kv_heads : call.heads;
     const std::optional<Rows> query = RowsOf(context, kQuery, query_heads);
     if (!query) {
@@ -172,11 +172,9 @@ class Kernel {
                     : ErrorText("that of the key, ", ShapeText(ShapeOf(context, kKey))));
   }
 
-  // Sets what follows from attributes, the mask and the output.
+  // Sets what follows from the sizes, the mask and the output.
   void Complete(Ort::KernelContext& context, AttentionCall& call) const {
-    call.scale = scale_ != 0 ? scale_ : 1.0f / std::sqrt(static_cast<float>(call.head_dim));
-    call.causal = causal_;
-    call.zero_hidden_rows = zero_hidden_rows_;
+    if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.head_dim));
     if (has_mask_) {
       const Shape shape = ShapeOf(context, kMask);
       const Shape full{call.batch, call.heads, call.queries, call.keys};
@@ -192,9 +190,7 @@ class Kernel {
   }
 
   AttentionNode node_;
-  float scale_ = 0;
-  bool causal_ = false;
-  bool zero_hidden_rows_ = false;
+  AttentionCall call_;  // what attributes say; scale 0: that of the heads' size
   bool packed_ = false;
   bool has_mask_ = false;
   std::optional<AttentionPlan> plan_;  // without a cache

@@ -191,10 +191,8 @@ int64_t CachedAttention::Room(const Ort::KernelContext& context, const Attention
                            ErrorText("[", call.batch, ", ", call.kv_heads, ", tokens, ", row, "] (", call.kv_heads,
                                      " heads of ", call.head_dim, wide, ")"));
   };
-  const int64_t room =
-      tokens_of(kPastKey, key_shape, form_.codebooks == nullptr ? call.head_dim : form_.layout.RowBytes());
-  const int64_t value_room =
-      tokens_of(kPastValue, value_shape, form_.int8_values ? ValueRowBytes(call.head_dim) : call.head_dim);
+  const int64_t room = tokens_of(kPastKey, key_shape, form_.KeyRow(call.head_dim));
+  const int64_t value_room = tokens_of(kPastValue, value_shape, form_.ValueRow(call.head_dim));
   if (value_room != room) {
     throw node_.Error("past_key '", node_.inputs[kPastKey], "' holds ", room, " tokens and past_value '",
                       node_.inputs[kPastValue], "' ", value_room,
@@ -250,16 +248,16 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
 }
 
 CacheRows CachedAttention::Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,
-                                   int64_t row_bytes) const {
+                                   int64_t row) const {
   const Ort::ConstValue past = context.GetInput(input);
   const Ort::TensorTypeAndShapeInfo info = past.GetTensorTypeAndShapeInfo();
-  const bool bytes = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+  const int64_t element_bytes = info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 ? 1 : kFloat;
   const Shape shape = info.GetShape();
   const int64_t room = shape[2], width = shape[3];
-  const int64_t width_bytes = bytes ? width : width * kFloat;
   Ort::UnownedValue present = context.GetOutput(output, {call.batch, call.kv_heads, call.room, width});
-  const CacheRows cache{static_cast<char*>(present.GetTensorMutableRawData()), row_bytes, call.room * width_bytes,
-                        static_cast<const char*>(past.GetTensorRawData()), room * width_bytes};
+  const CacheRows cache{static_cast<char*>(present.GetTensorMutableRawData()), row * element_bytes,
+                        call.room * width * element_bytes, static_cast<const char*>(past.GetTensorRawData()),
+                        room * width * element_bytes};
   if (cache.past == cache.data && room != call.room && call.room != 0) {
     throw node_.Error("past and present of '", node_.inputs[input], "' are one buffer of ", room, " tokens, expected ",
                       call.room, ". Share a buffer for all tokens, or none.");
@@ -293,8 +291,8 @@ void CachedAttention::ReadRotary(const Ort::KernelContext& context, CachedCall& 
 }
 
 void CachedAttention::Run(Ort::KernelContext& context, Host& host, CachedCall& call) const {
-  call.key_cache = Present(context, kPastKey, kPresentKey, call, form_.KeyRowBytes(call.head_dim));
-  call.value_cache = Present(context, kPastValue, kPresentValue, call, form_.ValueRowBytes(call.head_dim));
+  call.key_cache = Present(context, kPastKey, kPresentKey, call, form_.KeyRow(call.head_dim));
+  call.value_cache = Present(context, kPastValue, kPresentValue, call, form_.ValueRow(call.head_dim));
   call.exact_keys = PresentExactKeys(context, call);
   if (has_rotary_ && call.batch > 0 && call.queries > 0) ReadRotary(context, call);
   plan_->Run(host, call);

@@ -140,7 +140,7 @@ class CachedAttention {
   // Throws OpError if the shape of past_exact_key does not fit the call.
   void CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const;
   CacheRows Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,
-                    int64_t row_bytes) const;
+                    int64_t row) const;
   CacheRows PresentExactKeys(Ort::KernelContext& context, const AttentionCall& call) const;
   // Sets cos and sin. Throws OpError if they are not for all positions.
   void ReadRotary(const Ort::KernelContext& context, CachedCall& call) const;

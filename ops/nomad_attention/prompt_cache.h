@@ -22,7 +22,7 @@
 
 #include <cstdint>
 
-#include "attention/softmax.h"
+#include "attention/decode.h"
 #include "formats/bitmap.h"
 #include "nomad_attention/nomad_attention.h"
 
