@@ -4,25 +4,20 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column, precision) \
-  namespace column {                      \
-  AttentionFn Attention;                  \
-  AttentionScratchFn AttentionScratch;    \
+#define ORTOLAN_KERNEL(column, precision)     \
+  namespace column {                          \
+  extern const AttentionFunctions kAttention; \
   }
 #include "attention/attention_kernels.inc"
 #undef ORTOLAN_KERNEL
 
-namespace {
-
-constexpr AttentionKernel kKernels[] = {
-#define ORTOLAN_KERNEL(column, precision) \
-  {#column, feature_set::column, precision, &column::AttentionScratch, &column::Attention},
+std::span<const AttentionKernel> AttentionKernels() {
+  static const AttentionKernel kernels[] = {
+#define ORTOLAN_KERNEL(column, precision) {{column::kAttention}, #column, feature_set::column, precision},
 #include "attention/attention_kernels.inc"
 #undef ORTOLAN_KERNEL
-};
-
-}  // namespace
-
-std::span<const AttentionKernel> AttentionKernels() { return kKernels; }
+  };
+  return kernels;
+}
 
 }  // namespace ortolan

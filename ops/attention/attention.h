@@ -62,17 +62,16 @@ struct AttentionArgs {
 // The rows of one call: enough to make up for copying each key and value.
 inline constexpr int64_t kAttentionRows = 128;
 
-// Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes of the kernel, aligned to
-// 64 bytes.
-using AttentionFn = void(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
-using AttentionScratchFn = int64_t(int64_t head_dim);
+struct AttentionFunctions {
+  int64_t (*scratch_bytes)(int64_t head_dim);
+  // Computes y for rows row_begin … row_end-1, at most kAttentionRows. scratch: scratch_bytes, aligned to 64 bytes.
+  void (*run)(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
+};
 
-struct AttentionKernel {
+struct AttentionKernel : AttentionFunctions {
   const char* name;
   Features needs;
   int precision;  // of the products: 32 or 16, see above
-  AttentionScratchFn* scratch_bytes;
-  AttentionFn* run;
 };
 
 // The rows of attention_kernels.inc that this build has, best first; the last one runs on any CPU.

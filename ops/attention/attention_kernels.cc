@@ -3,10 +3,7 @@
 
 namespace ortolan::ORTOLAN_COLUMN {
 
-int64_t AttentionScratch(int64_t head_dim) { return AttentionLoop<Simd>::ScratchBytes(head_dim); }
-
-void Attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch) {
-  AttentionLoop<Simd>::Run(args, row_begin, row_end, scratch);
-}
+extern const AttentionFunctions kAttention;
+constexpr AttentionFunctions kAttention{&AttentionLoop<Simd>::ScratchBytes, &AttentionLoop<Simd>::Run};
 
 }  // namespace ortolan::ORTOLAN_COLUMN

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "simd/at_byte.h"
 
 namespace ortolan {
 namespace {
@@ -100,13 +101,10 @@ class AttentionLoop {
     }
   }
 
-  static const float* At(const float* from, int64_t bytes) {
-    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
-  }
   int64_t HeadOf(int64_t row) const { return row / args_.queries; }
   int64_t QueryOf(int64_t row) const { return row % args_.queries; }
   const float* QueryRow(int64_t row) const {
-    return At(args_.q, HeadOf(row) * args_.q_head_bytes + QueryOf(row) * args_.q_row_bytes);
+    return AtByte(args_.q, HeadOf(row) * args_.q_head_bytes + QueryOf(row) * args_.q_row_bytes);
   }
   const float* MaskRow(int64_t row) const {
     return args_.mask + HeadOf(row) * args_.mask_head_stride + QueryOf(row) * args_.mask_query_stride;
@@ -133,7 +131,6 @@ class AttentionLoop {
     block.rows = rows;
     block.least_seen = block.most_seen = args_.keys;
     if (args_.causal) {
-      block.least_seen = args_.keys;
       block.most_seen = 0;
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t seen = QueryOf(first + i) + args_.keys - args_.queries + 1;
@@ -166,14 +163,14 @@ class AttentionLoop {
   void CopyKeysAndValues(int64_t first, int64_t keys) const {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
     for (int64_t j = 0; j < keys; ++j) {
-      const float* from = At(args_.k, (first + j) * args_.k_row_bytes);
+      const float* from = AtByte(args_.k, (first + j) * args_.k_row_bytes);
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
         Simd::StoreUnits(keys_ + j * stride + d / kUnit, LoadSome(from + d, args_.head_dim - d));
       }
     }
     for (int64_t j = 0; j < keys; j += kUnit) {
-      const float* a = At(args_.v, (first + j) * args_.v_row_bytes);
-      const float* b = At(args_.v, (first + j + kUnit - 1) * args_.v_row_bytes);
+      const float* a = AtByte(args_.v, (first + j) * args_.v_row_bytes);
+      const float* b = AtByte(args_.v, (first + j + kUnit - 1) * args_.v_row_bytes);
       const bool pair = j + kUnit - 1 < keys;
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
         const Float first_key = LoadSome(a + d, args_.head_dim - d);
@@ -192,11 +189,7 @@ class AttentionLoop {
   void FillBias(int64_t first, int64_t keys) const {
     for (int64_t j = 0; j < keys; ++j) bias_[j] = 0;
     if (args_.mask == nullptr || !MaskIsByKey()) return;
-    if (args_.mask_key_stride == 0) {
-      for (int64_t j = 0; j < keys; ++j) bias_[j] = *args_.mask;
-    } else {
-      for (int64_t j = 0; j < keys; ++j) bias_[j] = args_.mask[first + j];
-    }
+    for (int64_t j = 0; j < keys; ++j) bias_[j] = args_.mask[(first + j) * args_.mask_key_stride];
     for (int64_t j = 0; j < keys; j += kLanes) {
       Simd::Store(bias_ + j, InPowersOfTwo(Simd::Load(bias_ + j)));
     }
@@ -394,7 +387,7 @@ class AttentionLoop {
     }
     for (int64_t i = 0; i < block.rows; ++i) {
       const int64_t row = block.first + i;
-      float* y = const_cast<float*>(At(args_.y, HeadOf(row) * args_.y_head_bytes + QueryOf(row) * args_.y_row_bytes));
+      float* y = AtByte(args_.y, HeadOf(row) * args_.y_head_bytes + QueryOf(row) * args_.y_row_bytes);
       const float* out = block.out + i * padded_dim_;
       const Float factor = Simd::Set(factors[i]);
       const bool hidden = args_.zero_hidden_rows && !(block.sum[i] > 0);

@@ -4,26 +4,20 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)       \
-  namespace column {                 \
-  DecodeAttentionFn DecodeAttention; \
-  DecodeScoresFn DecodeScores;       \
-  DecodeScratchFn DecodeScratch;     \
+#define ORTOLAN_KERNEL(column)          \
+  namespace column {                    \
+  extern const DecodeFunctions kDecode; \
   }
 #include "attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
 
-namespace {
-
-constexpr DecodeAttentionKernel kKernels[] = {
-#define ORTOLAN_KERNEL(column) \
-  {#column, feature_set::column, &column::DecodeScratch, &column::DecodeAttention, &column::DecodeScores},
+std::span<const DecodeAttentionKernel> DecodeAttentionKernels() {
+  static const DecodeAttentionKernel kernels[] = {
+#define ORTOLAN_KERNEL(column) {{column::kDecode}, #column, feature_set::column},
 #include "attention/decode_kernels.inc"
 #undef ORTOLAN_KERNEL
-};
-
-}  // namespace
-
-std::span<const DecodeAttentionKernel> DecodeAttentionKernels() { return kKernels; }
+  };
+  return kernels;
+}
 
 }  // namespace ortolan

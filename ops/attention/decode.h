@@ -5,7 +5,7 @@
 //     partial: max[h] >= s[h, j], sum[h] = sum of 2^(s[h, j] - max[h]), y[h] = sum of 2^(s[h, j] - max[h]) v[j]
 //
 // over the tokens j of a range [begin, end). Partial results of any ranges, of different threads, of compressed and of
-// exact keys, add up to that of all their tokens (softmax.h, as in FlashDecoding); the attention's result is
+// exact keys, add up to that of all their tokens (merge, as in FlashDecoding); the attention's result is
 // y / sum. The query's own token is in the cache already, so causality hides nothing; padding is
 // what a range leaves out.
 //
@@ -49,12 +49,45 @@
 #include <cstdint>
 #include <span>
 
-#include "attention/softmax.h"
 #include "formats/key_code_cache.h"
 #include "formats/value_cache.h"
 #include "isa/features.h"
 
 namespace ortolan {
+
+// Of the tokens of a range: max[h] of the scores s[h, j], in powers of two, sum[h] of the weights 2^(s[h, j] - max[h]),
+// y[h] of weights times values. Written whole, contiguous. The partial result of no tokens: the lowest float, 0 and 0.
+struct DecodePartial {
+  float* max = nullptr;  // [heads]
+  float* sum = nullptr;  // [heads]
+  float* y = nullptr;    // [heads][head_dim]
+};
+
+// A mask hides what it holds this or less for, as exporters' masks do.
+inline constexpr float kHidden = -1e4f;
+
+struct VisibleRange {
+  int64_t begin = 0;
+  int64_t end = 0;    // begin if all are hidden
+  bool plain = true;  // the mask is 0 in all of it; smaller than 2^-126 counts as 0
+};
+
+// What attention does with rows of scores beside products: which of them a mask leaves, their weights, and partial
+// results, which add up.
+struct SoftmaxFunctions {
+  // From the first to the last of a row of a mask that are not hidden.
+  VisibleRange (*visible)(const float* mask, int64_t count);
+
+  // In place, scores s[i], i < count, become weights 2^(factor s[i] - maximum), whose sum is put out; 1 <= count. There
+  // is room for count rounded up to 16; what is behind count may be anything. A NaN among the scores makes the sum NaN.
+  void (*weigh)(float* scores, int64_t count, float factor, float* maximum, float* sum);
+
+  // Adds `from` to `into`.
+  void (*merge)(int64_t heads, int64_t head_dim, const DecodePartial& from, const DecodePartial& into);
+
+  // y = partial.y / partial.sum, rows y_head_bytes apart. y may be partial.y.
+  void (*finish)(int64_t heads, int64_t head_dim, const DecodePartial& partial, float* y, int64_t y_head_bytes);
+};
 
 struct DecodeAttentionArgs {
   int64_t heads = 1;         // that share the keys and values
@@ -78,19 +111,17 @@ struct DecodeAttentionArgs {
   constexpr KeyCodeLayout Layout() const { return {head_dim, d_sub}; }
 };
 
-// scratch: scratch_bytes of the kernel, aligned to 64 bytes. 0 <= begin <= end <= args.tokens.
-using DecodeAttentionFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end,
-                               const DecodePartial& partial, void* scratch);
-// The scores alone, [heads][end - begin].
-using DecodeScoresFn = void(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch);
-using DecodeScratchFn = int64_t(int64_t heads, int64_t head_dim);
+// scratch: scratch_bytes, aligned to 64 bytes. 0 <= begin <= end <= args.tokens.
+struct DecodeFunctions : SoftmaxFunctions {
+  int64_t (*scratch_bytes)(int64_t heads, int64_t head_dim);
+  void (*run)(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial, void* scratch);
+  // The scores alone, [heads][end - begin].
+  void (*scores)(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch);
+};
 
-struct DecodeAttentionKernel {
+struct DecodeAttentionKernel : DecodeFunctions {
   const char* name;
   Features needs;
-  DecodeScratchFn* scratch_bytes;
-  DecodeAttentionFn* run;
-  DecodeScoresFn* scores;
 };
 
 // The rows of decode_kernels.inc that this build has, best first; the last one runs on any CPU.

@@ -17,15 +17,14 @@ struct Blocks {
   static void Unpack(const uint8_t* codes, __m256i* indices) {
     const __m256i by_sub_quantizer =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m256i low_nibbles = _mm256_set1_epi8(0x0f);
-    const __m256i a = _mm256_shuffle_epi8(Load(codes), by_sub_quantizer);
-    const __m256i b = _mm256_shuffle_epi8(Load(codes + 32), by_sub_quantizer);
+    const __m256i a = _mm256_shuffle_epi8(Simd::LoadBytes(codes), by_sub_quantizer);
+    const __m256i b = _mm256_shuffle_epi8(Simd::LoadBytes(codes + 32), by_sub_quantizer);
     const __m256i first = _mm256_permute4x64_epi64(_mm256_unpacklo_epi32(a, b), 0xD8);
     const __m256i second = _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(a, b), 0xD8);
-    indices[0] = _mm256_and_si256(first, low_nibbles);
-    indices[1] = _mm256_and_si256(second, low_nibbles);
-    indices[2] = _mm256_and_si256(_mm256_srli_epi16(first, 4), low_nibbles);
-    indices[3] = _mm256_and_si256(_mm256_srli_epi16(second, 4), low_nibbles);
+    indices[0] = Simd::LowNibbles(first);
+    indices[1] = Simd::LowNibbles(second);
+    indices[2] = Simd::HighNibbles(first);
+    indices[3] = Simd::HighNibbles(second);
   }
 
   // Sums of 16 bits of 16 keys, in the order of the indices: of all bytes as they lie, and of every other one.
@@ -65,8 +64,8 @@ struct Blocks {
           Sums high;
           const uint8_t* table = at.tables + (h * at.quads + first) * 64;
           for (int64_t quad = 0; quad < quads; ++quad, table += 64) {
-            const __m256i a = Load(table);
-            const __m256i b = Load(table + 32);
+            const __m256i a = Simd::LoadBytes(table);
+            const __m256i b = Simd::LoadBytes(table + 32);
             low.Add(_mm256_shuffle_epi8(a, indices[4 * quad]));
             low.Add(_mm256_shuffle_epi8(b, indices[4 * quad + 1]));
             high.Add(_mm256_shuffle_epi8(a, indices[4 * quad + 2]));
@@ -83,77 +82,6 @@ struct Blocks {
       }
     }
   }
-
-  // y += weights values, from d on. A vector of values holds four tokens of eight numbers.
-  template <int kHeads, int kVectors>
-  static void AddInt8Tile(const Int8Blocks& at, int64_t head, int64_t d) {
-    const float* weights = reinterpret_cast<const float*>(at.parts) + head * kDecodeTile;
-    const TileHead* heads = at.heads + head;
-    const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
-    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
-    __m256 sum[kHeads][kVectors];
-#pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) {
-#pragma GCC unroll 2
-      for (int i = 0; i < kVectors; ++i) sum[h][i] = _mm256_loadu_ps(heads[h].y + d + 8 * i);
-    }
-    for (int64_t block = 0; block < at.blocks; ++block) {
-      const uint8_t* values = at.values + block * block_bytes + kValueBlock * kValueScaleBytes + 4 * d;
-      for (int64_t t = block * kValueBlock; t < (block + 1) * kValueBlock; t += 4, values += 4 * at.head_dim) {
-        if (head == 0) _mm_prefetch(reinterpret_cast<const char*>(values + ahead), _MM_HINT_T0);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          __m256 value[kVectors];
-#pragma GCC unroll 2
-          for (int i = 0; i < kVectors; ++i) {
-            value[i] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(Load(values + 32 * i), 24 - 8 * j), 24));
-          }
-#pragma GCC unroll 4
-          for (int h = 0; h < kHeads; ++h) {
-            const __m256 weight = _mm256_set1_ps(weights[h * kDecodeTile + t + j]);
-#pragma GCC unroll 2
-            for (int i = 0; i < kVectors; ++i) sum[h][i] = _mm256_fmadd_ps(weight, value[i], sum[h][i]);
-          }
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) {
-#pragma GCC unroll 2
-      for (int i = 0; i < kVectors; ++i) _mm256_storeu_ps(heads[h].y + d + 8 * i, sum[h][i]);
-    }
-  }
-
-  static void AddInt8Blocks(const Int8Blocks& at, int64_t heads) {
-    const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
-    for (int64_t h = 0; h < heads; ++h) {
-      const TileHead& head = at.heads[h];
-      float* weights = reinterpret_cast<float*>(at.parts) + h * kDecodeTile;
-      const __m256 maximum = _mm256_set1_ps(head.maximum);
-      __m256 sum = _mm256_loadu_ps(head.sums);
-      for (int64_t t = 0; t < at.blocks * kValueBlock; t += 8) {
-        const __m256 weight = Simd::Exp2(_mm256_sub_ps(_mm256_loadu_ps(head.scores + t), maximum));
-        sum = _mm256_add_ps(sum, weight);
-        const uint8_t* scales = at.values + t / kValueBlock * block_bytes + t % kValueBlock * kValueScaleBytes;
-        const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
-        const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-        // Tokens outside of the range weigh 0, and may hold anything.
-        const __m256 weighs = _mm256_cmp_ps(weight, _mm256_setzero_ps(), _CMP_NEQ_UQ);
-        _mm256_storeu_ps(weights + t, _mm256_and_ps(weighs, _mm256_mul_ps(weight, scale)));
-      }
-      _mm256_storeu_ps(head.sums, sum);
-    }
-    int64_t h = 0;
-    for (; h + 4 <= heads; h += 4) {
-      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<4, 2>(at, h, d);
-    }
-    for (; h < heads; ++h) {
-      for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<1, 2>(at, h, d);
-    }
-  }
-
- private:
-  static __m256i Load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 };
 
 }  // namespace
@@ -161,15 +89,7 @@ struct Blocks {
 
 namespace ortolan::avx2 {
 
-int64_t DecodeScratch(int64_t heads, int64_t head_dim) { return DecodeLoop<Blocks>::ScratchBytes(heads, head_dim); }
-
-void DecodeAttention(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
-                     void* scratch) {
-  DecodeLoop<Blocks>::Run(args, begin, end, partial, scratch);
-}
-
-void DecodeScores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
-  DecodeLoop<Blocks>::Scores(args, begin, end, scores, scratch);
-}
+extern const DecodeFunctions kDecode;
+constexpr DecodeFunctions kDecode = kDecodeFunctions<Blocks>;
 
 }  // namespace ortolan::avx2

@@ -4,11 +4,6 @@
 namespace ortolan {
 namespace {
 
-// sums += the four products of u8 `a` and s8 `b` in each lane. By hand: gcc 12's intrinsic copies and spills the sums.
-inline void AddProducts(__m512i& sums, __m512i a, __m512i b) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
-}
-
 struct Blocks {
   static int64_t Ahead(const PrefetchDistances& ahead) { return ahead.key_codes; }
   static constexpr int kVectors = 4;
@@ -44,8 +39,8 @@ struct Blocks {
         const __m512i table = _mm512_loadu_si512(tables + h * block_bytes);
 #pragma GCC unroll 4
         for (int b = 0; b < kBlocks; ++b) {
-          AddProducts(sum[h][b][0], _mm512_permutexvar_epi8(index[b][0], table), ones);
-          AddProducts(sum[h][b][1], _mm512_permutexvar_epi8(index[b][1], table), ones);
+          sum[h][b][0] = Simd::DotQuad(sum[h][b][0], _mm512_permutexvar_epi8(index[b][0], table), ones);
+          sum[h][b][1] = Simd::DotQuad(sum[h][b][1], _mm512_permutexvar_epi8(index[b][1], table), ones);
         }
       }
     }
@@ -149,7 +144,7 @@ struct Blocks {
           __builtin_memcpy(&four, weights + h * kPartBytes + block * 64, 4);
           const __m512i weight = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
-          for (int i = 0; i < kVectors; ++i) AddProducts(sum[h][i], weight, value[i]);
+          for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::DotQuad(sum[h][i], weight, value[i]);
         }
       }
     }
@@ -207,15 +202,7 @@ struct Blocks {
 
 namespace ortolan::avx512 {
 
-int64_t DecodeScratch(int64_t heads, int64_t head_dim) { return DecodeLoop<Blocks>::ScratchBytes(heads, head_dim); }
-
-void DecodeAttention(const DecodeAttentionArgs& args, int64_t begin, int64_t end, const DecodePartial& partial,
-                     void* scratch) {
-  DecodeLoop<Blocks>::Run(args, begin, end, partial, scratch);
-}
-
-void DecodeScores(const DecodeAttentionArgs& args, int64_t begin, int64_t end, float* scores, void* scratch) {
-  DecodeLoop<Blocks>::Scores(args, begin, end, scores, scratch);
-}
+extern const DecodeFunctions kDecode;
+constexpr DecodeFunctions kDecode = kDecodeFunctions<Blocks>;
 
 }  // namespace ortolan::avx512

@@ -10,14 +10,16 @@
 //     kVectors, kDotHeads     of a tile of y that is multiplied with rows of floats; of a tile of dot products
 //     void ScoreBlocks(const CodeBlocks&, int64_t heads)
 //     void AddInt8Blocks(const Int8Blocks&, int64_t heads)   makes weights, and adds them to sums and weighted values
-//     to y
+//     to y; where a column has no better way, values become floats
 #pragma once
 
 #include <cstdint>
 
 #include "attention/decode.h"
 #include "attention/kv_cache/key_block.h"
+#include "attention/softmax_rows.h"
 #include "isa/tuning.h"
+#include "simd/at_byte.h"
 #include "simd/column.h"
 
 namespace ortolan {
@@ -56,21 +58,60 @@ struct Int8Blocks {
   uint8_t* parts;  // scratch, 4 kDecodeTile a head, of cache lines
 };
 
-inline constexpr int64_t kDecodeTile = 128;
+constexpr int64_t kDecodeTile = 128;
+
+// Values of a tile's tokens as AddRows reads them, kTokens after one another at a time: what is at number d of token j,
+// for query heads from `head` on; of this, vector i of a token as floats.
+struct FloatRows {
+  static constexpr int kTokens = 1;
+  const float* first;
+  int64_t row_bytes;
+
+  const float* At(int64_t, int64_t j, int64_t d) const { return AtByte(first, j * row_bytes) + d; }
+  template <int>
+  static Float Load(const float* from, int i) {
+    return Simd::Load(from + i * kLanes);
+  }
+};
+struct Int8Rows {
+  static constexpr int kTokens = 1;
+  const uint8_t* first;
+  int64_t row_bytes;
+
+  const uint8_t* At(int64_t, int64_t j, int64_t d) const { return first + j * row_bytes + kValueScaleBytes + d; }
+  template <int>
+  static Float Load(const uint8_t* from, int i) {
+    return Simd::LoadInt8(from + i * kLanes);
+  }
+};
+struct Int8Quads {  // of full blocks
+  static constexpr int kTokens = 4;
+  const uint8_t* first;
+  int64_t row_bytes;
+
+  // Always inline: see simd/prefetch.h.
+  __attribute__((always_inline)) const uint8_t* At(int64_t head, int64_t j, int64_t d) const {
+    const int64_t scales = (j / kValueBlock + 1) * kValueBlock * kValueScaleBytes;
+    const uint8_t* from = first + scales + j * (row_bytes - kValueScaleBytes) + 4 * d;
+    if (head == 0) __builtin_prefetch(from + kDecodeTile * row_bytes);  // of the next tile
+    return from;
+  }
+  template <int kToken>
+  static Float Load(const uint8_t* from, int i) {
+    return Simd::SignedByte<kToken>(Simd::LoadInt(from + 4 * i * kLanes));
+  }
+};
 
 template <typename Blocks>
 class DecodeLoop {
-  using Float = typename Simd::Float;
-  static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kTile = kDecodeTile;
   static constexpr int64_t kChunkTiles = 16;
   static constexpr int64_t kChunk = kChunkTiles * kTile;
-  static constexpr float kLowest = -0x1.fffffep127f;
-  static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
   static constexpr float kLeastRange = 0x1p-100f;
-  static constexpr int kHeads = 4;    // of a tile of y
-  static constexpr int kDotKeys = 4;  // of a tile of dot products
+  static constexpr int kHeads = 4;                   // of a tile of y
+  static constexpr int kDotKeys = 4;                 // of a tile of dot products
+  static constexpr int kParts = kLanes > 1 ? 4 : 1;  // sub-quantizers whose extremes are found together
 
   static int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -119,10 +160,6 @@ class DecodeLoop {
   int64_t full_;  // tokens in full blocks
   Scratch s_;
 
-  static const float* RowOf(const float* from, int64_t bytes) {
-    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
-  }
-
   DecodeLoop(const DecodeAttentionArgs& args, void* scratch)
       : args_(args),
         quads_(args.Layout().Quads()),
@@ -130,7 +167,7 @@ class DecodeLoop {
         s_(args.heads, args.head_dim, scratch) {
     const Float factor = Simd::Set(args.scale * kLog2E);
     for (int64_t h = 0; h < args.heads; ++h) {
-      const float* q = RowOf(args.q, h * args.q_head_bytes);
+      const float* q = AtByte(args.q, h * args.q_head_bytes);
       for (int64_t d = 0; d < args.head_dim; d += kLanes) {
         Simd::Store(s_.query + h * args.head_dim + d, Simd::Multiply(Simd::Load(q + d), factor));
       }
@@ -153,13 +190,16 @@ class DecodeLoop {
       centroids = s_.centroids;
     }
     for (int64_t h = 0; h < args_.heads; ++h) {
-      if (d_sub == 1) {
-        BuildTable<1>(h, centroids);
-      } else if (d_sub == 2) {
-        BuildTable<2>(h, centroids);
-      } else {
-        BuildTable<4>(h, centroids);
-      }
+      WithDSub(d_sub, [&]<int kDSub>() { BuildTable<kDSub>(h, centroids); });
+    }
+  }
+
+  template <typename Column = Simd, typename Op>
+  static Float Reduce(const Float (&a)[kParts], const Op& op) {
+    if constexpr (kParts == 1) {
+      return a[0];
+    } else {
+      return Column::ReduceFour(a, op);
     }
   }
 
@@ -183,11 +223,11 @@ class DecodeLoop {
     Float check = Simd::Set(0.0f);  // NaN once a product is not finite
     Float width = Simd::Set(0.0f);
     Float sum = Simd::Set(0.0f);
-    for (int64_t s = 0; s < count; s += 4) {
-      Float low[4];
-      Float high[4];
+    for (int64_t s = 0; s < count; s += kParts) {
+      Float low[kParts];
+      Float high[kParts];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kParts; ++i) {
         const float* from = products + (s + i) * kCentroids;
         low[i] = high[i] = Simd::Load(from);
         check = Simd::MultiplyAdd(low[i], Simd::Set(0.0f), check);
@@ -198,14 +238,14 @@ class DecodeLoop {
           check = Simd::MultiplyAdd(more, Simd::Set(0.0f), check);
         }
       }
-      const Float lows = Simd::ReduceFour(low, [](Float a, Float b) { return Simd::Min(a, b); });
-      const Float highs = Simd::ReduceFour(high, [](Float a, Float b) { return Simd::Max(a, b); });
-      Simd::Store(least + s, lows);  // more than four: the next ones write over the rest
+      const Float lows = Reduce(low, [](Float a, Float b) { return Simd::Min(a, b); });
+      const Float highs = Reduce(high, [](Float a, Float b) { return Simd::Max(a, b); });
+      Simd::Store(least + s, lows);  // more than kParts: the next ones write over the rest
       width = Simd::Max(width, Simd::Subtract(highs, lows));
       sum = Simd::Add(sum, lows);
     }
     const float range = Simd::MaxOfLanes(width);
-    const float bias = Simd::SumOfLanes(sum) * (4.0f / kLanes);
+    const float bias = Simd::SumOfLanes(sum) * (float{kParts} / kLanes);
     const bool finite = Simd::SumOfLanes(check) == 0 && range < __builtin_inff();
     const bool flat = !finite || range < kLeastRange;
     s_.biases[h] = finite ? bias : __builtin_nanf("");
@@ -266,12 +306,12 @@ class DecodeLoop {
     Float sum[kHeads][kKeys];
 #pragma GCC unroll 16
     for (int i = 0; i < kHeads * kKeys; ++i) sum[i / kKeys][i % kKeys] = Simd::Set(0.0f);
-    const float* key = RowOf(args_.keys, (j - args_.first_key) * args_.key_row_bytes);
+    const float* key = AtByte(args_.keys, (j - args_.first_key) * args_.key_row_bytes);
     const float* query = s_.query + h * args_.head_dim;
     for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
       Float keys[kKeys];
 #pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) keys[i] = Simd::Load(RowOf(key, i * args_.key_row_bytes) + d);
+      for (int i = 0; i < kKeys; ++i) keys[i] = Simd::Load(AtByte(key, i * args_.key_row_bytes) + d);
 #pragma GCC unroll 4
       for (int r = 0; r < kHeads; ++r) {
         const Float q = Simd::Load(query + r * args_.head_dim + d);
@@ -285,27 +325,35 @@ class DecodeLoop {
     }
   }
 
-  // y += weights values for tokens begin … end-1 of rows, kHeads heads and kVectors vectors from `d` on. row(i): the
-  // first number of a token's row; load(row, d): kLanes of its floats.
-  template <int kHeads, int kVectors, typename Row, typename Load>
-  static void AddRowsTile(const TileHead* heads, const float* weights, int64_t begin, int64_t end, int64_t d,
-                          const Row& row, const Load& load) {
+  // y += weights values for tokens begin … end-1 of rows, of kHeads heads from `head` on, kVectors vectors from `d` on.
+  template <int kHeads, int kVectors, typename Rows>
+  void AddRowsTile(int64_t head, int64_t begin, int64_t end, int64_t d, const Rows& rows) const {
+    const TileHead* heads = s_.heads + head;
+    const float* weights = s_.weights + head * kTile;
     Float sum[kHeads][kVectors];
 #pragma GCC unroll 4
     for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 4
       for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::Load(heads[h].y + d + i * kLanes);
     }
-    for (int64_t j = begin; j < end; ++j) {
-      const auto from = row(j);
-      Float value[kVectors];
+    for (int64_t j = begin; j < end; j += Rows::kTokens) {
+      const auto from = rows.At(head, j, d);
+      const auto add = [&]<int kToken>() __attribute__((always_inline)) {
+        Float value[kVectors];
 #pragma GCC unroll 4
-      for (int i = 0; i < kVectors; ++i) value[i] = load(from, d + i * kLanes);
+        for (int i = 0; i < kVectors; ++i) value[i] = Rows::template Load<kToken>(from, i);
 #pragma GCC unroll 4
-      for (int h = 0; h < kHeads; ++h) {
-        const Float weight = Simd::Set(weights[h * kTile + j]);
+        for (int h = 0; h < kHeads; ++h) {
+          const Float weight = Simd::Set(weights[h * kTile + j + kToken]);
 #pragma GCC unroll 4
-        for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::MultiplyAdd(weight, value[i], sum[h][i]);
+          for (int i = 0; i < kVectors; ++i) sum[h][i] = Simd::MultiplyAdd(weight, value[i], sum[h][i]);
+        }
+      };
+      add.template operator()<0>();
+      if constexpr (Rows::kTokens == 4) {
+        add.template operator()<1>();
+        add.template operator()<2>();
+        add.template operator()<3>();
       }
     }
 #pragma GCC unroll 4
@@ -315,35 +363,35 @@ class DecodeLoop {
     }
   }
 
-  template <int kHeads, typename Row, typename Load>
-  void AddRowsHeads(int64_t head, int64_t begin, int64_t end, const Row& row, const Load& load) const {
-    const TileHead* heads = s_.heads + head;
-    const float* weights = s_.weights + head * kTile;
+  template <int kHeads, typename Rows>
+  void AddRowsHeads(int64_t head, int64_t begin, int64_t end, const Rows& rows) const {
     constexpr int kVectors = Blocks::kVectors;
     int64_t d = 0;
     for (; d + kVectors * kLanes <= args_.head_dim; d += kVectors * kLanes) {
-      AddRowsTile<kHeads, kVectors>(heads, weights, begin, end, d, row, load);
+      AddRowsTile<kHeads, kVectors>(head, begin, end, d, rows);
     }
-    for (; d < args_.head_dim; d += kLanes) AddRowsTile<kHeads, 1>(heads, weights, begin, end, d, row, load);
+    for (; d < args_.head_dim; d += kLanes) AddRowsTile<kHeads, 1>(head, begin, end, d, rows);
   }
 
-  template <typename Row, typename Load>
-  void AddRows(int64_t heads, int64_t begin, int64_t end, const Row& row, const Load& load) const {
+  template <typename Rows>
+  void AddRows(int64_t heads, int64_t begin, int64_t end, const Rows& rows) const {
     int64_t h = 0;
-    for (; h + kHeads <= heads; h += kHeads) AddRowsHeads<kHeads>(h, begin, end, row, load);
-    for (; h < heads; ++h) AddRowsHeads<1>(h, begin, end, row, load);
+    for (; h + kHeads <= heads; h += kHeads) AddRowsHeads<kHeads>(h, begin, end, rows);
+    for (; h < heads; ++h) AddRowsHeads<1>(h, begin, end, rows);
   }
 
-  // Makes weights of a tile's scores, from token `from` on, a multiple of kLanes.
-  void Weigh(int64_t heads, int64_t from) const {
+  // Makes weights of the scores of a tile's tokens from … to-1, multiples of kLanes. They are stored as
+  // scaled(i, weight).
+  template <typename Scaled>
+  void Weigh(int64_t heads, int64_t from, int64_t to, const Scaled& scaled) const {
     for (int64_t h = 0; h < heads; ++h) {
       const TileHead& head = s_.heads[h];
       const Float maximum = Simd::Set(head.maximum);
       Float sum = Simd::Load(head.sums);
-      for (int64_t i = from; i < kTile; i += kLanes) {
+      for (int64_t i = from; i < to; i += kLanes) {
         const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(head.scores + i), maximum));
-        Simd::Store(s_.weights + h * kTile + i, weight);
         sum = Simd::Add(sum, weight);
+        Simd::Store(s_.weights + h * kTile + i, scaled(i, weight));
       }
       Simd::Store(head.sums, sum);
     }
@@ -353,30 +401,41 @@ class DecodeLoop {
   void AddTile(int64_t heads, int64_t first, int64_t begin, int64_t end) const {
     const int64_t from = begin > first ? begin - first : 0;
     const int64_t to = end - first < kTile ? end - first : kTile;
+    const auto as_it_is = [](int64_t, Float weight) { return weight; };
     if (args_.values != nullptr) {
-      Weigh(heads, 0);
-      return AddRows(
-          heads, from, to, [&](int64_t j) { return RowOf(args_.values, (first + j) * args_.value_row_bytes); },
-          [](const float* row, int64_t d) { return Simd::Load(row + d); });
+      Weigh(heads, 0, kTile, as_it_is);
+      const FloatRows rows{AtByte(args_.values, first * args_.value_row_bytes), args_.value_row_bytes};
+      return AddRows(heads, from, to, rows);
     }
     const int64_t row_bytes = ValueRowBytes(args_.head_dim);
+    const uint8_t* values = args_.int8_values + first * row_bytes;
     const int64_t full = full_ - first < RoundUp(to, kValueBlock) ? full_ - first : RoundUp(to, kValueBlock);
-    if (full > 0) {
-      Blocks::AddInt8Blocks(
-          {args_.head_dim, full / kValueBlock, from, to, args_.int8_values + first * row_bytes, s_.heads, s_.parts},
-          heads);
-    }
+    if (full > 0) AddBlocks(heads, full, from, to, values);
     if (to <= full) return;
-    Weigh(heads, full);
+    Weigh(heads, full, kTile, as_it_is);
     const int64_t rest = from > full ? from : full;
     for (int64_t j = rest; j < to; ++j) {
-      const uint8_t* row = args_.int8_values + (first + j) * row_bytes;
+      const uint8_t* row = values + j * row_bytes;
       const float scale = __builtin_bit_cast(float, static_cast<uint32_t>(row[0] | row[1] << 8) << 16);
       for (int64_t h = 0; h < heads; ++h) s_.weights[h * kTile + j] *= scale;
     }
-    AddRows(
-        heads, rest, to, [&](int64_t j) { return args_.int8_values + (first + j) * row_bytes + kValueScaleBytes; },
-        [](const uint8_t* row, int64_t d) { return Simd::LoadInt8(row + d); });
+    AddRows(heads, rest, to, Int8Rows{values, row_bytes});
+  }
+
+  // The same of the first `full` tokens of the tile, in full blocks.
+  void AddBlocks(int64_t heads, int64_t full, int64_t from, int64_t to, const uint8_t* values) const {
+    if constexpr (requires { &Blocks::AddInt8Blocks; }) {
+      Blocks::AddInt8Blocks({args_.head_dim, full / kValueBlock, from, to, values, s_.heads, s_.parts}, heads);
+    } else {
+      const int64_t row_bytes = ValueRowBytes(args_.head_dim);
+      Weigh(heads, 0, full, [&](int64_t i, Float weight) {
+        const uint8_t* scales = values + i / kValueBlock * kValueBlock * row_bytes + i % kValueBlock * kValueScaleBytes;
+        const Float product = Simd::Multiply(weight, Simd::LoadBf16(scales));
+        // Tokens outside of the range weigh 0, and may hold anything.
+        return Simd::SelectLess(Simd::Set(0.0f), weight, product, weight);
+      });
+      AddRows(heads, 0, full, Int8Quads{values, row_bytes});
+    }
   }
 
   // Finds the largest scores of a chunk's tiles, and brings the maximum up to them, with what was added so far. Returns
@@ -466,6 +525,12 @@ class DecodeLoop {
     }
   }
 };
+
+template <typename Blocks>
+constexpr DecodeFunctions kDecodeFunctions{{&VisibleOf, &WeighScores, &MergePartial, &FinishPartial},
+                                           &DecodeLoop<Blocks>::ScratchBytes,
+                                           &DecodeLoop<Blocks>::Run,
+                                           &DecodeLoop<Blocks>::Scores};
 
 }  // namespace
 }  // namespace ortolan

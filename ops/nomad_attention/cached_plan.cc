@@ -1,6 +1,7 @@
 #include "nomad_attention/cached_plan.h"
 
 #include <cstring>
+#include <optional>
 
 #include "isa/kernel_table.h"
 
@@ -10,20 +11,349 @@ namespace {
 constexpr int64_t kFloat = sizeof(float);
 // So few queries are computed one by one, on the cache as it is.
 constexpr int64_t kMostDecodeQueries = 4;
+// Tokens of a sequence that one thread goes through at least: more than building a query's tables costs.
+constexpr int64_t kMinPartTokens = 4096;
+// Enough pieces of work for the threads of a server.
+constexpr int64_t kPieces = 64;
+// Of keys and values as floats, of as many heads as fit at a time, and at least of one.
+constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
 
-uint8_t* Bytes(char* data) { return reinterpret_cast<uint8_t*>(data); }
+struct Range {  // of tokens
+  int64_t begin, end;
+};
+
+DecodePartial PartialAt(char* memory, int64_t heads) {
+  float* at = reinterpret_cast<float*>(memory);
+  return {at, at + heads, at + 2 * heads};
+}
+
+void Copy(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
 
 }  // namespace
+
+// `head` counts the heads of keys and values of all sequences.
+class CachedPlan::Running {
+ public:
+  Running(const CachedPlan& plan, Host& host, const CachedCall& call)
+      : plan_(plan), form_(plan.form_), host_(host), call_(call), row_bytes_(call.head_dim * kFloat) {}
+
+  void CopyPast() const {
+    for (const CacheRows* rows : {&call_.key_cache, &call_.value_cache}) {
+      if (rows->past == rows->data || call_.room == 0) continue;
+      host_.ParallelFor(Heads(), [&](int64_t head) {
+        const int64_t bytes = Past(head) * rows->row_bytes;
+        char* to = rows->At(head, 0);
+        if (bytes > 0) Copy(to, rows->past + head * rows->past_head_bytes, bytes);
+        // What is not filled is no one's memory.
+        std::memset(to + bytes, 0, static_cast<size_t>(rows->head_bytes - bytes));
+      });
+    }
+    const CacheRows& exact = call_.exact_keys;
+    const int64_t bytes = Heads() * exact.head_bytes;
+    if (exact.past != exact.data && bytes > 0) Copy(exact.data, exact.past, bytes);
+  }
+
+  void Rotate(float* q, float* k) const {
+    const int64_t half = call_.head_dim / 2;
+    host_.ParallelFor(call_.batch * call_.queries, [&](int64_t i) {
+      const int64_t batch = i / call_.queries, row = i % call_.queries;
+      const int64_t position = form_.prompt.tokens + call_.Past(batch) + row;
+      const auto rotate = [&](const HeadRows& rows, int64_t heads, float* to) {
+        for (int64_t head = 0; head < heads; ++head) {
+          plan_.cache_.rotate(rows.At(batch, head, row), call_.cos + position * half, call_.sin + position * half,
+                              call_.head_dim, form_.interleaved, to + (i * heads + head) * call_.head_dim);
+        }
+      };
+      rotate(call_.q, call_.heads, q);
+      rotate(call_.k, call_.kv_heads, k);
+    });
+  }
+
+  void Append() const {
+    host_.ParallelFor(Heads(), [&](int64_t head) { AppendHead(head); });
+  }
+
+  void AppendExactKeys() const {
+    host_.ParallelFor(Heads(), [&](int64_t head) { AppendExactKeys(head); });
+  }
+
+  void Attend() const {
+    const bool is_short = call_.queries <= kMostDecodeQueries;
+    if (is_short && ValidateKeyCodeLayout({call_.head_dim, 1}).empty()) {
+      if (const auto seen = VisibleTokens()) return Decode(*seen);
+    }
+    // Of a short call each query has a window of its own.
+    const int64_t count = form_.window.Any() && is_short ? 1 : call_.queries;
+    for (int64_t i = 0; i < call_.queries; i += count) Prompt(i, count, is_short);
+  }
+
+ private:
+  int64_t Heads() const { return call_.batch * call_.kv_heads; }
+  int64_t BatchOf(int64_t head) const { return head / call_.kv_heads; }
+  int64_t KvHeadOf(int64_t head) const { return head % call_.kv_heads; }
+  int64_t Past(int64_t head) const { return call_.Past(BatchOf(head)); }
+  int64_t Tokens(int64_t head) const { return call_.Tokens(BatchOf(head)); }
+  // A row of the call's own keys or values.
+  const float* Own(const HeadRows& rows, int64_t head, int64_t i) const {
+    return rows.At(BatchOf(head), KvHeadOf(head), i);
+  }
+  const float* Codebook(int64_t head) const { return form_.codebooks + KvHeadOf(head) * form_.layout.CodebookFloats(); }
+  // The tokens that exact keys hold while queries read them: those before the call, and of a single query its own,
+  // which takes the place of one that has left its window.
+  int64_t Held(int64_t head) const { return call_.queries == 1 ? Past(head) + 1 : Past(head); }
+
+  void AppendHead(int64_t head) const {
+    const int64_t past = Past(head), added = Tokens(head) - past;
+    const auto copy = [&](const HeadRows& rows, const CacheRows& cache) {
+      for (int64_t i = 0; i < added; ++i) Copy(cache.At(head, past + i), Own(rows, head, i), cache.row_bytes);
+    };
+    if (form_.codebooks == nullptr) {
+      copy(call_.k, call_.key_cache);
+    } else {
+      AppendKeys(plan_.cache_, form_.layout, Codebook(head), Own(call_.k, head, 0), call_.k.row_bytes, added, past,
+                 call_.key_cache.Bytes(head));
+    }
+    if (form_.int8_values) {
+      AppendValues(plan_.cache_, call_.head_dim, Own(call_.v, head, 0), call_.v.row_bytes, added, past,
+                   call_.value_cache.Bytes(head));
+    } else {
+      copy(call_.v, call_.value_cache);
+    }
+    if (form_.window.Any() && call_.queries == 1) AppendExactKeys(head);
+  }
+
+  void AppendExactKeys(int64_t head) const {
+    const int64_t past = Past(head), tokens = Tokens(head);
+    for (int64_t token = past; token < tokens; ++token) {
+      if (!form_.window.Holds(token, tokens)) continue;
+      Copy(call_.exact_keys.At(head, form_.window.Slot(token)), Own(call_.k, head, token - past), row_bytes_);
+    }
+  }
+
+  // The tokens behind the prompt that a query sees, with all of the prompt; none if the mask does more than to hide
+  // others, or leaves a gap.
+  std::optional<Range> VisibleTokens(int64_t batch, int64_t head, int64_t query) const {
+    const int64_t prompt = form_.prompt.tokens;
+    int64_t end = prompt + call_.Tokens(batch);
+    if (call_.causal) end = std::min(end, prompt + call_.Past(batch) + query + 1);
+    if (call_.mask.data == nullptr) return Range{0, end - prompt};
+    const float* row = call_.mask.At(batch, head, query);
+    VisibleRange seen{0, end, *row == 0.0f};
+    if (call_.mask.strides[3] != 0) seen = plan_.decode_.visible(row, end);
+    // What a row of hidden keys gives is the exact kernel's to say. Of the prompt, nothing may be hidden.
+    if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
+    if (prompt > 0 && seen.begin > 0) return std::nullopt;
+    return Range{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
+  }
+
+  // Of each query of the batch; none if those of one query are no range, or differ between heads.
+  std::optional<std::vector<Range>> VisibleTokens() const {
+    const int64_t mask_heads = call_.mask.data != nullptr && call_.mask.strides[1] != 0 ? call_.heads : 1;
+    std::vector<Range> all;
+    for (int64_t i = 0; i < call_.batch * call_.queries; ++i) {
+      const int64_t batch = i / call_.queries, query = i % call_.queries;
+      const std::optional<Range> seen = VisibleTokens(batch, 0, query);
+      if (!seen) return std::nullopt;
+      for (int64_t head = 1; head < mask_heads; ++head) {
+        const std::optional<Range> other = VisibleTokens(batch, head, query);
+        if (!other || other->begin != seen->begin || other->end != seen->end) return std::nullopt;
+      }
+      all.push_back(*seen);
+    }
+    return all;
+  }
+
+  DecodeAttentionArgs DecodeArgs(int64_t head, int64_t query) const {
+    DecodeAttentionArgs args;
+    args.heads = call_.Group();
+    args.head_dim = call_.head_dim;
+    args.q = call_.q.At(BatchOf(head), KvHeadOf(head) * args.heads, query);
+    args.q_head_bytes = call_.q.head_bytes;
+    args.scale = call_.scale;
+    args.tokens = Tokens(head);
+    if (form_.codebooks != nullptr) {
+      args.key_codes = call_.key_cache.Bytes(head);
+      args.d_sub = form_.layout.d_sub;
+      args.codebook = Codebook(head);
+    } else {
+      args.keys = call_.key_cache.Floats(head, 0);
+      args.key_row_bytes = call_.key_cache.row_bytes;
+    }
+    if (form_.int8_values) {
+      args.int8_values = call_.value_cache.Bytes(head);
+    } else {
+      args.values = call_.value_cache.Floats(head, 0);
+      args.value_row_bytes = call_.value_cache.row_bytes;
+    }
+    return args;
+  }
+
+  // A piece of tokens after another, whose keys lie side by side; more: room for the partial result of one.
+  void DecodeRange(int64_t head, int64_t query, Range range, const DecodePartial& whole, const DecodePartial& more,
+                   void* scratch) const {
+    const int64_t past = Past(head);
+    DecodeAttentionArgs args = DecodeArgs(head, query);
+    int64_t done = range.begin;
+    do {
+      const KeyPiece piece = form_.window.First(Held(head), past + query, done, range.end);
+      if (form_.window.Any()) {  // else the keys of the cache are all there is
+        args.keys = nullptr;
+        args.first_key = piece.begin;
+        if (piece.source == KeyPiece::Source::kExact) {
+          args.keys = call_.exact_keys.Floats(head, form_.window.Slot(piece.begin));
+          args.key_row_bytes = call_.exact_keys.row_bytes;
+        } else if (piece.source == KeyPiece::Source::kCall) {
+          args.keys = Own(call_.k, head, piece.begin - past);
+          args.key_row_bytes = call_.k.row_bytes;
+        }
+      }
+      const bool first = done == range.begin;
+      plan_.decode_.run(args, piece.begin, piece.end, first ? whole : more, scratch);
+      if (!first) plan_.decode_.merge(args.heads, call_.head_dim, more, whole);
+      done = piece.end;
+    } while (done < range.end);
+  }
+
+  void Decode(const std::vector<Range>& seen) const {
+    const int64_t group = call_.Group();
+    const int64_t rows = Heads() * call_.queries;
+    const int64_t parts =
+        std::clamp<int64_t>(std::min((kPieces + rows - 1) / rows, call_.MostTokens() / kMinPartTokens), 1, kPieces);
+    const int64_t partial_bytes = Aligned(group * (2 + call_.head_dim) * kFloat);
+    const HostMemory partials(host_, rows * parts * partial_bytes);
+    const auto partial_of = [&](int64_t item) { return PartialAt(partials.data() + item * partial_bytes, group); };
+    const int64_t kernel_bytes = Aligned(plan_.decode_.scratch_bytes(group, call_.head_dim));
+    // Behind it, the partial result of a piece.
+    const int64_t scratch_bytes = kernel_bytes + (form_.window.Any() ? partial_bytes : 0);
+    ForEachWithScratch(host_, rows * parts, scratch_bytes, [&](int64_t item, char* scratch) {
+      const int64_t head = item / parts / call_.queries, query = item / parts % call_.queries;
+      const auto [begin, end] = seen[static_cast<size_t>(BatchOf(head) * call_.queries + query)];
+      // Parts end with whole blocks.
+      const int64_t step = ((end - begin + parts - 1) / parts + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+      const int64_t from = std::min(end, begin + item % parts * step);
+      DecodeRange(head, query, {from, std::min(end, from + step)}, partial_of(item),
+                  PartialAt(scratch + kernel_bytes, group), scratch);
+    });
+    std::optional<PromptPartials> prompt;
+    if (form_.prompt.tokens > 0) prompt.emplace(host_, form_.prompt, plan_.decode_, call_);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t batch = BatchOf(i / call_.queries), kv_head = KvHeadOf(i / call_.queries),
+                    query = i % call_.queries;
+      const DecodePartial whole = partial_of(i * parts);
+      for (int64_t part = 1; part < parts; ++part) {
+        plan_.decode_.merge(group, call_.head_dim, partial_of(i * parts + part), whole);
+      }
+      if (prompt) prompt->MergeInto(whole, batch, kv_head, query);
+      plan_.decode_.finish(group, call_.head_dim, whole, call_.Y(batch, kv_head * group, query), row_bytes_);
+    }
+  }
+
+  // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
+  void WriteKeys(int64_t head, int64_t position, int64_t end, float* to) const {
+    if (form_.codebooks == nullptr) return Copy(to, call_.key_cache.At(head, 0), end * row_bytes_);
+    for (KeyPiece piece; piece.end < end;) {
+      piece = form_.window.First(Held(head), position, piece.end, end);
+      float* rows = to + piece.begin * call_.head_dim;
+      const int64_t count = piece.end - piece.begin;
+      if (piece.source == KeyPiece::Source::kCache) {
+        plan_.cache_.decode_keys(form_.layout, Codebook(head), call_.key_cache.Bytes(head), Tokens(head), piece.begin,
+                                 piece.end, rows, row_bytes_);
+      } else if (piece.source == KeyPiece::Source::kExact) {
+        Copy(rows, call_.exact_keys.At(head, form_.window.Slot(piece.begin)), count * row_bytes_);
+      } else {
+        CopyOwn(call_.k, head, piece.begin - Past(head), count, rows);
+      }
+    }
+  }
+
+  void CopyOwn(const HeadRows& rows, int64_t head, int64_t first, int64_t count, float* to) const {
+    for (int64_t i = 0; i < count; ++i) Copy(to + i * call_.head_dim, Own(rows, head, first + i), row_bytes_);
+  }
+
+  // Keys and values of the past and of the call, [past + S][D] each, for queries from `first` on. own_cached: the
+  // call's own as the cache holds them.
+  void WriteFloats(int64_t head, int64_t first, bool own_cached, float* k, float* v) const {
+    const int64_t past = Past(head), from_cache = own_cached ? Tokens(head) : past;
+    // In the past of a long call, what the exact keys hold.
+    WriteKeys(head, own_cached ? past + first : past - 1, from_cache, k);
+    if (form_.int8_values) {
+      plan_.cache_.decode_values(call_.head_dim, call_.value_cache.Bytes(head), Tokens(head), 0, from_cache, v,
+                                 row_bytes_);
+    } else {
+      Copy(v, call_.value_cache.At(head, 0), from_cache * row_bytes_);
+    }
+    const int64_t own = from_cache - past, behind = from_cache * call_.head_dim;
+    CopyOwn(call_.k, head, own, call_.queries - own, k + behind);
+    CopyOwn(call_.v, head, own, call_.queries - own, v + behind);
+  }
+
+  // Those and the prompt's, of some heads: [head][2][most][D].
+  void WriteHeads(int64_t first_head, int64_t heads, int64_t first, bool own_cached, int64_t most, float* to) const {
+    const PromptCache& prompt = form_.prompt;
+    const auto keys_at = [&](int64_t place, int64_t token) { return to + (2 * place * most + token) * call_.head_dim; };
+    const int64_t to_values = most * call_.head_dim;
+    host_.ParallelFor(heads, [&](int64_t place) {
+      float* k = keys_at(place, prompt.tokens);
+      WriteFloats(first_head + place, first, own_cached, k, k + to_values);
+    });
+    if (prompt.tokens == 0) return;
+    const int64_t pieces = prompt.Chunks();
+    ForEachWithScratch(host_, heads * pieces, PromptUnpackBytes(prompt), [&](int64_t item, char* scratch) {
+      const int64_t place = item / pieces, chunk = item % pieces;
+      float* k = keys_at(place, chunk * prompt.ChunkTokens());
+      UnpackPrompt(prompt, KvHeadOf(first_head + place), chunk, k, k + to_values, scratch);
+    });
+  }
+
+  // Queries first … first + count - 1; a short call reads its own keys and values from the cache.
+  void Prompt(int64_t first, int64_t count, bool is_short) const {
+    const int64_t most = form_.prompt.tokens + call_.MostTokens();
+    // A short call reads all from the cache, whatever its masks are.
+    const bool own_cached = is_short && (form_.codebooks != nullptr || form_.int8_values);
+    const bool as_given = most == call_.queries && !own_cached;  // there is no past
+    // Keys and values of the prompt and the past, then this call's, as floats.
+    std::optional<HostMemory> floats;
+    float* all = nullptr;
+    int64_t at_once = Heads();
+    if (!as_given) {
+      at_once = std::clamp<int64_t>(kMostFloatBytes / (2 * most * row_bytes_), 1, Heads());
+      floats.emplace(host_, 2 * at_once * most * row_bytes_);
+      all = reinterpret_cast<float*>(floats->data());
+    }
+    for (int64_t first_head = 0; first_head < Heads(); first_head += at_once) {
+      const int64_t some = std::min(at_once, Heads() - first_head);
+      if (!as_given) WriteHeads(first_head, some, first, own_cached, most, all);
+      AttendHeads(host_, plan_.attention_, some, call_.Group() * count, most, call_.head_dim, [&](int64_t place) {
+        const int64_t head = first_head + place;
+        AttentionArgs args = ArgsOf(call_, BatchOf(head), KvHeadOf(head), first, count);
+        // Causality hides padding, whose keys are the last ones. Without it they are left out.
+        args.keys = form_.prompt.tokens + (call_.causal ? Past(head) + first + count : Tokens(head));
+        if (!as_given) {
+          args.k = all + 2 * place * most * call_.head_dim;
+          args.v = args.k + most * call_.head_dim;
+          args.k_row_bytes = args.v_row_bytes = row_bytes_;
+        }
+        return args;
+      });
+    }
+  }
+
+  const CachedPlan& plan_;
+  const CacheForm& form_;
+  Host& host_;
+  const CachedCall& call_;
+  const int64_t row_bytes_;  // of floats
+};
 
 CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
       attention_(SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = form.precision})),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
-      softmax_(SelectKernel(SoftmaxKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 
 void CachedPlan::Run(Host& host, CachedCall call) const {
-  CopyPast(host, call);
+  const Running running(*this, host, call);
+  running.CopyPast();
   if (call.batch == 0 || call.queries == 0) return;
   std::optional<HostMemory> rotated;
   if (call.cos != nullptr) {
@@ -31,125 +361,14 @@ void CachedPlan::Run(Host& host, CachedCall call) const {
     rotated.emplace(host, rows * (call.heads + call.kv_heads) * head_bytes);
     float* q = reinterpret_cast<float*>(rotated->data());
     float* k = q + rows * call.heads * call.head_dim;
-    Rotate(host, call, q, k);
+    running.Rotate(q, k);
     call.q = {q, call.queries * call.heads * head_bytes, head_bytes, call.heads * head_bytes};
     call.k = {k, call.queries * call.kv_heads * head_bytes, head_bytes, call.kv_heads * head_bytes};
   }
-  const int64_t heads = call.batch * call.kv_heads;
-  host.ParallelFor(heads, [&](int64_t i) { Append(call, i / call.kv_heads, i % call.kv_heads); });
-  Attend(host, call);
-  if (!form_.window.Any() || call.queries == 1) return;
+  running.Append();
+  running.Attend();
   // Not before: queries read what these take the place of.
-  host.ParallelFor(heads, [&](int64_t i) { AppendExactKeys(call, i / call.kv_heads, i % call.kv_heads); });
-}
-
-void CachedPlan::CopyPast(Host& host, const CachedCall& call) const {
-  const int64_t heads = call.batch * call.kv_heads;
-  for (const CacheRows* rows : {&call.key_cache, &call.value_cache}) {
-    if (rows->past == rows->data || call.room == 0) continue;
-    host.ParallelFor(heads, [&](int64_t i) {
-      const int64_t bytes = call.Past(i / call.kv_heads) * rows->row_bytes;
-      char* to = rows->At(i, 0);
-      if (bytes > 0) std::memcpy(to, rows->past + i * rows->past_head_bytes, static_cast<size_t>(bytes));
-      // What is not filled is no one's memory.
-      std::memset(to + bytes, 0, static_cast<size_t>(rows->head_bytes - bytes));
-    });
-  }
-  const CacheRows& exact = call.exact_keys;
-  const int64_t bytes = heads * exact.head_bytes;
-  if (exact.past != exact.data && bytes > 0) std::memcpy(exact.data, exact.past, static_cast<size_t>(bytes));
-}
-
-void CachedPlan::Rotate(Host& host, const CachedCall& call, float* q, float* k) const {
-  const int64_t half = call.head_dim / 2;
-  host.ParallelFor(call.batch * call.queries, [&](int64_t i) {
-    const int64_t batch = i / call.queries, row = i % call.queries;
-    const int64_t position = form_.prompt.tokens + call.Past(batch) + row;
-    const auto rotate = [&](const HeadRows& rows, int64_t heads, float* to) {
-      for (int64_t head = 0; head < heads; ++head) {
-        cache_.rotate(rows.At(batch, head, row), call.cos + position * half, call.sin + position * half, call.head_dim,
-                      form_.interleaved, to + (i * heads + head) * call.head_dim);
-      }
-    };
-    rotate(call.q, call.heads, q);
-    rotate(call.k, call.kv_heads, k);
-  });
-}
-
-void CachedPlan::Append(const CachedCall& call, int64_t batch, int64_t kv_head) const {
-  const int64_t past = call.Past(batch), added = call.Tokens(batch) - past;
-  const int64_t head = batch * call.kv_heads + kv_head;
-  const auto copy = [&](const HeadRows& rows, const CacheRows& cache) {
-    for (int64_t i = 0; i < added; ++i) {
-      std::memcpy(cache.At(head, past + i), rows.At(batch, kv_head, i), static_cast<size_t>(cache.row_bytes));
-    }
-  };
-  if (form_.codebooks == nullptr) {
-    copy(call.k, call.key_cache);
-  } else {
-    AppendKeys(cache_, form_.layout, form_.codebooks + kv_head * form_.layout.CodebookFloats(),
-               call.k.At(batch, kv_head, 0), call.k.row_bytes, added, past, Bytes(call.key_cache.At(head, 0)));
-  }
-  if (form_.int8_values) {
-    AppendValues(cache_, call.head_dim, call.v.At(batch, kv_head, 0), call.v.row_bytes, added, past,
-                 Bytes(call.value_cache.At(head, 0)));
-  } else {
-    copy(call.v, call.value_cache);
-  }
-  if (form_.window.Any() && call.queries == 1) AppendExactKeys(call, batch, kv_head);
-}
-
-void CachedPlan::AppendExactKeys(const CachedCall& call, int64_t batch, int64_t kv_head) const {
-  const int64_t past = call.Past(batch), tokens = call.Tokens(batch);
-  for (int64_t token = past; token < tokens; ++token) {
-    if (!form_.window.Holds(token, tokens)) continue;
-    std::memcpy(call.exact_keys.At(batch * call.kv_heads + kv_head, form_.window.Slot(token)),
-                call.k.At(batch, kv_head, token - past), static_cast<size_t>(call.exact_keys.row_bytes));
-  }
-}
-
-// The tokens behind the prompt that a query sees, with all of the prompt; none if the mask does more than to hide
-// others, or leaves a gap.
-std::optional<CachedPlan::Tokens> CachedPlan::VisibleTokens(const CachedCall& call, int64_t batch, int64_t head,
-                                                            int64_t query) const {
-  const int64_t prompt = form_.prompt.tokens;
-  int64_t end = prompt + call.Tokens(batch);
-  if (call.causal) end = std::min(end, prompt + call.Past(batch) + query + 1);
-  if (call.mask.data == nullptr) return Tokens{0, end - prompt};
-  const float* row = call.mask.At(batch, head, query);
-  VisibleRange seen{0, end, *row == 0.0f};
-  if (call.mask.strides[3] != 0) seen = softmax_.visible(row, end);
-  // What a row of hidden keys gives is the exact kernel's to say. Of the prompt, nothing may be hidden.
-  if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
-  if (prompt > 0 && seen.begin > 0) return std::nullopt;
-  return Tokens{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
-}
-
-// Of each query of the batch; none if those of one query are no range, or differ between heads.
-std::optional<std::vector<CachedPlan::Tokens>> CachedPlan::VisibleTokens(const CachedCall& call) const {
-  const int64_t mask_heads = call.mask.data != nullptr && call.mask.strides[1] != 0 ? call.heads : 1;
-  std::vector<Tokens> all;
-  for (int64_t i = 0; i < call.batch * call.queries; ++i) {
-    const int64_t batch = i / call.queries, query = i % call.queries;
-    const std::optional<Tokens> seen = VisibleTokens(call, batch, 0, query);
-    if (!seen) return std::nullopt;
-    for (int64_t head = 1; head < mask_heads; ++head) {
-      const std::optional<Tokens> other = VisibleTokens(call, batch, head, query);
-      if (!other || other->begin != seen->begin || other->end != seen->end) return std::nullopt;
-    }
-    all.push_back(*seen);
-  }
-  return all;
-}
-
-void CachedPlan::Attend(Host& host, const CachedCall& call) const {
-  const bool is_short = call.queries <= kMostDecodeQueries;
-  if (is_short && ValidateKeyCodeLayout({call.head_dim, 1}).empty()) {
-    if (const auto seen = VisibleTokens(call)) return Decode(host, call, *seen);
-  }
-  // Of a short call each query has a window of its own.
-  const int64_t count = form_.window.Any() && is_short ? 1 : call.queries;
-  for (int64_t i = 0; i < call.queries; i += count) Prompt(host, call, i, count, is_short);
+  if (form_.window.Any() && call.queries > 1) running.AppendExactKeys();
 }
 
 }  // namespace ortolan

@@ -2,7 +2,6 @@
 // the cache. Free of ONNX Runtime. op_cached.h says what the inputs and outputs mean.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "attention/decode.h"
@@ -23,12 +22,9 @@ struct CacheForm {
   bool interleaved = false;
   int precision = 32;
 
-  int64_t KeyRowBytes(int64_t head_dim) const {
-    return codebooks == nullptr ? head_dim * static_cast<int64_t>(sizeof(float)) : layout.RowBytes();
-  }
-  int64_t ValueRowBytes(int64_t head_dim) const {
-    return int8_values ? ortolan::ValueRowBytes(head_dim) : head_dim * static_cast<int64_t>(sizeof(float));
-  }
+  // Of a token, in elements of the cache.
+  int64_t KeyRow(int64_t head_dim) const { return codebooks == nullptr ? head_dim : layout.RowBytes(); }
+  int64_t ValueRow(int64_t head_dim) const { return int8_values ? ValueRowBytes(head_dim) : head_dim; }
 };
 
 // The present keys, values or exact keys, of batch x kv_heads heads, and the past ones, which may be the same memory.
@@ -40,10 +36,14 @@ struct CacheRows {
   int64_t past_head_bytes = 0;
 
   char* At(int64_t head, int64_t row) const { return data + head * head_bytes + row * row_bytes; }
+  const float* Floats(int64_t head, int64_t row) const { return reinterpret_cast<const float*>(At(head, row)); }
+  uint8_t* Bytes(int64_t head) const { return reinterpret_cast<uint8_t*>(At(head, 0)); }
 };
 
 // `keys` counts the prompt's tokens and all that the present cache has room for.
 struct CachedCall : AttentionCall {
+  explicit CachedCall(const AttentionCall& call) : AttentionCall(call) {}
+
   // Of each sequence: tokens before this call, and those that it adds, fewer than `queries` where padding follows. None
   // of the numbers here counts the prompt's tokens.
   std::vector<int64_t> past;
@@ -67,46 +67,11 @@ class CachedPlan {
   void Run(Host& host, CachedCall call) const;
 
  private:
-  struct Tokens {
-    int64_t begin, end;
-  };
-  struct Row {  // query heads that share a head of keys and values, of one query
-    int64_t batch, kv_head, query;
-  };
-
-  void CopyPast(Host& host, const CachedCall& call) const;
-  void Rotate(Host& host, const CachedCall& call, float* q, float* k) const;
-  void Append(const CachedCall& call, int64_t batch, int64_t kv_head) const;
-  void AppendExactKeys(const CachedCall& call, int64_t batch, int64_t kv_head) const;
-  void Attend(Host& host, const CachedCall& call) const;
-
-  std::optional<Tokens> VisibleTokens(const CachedCall& call, int64_t batch, int64_t head, int64_t query) const;
-  std::optional<std::vector<Tokens>> VisibleTokens(const CachedCall& call) const;
-
-  // The tokens that exact keys hold while queries read them: those before the call, and of a single query its own,
-  // which takes the place of one that has left its window.
-  static int64_t Held(const CachedCall& call, int64_t past) { return call.queries == 1 ? past + 1 : past; }
-  DecodeAttentionArgs DecodeArgs(const CachedCall& call, Row row) const;
-  void DecodeRange(const CachedCall& call, Row row, Tokens range, const DecodePartial& whole, const DecodePartial& more,
-                   void* scratch) const;
-  void Decode(Host& host, const CachedCall& call, const std::vector<Tokens>& seen) const;
-
-  // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
-  void WriteKeys(const CachedCall& call, int64_t batch, int64_t kv_head, int64_t position, int64_t end,
-                 float* to) const;
-  // Keys and values of the past and of the call, [past + S][D] each. own_cached: the call's own as the cache holds
-  // them.
-  void WriteFloats(const CachedCall& call, int64_t head, int64_t first, bool own_cached, float* k, float* v) const;
-  // Those and the prompt's, of some heads: [head][2][most][D].
-  void WriteHeads(Host& host, const CachedCall& call, int64_t first_head, int64_t heads, int64_t first, bool own_cached,
-                  int64_t most, float* to) const;
-  // Queries first … first + count - 1; a short call reads its own keys and values from the cache.
-  void Prompt(Host& host, const CachedCall& call, int64_t first, int64_t count, bool is_short) const;
+  class Running;  // a call
 
   CacheForm form_;
   const AttentionKernel& attention_;
   const DecodeAttentionKernel& decode_;
-  const SoftmaxKernel& softmax_;
   const KvCacheKernel& cache_;
 };
 

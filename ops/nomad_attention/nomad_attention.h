@@ -9,6 +9,7 @@
 #include "attention/attention.h"
 #include "isa/tuning.h"
 #include "ort/thread_scratch.h"
+#include "simd/at_byte.h"
 
 namespace ortolan {
 
@@ -20,8 +21,7 @@ struct HeadRows {
   int64_t row_bytes = 0;
 
   const float* At(int64_t batch, int64_t head, int64_t row) const {
-    return reinterpret_cast<const float*>(reinterpret_cast<const char*>(data) + batch * batch_bytes +
-                                          head * head_bytes + row * row_bytes);
+    return AtByte(data, batch * batch_bytes + head * head_bytes + row * row_bytes);
   }
 };
 

@@ -33,8 +33,15 @@
 // codes. What is in it follows from the lengths; without tokens in the past, anything. In a prompt, the past's keys are
 // exact as far as past_exact_key holds them. Slots that the call does not write stay as they are in the past.
 //
-// A prompt may be part of the model, in front of all sequences: op_prompt.h. lengths then count its tokens too, and
-// positions begin behind it.
+// A prompt may be part of the model, in front of all sequences (prompt_cache.h):
+//
+//     prompt_key_masks u8, prompt_key_values bf16, prompt_key_offsets i64      constants, [D, KV P16]
+//     prompt_value_masks, prompt_value_values, prompt_value_offsets            constants, [C, KV chunks D]
+//     attributes prompt_tokens (P; 0: none), prompt_head_dim (D)
+//
+// lengths, masks and positions count its tokens, as those of any others, while past and present caches hold only what
+// follows. Calls of up to 4 tokens whose masks hide nothing of it run on it as it is, with queries and weights rounded
+// to bf16. Others unpack it to floats.
 #pragma once
 
 #include <optional>
@@ -42,20 +49,73 @@
 #include <vector>
 
 #include "nomad_attention/cached_plan.h"
-#include "nomad_attention/op_prompt.h"
 #include "ort/ort_op.h"
 
 namespace ortolan {
 
-// Where a node has the inputs and outputs of its cache.
-struct CacheInputs {
-  size_t past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, prompt;  // prompt: the first of six
+// Of the operator, with and without a cache.
+enum Input : size_t {
+  kQuery,
+  kMask,
+  kKey,
+  kValue,
+  kPastKey,
+  kPastValue,
+  kCodebooks,
+  kLengths,
+  kCos,
+  kSin,
+  kPastExactKey,
+  kPromptKeyMasks,
+  kPromptKeyValues,
+  kPromptKeyOffsets,
+  kPromptValueMasks,
+  kPromptValueValues,
+  kPromptValueOffsets,
+  kInputCount
+};
+enum Output : size_t { kY, kPresentKey, kPresentValue, kPresentExactKey, kOutputCount };
+
+inline constexpr int64_t kMaxTokens = int64_t{1} << 24;
+
+using Shape = std::vector<int64_t>;
+
+inline Shape ShapeOf(const Ort::KernelContext& context, size_t input) {
+  return context.GetInput(input).GetTensorTypeAndShapeInfo().GetShape();
+}
+
+// What both parts of the adapter know of a node, and say of it.
+struct AttentionNode {
+  std::string text;                          // that begins each error
+  std::vector<std::string> inputs, outputs;  // their names; empty where they are left out
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int precision = 32;
+
+  AttentionNode(const OrtKernelInfo& info, const char* op_type);
+
+  bool HasInput(size_t input) const { return input < inputs.size() && !inputs[input].empty(); }
+  bool HasOutput(size_t output) const { return output < outputs.size() && !outputs[output].empty(); }
+  // Whether the input is there, and no 0 that stands for none.
+  bool HasNumbers(const OrtKernelInfo& info, size_t input) const {
+    return HasInput(input) && !IsConstantZero(info, input);
+  }
+  // Attributes, 0 where they are missing. Throw OpError.
+  bool Flag(const OrtKernelInfo& info, const char* name) const;
+  int64_t Tokens(const OrtKernelInfo& info, const char* name) const;
+
+  template <typename... Parts>
+  OpError Error(const Parts&... parts) const {
+    return OpError(ErrorText(text, ": ", parts...));
+  }
+  OpError WrongShape(const Ort::KernelContext& context, size_t input, const char* meaning,
+                     const std::string& expected) const;
 };
 
 class CachedAttention {
  public:
-  // kv_heads: of the node. Throws OpError.
-  CachedAttention(const OrtKernelInfo& info, std::string node, CacheInputs inputs, int64_t kv_heads, int precision);
+  // Throws OpError.
+  CachedAttention(const OrtKernelInfo& info, const AttentionNode& node);
 
   // Sets past, added, room and keys of a call of which the rest of AttentionCall but the mask is set. Throws OpError,
   // also if the shapes of the past cache do not fit the call.
@@ -66,29 +126,28 @@ class CachedAttention {
 
  private:
   // These read and check what the constructor finds. They throw OpError.
-  void ReadCodebooks(const OrtKernelInfo& info, int64_t kv_heads);
-  void ReadWindow(const OrtKernelInfo& info, int64_t kv_heads);
+  void ReadCodebooks(const OrtKernelInfo& info);
+  void ReadWindow(const OrtKernelInfo& info);
+  void ReadPrompt(const OrtKernelInfo& info);
+  // The [k, n] matrix whose masks, values and offsets the inputs from `first` on are. offsets: where they may lie.
+  BitmapView ReadMatrix(const OrtKernelInfo& info, size_t first, const std::string& meaning, int64_t k, int64_t n,
+                        AlignedConstant<int64_t>& offsets) const;
 
   // Throws OpError if heads of this size do not fit the cache's kind.
   void CheckHeadDim(int64_t head_dim) const;
   // The tokens that the past cache holds or has room for, P. Throws OpError if a shape does not fit the call.
   int64_t Room(const Ort::KernelContext& context, const AttentionCall& call) const;
-  // Of a cache's shape. Throws OpError as Room does.
-  int64_t TokensOf(const std::vector<int64_t>& shape, const std::string& name, int64_t row, bool may_be_wide,
-                   const AttentionCall& call) const;
-  CacheRows Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,
-                    int64_t row_bytes) const;
   // Throws OpError if the shape of past_exact_key does not fit the call.
   void CheckExactKeys(const Ort::KernelContext& context, const AttentionCall& call) const;
+  CacheRows Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,
+                    int64_t row) const;
   CacheRows PresentExactKeys(Ort::KernelContext& context, const AttentionCall& call) const;
   // Sets cos and sin. Throws OpError if they are not for all positions.
   void ReadRotary(const Ort::KernelContext& context, CachedCall& call) const;
 
-  std::string node_;
-  CacheInputs inputs_;
-  std::string past_key_name_, past_value_name_, past_exact_key_name_;
-  std::vector<float> copied_codebooks_;  // of a file that has them at an odd address
-  CachedPrompt prompt_;
+  AttentionNode node_;
+  AlignedConstant<float> codebooks_;
+  AlignedConstant<int64_t> prompt_key_offsets_, prompt_value_offsets_;
   CacheForm form_;
   bool has_lengths_ = false;
   bool has_rotary_ = false;

@@ -24,13 +24,11 @@
 
 #include "attention/decode.h"
 #include "formats/bitmap.h"
-#include "isa/features.h"
+#include "nomad_attention/nomad_attention.h"
 
 namespace ortolan {
 
 inline constexpr int64_t kMostPromptChunk = 512;
-// Queries that pass over a chunk together.
-inline constexpr int64_t kPromptRows = 64;
 
 struct PromptCache {
   int64_t tokens = 0;
@@ -53,16 +51,29 @@ struct PromptCache {
   }
 };
 
-// Bytes of scratch, aligned to 64, for that many rows.
-int64_t PromptScratchBytes(const PromptCache& cache, Features features, int64_t rows);
-
-// The partial result of a chunk for rows queries, q [rows][head_dim], 1 … kPromptRows of them.
-void AttendPrompt(const PromptCache& cache, Features features, int64_t kv_head, int64_t chunk, const float* q,
-                  int64_t rows, float scale, const DecodePartial& partial, void* scratch);
-
 // Keys and values of a chunk's tokens as rows of floats, [TokensIn(chunk)][head_dim]. scratch:
 // PromptUnpackBytes(cache).
 void UnpackPrompt(const PromptCache& cache, int64_t kv_head, int64_t chunk, float* keys, float* values, void* scratch);
 int64_t PromptUnpackBytes(const PromptCache& cache);
+
+// What the prompt gives to all rows of a call: [KV][batch x queries x group], as parts that add up. Refers to the call.
+class PromptPartials {
+ public:
+  // Throws std::bad_alloc.
+  PromptPartials(Host& host, const PromptCache& cache, const SoftmaxFunctions& softmax, const AttentionCall& call);
+  // Adds those of the query heads of (batch, kv_head, query).
+  void MergeInto(const DecodePartial& whole, int64_t batch, int64_t kv_head, int64_t query) const;
+
+ private:
+  // Of an item (block of rows, kv_head, part), from a row of the block on.
+  DecodePartial At(int64_t item, int64_t row) const;
+
+  const SoftmaxFunctions& softmax_;
+  const AttentionCall& call_;
+  int64_t rows_;   // that read a head of keys and values
+  int64_t parts_;  // of the tokens
+  int64_t item_floats_;
+  HostMemory memory_;
+};
 
 }  // namespace ortolan

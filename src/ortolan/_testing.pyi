@@ -258,7 +258,7 @@ def rotate(
     """Rotary embedding of a row x [head_dim]."""
 
 def softmax_kernels() -> list[KernelInfo]:
-    """The rows of the table of kernels of softmax (ops/attention/softmax.h), best first."""
+    """The rows of the table of kernels of softmax (ops/attention/decode.h), best first."""
 
 def visible_range(mask: NDArray[np.float32], kernel: str | None = None) -> tuple[int, int, bool]:
     """From the first to behind the last number of a row of a mask that hides nothing, and whether all of it is 0."""

@@ -39,7 +39,7 @@ Array<float> Rotate(const Array<float>& x, const Array<float>& cos, const Array<
 }
 
 std::tuple<int64_t, int64_t, bool> VisibleOf(const Array<float>& mask, const KernelName& name) {
-  const VisibleRange range = KernelByName(SoftmaxKernels(), name).visible(mask.data(), mask.size());
+  const VisibleRange range = KernelByName(DecodeAttentionKernels(), name).visible(mask.data(), mask.size());
   return {range.begin, range.end, range.plain};
 }
 
@@ -206,7 +206,7 @@ PartialArrays MergePartials(PartialArrays a, PartialArrays b, const KernelName& 
   const auto copy = [](const Array<float>& from) { return Array<float>(from.request()); };
   PartialArrays result{copy(std::get<0>(b)), copy(std::get<1>(b)), copy(std::get<2>(b))};
   Require(std::get<2>(a).size() == std::get<2>(b).size(), "the two are of different shapes");
-  KernelByName(SoftmaxKernels(), name)
+  KernelByName(DecodeAttentionKernels(), name)
       .merge(std::get<0>(a).size(), std::get<2>(a).shape(2), Writable(a), Writable(result));
   return result;
 }
@@ -215,7 +215,7 @@ Array<float> Finish(PartialArrays partial, const KernelName& name) {
   CheckPartial(partial);
   const Array<float>& y = std::get<2>(partial);
   Array<float> result({y.shape(0), y.shape(1), y.shape(2)});
-  KernelByName(SoftmaxKernels(), name)
+  KernelByName(DecodeAttentionKernels(), name)
       .finish(std::get<0>(partial).size(), y.shape(2), Writable(partial), result.mutable_data(), y.shape(2) * kFloat);
   return result;
 }
@@ -225,7 +225,7 @@ Array<float> Finish(PartialArrays partial, const KernelName& name) {
 void BindDecodeAttention(py::module_& module) {
   DefineKernelList(module, "decode_attention", &DecodeAttentionKernels);
   DefineKernelList(module, "kv_cache", &KvCacheKernels);
-  DefineKernelList(module, "softmax", &SoftmaxKernels);
+  DefineKernelList(module, "softmax", &DecodeAttentionKernels);
   module.def("decode_keys", &DecodeKeysArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("codebook"),
              py::arg("begin") = 0, py::arg("end") = py::none(), py::arg("kernel") = py::none());
   module.def("append_values", &AppendValuesArray, py::arg("cache").noconvert(), py::arg("tokens"), py::arg("values"),

@@ -1,4 +1,4 @@
-// Keys from their codes (DecodeKeysFn of kv_cache.h), once for all columns. Included by kernels.cc only; local to each
+// Keys from their codes (kv_cache.h's decode_keys), once for all columns. Included by kernels.cc only; local to each
 // column.
 //
 // Lanes are keys, as the codes of a block lie: a table of 16 centroids is looked up for kLanes keys at once, and the
@@ -6,22 +6,25 @@
 #pragma once
 
 #include "attention/kv_cache/key_block.h"
+#include "simd/at_byte.h"
 #include "simd/column.h"
 
 namespace ortolan {
 namespace {
 
 class KeyDecoder {
+ public:
+  const KeyCodeLayout& layout;
+  const float* codebook;
+  int64_t begin, end;
+  float* keys;
+  int64_t key_row_bytes;
+
+ private:
   using Float = Simd::Float;
   using Int = Simd::Int;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kChunk = 4 * kKeyBlock;  // tokens whose rows stay in the cache while columns are written
-
-  const KeyCodeLayout& layout_;
-  const float* codebook_;
-  int64_t begin_, end_;
-  float* keys_;
-  int64_t key_row_bytes_;
 
   template <int kByte, int kDSub>
   static void Lookup(const float* tables, Int word, Float* columns) {
@@ -53,10 +56,9 @@ class KeyDecoder {
       Simd::Transpose(rows);
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t row = token + i - begin_;
-        if (row < 0 || row >= end_ - begin_) continue;
-        char* to = reinterpret_cast<char*>(keys_) + row * key_row_bytes_;
-        Simd::Store(reinterpret_cast<float*>(to) + column + c, rows[i]);
+        const int64_t row = token + i - begin;
+        if (row < 0 || row >= end - begin) continue;
+        Simd::Store(AtByte(keys, row * key_row_bytes) + column + c, rows[i]);
       }
     }
   }
@@ -66,8 +68,8 @@ class KeyDecoder {
   void WriteBlocks(const uint8_t* blocks, int64_t first, int64_t count) const {
     constexpr int kQuads = kLanes > 4 * kDSub ? static_cast<int>(kLanes) / (4 * kDSub) : 1;
     constexpr int kColumns = 4 * kQuads * kDSub;
-    for (int64_t column = 0; column < layout_.head_dim; column += kColumns) {
-      const float* tables = codebook_ + column * kCentroids;
+    for (int64_t column = 0; column < layout.head_dim; column += kColumns) {
+      const float* tables = codebook + column * kCentroids;
       float copies[kColumns * kCentroids];  // [sub-quantizer][d_sub][16]
       if constexpr (kDSub > 1) {
         for (int c = 0; c < kColumns; ++c) {
@@ -79,7 +81,7 @@ class KeyDecoder {
         tables = copies;
       }
       const uint8_t* quads = blocks + column / kDSub / 4 * 64;
-      for (int64_t token = 0; token < count; token += kKeyBlock, quads += layout_.BlockBytes()) {
+      for (int64_t token = 0; token < count; token += kKeyBlock, quads += layout.BlockBytes()) {
         for (int64_t k = 0; k < 16; k += kLanes) {
           Int words[kQuads];
 #pragma GCC unroll 4
@@ -94,31 +96,30 @@ class KeyDecoder {
   }
 
   void WriteBlocks(const uint8_t* blocks, int64_t first, int64_t count) const {
-    if (layout_.d_sub == 1) return WriteBlocks<1>(blocks, first, count);
-    if (layout_.d_sub == 2) return WriteBlocks<2>(blocks, first, count);
-    WriteBlocks<4>(blocks, first, count);
+    WithDSub(layout.d_sub, [&]<int kDSub>() { WriteBlocks<kDSub>(blocks, first, count); });
   }
 
  public:
-  KeyDecoder(const KeyCodeLayout& layout, const float* codebook, int64_t begin, int64_t end, float* keys,
-             int64_t key_row_bytes)
-      : layout_(layout), codebook_(codebook), begin_(begin), end_(end), keys_(keys), key_row_bytes_(key_row_bytes) {}
-
   void Run(const uint8_t* cache, int64_t tokens) const {
-    if (begin_ >= end_) return;
+    if (begin >= end) return;
     const int64_t full = tokens / kKeyBlock * kKeyBlock;
-    int64_t first = begin_ / kKeyBlock * kKeyBlock;
-    while (first < full && first < end_) {
+    int64_t first = begin / kKeyBlock * kKeyBlock;
+    while (first < full && first < end) {
       const int64_t most = full - first < kChunk ? full - first : kChunk;
-      WriteBlocks(cache + first * layout_.RowBytes(), first, most);
+      WriteBlocks(cache + first * layout.RowBytes(), first, most);
       first += most;
     }
-    if (first >= end_) return;
+    if (first >= end) return;
     uint8_t block[kKeyBlock * kMaxHeadDim / 2];
-    WriteKeyBlock(layout_, cache + full * layout_.RowBytes(), tokens - full, block);
+    WriteKeyBlock(layout, cache + full * layout.RowBytes(), tokens - full, block);
     WriteBlocks(block, full, kKeyBlock);
   }
 };
+
+void DecodeKeys(const KeyCodeLayout& layout, const float* codebook, const uint8_t* cache, int64_t tokens, int64_t begin,
+                int64_t end, float* keys, int64_t key_row_bytes) {
+  KeyDecoder{layout, codebook, begin, end, keys, key_row_bytes}.Run(cache, tokens);
+}
 
 }  // namespace
 }  // namespace ortolan

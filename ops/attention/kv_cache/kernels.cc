@@ -67,25 +67,6 @@ void RotateHalves(const float* from, const float* cos, const float* sin, int64_t
   }
 }
 
-}  // namespace
-}  // namespace ortolan
-
-namespace ortolan::ORTOLAN_COLUMN {
-
-void EncodeKeys(const KeyCodeLayout& layout, const float* codebook, const float* keys, int64_t key_row_bytes,
-                int64_t count, uint8_t* codes) {
-  EncodeLoop<Simd>::Run(layout, codebook, keys, key_row_bytes, count, codes);
-}
-
-void KeyRowsToBlock(const KeyCodeLayout& layout, const uint8_t* rows, int64_t count, uint8_t* block) {
-  WriteKeyBlock(layout, rows, count, block);
-}
-
-void DecodeKeys(const KeyCodeLayout& layout, const float* codebook, const uint8_t* cache, int64_t tokens, int64_t begin,
-                int64_t end, float* keys, int64_t key_row_bytes) {
-  KeyDecoder(layout, codebook, begin, end, keys, key_row_bytes).Run(cache, tokens);
-}
-
 void EncodeValues(int64_t head_dim, const float* values, uint8_t* row) {
   const uint32_t bits = ScaleBits(head_dim, values);
   row[0] = static_cast<uint8_t>(bits);
@@ -123,9 +104,7 @@ void DecodeValues(int64_t head_dim, const uint8_t* cache, int64_t tokens, int64_
                   int64_t row_bytes) {
   const int64_t cache_row = ValueRowBytes(head_dim);
   const int64_t full = tokens / kValueBlock * kValueBlock;
-  const auto row_of = [&](int64_t token) {
-    return reinterpret_cast<float*>(reinterpret_cast<char*>(values) + (token - begin) * row_bytes);
-  };
+  const auto row_of = [&](int64_t token) { return AtByte(values, (token - begin) * row_bytes); };
   for (int64_t token = begin / 4 * 4; token < end && token < full; token += 4) {
     const uint8_t* block = cache + token / kValueBlock * kValueBlock * cache_row;
     const int64_t t = token % kValueBlock;
@@ -158,5 +137,21 @@ void Rotate(const float* from, const float* cos, const float* sin, int64_t head_
   if constexpr (kLanes > 1) i = RotatePairs<Simd>(from, cos, sin, head_dim, to);
   for (; i < head_dim; i += 2) RotatePair(from, cos, sin, i, to);
 }
+
+}  // namespace
+}  // namespace ortolan
+
+namespace ortolan::ORTOLAN_COLUMN {
+
+extern const KvCacheFunctions kKvCache;
+constexpr KvCacheFunctions kKvCache{
+    .encode_keys = &EncodeKeys<Simd>,
+    .key_rows_to_block = &WriteKeyBlock,
+    .decode_keys = &DecodeKeys,
+    .encode_values = &EncodeValues,
+    .value_rows_to_block = &ValueRowsToBlock,
+    .decode_values = &DecodeValues,
+    .rotate = &Rotate,
+};
 
 }  // namespace ortolan::ORTOLAN_COLUMN

@@ -1,5 +1,5 @@
-// A full block of key codes from its rows (KeyRowsToBlockFn of kv_cache.h), once for all columns. Included by
-// kernels.cc and decode_loop.h only; local to each column.
+// Key codes, once for all columns: a full block from its rows (kv_cache.h's key_rows_to_block). Included by kernels
+// only; local to each column.
 #pragma once
 
 #include "formats/key_code_cache.h"
@@ -7,6 +7,14 @@
 
 namespace ortolan {
 namespace {
+
+// function.operator()<d_sub>(), of the sizes that there are.
+template <typename Function>
+void WithDSub(int64_t d_sub, const Function& function) {
+  if (d_sub == 1) return function.template operator()<1>();
+  if (d_sub == 2) return function.template operator()<2>();
+  function.template operator()<4>();
+}
 
 // Eight sub-quantizers of a key are 32 bits of its row: the low nibbles make one lane of a quad, the high ones of the
 // next.

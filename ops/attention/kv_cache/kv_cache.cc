@@ -4,44 +4,29 @@
 #include <cstring>
 
 #include "isa/kernel_table.h"
+#include "simd/at_byte.h"
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)         \
-  namespace column {                   \
-  EncodeKeysFn EncodeKeys;             \
-  KeyRowsToBlockFn KeyRowsToBlock;     \
-  DecodeKeysFn DecodeKeys;             \
-  EncodeValuesFn EncodeValues;         \
-  ValueRowsToBlockFn ValueRowsToBlock; \
-  DecodeValuesFn DecodeValues;         \
-  RotateFn Rotate;                     \
+#define ORTOLAN_KERNEL(column)            \
+  namespace column {                      \
+  extern const KvCacheFunctions kKvCache; \
   }
 #include "attention/kv_cache/kernels.inc"
 #undef ORTOLAN_KERNEL
 
-namespace {
-
-constexpr KvCacheKernel kKernels[] = {
-#define ORTOLAN_KERNEL(column) \
-  {#column,                    \
-   feature_set::column,        \
-   &column::EncodeKeys,        \
-   &column::KeyRowsToBlock,    \
-   &column::DecodeKeys,        \
-   &column::EncodeValues,      \
-   &column::ValueRowsToBlock,  \
-   &column::DecodeValues,      \
-   &column::Rotate},
+std::span<const KvCacheKernel> KvCacheKernels() {
+  static const KvCacheKernel kernels[] = {
+#define ORTOLAN_KERNEL(column) {{column::kKvCache}, #column, feature_set::column},
 #include "attention/kv_cache/kernels.inc"
 #undef ORTOLAN_KERNEL
-};
+  };
+  return kernels;
+}
+
+namespace {
 
 constexpr int64_t kBlock = kKeyBlock;  // tokens
-
-const float* RowAt(const float* from, int64_t bytes) {
-  return reinterpret_cast<const float*>(reinterpret_cast<const char*>(from) + bytes);
-}
 
 // The row of a token's codes.
 void WriteRow(const uint8_t* codes, int64_t sub_quantizers, uint8_t* row) {
@@ -77,14 +62,12 @@ void AppendRows(int64_t count, int64_t tokens, int64_t row_bytes, uint8_t* cache
 
 }  // namespace
 
-std::span<const KvCacheKernel> KvCacheKernels() { return kKernels; }
-
 void AppendKeys(const KvCacheKernel& kernel, const KeyCodeLayout& layout, const float* codebook, const float* keys,
                 int64_t key_row_bytes, int64_t count, int64_t tokens, uint8_t* cache) {
   const int64_t parts = layout.SubQuantizers();
   uint8_t codes[kBlock * kMaxHeadDim];
   const auto write = [&](int64_t first, int64_t added, uint8_t* to) {
-    kernel.encode_keys(layout, codebook, RowAt(keys, first * key_row_bytes), key_row_bytes, added, codes);
+    kernel.encode_keys(layout, codebook, AtByte(keys, first * key_row_bytes), key_row_bytes, added, codes);
     for (int64_t i = 0; i < added; ++i) WriteRow(codes + i * parts, parts, to + i * layout.RowBytes());
   };
   AppendRows<kMaxHeadDim / 2>(count, tokens, layout.RowBytes(), cache, write, [&](const uint8_t* rows, uint8_t* block) {
@@ -97,7 +80,7 @@ void AppendValues(const KvCacheKernel& kernel, int64_t head_dim, const float* va
   const int64_t cache_row = ValueRowBytes(head_dim);
   const auto write = [&](int64_t first, int64_t added, uint8_t* to) {
     for (int64_t i = 0; i < added; ++i) {
-      kernel.encode_values(head_dim, RowAt(values, (first + i) * row_bytes), to + i * cache_row);
+      kernel.encode_values(head_dim, AtByte(values, (first + i) * row_bytes), to + i * cache_row);
     }
   };
   AppendRows<ValueRowBytes(kMaxHeadDim)>(

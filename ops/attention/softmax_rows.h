@@ -1,4 +1,8 @@
-#include "attention/softmax.h"
+// The softmax functions of decode.h, once for all columns. Included by decode_loop.h only; local to each column.
+#pragma once
+
+#include "attention/decode.h"
+#include "simd/at_byte.h"
 #include "simd/column.h"
 
 namespace ortolan {
@@ -6,6 +10,8 @@ namespace {
 
 using Float = Simd::Float;
 constexpr int64_t kLanes = Simd::kLanes;
+constexpr float kLowest = -0x1.fffffep127f;
+constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int64_t kStep = 8 * kLanes;                // of a mask at once
 constexpr float kLeastVisible = kHidden + 0x1p-10f;  // the float behind it
 constexpr float kLeastNumber = 0x1p-126f;
@@ -23,11 +29,6 @@ float CountFrom(const float* mask, Float bound, bool magnitude) {
 }
 
 bool IsHidden(float mask) { return mask <= kHidden; }
-
-}  // namespace
-}  // namespace ortolan
-
-namespace ortolan::ORTOLAN_COLUMN {
 
 VisibleRange VisibleOf(const float* mask, int64_t count) {
   const Float visible = Simd::Set(kLeastVisible);
@@ -48,14 +49,14 @@ VisibleRange VisibleOf(const float* mask, int64_t count) {
 void WeighScores(float* scores, int64_t count, float factor, float* maximum, float* sum) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = count; i < end; ++i) scores[i] = scores[0];
-  Float most = Simd::Set(-0x1.fffffep127f);
+  Float most = Simd::Set(kLowest);
   for (int64_t i = 0; i < end; i += kLanes) {
     const Float score = Simd::Multiply(Simd::Load(scores + i), Simd::Set(factor));
     Simd::Store(scores + i, score);
     most = Simd::Max(score, most);
   }
   *maximum = Simd::MaxOfLanes(most);
-  for (int64_t i = count; i < end; ++i) scores[i] = -__builtin_inff();
+  for (int64_t i = count; i < end; ++i) scores[i] = kMinusInfinity;
   Float sums = Simd::Set(0.0f);
   for (int64_t i = 0; i < end; i += kLanes) {
     const Float weight = Simd::Exp2(Simd::Subtract(Simd::Load(scores + i), Simd::Set(*maximum)));
@@ -94,7 +95,7 @@ void MergePartial(int64_t heads, int64_t head_dim, const DecodePartial& from, co
 void FinishPartial(int64_t heads, int64_t head_dim, const DecodePartial& partial, float* y, int64_t y_head_bytes) {
   for (int64_t h = 0; h < heads; ++h) {
     const float* from = partial.y + h * head_dim;
-    float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + h * y_head_bytes);
+    float* to = AtByte(y, h * y_head_bytes);
     const Float inverse = Simd::Set(1 / partial.sum[h]);
     int64_t d = 0;
     for (; d + kLanes <= head_dim; d += kLanes) Simd::Store(to + d, Simd::Multiply(Simd::Load(from + d), inverse));
@@ -104,4 +105,5 @@ void FinishPartial(int64_t heads, int64_t head_dim, const DecodePartial& partial
   }
 }
 
-}  // namespace ortolan::ORTOLAN_COLUMN
+}  // namespace
+}  // namespace ortolan
