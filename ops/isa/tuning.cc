@@ -16,6 +16,7 @@ constexpr int64_t kPieceMacs = int64_t{1} << 19;
 // Timed on Zen 5, one thread, weights from memory: the rooms' READMEs.
 constexpr PrefetchDistances kZen5Distances{
     .weights = 12288,
+    .weight_blocks = 12288,
     .int4 = 8192,
     .int4_bitmap = 6144,
     .int4_masks = 3072,
@@ -24,7 +25,15 @@ constexpr PrefetchDistances kZen5Distances{
     .key_codes_avx2 = 4096,
 };
 
-// Likewise, m, k and n of 1024 and more: masked_matmul/README.md.
+// Timed on a CPU with AMX, one thread, weights from memory or L3: far prefetches wait for the buffers of L1 misses.
+constexpr PrefetchDistances kSapphireRapidsDistances = [] {
+  PrefetchDistances distances = kZen5Distances;
+  distances.weights = 2048;
+  distances.int4 = 3072;
+  return distances;
+}();
+
+// On Zen 5, m, k and n of 1024 and more: masked_matmul/README.md.
 constexpr MaskedMatMulCosts kZen5Costs{
     .blocks = 1.05,
     .blocks_pattern = 0.015,

@@ -11,7 +11,8 @@ namespace ortolan {
 
 // Bytes from what is read to what is asked for. Lines behind the end of a tensor may be asked for: it is no access.
 struct PrefetchDistances {
-  int64_t weights;         // bf16 and int8, dense or in a bitmap, and their masks
+  int64_t weights;         // bf16 and int8, dense or in a bitmap, and their masks, multiplied as they are read
+  int64_t weight_blocks;   // the same, read a block at a time, which is multiplied afterwards
   int64_t int4;            // dense int4
   int64_t int4_bitmap;     // the values of an int4 bitmap
   int64_t int4_masks;      // its masks

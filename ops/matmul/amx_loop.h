@@ -70,8 +70,11 @@ class AmxLoop {
  private:
   static constexpr int kPanels = 2;
   static constexpr int64_t kRows = kAmxRowTile;
-  // 16 tiles of two panels: 32 KB. Whole groups.
-  static constexpr int64_t kBlockRows = 16 * kMaxTileRows;
+  // Four tiles of two panels: 8 KB. Short enough that a block is expanded while the last one is multiplied. Whole
+  // groups.
+  static constexpr int64_t kExpandedRows = 4 * kMaxTileRows;
+  // 16 tiles of two panels: 32 KB, which are in the cache when the next rows of x come to them.
+  static constexpr int64_t kStoredRows = 16 * kMaxTileRows;
   // Their sums wait on the stack: 32 KB.
   static constexpr int64_t kMostRows = 256;
 
@@ -79,6 +82,12 @@ class AmxLoop {
   static int StepRows(const Layer& layer) {
     const int64_t group_rows = layer.group_spans * Layer::kSpanRows;
     return kGroups && group_rows < kMaxTileRows ? static_cast<int>(group_rows) : kMaxTileRows;
+  }
+
+  // Of weights that are multiplied before the next ones. Sums wait between blocks.
+  static int64_t BlockRows(int64_t m, int64_t all_rows) {
+    if constexpr (!Weights::kStoredTiles) return kExpandedRows;
+    return m <= 2 * kRows ? all_rows : kStoredRows;
   }
 
   template <int kCount>
@@ -91,7 +100,7 @@ class AmxLoop {
     int64_t group_rows;
     Panel panels[kCount];
     const uint8_t* block[kCount] = {};  // the rows to multiply: in expanded, or where they are stored
-    alignas(64) uint8_t expanded[kCount][kBlockRows][kMaxTileColsb];
+    alignas(64) uint8_t expanded[kCount][kExpandedRows][kMaxTileColsb];
     alignas(64) uint8_t waiting[kMostRows][kCount][kMaxTileColsb];  // totals of groups, or sums
     alignas(64) float bias[kCount][kPanelColumns];
 
@@ -119,7 +128,7 @@ class AmxLoop {
       }
       stream.EndSpan();
     }
-    work.panels[p].stream = stream;
+    work.panels[p].stream.MoveTo(stream);
     work.block[p] = work.expanded[p][0];
   }
 
@@ -173,6 +182,15 @@ class AmxLoop {
     }
   }
 
+  // Asks for the tiles that are multiplied so many bytes later: behind the end of a panel those of the next panels.
+  template <int kCount>
+  static void PrefetchTiles(const Work<kCount>& work, int64_t row, int64_t row_of_block) {
+    const int64_t panel_bytes = work.layer.spans * Layer::kSpanRows * kMaxTileColsb;
+    int64_t ahead = work.layer.ahead.weight_blocks;
+    if (row * kMaxTileColsb + ahead >= panel_bytes) ahead += (kCount - 1) * panel_bytes;
+    for (int p = 0; p < kCount; ++p) PrefetchTile(work.block[p] + row_of_block * kMaxTileColsb + ahead);
+  }
+
   // Rows first … first+rows-1 of the block, which are of one group, times kRowTiles x 16 rows of x.
   template <int kRowTiles, int kCount>
   static void MultiplySteps(Work<kCount>& work, int64_t row, int64_t block_first, int64_t first, int64_t rows) {
@@ -185,11 +203,8 @@ class AmxLoop {
     const char* x = reinterpret_cast<const char*>(work.panels[0].X(row)) + 4 * (block_first + first);
     // Expanded tiles are in the cache; stored ones are fetched while the first rows pass.
     const bool fetch = Weights::kStoredTiles && row == 0;
-    const int64_t ahead = work.layer.ahead.weights;
     for (int64_t at = first; at < first + rows; at += work.step_rows, x += 4 * work.step_rows) {
-      if (fetch) {
-        for (int p = 0; p < kCount; ++p) PrefetchTile(work.block[p] + at * kMaxTileColsb + ahead);
-      }
+      if (fetch) PrefetchTiles(work, block_first + at, at);
       TileLoad<4>(x, stride);
       TileLoad<6>(work.block[0] + at * kMaxTileColsb, kMaxTileColsb);
       Product<0, 4, 6>();
@@ -245,8 +260,9 @@ class AmxLoop {
   static void Multiply(const Layer& layer, const MatMulArgs& args, int64_t first_panel) {
     Work<kCount> work(layer, args, first_panel);
     const int64_t all_rows = layer.spans * Layer::kSpanRows;
-    for (int64_t block = 0; block < all_rows; block += kBlockRows) {
-      const int64_t rows = all_rows - block < kBlockRows ? all_rows - block : kBlockRows;
+    const int64_t block_rows = BlockRows(args.m, all_rows);
+    for (int64_t block = 0; block < all_rows; block += block_rows) {
+      const int64_t rows = all_rows - block < block_rows ? all_rows - block : block_rows;
       for (int p = 0; p < kCount; ++p) FindBlock(work, p, rows);
       int64_t row = 0;
       for (; row + kRows < args.m; row += 2 * kRows) MultiplyBlock<2, kCount>(work, row, block, rows);

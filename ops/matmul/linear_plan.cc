@@ -13,6 +13,9 @@ namespace {
 
 // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
 constexpr int64_t kExpandMacs = 4;
+// On tiles two panels are multiplied together, so many times as fast as by vectors.
+constexpr int64_t kTilePanels = 2;
+constexpr int64_t kTileSpeed = 8;
 // Floats of X, or of Y, that a thread packs or normalizes at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
 // Of P, kept until it is gated: two panels of gate and two of factor for a chunk of rows. On the stack.
@@ -22,11 +25,15 @@ int64_t Chunks(int64_t count, int64_t chunk) { return (count + chunk - 1) / chun
 
 // Calls body(first row, panel begin, panel end) for pieces of a product on the host's threads.
 template <typename Body>
-void ForEachPiece(Host& host, int64_t m, int64_t row_chunk, int64_t panels, int64_t panel_inputs, const Body& body) {
+void ForEachPiece(Host& host, const MatMulKernel& kernel, int64_t m, int64_t row_chunk, int64_t panels,
+                  int64_t panel_inputs, const Body& body) {
+  const bool tiles = kernel.needs.Has(feature_set::amx);
   const int64_t row_chunks = Chunks(m, row_chunk);
-  const int64_t panel_macs = panel_inputs * kPanelColumns * (kExpandMacs + std::min(m, row_chunk));
+  const int64_t row_macs = std::min(m, row_chunk) / (tiles ? kTileSpeed : 1);
+  const int64_t panel_macs = panel_inputs * kPanelColumns * (kExpandMacs + row_macs);
   const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / ActiveTuning().piece_macs, 1, panels);
-  const int64_t chunk_panels = Chunks(panels, most_chunks);
+  const int64_t together = tiles ? kTilePanels : 1;
+  const int64_t chunk_panels = Chunks(Chunks(panels, most_chunks), together) * together;
   const int64_t panel_chunks = Chunks(panels, chunk_panels);
   host.ParallelFor(panel_chunks * row_chunks, [&](int64_t task) {
     const int64_t panel = task % panel_chunks * chunk_panels;
@@ -111,7 +118,7 @@ void LinearPlan::MultiplyHidden(Host& host, const MatMulKernel& kernel, int64_t 
   args.bias = layer_.hidden_bias;
   const int64_t x_row_bytes = kernel.packed_row_bytes(*layer_.hidden);
   const int64_t next_row_bytes = kernel.packed_row_bytes(*layer_.w);
-  ForEachPiece(host, m, layer_.row_chunk, BitmapPanels(layer_.hidden->n), layer_.hidden_panel_inputs,
+  ForEachPiece(host, kernel, m, layer_.row_chunk, BitmapPanels(layer_.hidden->n), layer_.hidden_panel_inputs,
                [&](int64_t row, int64_t panel, int64_t panel_end) {
                  kernel.multiply_hidden({RowsOf(args, row, layer_.row_chunk, x_row_bytes), next + row * next_row_bytes},
                                         panel, panel_end);
@@ -140,7 +147,7 @@ void LinearPlan::Multiply(Host& host, const MatMulKernel& kernel, const LinearCa
     const int64_t count = panel_end - panel;
     if (of_chunk.fetch_add(count, std::memory_order_acq_rel) + count == panels) NormalizeRows(rows.y, rows.m);
   };
-  ForEachPiece(host, call.m, layer_.row_chunk, panels, layer_.panel_inputs * (IsGated() ? 2 : 1), piece);
+  ForEachPiece(host, kernel, call.m, layer_.row_chunk, panels, layer_.panel_inputs * (IsGated() ? 2 : 1), piece);
 }
 
 void LinearPlan::MultiplyPiece(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,

@@ -43,6 +43,7 @@ class BitmapStream {
       : values(w.view.PanelValues(kLayout, panel)),
         masks_(w.view.PanelMasks(kLayout, panel)),
         ahead_(ahead.weights),
+        block_ahead_(ahead.weight_blocks),
         burst_bytes_(kWords ? 0 : SpanBytes(w, panel) * 5 / 4 + kLineBytes) {}
 
   // Bytes: all lines of a span at once, which keeps memory busier than one at a time, and enough of them that a span
@@ -50,15 +51,15 @@ class BitmapStream {
   template <Fetch kFetch>
   void StartSpan() const {
     if constexpr (!kDense) {
-      __builtin_prefetch(masks_ + ahead_);
-      if constexpr (!kWords && kFetch == Fetch::kMultiply) PrefetchLines(values + ahead_, burst_bytes_);
+      __builtin_prefetch(masks_ + Ahead<kFetch>());
+      if constexpr (!kWords && kFetch == Fetch::kMultiply) PrefetchLines(values + Ahead<kFetch>(), burst_bytes_);
     }
   }
   template <Fetch kFetch, bool kOddTimes16>
   typename Columns::Bytes Next([[maybe_unused]] int row) {
     const uint8_t* from = values;
     if constexpr (kDense || kWords ? kFetch != Fetch::kNone : kFetch == Fetch::kExpand) {
-      __builtin_prefetch(from + ahead_);
+      __builtin_prefetch(from + Ahead<kFetch>());
     }
     if constexpr (kDense) {
       values += kLineBytes;
@@ -76,12 +77,23 @@ class BitmapStream {
   void EndSpan() {
     if constexpr (!kDense) masks_ += kSpanMaskBytes;
   }
+  // To where the other stream of the panel is.
+  void MoveTo(const BitmapStream& other) {
+    values = other.values;
+    masks_ = other.masks_;
+  }
 
   const uint8_t* values;
 
  private:
+  template <Fetch kFetch>
+  int64_t Ahead() const {
+    return kFetch == Fetch::kExpand ? block_ahead_ : ahead_;
+  }
+
   const uint8_t* masks_;
   int64_t ahead_;
+  int64_t block_ahead_;
   int64_t burst_bytes_;
 };
 

@@ -60,6 +60,12 @@ class Int4Stream {
   void EndSpan() {
     if constexpr (!kDense) masks_ += kSpanMaskBytes;
   }
+  // To where the other stream of the panel is.
+  void MoveTo(const Int4Stream& other) {
+    values = other.values;
+    odd_ = other.odd_;
+    masks_ = other.masks_;
+  }
 
   const uint8_t* values;  // of even rows, and dense of all
 
