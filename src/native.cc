@@ -18,7 +18,10 @@ py::dict CpuInfo() {
   info["features"] = active;
   info["detected_features"] = NamesOf(DetectedFeatures());
   info["isa_problem"] = IsaProblem();
-  info["microarchitecture"] = ActiveTuning().microarchitecture;
+  const Tuning& tuning = ActiveTuning();
+  info["microarchitecture"] = tuning.microarchitecture;
+  info["l1_bytes"] = tuning.l1_bytes;
+  info["l2_bytes"] = tuning.l2_bytes;
   return info;
 }
 

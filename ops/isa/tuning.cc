@@ -1,5 +1,6 @@
 #include "isa/tuning.h"
 
+#include <algorithm>
 #include <string_view>
 
 #if defined(__linux__)
@@ -32,6 +33,15 @@ constexpr PrefetchDistances kSapphireRapidsDistances = [] {
   distances.int4 = 3072;
   return distances;
 }();
+
+// For a CPU that was not timed, with so much L1 for data: no farther than a quarter of it.
+constexpr PrefetchDistances Borrowed(PrefetchDistances of, int64_t l1_kib) {
+  for (int64_t* distance : {&of.weights, &of.weight_blocks, &of.int4, &of.int4_bitmap, &of.int4_masks, &of.sparse4x1,
+                            &of.key_codes, &of.key_codes_avx2}) {
+    *distance = std::min(*distance, l1_kib * kKiB / 4);
+  }
+  return of;
+}
 
 // On Zen 5, m, k and n of 1024 and more: masked_matmul/README.md.
 constexpr MaskedMatMulCosts kZen5Costs{
@@ -93,10 +103,11 @@ Tuning FindTuning() {
   for (const Row& row : kRows) {
     if (row.Fits(cpu, features)) return row.tuning;
   }
+  const int64_t l1_bytes = CacheBytes(1, 32 * kKiB);
   return {"unknown",
-          CacheBytes(1, 32 * kKiB),
+          l1_bytes,
           CacheBytes(2, 256 * kKiB),
-          kZen5Distances,
+          Borrowed(kZen5Distances, l1_bytes / kKiB),
           features.Has(feature_set::avx512) ? kZen5Costs : kAvx2Costs,
           kPieceMacs};
 }

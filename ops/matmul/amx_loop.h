@@ -23,6 +23,8 @@ namespace ortolan {
 namespace {
 
 constexpr int64_t kAmxRowTile = 16;
+// Panels that are multiplied together.
+constexpr int kAmxPanels = 2;
 
 // Zeroes the rows that are missing in the last block of 16 packed rows.
 inline void PadAmxRows(void* packed, int64_t m, int64_t row_bytes) {
@@ -61,14 +63,13 @@ class AmxLoop {
     for (int64_t row = 0; row < args.m; row += kMostRows) {
       const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
       int64_t panel = panel_begin;
-      for (; panel + kPanels <= panel_end; panel += kPanels) Multiply<kPanels>(layer, part, panel);
+      for (; panel + kAmxPanels <= panel_end; panel += kAmxPanels) Multiply<kAmxPanels>(layer, part, panel);
       if (panel < panel_end) Multiply<1>(layer, part, panel);
     }
     TileRelease();
   }
 
  private:
-  static constexpr int kPanels = 2;
   static constexpr int64_t kRows = kAmxRowTile;
   // Four tiles of two panels: 8 KB. Short enough that a block is expanded while the last one is multiplied. Whole
   // groups.
@@ -235,24 +236,27 @@ class AmxLoop {
     }
   }
 
-  template <typename Work>
-  static void Finish(const Work& work, int p) {
-    const Panel& panel = work.panels[p];
-    const auto scales = panel.scales.Of(0);
-    for (int64_t i = 0; i < panel.args.m; ++i) {
-      const auto numbers = panel.template NumbersOf<1>(i);
-      const uint8_t* waiting = work.waiting[i][p];
-      Floats total;
-      if constexpr (kGroups) {
-        total = Columns::Load(reinterpret_cast<const float*>(waiting));
-      } else {
-        total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), scales, 0, 0);
-      }
-      if constexpr (kBf16) {
-        panel.output.Store(i, numbers.End(total, 0));
-      } else {
-        panel.output.StoreWithBias(i, numbers.End(total, 0));
-      }
+  // Row by row, for rows of y may lie pages apart.
+  template <int kCount>
+  static void Finish(const Work<kCount>& work) {
+    for (int64_t i = 0; i < work.panels[0].args.m; ++i) {
+#pragma GCC unroll 2
+      for (int p = 0; p < kCount; ++p) FinishRow(work.panels[p], work.waiting[i][p], i);
+    }
+  }
+
+  static void FinishRow(const Panel& panel, const uint8_t* waiting, int64_t i) {
+    const auto numbers = panel.template NumbersOf<1>(i);
+    Floats total;
+    if constexpr (kGroups) {
+      total = Columns::Load(reinterpret_cast<const float*>(waiting));
+    } else {
+      total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), panel.scales.Of(0), 0, 0);
+    }
+    if constexpr (kBf16) {
+      panel.output.Store(i, numbers.End(total, 0));
+    } else {
+      panel.output.StoreWithBias(i, numbers.End(total, 0));
     }
   }
 
@@ -268,7 +272,7 @@ class AmxLoop {
       for (; row + kRows < args.m; row += 2 * kRows) MultiplyBlock<2, kCount>(work, row, block, rows);
       if (row < args.m) MultiplyBlock<1, kCount>(work, row, block, rows);
     }
-    for (int p = 0; p < kCount; ++p) Finish(work, p);
+    Finish(work);
   }
 };
 

@@ -17,6 +17,8 @@ struct LoopOf {
   // Rows of x in a block, and those whose activations lie together.
   static constexpr int64_t kBlockRows = kRowBlock<Simd>;
   static constexpr int64_t kPackedRows = kBlockRows;
+  static constexpr int64_t kPanelsTogether = 1;
+  static constexpr int64_t kSpeed = 1;
   static void Pad(void*, int64_t, int64_t) {}
 };
 
@@ -28,6 +30,8 @@ struct LoopOf<Column> {
   using Loop = AmxLoop<Simd, Weights>;
   static constexpr int64_t kBlockRows = kAmxRowTile;
   static constexpr int64_t kPackedRows = 1;
+  static constexpr int64_t kPanelsTogether = kAmxPanels;
+  static constexpr int64_t kSpeed = 8;
   static void Pad(void* packed, int64_t m, int64_t row_bytes) { PadAmxRows(packed, m, row_bytes); }
 };
 
@@ -54,8 +58,13 @@ struct ColumnFunctions {
   }
 
   static_assert(kMostRowBlock % LoopOf<Simd>::kBlockRows == 0);
-  static constexpr MatMulFunctions kAll{LoopOf<Simd>::kBlockRows, Dense::kMostInputs, &PackedRowBytes, &Pack,
-                                        &Multiply};
+  static constexpr MatMulFunctions kAll{.row_block = LoopOf<Simd>::kBlockRows,
+                                        .most_inputs = Dense::kMostInputs,
+                                        .packed_row_bytes = &PackedRowBytes,
+                                        .pack = &Pack,
+                                        .multiply = &Multiply,
+                                        .panels_together = LoopOf<Simd>::kPanelsTogether,
+                                        .speed = LoopOf<Simd>::kSpeed};
 };
 
 // Those for a weight in a bitmap, or dense.

@@ -73,6 +73,8 @@ struct MatMulFunctions {
   PackRowsFn* pack;
   MultiplyFn* multiply;
   MultiplyHiddenFn* multiply_hidden = nullptr;  // block-sparse weights have one
+  int64_t panels_together = 1;                  // panels that it multiplies at once
+  int64_t speed = 1;                            // multiply-adds in the time that vectors take for one
 
   // What a pack function may write for m rows: it may fill the last block.
   int64_t PackedBytes(const MatMulWeight& w, int64_t m) const {

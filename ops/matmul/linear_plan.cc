@@ -13,9 +13,6 @@ namespace {
 
 // Expanding a weight costs about this many multiply-adds, once per chunk of rows.
 constexpr int64_t kExpandMacs = 4;
-// On tiles two panels are multiplied together, so many times as fast as by vectors.
-constexpr int64_t kTilePanels = 2;
-constexpr int64_t kTileSpeed = 8;
 // Floats of X, or of Y, that a thread packs or normalizes at once.
 constexpr int64_t kChunkFloats = int64_t{1} << 16;
 // Of P, kept until it is gated: two panels of gate and two of factor for a chunk of rows. On the stack.
@@ -27,13 +24,11 @@ int64_t Chunks(int64_t count, int64_t chunk) { return (count + chunk - 1) / chun
 template <typename Body>
 void ForEachPiece(Host& host, const MatMulKernel& kernel, int64_t m, int64_t row_chunk, int64_t panels,
                   int64_t panel_inputs, const Body& body) {
-  const bool tiles = kernel.needs.Has(feature_set::amx);
   const int64_t row_chunks = Chunks(m, row_chunk);
-  const int64_t row_macs = std::min(m, row_chunk) / (tiles ? kTileSpeed : 1);
+  const int64_t row_macs = std::min(m, row_chunk) / kernel.speed;
   const int64_t panel_macs = panel_inputs * kPanelColumns * (kExpandMacs + row_macs);
   const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / ActiveTuning().piece_macs, 1, panels);
-  const int64_t together = tiles ? kTilePanels : 1;
-  const int64_t chunk_panels = Chunks(Chunks(panels, most_chunks), together) * together;
+  const int64_t chunk_panels = Chunks(Chunks(panels, most_chunks), kernel.panels_together) * kernel.panels_together;
   const int64_t panel_chunks = Chunks(panels, chunk_panels);
   host.ParallelFor(panel_chunks * row_chunks, [&](int64_t task) {
     const int64_t panel = task % panel_chunks * chunk_panels;

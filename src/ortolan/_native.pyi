@@ -12,6 +12,8 @@ class CpuInfo(TypedDict):
     detected_features: list[str]
     isa_problem: str
     microarchitecture: str
+    l1_bytes: int
+    l2_bytes: int
 
 def cpu_info() -> CpuInfo:
     """What ortolan.cpu_info says."""

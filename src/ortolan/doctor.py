@@ -188,7 +188,7 @@ def check_native_module() -> Check:
 def check_cpu() -> Check:
     """The CPU's name, and which of its features are used."""
     info = cpu_info()
-    detail = f"{info['name']}: uses {', '.join(info['features'])}"
+    detail = f"{info['name']}, tuned as {info['microarchitecture']}: uses {', '.join(info['features'])}"
     if unused := [name for name in info["detected_features"] if name not in info["features"]]:
         detail += f"; has {', '.join(unused)}, too"
     if info["isa"] == "scalar":

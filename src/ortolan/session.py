@@ -45,6 +45,7 @@ def cpu_info() -> dict[str, Any]:
     """What kernels know of this CPU.
 
     name, microarchitecture: its own name for itself, and the row of ops/isa/tuning.inc that fits it.
+    l1_bytes, l2_bytes: the caches of a core, data alone: as that row says, or the system where the row is "unknown".
     features, detected_features: the feature sets (ops/isa/feature_sets.inc) that kernels may use, and all that the CPU
     has; they differ where the environment variable ORTOLAN_ISA names a set.
     isa: the last of features.

@@ -86,6 +86,7 @@ def test_data_that_is_gone(tmp_path):
 def test_cpu_info():
     info = ortolan.cpu_info()
     assert info["name"] and info["microarchitecture"]
+    assert 2**14 <= info["l1_bytes"] < info["l2_bytes"] <= 2**26
     assert info["features"][0] == "scalar" and info["features"][-1] == info["isa"]
     assert set(info["features"]) <= set(info["detected_features"])
     assert info["isa_problem"] == ""
