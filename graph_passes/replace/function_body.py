@@ -90,7 +90,7 @@ def end_of_layer(
     gated: bool,
     residual: bool,
 ) -> ir.Value:
-    """What ops/matmul/linear_op.h makes of X W, for all nodes of a model: with those activations; gated: some of them
+    """What ops/matmul/linear_plan.h makes of X W, for all nodes of a model: with those activations; gated: some of them
     have gated_columns; residual: all have one."""
     op = body.op
     p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))

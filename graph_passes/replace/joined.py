@@ -1,7 +1,7 @@
 """Layers of one input in one operator.
 
 Two of them are a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each with
-columns of zeros up to whole panels (ops/matmul/linear_op.h). Three are query, key and value of one attention, which
+columns of zeros up to whole panels (ops/matmul/linear_plan.h). Three are query, key and value of one attention, which
 takes them side by side in one tensor (ops/nomad_attention/op.cc).
 """
 

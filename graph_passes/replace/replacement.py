@@ -56,7 +56,7 @@ class LayerWeight:
 
 
 class Replacement(abc.ABC):
-    """A layer and its epilogue (ops/matmul/linear_op.h) by an operator of ours, its weight packed ahead of time."""
+    """A layer and its epilogue (ops/matmul/linear_plan.h) by an operator of ours, its weight packed ahead of time."""
 
     op_type: ClassVar[str]
     # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
@@ -101,7 +101,7 @@ class Replacement(abc.ABC):
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
-        """The attributes of the node, for a weight [k, n]. gated_columns: see gated.py; 0 otherwise."""
+        """The attributes of the node, for a weight [k, n]. gated_columns: see joined.py; 0 otherwise."""
 
     def node_attributes(
         self,

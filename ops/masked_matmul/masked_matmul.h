@@ -173,8 +173,8 @@ inline constexpr int kNumbersKinds = 3;
 
 struct MaskedMatMulFunctions {
   bool dense_panels;         // MultiplyPanel is worth its while against ONNX Runtime's MatMul on an unpacked panel
-  int64_t tile_rows;         // of PackTile and MultiplyTile
-  int64_t sparse_tile_rows;  // of PackSparseTile and MultiplySparseTile
+  int64_t tile_rows;         // of pack_tile and multiply_tile
+  int64_t sparse_tile_rows;  // of pack_sparse_tile and multiply_sparse_tile
   ScanRowsFn* scan_rows;
   ScanBlocksFn* scan_blocks;
   PackBlocksFn* pack_blocks;

@@ -1,5 +1,5 @@
 // Blocks of tokens: how they are quantized, multiplied and stored, over a column's vectors. A block of kVectors vectors
-// is [k][kVectors kLanes] u8, then a BlockRanges. A vector holds the same four inputs of kLanes tokens, which are
+// is [k][kVectors kLanes] u8, then its Ranges. A vector holds the same four inputs of kLanes tokens, which are
 // multiplied with the four weights of an output, repeated. Included by *kernels.cc only; local to each.
 #pragma once
 

@@ -62,7 +62,7 @@ def linear_layer(
     """
 
 def sparse_amx_matmul_int8_kernels() -> list[KernelInfo]:
-    """The rows of the room's kernel table for int8 and int4 weights, best first."""
+    """The rows of the kernel table for int8 weights, best first."""
 
 def sparse_amx_matmul_int8(
     x: NDArray[Any],
