@@ -6,9 +6,9 @@
 //
 //     W[l, j] = scales[g, j] (q[l, j] - zero_points[g, j])        q, zero_points 0 … 15;   g = l / G
 //
-//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h, whose nibble is q: panels
-//     of 16
-//                  columns; a row of a tile is 4 inputs of 16 columns; two rows share 64 bytes, low and high nibbles
+//     weights      u8 [panels, tiles * 8, 64]   the dense storage of formats/bitmap_int4.h, whose nibble is q:
+//                  panels of 16 columns; a row of a tile is 4 inputs of 16 columns;
+//                  two rows share 64 bytes, low and high nibbles
 //     scales       float32 or float16 [panels, groups, 16]
 //     zero_points  u8 [panels, groups, 16], or none: 8 everywhere
 //

@@ -2,23 +2,25 @@
 // multiply it with four or two activations of every row of x. Included by *kernels.cc only; local to each.
 //
 // A kind of weight (weights/*.h) gives
-//     Weight, PaddedK, Group, PackedRowBytes      of args.w; group kWholeColumn: there is one
+//     Weight, PaddedK, Group, PackedRowBytes
+//                                of args.w; group kWholeColumn: there is one
 //     kDense, kHasGroups
-//     kBuffered                      many rows of x: expanded rows are kept while all of them pass; otherwise each
-//     block
-//                                    of rows takes the stored ones apart anew
-//     Stream                         the stored rows of a panel: StartSpan<fetch>(), Next<fetch, odd times 16>(row of
-//     the
-//                                    span), EndSpan(); values, where it is
-//     Row, FromBytes, StoreRow, LoadRow, kStoredBytes         a row, ready to multiply
-//     Sums, Zero, AddChains, LoadSums, StoreSums              16 columns, of one group
-//     StartSpan, EndSpan             around the products of a span; kFreeSpans: they do nothing
-//     MultiplyAdd, kMostHeld, …      see activations.h
-//     kOneRowChains, kMostChains     of sums, for one row and for two or three; kFetchOneRow: see one_row.h
-//     Scales                         of a panel: Of(group), Prefetch(groups)
-//     Numbers<rows>                  of a block of rows of x: Start(group, row), where sums begin; Add(total, sums,
-//     scales,
-//                                    group, row), a total with a group's sums; End(total, row)
+//     kBuffered                  many rows of x pass over rows that were expanded once;
+//                                otherwise each block of rows takes the stored ones apart anew
+//     Stream                     the stored rows of a panel, and values, where it is:
+//                                StartSpan<fetch>(), Next<fetch, odd times 16>(row of the span), EndSpan()
+//     Row, FromBytes, StoreRow, LoadRow, kStoredBytes
+//                                a row, ready to multiply
+//     Sums, Zero, AddChains, LoadSums, StoreSums
+//                                of 16 columns and one group
+//     StartSpan, EndSpan         around the products of a span; kFreeSpans: they do nothing
+//     MultiplyAdd, kMostHeld, …  see activations.h
+//     kOneRowChains, kMostChains
+//                                chains of sums, for one row and for two or three
+//     kFetchOneRow               see one_row.h
+//     Scales                     of a panel: Of(group), Prefetch(groups)
+//     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;
+//                                Add(total, sums, scales, group, row), a total with a group's sums; End(total, row)
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,8 @@ struct RowScale {
   float scale;   // of q
 };
 
-// kLanes of the floats that `left` of are x's, zero behind them; left may be none, or less.
+// The first kLanes floats of x, which holds `left` more: zeros stand for those behind its end. left may be 0 or
+// negative; then all are zeros.
 template <typename Simd>
 typename Simd::Float LoadSome(const float* x, int64_t left) {
   return Simd::LoadFirst(x, left < 0 ? 0 : left < Simd::kLanes ? left : Simd::kLanes);

@@ -4,8 +4,8 @@
 //         (matmul/linear_plan.h)
 //
 //     X float [..., k], values i8, indices u16, starts i64, scales float [n], bias float [n], residual float
-//     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, activation, gated_columns,
-//     norm_epsilon
+//     -> Y float [..., n], broadcast with residual
+//     attributes k, n, format_version, activation, gated_columns, norm_epsilon
 //
 // values, indices, starts and scales are initializers: formats/block_sparse_4x1.h. bias and residual are optional;
 // where they must not be missing, they are zeros and one zero (see SparseAMXMatMul's adapter).
@@ -19,8 +19,9 @@
 // hidden_k: with this attribute above 0 another layer comes first (HiddenLayerArgs in matmul/block_sparse_weight.h), of
 // hidden_k inputs and k outputs:
 //
-//     X float [..., hidden_k]; hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float
-//     [k]; table u8 [256], table_x_scale float [], table_x_zero_point u8 [], table_y_scale, table_y_zero_point
+//     X float [..., hidden_k]
+//     hidden_values, hidden_indices, hidden_starts, hidden_scales float [k], hidden_bias float [k]
+//     table u8 [256], table_x_scale float [], table_x_zero_point u8 [], table_y_scale, table_y_zero_point
 //
 // All of these are constants, and x_scale is needed. hidden_k 0: whatever stands in their places is ignored.
 #include <limits>
