@@ -61,7 +61,8 @@ for dense in (False, True):
     assert_same_bits(y, _testing.sparse_amx_matmul(x, masks, values, offsets, k, n, kernel="amx"))
 """
 
-# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs two blocks.
+# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 600 inputs are
+# 19 tiles: five blocks of 4 that are expanded, or two of 16 where they are stored.
 CHECK_COUNTS = """
 import numpy as np
 from ortolan import _native, _testing
@@ -76,7 +77,7 @@ for dense in (False, True):
         emulator.reset_counts()
     _testing.sparse_amx_matmul(x, *packed, k, n, kernel="amx")
     if emulator is not None:
-        k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2
+        k_tiles, row_tiles, panels, blocks = 19, 3, 3, 2 if dense else 5
         assert emulator.count("tdpbf16ps") == k_tiles * row_tiles * panels, emulator.counts()
         # Rows of x once for each group of panels, weights once for each group of row tiles, sums once a block.
         loads = k_tiles * row_tiles * 2 + k_tiles * panels * 2 + row_tiles * panels * blocks
@@ -86,7 +87,7 @@ for dense in (False, True):
         assert emulator.live_threads_with_config() == 0
 """
 
-# 32 rows and 32 columns are 2 x 2 tiles of sums, 512 inputs one block of either kind: as many products as loads of
+# 32 rows and 32 columns are 2 x 2 tiles of sums, 128 inputs one block of either kind: as many products as loads of
 # operands (SparAMX, section 4.1), the other loads and the stores are those of the four tiles of sums.
 CHECK_COUNTS_OF_2X2 = """
 import numpy as np
@@ -94,7 +95,7 @@ from ortolan import _native, _testing
 from tests.ops.quantized import Layer
 from tests.ops.single_node import sparse_weight
 rng = np.random.default_rng(7)
-m, k, n = 32, 512, 32
+m, k, n = 32, 128, 32
 x = rng.standard_normal((m, k), dtype=np.float32)
 w = sparse_weight(rng, k, n, 0.5)
 layer = Layer.random(rng, k, n, 0.5, None)
@@ -108,13 +109,13 @@ if emulator is not None:
     for packed in (_native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)):
         counts = counts_of(lambda: _testing.sparse_amx_matmul(x, *packed, k, n, kernel="amx"))
         assert counts == {
-            "ldtilecfg": 1, "tdpbf16ps": 64, "tileloadd": 64 + 4, "tilestored": 4, "tilerelease": 1
+            "ldtilecfg": 1, "tdpbf16ps": 16, "tileloadd": 16 + 4, "tilestored": 4, "tilerelease": 1
         }, counts
         assert emulator.live_threads_with_config() == 0
     for stored in (layer, layer.stored_dense()):
         counts = counts_of(lambda: stored.multiply(x, None, "amx"))
         assert counts == {
-            "ldtilecfg": 1, "tdpbssd": 32, "tileloadd": 32, "tilezero": 4, "tilestored": 4, "tilerelease": 1
+            "ldtilecfg": 1, "tdpbssd": 8, "tileloadd": 8, "tilezero": 4, "tilestored": 4, "tilerelease": 1
         }, counts
         assert emulator.live_threads_with_config() == 0
 """

@@ -54,7 +54,8 @@ for group in (None, 32, 64, 128):
     assert_same_bits(layer.stored_dense().multiply(x, None, "amx"), expected)
 """
 
-# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
+# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs are
+# 19 tiles: five blocks of 4 that are expanded, or two of 16 where they are stored.
 CHECK_COUNTS = """
 import numpy as np
 from ortolan import _native
@@ -65,16 +66,17 @@ row_tiles, panels = 3, 3
 x = rng.standard_normal((m, k), dtype=np.float32)
 for group in (None, 32, 64, 128):
     bitmap = Layer.random(rng, k, n, 0.5, group)
-    for layer in (bitmap, bitmap.stored_dense()):
+    for layer, blocks in ((bitmap, 5), (bitmap.stored_dense(), 2)):
         if emulator is None:
             break
         emulator.reset_counts()
         layer.multiply(x, None, "amx")
         steps = k // min(group or 64, 64)
-        ends = 2 if group is None else -(-k // group)  # sums leave the tiles after a block, or after a group
+        ends = blocks if group is None else -(-k // group)  # sums leave the tiles after a block, or after a group
         assert emulator.count("tdpbssd") == steps * row_tiles * panels, emulator.counts()
-        # Rows of x once for each group of panels, weights once for each group of row tiles, sums of the first block.
-        loads = steps * row_tiles * 2 + steps * panels * 2 + (row_tiles * panels if group is None else 0)
+        # Rows of x once for each group of panels, weights once for each group of row tiles, sums once a block
+        # but the first.
+        loads = steps * row_tiles * 2 + steps * panels * 2 + (ends - 1 if group is None else 0) * row_tiles * panels
         assert emulator.count("tileloadd") == loads, emulator.counts()
         assert emulator.count("tilestored") == ends * row_tiles * panels
         assert emulator.count("tilezero") == (1 if group is None else ends) * row_tiles * panels

@@ -69,7 +69,8 @@ for half in (False, True):
     assert_same_bits(odd, layer.multiply(x, None, "amx"))
 """
 
-# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs two blocks.
+# 40 rows are a pair of row tiles and one alone; 48 columns a pair of panels and one alone; 1216 inputs five
+# blocks of 4 tiles.
 CHECK_COUNTS = """
 import numpy as np
 from tests.ops.w4a8 import GroupLayer
