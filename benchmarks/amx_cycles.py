@@ -3,21 +3,23 @@
     python -m ortolan.benchmarks.amx_cycles [--clock 3.0] [--core-bandwidth 12] [--socket-bandwidth 280] [--cores 32]
 
 A tile is 16 rows of 64 bytes: 512 weights of bf16, 1024 of int8 or int4. Everything is counted per tile of weights and
-in cycles of one core, with its data in the caches, as matmul/amx_loop.h goes about it: a
-block of 16 tiles of two panels is expanded, then multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights
-of SparseAMXMatMul; w4a8 are those of W4A8MatMul with f16 scales and its group size, all stored.
+in cycles of one core, with its data in the caches, as matmul/amx_loop.h goes about it: a block of 4 tiles of two panels
+is expanded, then multiplied by 32 rows of x at a time. bf16, int8 and int4 are weights of SparseAMXMatMul; w4a8 are
+those of W4A8MatMul with f16 scales and its group size, all stored.
 
     expand  16 rows: load the mask, load 64 bytes, kmov, vpexpand, store, popcnt, add, prefetch; int4 also and, shift
             (every other row), sub and a copy of the eights it expands into. Counted in the source, with one register
             for each value: bound by port 5, which kmov and the two uops of vpexpand need. w4a8: the same without mask
             and vpexpand, one load for two rows.
-    load    the tile once per 32 rows of x, the tiles of x (shared by two panels), and the sums of a block: in and out
+    load    the tile once per 32 rows of x, the tiles of x (shared by two panels); bf16 and int8: the sums go in and out
+            once a block, a quarter of which is this tile's share
     TDP     one a tile of 16 rows of x, full or not; two of half the depth in groups of 32
     scale   int4 and w4a8 at the end of each group: the sums leave the tile and are converted, scaled and added
     DRAM    the stored bytes of the tile at the bandwidth a core gets: alone, or with all cores of the socket reading
 
-The load and TDP columns could overlap; expansion and multiplication of a block follow one another. The core is what
-bounds where expand + the larger of load and TDP + scale exceed DRAM.
+The load and TDP columns could overlap; expansion and multiplication of a block are added up, though the core begins to
+expand a block while it multiplies the last one. The core is what bounds where expand + the larger of load and TDP +
+scale exceed DRAM. What was measured: ops/matmul/README.md.
 
 Published figures, Sapphire Rapids (Golden Cove) core:
     TDPBF16PS, TDPBSSD one in 16 cycles, TILELOADD one in 8, TILESTORED one in 16: Intel 64 and IA-32 Architectures
@@ -41,7 +43,7 @@ TILE_STORE = 16.0
 
 TILE_ROWS = 16
 COLUMNS = 16
-BLOCK_TILES = 16
+BLOCK_TILES = 4  # that are expanded: kExpandedRows in matmul/amx_loop.h
 PANELS = 2
 ISSUE_WIDTH = 6
 
