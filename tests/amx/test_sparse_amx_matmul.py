@@ -128,14 +128,14 @@ rng = np.random.default_rng(8)
 k, n = 100, 200
 w, bias = sparse_weight(rng, k, n, 0.5), rng.standard_normal(n, dtype=np.float32)
 run = session(sparse_amx_matmul_model(_native.pack_bitmap(w), k, n, bias), threads=2)
-for m in (1, 4, 5, 20, 300):
+for m in (1, 3, 4, 20, 300):
     x = rng.standard_normal((m, k), dtype=np.float32)
     if emulator is not None:
         emulator.reset_counts()
     assert_matmul_close(run.run(None, {"x": x})[0], x, w, bias)
     if emulator is not None:
         # Few rows are left to the AVX-512 kernel.
-        assert (emulator.count("tdpbf16ps") > 0) == (m >= 5)
+        assert (emulator.count("tdpbf16ps") > 0) == (m >= 4)
         assert emulator.live_threads_with_config() == 0
 """
 
