@@ -60,13 +60,6 @@ constexpr MaskedMatMulCosts kZen5Costs{
     .most_panel_rows = 512,
 };
 
-// A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
-constexpr MaskedMatMulCosts kAvx2Costs = [] {
-  MaskedMatMulCosts costs = kZen5Costs;
-  costs.most_panel_rows = 0;
-  return costs;
-}();
-
 struct Row {
   const char* vendor;
   uint32_t family;
@@ -97,19 +90,22 @@ int64_t CacheBytes([[maybe_unused]] int level, int64_t least) {
 #endif
 }
 
-Tuning FindTuning() {
+Tuning FindRow() {
   const CpuModel cpu = DetectedModel();
-  const Features features = ActiveFeatures();
   for (const Row& row : kRows) {
-    if (row.Fits(cpu, features)) return row.tuning;
+    if (row.Fits(cpu, DetectedFeatures())) return row.tuning;
   }
   const int64_t l1_bytes = CacheBytes(1, 32 * kKiB);
-  return {"unknown",
-          l1_bytes,
-          CacheBytes(2, 256 * kKiB),
-          Borrowed(kZen5Distances, l1_bytes / kKiB),
-          features.Has(feature_set::avx512) ? kZen5Costs : kAvx2Costs,
-          kPieceMacs};
+  return {"unknown",  l1_bytes,  CacheBytes(2, 256 * kKiB), Borrowed(kZen5Distances, l1_bytes / kKiB),
+          kZen5Costs, kPieceMacs};
+}
+
+// What the CPU is does not hang on the features that kernels may use, but for what only some of them can do.
+Tuning FindTuning() {
+  Tuning tuning = FindRow();
+  // A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
+  if (!ActiveFeatures().Has(feature_set::avx512)) tuning.masked.most_panel_rows = 0;
+  return tuning;
 }
 
 }  // namespace
