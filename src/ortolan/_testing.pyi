@@ -1,6 +1,6 @@
 """Kernels for tests and benchmarks, by name: only in builds with -DORTOLAN_TESTING=ON, never in wheels."""
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ class KernelInfo(TypedDict):
     name: str
     isa: str
     runs_here: bool
+    least_rows: NotRequired[int]  # matrix products: from how many rows of x on the kernel is taken
 
 def sparse_amx_matmul_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""

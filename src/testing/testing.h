@@ -55,6 +55,7 @@ void DefineKernelList(py::module_& module, const char* name, std::span<const Ker
       row["name"] = kernel.name;
       row["isa"] = FeatureSetName(kernel.needs);
       row["runs_here"] = DetectedFeatures().Has(kernel.needs);
+      if constexpr (requires { kernel.least_rows; }) row["least_rows"] = kernel.least_rows;
       rows.append(row);
     }
     return rows;
