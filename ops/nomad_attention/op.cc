@@ -239,7 +239,10 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
       const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
       int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
       if (kv_heads == 0) kv_heads = heads;
-      if (heads < 1 || kv_heads < 1 || width % (heads + 2 * kv_heads) != 0) return;  // the kernel complains
+      for (const int64_t count : {heads, kv_heads}) {
+        if (count < 1 || count > kMaxHeads) return;  // the kernel complains
+      }
+      if (width % (heads + 2 * kv_heads) != 0) return;
       width = width / (heads + 2 * kv_heads) * heads;
     }
     CopyShape(context, width);
