@@ -22,7 +22,7 @@
 #include "masked_matmul/plan.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {

@@ -27,7 +27,7 @@
 #include "nomad_attention/op_cached.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {
