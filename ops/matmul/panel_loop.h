@@ -12,7 +12,7 @@
 //                                    span), EndSpan(); values, where it is
 //     Row, FromBytes, StoreRow, LoadRow, kStoredBytes         a row, ready to multiply
 //     Sums, Zero, AddChains, LoadSums, StoreSums              16 columns, of one group
-//     StartSpan, EndSpan             around the products of a span; kFreeSpans: they do nothing
+//     StartSpan, EndSpan             around the products of a span
 //     MultiplyAdd, kMostHeld, …      see activations.h
 //     kOneRowChains, kMostChains     of sums, for one row and for two or three; kFetchOneRow: see one_row.h
 //     Scales                         of a panel: Of(group), Prefetch(groups)
@@ -182,7 +182,7 @@ class PanelLoop {
                                                      int64_t i, Waiting& waiting) {
     const Layer& layer = p.layer;
     const auto numbers = p.template NumbersOf<kRows>(i);
-    const Activation* x = p.X(i) + first * Layer::kSpanInputs * kRows;
+    const Activation* x = p.X(i) + first * kSpanInputs * kRows;
     const auto next = [&](int row) { return Weights::LoadRow(buffer + row * Weights::kStoredBytes); };
     for (int64_t span = first; span < end;) {
       const int64_t group = Weights::kHasGroups ? span / layer.group_spans : 0;
