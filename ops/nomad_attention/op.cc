@@ -62,6 +62,7 @@ class Kernel {
                         "them, [B, S, (num_heads + 2 kv_num_heads) D]");
     }
     has_mask_ = node_.HasNumbers(info, kMask);
+    for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (node_.HasInput(kPastKey)) {
       cache_.emplace(info, node_);
     } else {
@@ -126,7 +127,7 @@ class Kernel {
     const Ort::ConstValue value = context.GetInput(input);
     if (value.GetTensorTypeAndShapeInfo().GetElementCount() == 0) return rows;  // of any huge sizes
     const int64_t bytes = rows.head_dim * kFloat;
-    rows.heads = {value.GetTensorData<float>(), heads * rows.count * bytes, by_heads ? rows.count * bytes : bytes,
+    rows.heads = {floats_[input].In(value), heads * rows.count * bytes, by_heads ? rows.count * bytes : bytes,
                   by_heads ? bytes : heads * bytes};
     return rows;
   }
@@ -181,7 +182,7 @@ class Kernel {
       if (shape.size() > full.size() || BroadcastShape(full, shape) != full) {
         throw node_.WrongShape(context, kMask, "mask", "one that broadcasts to " + ShapeText(full));
       }
-      call.mask.data = context.GetInput(kMask).GetTensorData<float>();
+      call.mask.data = floats_[kMask].In(context.GetInput(kMask));
       const Shape strides = BroadcastStrides(shape, full);
       std::copy(strides.begin(), strides.end(), call.mask.strides.begin());
     }
@@ -190,7 +191,8 @@ class Kernel {
   }
 
   AttentionNode node_;
-  AttentionCall call_;  // what attributes say; scale 0: that of the heads' size
+  AttentionCall call_;                         // what attributes say; scale 0: that of the heads' size
+  AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
   bool packed_ = false;
   bool has_mask_ = false;
   std::optional<AttentionPlan> plan_;  // without a cache
