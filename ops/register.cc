@@ -1,7 +1,7 @@
 // The library's only door: RegisterCustomOps, which every ORT host knows how to call.
 #include "isa/features.h"
 #include "ort/ort_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {

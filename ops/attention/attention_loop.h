@@ -109,10 +109,6 @@ class AttentionLoop {
   const float* MaskRow(int64_t row) const {
     return args_.mask + HeadOf(row) * args_.mask_head_stride + QueryOf(row) * args_.mask_query_stride;
   }
-  // Some lanes of one vector, or all of them.
-  static Float LoadSome(const float* from, int64_t count) {
-    return count >= kLanes ? Simd::Load(from) : Simd::LoadFirst(from, count);
-  }
 
   // A column of kLanes rows' numbers at from(row), each of `count` <= kLanes.
   template <typename From>
@@ -121,7 +117,7 @@ class AttentionLoop {
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kLanes; ++i) lanes[i] = Simd::Load(from(i));
     } else {
-      for (int64_t i = 0; i < kLanes; ++i) lanes[i] = i < rows ? LoadSome(from(i), count) : Simd::Set(0.0f);
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] = i < rows ? Simd::LoadSome(from(i), count) : Simd::Set(0.0f);
     }
     Simd::Transpose(lanes);
   }
@@ -165,7 +161,7 @@ class AttentionLoop {
     for (int64_t j = 0; j < keys; ++j) {
       const float* from = AtByte(args_.k, (first + j) * args_.k_row_bytes);
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        Simd::StoreUnits(keys_ + j * stride + d / kUnit, LoadSome(from + d, args_.head_dim - d));
+        Simd::StoreUnits(keys_ + j * stride + d / kUnit, Simd::LoadSome(from + d, args_.head_dim - d));
       }
     }
     for (int64_t j = 0; j < keys; j += kUnit) {
@@ -173,8 +169,8 @@ class AttentionLoop {
       const float* b = AtByte(args_.v, (first + j + kUnit - 1) * args_.v_row_bytes);
       const bool pair = j + kUnit - 1 < keys;
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        const Float first_key = LoadSome(a + d, args_.head_dim - d);
-        const Float second_key = pair ? LoadSome(b + d, args_.head_dim - d) : Simd::Set(0.0f);
+        const Float first_key = Simd::LoadSome(a + d, args_.head_dim - d);
+        const Float second_key = pair ? Simd::LoadSome(b + d, args_.head_dim - d) : Simd::Set(0.0f);
         Simd::Store(values_ + j / kUnit * padded_dim_ + d, Simd::PackUnits(first_key, second_key));
       }
     }

@@ -10,7 +10,7 @@
 // of the k x n matrix are zero. Three tensors hold it:
 //
 //     masks    u8  [panels, tiles, 64]  16 little-endian u32 a tile, one a row; bit i is set where weight i is stored
-//     values   bf16 [offsets[panels] + kBitmapPadding]
+//     values   bf16 [offsets[panels] + 32]
 //                  the stored weights of panel 0, then panel 1, …, in the order of their mask bits; the padding, all
 //                  zero, lets a kernel load 32 values at any position
 //     offsets  i64 [panels + 1]  where in values each panel starts; offsets[0] = 0, the last is the number of values
@@ -68,10 +68,7 @@ struct BitmapLayout {
 inline constexpr BitmapLayout kBf16Bitmap{2, 16, kMaxDimension};
 
 inline constexpr int64_t kTileInputs = kBf16Bitmap.TileInputs();
-inline constexpr int64_t kRowValues = kBf16Bitmap.RowBits();
-inline constexpr int64_t kTileMaskBytes = kBf16Bitmap.TileMaskBytes();
 inline constexpr int64_t kValueBytes = kBf16Bitmap.EntryBytes();
-inline constexpr int64_t kBitmapPadding = kBf16Bitmap.Padding();
 
 inline constexpr int64_t BitmapPanels(int64_t n) { return (n + kPanelColumns - 1) / kPanelColumns; }
 inline constexpr int64_t BitmapTiles(int64_t k) { return kBf16Bitmap.Tiles(k); }

@@ -2,15 +2,10 @@
 
 #include <algorithm>
 
+#include "formats/bitmap.h"
 #include "ort/error_text.h"
 
 namespace ortolan {
-namespace {
-
-constexpr int64_t kSumsMultiple = 16;
-
-}  // namespace
-
 BlockSparseMatrix PackBlockSparse(const int8_t* q, int64_t row_stride, int64_t k, int64_t n) {
   BlockSparseMatrix packed;
   packed.starts.push_back(0);
@@ -58,7 +53,7 @@ void UnpackBlockSparse(const BlockSparseView& view, int8_t* q, int64_t row_strid
 }
 
 std::vector<int32_t> SumsOfOutputs(const BlockSparseView& view) {
-  std::vector<int32_t> sums(static_cast<size_t>((view.n + kSumsMultiple - 1) / kSumsMultiple * kSumsMultiple));
+  std::vector<int32_t> sums(static_cast<size_t>(BitmapPanels(view.n) * kPanelColumns));
   for (int64_t group = 0; group < view.Groups(); ++group) {
     for (int64_t quad = view.starts[group]; quad < view.starts[group + 1]; ++quad) {
       for (int64_t i = 0; i < kQuadBytes; ++i) {

@@ -29,7 +29,6 @@
 namespace ortolan {
 
 inline constexpr int kLargestInt4 = 15;
-inline constexpr uint8_t kMiddleZeroPoint = 8;  // where there are no zero points
 
 enum class ScaleType { kFloat32, kFloat16 };
 
@@ -41,18 +40,10 @@ struct Int4GroupView {
   const uint8_t* weights = nullptr;
   const uint8_t* scales = nullptr;
   ScaleType scale_type = ScaleType::kFloat32;
-  const uint8_t* zero_points = nullptr;  // null: kMiddleZeroPoint
+  const uint8_t* zero_points = nullptr;  // null: 8 everywhere
 
-  constexpr int64_t Groups() const { return ScaleRows(k, group); }
   constexpr const uint8_t* PanelWeights(int64_t panel) const {
     return weights + panel * kInt4Bitmap.Tiles(k) * kInt4Bitmap.TileEntries();
-  }
-  // The 16 scales of a group of a panel.
-  constexpr const uint8_t* Scales(int64_t panel, int64_t g) const {
-    return scales + (panel * Groups() + g) * kPanelColumns * (scale_type == ScaleType::kFloat32 ? 4 : 2);
-  }
-  constexpr const uint8_t* ZeroPoints(int64_t panel, int64_t g) const {
-    return zero_points == nullptr ? nullptr : zero_points + (panel * Groups() + g) * kPanelColumns;
   }
 };
 

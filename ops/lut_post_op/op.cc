@@ -12,7 +12,7 @@
 #include "isa/kernel_table.h"
 #include "lut_post_op/lut_post_op.h"
 #include "ort/ort_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {

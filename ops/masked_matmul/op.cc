@@ -22,7 +22,7 @@
 #include "masked_matmul/plan.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {
@@ -33,12 +33,6 @@ constexpr int64_t kFormatVersion = 1;
 enum Input : size_t { kA, kB, kBScale, kAMask, kBMask, kInputCount };
 
 using Shape = std::vector<int64_t>;
-
-// data, or a copy: a file may place a tensor at any address.
-const void* AtElements(CallMemory& memory, const void* data, int64_t count, int64_t element) {
-  if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(element) == 0) return data;
-  return std::memcpy(memory.New<char>(count * element), data, static_cast<size_t>(count * element));
-}
 
 // Whether no number is Inf or NaN, whose bits hold `exponent`. The numbers lie at any address.
 template <typename Bits>
@@ -62,6 +56,7 @@ class Kernel {
     known.group = IntAttributeOr(info, "group_size", 0);
     if (known.group < 0) throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0 or more"));
     known.finite = IntAttributeOr(info, "b_finite", 0) != 0;
+    a_ = AlignedConstant<float>(info, kA);
     ReadWeight(info, known);
     const MaskedMatMulKernel& kernel = SelectKernel(MaskedMatMulKernels(), ActiveFeatures());
     plan_ = MaskedMatMulPlan(kernel, ActiveTuning().masked, std::move(known));
@@ -84,7 +79,6 @@ class Kernel {
     const Shape y_shape = OutputShape(a_shape, b_shape);
     const int64_t y_count = Count(y_shape, "Y");
     const int64_t a_count = Count(a_shape, "A");
-    const int64_t b_count = Count(b_shape, "B");
     ProductSize size{a_shape[a_shape.size() - 2], a_shape.back(), b_shape.back()};
     if (size.k > std::numeric_limits<int32_t>::max()) {
       throw OpError(ErrorText(node_, ": A has shape ", ShapeText(a_shape), ", its last dimension is too long"));
@@ -98,14 +92,12 @@ class Kernel {
     const DenseProduct dense = [&](const ProductSize& of, const float* x, const float* weight, float* product) {
       MultiplyDense(context, of, x, weight, product);
     };
-    const float* a_data = Masked(context, memory, a, a_shape, a_count, kAMask, "a_mask", "A", a_threshold_);
-    const void* b_data = nullptr;
+    const float* a_data = Masked(context, memory, a_.In(a), a_shape, kAMask, "a_mask", "A", a_threshold_);
+    const void* b_data = packed_b_;
     if (b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
-      b_data = Masked(context, memory, b, b_shape, b_count, kBMask, "b_mask", "B", b_threshold_);
+      b_data = Masked(context, memory, b_.In(b), b_shape, kBMask, "b_mask", "B", b_threshold_);
     } else {
       CheckNoMask(context, kBMask);
-      const int64_t element = b_type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : sizeof(uint16_t);
-      b_data = AtElements(memory, b.GetTensorRawData(), b_count, element);
     }
     if (b_shape.size() == 2) {
       size.m = a_count / size.k;
@@ -162,6 +154,7 @@ class Kernel {
     if (!is_float && b_threshold_ != 0.0f) {
       throw OpError(ErrorText(node_, ": b_threshold is ", b_threshold_, ", expected 0: B '", b.name, "' is no float"));
     }
+    if (is_float) b_ = AlignedConstant<float>(b);
     if (b.shape.size() != 2) {
       if (is_float) return;
       throw OpError(ErrorText(node_, ": B '", b.name, "' has shape ", ShapeText(b.shape), ", expected [k, n]"));
@@ -169,7 +162,11 @@ class Kernel {
     const int64_t k = b.shape[0];
     const int64_t n = b.shape[1];
     if (!is_float) known.numbers = b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? Numbers::kInt8 : Numbers::kBf16;
-    if (b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return ReadScales(info, k, n, known);
+    if (b.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) {
+      packed_b_ = b.data;
+      return ReadScales(info, k, n, known);
+    }
+    if (!is_float) packed_b_ = (bf16_b_ = AlignedConstant<uint16_t>(b)).data();
     if (known.group != 0)
       throw OpError(ErrorText(node_, ": group_size is ", known.group, ", expected 0: B is not int8"));
     const int64_t row_bytes = n * (is_float ? 4 : 2);
@@ -186,10 +183,9 @@ class Kernel {
     const ConstantTensor scales = ConstantInput(info, kBScale, "b_scale", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}, node_);
     const Shape expected{known.group == 0 ? 1 : k / known.group + (k % known.group != 0 ? 1 : 0), n};
     CheckShape(scales, "b_scale", expected, node_, " (groups, n)");
-    known.scales.resize(static_cast<size_t>(scales.count));  // copied: a file may place them at an odd address
-    std::copy_n(static_cast<const char*>(scales.data), scales.count * sizeof(float),
-                reinterpret_cast<char*>(known.scales.data()));
-    if (!std::all_of(known.scales.begin(), known.scales.end(), [](float scale) { return std::isfinite(scale); })) {
+    scales_ = AlignedConstant<float>(scales);
+    known.scales = scales_.data();
+    if (!std::all_of(known.scales, known.scales + scales.count, [](float scale) { return std::isfinite(scale); })) {
       throw OpError(ErrorText(node_, ": b_scale '", scales.name, "' holds Inf or NaN, expected finite numbers"));
     }
   }
@@ -213,8 +209,13 @@ class Kernel {
     return index < context.GetInputCount() ? context.GetInput(index) : Ort::ConstValue{};
   }
 
+  // As bytes: in a file they may be any, while a bool is 0 or 1.
+  static const uint8_t* BytesOf(const Ort::ConstValue& mask) {
+    return static_cast<const uint8_t*>(mask.GetTensorRawData());
+  }
+
   static bool IsOneTrue(const Ort::ConstValue& mask) {
-    return mask.GetTensorTypeAndShapeInfo().GetElementCount() == 1 && *mask.GetTensorData<bool>();
+    return mask.GetTensorTypeAndShapeInfo().GetElementCount() == 1 && *BytesOf(mask) != 0;
   }
 
   void CheckNoMask(const Ort::KernelContext& context, size_t index) const {
@@ -223,10 +224,8 @@ class Kernel {
   }
 
   // The matrix with zeros for what is masked or small: x itself, or a copy.
-  const float* Masked(const Ort::KernelContext& context, CallMemory& memory, const Ort::ConstValue& x,
-                      const Shape& shape, int64_t count, size_t index, const char* mask_name, const char* x_name,
-                      float threshold) const {
-    const auto* from = static_cast<const float*>(AtElements(memory, x.GetTensorRawData(), count, sizeof(float)));
+  const float* Masked(const Ort::KernelContext& context, CallMemory& memory, const float* x, const Shape& shape,
+                      size_t index, const char* mask_name, const char* x_name, float threshold) const {
     Ort::ConstValue mask = OptionalInput(context, index);
     Shape strides;
     if (mask) {
@@ -238,8 +237,8 @@ class Kernel {
       if (IsOneTrue(mask)) mask = {};
       strides = BroadcastStrides(mask_shape, shape);
     }
-    if (!mask && threshold == 0.0f) return from;
-    return MaskedCopy(memory, from, shape, threshold, mask ? mask.GetTensorData<bool>() : nullptr, strides);
+    if (!mask && threshold == 0.0f) return x;
+    return MaskedCopy(memory, x, shape, threshold, mask ? BytesOf(mask) : nullptr, strides);
   }
 
   // ONNX Runtime's own MatMul.
@@ -261,6 +260,9 @@ class Kernel {
   float a_threshold_ = 0.0f;
   float b_threshold_ = 0.0f;
   ONNXTensorElementDataType weight_type_ = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // of B, if it is an initializer
+  AlignedConstant<float> a_, b_, scales_;                                            // where they are constants
+  AlignedConstant<uint16_t> bf16_b_;
+  const void* packed_b_ = nullptr;  // B of int8 or bf16
   MaskedMatMulPlan plan_;
   Ort::Op dense_{nullptr};
 };

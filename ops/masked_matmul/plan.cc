@@ -110,7 +110,7 @@ Way MaskedMatMulPlan::RunUnpacked(const MaskedMatMulCall& call) const {
 Way MaskedMatMulPlan::RunRows(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   const RowsArgs args = UsedInputs(call);
-  float* sums = b_.scales.empty() ? nullptr : call.memory.New<float>(m * n);
+  float* sums = b_.scales == nullptr ? nullptr : call.memory.New<float>(m * n);
   const uint64_t most = static_cast<uint64_t>(std::clamp<int64_t>(n / kLeastColumns, 1, kMostPieces));
   const int64_t pieces = static_cast<int64_t>(std::bit_floor(most));
   const int64_t columns = BlockPanels((n + pieces - 1) / pieces) * kBlockColumns;
@@ -151,8 +151,8 @@ RowsArgs MaskedMatMulPlan::AllInputs(const MaskedMatMulCall& call) const {
   const auto [m, k, n] = call.size;
   RowsArgs args{m, call.a, k, nullptr, k, call.b, n};
   args.y = call.y;
-  if (!b_.scales.empty()) {
-    args.scales = b_.scales.data();
+  if (b_.scales != nullptr) {
+    args.scales = b_.scales;
     args.group = b_.group == 0 ? k : b_.group;
   }
   return args;
@@ -172,7 +172,7 @@ RowsArgs MaskedMatMulPlan::UsedInputs(const MaskedMatMulCall& call) const {
 }
 
 const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<int64_t>& shape, float threshold,
-                        const bool* keep, const std::vector<int64_t>& strides) {
+                        const uint8_t* keep, const std::vector<int64_t>& strides) {
   const int64_t columns = shape.back();
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
@@ -182,9 +182,9 @@ const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<in
     float* row = to + i * columns;
     for (int64_t j = 0; j < columns; ++j) row[j] = std::fabs(x_row[j]) <= threshold ? 0.0f : x_row[j];
     if (keep == nullptr) return;
-    const bool* of_row = keep + PlaceOf(i * columns, shape, strides);
+    const uint8_t* of_row = keep + PlaceOf(i * columns, shape, strides);
     const int64_t stride = strides.back();
-    for (int64_t j = 0; j < columns; ++j) row[j] = of_row[j * stride] ? row[j] : 0.0f;
+    for (int64_t j = 0; j < columns; ++j) row[j] = of_row[j * stride] != 0 ? row[j] : 0.0f;
   });
   return to;
 }

@@ -18,10 +18,10 @@ using DenseProduct = std::function<void(const ProductSize& size, const float* a,
 // What is known of B before a call. Numbers that are not float: it is known whether they are finite.
 struct KnownB {
   Numbers numbers = Numbers::kFloat;
-  bool finite = false;          // but for the rows that `always` names
-  std::vector<uint8_t> always;  // a byte for each row that is not finite, or nothing
-  std::vector<float> scales;    // [groups][n] or nothing
-  int64_t group = 0;            // rows of a group; 0: all
+  bool finite = false;            // but for the rows that `always` names
+  std::vector<uint8_t> always;    // a byte for each row that is not finite, or nothing
+  const float* scales = nullptr;  // [groups][n] or none
+  int64_t group = 0;              // rows of a group; 0: all
 };
 
 struct MaskedMatMulCall {
@@ -57,9 +57,9 @@ class MaskedMatMulPlan {
   KnownB b_;
 };
 
-// x [rows][columns] with zeros where |x| <= threshold or keep is false, as a copy. keep: a byte for each element of a
+// x [rows][columns] with zeros where |x| <= threshold or keep is 0, as a copy. keep: a byte for each element of a
 // matrix or vector that is repeated to `shape`, that of x, by these strides; or null.
 const float* MaskedCopy(CallMemory& memory, const float* x, const std::vector<int64_t>& shape, float threshold,
-                        const bool* keep, const std::vector<int64_t>& strides);
+                        const uint8_t* keep, const std::vector<int64_t>& strides);
 
 }  // namespace ortolan

@@ -39,6 +39,8 @@ void LinearOp::MakePlan(const OrtKernelInfo& info, LinearLayer layer) {
   ReadAttributes(info, layer);
   plan_.emplace(layer, ActiveFeatures());
   x_name_ = Ort::ConstKernelInfo(&info).GetInputName(0);
+  x_ = AlignedConstant<float>(info, 0);
+  residual_ = AlignedConstant<float>(info, residual_index_);
   has_residual_ = HasInput(info, residual_index_) && !IsConstantZero(info, residual_index_);
   if (!HasInput(info, bias_index_)) return;
   computes_bias_ = !IsConstant(info, bias_index_);
@@ -90,7 +92,7 @@ void LinearOp::Compute(Ort::KernelContext& context, Host& host) const {
   std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
   LinearCall call;
   call.m = RowsOf(shape);
-  call.x = x.GetTensorData<float>();
+  call.x = x_.In(x);
   call.bias = computes_bias_ ? Bias(context) : bias_.data();
   shape.back() = plan_->layer().Columns();
   if (has_residual_) return AddResidual(context, host, call, shape);
@@ -119,7 +121,7 @@ int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
 void LinearOp::AddResidual(Ort::KernelContext& context, Host& host, LinearCall call,
                            const std::vector<int64_t>& shape) const {
   const Ort::ConstValue value = context.GetInput(residual_index_);
-  const Residual residual{value.GetTensorData<float>(), value.GetTensorTypeAndShapeInfo().GetShape()};
+  const Residual residual{residual_.In(value), value.GetTensorTypeAndShapeInfo().GetShape()};
   const std::optional<std::vector<int64_t>> sum_shape = BroadcastShape(shape, residual.shape);
   if (!sum_shape) {
     throw OpError(ErrorText(node_, ": residual has shape ", ShapeText(residual.shape), ", which does not fit X W of ",

@@ -62,7 +62,7 @@ class LinearOp {
   LinearInputs inputs_;
   std::string x_name_;
   size_t bias_index_, residual_index_;
-  AlignedConstant<float> bias_;  // where it is a constant
+  AlignedConstant<float> x_, bias_, residual_;  // where they are constants
   bool computes_bias_ = false;
   bool has_residual_ = false;
   AlignedConstant<float> norm_weight_, norm_bias_;

@@ -28,10 +28,12 @@ __attribute__((always_inline)) inline void ForEach(int count, int step, const Ea
   }
 }
 
-// What all panels of a call have in common. A span is 32 inputs of a panel: the shortest group.
+// A span: so many inputs of a panel, in any layout. The shortest group.
+constexpr int64_t kSpanInputs = 32;
+
+// What all panels of a call have in common.
 template <typename Weights>
 struct Layer {
-  static constexpr int64_t kSpanInputs = 32;
   static constexpr int kSpanRows = kSpanInputs / Weights::kRowInputs;
 
   explicit Layer(const MatMulArgs& args)

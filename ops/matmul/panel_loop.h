@@ -13,7 +13,7 @@
 //                                a row, ready to multiply
 //     Sums, Zero, AddChains, LoadSums, StoreSums
 //                                of 16 columns and one group
-//     StartSpan, EndSpan         around the products of a span; kFreeSpans: they do nothing
+//     StartSpan, EndSpan         around the products of a span
 //     MultiplyAdd, kMostHeld, …  see activations.h
 //     kOneRowChains, kMostChains
 //                                chains of sums, for one row and for two or three
@@ -184,7 +184,7 @@ class PanelLoop {
                                                      int64_t i, Waiting& waiting) {
     const Layer& layer = p.layer;
     const auto numbers = p.template NumbersOf<kRows>(i);
-    const Activation* x = p.X(i) + first * Layer::kSpanInputs * kRows;
+    const Activation* x = p.X(i) + first * kSpanInputs * kRows;
     const auto next = [&](int row) { return Weights::LoadRow(buffer + row * Weights::kStoredBytes); };
     for (int64_t span = first; span < end;) {
       const int64_t group = Weights::kHasGroups ? span / layer.group_spans : 0;

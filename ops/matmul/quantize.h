@@ -12,19 +12,12 @@ struct RowScale {
   float scale;   // of q
 };
 
-// The first kLanes floats of x, which holds `left` more: zeros stand for those behind its end. left may be 0 or
-// negative; then all are zeros.
-template <typename Simd>
-typename Simd::Float LoadSome(const float* x, int64_t left) {
-  return Simd::LoadFirst(x, left < 0 ? 0 : left < Simd::kLanes ? left : Simd::kLanes);
-}
-
 template <typename Simd>
 RowScale ScaleOf(const float* x, int64_t k) {
   // As integers the bits of |x| are in order: finite, Inf, NaN.
   typename Simd::Int most = Simd::SetInt(0);
   for (int64_t l = 0; l < k; l += Simd::kLanes) {
-    most = Simd::MaxInt(most, Simd::BitsOf(Simd::Abs(LoadSome<Simd>(x + l, k - l))));
+    most = Simd::MaxInt(most, Simd::BitsOf(Simd::Abs(Simd::LoadSome(x + l, k - l))));
   }
   const int32_t bits = Simd::MaxOfIntLanes(most);
   constexpr int32_t kInfinity = 0x7f800000;
@@ -60,7 +53,7 @@ int32_t QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, fl
   int8_t* to = reinterpret_cast<int8_t*>(block) + begin * rows + kFourQuads * i;
   for (int64_t l = begin; l < end; l += kFourQuads, to += kFourQuads * rows) {
     for (int64_t lane = 0; lane < kFourQuads; lane += Simd::kLanes) {
-      const auto value = LoadSome<Simd>(x + l + lane, quantized - l - lane);
+      const auto value = Simd::LoadSome(x + l + lane, quantized - l - lane);
       const auto rounded = Simd::RoundToInt(Simd::Multiply(value, Simd::Set(factor)));
       Simd::StoreInt8(to + lane, rounded);
       sums = Simd::AddInt(sums, rounded);

@@ -27,7 +27,7 @@
 #include "nomad_attention/op_cached.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {
@@ -62,6 +62,7 @@ class Kernel {
                         "them, [B, S, (num_heads + 2 kv_num_heads) D]");
     }
     has_mask_ = node_.HasNumbers(info, kMask);
+    for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (node_.HasInput(kPastKey)) {
       cache_.emplace(info, node_);
     } else {
@@ -126,7 +127,7 @@ class Kernel {
     const Ort::ConstValue value = context.GetInput(input);
     if (value.GetTensorTypeAndShapeInfo().GetElementCount() == 0) return rows;  // of any huge sizes
     const int64_t bytes = rows.head_dim * kFloat;
-    rows.heads = {value.GetTensorData<float>(), heads * rows.count * bytes, by_heads ? rows.count * bytes : bytes,
+    rows.heads = {floats_[input].In(value), heads * rows.count * bytes, by_heads ? rows.count * bytes : bytes,
                   by_heads ? bytes : heads * bytes};
     return rows;
   }
@@ -181,7 +182,7 @@ class Kernel {
       if (shape.size() > full.size() || BroadcastShape(full, shape) != full) {
         throw node_.WrongShape(context, kMask, "mask", "one that broadcasts to " + ShapeText(full));
       }
-      call.mask.data = context.GetInput(kMask).GetTensorData<float>();
+      call.mask.data = floats_[kMask].In(context.GetInput(kMask));
       const Shape strides = BroadcastStrides(shape, full);
       std::copy(strides.begin(), strides.end(), call.mask.strides.begin());
     }
@@ -190,7 +191,8 @@ class Kernel {
   }
 
   AttentionNode node_;
-  AttentionCall call_;  // what attributes say; scale 0: that of the heads' size
+  AttentionCall call_;                         // what attributes say; scale 0: that of the heads' size
+  AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
   bool packed_ = false;
   bool has_mask_ = false;
   std::optional<AttentionPlan> plan_;  // without a cache
@@ -239,7 +241,10 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
       const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
       int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
       if (kv_heads == 0) kv_heads = heads;
-      if (heads < 1 || kv_heads < 1 || width % (heads + 2 * kv_heads) != 0) return;  // the kernel complains
+      for (const int64_t count : {heads, kv_heads}) {
+        if (count < 1 || count > kMaxHeads) return;  // the kernel complains
+      }
+      if (width % (heads + 2 * kv_heads) != 0) return;
       width = width / (heads + 2 * kv_heads) * heads;
     }
     CopyShape(context, width);

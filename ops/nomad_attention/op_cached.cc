@@ -52,6 +52,9 @@ CachedAttention::CachedAttention(const OrtKernelInfo& info, const AttentionNode&
     throw node_.Error("output ", output, " (", output == kPresentKey ? "present_key" : "present_value",
                       ") is missing, expected one where past_key is given");
   }
+  lengths_ = AlignedConstant<int32_t>(info, kLengths);
+  cos_ = AlignedConstant<float>(info, kCos);
+  sin_ = AlignedConstant<float>(info, kSin);
   has_lengths_ = node_.HasInput(kLengths) && !IsEmptyConstant(info, kLengths);
   has_rotary_ = node_.HasNumbers(info, kCos);
   if (has_rotary_ != node_.HasNumbers(info, kSin)) {
@@ -226,7 +229,7 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
   }
   call.room = room;
   for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t given = value.GetTensorData<int32_t>()[b];
+    const int64_t given = lengths_.In(value)[b];
     const int64_t last = given - form_.prompt.tokens;
     if (last < 0) {
       throw node_.Error("lengths holds ", given, " for sequence ", b, ", expected its tokens after this call less 1, ",
@@ -281,8 +284,8 @@ void CachedAttention::ReadRotary(const Ort::KernelContext& context, CachedCall& 
     throw node_.Error("cos has shape ", ShapeText(shape), " and sin ", ShapeText(sin_shape), ", expected [positions, ",
                       half, "] for both");
   }
-  call.cos = context.GetInput(kCos).GetTensorData<float>();
-  call.sin = context.GetInput(kSin).GetTensorData<float>();
+  call.cos = cos_.In(context.GetInput(kCos));
+  call.sin = sin_.In(context.GetInput(kSin));
   const int64_t most = form_.prompt.tokens + call.MostTokens();
   if (most > shape[0]) {
     throw node_.Error("a sequence has ", most, " tokens, but cos and sin are for ", shape[0],

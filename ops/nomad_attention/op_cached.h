@@ -148,6 +148,8 @@ class CachedAttention {
   AttentionNode node_;
   AlignedConstant<float> codebooks_;
   AlignedConstant<int64_t> prompt_key_offsets_, prompt_value_offsets_;
+  AlignedConstant<int32_t> lengths_;
+  AlignedConstant<float> cos_, sin_;
   CacheForm form_;
   bool has_lengths_ = false;
   bool has_rotary_ = false;

@@ -1,7 +1,6 @@
 #include "ort/ort_op.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace ortolan {
@@ -18,13 +17,6 @@ std::string TypeName(ONNXTensorElementDataType type) {
     if (named == type) return name;
   }
   return "of another element type";
-}
-
-// The input's value if it is an initializer, else null.
-Ort::ConstValue ConstantOrNull(const Ort::ConstKernelInfo& info, size_t index) {
-  int is_constant = 0;
-  const Ort::ConstValue value = info.GetTensorConstantInput(index, &is_constant);
-  return is_constant == 0 ? Ort::ConstValue{} : value;
 }
 
 }  // namespace
@@ -44,52 +36,51 @@ bool HasInput(const OrtKernelInfo& info, size_t index) {
   return index < kernel_info.GetInputCount() && !kernel_info.GetInputName(index).empty();
 }
 
-ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
-                             std::initializer_list<ONNXTensorElementDataType> types, const std::string& node) {
-  if (!HasInput(info, index)) throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") is missing"));
-  const Ort::ConstKernelInfo kernel_info(&info);
+ConstantTensor ConstantOrNone(const OrtKernelInfo& info, size_t index) {
   ConstantTensor tensor;
+  if (!HasInput(info, index)) return tensor;
+  const Ort::ConstKernelInfo kernel_info(&info);
   tensor.name = kernel_info.GetInputName(index);
-  const Ort::ConstValue value = ConstantOrNull(kernel_info, index);
-  if (!value) {
-    throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") '", tensor.name,
-                            "' is computed at run time, expected an initializer"));
-  }
+  int is_constant = 0;
+  const Ort::ConstValue value = kernel_info.GetTensorConstantInput(index, &is_constant);
+  if (is_constant == 0) return tensor;
   const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
   tensor.type = type_and_shape.GetElementType();
-  if (std::find(types.begin(), types.end(), tensor.type) == types.end()) {
-    std::string expected;
-    for (const ONNXTensorElementDataType type : types) expected += (expected.empty() ? "" : " or ") + TypeName(type);
-    throw OpError(
-        ErrorText(node, ": ", meaning, " '", tensor.name, "' is ", TypeName(tensor.type), ", expected ", expected));
-  }
   tensor.shape = type_and_shape.GetShape();
   tensor.count = static_cast<int64_t>(type_and_shape.GetElementCount());
   tensor.data = value.GetTensorRawData();
   return tensor;
 }
 
+ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
+                             std::initializer_list<ONNXTensorElementDataType> types, const std::string& node) {
+  if (!HasInput(info, index)) throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") is missing"));
+  ConstantTensor tensor = ConstantOrNone(info, index);
+  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED) {
+    throw OpError(ErrorText(node, ": input ", index, " (", meaning, ") '", tensor.name,
+                            "' is computed at run time, expected an initializer"));
+  }
+  if (std::find(types.begin(), types.end(), tensor.type) == types.end()) {
+    std::string expected;
+    for (const ONNXTensorElementDataType type : types) expected += (expected.empty() ? "" : " or ") + TypeName(type);
+    throw OpError(
+        ErrorText(node, ": ", meaning, " '", tensor.name, "' is ", TypeName(tensor.type), ", expected ", expected));
+  }
+  return tensor;
+}
+
 bool IsEmptyConstant(const OrtKernelInfo& info, size_t index) {
-  const Ort::ConstValue value = ConstantOrNull(Ort::ConstKernelInfo(&info), index);
-  return value && value.GetTensorTypeAndShapeInfo().GetElementCount() == 0;
+  return IsConstant(info, index) && ConstantOrNone(info, index).count == 0;
 }
 
 bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
-  if (!HasInput(info, index)) return false;
-  const Ort::ConstValue value = ConstantOrNull(Ort::ConstKernelInfo(&info), index);
-  if (!value) return false;
-  const Ort::TensorTypeAndShapeInfo type_and_shape = value.GetTensorTypeAndShapeInfo();
-  if (type_and_shape.GetElementType() != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ||
-      type_and_shape.GetDimensionsCount() > 1 || type_and_shape.GetElementCount() != 1) {
-    return false;
-  }
-  float number;  // mapped from a file, it may lie at any address
-  std::memcpy(&number, value.GetTensorRawData(), sizeof(number));
-  return number == 0.0f;
+  const ConstantTensor tensor = ConstantOrNone(info, index);
+  return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && tensor.shape.size() <= 1 && tensor.count == 1 &&
+         NumberIn<float>(tensor) == 0.0f;
 }
 
 bool IsConstant(const OrtKernelInfo& info, size_t index) {
-  return HasInput(info, index) && ConstantOrNull(Ort::ConstKernelInfo(&info), index);
+  return ConstantOrNone(info, index).type != ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }
 
 void CheckShape(const ConstantTensor& tensor, const char* meaning, const std::vector<int64_t>& expected,

@@ -133,6 +133,12 @@ struct ConstantTensor {
 // Whether the node has this input. Optional ones may be left out, at the end or with an empty name.
 bool HasInput(const OrtKernelInfo& info, size_t index);
 
+// An input if it is a constant, else a tensor of undefined type.
+ConstantTensor ConstantOrNone(const OrtKernelInfo& info, size_t index);
+
+// Whether the input is a constant.
+bool IsConstant(const OrtKernelInfo& info, size_t index);
+
 // Throws OpError if the input is absent, no constant, or of none of these element types.
 ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char* meaning,
                              std::initializer_list<ONNXTensorElementDataType> types, const std::string& node);
@@ -165,15 +171,16 @@ class AlignedConstant {
     std::memcpy(copy_.get(), tensor.data, static_cast<size_t>(tensor.count) * sizeof(T));
     data_ = copy_.get();
   }
+  // None if the input, of elements T, is left out or computed at run time.
+  AlignedConstant(const OrtKernelInfo& info, size_t index) : AlignedConstant(ConstantOrNone(info, index)) {}
   const T* data() const { return data_; }  // null if there is none
+  // Those of the input in a call, constant or computed.
+  const T* In(const Ort::ConstValue& input) const { return data_ == nullptr ? input.GetTensorData<T>() : data_; }
 
  private:
   std::unique_ptr<T[]> copy_;
   const T* data_ = nullptr;
 };
-
-// Whether the input is a constant.
-bool IsConstant(const OrtKernelInfo& info, size_t index);
 
 // Whether the input is a constant number or vector of one element, a float 0: what stands for "nothing" in a sum. (Of
 // more dimensions it would still give the sum its own.)

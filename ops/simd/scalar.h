@@ -22,11 +22,11 @@ struct scalar : Vectors<scalar, scalar_types> {
   static constexpr int kRegisters = 16;
 
   static float Set(float value) { return value; }
-  static float Load(const float* from) { return *from; }
-  static float LoadFirst(const float* from, int64_t count) { return count > 0 ? *from : 0.0f; }
-  static void Store(float* to, float a) { *to = a; }
+  static float Load(const float* from) { return Get<float>(from); }
+  static float LoadFirst(const float* from, int64_t count) { return count > 0 ? Load(from) : 0.0f; }
+  static void Store(float* to, float a) { __builtin_memcpy(to, &a, sizeof(a)); }
   static void StoreFirst(float* to, int64_t count, float a) {
-    if (count > 0) *to = a;
+    if (count > 0) Store(to, a);
   }
 
   static float MultiplyAdd(float a, float b, float c) { return a * b + c; }
@@ -49,10 +49,10 @@ struct scalar : Vectors<scalar, scalar_types> {
 
   // Floats: between lanes.
   static void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t) {
-    for (int i = 0; i < 4; ++i) to[i] = *AtByte(from, i * row_bytes);
+    for (int i = 0; i < 4; ++i) to[i] = Load(AtByte(from, i * row_bytes));
   }
   static void Transpose(float (&)[1]) {}
-  static float LoadStrided(const float* from, int64_t) { return *from; }
+  static float LoadStrided(const float* from, int64_t) { return Load(from); }
   static float Lookup16(const float* table, uint32_t index) { return table[index & 15]; }
 
   // Floats from and to bytes.

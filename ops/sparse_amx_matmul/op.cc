@@ -16,7 +16,7 @@
 
 #include "matmul/bitmap_weight.h"
 #include "matmul/linear_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {

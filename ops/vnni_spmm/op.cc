@@ -28,7 +28,7 @@
 
 #include "matmul/block_sparse_weight.h"
 #include "matmul/linear_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {

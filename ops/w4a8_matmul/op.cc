@@ -10,7 +10,7 @@
 // where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter).
 #include "matmul/group_int4_weight.h"
 #include "matmul/linear_op.h"
-#include "ort/rooms.h"
+#include "rooms.h"
 
 namespace ortolan {
 namespace {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -118,6 +118,17 @@ def at_odd_address(a: np.ndarray) -> np.ndarray:
     copy[...] = a
     assert copy.ctypes.data % 2 == 1
     return copy
+
+
+def with_constants(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """The model with constants in place of these inputs."""
+    changed = onnx.ModelProto.FromString(model.SerializeToString())
+    graph = changed.graph
+    inputs = [value for value in graph.input if value.name not in feeds]
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in feeds.items())
+    del graph.input[:]
+    graph.input.extend(inputs)
+    return changed
 
 
 def save_at_odd_places(model: onnx.ModelProto, folder: Path) -> None:

@@ -13,7 +13,16 @@ from onnx import helper, numpy_helper
 from ortolan import _native
 
 from .block_sparse import BlockSparseLayer, HiddenLayer, Range
-from .single_node import assert_same_bits, save_at_odd_places, session, sparse_amx_matmul_model, sparse_weight
+from .isa_process import check_with_isa
+from .quantized import Layer
+from .single_node import (
+    assert_same_bits,
+    save_at_odd_places,
+    session,
+    sparse_amx_matmul_model,
+    sparse_weight,
+    with_constants,
+)
 from .test_vnni_spmm_op import LayerNorm, node_model
 from .test_w4a8_matmul_op import node_model as w4a8_node_model
 from .w4a8 import GroupLayer
@@ -42,7 +51,14 @@ def hidden_model(rng: np.random.Generator) -> onnx.ModelProto:
     return node_model(layer, rng.standard_normal(N, dtype=np.float32), hidden=hidden)
 
 
-MODELS = [sparse_model, w4a8_model, vnni_model, hidden_model]
+def int8_model(rng: np.random.Generator) -> onnx.ModelProto:
+    """With a residual that the product is broadcast to."""
+    layer = Layer.random(rng, K, N, 0.5, None)
+    residual = rng.standard_normal((1, N), dtype=np.float32)
+    return sparse_amx_matmul_model(layer.packed, K, N, scales=layer.packed_scales(), residual=residual)
+
+
+MODELS = [sparse_model, int8_model, w4a8_model, vnni_model, hidden_model]
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -55,8 +71,25 @@ def test_constants_at_odd_places_of_a_file(
     # As NumPy writes them, in one piece and of one element type each.
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name))
-    save_at_odd_places(model, tmp_path)
-    assert_same_bits(session(tmp_path / "model.onnx").run(None, {"x": x})[0], expected)
+    for constants in ({}, {"x": x}):
+        changed = with_constants(model, constants)
+        save_at_odd_places(changed, tmp_path)
+        feeds = {} if constants else {"x": x}
+        assert_same_bits(session(tmp_path / "model.onnx").run(None, feeds)[0], expected)
+
+
+SCRIPT = """
+import tempfile
+from pathlib import Path
+from tests.ops.test_linear_safety import MODELS, test_constants_at_odd_places_of_a_file
+with tempfile.TemporaryDirectory() as folder:
+    for make in MODELS:
+        test_constants_at_odd_places_of_a_file(make, Path(folder))
+"""
+
+
+def test_odd_places_without_vectors() -> None:
+    check_with_isa("scalar", SCRIPT)
 
 
 def of_shape(model: onnx.ModelProto) -> onnx.ModelProto:

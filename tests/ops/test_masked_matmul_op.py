@@ -23,7 +23,7 @@ from ortolan.graph_passes.replace.masked_matmul_function import (
 
 from .isa_process import check_with_isa, each_isa
 from .masked import PATTERNS, assert_product_close, expected_product, random_matrix
-from .single_node import save_at_odd_places, session
+from .single_node import save_at_odd_places, session, with_constants
 
 
 def masked_model(
@@ -218,6 +218,33 @@ def test_weights_at_odd_places_of_a_file(dtype: type, tmp_path: Path) -> None:
         save_at_odd_places(moved, tmp_path)
         (y,) = session(tmp_path / "model.onnx").run(None, {name: feeds[name] for name in ("A", "a_mask", "b_mask")})
         np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("m", [3, 40])
+def test_all_inputs_at_odd_places_of_a_file(m: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(m)
+    feeds = {"A": random_matrix(rng, m, 40, "random", 0.5), "B": random_matrix(rng, 40, 50, "random", 0.5)}
+    feeds |= {"a_mask": rng.random((m, 40)) < 0.5, "b_mask": NO_MASK}
+    model = masked_model(functions=False)
+    expected = run(model, feeds)
+    save_at_odd_places(with_constants(model, feeds), tmp_path)
+    np.testing.assert_array_equal(session(tmp_path / "model.onnx").run(None, {})[0], expected)
+
+
+@pytest.mark.parametrize("true", [2, 128, 255])
+def test_bytes_of_masks_in_a_file(true: int) -> None:
+    """Any but 0 is true."""
+    rng = np.random.default_rng(true)
+    a, b = rng.standard_normal((20, 30), dtype=np.float32), rng.standard_normal((30, 40), dtype=np.float32)
+    a_mask = (rng.random((20, 30)) < 0.5).astype(np.uint8) * np.uint8(true)
+    masks = {"a_mask": a_mask.view(np.bool_), "b_mask": np.array([true], np.uint8).view(np.bool_)}
+    y = run(masked_model(functions=False), {"A": a, "B": b} | masks)
+    np.testing.assert_array_equal(y, run(masked_model(functions=False), {"A": a, "B": b, "a_mask": a_mask != 0}))
+    for name, mask in masks.items():
+        constant = masked_model({name: mask}, functions=False)
+        (tensor,) = [tensor for tensor in constant.graph.initializer if tensor.name == name]
+        assert tensor.raw_data == mask.tobytes()
+        np.testing.assert_array_equal(run(constant, {"A": a, "B": b} | masks), y)
 
 
 def test_a_bf16_weight_that_is_not_finite() -> None:

@@ -129,6 +129,16 @@ def test_bad_attributes(attributes: dict[str, int], message: str) -> None:
         session(node_model(Setup(rotary="half"), **attributes))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2**63 - 1), (2**62, 2**62), (1, 2**16 + 1)])
+def test_heads_whose_sums_overflow(heads: int, kv_heads: int) -> None:
+    """The shape of Y is asked for before there is a kernel that looks at attributes."""
+    model = node_model(Setup(packed=True), num_heads=heads, kv_num_heads=kv_heads)
+    (query,) = [value for value in model.graph.input if value.name == "query"]
+    query.CopyFrom(helper.make_tensor_value_info("query", TensorProto.FLOAT, [2, 3, 128]))
+    with pytest.raises(Exception, match=f"{NODE}: num_heads is {heads} and kv_num_heads {kv_heads}, expected"):
+        session(model)
+
+
 def test_only_key() -> None:
     for name in ("key", "value"):
         model = node_model(Setup())

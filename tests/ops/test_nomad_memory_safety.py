@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from ortolan import _testing
 
-from .cached_attention import Decoder, Setup, node_model
-from .single_node import save_at_odd_places, session
+from .cached_attention import HIDDEN, Decoder, Setup, node_model
+from .isa_process import check_with_isa
+from .single_node import save_at_odd_places, session, with_constants
 from .test_nomad_attention_op import node_model as attention_model
 
 HUGE = 2**44
@@ -28,6 +31,70 @@ def test_codebooks_and_prompts_at_odd_addresses(kind: str, d_sub: int, tmp_path:
         call = decoder.call(queries)
         for found, expected in zip(odd.run(None, call.feeds), even.run(None, call.feeds), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+def check_constants(model: onnx.ModelProto, feeds: dict[str, np.ndarray], folder: Path) -> None:
+    """All inputs may be constants, at odd places of a file."""
+    constant = with_constants(model, feeds)
+    save_at_odd_places(constant, folder)
+    odd, even = session(folder / "model.onnx").run(None, {}), session(model).run(None, feeds)
+    for found, expected in zip(odd, even, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
+def test_constant_inputs_of_a_cache_at_odd_addresses(kind: str, tmp_path: Path) -> None:
+    setup = Setup(kind=kind, rotary="half", mask=True, window=5 if kind != "float" else 0)
+    decoder = Decoder(setup)
+    for queries, tokens in ((40, 40), (1, 41), (7, 48)):
+        mask = np.zeros((2, 1, 1, tokens), np.float32)
+        mask[1, ..., :3] = HIDDEN
+        check_constants(node_model(setup), decoder.call(queries, mask=mask).feeds, tmp_path)
+
+
+@pytest.mark.parametrize("mask", [(1,), (2, 1, 1, 70), (4, 70, 70), (2, 1, 70, 1)])
+def test_constant_inputs_at_odd_addresses(mask: tuple[int, ...], tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"query": (2, 70, 60), "mask": mask, "key": (2, 70, 30), "value": (2, 70, 30)}
+    feeds = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    check_constants(attention_model(4, 2, mask_rank=len(mask)), feeds, tmp_path)
+
+
+SCRIPT = """
+import tempfile
+from pathlib import Path
+from tests.ops.test_nomad_memory_safety import (
+    test_codebooks_and_prompts_at_odd_addresses as test_codebooks,
+    test_constant_inputs_at_odd_addresses as test_inputs,
+    test_constant_inputs_of_a_cache_at_odd_addresses as test_cache,
+)
+with tempfile.TemporaryDirectory() as folder:
+    for kind in ("codes", "codes_float"):
+        test_codebooks(kind, 1, Path(folder))
+        test_cache(kind, Path(folder))
+    test_cache("float", Path(folder))
+    for mask in ((1,), (2, 1, 1, 70), (4, 70, 70), (2, 1, 70, 1)):
+        test_inputs(mask, Path(folder))
+"""
+
+
+def test_odd_addresses_without_vectors() -> None:
+    check_with_isa("scalar", SCRIPT)
+
+
+def test_a_huge_mask_of_no_sequences() -> None:
+    """The product of its other dimensions does not fit 64 bits. NumPy has no such arrays."""
+    model = attention_model(1, mask_rank=4)
+    graph, shapes = model.graph, {"query": [0, 2**62, 1], "mask": [0, 1, 2**62, 2**24], "key": [0, 2**24, 1]}
+    shapes["value"] = shapes["key"]
+    del graph.input[:]
+    for name, shape in shapes.items():
+        graph.node.insert(0, helper.make_node("ConstantOfShape", [f"{name}_shape"], [name]))
+        graph.input.append(helper.make_tensor_value_info(f"{name}_shape", TensorProto.INT64, [len(shape)]))
+    graph.node.append(helper.make_node("Shape", ["y"], ["y_shape"]))
+    graph.output[0].CopyFrom(helper.make_tensor_value_info("y_shape", TensorProto.INT64, [3]))
+    feeds = {f"{name}_shape": np.array(shape) for name, shape in shapes.items()}
+    assert session(model).run(None, feeds)[0].tolist() == [0, 2**62, 1]
 
 
 def test_heads_of_huge_sizes_are_refused() -> None:

@@ -25,7 +25,7 @@ struct Bf16Products {
 
   static void Round(const float* x, int64_t left, float* to) {
     for (int64_t l = 0; l < kTileInputs; l += Simd::kLanes) {
-      Simd::Store(to + l, Simd::RoundToBf16(LoadSome<Simd>(x + l, left - l)));
+      Simd::Store(to + l, Simd::RoundToBf16(Simd::LoadSome(x + l, left - l)));
     }
   }
   static Row FromBytes(const typename Columns::Bytes& bytes) {
@@ -64,8 +64,8 @@ struct Bf16Products<Simd> {
 
   static void Round(const float* x, int64_t left, uint16_t* to) {
     for (int64_t l = 0; l < kTileInputs; l += 2 * Simd::kLanes) {
-      const auto low = LoadSome<Simd>(x + l, left - l);
-      const auto high = LoadSome<Simd>(x + l + Simd::kLanes, left - l - Simd::kLanes);
+      const auto low = Simd::LoadSome(x + l, left - l);
+      const auto high = Simd::LoadSome(x + l + Simd::kLanes, left - l - Simd::kLanes);
       Simd::StoreBytes(reinterpret_cast<uint8_t*>(to + l), Simd::PackBf16(low, high));
     }
   }
@@ -111,7 +111,6 @@ struct Bf16Weights : Bf16Products<Simd> {
     return BitmapPaddedK(w.k) * static_cast<int64_t>(sizeof(typename Products::Activation));
   }
 
-  static constexpr bool kFreeSpans = true;
   static Sums StartSpan(const Sums& sums) { return sums; }
   static Sums EndSpan(const Sums&, const Sums& span_sums) { return span_sums; }
   static Sums Zero() { return Columns::Set(0.0f); }

@@ -21,8 +21,6 @@ Mask LoadMask(const uint8_t* masks, int row) {
   return mask;
 }
 
-// Of a span of 32 inputs, in any layout.
-constexpr int64_t kSpanInputs = 32;
 constexpr int64_t kSpanMaskBytes = kSpanInputs * kPanelColumns / 8;
 
 // Bytes of a panel's int8 or int4 values that a span takes on average.
