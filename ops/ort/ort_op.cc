@@ -1,7 +1,6 @@
 #include "ort/ort_op.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace ortolan {
