@@ -145,18 +145,24 @@ class Recorded(Protocol):
     def dtype(self) -> ir.DataType: ...
 
 
+def open_as_it_is(path: Path, context: PassContext) -> Any:
+    """A copy of the model in the midst of its passes. Operators of ours that are in it are the functions in the file;
+    a model that is to have none needs our library."""
+    return open_quietly(path, context.source, library=not context.portable)
+
+
 @contextmanager
-def recording(model: ir.Model, context: PassContext, linears: Sequence[Linear]) -> Iterator[InputRecorder]:
+def recording(model: ir.Model, context: PassContext, values: Sequence[Recorded]) -> Iterator[InputRecorder]:
     """Runs a copy of the model as it is now, on the feeds."""
     path = context.candidate.with_name("calibrate.onnx")
 
     def open_copy() -> Any:
         write_model(model, path, lambda done, total: None)
         context.release()
-        return open_quietly(path, context.source)
+        return open_as_it_is(path, context)
 
     try:
-        yield InputRecorder(model, linears, feeds_for(context), open_copy)
+        yield InputRecorder(model, values, feeds_for(context), open_copy)
     finally:
         for file in (path, data_path(path)):
             file.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -16,6 +17,7 @@ from ortolan.errors import CalibrationError
 
 from .calibrate import HessianSums, feeds_for, recording
 from .pipeline import PassContext
+from .quiet_sessions import open_quietly
 from .segments import Segments
 from .weights import WeightGroup
 
@@ -66,7 +68,8 @@ def inputs_in_turn(model: ir.Model, context: PassContext, groups: Sequence[Weigh
     feeds = feeds_for(context)
     linears = [linear for group in groups for linear in group.linears]
     folder = context.candidate.with_name("segments")
-    with Segments(model, linears, feeds, folder) as segments:
+    open_piece = partial(open_quietly, library=not context.portable)
+    with Segments(model, linears, feeds, folder, open_piece) as segments:
         recorded = set(segments.values)
         left = {id(group): {linear.x for linear in group.linears} & recorded for group in groups}
         found: dict[int, list[LayerInputs]] = {id(group): [] for group in groups}

@@ -7,18 +7,15 @@ the ranges from what is recorded (quantizers/fixed_range.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
 
-from .calibrate import InputRecorder, feeds_for
-from .model_file import data_path, write_model
+from .calibrate import feeds_for, recording
 from .options import PassOptions, takes
 from .pipeline import PassContext, RecipePass
-from .quiet_sessions import open_quietly
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class RangesPass(RecipePass):
             context.note("pass 'ranges' needs calibration inputs (calibration=…): without them, a run is refused")
         if context.dry_run or not linears:
             return ir.passes.PassResult(model, modified=False)
-        feeds = feeds_for(context)
+        feeds_for(context)  # says whether they are made up
         if context.feeds_made_up:
             raise CalibrationError(
                 "pass 'ranges' needs calibration inputs: ranges of made-up ones would cut off real ones; give "
@@ -59,21 +56,10 @@ class RangesPass(RecipePass):
             )
         watched = {linear.x: _Value(linear.x, linear.k, linear.dtype) for linear in linears}
         watched |= {linear.output: _Value(linear.output, linear.n, linear.dtype) for linear in linears}
-        path = context.candidate.with_name("ranges.onnx")
-
-        def open_copy() -> Any:
-            write_model(model, path, lambda done, total: None)
-            context.release()
-            return open_quietly(path, context.source)
-
-        try:
-            recorder = InputRecorder(model, list(watched.values()), feeds, open_copy)
+        with recording(model, context, list(watched.values())) as recorder:
             numbers = recorder.numbers(
                 recorder.names, self.options.max_numbers, lambda done, total: context.progress("ranges", done, total)
             )
-        finally:
-            for file in (path, data_path(path)):
-                file.unlink(missing_ok=True)
         idle = []
         for name in recorder.names:
             if name not in numbers:

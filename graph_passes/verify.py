@@ -49,7 +49,7 @@ from ortolan.errors import CalibrationError, VerificationError
 from ortolan.session import one_line
 
 from .activations import masked_inputs
-from .calibrate import feeds_to_verify, open_original
+from .calibrate import feeds_to_verify, open_as_it_is, open_original
 from .decoding import (
     Decoded,
     calls_to_decode,
@@ -470,7 +470,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
         write_model(model, path, lambda done, total: None)
     context.release()
     feeds = feeds_to_verify(context, context.feeds_to_verify)
-    session = open_quietly(path, context.source)
+    session = open_as_it_is(path, context)
     past = None if context.prompt is None else context.prompt.pruned_past()
     who = "the model before its layers were replaced"
     calls = calls_to_decode(feeds, context.caches) if context.caches else None

@@ -52,3 +52,31 @@ def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
         for library in (True, False):
             (found,) = run(report.model, given, library)
             assert relative_error(expected[shown], found[shown]) < 0.05
+
+
+ACTIVATIONS = {
+    "name": "activations behind fused attention",
+    "pass": [
+        {"name": "normalize"},
+        {"name": "calibrate"},
+        {"name": "fuse_attention"},
+        {"name": "activations", "sparsity": 0.4},
+        {"name": "replace", "op": "MaskedMatMul"},
+        {"name": "verify"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "op"),
+    [("sparse-int8-4x1-static", "VNNISpMM"), (ortolan.Recipe.from_dict(ACTIVATIONS), "MaskedMatMul")],
+    ids=["ranges", "activations"],
+)
+def test_passes_that_fit_run_attention_without_functions(recipe: str | ortolan.Recipe, op: str) -> None:
+    model: onnx.ModelProto = ir.to_proto(tiny.tiny_bert(**SIZES))
+    calibration = [feeds(model, 3, rows) for rows in (7, 20, 33)]
+    options = {"sparsity": 0.0, "may_grow": True} if op == "VNNISpMM" else None
+    report = ortolan.optimize_onnx(model, recipe=recipe, options=options, calibration=calibration, portable=False)
+    left = Counter(op_types(report.model))
+    assert left["NoMADAttention"] == 2 and left[op] > 0
+    assert not report.model.functions
