@@ -34,6 +34,7 @@ lint: $(VENV)/.installed
 	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
 	$(BIN)/mypy
+	cd build/typing && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 	$(BIN)/python .ci/native_facts.py
 
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.

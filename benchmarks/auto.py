@@ -23,6 +23,7 @@ import onnxruntime as ort
 from ..errors import OrtolanError
 from ..graph_passes.auto.budget import DEFAULT_COSINE, perplexity
 from ..graph_passes.feeds import Feeds, Sizes, read_calibration, synthetic_feeds
+from ..graph_passes.measure.timing import Timing, interleave, pinned
 from ..graph_passes.verify import measure_errors
 from ..models import get_model
 from ..models.embed import token_feeds
@@ -34,7 +35,6 @@ from ..session import create_session, one_line
 from .encoder import SENTENCES, silent_root_logger
 from .matmul_nbits import make_matmul_nbits
 from .result import BenchOptions, BenchResult, versions_line
-from .timing import Timing, interleave, pinned
 from .variants import file_megabytes, session_options
 
 if TYPE_CHECKING:

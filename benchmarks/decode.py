@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import OrtolanError, RecipeError, VerificationError
+from ..graph_passes.measure.timing import pinned
 from ..graph_passes.recipe import Recipe
 from ..models import get_model
 from ..models.generate import Decoder, read_head_size, shares_cache
@@ -31,7 +32,6 @@ from ..optimize import optimize_onnx
 from ..session import create_session
 from .matmul_nbits import make_matmul_nbits
 from .result import versions_line
-from .timing import pinned
 from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import RecipeError, VerificationError
+from ..graph_passes.measure.timing import Timing, interleave, pinned
 from ..graph_passes.recipe import Recipe
 from ..models import get_model
 from ..models.bert import BertConfig, bert_weight_shapes, build_bert
@@ -34,7 +35,6 @@ from ..models.tiny import random_weights
 from ..optimize import optimize_onnx
 from ..session import create_session
 from .result import versions_line
-from .timing import Timing, interleave, pinned
 from .variants import file_megabytes, read_recipes, session_options
 
 PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")

@@ -20,10 +20,10 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from ..errors import OrtolanError
 from ..graph_passes.fuse_lut import OP_TYPE, lut_post_op_function
 from ..graph_passes.lut import find_cone, graph_order, make_table
+from ..graph_passes.measure.timing import interleave, pinned
 from ..progress import Progress, no_progress
 from ..session import register
 from .result import BenchOptions, BenchResult, BenchRow
-from .timing import interleave, pinned
 
 ELEMENTS = (1 << 20, 128 * 3072, 16 * 3072)
 QUICK_ELEMENTS = ELEMENTS[:1]

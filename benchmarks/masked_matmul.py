@@ -33,11 +33,11 @@ from onnx import TensorProto, helper
 
 from .._native import pack_bitmap
 from ..errors import OrtolanError
+from ..graph_passes.measure.timing import Timing, interleave, pinned
 from ..progress import Progress, no_progress
 from ..session import register
 from .cold_layers import Candidate, Node, ort_candidate
 from .result import BenchOptions, BenchResult, BenchRow
-from .timing import Timing, interleave, pinned
 
 OP = "MaskedMatMul"
 KINDS = ("square", "numbers", "deja_vu", "decode", "constant", "heat_map")

@@ -36,13 +36,14 @@ from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 from .. import _native
 from ..errors import OrtolanError
+from ..graph_passes.measure.timing import Timing, interleave, last_level_cache_bytes, pinned
 from ..graph_passes.prompt_cache import PromptCache, prune_prompt
 from ..progress import Progress, no_progress
 from ..session import register
 from .bare_kernels import required_kernels
 from .cold_layers import cold_copies
 from .result import BenchOptions, BenchResult, BenchRow
-from .timing import StreamReader, Timing, interleave, last_level_cache_bytes, pinned
+from .stream_reader import StreamReader
 
 OP, DOMAIN = "NoMADAttention", "ai.ortolan"
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128

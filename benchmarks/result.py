@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..graph_passes.measure.timing import Timing
 from ..session import cpu_info, package_versions
-from .timing import Timing
 
 if TYPE_CHECKING:
     from rich.console import Group

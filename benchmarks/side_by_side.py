@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import OrtolanError
+from ..graph_passes.measure.timing import Timing, interleave, pinned
 from ..progress import Progress
 from .bare_kernels import bare_kernels
 from .cold_layers import Candidate
 from .result import BenchOptions, BenchResult, BenchRow
 from .shapes import LAYERS
-from .timing import StreamReader, Timing, interleave, pinned
+from .stream_reader import StreamReader
 
 # A measurement of all candidates takes so many seconds, and so many rounds at least: of large layers one may take long.
 SECONDS, ROUNDS = 2.5, 5

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ortolan.benchmarks.timing import Timing
+from .measure.timing import Timing
 
 if TYPE_CHECKING:
     import onnx
@@ -63,7 +63,7 @@ class LookupReport:
 
 
 @dataclass
-class OutputError:
+class OutputDeviation:
     """How far an output of the optimized model is from the reference, over all feeds."""
 
     name: str
@@ -82,7 +82,7 @@ class CacheReport:
     bytes_before: int
     bytes_after: int
     # Against the original, of tokens decoded from the cache, one a call, behind a prompt.
-    decode_error: list[OutputError] = field(default_factory=list)
+    decode_error: list[OutputDeviation] = field(default_factory=list)
     decoded_tokens: int | None = None  # so many
     prompt_tokens: int | None = None
 
@@ -102,10 +102,10 @@ class OptimizationReport:
     auto: AutoReport | None = None  # by recipe "auto"
     file_size_before: int | None = None
     file_size_after: int | None = None
-    output_error: list[OutputError] = field(default_factory=list)  # optimized against the original
+    output_error: list[OutputDeviation] = field(default_factory=list)  # optimized against the original
     # Optimized against the pruned and quantized model before its layers were replaced: what operators round.
-    rounding_error: list[OutputError] = field(default_factory=list)
-    portable_error: list[OutputError] = field(default_factory=list)  # portable body against the native kernels
+    rounding_error: list[OutputDeviation] = field(default_factory=list)
+    portable_error: list[OutputDeviation] = field(default_factory=list)  # portable body against the native kernels
     latency_before: Timing | None = None  # one run of the first verification feed
     latency_after: Timing | None = None
     latency_cpus: int | None = None  # that this process may use: ONNX Runtime chooses the number of threads by them

@@ -44,7 +44,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.benchmarks.timing import interleave
 from ortolan.errors import CalibrationError, VerificationError
 from ortolan.session import one_line
 
@@ -62,11 +61,12 @@ from .decoding import (
 )
 from .feeds import Feeds
 from .mapped_pages import pages_stay
+from .measure.timing import interleave
 from .model_file import data_path, write_model
 from .options import PassOptions, takes
 from .pipeline import Outputs, PassContext, RecipePass
 from .quiet_sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
-from .report import OutputError
+from .report import OutputDeviation
 
 ROUNDING_FACTOR = 9.0
 DECODE_FACTOR = 2.0
@@ -322,7 +322,7 @@ class VerifyPass(RecipePass):
         output, the error that codes make. exact: answers to the only call before layers were replaced, if known."""
         context = self.context
         portable = open_quietly(context.candidate)
-        found: dict[str, OutputError] = {}
+        found: dict[str, OutputDeviation] = {}
         rows: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         rounding = {error.name: error.relative_l2 for error in context.report.rounding_error}
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
@@ -387,7 +387,11 @@ class VerifyPass(RecipePass):
         )
 
     def _judge_size(
-        self, floats: Sequence[OutputError], where: str, advice: str, errors: Sequence[OutputError] | None = None
+        self,
+        floats: Sequence[OutputDeviation],
+        where: str,
+        advice: str,
+        errors: Sequence[OutputDeviation] | None = None,
     ) -> None:
         """Against the original. errors: of all outputs, where some are no floats."""
         limit = self.options.max_error
@@ -486,7 +490,9 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
         file.unlink(missing_ok=True)
 
 
-def measure_errors(names: Sequence[str], reference: Sequence[Outputs], found: Sequence[Outputs]) -> list[OutputError]:
+def measure_errors(
+    names: Sequence[str], reference: Sequence[Outputs], found: Sequence[Outputs]
+) -> list[OutputDeviation]:
     """How far each output is from the reference, over all feeds together, where both are finite."""
     errors = []
     for index, name in enumerate(names):
@@ -507,7 +513,7 @@ def measure_errors(names: Sequence[str], reference: Sequence[Outputs], found: Se
             relative = math.sqrt(difference / exact) if exact else math.inf
             cosine = product / math.sqrt(exact * new) if exact and new else 0.0
             same = difference == 0.0
-            errors.append(OutputError(name, 0.0 if same else relative, 1.0 if same else cosine, max_abs=most))
+            errors.append(OutputDeviation(name, 0.0 if same else relative, 1.0 if same else cosine, max_abs=most))
     return errors
 
 

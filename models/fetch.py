@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ..cache_folder import default_cache_dir
 from ..errors import OrtolanError
 from .manifest import ManifestFile, ModelEntry, Package, find_entry
 
@@ -32,19 +33,6 @@ _STALE_SECONDS = 24 * 3600
 
 class FetchError(OrtolanError):
     """A model could not be downloaded, or what was downloaded is not what the manifest promises."""
-
-
-def default_cache_dir() -> Path:
-    """`$ORTOLAN_CACHE` where set, else `ortolan` in the platform's cache folder."""
-    if chosen := os.environ.get("ORTOLAN_CACHE"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "ortolan"
 
 
 def fetch(name: str, cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:

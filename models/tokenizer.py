@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import OrtolanError
-from .stories import Llama2cTokenizer
+from ..graph_passes.text.llama2c import Llama2cTokenizer
 
 
 class TextTokenizer(Protocol):

@@ -22,8 +22,8 @@ import onnxruntime
 from rich.console import Console
 
 from ...errors import OrtolanError
+from ...graph_passes.measure.timing import last_level_cache_bytes
 from ...session import cpu_info, get_library_path
-from ..timing import last_level_cache_bytes
 from .compare import QUICK_PACE, Pace, Side, compare
 from .layers import COLD_BYTES, Work
 from .process import WorkerProcess, cpus_to_use

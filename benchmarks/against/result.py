@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ...graph_passes.measure.timing import Timing
 from ..result import geometric_mean
-from ..timing import Timing
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from ...cache_folder import default_cache_dir
 from ...errors import OrtolanError
-from ...models.fetch import default_cache_dir, working_folder
+from ...models.fetch import working_folder
 from ...session import LIBRARY_NAME
 
 # What a build takes that pip would otherwise fetch for it.

@@ -11,7 +11,7 @@ import numpy as np
 from ortolan.errors import CalibrationError, RecipeError
 
 from ..feeds import Feeds
-from ..report import OutputError
+from ..report import OutputDeviation
 
 DEFAULT_COSINE = 0.99
 Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name
@@ -75,7 +75,7 @@ class Limit:
         )
 
     def judge(
-        self, errors: Sequence[OutputError], feeds: Sequence[Feeds], before: Run | None, after: Run | None
+        self, errors: Sequence[OutputDeviation], feeds: Sequence[Feeds], before: Run | None, after: Run | None
     ) -> tuple[bool, str]:
         """Whether a model is within the budget, and what was found.
 

@@ -22,11 +22,11 @@ import onnx
 import onnx_ir as ir
 from onnx import helper, numpy_helper
 
-from ortolan.benchmarks.timing import interleave, last_level_cache_bytes
+from ortolan.cache_folder import default_cache_dir
 from ortolan.errors import NothingToReplaceError
-from ortolan.models.fetch import default_cache_dir
 from ortolan.session import cpu_info, package_versions
 
+from ..measure.timing import interleave, last_level_cache_bytes
 from ..model_file import load_model, to_bytes, to_proto
 from ..pipeline import PassContext, run_recipe
 from ..quiet_sessions import open_to_time

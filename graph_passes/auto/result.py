@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ortolan.benchmarks.timing import Timing
+from ..measure.timing import Timing
 
 
 @dataclass

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.benchmarks.timing import Timing, interleave
 from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError
 from ortolan.progress import Progress
 from ortolan.session import one_line
@@ -39,6 +38,7 @@ from ..feeds import Feeds, Sizes, hold_out, model_inputs, synthetic_feeds
 from ..fitted import FittedWeights
 from ..linear import Linear
 from ..mapped_pages import pages_stay
+from ..measure.timing import Timing, interleave
 from ..model_file import ModelFile, data_path, load_model, write_model
 from ..pipeline import PassContext, run_recipe
 from ..quiet_sessions import int8_products_saturate, open_quietly, open_to_time

@@ -24,7 +24,7 @@ from .errors import (
 if TYPE_CHECKING:
     from ortolan.graph_passes.recipe import Recipe
     from ortolan.graph_passes.report import OptimizationReport
-    from ortolan.graph_passes.text_input import TextInput
+    from ortolan.graph_passes.text.text_input import TextInput
 
     from .inspection import inspect_onnx
     from .optimize import optimize_onnx
@@ -58,7 +58,7 @@ __all__ = [
 _LAZY = {
     "Recipe": "ortolan.graph_passes.recipe",
     "OptimizationReport": "ortolan.graph_passes.report",
-    "TextInput": "ortolan.graph_passes.text_input",
+    "TextInput": "ortolan.graph_passes.text.text_input",
     "inspect_onnx": "ortolan.inspection",
     "optimize_onnx": "ortolan.optimize",
     "cpu_info": "ortolan.session",

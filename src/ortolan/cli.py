@@ -292,7 +292,7 @@ def distill(
     as_json: AsJson = False,
 ) -> None:
     """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs the extra train)."""
-    from .graph_passes.texts import read_texts
+    from .graph_passes.text.texts import read_texts
     from .train import distill as run
 
     evaluate = None if score is None else _sts_score(score, tokenizer, model)
@@ -321,7 +321,7 @@ def distill(
 def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Path], float]:
     """Spearman's correlation of a model file on sentence pairs."""
     from . import create_session
-    from .graph_passes.texts import find_tokenizer
+    from .graph_passes.text.texts import find_tokenizer
     from .models.embed import SentenceEncoder, spearman_on_sts
 
     found = tokenizer or find_tokenizer(model)

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .benchmarks.timing import Timing, interleave
 from .errors import OrtolanError
+from .graph_passes.measure.timing import Timing, interleave
 from .progress import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report import OptimizationReport
 from ortolan.graph_passes.spill import TensorSpill
 from ortolan.graph_passes.stored_int4 import StoredInt4
-from ortolan.graph_passes.text_input import TextInput, add_text_input, check_text_input, check_text_model
-from ortolan.graph_passes.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
+from ortolan.graph_passes.text.text_input import TextInput, add_text_input, check_text_input, check_text_model
+from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
 from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
 from .progress import Progress, no_progress, raising_unchanged

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ortolan.graph_passes.auto.search import Shapes
     from ortolan.graph_passes.feeds import Calibration
     from ortolan.graph_passes.report import OptimizationReport
-    from ortolan.graph_passes.texts import Tokenizer
+    from ortolan.graph_passes.text.texts import Tokenizer
 
     from .progress import Progress
 

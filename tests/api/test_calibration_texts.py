@@ -11,7 +11,13 @@ import pytest
 import ortolan
 from ortolan import CalibrationError
 from ortolan.graph_passes.feeds import read_calibration
-from ortolan.graph_passes.texts import TOKENS_OF_DECODER, TOKENS_OF_PIECE, count_tokens, feeds_of_texts, find_tokenizer
+from ortolan.graph_passes.text.texts import (
+    TOKENS_OF_DECODER,
+    TOKENS_OF_PIECE,
+    count_tokens,
+    feeds_of_texts,
+    find_tokenizer,
+)
 from ortolan.models import tiny
 
 from ..passes.small_models import matmul_model

@@ -30,8 +30,8 @@ from ortolan.benchmarks.against.layers import COLD_BYTES, Row, TimedModel, Work,
 from ortolan.benchmarks.against.process import WorkerError, WorkerProcess, cpus_to_use
 from ortolan.benchmarks.against.result import Comparison, RowResult, noise_of, timing_of
 from ortolan.benchmarks.against.rows import TINY, Sizes, works_of
-from ortolan.benchmarks.timing import Timing
 from ortolan.errors import OrtolanError
+from ortolan.graph_passes.measure.timing import Timing
 
 LIBRARY = Path(ortolan.get_library_path())
 

@@ -20,7 +20,7 @@ FORMS = [benchmark.ORIGINAL, benchmark.INT8, benchmark.NBITS, benchmark.AUTO]
 def tiny_models(monkeypatch, tmp_path):
     """Tiny models in the place of the real ones, and no time to measure them."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ortolan.benchmarks.timing._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
     for module, name in ((layer_times, "_SECONDS"), (search, "_SECONDS"), (benchmark, "_QUICK_SECONDS")):
         monkeypatch.setattr(module, name, 0.0)
 

@@ -21,8 +21,8 @@ from ortolan.benchmarks.encoder import (
     read_shape,
     word_feeds,
 )
-from ortolan.benchmarks.timing import Timing
 from ortolan.benchmarks.variants import read_recipes
+from ortolan.graph_passes.measure.timing import Timing
 from ortolan.models import tiny
 
 # Whoever looks a word up may ask for these ids.

@@ -27,7 +27,7 @@ def test_both_sides_answer_alike(peer: Peer) -> None:
 def test_every_chain_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lut_post_op, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(lut_post_op, "QUICK_ELEMENTS", (100, 7))
-    monkeypatch.setattr("ortolan.benchmarks.timing._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
     result = lut_post_op.run(BenchOptions((1, 2), quick=True))
     assert [(row.peer, row.threads, row.case["elements"]) for row in result.rows] == [
         (peer.name, threads, elements) for peer in peers() for threads in (1, 2) for elements in (100, 7)

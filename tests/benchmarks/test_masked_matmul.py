@@ -18,7 +18,7 @@ from ortolan.session import create_session
 def quick_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_matmul, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(masked_matmul, "ROUNDS", 1)
-    monkeypatch.setattr("ortolan.benchmarks.timing._WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
 
 
 def test_both_sides_answer_alike() -> None:

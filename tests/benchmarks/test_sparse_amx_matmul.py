@@ -10,8 +10,8 @@ from ortolan.benchmarks.cold_layers import Node, cold_copies, layers_session
 from ortolan.benchmarks.result import BenchOptions, BenchResult, BenchRow, geometric_mean, summarize
 from ortolan.benchmarks.shapes import LLAMA_3_8B
 from ortolan.benchmarks.side_by_side import shapes_to_measure
-from ortolan.benchmarks.timing import Timing
 from ortolan.errors import OrtolanError
+from ortolan.graph_passes.measure.timing import Timing
 
 TORCH = ["torch_bf16"] if dense_peers.has_torch() else []
 # Of Ortolan's bitmap with one row of x; dense storage has all of these but ortolan_dense.

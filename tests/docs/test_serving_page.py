@@ -16,7 +16,7 @@ import pytest
 
 from ortolan import TextInput
 from ortolan.benchmarks.serving import free_port
-from ortolan.graph_passes.text_input import add_text_input
+from ortolan.graph_passes.text.text_input import add_text_input
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ortolan.benchmarks.hooks import RUNS
-from ortolan.models.fetch import default_cache_dir
+from ortolan.cache_folder import default_cache_dir
 from ortolan.models.manifest import find_entry
 
 pytestmark = pytest.mark.network

@@ -8,11 +8,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from ortolan.cache_folder import default_cache_dir
 from ortolan.errors import OrtolanError
 from ortolan.models import get_model
 from ortolan.models.bert import BertConfig, build_bert
 from ortolan.models.checkpoint import write_checkpoint, write_llama
-from ortolan.models.fetch import default_cache_dir
 from ortolan.models.gguf import read_gguf
 from ortolan.models.llama import LlamaConfig, build_llama
 from ortolan.models.manifest import ManifestError, find_entry

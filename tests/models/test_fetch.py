@@ -15,6 +15,7 @@ from importlib import import_module
 import onnx_ir as ir
 import pytest
 
+from ortolan.cache_folder import default_cache_dir
 from ortolan.errors import OrtolanError
 from ortolan.models import catalog, list_models
 from ortolan.models.manifest import ManifestError, ManifestFile, ModelEntry, Package, load_manifest, parse_entry
@@ -216,9 +217,9 @@ def test_a_failing_download_repeats_what_the_tool_said(entry, cache, monkeypatch
 
 def test_the_environment_chooses_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "mine"))
-    assert fetching.default_cache_dir() == tmp_path / "mine"
+    assert default_cache_dir() == tmp_path / "mine"
     monkeypatch.delenv("ORTOLAN_CACHE")
-    assert fetching.default_cache_dir().name == "ortolan"
+    assert default_cache_dir().name == "ortolan"
 
 
 def test_unknown_names_list_the_known_ones():

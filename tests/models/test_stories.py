@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from ortolan.models.stories import BOS, Llama2cTokenizer, TokenizerError
+from ortolan.graph_passes.text.llama2c import BOS, Llama2cTokenizer, TokenizerError
 
 TEXT_PIECES = [" ", "a", "b", "c", "é", "ab", "bc", " a", "abc", " abc"]
 

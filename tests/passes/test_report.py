@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ortolan import OptimizationReport
-from ortolan.benchmarks.timing import Timing
+from ortolan.graph_passes.measure.timing import Timing
 from ortolan.graph_passes.report import LayerReport, OutputError, human_bytes
 
 

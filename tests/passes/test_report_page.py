@@ -14,10 +14,10 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import OptimizationReport
-from ortolan.benchmarks.timing import Timing
 from ortolan.errors import OrtolanError, OutputError
 from ortolan.graph_passes import report_page
 from ortolan.graph_passes.auto.result import AutoReport, Form, LayerChoice, PathPoint, Trial
+from ortolan.graph_passes.measure.timing import Timing
 from ortolan.graph_passes.report import LayerReport
 
 from .small_models import make_model, random_weight

@@ -12,7 +12,7 @@ import pytest
 import ortolan
 from ortolan import SessionError, TextInput
 from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
-from ortolan.graph_passes.text_input import add_text_input
+from ortolan.graph_passes.text.text_input import add_text_input
 from ortolan.models import tiny
 from ortolan.models.generate import generate
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import ortolan
 from ortolan.cli import app
 from ortolan.errors import ModelError, OutputError
-from ortolan.graph_passes.text_input import EMBEDDING, TEXT_INPUT, TextInput
+from ortolan.graph_passes.text.text_input import EMBEDDING, TEXT_INPUT, TextInput
 from ortolan.models import tiny
 from ortolan.triton import write_repository
 

@@ -12,9 +12,9 @@ import pytest
 
 import ortolan
 from ortolan import LibraryError, ModelError, TextInput
-from ortolan.graph_passes.text_input import PROBES, add_text_input, tokenizer_model
-from ortolan.graph_passes.texts import feeds_of_texts
-from ortolan.graph_passes.wordpiece import load_tokenizer, read_wordpiece
+from ortolan.graph_passes.text.text_input import PROBES, add_text_input, tokenizer_model
+from ortolan.graph_passes.text.texts import feeds_of_texts
+from ortolan.graph_passes.text.wordpiece import load_tokenizer, read_wordpiece
 from ortolan.models import tiny
 
 from .wordpiece_file import write_wordpiece
@@ -163,7 +163,7 @@ def test_extensions_are_missed_before_the_work(tmp_path, monkeypatch):
 @pytest.mark.parametrize("budget", [0.9, 1.0])
 def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
     """Its feeds are made with the tokenizer that goes into the graph, and each of its texts is compared there too."""
-    from ortolan.graph_passes import text_input
+    from ortolan.graph_passes.text import text_input
 
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     tokenizer = write_wordpiece(tmp_path / "tokenizers.json")  # nothing that is found beside the model

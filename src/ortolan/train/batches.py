@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, listing
 from ortolan.graph_passes.feeds import model_inputs
-from ortolan.graph_passes.texts import Tokenizer, feeds_of_texts
+from ortolan.graph_passes.text.texts import Tokenizer, feeds_of_texts
 
 _SHORTEST = 4  # tokens of a text; of two or three, control tokens included, little is to be learnt
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -94,29 +91,3 @@ def copies_to_stay_cold(bytes_each: int) -> int:
     At most 2048, for the sake of layers that any cache would hold.
     """
     return min(max(4, -(-4 * last_level_cache_bytes() // bytes_each)), 2048)
-
-
-class StreamReader:
-    """Reads a buffer of eight times the L3 as fast as this machine can: the yardstick of memory-bound kernels.
-
-    It is one of the bare kernels (bare_kernels.py)."""
-
-    PREFETCH_BYTES = (0, 4096, 12288)
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self.buffer = np.ones(8 * last_level_cache_bytes(), np.uint8)  # ones: an unwritten page would be cached
-
-    def candidates(self) -> dict[str, Callable[[], object]]:
-        """One candidate a prefetch distance; the fastest is the stream rate."""
-        from .._testing import stream_read
-
-        return {
-            f"stream_read {distance}": partial(stream_read, self.buffer, self.threads, distance)
-            for distance in self.PREFETCH_BYTES
-        }
-
-    def time_for(self, timings: Mapping[str, Timing], size: float) -> Timing:
-        """How long `size` bytes take at the best rate found."""
-        best = min((timings[name] for name in self.candidates()), key=lambda timing: timing.min_ms)
-        return best.scaled(size / self.buffer.size)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 
-from ..errors import OrtolanError
+from ortolan.errors import OrtolanError
 
 BOS = 1
 EOS = 2

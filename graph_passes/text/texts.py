@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, listing
 
-from .feeds import Feeds, model_inputs
+from ..feeds import Feeds, model_inputs
 from .wordpiece import load_tokenizer
 
 # The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
@@ -139,7 +139,7 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
     if not Path(path).is_file():
         raise CalibrationError(f"tokenizer file {os.fspath(path)!r} does not exist")
     if Path(path).suffix == ".bin":
-        from ortolan.models.stories import Llama2cTokenizer
+        from .llama2c import Llama2cTokenizer
 
         return Llama2cTokenizer(path).encode
     if Path(path).suffix == ".onnx":

@@ -18,8 +18,8 @@ import onnx_ir as ir
 from ortolan.errors import ModelError, VerificationError, listing
 from ortolan.session import one_line
 
-from .feeds import model_inputs
-from .quiet_sessions import quiet_options
+from ..feeds import model_inputs
+from ..quiet_sessions import quiet_options
 from .wordpiece import WordPiece, character_model, load_tokenizer, read_wordpiece, replacements
 
 EXTENSIONS_DOMAIN = "ai.onnx.contrib"

@@ -1,0 +1,1 @@
+"""Texts as inputs of models: tokenizers, in Python and as graphs."""
