@@ -8,7 +8,7 @@ import pytest
 
 from ortolan import OptimizationReport
 from ortolan.graph_passes.measure.timing import Timing
-from ortolan.graph_passes.report import LayerReport, OutputError, human_bytes
+from ortolan.graph_passes.report import LayerReport, OutputDeviation, human_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_human_bytes(count, text):
 
 
 def report(outputs: int = 1) -> OptimizationReport:
-    errors = [OutputError(f"out{index}", 0.1 * index, 0.99, float("inf")) for index in range(outputs)]
+    errors = [OutputDeviation(f"out{index}", 0.1 * index, 0.99, float("inf")) for index in range(outputs)]
     layers = [
         LayerReport("[red]/a[/red]", "MatMul", "SparseAMXMatMul", 8, 16, 0.5, 512, 300, float("nan"), "replaced"),
         *(LayerReport(f"/scores{index}", "MatMul", reason="computed at run time") for index in range(3)),
