@@ -1,6 +1,6 @@
 // What a kernel or a plan must know of a CPU beyond its features: cache sizes, how far ahead to ask for memory, costs.
 // One row a microarchitecture in isa/tuning.inc; an unknown CPU gets the cache sizes that its system tells, and for the
-// rest the numbers of the row "unknown".
+// rest what rows borrow that were not timed.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace ortolan {
 // Bytes from what is read to what is asked for. Lines behind the end of a tensor may be asked for: it is no access.
 struct PrefetchDistances {
   int64_t weights;         // bf16 and int8, dense or in a bitmap, and their masks, multiplied as they are read
-  int64_t weight_blocks;   // the same, read a block at a time, which is multiplied afterwards
+  int64_t weight_blocks;   // the same, read a block at a time, or stored as tiles
   int64_t int4;            // dense int4
   int64_t int4_bitmap;     // the values of an int4 bitmap
   int64_t int4_masks;      // its masks

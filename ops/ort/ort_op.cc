@@ -70,7 +70,8 @@ ConstantTensor ConstantInput(const OrtKernelInfo& info, size_t index, const char
 }
 
 bool IsEmptyConstant(const OrtKernelInfo& info, size_t index) {
-  return IsConstant(info, index) && ConstantOrNone(info, index).count == 0;
+  const ConstantTensor tensor = ConstantOrNone(info, index);
+  return tensor.type != ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED && tensor.count == 0;
 }
 
 bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
