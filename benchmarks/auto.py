@@ -20,18 +20,21 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from ortolan.errors import one_line
+from ortolan.graph_passes.auto.budget import DEFAULT_COSINE, perplexity
+from ortolan.graph_passes.measure.feeds import Feeds, Sizes, read_calibration, synthetic_feeds
+from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.passes.verify import measure_errors
+from ortolan.graph_passes.report.figures import Timing
+from ortolan.session import create_session
+
 from ..errors import OrtolanError
-from ..graph_passes.auto.budget import DEFAULT_COSINE, perplexity
-from ..graph_passes.feeds import Feeds, Sizes, read_calibration, synthetic_feeds
-from ..graph_passes.measure.timing import Timing, interleave, pinned
-from ..graph_passes.verify import measure_errors
 from ..models import get_model
 from ..models.embed import token_feeds
 from ..models.evaluate import sample_texts
 from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx
 from ..progress import Progress, no_progress
-from ..session import create_session, one_line
 from .encoder import SENTENCES, silent_root_logger
 from .matmul_nbits import make_matmul_nbits
 from .result import BenchOptions, BenchResult, versions_line

@@ -12,7 +12,8 @@ import numpy as np
 import onnxruntime as ort
 from onnx import StringStringEntryProto, TensorProto, helper, numpy_helper
 
-from ..graph_passes.measure.timing import copies_to_stay_cold
+from ortolan.graph_passes.measure.timing import copies_to_stay_cold
+
 from ..session import register
 
 Run = Callable[[], object]

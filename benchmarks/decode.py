@@ -23,9 +23,10 @@ import onnxruntime as ort
 from rich.console import Console
 from rich.table import Table
 
+from ortolan.graph_passes.measure.timing import pinned
+from ortolan.graph_passes.recipe import Recipe
+
 from ..errors import OrtolanError, RecipeError, VerificationError
-from ..graph_passes.measure.timing import pinned
-from ..graph_passes.recipe import Recipe
 from ..models import get_model
 from ..models.generate import Decoder, read_head_size, shares_cache
 from ..optimize import optimize_onnx

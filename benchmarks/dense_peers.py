@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ..graph_passes.measure.timing import copies_to_stay_cold
+from ortolan.graph_passes.measure.timing import copies_to_stay_cold
+
 from .cold_layers import Bind, Candidate, Node, Run, ort_candidate
 
 

@@ -25,9 +25,11 @@ from onnxruntime.quantization import quantize_dynamic
 from rich.console import Console
 from rich.table import Table
 
+from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.recipe import Recipe
+from ortolan.graph_passes.report.figures import Timing
+
 from ..errors import RecipeError, VerificationError
-from ..graph_passes.measure.timing import Timing, interleave, pinned
-from ..graph_passes.recipe import Recipe
 from ..models import get_model
 from ..models.bert import BertConfig, bert_weight_shapes, build_bert
 from ..models.embed import SentenceEncoder, spearman_on_sts, token_feeds

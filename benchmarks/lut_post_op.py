@@ -2,7 +2,7 @@
 operators that pass fuse_lut replaces.
 
 One measurement is one chain: Ortolan's table of it and ONNX Runtime's own answer, in the same rounds, on tensors that
-exist already. The tables come from the chains (graph_passes/lut.py), so both sides give the same answer.
+exist already. The tables come from the chains (graph_passes/find/lut.py), so both sides give the same answer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from ortolan.graph_passes.find.lut import find_cone, graph_order, make_table
+from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.passes.fuse_lut import OP_TYPE, lut_post_op_function
+
 from ..errors import OrtolanError
-from ..graph_passes.fuse_lut import OP_TYPE, lut_post_op_function
-from ..graph_passes.lut import find_cone, graph_order, make_table
-from ..graph_passes.measure.timing import interleave, pinned
 from ..progress import Progress, no_progress
 from ..session import register
 from .result import BenchOptions, BenchResult, BenchRow

@@ -31,9 +31,11 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.report.figures import Timing
+
 from .._native import pack_bitmap
 from ..errors import OrtolanError
-from ..graph_passes.measure.timing import Timing, interleave, pinned
 from ..progress import Progress, no_progress
 from ..session import register
 from .cold_layers import Candidate, Node, ort_candidate

@@ -34,10 +34,13 @@ import numpy as np
 import onnxruntime as ort
 from onnx import GraphProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
+from ortolan.graph_passes.measure.timing import interleave, last_level_cache_bytes, pinned
+from ortolan.graph_passes.operators.prompt_cache import PromptCache
+from ortolan.graph_passes.passes.prompt import prune_prompt
+from ortolan.graph_passes.report.figures import Timing
+
 from .. import _native
 from ..errors import OrtolanError
-from ..graph_passes.measure.timing import Timing, interleave, last_level_cache_bytes, pinned
-from ..graph_passes.prompt_cache import PromptCache, prune_prompt
 from ..progress import Progress, no_progress
 from ..session import register
 from .bare_kernels import required_kernels

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..graph_passes.measure.timing import Timing
+from ortolan.graph_passes.report.figures import Timing
+
 from ..session import cpu_info, package_versions
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from ..graph_passes.text.text_input import TextInput
+from ortolan.graph_passes.text.text_input import TextInput
+
 from ..models import get_model
 from ..optimize import optimize_onnx
 from .encoder import SENTENCES

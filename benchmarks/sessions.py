@@ -20,7 +20,8 @@ import onnx_ir as ir
 from rich.console import Console
 from rich.table import Table
 
-from ..graph_passes.model_file import load_model, write_model
+from ortolan.graph_passes.files.model_file import load_model, write_model
+
 from ..models.tiny import mlp
 from ..optimize import optimize_onnx
 from ..session import create_session

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.report.figures import Timing
+
 from ..errors import OrtolanError
-from ..graph_passes.measure.timing import Timing, interleave, pinned
 from ..progress import Progress
 from .bare_kernels import bare_kernels
 from .cold_layers import Candidate

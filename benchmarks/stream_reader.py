@@ -7,7 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from ..graph_passes.measure.timing import Timing, last_level_cache_bytes
+from ortolan.graph_passes.measure.timing import last_level_cache_bytes
+from ortolan.graph_passes.report.figures import Timing
 
 
 class StreamReader:

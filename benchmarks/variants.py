@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from ..graph_passes.recipe import Recipe, parse_setting
+from ortolan.graph_passes.recipe import Recipe, parse_setting
 
 
 def read_recipes(texts: Sequence[str], sparsity: Sequence[float]) -> dict[str, Recipe]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from .activations import ActivationsPass
-from .cache_prompt import CachePromptPass
-from .calibrate import CalibratePass
-from .compress_cache import CompressCachePass
-from .fuse_attention import FuseAttentionPass
-from .fuse_lut import FuseLutPass
-from .normalize import NormalizePass
-from .pipeline import RecipePass
-from .prune import PrunePass
-from .quantize import QuantizePass
-from .ranges import RangesPass
-from .replace import ReplacePass
-from .verify import VerifyPass
+from .passes.activations import ActivationsPass
+from .passes.cache_prompt import CachePromptPass
+from .passes.calibrate import CalibratePass
+from .passes.compress_cache import CompressCachePass
+from .passes.context import RecipePass
+from .passes.fuse_attention import FuseAttentionPass
+from .passes.fuse_lut import FuseLutPass
+from .passes.normalize import NormalizePass
+from .passes.prune import PrunePass
+from .passes.quantize import QuantizePass
+from .passes.ranges import RangesPass
+from .passes.replace import ReplacePass
+from .passes.verify import VerifyPass
 
 PASSES: dict[str, type[RecipePass]] = {
     "normalize": NormalizePass,

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortolan.graph_passes.passes.prompt import prune_prompt
+
 from ..errors import OrtolanError
-from ..graph_passes.prompt_cache import prune_prompt
 from .evaluate import Score, sample_texts, surprise
 from .generate import Decoder
 

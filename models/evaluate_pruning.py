@@ -110,7 +110,8 @@ def scorer(
 def main() -> None:
     from rich.console import Console
 
-    from ..graph_passes.text.texts import read_texts
+    from ortolan.graph_passes.text.texts import read_texts
+
     from ..session import create_session
     from .catalog import get_model
     from .tokenizer import load_tokenizer

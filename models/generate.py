@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortolan.graph_passes.names import ORTOLAN_DOMAIN, PROMPT_KEY
+
 from ..errors import OrtolanError
-from ..graph_passes.normalize import ORTOLAN_DOMAIN, PROMPT_KEY
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -184,7 +185,7 @@ def read_head_size(model: ir.Model | str | os.PathLike[str]) -> int | None:
 
     The inputs of models from ONNX Runtime GenAI's newer builders leave it open.
     """
-    from ..graph_passes.feeds import head_size
+    from ortolan.graph_passes.find.dimensions import head_size
 
     past = [value for value in _graph(model).inputs if (value.name or "").startswith(_PAST)]
     return head_size(past[0]) if past else None

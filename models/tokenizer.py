@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ortolan.graph_passes.text.llama2c import Llama2cTokenizer
+
 from ..errors import OrtolanError
-from ..graph_passes.text.llama2c import Llama2cTokenizer
 
 
 class TextTokenizer(Protocol):

@@ -21,8 +21,9 @@ from pathlib import Path
 import onnxruntime
 from rich.console import Console
 
+from ortolan.graph_passes.measure.timing import last_level_cache_bytes
+
 from ...errors import OrtolanError
-from ...graph_passes.measure.timing import last_level_cache_bytes
 from ...session import cpu_info, get_library_path
 from .compare import QUICK_PACE, Pace, Side, compare
 from .layers import COLD_BYTES, Work

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ...graph_passes.recipe import Recipe
+from ortolan.graph_passes.recipe import Recipe
+
 from ...models.bert import BertConfig, bert_weight_shapes, build_bert
 from ...models.llama import LlamaConfig, build_llama, llama_weight_shapes
 from ...models.tiny import TINY_BERT, TINY_LLAMA, random_weights

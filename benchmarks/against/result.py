@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ...graph_passes.measure.timing import Timing
+from ortolan.graph_passes.report.figures import Timing
+
 from ..result import geometric_mean
 
 if TYPE_CHECKING:

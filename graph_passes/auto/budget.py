@@ -10,8 +10,8 @@ import numpy as np
 
 from ortolan.errors import CalibrationError, RecipeError
 
-from ..feeds import Feeds
-from ..report import OutputDeviation
+from ..measure.feeds import Feeds
+from ..report.optimization import OutputDeviation
 
 DEFAULT_COSINE = 0.99
 Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name

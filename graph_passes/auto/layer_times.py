@@ -26,12 +26,12 @@ from ortolan.cache_folder import default_cache_dir
 from ortolan.errors import NothingToReplaceError
 from ortolan.session import cpu_info, package_versions
 
+from ..files.model_file import load_model, to_bytes, to_proto
+from ..files.spill import TensorSpill
+from ..measure.sessions import open_to_time
 from ..measure.timing import interleave, last_level_cache_bytes
-from ..model_file import load_model, to_bytes, to_proto
-from ..pipeline import PassContext, run_recipe
-from ..quiet_sessions import open_to_time
-from ..report import OptimizationReport
-from ..spill import TensorSpill
+from ..passes.context import PassContext, run_recipe
+from ..report.optimization import OptimizationReport
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 
 _FILE = "layer-times.json"

@@ -28,27 +28,27 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError
+from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError, one_line
 from ortolan.progress import Progress
-from ortolan.session import one_line
 
-from ..attention import Attention, find_attentions
-from ..calibrate import InputRecorder, feeds_for, open_original
-from ..feeds import Feeds, Sizes, hold_out, model_inputs, synthetic_feeds
-from ..fitted import FittedWeights
-from ..linear import Linear
-from ..mapped_pages import pages_stay
-from ..measure.timing import Timing, interleave
-from ..model_file import ModelFile, data_path, load_model, write_model
-from ..pipeline import PassContext, run_recipe
-from ..quiet_sessions import int8_products_saturate, open_quietly, open_to_time
+from ..files.mapped_pages import pages_stay
+from ..files.model_file import ModelFile, data_path, load_model, write_model
+from ..files.spill import TensorSpill
+from ..find.attention import Attention, find_attentions
+from ..find.linear import Linear
+from ..measure.feeds import Feeds, Sizes, hold_out, model_inputs, synthetic_feeds
+from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time
+from ..measure.timing import interleave
+from ..passes.calibrate import InputRecorder, feeds_for, open_original
+from ..passes.context import PassContext, run_recipe
+from ..passes.fitted import FittedWeights
 from ..recipe import Recipe
-from ..report import OptimizationReport
-from ..spill import TensorSpill
+from ..report.figures import Timing
+from ..report.optimization import OptimizationReport
+from ..report.search import AutoReport, Form, LayerChoice, PathPoint, Trial
 from .budget import Limit, Run
 from .candidates import HELD_OUT, NAME, ORIGINAL, Candidate, candidates_for, make_recipe
 from .layer_times import LayerTimes, case_of
-from .result import AutoReport, Form, LayerChoice, PathPoint, Trial
 from .sensitivity import measure_sensitivities
 
 ENCODER_SHAPES = ((1, 128), (1, 16))

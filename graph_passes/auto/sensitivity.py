@@ -19,12 +19,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError
-from ortolan.session import one_line
+from ortolan.errors import CalibrationError, one_line
 
-from ..feeds import Feeds, model_inputs
-from ..linear import Linear
-from ..pipeline import layer_key
+from ..find.linear import Linear, layer_key
+from ..measure.feeds import Feeds, model_inputs
 
 _SIZE = 0.05
 _TOKENS = 128  # of the feeds that are run

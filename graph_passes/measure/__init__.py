@@ -1,1 +1,1 @@
-"""What is measured of a model: times."""
+"""What a model does: its feeds, its answers, what goes into its layers, and the time it takes."""

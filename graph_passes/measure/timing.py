@@ -7,23 +7,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Timing:
-    """Minimum and median of the rounds, in milliseconds."""
-
-    min_ms: float
-    median_ms: float
-
-    def __str__(self) -> str:
-        return f"{self.min_ms:.4g} / {self.median_ms:.4g}"
-
-    def scaled(self, factor: float) -> Timing:
-        return Timing(self.min_ms * factor, self.median_ms * factor)
-
+from ..report.figures import Timing
 
 # After other work, a layer bound by memory needs this long until it runs as fast as it goes on to, as it would in a
 # decode loop (Zen 5, virtual machine: 1.4 times as long at first, 1.1 times after 20 ms).

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import ModelError, VerificationError, listing
-from ortolan.session import one_line
+from ortolan.errors import ModelError, VerificationError, listing, one_line
 
-from ..feeds import model_inputs
-from ..quiet_sessions import quiet_options
+from ..measure.feeds import model_inputs
+from ..measure.sessions import quiet_options
 from .wordpiece import WordPiece, character_model, load_tokenizer, read_wordpiece, replacements
 
 EXTENSIONS_DOMAIN = "ai.onnx.contrib"

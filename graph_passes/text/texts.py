@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, listing
 
-from ..feeds import Feeds, model_inputs
+from ..measure.feeds import Feeds, model_inputs
 from .wordpiece import load_tokenizer
 
 # The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
@@ -153,7 +153,8 @@ def _open_file(path: str | os.PathLike[str]) -> Callable[[str], Any]:
 
 def _open_graph(path: str | os.PathLike[str]) -> Callable[[str], Any]:
     """A tokenizer made by onnxruntime-extensions' gen_processing_models, or by another who writes such graphs."""
-    from ortolan.session import create_session, one_line
+    from ortolan.errors import one_line
+    from ortolan.session import create_session
 
     session = create_session(path)
     given = session.get_inputs()

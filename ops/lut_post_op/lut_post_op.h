@@ -1,5 +1,5 @@
 // LutPostOp: y[i] = table[x[i]]: a chain of element-wise operators on quantized numbers as one lookup
-// (sparse-int8-transformers, section 3.3; graph_passes/lut.py makes the tables).
+// (sparse-int8-transformers, section 3.3; graph_passes/find/lut.py makes the tables).
 //
 //     x of 8 bits (u8, i8)       table of 256 entries
 //     x of 16 bits (u16, i16)    table of 65,536 entries

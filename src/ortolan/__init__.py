@@ -23,7 +23,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from ortolan.graph_passes.recipe import Recipe
-    from ortolan.graph_passes.report import OptimizationReport
+    from ortolan.graph_passes.report.optimization import OptimizationReport
     from ortolan.graph_passes.text.text_input import TextInput
 
     from .inspection import inspect_onnx
@@ -57,7 +57,7 @@ __all__ = [
 # Imported when first used: onnx and its relatives take a second to load.
 _LAZY = {
     "Recipe": "ortolan.graph_passes.recipe",
-    "OptimizationReport": "ortolan.graph_passes.report",
+    "OptimizationReport": "ortolan.graph_passes.report.optimization",
     "TextInput": "ortolan.graph_passes.text.text_input",
     "inspect_onnx": "ortolan.inspection",
     "optimize_onnx": "ortolan.optimize",

@@ -208,9 +208,10 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
+    from ortolan.graph_passes.recipe import parse_setting
+    from ortolan.graph_passes.report.page import check_place, require_packages
+
     from . import TextInput, optimize_onnx
-    from .graph_passes.recipe import parse_setting
-    from .graph_passes.report_page import check_place, require_packages
 
     if html is not None:
         require_packages()
@@ -292,7 +293,8 @@ def distill(
     as_json: AsJson = False,
 ) -> None:
     """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs the extra train)."""
-    from .graph_passes.text.texts import read_texts
+    from ortolan.graph_passes.text.texts import read_texts
+
     from .train import distill as run
 
     evaluate = None if score is None else _sts_score(score, tokenizer, model)
@@ -320,8 +322,9 @@ def distill(
 
 def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Path], float]:
     """Spearman's correlation of a model file on sentence pairs."""
+    from ortolan.graph_passes.text.texts import find_tokenizer
+
     from . import create_session
-    from .graph_passes.text.texts import find_tokenizer
     from .models.embed import SentenceEncoder, spearman_on_sts
 
     found = tokenizer or find_tokenizer(model)

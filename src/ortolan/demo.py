@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ortolan.graph_passes.measure.timing import interleave
+from ortolan.graph_passes.report.figures import Timing
+
 from .errors import OrtolanError
-from .graph_passes.measure.timing import Timing, interleave
 from .progress import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from .errors import OrtolanError
-from .session import cpu_info, one_line
+from .errors import OrtolanError, one_line
+from .session import cpu_info
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

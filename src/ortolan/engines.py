@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortolan.graph_passes.model_file import model_in
+from ortolan.graph_passes.files.model_file import model_in
 from ortolan.graph_passes.text.text_input import EMBEDDING, TEXT_INPUT
 
 from .errors import OrtolanError, SessionError, listing

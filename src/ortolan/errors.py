@@ -51,3 +51,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """'; did you mean …?' if one of the known names is close, else nothing."""
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without its line breaks; where there is none, the error's type."""
+    return " ".join(str(error).split()) or type(error).__name__

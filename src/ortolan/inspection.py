@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.graph_passes import fuse_lut as lut
-from ortolan.graph_passes.constants import DEFAULT_DOMAINS, constant_tensor
-from ortolan.graph_passes.epilogue import Activation, describe_epilogue
-from ortolan.graph_passes.linear import Linear, find_linears, node_name, op_name
-from ortolan.graph_passes.model_file import ModelFile, external_tensors, load_model, release_maps
-from ortolan.graph_passes.normalize import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY, inline_functions, optimized_with
-from ortolan.graph_passes.quantized_forms import unify_quantized
-from ortolan.graph_passes.replace import sparse_amx_matmul_function as sparse
-from ortolan.graph_passes.replace import w4a8_matmul_function as w4a8
-from ortolan.graph_passes.report import as_text, human_bytes
+from ortolan.graph_passes.files.model_file import ModelFile, external_tensors, load_model, release_maps
+from ortolan.graph_passes.find.constants import DEFAULT_DOMAINS, constant_tensor
+from ortolan.graph_passes.find.epilogue import Activation, describe_epilogue
+from ortolan.graph_passes.find.linear import Linear, find_linears, node_name, op_name
+from ortolan.graph_passes.find.quantized_forms import unify_quantized
+from ortolan.graph_passes.names import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY
+from ortolan.graph_passes.operators import sparse_amx_matmul_function as sparse
+from ortolan.graph_passes.operators import w4a8_matmul_function as w4a8
+from ortolan.graph_passes.passes import fuse_lut as lut
+from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
+from ortolan.graph_passes.report.figures import human_bytes
+from ortolan.graph_passes.report.optimization import as_text
 
 from .errors import ModelError, OrtolanError
 

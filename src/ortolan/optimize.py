@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ortolan.graph_passes.auto.budget import Budget
 from ortolan.graph_passes.auto.candidates import NAME as AUTO
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
-from ortolan.graph_passes.feeds import Calibration, Feeds, read_calibration, read_prompt
-from ortolan.graph_passes.fitted import FittedWeights
-from ortolan.graph_passes.genai_folder import GenaiConfig
-from ortolan.graph_passes.linear import linears_in
-from ortolan.graph_passes.mapped_pages import bounded_pages
-from ortolan.graph_passes.model_file import (
+from ortolan.graph_passes.files.genai_folder import GenaiConfig
+from ortolan.graph_passes.files.mapped_pages import bounded_pages
+from ortolan.graph_passes.files.model_file import (
     ModelFile,
     check_output,
     data_path,
@@ -30,19 +27,23 @@ from ortolan.graph_passes.model_file import (
     to_proto,
     write_model,
 )
-from ortolan.graph_passes.model_folder import (
+from ortolan.graph_passes.files.model_folder import (
     check_output_folder,
     copy_others,
     find_genai_config,
     find_others,
     move_folder_into_place,
 )
-from ortolan.graph_passes.normalize import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY, optimized_with
-from ortolan.graph_passes.pipeline import PassContext, run_recipe
+from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.graph_passes.find.linear import linears_in
+from ortolan.graph_passes.find.stored_int4 import StoredInt4
+from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
+from ortolan.graph_passes.names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
+from ortolan.graph_passes.passes.context import PassContext, run_recipe
+from ortolan.graph_passes.passes.fitted import FittedWeights
+from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
-from ortolan.graph_passes.report import OptimizationReport
-from ortolan.graph_passes.spill import TensorSpill
-from ortolan.graph_passes.stored_int4 import StoredInt4
+from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.text.text_input import TextInput, add_text_input, check_text_input, check_text_model
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 

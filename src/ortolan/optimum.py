@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from ortolan.graph_passes.auto.budget import Budget
     from ortolan.graph_passes.auto.search import Shapes
-    from ortolan.graph_passes.feeds import Calibration
-    from ortolan.graph_passes.report import OptimizationReport
+    from ortolan.graph_passes.measure.feeds import Calibration
+    from ortolan.graph_passes.report.optimization import OptimizationReport
     from ortolan.graph_passes.text.texts import Tokenizer
 
     from .progress import Progress

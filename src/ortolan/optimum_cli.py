@@ -53,8 +53,9 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
 
 def _optimize(folder: Path, output: Path, args: Any) -> None:
     """Optimizes and prints the report; an error of Ortolan ends the process with its message."""
+    from ortolan.graph_passes.recipe import parse_setting
+
     from .errors import OrtolanError
-    from .graph_passes.recipe import parse_setting
     from .optimum import OrtolanOptimizer
 
     try:

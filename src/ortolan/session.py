@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import LibraryError, ModelError, SessionError
+from .errors import LibraryError, ModelError, SessionError, one_line
 
 if TYPE_CHECKING:
     import onnx
@@ -142,7 +142,7 @@ def _open(
     providers: str | Sequence[Any] | None,
 ) -> onnxruntime.InferenceSession:
     if not isinstance(path, str | os.PathLike) and hasattr(path, "SerializeToString"):  # a file is served without onnx
-        from ortolan.graph_passes.model_file import to_bytes
+        from ortolan.graph_passes.files.model_file import to_bytes
 
         return open_session(to_bytes(path), options, providers)
     return open_session(path, options, providers)
@@ -164,7 +164,7 @@ def open_session(
         except TypeError:
             raise SessionError(f"model is a {type(model).__name__}, expected the path of an ONNX file") from None
         if os.path.isdir(model):
-            from ortolan.graph_passes.model_file import model_in
+            from ortolan.graph_passes.files.model_file import model_in
 
             try:
                 model = os.fspath(model_in(Path(os.fsdecode(model))))
@@ -180,11 +180,6 @@ def open_session(
         return onnxruntime.InferenceSession(model, options, providers=chosen)
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise SessionError(f"ONNX Runtime cannot open {name}: {one_line(error)}{_advice(str(error))}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without its line breaks; where there is none, the error's type."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _advice(message: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortolan.graph_passes.auto.candidates import NAME as AUTO
-from ortolan.graph_passes.compress_cache import CompressCacheOptions
+from ortolan.graph_passes.passes.compress_cache import CompressCacheOptions
 from ortolan.graph_passes.recipe import Recipe
 
 from .errors import ModelError, RecipeError

@@ -12,9 +12,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortolan.graph_passes.feeds import model_inputs
-from ortolan.graph_passes.model_file import load_model
-from ortolan.graph_passes.model_folder import move_folder_into_place
+from ortolan.graph_passes.files.model_file import load_model
+from ortolan.graph_passes.files.model_folder import move_folder_into_place
+from ortolan.graph_passes.measure.feeds import model_inputs
 from ortolan.graph_passes.text.text_input import EXTENSIONS_DOMAIN
 
 from .errors import ModelError, OutputError, listing

@@ -26,8 +26,8 @@ from ortolan import (
     RecipeError,
     SessionError,
 )
-from ortolan.graph_passes import model_file
-from ortolan.graph_passes.spill import TensorSpill
+from ortolan.graph_passes.files import model_file
+from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.models import tiny
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import ortolan
 from ortolan import CalibrationError
-from ortolan.graph_passes.feeds import read_calibration
+from ortolan.graph_passes.measure.feeds import read_calibration
 from ortolan.graph_passes.text.texts import (
     TOKENS_OF_DECODER,
     TOKENS_OF_PIECE,

@@ -18,7 +18,7 @@ import pytest
 
 import ortolan
 from ortolan import ModelError, OutputError, RecipeError
-from ortolan.graph_passes import genai_folder
+from ortolan.graph_passes.files import genai_folder
 from ortolan.models import tiny
 
 from .test_optimize import digests

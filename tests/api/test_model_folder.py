@@ -15,7 +15,7 @@ import pytest
 import ortolan
 from ortolan import ModelError, OutputError, RecipeError, VerificationError
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
-from ortolan.graph_passes import model_file, model_folder
+from ortolan.graph_passes.files import model_file, model_folder
 from ortolan.models import tiny
 
 from .test_optimize import digests

@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 
 import ortolan
-from ortolan.graph_passes import model_file
+from ortolan.graph_passes.files import model_file
 from ortolan.models import tiny
 
 FAST = {"seconds": 0.0}

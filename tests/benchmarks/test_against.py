@@ -31,7 +31,7 @@ from ortolan.benchmarks.against.process import WorkerError, WorkerProcess, cpus_
 from ortolan.benchmarks.against.result import Comparison, RowResult, noise_of, timing_of
 from ortolan.benchmarks.against.rows import TINY, Sizes, works_of
 from ortolan.errors import OrtolanError
-from ortolan.graph_passes.measure.timing import Timing
+from ortolan.graph_passes.report.figures import Timing
 
 LIBRARY = Path(ortolan.get_library_path())
 

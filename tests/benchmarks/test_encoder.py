@@ -22,7 +22,7 @@ from ortolan.benchmarks.encoder import (
     word_feeds,
 )
 from ortolan.benchmarks.variants import read_recipes
-from ortolan.graph_passes.measure.timing import Timing
+from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 
 # Whoever looks a word up may ask for these ids.

@@ -13,7 +13,7 @@ from ortolan.benchmarks import nomad_attention
 from ortolan.benchmarks.nomad_attention import GROUP, HEAD_DIM, KV_HEADS, SCALE, cached_attention, group_query_attention
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.errors import OrtolanError
-from ortolan.graph_passes.prompt_cache import prune_prompt
+from ortolan.graph_passes.passes.prompt import prune_prompt
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])

@@ -11,7 +11,7 @@ from ortolan.benchmarks.result import BenchOptions, BenchResult, BenchRow, geome
 from ortolan.benchmarks.shapes import LLAMA_3_8B
 from ortolan.benchmarks.side_by_side import shapes_to_measure
 from ortolan.errors import OrtolanError
-from ortolan.graph_passes.measure.timing import Timing
+from ortolan.graph_passes.report.figures import Timing
 
 TORCH = ["torch_bf16"] if dense_peers.has_torch() else []
 # Of Ortolan's bitmap with one row of x; dense storage has all of these but ortolan_dense.

@@ -17,7 +17,7 @@ import ortolan.benchmarks
 import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions
-from ortolan.graph_passes import report_page
+from ortolan.graph_passes.report import page as report_page
 from ortolan.models import tiny
 from ortolan.models.generate import Decoder
 

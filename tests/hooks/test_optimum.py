@@ -121,7 +121,7 @@ def test_save_pretrained(
     export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str, embedded: bool
 ) -> None:
     """embedded: weights are in the model's file; those of large models are in one beside it."""
-    from ortolan.graph_passes import model_file
+    from ortolan.graph_passes.files import model_file
 
     model_class = getattr(onnxruntime_part, name)
     if not embedded:

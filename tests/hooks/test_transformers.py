@@ -89,7 +89,7 @@ def test_a_saved_export(bert: Path, exported: Any, tmp_path: Path) -> None:
 def test_large_weights_go_with_the_program(
     bert: Path, model: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    from ortolan.graph_passes import model_file
+    from ortolan.graph_passes.files import model_file
 
     monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)  # as if these were large
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import _native
-from ortolan.graph_passes.prompt_cache import PromptCache, prune_prompt
+from ortolan.graph_passes.operators.prompt_cache import PromptCache
+from ortolan.graph_passes.passes.prompt import prune_prompt
 
 from . import decode_attention
 from .attention import Floats, assert_attention_close

@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 from ortolan import _native
-from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.joined import columns_of, join_columns, padded_columns
-from ortolan.graph_passes.replace.w4a8_matmul_function import Uses
+from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.operators.joined import columns_of, join_columns, padded_columns
+from ortolan.graph_passes.operators.w4a8_matmul_function import Uses
 
 from .single_node import U, session, sparse_amx_matmul_model, sparse_weight
 from .test_sparse_amx_matmul_op_kinds import apply

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ortolan.graph_passes.fuse_lut import lut_post_op_function
+from ortolan.graph_passes.passes.fuse_lut import lut_post_op_function
 
 from .single_node import session
 from .test_lut_post_op_kernels import (

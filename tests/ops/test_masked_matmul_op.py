@@ -14,12 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from ortolan.graph_passes.replace.masked_matmul_function import (
-    NO_MASK,
-    NO_SCALE,
-    OP_TYPE,
-    masked_matmul_function,
-)
+from ortolan.graph_passes.operators.masked_matmul_function import NO_MASK, NO_SCALE, OP_TYPE, masked_matmul_function
 
 from .isa_process import check_with_isa, each_isa
 from .masked import PATTERNS, assert_product_close, expected_product, random_matrix

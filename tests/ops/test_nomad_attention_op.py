@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from ortolan import _native, _testing
-from ortolan.graph_passes.replace.nomad_attention_function import Uses, nomad_attention_function
+from ortolan.graph_passes.operators.nomad_attention_function import Uses, nomad_attention_function
 
 from .attention import LOWEST, Floats, assert_attention_close
 from .single_node import session

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from ortolan import _native
-from ortolan.graph_passes.replace.nomad_cache_function import CacheUses, nomad_cache_function
+from ortolan.graph_passes.operators.nomad_cache_function import CacheUses, nomad_cache_function
 
 from .attention import LOWEST
 from .cached_attention import NOTHING, Call, Decoder, Setup, declare_ranks, node_model

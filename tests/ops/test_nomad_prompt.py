@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ortolan.errors import ModelError
-from ortolan.graph_passes.prompt_cache import prune_prompt
+from ortolan.graph_passes.passes.prompt import prune_prompt
 
 from .cached_attention import Decoder, Setup, node_model, run_shared
 from .isa_process import check_with_isa, each_isa

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from ortolan import _native
-from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
+from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
 from ..formats.test_bitmap import malformed, mutate
 from .isa_process import check_with_isa, each_isa, run_with_isa

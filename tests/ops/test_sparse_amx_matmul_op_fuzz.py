@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import _native
-from ortolan.graph_passes.epilogue import Activation
+from ortolan.graph_passes.find.epilogue import Activation
 
 from .quantized import Layer
 from .single_node import save_at_odd_places, session, sparse_amx_matmul_model, sparse_weight

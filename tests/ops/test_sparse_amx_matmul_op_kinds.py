@@ -12,8 +12,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 from ortolan import _native
-from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
+from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
 from .quantized import Layer, quantize_rows
 from .single_node import Packed, U, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight

@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import _native
-from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.vnni_spmm_function import INPUTS, Uses, neutral_inputs, vnni_spmm_function
+from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.operators.vnni_spmm_function import INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
 from .block_sparse import BlockSparseLayer, HiddenLayer, Range
 from .single_node import session

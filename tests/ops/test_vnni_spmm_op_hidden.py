@@ -11,8 +11,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.vnni_spmm_function import INPUTS, Uses
+from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.operators.vnni_spmm_function import INPUTS, Uses
 
 from .block_sparse import BlockSparseLayer, HiddenLayer, Range
 from .single_node import U, session

@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import _native
-from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.w4a8_matmul_function import Uses, w4a8_matmul_function
+from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.operators.w4a8_matmul_function import Uses, w4a8_matmul_function
 
 from .single_node import session
 from .test_sparse_amx_matmul_op_kinds import RESIDUALS, apply

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import OptimizationReport
-from ortolan.graph_passes.quiet_sessions import open_quietly
+from ortolan.graph_passes.measure.sessions import open_quietly
 
 # Latency is not measured, and layers are replaced that are too small to gain from it.
 FAST = {"verify.seconds": 0.0, "may_grow": True}

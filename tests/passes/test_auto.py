@@ -17,12 +17,12 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import CalibrationError, RecipeError
-from ortolan.graph_passes import prune_calibrated, quantize
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
-from ortolan.graph_passes.fitted import FittedWeights
-from ortolan.graph_passes.measure.timing import Timing
+from ortolan.graph_passes.passes import prune_calibrated, quantize
+from ortolan.graph_passes.passes.fitted import FittedWeights
+from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 
 from .small_models import make_model, random_weight, run

@@ -18,10 +18,10 @@ import pytest
 
 import ortolan
 from ortolan.graph_passes.auto import layer_times, search
-from ortolan.graph_passes.calibrate import make_up_feeds
-from ortolan.graph_passes.feeds import Sizes, synthetic_feeds
 from ortolan.graph_passes.measure import timing
+from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
 from ortolan.graph_passes.measure.timing import interleave
+from ortolan.graph_passes.passes.calibrate import make_up_feeds
 from ortolan.models import tiny
 
 BUDGET = 0.98

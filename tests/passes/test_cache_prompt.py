@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import OptimizationReport, Recipe
 from ortolan.errors import CalibrationError, ModelError, RecipeError
-from ortolan.graph_passes.prompt_cache import prune_prompt
+from ortolan.graph_passes.passes.prompt import prune_prompt
 from ortolan.models import tiny
 from ortolan.models.generate import Decoder, generate
 

@@ -10,12 +10,12 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import CalibrationError
-from ortolan.graph_passes import calibrate
-from ortolan.graph_passes.calibrate import capture_inputs, make_up_feeds
-from ortolan.graph_passes.feeds import Sizes, read_calibration, synthetic_feeds
-from ortolan.graph_passes.linear import linears_in
-from ortolan.graph_passes.model_file import ModelFile
-from ortolan.graph_passes.quiet_sessions import open_quietly
+from ortolan.graph_passes.files.model_file import ModelFile
+from ortolan.graph_passes.find.linear import linears_in
+from ortolan.graph_passes.measure.feeds import Sizes, read_calibration, synthetic_feeds
+from ortolan.graph_passes.measure.sessions import open_quietly
+from ortolan.graph_passes.passes import calibrate
+from ortolan.graph_passes.passes.calibrate import capture_inputs, make_up_feeds
 from ortolan.models import tiny
 
 from .small_models import branches_model, make_model, matmul_model, optimize, random_weight

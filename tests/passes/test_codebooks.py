@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from ortolan.graph_passes.quantizers.codebooks import CENTROIDS, learn_codebook
+from ortolan.graph_passes.weights.quantizers.codebooks import CENTROIDS, learn_codebook
 
 
 def distance(keys: np.ndarray, codebook: np.ndarray, weights: np.ndarray | None = None) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 import ortolan
 from ortolan.errors import RecipeError
-from ortolan.graph_passes.cache_format import CacheFormat
+from ortolan.graph_passes.weights.cache_format import CacheFormat
 from ortolan.models.generate import Decoder, generate, shares_cache
 
 from .test_compress_cache import (

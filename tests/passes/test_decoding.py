@@ -10,12 +10,12 @@ import pytest
 
 import ortolan
 from ortolan import VerificationError
-from ortolan.graph_passes import compress_cache
-from ortolan.graph_passes.cache_format import CacheFormat, CacheUse, spread_of
-from ortolan.graph_passes.compress_cache import CompressCachePass
-from ortolan.graph_passes.decoding import calls_to_decode, check_contents, check_same_contents, decode
-from ortolan.graph_passes.quantizers.codebooks import learn_codebook
-from ortolan.graph_passes.replace import nomad_cache_function
+from ortolan.graph_passes.measure.decoding import calls_to_decode, check_contents, check_same_contents, decode
+from ortolan.graph_passes.operators import nomad_cache_function
+from ortolan.graph_passes.passes import compress_cache
+from ortolan.graph_passes.passes.compress_cache import CompressCachePass
+from ortolan.graph_passes.weights.cache_format import CacheFormat, CacheUse, spread_of
+from ortolan.graph_passes.weights.quantizers.codebooks import learn_codebook
 
 from .test_compress_cache import EXACT, FORMS, LAYERS, compress, llama, prompt, recipe
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from scipy.special import erf
 
-from ortolan.graph_passes.epilogue import Activation, Epilogue, find_epilogue
-from ortolan.graph_passes.linear import linears_in
+from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilogue
+from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
 from .small_models import make_model, random_weight

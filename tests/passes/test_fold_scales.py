@@ -10,10 +10,11 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import CalibrationError, ModelError, NothingToReplaceError, RecipeError
-from ortolan.graph_passes import calibrate, fold_scales, layer_inputs, quantize
-from ortolan.graph_passes.calibrate import _as_outputs
-from ortolan.graph_passes.linear import linears_in
-from ortolan.graph_passes.quantizers.grid import Quantization, dequantize, round_to_nearest
+from ortolan.graph_passes.find.linear import linears_in
+from ortolan.graph_passes.measure import layer_inputs
+from ortolan.graph_passes.passes import calibrate, fold_scales, quantize
+from ortolan.graph_passes.passes.calibrate import _as_outputs
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import get_model, tiny
 
 from .small_models import branches_model, make_model, matmul_model, random_weight, relative_error, run

@@ -14,7 +14,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import CalibrationError, Recipe
-from ortolan.graph_passes.quantizers.fixed_range import FixedRange, choose_range
+from ortolan.graph_passes.weights.quantizers.fixed_range import FixedRange, choose_range
 from ortolan.models import tiny
 
 from .small_models import make_model, op_types, optimize, random_weight, relative_error, run

@@ -12,7 +12,7 @@ from onnxruntime import quantization
 
 import ortolan
 from ortolan import Recipe
-from ortolan.graph_passes.linear import Linear, find_linears
+from ortolan.graph_passes.find.linear import Linear, find_linears
 from ortolan.models import tiny
 
 from .int8_layers import Int8Layer, optimize, outputs, packed_numbers, sparse_numbers
@@ -49,7 +49,7 @@ def sparse_bert(tmp_path_factory):
 
 def layers_of(path) -> dict[str, Linear]:
     """The int8 layers, by name."""
-    from ortolan.graph_passes.quantized_forms import unify_quantized
+    from ortolan.graph_passes.find.quantized_forms import unify_quantized
 
     model = ir.load(path)
     count = iter(range(10**6))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import OptimizationReport
-from ortolan.graph_passes.epilogue import Activation, Epilogue, find_epilogue
-from ortolan.graph_passes.layer_norm import add_layer_norm
-from ortolan.graph_passes.linear import linears_in
+from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilogue
+from ortolan.graph_passes.find.layer_norm import add_layer_norm
+from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
 from .small_models import make_model, op_types, optimize, random_weight, relative_error, run

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
-from ortolan.graph_passes.linear import Linear, find_linears
+from ortolan.graph_passes.find.linear import Linear, find_linears
 from ortolan.models import tiny
 
 from .small_models import make_model, matmul_model, random_weight

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx import NodeProto, TensorProto
 
-from ortolan.graph_passes.lut import (
+from ortolan.graph_passes.find.lut import (
     Chain,
     NoTableError,
     code_type,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ortolan.graph_passes import mapped_pages
-from ortolan.graph_passes.mapped_pages import bounded_pages, pages_stay
+from ortolan.graph_passes.files import mapped_pages
+from ortolan.graph_passes.files.mapped_pages import bounded_pages, pages_stay
 
 BYTES = 32 << 20
 

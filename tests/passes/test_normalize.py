@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import ModelError
-from ortolan.graph_passes.normalize import normalize
+from ortolan.graph_passes.passes.normalize import normalize
 
 from .small_models import branches_model, make_model, optimize, random_weight, relative_error, run
 

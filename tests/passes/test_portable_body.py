@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import ortolan
-from ortolan.graph_passes import replace
-from ortolan.graph_passes.replace.replacement import LayerWeight
-from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
-from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
+from ortolan.graph_passes.operators.replacement import LayerWeight
+from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
+from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
+from ortolan.graph_passes.passes import replace
 
 from .small_models import make_model, matmul_model, optimize, run
 

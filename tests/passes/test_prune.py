@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import ModelError, Recipe, RecipeError
-from ortolan.graph_passes.prune import Threshold, find_threshold, pruned_tensor, tally_weight
+from ortolan.graph_passes.passes.magnitude import Threshold, find_threshold, pruned_tensor, tally_weight
 from ortolan.models import tiny
 
 from .small_models import make_model, matmul_model, random_weight

@@ -14,11 +14,11 @@ from onnx import TensorProto, helper
 
 import ortolan
 from ortolan import CalibrationError, ModelError, OptimizationReport
-from ortolan.graph_passes.pruners.least_squares import repair
-from ortolan.graph_passes.pruners.masks import Pattern
-from ortolan.graph_passes.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
-from ortolan.graph_passes.quantizers.grid import Quantization, dequantize
-from ortolan.graph_passes.quantizers.hessian import damped
+from ortolan.graph_passes.weights.pruners.least_squares import repair
+from ortolan.graph_passes.weights.pruners.masks import Pattern
+from ortolan.graph_passes.weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize
+from ortolan.graph_passes.weights.quantizers.hessian import damped
 from ortolan.models import tiny
 
 from .int8_layers import MICROSOFT, Int8Layer, sparse_numbers

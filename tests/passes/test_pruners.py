@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan.graph_passes.pruners.allocation import allocate, levels
-from ortolan.graph_passes.pruners.least_squares import repair
-from ortolan.graph_passes.pruners.masks import Pattern, keep_by_output, keep_largest
-from ortolan.graph_passes.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
-from ortolan.graph_passes.quantizers import error_feedback
-from ortolan.graph_passes.quantizers.gptq import gptq_of
-from ortolan.graph_passes.quantizers.grid import Quantization, dequantize
-from ortolan.graph_passes.quantizers.hessian import damped
+from ortolan.graph_passes.weights.pruners.allocation import allocate, levels
+from ortolan.graph_passes.weights.pruners.least_squares import repair
+from ortolan.graph_passes.weights.pruners.masks import Pattern, keep_by_output, keep_largest
+from ortolan.graph_passes.weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
+from ortolan.graph_passes.weights.quantizers import error_feedback
+from ortolan.graph_passes.weights.quantizers.gptq import gptq_of
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize
+from ortolan.graph_passes.weights.quantizers.hessian import damped
 
 from .small_models import random_weight
 from .test_quantizers import correlated
@@ -207,7 +207,7 @@ def test_counts_are_exact_and_zeros_stay(k, n, sparsity, dense, pattern):
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_repair_is_least_squares_of_each_output(monkeypatch, correlation):
-    monkeypatch.setattr("ortolan.graph_passes.pruners.least_squares._TOLERANCE", 1e-6)
+    monkeypatch.setattr("ortolan.graph_passes.weights.pruners.least_squares._TOLERANCE", 1e-6)
     weight, x = random_weight(40, 12), correlated(300, 40, correlation)
     hessian = damped(x.T @ x, 0.01)
     kept = np.random.default_rng(0).random(weight.shape) < 0.5
@@ -229,7 +229,7 @@ def test_repair_only_makes_better(monkeypatch):
         kept = sparsegpt(weight, hessian, UNSTRUCTURED, 0.5) != 0
         losses = [loss(hessian, weight, np.where(kept, values, 0))]
         for steps in (1, 2, 4, 8, 64):
-            monkeypatch.setattr("ortolan.graph_passes.pruners.least_squares._STEPS", steps)
+            monkeypatch.setattr("ortolan.graph_passes.weights.pruners.least_squares._STEPS", steps)
             losses.append(loss(hessian, weight, repair(weight, values, kept, hessian)))
         assert all(after <= before * (1 + 1e-5) for before, after in itertools.pairwise(losses))
         assert losses[-1] < 0.9 * losses[0]

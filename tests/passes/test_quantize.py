@@ -15,20 +15,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import ModelError, OptimizationReport, Recipe, RecipeError
-from ortolan.graph_passes import quantize as quantize_module
-from ortolan.graph_passes.linear import Linear, linears_in
-from ortolan.graph_passes.model_file import load_model
-from ortolan.graph_passes.pipeline import PassContext, run_recipe
-from ortolan.graph_passes.quantize import (
-    MAX_INPUTS,
-    Quantization,
-    QuantizedWeight,
-    QuantizeOptions,
-    QuantizePass,
-    dequantized_tensor,
-)
-from ortolan.graph_passes.quantizers.grid import round_to_nearest
-from ortolan.graph_passes.spill import TensorSpill
+from ortolan.graph_passes.files.model_file import load_model
+from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.graph_passes.find.linear import Linear, linears_in
+from ortolan.graph_passes.find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor
+from ortolan.graph_passes.passes import quantize as quantize_module
+from ortolan.graph_passes.passes.context import PassContext, run_recipe
+from ortolan.graph_passes.passes.quantize import QuantizeOptions, QuantizePass
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
 from ortolan.models import tiny
 
 from .small_models import make_model, matmul_model, random_weight, relative_error, run

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan.graph_passes.quantizers import gptq as gptq_module
-from ortolan.graph_passes.quantizers.awq import search_scales
-from ortolan.graph_passes.quantizers.gptq import choose_damping, gptq
-from ortolan.graph_passes.quantizers.grid import Quantization, Rounded, dequantize, round_to_nearest
-from ortolan.graph_passes.quantizers.hessian import choose_order, damped, inverse_factor
-from ortolan.graph_passes.quantizers.hqq import half_quadratic
+from ortolan.graph_passes.weights.quantizers import gptq as gptq_module
+from ortolan.graph_passes.weights.quantizers.awq import search_scales
+from ortolan.graph_passes.weights.quantizers.gptq import choose_damping, gptq
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, Rounded, dequantize, round_to_nearest
+from ortolan.graph_passes.weights.quantizers.hessian import choose_order, damped, inverse_factor
+from ortolan.graph_passes.weights.quantizers.hqq import half_quadratic
 
 from .small_models import random_weight, relative_error
 from .test_quantize import INT4, INT8, spread, weights

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import ortolan
-from ortolan.graph_passes.quiet_sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
+from ortolan.graph_passes.measure.sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
 
 from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, sparse_numbers
 from .small_models import make_model, relative_error

@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from ortolan import _native
-from ortolan.graph_passes.epilogue import Activation
-from ortolan.graph_passes.replace.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
+from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
 from ..ops.quantized import Layer
 from ..ops.single_node import session, sparse_amx_matmul_model, sparse_weight

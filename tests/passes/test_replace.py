@@ -10,12 +10,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import Recipe
-from ortolan.graph_passes import replace
-from ortolan.graph_passes.quantize import QuantizedWeight
-from ortolan.graph_passes.replace.replacement import LayerWeight, stored_tensor
-from ortolan.graph_passes.replace.sparse_amx_matmul import SparseAMXMatMul
-from ortolan.graph_passes.replace.w4a8_matmul import W4A8MatMul
-from ortolan.graph_passes.spill import TensorSpill
+from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
+from ortolan.graph_passes.operators.replacement import LayerWeight, stored_tensor
+from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
+from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
+from ortolan.graph_passes.passes import replace
 from ortolan.models import tiny
 
 from .small_models import (

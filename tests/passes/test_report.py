@@ -7,8 +7,8 @@ import json
 import pytest
 
 from ortolan import OptimizationReport
-from ortolan.graph_passes.measure.timing import Timing
-from ortolan.graph_passes.report import LayerReport, OutputDeviation, human_bytes
+from ortolan.graph_passes.report.figures import Timing, human_bytes
+from ortolan.graph_passes.report.optimization import LayerReport, OutputDeviation
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import OptimizationReport
 from ortolan.errors import OrtolanError, OutputError
-from ortolan.graph_passes import report_page
-from ortolan.graph_passes.auto.result import AutoReport, Form, LayerChoice, PathPoint, Trial
-from ortolan.graph_passes.measure.timing import Timing
-from ortolan.graph_passes.report import LayerReport
+from ortolan.graph_passes.report import page as report_page
+from ortolan.graph_passes.report.figures import Timing
+from ortolan.graph_passes.report.optimization import LayerReport
+from ortolan.graph_passes.report.search import AutoReport, Form, LayerChoice, PathPoint, Trial
 
 from .small_models import make_model, random_weight
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from ortolan.errors import CalibrationError
 from ortolan.graph_passes.auto.sensitivity import measure_sensitivities
-from ortolan.graph_passes.linear import Linear, find_linears
+from ortolan.graph_passes.find.linear import Linear, find_linears
 
 from .small_models import make_model, random_weight
 

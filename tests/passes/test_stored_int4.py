@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import ModelError, inspect_onnx
-from ortolan.graph_passes.linear import Linear, NotLinear, find_linears
-from ortolan.graph_passes.stored_int4 import StoredInt4
+from ortolan.graph_passes.find.linear import Linear, NotLinear, find_linears
+from ortolan.graph_passes.find.stored_int4 import StoredInt4
 from ortolan.models import tiny
 
 from .small_models import make_model, run

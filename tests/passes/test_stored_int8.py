@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import NothingToReplaceError, Recipe, inspect_onnx
-from ortolan.graph_passes.linear import Linear, NotLinear, find_linears
+from ortolan.graph_passes.find.linear import Linear, NotLinear, find_linears
 
 from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, optimize, outputs, packed_numbers, sparse_numbers
 from .small_models import make_model, op_types, relative_error, run

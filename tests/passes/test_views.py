@@ -9,8 +9,8 @@ import onnx_ir as ir
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ortolan.graph_passes.dimensions import Dimensions
-from ortolan.graph_passes.views import View
+from ortolan.graph_passes.find.dimensions import Dimensions
+from ortolan.graph_passes.find.views import View
 
 
 def factorizations(draw: st.DrawFn, size: int) -> list[int]:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan import OptimizationReport, Recipe
-from ortolan.graph_passes.replace.sparse_amx_matmul_function import INPUTS
+from ortolan.graph_passes.operators.sparse_amx_matmul_function import INPUTS
 from ortolan.models import tiny
 
 from ..passes.small_models import (

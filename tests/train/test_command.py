@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ortolan.cli import app
-from ortolan.graph_passes.linear import linears_in
+from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
 from ..api.test_calibration_texts import write_tokenizer

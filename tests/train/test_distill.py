@@ -14,7 +14,7 @@ import pytest
 
 import ortolan
 from ortolan import ModelError, OutputError, RecipeError
-from ortolan.graph_passes.linear import linears_in
+from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
 from .test_parts import Letters

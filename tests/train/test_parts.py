@@ -10,7 +10,7 @@ import pytest
 
 import ortolan
 from ortolan import CalibrationError, ModelError, OrtolanError
-from ortolan.graph_passes.pruners.masks import Pattern
+from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.models import tiny
 from ortolan.train import CurvePoint, DistillReport, distill
 from ortolan.train.batches import Batches, feeds_of, token_ids

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, listing
-from ortolan.graph_passes.feeds import model_inputs
+from ortolan.graph_passes.measure.feeds import model_inputs
 from ortolan.graph_passes.text.texts import Tokenizer, feeds_of_texts
 
 _SHORTEST = 4  # tokens of a text; of two or three, control tokens included, little is to be learnt

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ortolan.errors import OrtolanError, RecipeError
-from ortolan.graph_passes.model_file import ModelFile, check_output, load_model, move_into_place, write_model
-from ortolan.graph_passes.pruners.masks import Pattern
+from ortolan.graph_passes.files.model_file import ModelFile, check_output, load_model, move_into_place, write_model
 from ortolan.graph_passes.text.texts import Tokenizer, find_tokenizer
+from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.progress import Progress, no_progress
 
 from .batches import Batches, token_ids

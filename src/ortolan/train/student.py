@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import ModelError
-from ortolan.graph_passes.linear import Linear, linears_in
+from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.options import Globs
-from ortolan.graph_passes.pruners.masks import Pattern
-from ortolan.graph_passes.pruners.sparsegpt import sparsegpt
-from ortolan.graph_passes.quantizers.hessian import damped
+from ortolan.graph_passes.weights.pruners.masks import Pattern
+from ortolan.graph_passes.weights.pruners.sparsegpt import sparsegpt
+from ortolan.graph_passes.weights.quantizers.hessian import damped
 
 # Heads turn small errors into wrong labels or tokens, and are often tied to the embedding; as in the recipes.
 HEADS = (

@@ -9,8 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from ortolan.errors import ModelError, listing
-from ortolan.graph_passes.constants import DEFAULT_DOMAINS
-from ortolan.graph_passes.linear import node_name, op_name
+from ortolan.graph_passes.find.constants import DEFAULT_DOMAINS
+from ortolan.graph_passes.find.linear import node_name, op_name
 
 from .torch_ops import OPERATORS, TYPES, Operator, Tensor, tensor_of
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ortolan.graph_passes.pruners.masks import Pattern
+from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.progress import Progress
 
 from . import checkpoint

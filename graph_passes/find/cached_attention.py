@@ -1,0 +1,453 @@
+"""Finds attention with a cache of keys and values in decoders, and tells why what looks like one is none.
+
+The cache comes in as inputs of the graph [batch, kv_heads, past, head width] and goes out, with new tokens appended, as
+outputs. Four forms: ONNX Runtime's GroupQueryAttention, as its GenAI model builder writes it; taken apart, as most
+exports have it (Concat with the past, heads repeated for the queries that share them, and what attention.py knows);
+ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from .attention import (
+    Mask,
+    NotAttention,
+    Operand,
+    RefusedError,
+    TakenApart,
+    check_mask,
+    check_uses,
+    describe,
+    is_op,
+    merged_heads,
+    name_of,
+    scalar,
+    scale_attribute,
+    split_operand,
+    through_views,
+)
+from .dimensions import Dimensions, head_size, int_attribute
+from .views import View
+
+_VIEWS = ("Reshape", "Transpose", "Identity", "Unsqueeze", "Expand")
+_GROUP_QUERY_ATTRIBUTES = ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale")
+_GROUP_QUERY_INPUTS = {9: "position_ids", 10: "attention_bias", 11: "head_sink"}
+# What these attributes are where they ask for nothing.
+_OFF: dict[str, tuple[object, ...]] = {
+    "local_window_size": (-1,),
+    "softcap": (0.0,),
+    "smooth_softmax": (0, -1),
+    "qk_output": (0,),
+    "qk_matmul_output_mode": (0,),
+    "softmax_precision": (0, 1),
+    "k_quant_type": ("NONE",),
+    "v_quant_type": ("NONE",),
+    "kv_cache_bit_width": (0,),
+}
+
+
+@dataclass(eq=False)
+class CachedAttention:
+    """query [batch, rows, heads x width] or [batch, heads, rows, width]; key and value likewise, or None: all three
+    side by side in query. The four caches are inputs and outputs of the graph."""
+
+    node: ir.Node  # the Softmax, or the operator
+    query: ir.Value
+    key: ir.Value | None
+    value: ir.Value | None
+    past_key: ir.Value
+    past_value: ir.Value
+    present_key: ir.Value
+    present_value: ir.Value
+    heads: int
+    kv_heads: int
+    head_dim: int
+    nodes: set[ir.Node]  # that it takes the place of
+    output: ir.Value  # [batch, rows, heads x width]
+    scale: float = 0.0  # 0: 1 / sqrt of a head's width
+    masks: tuple[Mask, ...] = ()  # their sum is added
+    causal: bool = False
+    zero_hidden_rows: bool = False
+    lengths: ir.Value | None = None  # int32: tokens of each sequence, less 1; else all of past and new ones
+    cos: ir.Value | None = None  # of the rotary embedding, [positions, head width / 2]
+    sin: ir.Value | None = None
+    interleaved: bool = False
+    products: list[ir.Node] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [node.name for node in (self.node, *self.products) if node.name]
+
+
+def find_cached_attentions(graph: ir.Graph) -> list[CachedAttention | NotAttention]:
+    """In the graph's own order; subgraphs are not looked into."""
+    dims = Dimensions(graph)
+    found: list[CachedAttention | NotAttention] = []
+    for node in graph:
+        match: CachedAttention | None = None
+        try:
+            if node.op_type == "GroupQueryAttention" and node.domain == "com.microsoft":
+                match = _group_query(dims, node)
+            elif is_op(node, "Softmax"):
+                match = _CachedTakenApart(dims, node).find()
+            elif node.op_type == "MultiHeadAttention" and node.domain == "com.microsoft":
+                match = _multi_head(dims, node)
+            elif is_op(node, "Attention"):
+                match = _onnx_attention(dims, node)
+            if match is not None:
+                _check(dims, match)
+        except RefusedError as refusal:
+            found.append(NotAttention(node, str(refusal)))
+        else:
+            found += [match] if match is not None else []
+    return found
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _group_query(dims: Dimensions, node: ir.Node) -> CachedAttention:
+    inputs = _padded(node.inputs, 12)
+    outputs = _padded(node.outputs, 3)
+    for name, attribute in node.attributes.items():
+        if name not in _GROUP_QUERY_ATTRIBUTES and attribute.value not in _OFF.get(name, ()):
+            raise RefusedError(f"it has {name} {attribute.value!r}, which NoMADAttention does not know")
+    rotary = int_attribute(node, "do_rotary", 0) == 1
+    for index, value in enumerate(inputs[: len(node.inputs)]):
+        if index > 8 and value is not None:
+            raise RefusedError(f"it has an input {_GROUP_QUERY_INPUTS.get(index, index)}")
+    past_key, past_value, present_key, present_value = _cache(inputs[3:5], outputs[1:3])
+    query, lengths = inputs[0], inputs[5]
+    packed = inputs[1] is None
+    if query is None or lengths is None or packed != (inputs[2] is None):
+        raise RefusedError("its inputs are not complete")
+    head_dim = _head_dim(dims, past_key)
+    cos, sin = (inputs[7], inputs[8]) if rotary else (None, None)
+    tables = [dims.shape(table) for table in (cos, sin) if table is not None]
+    if rotary and (len(tables) != 2 or any(shape is None or shape[-1] != head_dim // 2 for shape in tables)):
+        raise RefusedError(
+            f"its rotary embedding turns {tables[:1]} numbers, expected all of a head, [positions, {head_dim // 2}]"
+        )
+    return CachedAttention(
+        node,
+        query,
+        inputs[1],
+        inputs[2],
+        past_key,
+        past_value,
+        present_key,
+        present_value,
+        int_attribute(node, "num_heads", 0),
+        int_attribute(node, "kv_num_heads", 0),
+        head_dim,
+        {node},
+        node.outputs[0],
+        scale_attribute(node),
+        causal=True,
+        lengths=lengths,
+        cos=cos,
+        sin=sin,
+        interleaved=int_attribute(node, "rotary_interleaved", 0) == 1,
+    )
+
+
+def _multi_head(dims: Dimensions, node: ir.Node) -> CachedAttention:
+    inputs, outputs = _padded(node.inputs, 10), _padded(node.outputs, 4)
+    caches = _cache(inputs[6:8], outputs[1:3])
+    for index, meaning in ((3, "bias"), (4, "key_padding_mask"), (8, "past_sequence_length"), (9, "cache_indirection")):
+        if inputs[index] is not None:
+            raise RefusedError(f"it has an input {meaning}")
+    if outputs[3] is not None:
+        raise RefusedError("it puts out its scores")
+    query, key, value = inputs[:3]
+    if query is None or any(one is None or len(dims.shape(one) or ()) != 3 for one in inputs[:3]):
+        raise RefusedError("its query, key and value are not known to be [batch, rows, width] each")
+    heads = int_attribute(node, "num_heads", 0)
+    match = CachedAttention(
+        node, query, key, value, *caches, heads, heads, _head_dim(dims, caches[0]), {node}, node.outputs[0]
+    )
+    match.scale = scale_attribute(node)
+    match.masks = (Mask(inputs[5]),) if inputs[5] is not None else ()
+    match.causal = int_attribute(node, "unidirectional", 0) == 1
+    return match
+
+
+def _onnx_attention(dims: Dimensions, node: ir.Node) -> CachedAttention:
+    inputs, outputs = _padded(node.inputs, 7), _padded(node.outputs, 4)
+    caches = _cache(inputs[4:6], outputs[1:3])
+    for name in ("softcap", "qk_matmul_output_mode"):
+        if name in node.attributes and node.attributes[name].value not in _OFF[name]:
+            raise RefusedError(f"it has {name} {node.attributes[name].value!r}, which NoMADAttention does not know")
+    if outputs[3] is not None or inputs[6] is not None:
+        raise RefusedError("it puts out its scores" if outputs[3] is not None else "it has an input nonpad_kv_seqlen")
+    query, key, value = inputs[:3]
+    shapes = [dims.shape(one) for one in inputs[:3]]
+    ranks = {len(shape) if shape is not None else None for shape in shapes}
+    if query is None or ranks not in ({3}, {4}):
+        raise RefusedError("its query, key and value are not known to be of three dimensions each, or of four")
+    past = dims.shape(caches[0])
+    heads, kv_heads = (int_attribute(node, name, 0) for name in ("q_num_heads", "kv_num_heads"))
+    by_heads = shapes[0] if ranks == {4} else None
+    if by_heads is not None:
+        if not isinstance(by_heads[1], int) or past is None or not isinstance(past[1], int):
+            raise RefusedError("the number of its heads is not known before it runs")
+        heads, kv_heads = by_heads[1], past[1]
+    head_dim = _head_dim(dims, caches[0])
+    match = CachedAttention(node, query, key, value, *caches, heads, kv_heads, head_dim, {node}, node.outputs[0])
+    if by_heads is not None:
+        operand = Operand(query, by_heads[0], by_heads[2], heads, head_dim)
+        match.output = merged_heads(dims, node.outputs[0], operand, match.nodes)
+    match.scale = scale_attribute(node)
+    if inputs[3] is not None:
+        is_bool = dims.dtype(inputs[3]) == ir.DataType.BOOL
+        match.masks = (Mask(inputs[3], -np.inf, hides=False) if is_bool else Mask(inputs[3]),)
+    match.causal = int_attribute(node, "is_causal", 0) == 1
+    return match
+
+
+# ---- taken apart -----------------------------------------------------------------------------------------------------
+
+
+class _CachedTakenApart(TakenApart):
+    def find(self) -> CachedAttention | None:
+        """None if it is no attention, as in a classifier."""
+        dims, softmax = self._dims, self._softmax
+        weights, zero_hidden_rows = self._weights()
+        context = next((use.node for use in weights.uses() if is_op(use.node, "MatMul") and use.idx == 0), None)
+        scores = self._find_scores(softmax.inputs[0])
+        if context is None or scores is None:
+            return None
+        if int_attribute(softmax, "axis", -1) not in (-1, len(dims.shape(weights) or ()) - 1):
+            raise RefusedError("its Softmax is not over the last axis")
+        self._nodes |= {context, scores}
+        masks, scale = self._masks_and_scale(softmax.inputs[0], scores)
+        product, masks, zeroed = self._without_hidden_rows(context.outputs[0], masks)
+        key = _past_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
+        value = _past_operand(dims, context.inputs[1], "value", self._nodes)
+        query = self._query(scores.inputs[0])
+        if key.heads != query.heads or value.heads != query.heads:
+            raise RefusedError(
+                f"it has {query.heads} heads of queries, and keys and values are repeated to {key.heads} and "
+                f"{value.heads}, expected as many"
+            )
+        if value.scale != 1:
+            raise RefusedError("its values are scaled")
+        new_key = _folded(dims, key.new, "key", self._nodes)
+        masks = tuple(_cut_mask(dims, mask, key, new_key) for mask in masks)
+        return CachedAttention(
+            softmax,
+            query.base,
+            new_key,
+            _folded(dims, value.new, "value", self._nodes),
+            key.past,
+            value.past,
+            key.present,
+            value.present,
+            query.heads,
+            key.kv_heads,
+            key.head_dim,
+            self._nodes,
+            merged_heads(dims, product, query, self._nodes),
+            scale * query.scale * key.scale,
+            masks,
+            zero_hidden_rows=zero_hidden_rows or zeroed,
+            products=[scores, context],
+        )
+
+    def _query(self, value: ir.Value | None) -> Operand:
+        """As its layer makes it, or by heads, where something else, such as a rotary embedding, stands in between."""
+        dims = self._dims
+        try:
+            return split_operand(dims, value, "query", self._nodes)
+        except RefusedError:
+            scale = 1.0
+            while value is not None and (node := value.producer()) is not None and is_op(node, "Mul", "Div"):
+                index = 1 if scalar(dims, node.inputs[0]) is not None else 0
+                number = scalar(dims, node.inputs[1 - index])
+                if number is None or number == 0 or (node.op_type == "Div" and index == 1):
+                    break
+                scale = scale / number if node.op_type == "Div" else scale * number
+                self._nodes.add(node)
+                value = node.inputs[index]
+            shape = dims.shape(value)
+            if value is None or shape is None or len(shape) != 4:
+                raise
+            if not isinstance(shape[1], int) or not isinstance(shape[3], int):
+                raise RefusedError("the number of its heads is not known before it runs") from None
+            return Operand(value, shape[0], shape[2], shape[1], shape[3], scale)
+
+
+def _cut_mask(dims: Dimensions, mask: Mask, key: _PastOperand, new_key: ir.Value) -> Mask:
+    """Exports of transformers 4.5x cut a mask to the keys' number, which they take from keys that are repeated and go
+    away."""
+    node = mask.value.producer()
+    fill, hides = mask.fill, mask.hides
+    if node is not None and is_op(node, "Where") and fill is None and node.inputs[0] is not None:
+        numbers = [dims.number(value) for value in node.inputs[1:]]
+        hides = numbers[1] == 0
+        fill = numbers[0] if hides else numbers[1] if numbers[0] == 0 else None
+        node = node.inputs[0].producer() if fill is not None else None
+    if node is None or not is_op(node, "Slice"):
+        return mask
+    shape, present = dims.shape(node.inputs[0]), dims.shape(key.present)
+    begin, end, axes, steps = (dims.elements(value) for value in _padded(node.inputs, 5)[1:5])
+    past, new = dims.shape(key.past), dims.shape(new_key)
+    if shape is None or present is None or past is None or new is None or node.inputs[0] is None:
+        return mask
+    if begin != (0,) or end != (present[2],) or axes not in ((len(shape) - 1,), (-1,)) or steps not in (None, (1,)):
+        return mask
+    axis = len(new) - 2
+    return Mask(node.inputs[0], fill, hides, cut=(past[2], new[axis], axis))
+
+
+@dataclass(frozen=True, eq=False)
+class _PastOperand:
+    """Keys or values: the past, and new ones behind it, perhaps repeated."""
+
+    past: ir.Value
+    new: ir.Value
+    present: ir.Value
+    heads: int  # that they are repeated to
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+
+def _past_operand(
+    dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
+) -> _PastOperand:
+    """Follows [batch, heads, tokens, head width] (transposed: the last two the other way round) back to the Concat."""
+    chain, scale, value = through_views(dims, value, _VIEWS)
+    concat = value.producer() if value is not None else None
+    past = concat.inputs[0] if concat is not None and is_op(concat, "Concat") else None
+    if concat is None or past is None or not past.is_graph_input():
+        raise RefusedError(
+            f"its {meaning} does not come from a cache: {name_of(value)} is no Concat of an input and it"
+        )
+    present, new = concat.outputs[0], concat.inputs[1]
+    shape = dims.shape(present)
+    if len(concat.inputs) != 2 or new is None or shape is None or len(shape) != 4:
+        raise RefusedError(f"{describe(concat)}, its {meaning}, is no [batch, heads, past + new, head width]")
+    kv_heads, head_dim = shape[1], shape[3]
+    if int_attribute(concat, "axis", 0) % 4 != 2:
+        raise RefusedError(f"{describe(concat)} appends to its {meaning} along an axis that is not 2")
+    if not isinstance(kv_heads, int) or not isinstance(head_dim, int):
+        raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
+    view = View(shape)
+    for node in reversed(chain):
+        if not view.apply(node, dims):
+            raise RefusedError(f"{describe(node)}, which its {meaning} goes through, is not understood")
+    heads = view.dim(1) if len(view.axes) == 4 else None
+    if heads is None or heads % kv_heads:
+        raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
+    expected = View(shape).repeated(1, heads // kv_heads)
+    if transposed:
+        expected = expected.permuted(0, 1, 3, 2)
+    if view.sources() != expected.sources():
+        raise RefusedError(f"heads of its {meaning} are not repeated one by one for the queries that share them")
+    nodes.update([concat, *chain])
+    return _PastOperand(past, new, present, heads, kv_heads, head_dim, scale)
+
+
+def _folded(dims: Dimensions, value: ir.Value, meaning: str, nodes: set[ir.Node]) -> ir.Value:
+    """New keys or values as their layer makes them, where nothing but a split into heads stands in between."""
+    try:
+        found: set[ir.Node] = set()
+        operand = split_operand(dims, value, meaning, found)
+    except RefusedError:
+        return value
+    if operand.scale != 1 or any(use.node not in nodes | found for node in found for use in node.outputs[0].uses()):
+        return value
+    nodes |= found
+    return operand.base
+
+
+# ---- what all forms need ---------------------------------------------------------------------------------------------
+
+
+def _padded(values: Sequence[ir.Value | None], count: int) -> list[ir.Value | None]:
+    """Left out ones, whatever way, as None."""
+    given = [value if value is not None and value.name != "" else None for value in values]
+    return [*given, *[None] * count]
+
+
+def _cache(
+    past: Sequence[ir.Value | None], present: Sequence[ir.Value | None]
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    past_key, past_value = past
+    present_key, present_value = present
+    if past_key is None or past_value is None or present_key is None or present_value is None:
+        raise RefusedError("it has no cache of keys and values")
+    return past_key, past_value, present_key, present_value
+
+
+def _head_dim(dims: Dimensions, past: ir.Value) -> int:
+    shape = dims.shape(past)
+    found = shape[3] if shape is not None and len(shape) == 4 else None
+    found = found if isinstance(found, int) else head_size(past)
+    if not isinstance(found, int):
+        raise RefusedError(f"the width of its heads is not known: its cache {name_of(past)} has shape {shape}")
+    return found
+
+
+def _check(dims: Dimensions, match: CachedAttention) -> None:
+    if match.heads < 1 or match.kv_heads < 1 or match.heads % match.kv_heads:
+        raise RefusedError(f"it has {match.heads} heads of queries and {match.kv_heads} of keys, which do not fit")
+    pasts, presents = (match.past_key, match.past_value), (match.present_key, match.present_value)
+    for past in pasts:
+        if not past.is_graph_input() or past.is_initializer() or past.is_graph_output():
+            raise RefusedError(f"its cache {name_of(past)} is no input of the graph, or is an output as well")
+        if dims.dtype(past) != ir.DataType.FLOAT:
+            dtype = dims.dtype(past)
+            raise RefusedError(
+                f"its cache {name_of(past)} is {dtype.name if dtype else 'of unknown type'}, expected FLOAT"
+            )
+        shape = dims.shape(past)
+        if shape is None or len(shape) != 4 or shape[1] != match.kv_heads or _head_dim(dims, past) != match.head_dim:
+            raise RefusedError(
+                f"its cache {name_of(past)} has shape {shape}, expected [batch, {match.kv_heads}, tokens, "
+                f"{match.head_dim}]"
+            )
+    for present in presents:
+        if not present.is_graph_output():
+            raise RefusedError(f"its cache {name_of(present)} is no output of the graph")
+    for mask in match.masks:
+        check_mask(dims, mask, ("batch", match.heads, "rows", "tokens"))
+    inputs = [match.query, match.key, match.value, match.lengths, *(mask.value for mask in match.masks)]
+    check_uses(match.node, match.nodes, match.output, inputs, presents)
+    for present in presents:
+        for user in present.consumers():
+            if user not in match.nodes:
+                raise RefusedError(f"its cache {name_of(present)} is also used by {describe(user)}")
+    for past in pasts:
+        for user in past.consumers():
+            if user not in match.nodes and not _asks_for_length(dims, user):
+                raise RefusedError(f"its cache {name_of(past)} is also used by {describe(user)}")
+
+
+def _asks_for_length(dims: Dimensions, node: ir.Node) -> bool:
+    """Whether it is a Shape of which all but the last dimension is used: that one changes."""
+    if not is_op(node, "Shape"):
+        return False
+    end = node.attributes["end"].as_int() if "end" in node.attributes else None
+    axes = list(range(4))[int_attribute(node, "start", 0) : end]
+    if 3 not in axes:
+        return True
+    if node.outputs[0].is_graph_output():
+        return False
+    for user in node.outputs[0].consumers():
+        picked: list[int] | None = None
+        numbers = [dims.elements(value) for value in user.inputs[1:3]]
+        if is_op(user, "Gather") and numbers[0] is not None:
+            picked = [axes[one] for one in numbers[0] if isinstance(one, int) and -len(axes) <= one < len(axes)]
+        elif is_op(user, "Slice") and len(user.inputs) < 5 and len(numbers) == 2 and None not in numbers:
+            first, last = (one[0] if one else None for one in numbers)
+            picked = axes[first:last] if isinstance(first, int) and isinstance(last, int) else None
+        if picked is None or 3 in picked:
+            return False
+    return True

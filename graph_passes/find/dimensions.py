@@ -1,0 +1,550 @@
+"""What is known of a graph's values before it runs: their dimensions, element types, and the numbers that shapes are
+computed from.
+
+Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Here these numbers are
+followed symbolically: a dimension is an int, or something that is equal only to itself. (onnx's own shape inference
+knows neither ONNX Runtime's operators nor ours, and wants the model as one protobuf.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from .constants import DEFAULT_DOMAINS, constant_tensor
+
+# An int; a name, of a graph input's dimension; a value and an axis, of one that is not known; or a Sum of these.
+Dim = Hashable
+Shape = tuple[Dim, ...]
+# An element of a small tensor: a number or truth value, a symbolic Dim, or None.
+Element = Dim | float | None
+
+_MOST_ELEMENTS = 16
+_NAMES = """
+same: Identity Cast Relu Gelu Erf Tanh Sigmoid Sqrt Softmax LogSoftmax LayerNormalization RMSNormalization Dropout Neg
+    Exp Abs Not IsNaN IsInf Clip Round Swish Elu LeakyRelu HardSwish Softplus Reciprocal Floor Ceil Log Sin Cos CumSum
+    Trilu SimplifiedLayerNormalization SkipLayerNormalization SkipSimplifiedLayerNormalization BiasGelu FastGelu
+    QuickGelu QuantizeLinear DequantizeLinear DynamicQuantizeLinear
+broadcast: Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Min Max Mod
+boolean: And Or Xor Not Equal Less LessOrEqual Greater GreaterOrEqual IsNaN IsInf
+"""
+_SAME, _BROADCAST, _BOOLEAN = (frozenset(part.split()) for part in re.split(r"\w+:", _NAMES)[1:])
+_CONTRIB = ("com.microsoft", "ai.ortolan")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Past and new tokens, say: some dimensions that are no numbers, each with how often it counts, and a number."""
+
+    dims: frozenset[tuple[Dim, int]]
+    number: int
+
+
+def total_of(dims: Sequence[Element]) -> Dim | None:
+    """The sum of dimensions, whatever their order; None where one is not known, or it may be below zero."""
+    counts: Counter[Dim] = Counter()
+    number = 0
+    for dim in dims:
+        if dim is None or isinstance(dim, bool | float):
+            return None
+        if isinstance(dim, int):
+            number += dim
+        elif isinstance(dim, Sum):
+            counts.update(dict(dim.dims))
+            number += dim.number
+        else:
+            counts[dim] += 1
+    if not counts:
+        return number
+    if number == 0 and counts.total() == 1:
+        return next(iter(counts))
+    return Sum(frozenset(counts.items()), number) if number >= 0 else None
+
+
+class Dimensions:
+    """Of the values of one graph; those of graphs around it are what they are declared to be."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._shapes: dict[ir.Value, Shape] = {}
+        self._elements: dict[ir.Value, tuple[Element, ...]] = {}
+        self._types: dict[ir.Value, ir.DataType] = {}
+        for node in graph:
+            if node.outputs:
+                self._visit(node, node.outputs[0])
+
+    def shape(self, value: ir.Value | None) -> Shape | None:
+        """Its dimensions, or None if not even their number is known."""
+        if value is None:
+            return None
+        if value in self._shapes:
+            return self._shapes[value]
+        tensor = constant_tensor(value)
+        if tensor is not None:
+            return tuple(tensor.shape.numpy())
+        return _declared(value)
+
+    def elements(self, value: ir.Value | None) -> tuple[Element, ...] | None:
+        """The elements of a vector or number, or None if not even their number is known."""
+        if value is None or value in self._elements:
+            return self._elements[value] if value is not None else None
+        tensor = constant_tensor(value)
+        if tensor is None or len(tensor.shape) > 1 or tensor.size > _MOST_ELEMENTS:
+            return None
+        if tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT, ir.DataType.DOUBLE):
+            return None
+        return tuple(tensor.numpy().reshape(-1).tolist())
+
+    def number(self, value: ir.Value | None) -> float | None:
+        """The number that this value of one element is."""
+        elements, shape = self.elements(value), self.shape(value)
+        if elements is None or len(elements) != 1 or not isinstance(elements[0], int | float):
+            return None
+        return float(elements[0]) if shape in ((), (1,)) else None
+
+    def dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        if value is None or value in self._types:
+            return self._types[value] if value is not None else None
+        tensor = constant_tensor(value)
+        return tensor.dtype if tensor is not None else value.dtype
+
+    def _visit(self, node: ir.Node, output: ir.Value) -> None:
+        known = node.domain in (*DEFAULT_DOMAINS, *_CONTRIB)
+        shape = self._shape_of(node, output) if known else None
+        declared = _declared(output)
+        if shape is None:
+            shape = declared
+        elif declared is not None and len(declared) == len(shape):
+            pairs = zip(shape, declared, strict=True)
+            shape = tuple(stated if isinstance(stated, int) and _is_unknown(dim) else dim for dim, stated in pairs)
+        if shape is not None:
+            self._shapes[output] = shape
+        dtype = self._type_of(node) if known else output.dtype
+        if dtype is not None:
+            self._types[output] = dtype
+        if node.domain in DEFAULT_DOMAINS:
+            compute = _ELEMENTS.get(node.op_type)
+            elements = compute(self, node) if compute else None
+            if elements is not None and len(elements) <= _MOST_ELEMENTS:
+                self._elements[output] = elements
+
+    def _type_of(self, node: ir.Node) -> ir.DataType | None:
+        if node.op_type in ("Cast", "ConstantOfShape"):
+            if "to" in node.attributes:
+                return ir.DataType(node.attributes["to"].as_int())
+            return node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
+        if node.op_type in _BOOLEAN:
+            return ir.DataType.BOOL
+        if node.op_type in ("Shape", "Size"):
+            return ir.DataType.INT64
+        if node.op_type in ("Where", "DequantizeLinear"):
+            return self.dtype(node.inputs[1])
+        if node.op_type == "QuantizeLinear":
+            return self.dtype(node.inputs[2]) if len(node.inputs) > 2 else node.outputs[0].dtype
+        if node.op_type == "DynamicQuantizeLinear":
+            return ir.DataType.UINT8
+        if node.op_type == "MatMulIntegerToFloat":
+            return ir.DataType.FLOAT
+        if node.op_type == "EmbedLayerNormalization":
+            return self.dtype(node.inputs[2])
+        types = (self.dtype(value) for value in node.inputs)
+        return node.outputs[0].dtype or next((dtype for dtype in types if dtype is not None), None)
+
+    def _shape_of(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        if node.op_type in _SAME:
+            return self.shape(node.inputs[0])
+        if node.op_type in _BROADCAST:
+            return self._broadcast(node.inputs, output)
+        compute = _SHAPES.get(node.op_type)
+        return compute(self, node, output) if compute else None
+
+    def _broadcast(self, values: Sequence[ir.Value | None], output: ir.Value) -> Shape | None:
+        return broadcast([self.shape(value) for value in values], output)
+
+    def _matmul(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        a, b = self.shape(node.inputs[0]), self.shape(node.inputs[1])
+        if a is None or b is None or len(a) < 2 or len(b) < 2:
+            return None
+        batch = broadcast([a[:-2], b[:-2]], output)
+        return None if batch is None else (*batch, a[-2], b[-1])
+
+    def _gemm(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        a, b = self.shape(node.inputs[0]), self.shape(node.inputs[1])
+        if a is None or b is None or len(a) != 2 or len(b) != 2:
+            return None
+        return a[int_attribute(node, "transA", 0)], b[1 - int_attribute(node, "transB", 0)]
+
+    def _linear(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        """Of operators whose width stands in an attribute."""
+        x = self.shape(node.inputs[0])
+        width = int_attribute(node, "gated_columns", 0) or int_attribute(node, "n", 0) or int_attribute(node, "N", 0)
+        if x is None or not width:
+            return None
+        residual = node.inputs[4:5] if node.op_type == "W4A8MatMul" else node.inputs[5:6]
+        if node.domain != "ai.ortolan" or not residual or residual[0] is None:
+            return *x[:-1], width
+        return broadcast([(*x[:-1], width), self.shape(residual[0])], output)
+
+    def _attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        """Of NoMADAttention and MultiHeadAttention: as wide as queries are."""
+        query = self.shape(node.inputs[0])
+        key = node.inputs[2] if len(node.inputs) > 2 else None
+        ours = node.domain == "ai.ortolan"
+        if ours and query is not None and len(query) == 4:
+            heads, head_dim = query[1], query[3]
+            return (
+                (query[0], query[2], heads * head_dim) if isinstance(heads, int) and isinstance(head_dim, int) else None
+            )
+        if query is None or len(query) != 3:
+            return None
+        if key is not None and not (ours and self.shape(key) == (1,)):
+            return query
+        if not ours or not isinstance(query[2], int):
+            return None
+        heads = int_attribute(node, "num_heads", 1)
+        return *query[:2], query[2] * heads // (heads + 2 * (int_attribute(node, "kv_num_heads", 0) or heads))
+
+    def _onnx_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        query, value = self.shape(node.inputs[0]), self.shape(node.inputs[2])
+        if node.domain not in DEFAULT_DOMAINS or query is None or value is None:
+            return None
+        if len(query) == 4:
+            return *query[:3], value[3]
+        heads, kv_heads = (int_attribute(node, name, 0) for name in ("q_num_heads", "kv_num_heads"))
+        width = value[2]
+        return (*query[:2], heads * width // kv_heads) if isinstance(width, int) and kv_heads else None
+
+    def _transpose(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        if shape is None:
+            return None
+        return tuple(shape[axis] for axis in permutation(node, len(shape)))
+
+    def _reshape(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        shape, target = self.shape(node.inputs[0]), self.reshape_target(node)
+        if target is None:
+            return None
+        dims = [_fresh(output, axis) if dim in (None, -1) else dim for axis, dim in enumerate(target)]
+        if shape is not None and sum(dim in (None, -1) for dim in target) == 1:
+            unknown = next(axis for axis, dim in enumerate(target) if dim in (None, -1))
+            rest = _quotient(shape, [dim for axis, dim in enumerate(dims) if axis != unknown])
+            dims[unknown] = dims[unknown] if rest is None else rest
+        return tuple(dims)
+
+    def reshape_target(self, node: ir.Node) -> tuple[Dim | None, ...] | None:
+        """What a Reshape is told, zeros resolved; -1 and None: not known from that alone."""
+        shape, target = self.shape(node.inputs[0]), self.elements(node.inputs[1])
+        if target is None:
+            return None
+        if int_attribute(node, "allowzero", 0):
+            return target
+        if 0 in target and shape is None:
+            return None
+        return tuple(shape[axis] if dim == 0 and shape is not None else dim for axis, dim in enumerate(target))
+
+    def _reduce(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        axes: Sequence[Element] | None = ()
+        if "axes" in node.attributes:
+            axes = tuple(node.attributes["axes"].as_ints())
+        elif len(node.inputs) > 1 and node.inputs[1] is not None:
+            axes = self.elements(node.inputs[1])
+        if shape is None or not axes or not all(isinstance(axis, int) for axis in axes):
+            return None
+        gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
+        if int_attribute(node, "keepdims", 1):
+            return tuple(1 if axis in gone else dim for axis, dim in enumerate(shape))
+        return tuple(dim for axis, dim in enumerate(shape) if axis not in gone)
+
+    def _unsqueeze(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape, axes = self.shape(node.inputs[0]), self.elements(node.inputs[1])
+        if shape is None or axes is None or not all(isinstance(axis, int) for axis in axes):
+            return None
+        rank = len(shape) + len(axes)
+        new = {axis % rank for axis in axes if isinstance(axis, int)}
+        left = iter(shape)
+        return tuple(1 if axis in new else next(left) for axis in range(rank))
+
+    def _squeeze(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        axes = self.elements(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else ()
+        if not shape or axes is None or not all(isinstance(axis, int) for axis in axes):
+            return None
+        gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
+        if not gone and all(isinstance(dim, int) for dim in shape):  # all that are 1
+            gone = {axis for axis, dim in enumerate(shape) if dim == 1}
+        return tuple(dim for axis, dim in enumerate(shape) if axis not in gone) if gone else None
+
+    def _gather(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        data, indices = self.shape(node.inputs[0]), self.shape(node.inputs[1])
+        if data is None or indices is None:
+            return None
+        axis = int_attribute(node, "axis", 0) % len(data)
+        return *data[:axis], *indices, *data[axis + 1 :]
+
+    def _expand(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        target = self.elements(node.inputs[1])
+        if target is None:
+            return None
+        dims = tuple(_fresh(output, axis) if dim is None else dim for axis, dim in enumerate(target))
+        return broadcast([self.shape(node.inputs[0]), dims], output)
+
+    def _slice(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        shape, elements = self.shape(node.inputs[0]), self._slice_elements(node)
+        if elements is not None:
+            return (len(elements),)
+        given = node.inputs[3] if len(node.inputs) > 3 else None
+        starts, axes = self.shape(node.inputs[1]), self.elements(given)
+        if given is None and starts is not None and isinstance(starts[0], int):
+            axes = tuple(range(starts[0]))
+        if shape is None or axes is None:
+            return None
+        sliced = {axis % len(shape) for axis in axes if isinstance(axis, int)}
+        return tuple(_fresh(output, axis) if axis in sliced else dim for axis, dim in enumerate(shape))
+
+    def _constant_of_shape(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        target = self.elements(node.inputs[0])
+        if target is None:
+            return None
+        return tuple(_fresh(output, axis) if dim is None else dim for axis, dim in enumerate(target))
+
+    def _range(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        start, limit, step = (self.elements(value) for value in node.inputs)
+        if start != (0,) or step != (1,) or limit is None or limit[0] is None or isinstance(limit[0], float):
+            return (_fresh(output, 0),)
+        return (max(0, limit[0]) if isinstance(limit[0], int) else limit[0],)
+
+    def _concat(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        elements = self._concat_elements(node)
+        if elements is not None:
+            return (len(elements),)
+        shapes = [self.shape(value) for value in node.inputs]
+        if None in shapes or len({len(shape) for shape in shapes if shape is not None}) != 1:
+            return None
+        dims: list[Dim] = []
+        for place, parts in enumerate(zip(*(shape for shape in shapes if shape is not None), strict=True)):
+            numbers = [dim for dim in parts if isinstance(dim, int)]
+            if place == int_attribute(node, "axis", 0) % len(shapes[0] or ()):
+                total = total_of(parts)
+                dims.append(_fresh(output, place) if total is None else total)
+            else:  # all the same, whatever they are called
+                dims.append(numbers[0] if numbers else parts[0])
+        return tuple(dims)
+
+    def _shape_shape(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        elements = self._shape_elements(node)
+        return None if elements is None else (len(elements),)
+
+    def _embed(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        ids, table = self.shape(node.inputs[0]), self.shape(node.inputs[2])
+        return None if ids is None or table is None else (*ids, table[-1])
+
+    # ---- numbers that shapes are computed from -----------------------------------------------------------------------
+
+    def _shape_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
+        shape = self.shape(node.inputs[0])
+        if shape is None:
+            return None
+        end = node.attributes["end"].as_int() if "end" in node.attributes else None
+        return shape[int_attribute(node, "start", 0) : end]
+
+    def _same_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
+        """Also of Reshape, whose result is used as a vector or number of the same elements."""
+        elements = self.elements(node.inputs[0])
+        if elements is None or node.op_type != "Cast":
+            return elements
+        floats = ir.DataType(node.attributes["to"].as_int()).is_floating_point()
+        return tuple(float(one) if isinstance(one, int) and floats else one for one in elements)
+
+    def _gather_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
+        data, indices = self.elements(node.inputs[0]), self.elements(node.inputs[1])
+        if data is None or indices is None:
+            return None
+        inside = all(isinstance(index, int) and -len(data) <= index < len(data) for index in indices)
+        return tuple(data[index] for index in indices if isinstance(index, int)) if inside else None
+
+    def _slice_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
+        data = self.elements(node.inputs[0])
+        bounds = [self.number(value) for index, value in enumerate(node.inputs) if index in (1, 2, 4)]
+        if data is None or None in bounds:
+            return None
+        return data[slice(*(int(bound) for bound in bounds if bound is not None))]
+
+    def _concat_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
+        parts = [self.elements(value) for value in node.inputs]
+        return None if None in parts else tuple(one for part in parts if part is not None for one in part)
+
+    def _constant_of_shape_elements(self, node: ir.Node) -> tuple[Element, ...] | None:
+        counts = self.elements(node.inputs[0])
+        count = counts[0] if counts is not None and len(counts) == 1 else None
+        if not isinstance(count, int) or count > _MOST_ELEMENTS:
+            return None
+        value = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
+        return (value,) * count
+
+    def _arithmetic(self, node: ir.Node) -> tuple[Element, ...] | None:
+        operands = [self.elements(value) for value in node.inputs]
+        lengths = {len(operand) for operand in operands if operand is not None}
+        if None in operands or len(lengths - {1}) > 1:
+            return None
+        count = max(lengths)
+        columns = [operand * (count // len(operand)) for operand in operands if operand]
+        return tuple(_compute(node.op_type, row) for row in zip(*columns, strict=True))
+
+
+_SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
+    **dict.fromkeys(("MatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"), Dimensions._matmul),
+    "Gemm": Dimensions._gemm,
+    "MatMulNBits": Dimensions._linear,
+    "W4A8MatMul": Dimensions._linear,
+    "SparseAMXMatMul": Dimensions._linear,
+    "NoMADAttention": Dimensions._attention,
+    "MultiHeadAttention": Dimensions._attention,
+    "Attention": Dimensions._onnx_attention,
+    "Transpose": Dimensions._transpose,
+    "Reshape": Dimensions._reshape,
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceL2"), Dimensions._reduce),
+    "Unsqueeze": Dimensions._unsqueeze,
+    "Squeeze": Dimensions._squeeze,
+    "Gather": Dimensions._gather,
+    "Slice": Dimensions._slice,
+    "Expand": Dimensions._expand,
+    "ConstantOfShape": Dimensions._constant_of_shape,
+    "Range": Dimensions._range,
+    "Shape": Dimensions._shape_shape,
+    "Concat": Dimensions._concat,
+    "EmbedLayerNormalization": Dimensions._embed,
+}
+_ELEMENTS: dict[str, Callable[[Dimensions, ir.Node], tuple[Element, ...] | None]] = {
+    "Shape": Dimensions._shape_elements,
+    **dict.fromkeys(("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"), Dimensions._same_elements),
+    "Gather": Dimensions._gather_elements,
+    "Slice": Dimensions._slice_elements,
+    "Concat": Dimensions._concat_elements,
+    "ConstantOfShape": Dimensions._constant_of_shape_elements,
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Where", "Equal"), Dimensions._arithmetic),
+}
+
+
+def broadcast(shapes: Sequence[Shape | None], output: ir.Value) -> Shape | None:
+    """The shape that ONNX broadcasts them to; of two different symbols neither is taken."""
+    if None in shapes:
+        return None
+    rank = max(len(shape) for shape in shapes if shape is not None)
+    aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes if shape is not None]
+    result: list[Dim] = []
+    for axis, dims in enumerate(zip(*aligned, strict=True)):
+        different = {dim for dim in dims if dim != 1}
+        numbers = [dim for dim in different if isinstance(dim, int)]
+        if len(different) <= 1:
+            result.append(next(iter(different), 1))
+        else:
+            result.append(numbers[0] if numbers else _fresh(output, axis))
+    return tuple(result)
+
+
+def permutation(node: ir.Node, rank: int) -> tuple[int, ...]:
+    """Of a Transpose."""
+    return tuple(node.attributes["perm"].as_ints()) if "perm" in node.attributes else tuple(reversed(range(rank)))
+
+
+def int_attribute(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default
+
+
+def _fresh(value: ir.Value, axis: int) -> Dim:
+    return value, axis
+
+
+def _is_unknown(dim: Dim) -> bool:
+    """Whether it is neither a number nor the name of an input's dimension."""
+    return isinstance(dim, tuple | Sum)
+
+
+def _declared(value: ir.Value) -> Shape | None:
+    if value.shape is None:
+        return None
+    # Names of dimensions mean something only where a person or an exporter gave them: at the graph's inputs.
+    named = value.is_graph_input()
+    dims: list[Dim] = []
+    for axis, dim in enumerate(value.shape):
+        name = None if isinstance(dim, int) else dim.value
+        dims.append(dim if isinstance(dim, int) else name if named and name else _fresh(value, axis))
+    return tuple(dims)
+
+
+def _quotient(dims: Sequence[Dim], by: Sequence[Dim]) -> Dim | None:
+    """The one dimension that, with those of `by`, makes up as many elements as `dims`."""
+    symbols = Counter(dim for dim in dims if not isinstance(dim, int))
+    others = Counter(dim for dim in by if not isinstance(dim, int))
+    left, missing = symbols - others, others - symbols
+    number, divisor = (math.prod(dim for dim in side if isinstance(dim, int)) for side in (dims, by))
+    if missing or divisor == 0 or number % divisor:
+        return None
+    if not left:
+        return number // divisor
+    return next(iter(left)) if left.total() == 1 and number == divisor else None
+
+
+def _compute(op_type: str, operands: Sequence[Element]) -> Element:
+    if op_type == "Where":
+        condition, chosen, other = operands
+        return (chosen if condition else other) if isinstance(condition, bool) else None
+    numbers = [one for one in operands if isinstance(one, int | float)]
+    if op_type == "Equal" and len(numbers) == 1 and None not in operands and numbers[0] < 0:
+        return False  # a dimension is not negative
+    if len(numbers) != len(operands):
+        return total_of(operands) if op_type == "Add" else None
+    try:
+        match op_type, numbers:
+            case "Add", (a, b):
+                return a + b
+            case "Sub", (a, b):
+                return a - b
+            case "Mul", (a, b):
+                return a * b
+            case "Div", (a, b):
+                return int(a / b) if isinstance(a, int) and isinstance(b, int) else a / b
+            case "Equal", (a, b):
+                return a == b
+            case "Sqrt", (a,):
+                return math.sqrt(a)
+            case "Reciprocal", (a,):
+                return 1 / a
+    except (ArithmeticError, ValueError):
+        pass
+    return None
+
+
+def head_size(value: ir.Value) -> int | None:
+    """The size of a head in a cache, whose shape leaves it open in models of ONNX Runtime GenAI's newer builders.
+
+    It follows from the width of the queries, or of queries, keys and values where these are one input.
+    """
+    for node, _ in value.uses():
+        if node.op_type != "GroupQueryAttention" or not node.inputs or node.inputs[0] is None:
+            continue
+        counts = [node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads") if name in node.attributes]
+        width = _width(node.inputs[0])
+        if len(counts) == 2 and width is not None:
+            packed = all(source is None for source in node.inputs[1:3])
+            heads = counts[0] + (2 * counts[1] if packed else 0)
+            return width // heads if heads > 0 else None
+    return None
+
+
+def _width(value: ir.Value) -> int | None:
+    """The last dimension, which a product with a weight and the addition of a bias tell where the value does not."""
+    node = value.producer()
+    if value.shape is not None and len(value.shape) and isinstance(value.shape[-1], int):
+        return value.shape[-1]
+    if node is None:
+        return None
+    if "N" in node.attributes:  # MatMulNBits
+        return node.attributes["N"].as_int()
+    constants = [constant_tensor(source) for source in node.inputs] if node.op_type in ("MatMul", "Add") else []
+    return next((tensor.shape.numpy()[-1] for tensor in constants if tensor is not None and len(tensor.shape)), None)

@@ -1,0 +1,151 @@
+"""Finds the LayerNormalization behind a linear layer and its epilogue.
+
+Exports of opset 17 and later have one node; earlier ones, and TorchScript below that opset, write
+
+    d = x - ReduceMean(x)
+    y = d / Sqrt(ReduceMean(d^2) + epsilon) weight + bias
+
+This order of operations is the only one that exporters write, so it is looked for as it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import onnx_ir as ir
+
+from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
+from .epilogue import Epilogue, LayerNorm, graph_of, in_graph_order, only_consumer
+
+_DEFAULT_EPSILON = 1e-5  # of the operator
+
+
+def add_layer_norm(epilogue: Epilogue, n: int) -> Epilogue:
+    """The epilogue of a layer of n outputs with the LayerNormalization behind it, if there is one."""
+    found = find_layer_norm(epilogue.output, n)
+    if found is None:
+        return epilogue
+    return dataclasses.replace(epilogue, norm=found, nodes=(*epilogue.nodes, *found.nodes), output=found.output)
+
+
+def find_layer_norm(x: ir.Value, n: int) -> LayerNorm | None:
+    """That of x [..., n], float32, where nothing else sees x or a value in between. Changes nothing."""
+    if n < 2:  # with one column, x could be broadcast to more by what was added to it
+        return None
+    found = _operator(x, n) or _formula(x, n)
+    return found if found is not None and 0 <= found.epsilon < math.inf else None
+
+
+def _operator(x: ir.Value, n: int) -> LayerNorm | None:
+    node = only_consumer(x)
+    if node is None or node.op_type != "LayerNormalization" or node.domain not in DEFAULT_DOMAINS:
+        return None
+    weight, bias = (node.inputs[index] if index < len(node.inputs) else None for index in (1, 2))
+    attributes = node.attributes
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+        return None
+    if "stash_type" in attributes and attributes["stash_type"].as_int() != ir.DataType.FLOAT:
+        return None
+    if not _is_last_axis(node, attributes["axis"].as_int() if "axis" in attributes else -1):
+        return None
+    if weight is None or not _is_vector(weight, n) or (bias is not None and not _is_vector(bias, n)):
+        return None
+    epsilon = attributes["epsilon"].as_float() if "epsilon" in attributes else _DEFAULT_EPSILON
+    return LayerNorm(weight, bias, epsilon, (node,))
+
+
+def _formula(x: ir.Value, n: int) -> LayerNorm | None:
+    mean = _mean(x, uses=2)
+    subtract = _consumer(mean, "Sub")
+    if mean is None or subtract is None or list(subtract.inputs) != [x, mean.outputs[0]]:
+        return None
+    d = subtract.outputs[0]
+    square = next((node for node in d.consumers() if _is_square(node, d)), None)
+    if square is None:
+        return None
+    variance = _mean(square.outputs[0])
+    add = _consumer(variance, "Add")
+    root = _consumer(add, "Sqrt")
+    divide = _consumer(root, "Div")
+    if variance is None or add is None or root is None or divide is None:
+        return None
+    epsilon = _number(_other(add, variance.outputs[0]))
+    if epsilon is None or list(divide.inputs) != [d, root.outputs[0]]:
+        return None
+    multiply = _consumer(divide, "Mul")
+    weight = _other(multiply, divide.outputs[0]) if multiply is not None else None
+    if multiply is None or weight is None or not _is_vector(weight, n):
+        return None
+    nodes = [mean, subtract, square, variance, add, root, divide, multiply]
+    # Between x and the result, nobody else sees a value.
+    if not _only_seen_by(x, mean, subtract) or not _only_seen_by(d, square, divide):
+        return None
+    plus = _consumer(multiply, "Add")
+    bias = _other(plus, multiply.outputs[0]) if plus is not None else None
+    if plus is None or bias is None or not _is_vector(bias, n):
+        return LayerNorm(weight, None, epsilon, tuple(in_graph_order(nodes)))
+    return LayerNorm(weight, bias, epsilon, tuple(in_graph_order([*nodes, plus])))
+
+
+def _consumer(node: ir.Node | None, op_type: str) -> ir.Node | None:
+    """The only one of the node's result, if it is this operator."""
+    consumer = only_consumer(node.outputs[0]) if node is not None else None
+    standard = consumer is not None and consumer.domain in DEFAULT_DOMAINS
+    return consumer if consumer is not None and standard and consumer.op_type == op_type else None
+
+
+def _only_seen_by(value: ir.Value, *nodes: ir.Node) -> bool:
+    consumers = [use.node for use in value.uses()]
+    return not value.is_graph_output() and all(node in nodes and node.graph is graph_of(value) for node in consumers)
+
+
+def _other(node: ir.Node, operand: ir.Value) -> ir.Value | None:
+    """The other operand of an addition or a product."""
+    return node.inputs[1] if node.inputs[0] is operand else node.inputs[0]
+
+
+def _mean(x: ir.Value, uses: int = 1) -> ir.Node | None:
+    """The ReduceMean over x's last axis, which stays."""
+    nodes = [use.node for use in x.uses()]
+    node = next((node for node in nodes if node.op_type == "ReduceMean" and node.domain in DEFAULT_DOMAINS), None)
+    if node is None or node.graph is not graph_of(x) or node.inputs[0] is not x:
+        return None
+    if len(nodes) != uses or x.is_graph_output():
+        return None
+    attributes = node.attributes
+    if "keepdims" in attributes and attributes["keepdims"].as_int() != 1:
+        return None
+    if "axes" in attributes:
+        axes = list(attributes["axes"].as_ints())
+    else:  # from opset 18 on an input
+        tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
+        axes = tensor.numpy().reshape(-1).tolist() if tensor is not None else []
+    return node if len(axes) == 1 and _is_last_axis(node, axes[0]) else None
+
+
+def _is_square(node: ir.Node, x: ir.Value) -> bool:
+    if node.domain not in DEFAULT_DOMAINS:
+        return False
+    if node.op_type == "Mul":
+        return list(node.inputs) == [x, x]
+    return node.op_type == "Pow" and node.inputs[0] is x and _number(node.inputs[1]) == 2
+
+
+def _is_last_axis(node: ir.Node, axis: int) -> bool:
+    """Of an operator whose result has as many axes as its first input."""
+    shapes = [value.shape for value in (node.inputs[0], node.outputs[0]) if value is not None]
+    return axis == -1 or any(shape is not None and axis == len(shape) - 1 for shape in shapes)
+
+
+def _is_vector(value: ir.Value, n: int) -> bool:
+    tensor = constant_tensor(value)
+    return tensor is not None and tensor.dtype == ir.DataType.FLOAT and list(tensor.shape) == [n]
+
+
+def _number(value: ir.Value | None) -> float | None:
+    tensor = constant_tensor(value)
+    # Of more axes than one, a number might add axes to the result.
+    if tensor is None or list(tensor.shape) not in ([], [1]):
+        return None
+    return float(float_array(tensor).item())

@@ -1,0 +1,350 @@
+"""Finds the linear layers of a model: y = x W + b with a constant W. Shared by prune, calibrate, replace and inspect.
+
+A MatMul or Gemm that is no linear layer is reported with the reason, so that a user sees why nothing happens to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from ..options import any_matches
+from ..weights.quantizers.fixed_range import FixedRange
+from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array, stored_bytes
+from .quantized_forms import why_not
+from .quantized_weight import QuantizedWeight, dequantized_tensor
+from .stored_int4 import (
+    BIAS_INPUT,
+    MATMUL_NBITS,
+    WEIGHT_INPUTS,
+    StoredInt4,
+    is_matmul_nbits,
+    read_dequantized,
+    read_matmul_nbits,
+)
+from .stored_int8 import (
+    DYNAMIC_QUANTIZE_MATMUL,
+    MATMUL_INTEGER_TO_FLOAT,
+    Int8Numbers,
+    Malformed,
+    StoredInt8,
+    fixed_range,
+    layer_input,
+    read_dequantized_int8,
+    read_int8,
+    stored_inputs,
+)
+
+# Operators outside of the standard that hold the weights of linear layers, with what to do about it.
+_OTHER_LINEAR_OPS = {
+    "Attention": "its QKV weights are inside of a fused operator; optimize the model before this fusion",
+    "QAttention": "its QKV weights are int8 inside of a fused operator; optimize the model before this fusion",
+    "LongformerAttention": "its QKV weights are inside of a fused operator",
+    "DecoderAttention": "its QKV weights are inside of a fused operator",
+    "FusedMatMul": "a fused MatMul with scaling or transposes; optimize the model before this fusion",
+    "FusedGemm": "a Gemm fused with its activation; optimize the model before this fusion",
+    "GemmFastGelu": "a Gemm fused with its activation; optimize the model before this fusion",
+    MATMUL_NBITS: "its weight is already quantized",
+    "MatMulBnb4": "its weight is already quantized",
+    "MatMulFpQ4": "its weight is already quantized",
+    "MatMulInteger": "its weight is already quantized",
+    MATMUL_INTEGER_TO_FLOAT: "its weight is already quantized",
+    DYNAMIC_QUANTIZE_MATMUL: "its weight is already quantized",
+    "QLinearMatMul": "its weight is already quantized",
+    "QGemm": "its weight is already quantized",
+    "MoE": "a mixture of experts in a fused operator",
+    "QMoE": "a mixture of experts in a fused operator",
+    "Einsum": "Einsum is not looked into; export it as MatMul",
+}
+_MISSING = "an input is missing"
+_ACTIVATION_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear layer. Its node may be a MatMul, Gemm or MatMulNBits, or store an int8 weight (stored_int8.py); its bias
+    may come from the Add behind it."""
+
+    node: ir.Node
+    add: ir.Node | None
+    x: ir.Value
+    weight_value: ir.Value  # what the node consumes; of nodes that store a quantized weight the numbers
+    transposed: bool  # the weight is [n, k], as for Gemm with transB=1
+    bias_value: ir.Value | None
+    k: int
+    n: int
+    dtype: ir.DataType  # of the activations
+    # The weight's 4-bit numbers, if the model stores such, or why W4A8MatMul cannot hold them.
+    int4: StoredInt4 | str | None = None
+    # The weight's 8-bit numbers, if the model stores such, or why they cannot be taken over.
+    int8: StoredInt8 | str | None = None
+    x_range: FixedRange | None = None  # that x has in the model
+
+    @property
+    def name(self) -> str:
+        return node_name(self.node)
+
+    @property
+    def op(self) -> str:
+        return f"{self.node.op_type}+Add" if self.add else self.node.op_type
+
+    @property
+    def output(self) -> ir.Value:
+        return (self.add or self.node).outputs[0]
+
+    @property
+    def weight(self) -> ir.TensorProtocol:
+        """The weight as a MatMul or Gemm consumes it: [k, n], or [n, k] if transposed."""
+        if is_matmul_nbits(self.node):
+            assert isinstance(self.int4, StoredInt4)
+            return dequantized_tensor(self.int4, self.transposed, self.dtype)
+        if stored_inputs(self.node) is not None:
+            numbers = read_int8(self.node)
+            assert isinstance(numbers, Int8Numbers)
+            return numbers.tensor(self.dtype)
+        tensor = constant_tensor(self.weight_value)
+        assert tensor is not None
+        return tensor
+
+    @property
+    def weight_values(self) -> list[ir.Value]:
+        """The node's inputs that make up the weight."""
+        int8 = stored_inputs(self.node)
+        indices = WEIGHT_INPUTS if is_matmul_nbits(self.node) else int8.weight if int8 is not None else (1,)
+        inputs = [self.node.inputs[index] for index in indices if index < len(self.node.inputs)]
+        return [value for value in inputs if value is not None]
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the weight takes in the file."""
+        return sum(stored_bytes(value) for value in self.weight_values)
+
+    @property
+    def stored_type(self) -> str:
+        """The element type in the file, which a Cast or DequantizeLinear may hide."""
+        if isinstance(self.int4, StoredInt4):
+            return f"int4, groups of {self.int4.group_size}"
+        value = self.weight_value
+        while (node := value.producer()) is not None and node.inputs and node.inputs[0] is not None:
+            value = node.inputs[0]
+        tensor = constant_tensor(value)
+        return (tensor if tensor is not None else self.weight).dtype.name
+
+    @property
+    def weight_key(self) -> Hashable:
+        """Equal for layers that share one weight."""
+        return tuple(map(constant_key, self.weight_values)), self.transposed
+
+    @property
+    def weight_names(self) -> list[str]:
+        return [value.name for value in constant_values(self.weight_value) if value.name]
+
+    def matches(self, globs: tuple[str, ...]) -> bool:
+        """Whether the name of the node or of its weight matches one of the patterns."""
+        return any_matches([self.name, *self.weight_names], globs)
+
+    def matrix(self) -> np.ndarray:
+        """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""
+        return self.matrix_as_it_is()()
+
+    def matrix_as_it_is(self) -> Callable[[], np.ndarray]:
+        """Reads the matrix that the layer has now, also after a pass has given it another one."""
+        for stored in (self.int4, self.int8):
+            if isinstance(stored, QuantizedWeight):
+                return stored.matrix
+        return partial(weight_matrix, self.weight, self.transposed)
+
+    def bias(self) -> np.ndarray | None:
+        """The bias as float32 [n]."""
+        tensor = constant_tensor(self.bias_value)
+        return None if tensor is None else np.broadcast_to(float_array(tensor).reshape(-1), (self.n,))
+
+
+@dataclass(frozen=True, eq=False)
+class NotLinear:
+    """A node that multiplies by a matrix, but cannot be handled, and why."""
+
+    node: ir.Node
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return node_name(self.node)
+
+
+def weight_matrix(tensor: ir.TensorProtocol, transposed: bool) -> np.ndarray:
+    """[k, n] as float32; perhaps a read-only view of a mapped file: do not keep it."""
+    array = float_array(tensor)
+    return array.T if transposed else array
+
+
+def op_name(node: ir.Node) -> str:
+    return node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.domain}::{node.op_type}"
+
+
+def node_name(node: ir.Node) -> str:
+    return node.name or f"{node.op_type} that makes {node.outputs[0].name!r}"
+
+
+def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
+    """All matrix products of the model in graph order, those in subgraphs (If, Loop, Scan) included."""
+    found: list[Linear | NotLinear] = []
+    for node in model.graph.all_nodes():
+        if node.domain in DEFAULT_DOMAINS and node.op_type in ("MatMul", "Gemm") and len(node.inputs) > 1:
+            found.append(_match(node))
+        elif is_matmul_nbits(node):
+            found.append(_match_nbits(node))
+        elif stored_inputs(node) is not None and _holds_matrix(node):
+            found.append(_match_int8(node))
+        elif node.op_type in _OTHER_LINEAR_OPS and _holds_matrix(node):
+            reason = why_not(node) or _OTHER_LINEAR_OPS[node.op_type]
+            found.append(NotLinear(node, f"{op_name(node)}: {reason}"))
+    return found
+
+
+def linears_in(model: ir.Model) -> Iterator[Linear]:
+    return (found for found in find_linears(model) if isinstance(found, Linear))
+
+
+def _match(node: ir.Node) -> Linear | NotLinear:
+    x, weight_value = node.inputs[0], node.inputs[1]
+    if x is None or weight_value is None:
+        return NotLinear(node, _MISSING)
+    weight = constant_tensor(weight_value)
+    if weight is None:
+        return NotLinear(node, _why_not_constant(node, weight_value))
+    if len(weight.shape) != 2:
+        return NotLinear(node, f"weight {weight_value.name!r} is {len(weight.shape)}-D, expected 2-D")
+    if weight.dtype not in _ACTIVATION_TYPES:
+        return NotLinear(node, f"weight {weight_value.name!r} is {weight.dtype.name}, expected FLOAT or FLOAT16")
+    if constant_tensor(x) is not None:
+        return NotLinear(node, "both inputs are constant")
+    transposed = node.op_type == "Gemm" and _int_attribute(node, "transB", 0) == 1
+    rows, columns = weight.shape.numpy()
+    k, n = (columns, rows) if transposed else (rows, columns)
+    if k == 0 or n == 0:
+        return NotLinear(node, f"weight {weight_value.name!r} is empty: {k} x {n}")
+    add, bias_value = None, None
+    if node.op_type == "Gemm":
+        bias_value = node.inputs[2] if len(node.inputs) > 2 else None
+        reason = _why_not_plain_gemm(node, bias_value, n)
+        if reason:
+            return NotLinear(node, reason)
+    else:
+        add, bias_value = _bias_add(node, weight.dtype, n)
+    int4, int8 = read_dequantized(weight_value, transposed), read_dequantized_int8(weight_value, transposed)
+    if isinstance(int8, Malformed):
+        return NotLinear(node, int8.reason)
+    return Linear(
+        node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype, int4, int8, fixed_range(x)
+    )  # fmt: skip
+
+
+def _match_nbits(node: ir.Node) -> Linear | NotLinear:
+    int4 = read_matmul_nbits(node)
+    if isinstance(int4, str):
+        return NotLinear(node, f"{op_name(node)}: {int4}")
+    x, weight_value, scales = node.inputs[0], node.inputs[1], constant_tensor(node.inputs[2])
+    assert weight_value is not None and scales is not None  # read_matmul_nbits has seen them
+    if x is None:
+        return NotLinear(node, _MISSING)
+    if constant_tensor(x) is not None:
+        return NotLinear(node, "both inputs are constant")
+    k, n = int4.q.shape.numpy()
+    bias_value = node.inputs[BIAS_INPUT] if len(node.inputs) > BIAS_INPUT else None
+    if bias_value is None:
+        add, bias_value = _bias_add(node, scales.dtype, n)
+        return Linear(node, add, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
+    bias = constant_tensor(bias_value)
+    if bias is None:
+        return NotLinear(node, f"bias {bias_value.name!r} is computed at run time")
+    if list(bias.shape) != [n] or bias.dtype != scales.dtype:
+        found = f"{bias.dtype.name} {list(bias.shape.numpy())}"
+        return NotLinear(node, f"bias {bias_value.name!r} is {found}, expected {scales.dtype.name} [{n}]")
+    return Linear(node, None, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
+
+
+def _match_int8(node: ir.Node) -> Linear | NotLinear:
+    """DynamicQuantizeMatMul, or MatMulIntegerToFloat behind a DynamicQuantizeLinear."""
+    reason, numbers = why_not(node), read_int8(node)
+    if reason is not None or isinstance(numbers, str):
+        return NotLinear(node, f"{op_name(node)}: {reason or numbers}")
+    inputs, x = stored_inputs(node), layer_input(node)
+    assert inputs is not None
+    weight_value = node.inputs[inputs.codes]
+    assert weight_value is not None  # read_int8 has seen it
+    if x is None:
+        fixed = node.op_type == MATMUL_INTEGER_TO_FLOAT and node.inputs[0] is not None
+        return NotLinear(node, "its input has a fixed range; pass normalize is needed before" if fixed else _MISSING)
+    if constant_tensor(x) is not None:
+        return NotLinear(node, "both inputs are constant")
+    bias_value, add = node.inputs[inputs.bias] if len(node.inputs) > inputs.bias else None, None
+    if bias_value is None:
+        add, bias_value = _bias_add(node, ir.DataType.FLOAT, numbers.n)
+    else:
+        bias = constant_tensor(bias_value)
+        if bias is None or list(bias.shape.numpy()) != [numbers.n] or bias.dtype != ir.DataType.FLOAT:
+            return NotLinear(node, f"bias {bias_value.name!r} is no constant of {numbers.n} numbers, FLOAT")
+    return Linear(
+        node, add, x, weight_value, False, bias_value, numbers.k, numbers.n, ir.DataType.FLOAT, int8=numbers.stored()
+    )
+
+
+def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:
+    if weight_value.is_initializer():
+        return f"weight {weight_value.name!r} is also a graph input, so callers may replace it; export without that"
+    first = constant_tensor(node.inputs[0])
+    if first is not None and len(first.shape) >= 2:
+        return "the constant weight is the first input (W x, not x W)"
+    return "the second input is computed at run time (attention scores, or another product of activations)"
+
+
+def _why_not_plain_gemm(node: ir.Node, bias_value: ir.Value | None, n: int) -> str | None:
+    if _int_attribute(node, "transA", 0):
+        return "transA is 1, expected 0"
+    for name in ("alpha", "beta") if bias_value is not None else ("alpha",):
+        number = node.attributes[name].as_float() if name in node.attributes else 1.0
+        if number != 1.0:
+            return f"{name} is {number:g}, expected 1"
+    if bias_value is not None:
+        bias = constant_tensor(bias_value)
+        if bias is None:
+            return f"bias {bias_value.name!r} is computed at run time"
+        # [n], [1, n], or one number for all columns: the same for every row.
+        shape = list(bias.shape.numpy())
+        if shape not in ([n], [1, n], [], [1], [1, 1]):
+            return f"bias {bias_value.name!r} has shape {shape}, expected [{n}]"
+    return None
+
+
+def _bias_add(node: ir.Node, dtype: ir.DataType, n: int) -> tuple[ir.Node | None, ir.Value | None]:
+    """The Add behind a MatMul that adds a constant bias to it and to nothing else."""
+    product = node.outputs[0]
+    uses = list(product.uses())
+    if product.is_graph_output() or len(uses) != 1:
+        return None, None
+    add = uses[0].node
+    if add.op_type != "Add" or add.domain not in DEFAULT_DOMAINS or add.graph is not node.graph:
+        return None, None
+    bias_value = add.inputs[1 - uses[0].idx]
+    bias = constant_tensor(bias_value)
+    if bias is None or list(bias.shape) != [n] or bias.dtype != dtype:
+        return None, None
+    return add, bias_value
+
+
+def _holds_matrix(node: ir.Node) -> bool:
+    tensors = (constant_tensor(value) for value in node.inputs)
+    return any(tensor is not None and len(tensor.shape) >= 2 for tensor in tensors)
+
+
+def _int_attribute(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default
+
+
+def layer_key(layer: Linear | NotLinear) -> ir.Value:
+    return layer.node.outputs[0]

@@ -1,0 +1,58 @@
+"""A weight as whole numbers with scales, and what it stands for as floats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..files.model_file import release_maps
+from ..weights.quantizers.grid import Quantization, Rounded, dequantize
+from .constants import lazy
+
+# As kInt8Bitmap and kInt4Bitmap in ops/formats: the kernels keep sums over all inputs in int32.
+MAX_INPUTS = 1 << 17
+
+
+def too_wide(k: int) -> str:
+    """Why a layer of more inputs is not quantized."""
+    return f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
+
+
+@dataclass(frozen=True)
+class QuantizedWeight(Quantization):
+    """W = scales (q - zero_points), [k, n]. The numbers lie in a file; whoever reads them calls release()."""
+
+    q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); with zero points uint8, 0 … 15
+    scales: ir.TensorProtocol  # float32 or, of a model that stores such, float16 [groups, n]
+    zero_points: ir.TensorProtocol | None = None  # uint8 [groups, n], 0 … 15; None: symmetric
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "symmetric", self.zero_points is None)
+
+    def matrix(self) -> np.ndarray:
+        """scales (q - zero_points) as float32 [k, n]; what would overflow is infinite."""
+        zero_points = None if self.zero_points is None else self.zero_points.numpy()
+        weights = dequantize(Rounded(self.q.numpy(), self.scales.numpy(), zero_points), self.group_size)
+        del zero_points
+        self.release()
+        return weights
+
+    def release(self) -> None:
+        """Unmaps the numbers."""
+        tensors = (self.q, self.scales, self.zero_points)
+        release_maps([tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)])
+
+
+def dequantized_tensor(weight: QuantizedWeight, transposed: bool, dtype: ir.DataType) -> ir.LazyTensor:
+    """The layer's weight, [k, n] or transposed, computed when it is asked for; beyond the type's range its largest."""
+
+    def compute() -> np.ndarray:
+        matrix = weight.matrix()
+        largest = np.float32(dtype.max)
+        np.clip(matrix, -largest, largest, out=matrix)
+        return (matrix.T if transposed else matrix).astype(dtype.numpy(), copy=False)
+
+    shape = weight.q.shape.numpy()
+    return lazy(compute, dtype, ir.Shape(shape[::-1] if transposed else shape))

@@ -1,0 +1,307 @@
+"""The 8-bit weights that a model already stores, and the ranges of activations that it fixes.
+
+Weights lie in com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, and behind DequantizeLinear
+(quantized_forms.py brings what else there is into these forms):
+
+    W = scale (q - zero_point), q [k, n] int8 or uint8, one scale and zero point, or one a column
+
+Where all q - zero_point lie in -128 … 127, they are taken over number by number, as int8 without zero points. Of what
+does not fit, a reason tells why. A model is untrusted: see node_checks.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..weights.quantizers.fixed_range import FixedRange
+from ..weights.quantizers.grid import SMALLEST_SCALE
+from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
+from .quantized_weight import MAX_INPUTS, QuantizedWeight
+
+INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
+FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+DYNAMIC_QUANTIZE_MATMUL = "DynamicQuantizeMatMul"
+MATMUL_INTEGER_TO_FLOAT = "MatMulIntegerToFloat"
+
+# Operators that move numbers about, the first input's, and change none.
+_MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+_MIDDLE = 128  # int8 numbers and zero points plus this are uint8 ones
+_CHUNK = 1 << 22
+_LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times a number stays finite
+
+
+@dataclass(frozen=True)
+class StoredInt8(QuantizedWeight):
+    """An 8-bit weight that the model stores. Its tensors read the model's each time they are asked."""
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Numbers:
+    """W = scales (codes - zero_points), as the model stores it."""
+
+    codes: ir.TensorProtocol  # int8 or uint8 [k, n], or [n, k] if transposed
+    transposed: bool
+    scales: np.ndarray  # float32 [n], above 0
+    zero_points: np.ndarray  # int16 [n]
+
+    @property
+    def k(self) -> int:
+        return int(self.codes.shape.numpy()[1 if self.transposed else 0])
+
+    @property
+    def n(self) -> int:
+        return len(self.scales)
+
+    def centred(self) -> np.ndarray:
+        """codes - zero_points, int16 [k, n]."""
+        codes = self.codes.numpy()
+        centred: np.ndarray = np.subtract(codes.T if self.transposed else codes, self.zero_points, dtype=np.int16)
+        return centred
+
+    def tensor(self, dtype: ir.DataType) -> ir.LazyTensor:
+        """W [k, n], computed when it is asked for."""
+
+        def compute() -> np.ndarray:
+            weights: np.ndarray = (self.centred() * self.scales).astype(dtype.numpy(), copy=False)
+            return weights
+
+        return lazy(compute, dtype, ir.Shape([self.k, self.n]))
+
+    def stored(self) -> StoredInt8 | str:
+        """The same numbers as int8 without zero points, or why there are none."""
+        if self.k > MAX_INPUTS:
+            return f"it has {self.k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
+        low, high = self._range()
+        if low < -_MIDDLE or high >= _MIDDLE:
+            return (
+                f"its numbers less their zero points go from {low} to {high}, expected -128 to 127; quantize with "
+                "symmetric int8 weights to have them taken over as they are"
+            )
+
+        def q() -> np.ndarray:
+            return self.centred().astype(np.int8)
+
+        shape, name = ir.Shape([self.k, self.n]), self.codes.name
+        scales = ir.Tensor(self.scales.reshape(1, -1))
+        return StoredInt8(8, None, lazy(q, ir.DataType.INT8, shape, name), scales)
+
+    def _range(self) -> tuple[int, int]:
+        """The lowest and the highest of codes - zero_points; where any code would do, of what codes there may be."""
+        zero = _MIDDLE if self.codes.dtype == ir.DataType.UINT8 else 0
+        if (self.zero_points == zero).all():
+            return -_MIDDLE, _MIDDLE - 1
+        codes, low, high = self.codes.numpy(), 0, 0
+        axis = 0 if self.transposed else 1  # of the outputs
+        step = max(1, _CHUNK // codes.shape[1])
+        for start in range(0, len(codes), step):
+            part = codes[start : start + step]
+            zeros = self.zero_points[start : start + step] if axis == 0 else self.zero_points
+            low = min(low, int((part.min(axis=1 - axis).astype(np.int16) - zeros).min()))
+            high = max(high, int((part.max(axis=1 - axis).astype(np.int16) - zeros).max()))
+        return low, high
+
+
+@dataclass(frozen=True)
+class StoredInputs:
+    """Which inputs of an operator make up its weight, and which one is the bias."""
+
+    codes: int
+    scales: int
+    zero_points: int
+    bias: int
+
+    @property
+    def weight(self) -> tuple[int, int, int]:
+        return self.codes, self.scales, self.zero_points
+
+
+_INPUTS = {
+    DYNAMIC_QUANTIZE_MATMUL: StoredInputs(1, 2, 3, 4),
+    MATMUL_INTEGER_TO_FLOAT: StoredInputs(1, 3, 5, 6),
+}
+
+
+def stored_inputs(node: ir.Node) -> StoredInputs | None:
+    """Of an operator that stores an int8 weight and makes floats."""
+    return _INPUTS.get(node.op_type) if node.domain == MICROSOFT_DOMAIN else None
+
+
+def read_int8(node: ir.Node) -> Int8Numbers | str:
+    """The weight of such a node, or why it cannot be read."""
+    inputs = _INPUTS[node.op_type]
+    try:
+        return read_numbers(node, *inputs.weight)
+    except UnfitError as reason:
+        return str(reason)
+
+
+def read_numbers(
+    node: ir.Node, codes: int, scales: int | np.ndarray, zero_points: int, transposed: bool = False
+) -> Int8Numbers:
+    """The weight at these inputs of a node: codes [k, n], or [n, k] if transposed. Raises UnfitError.
+
+    scales: an input, or the numbers themselves, float32 of one or n elements.
+    """
+    tensor = constant_input(node, codes, "weight", INT8_TYPES)
+    shape = _matrix_shape(tensor)
+    n = shape[0 if transposed else 1]
+    shapes = ((), (1,), (n,), (1, n))
+    if isinstance(scales, int):
+        scales = float_array(constant_input(node, scales, "weight's scales", FLOAT_TYPES, *shapes))
+    zeros = np.zeros(n, np.int16)
+    if node_input(node, zero_points) is not None:
+        zero = constant_input(node, zero_points, "weight's zero points", (tensor.dtype,), *shapes)
+        zeros = np.broadcast_to(zero.numpy().astype(np.int16).reshape(-1), (n,))
+    _check_scales(scales)
+    return Int8Numbers(tensor, transposed, np.broadcast_to(scales.reshape(-1), (n,)), zeros)
+
+
+def _matrix_shape(weight: ir.TensorProtocol) -> tuple[int, ...]:
+    shape = tuple(weight.shape.numpy())
+    expect(len(shape) == 2, f"its weight {weight.name!r} is {len(shape)}-D, expected 2-D")
+    expect(min(shape) > 0, f"its weight {weight.name!r} is empty: {list(shape)}")
+    return shape
+
+
+def _check_scales(scales: np.ndarray) -> None:
+    """Whether kernels can compute with all of them."""
+    good = (scales >= SMALLEST_SCALE) & (scales <= _LARGEST_SCALE)  # NaN fails
+    if not good.all():
+        bad = float(scales[~good].reshape(-1)[0])
+        raise UnfitError(f"its weight has a scale of {bad:g}, expected numbers above 0; quantize the model again")
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Why a DequantizeLinear makes no weight to compute with at all."""
+
+    reason: str
+
+
+def read_dequantized_int8(value: ir.Value, transposed: bool) -> StoredInt8 | Malformed | str | None:
+    """The weight behind a layer's constant input, [k, n], or [n, k] if transposed; or why it cannot be taken over.
+
+    None: the input is not made by a DequantizeLinear of 8-bit numbers, with at most Transpose and Identity between.
+    """
+    node = None
+    for node in makers(value, ("Identity", "Transpose")):
+        transposed ^= node.op_type == "Transpose" and not keeps_order(node)
+    if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
+        return None
+    codes = constant_tensor(node_input(node, 0))
+    if codes is None or codes.dtype not in INT8_TYPES or len(codes.shape) != 2:
+        return None
+    try:
+        scales = constant_input(node, 1, "weight's scales", FLOAT_TYPES)
+    except UnfitError as reason:
+        return str(reason)
+    try:
+        _check_scales(float_array(scales))
+    except UnfitError as reason:
+        return Malformed(str(reason))
+    try:
+        return _dequantized(node, codes, transposed)
+    except UnfitError as reason:
+        return str(reason)
+
+
+def keeps_order(transpose: ir.Node) -> bool:
+    return "perm" in transpose.attributes and list(transpose.attributes["perm"].as_ints()) == [0, 1]
+
+
+def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> StoredInt8 | str:
+    axis, block_size = whole_number(node, "axis", 1), whole_number(node, "block_size", 0)
+    expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
+    expect(block_size == 0, f"its scales are for blocks of {block_size} inputs, expected one scale, or one a column")
+    numbers = read_numbers(node, 0, 1, 2, transposed)
+    scales = constant_tensor(node.inputs[1])
+    assert scales is not None
+    along_inputs = axis % 2 == int(transposed)
+    expect(scales.size == 1 or not along_inputs, "its scales are one an input, expected one, or one an output")
+    made = whole_number(node, "output_dtype", 0)
+    expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
+    return numbers.stored()
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+def dynamic_source(codes: ir.Value | None) -> ir.Node | None:
+    """The DynamicQuantizeLinear whose numbers these are."""
+    node = codes.producer() if codes is not None else None
+    known = node is not None and node.op_type == "DynamicQuantizeLinear" and node.domain in DEFAULT_DOMAINS
+    return node if node is not None and known and codes is node.outputs[0] and node_input(node, 0) is not None else None
+
+
+def layer_input(node: ir.Node) -> ir.Value | None:
+    """The floats that go into a layer of any form, as they are now."""
+    codes = node_input(node, 0)
+    if node.op_type != MATMUL_INTEGER_TO_FLOAT or node.domain != MICROSOFT_DOMAIN:
+        return codes
+    quantize = dynamic_source(codes)
+    return None if quantize is None else quantize.inputs[0]
+
+
+def remove_unused_dynamic(node: ir.Node) -> None:
+    """Removes a DynamicQuantizeLinear that nothing uses any more."""
+    if node.graph is not None and not any(value.uses() or value.is_graph_output() for value in node.outputs):
+        node.graph.remove(node, safe=True)
+
+
+def fixed_range(x: ir.Value) -> FixedRange | None:
+    """The range that a layer's input has because DequantizeLinear makes it of u8 or int8 numbers."""
+    node = maker(x, "DequantizeLinear")
+    return None if node is None else range_at(node, 1, 2)
+
+
+def maker(value: ir.Value, op_type: str) -> ir.Node | None:
+    """The node that makes these numbers, which others may have moved about since, if it is a standard one like this."""
+    node = next((node for node in makers(value, _MOVES) if node.op_type not in _MOVES), None)
+    return node if node is not None and node.op_type == op_type and node.domain in DEFAULT_DOMAINS else None
+
+
+def range_at(node: ir.Node, scale: int, zero_point: int) -> FixedRange | None:
+    """The range that these inputs of a node say, if it is one for all numbers and VNNISpMM can have it."""
+    scales, zeros = constant_tensor(node_input(node, scale)), constant_tensor(node_input(node, zero_point))
+    if scales is None or scales.size != 1 or scales.dtype not in FLOAT_TYPES:
+        return None
+    number = float_array(scales).reshape(-1)[0]
+    if not SMALLEST_SCALE <= number <= _LARGEST_SCALE:
+        return None
+    if zeros is None:
+        # Without a zero point it is 0, and the type that of the codes, which QuantizeLinear then makes uint8.
+        missing = node_input(node, zero_point) is None
+        kind = _code_type(node_input(node, 0)) if missing else None
+        zero = {ir.DataType.UINT8: 0, ir.DataType.INT8: _MIDDLE}.get(kind) if kind is not None else None
+    elif zeros.size == 1 and zeros.dtype in INT8_TYPES:
+        zero = int(zeros.numpy().reshape(-1)[0]) + (_MIDDLE if zeros.dtype == ir.DataType.INT8 else 0)
+    else:
+        zero = None
+    return None if zero is None else FixedRange(np.float32(number), np.uint8(zero))
+
+
+def _code_type(codes: ir.Value | None) -> ir.DataType | None:
+    return None if codes is None or codes.type is None else codes.dtype
+
+
+def unrounded(x: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Floats, of this type, that a QuantizeLinear rounds to what a DequantizeLinear makes x of; or else x itself."""
+    dequantize = x.producer()
+    if dequantize is None or dequantize.op_type != "DequantizeLinear" or dequantize.domain not in DEFAULT_DOMAINS:
+        return x
+    codes = node_input(dequantize, 0)
+    quantize = codes.producer() if codes is not None else None
+    if quantize is None or quantize.op_type != "QuantizeLinear" or quantize.domain not in DEFAULT_DOMAINS:
+        return x
+    scale, floats = constant_tensor(node_input(quantize, 1)), node_input(quantize, 0)
+    whole_type = "output_dtype" not in quantize.attributes and "precision" not in quantize.attributes
+    same = range_at(quantize, 1, 2) == range_at(dequantize, 1, 2) is not None
+    zeros = [constant_tensor(node_input(node, 2)) for node in (quantize, dequantize)]
+    known = zeros[0] is not None and zeros[1] is not None and zeros[0].dtype == zeros[1].dtype
+    if not (same and known and whole_type and scale is not None and scale.dtype == dtype) or floats is None:
+        return x
+    return floats

@@ -1,0 +1,91 @@
+"""Runs a decoder on feeds and hands out the keys that its cache then holds, to learn codebooks from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, one_line
+
+from ..files.model_file import data_path, write_model
+from ..passes.calibrate import OnRun
+from ..passes.context import PassContext
+from .feeds import Feeds
+from .sessions import open_quietly
+
+_GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
+
+
+@contextmanager
+def opened_model(model: ir.Model, context: PassContext) -> Iterator[Any]:
+    """A session for the model as the passes so far have left it."""
+    path = context.candidate.with_name("keys.onnx")
+    try:
+        write_model(model, path, lambda done, total: None)
+        context.release()
+        yield open_quietly(path, context.source, library=True)
+    finally:
+        for file in (path, data_path(path)):
+            file.unlink(missing_ok=True)
+
+
+def collect_keys(
+    session: Any, names: Sequence[str], sizes: Sequence[int], feeds: Sequence[Feeds], max_tokens: int, on_run: OnRun
+) -> Iterator[tuple[int, np.ndarray]]:
+    """For each of the outputs `names` [batch, kv_heads, tokens, head_dim]: its number, and up to max_tokens keys of
+    each head, float32 [kv_heads, n, head_dim], about as many of each of the feeds, evenly spread.
+
+    sizes: kv_heads head_dim of each. The model runs once for as many outputs as fit into _GROUP_BYTES.
+    Padding, by an input attention_mask, is left out. Raises CalibrationError where the model does not run, and where
+    keys are none or not finite.
+    """
+    quota = -(-max_tokens // len(feeds))
+    groups: list[list[int]] = []
+    left = 0
+    for number, size in enumerate(sizes):
+        left -= 4 * max_tokens * size
+        if left < 0:
+            groups.append([])
+            left = _GROUP_BYTES - 4 * max_tokens * size
+        groups[-1].append(number)
+    done, total = 0, len(groups) * len(feeds)
+    for group in groups:
+        kept: dict[int, list[np.ndarray]] = {number: [] for number in group}
+        for one in feeds:
+            on_run(done, total)
+            try:
+                caches = session.run([names[number] for number in group], one)
+            except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                raise CalibrationError(
+                    f"the model does not run on the calibration feeds: {one_line(error)}; check their shapes and types"
+                ) from error
+            rows = _some_tokens(one, caches[0].shape, quota)
+            for number, cache in zip(group, caches, strict=True):
+                kept[number].append(cache.transpose(1, 0, 2, 3)[:, rows[0], rows[1]].astype(np.float32))
+            done += 1
+        for number in group:
+            keys = np.concatenate(kept.pop(number), axis=1)[:, :max_tokens]
+            if not keys.size or not np.isfinite(keys).all():
+                raise CalibrationError(
+                    f"the keys {names[number]!r} {'hold NaN or infinity' if keys.size else 'are none'} on the "
+                    "calibration feeds; give others"
+                )
+            yield number, keys
+    on_run(total, total)
+
+
+def _some_tokens(feeds: Feeds, shape: tuple[int, ...], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sequence and place of up to `count` tokens of a cache of this shape."""
+    mask = feeds.get("attention_mask")
+    here = np.ones((shape[0], shape[2]), bool)
+    if mask is not None and mask.shape == here.shape:
+        here = mask != 0
+    sequence, place = np.nonzero(here)
+    if len(place) > count:
+        some = np.linspace(0, len(place) - 1, count).astype(int)
+        sequence, place = sequence[some], place[some]
+    return sequence, place

@@ -1,0 +1,189 @@
+"""Decodes tokens from a cache, for `verify`: a prompt alone does not read what it has written there.
+
+Both models get the same tokens and carry on caches of their own: a prompt, then one token a call. What the cache holds
+after the prompt is compared number by number, as an error of the answers alone would not tell where it comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ortolan.errors import VerificationError
+
+from ..passes.context import Outputs
+from ..weights.cache_format import CacheUse, spread_of
+from .feeds import Feeds
+
+Run = Callable[[Feeds], Outputs]
+
+_MOST_TOKENS = 1024
+_MOST_STEPS = 8
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+# ||decoded - key|| / spread of the keys of a head, by d_sub: the most that is believed of codes. Measured, of the worst
+# head: 0.10 to 0.11, 0.33 to 0.35 and 0.56 to 0.60 (SmolLM2-135M, stories15M, random weights). Codebooks of zeros, or
+# of the mean key, lose 1 or more; those of another head or layer, or in another order, 0.5 to 2 (of real models), and
+# of half the size 0.3 to 0.8, 0.5 to 0.9 and 0.7 to 1.1.
+_KEY_ERROR = {1: 0.2, 2: 0.5, 4: 0.8}
+# The error of an int8 value is at most (1 + 2^-7) / 254 of the token's largest: of a head of D numbers, sqrt(D) of it.
+_VALUE_ERROR = 1 / 250
+_MOST_ERROR = 0.9  # whatever else is rounded: 1 is to know nothing of keys but their mean
+# The kernel and the ONNX function write the same bytes for the same keys. Keys that differ in the order of sums may lie
+# on either side of the middle of two centroids.
+_TIES = 0.02
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a model answered to the calls: whole for the first and the last one, without the caches between them, which
+    may be large."""
+
+    prompt: Outputs
+    steps: list[Outputs]  # without caches
+    last: Outputs
+    last_feeds: Feeds
+
+
+def calls_to_decode(feeds: Sequence[Feeds], caches: Collection[str]) -> list[Feeds] | None:
+    """A prompt and the tokens behind it, one a call, of the longest sequence in feeds; the prompt with empty caches,
+    the others without any. None where no sequence has two tokens, or where feeds are of another kind.
+
+    caches: inputs [batch, kv_heads, tokens, width].
+    """
+    longest: tuple[np.ndarray, Feeds] | None = None
+    for one in feeds:
+        ids = one.get("input_ids")
+        if ids is None or ids.ndim != 2 or one.keys() - {*_INPUTS, *caches}:
+            return None
+        mask = one.get("attention_mask")
+        seen = np.ones(ids.shape, bool)
+        if mask is not None and mask.ndim == 2 and mask.shape[1] >= ids.shape[1]:
+            seen = mask[:, mask.shape[1] - ids.shape[1] :] != 0
+        for row, kept in zip(ids, seen, strict=True):
+            if longest is None or kept.sum() > len(longest[0]):
+                longest = row[kept], one
+    if longest is None or len(longest[0]) < 2:
+        return None
+    ids, one = longest[0][:_MOST_TOKENS], longest[1]
+    prompt = len(ids) - min(_MOST_STEPS, len(ids) // 2)
+    cuts = [0, *range(prompt, len(ids) + 1)]
+    calls = [_call(ids, begin, end, one) for begin, end in pairwise(cuts)]
+    calls[0] |= {name: np.zeros((1, one[name].shape[1], 0, one[name].shape[3]), one[name].dtype) for name in caches}
+    return calls
+
+
+def _call(ids: np.ndarray, begin: int, end: int, like: Feeds) -> Feeds:
+    made = {"input_ids": ids[begin:end], "attention_mask": np.ones(end), "position_ids": np.arange(begin, end)}
+    return {name: array[None].astype(like[name].dtype) for name, array in made.items() if name in like}
+
+
+def shorter(calls: Sequence[Feeds], tokens: int) -> Feeds:
+    """The beginning of the prompt."""
+    first = calls[0]
+    cut = {name: array[:, :tokens] for name, array in first.items() if name in _INPUTS}
+    return first | cut
+
+
+def decode(run: Run, calls: Sequence[Feeds], caches: Mapping[str, int]) -> Decoded:
+    """caches: of each input of calls[0] that is carried on, which of the answers it is at the next call."""
+    prompt: Outputs | None = None
+    steps: list[Outputs] = []
+    answers: Outputs = []
+    feeds = calls[0]
+    for call in calls:
+        carried = {name: answers[place] for name, place in caches.items()} if answers else {}
+        feeds = call | {name: cache for name, cache in carried.items() if cache is not None}
+        answers = run(feeds)
+        if prompt is None:
+            prompt = answers
+        else:
+            steps.append(without(answers, caches.values()))
+    assert prompt is not None
+    return Decoded(prompt, steps, answers, feeds)
+
+
+def without(answers: Outputs, places: Collection[int]) -> Outputs:
+    """The answers, but None in these places."""
+    return [None if place in places else answer for place, answer in enumerate(answers)]
+
+
+def without_padding(feeds: Feeds, answers: Outputs) -> Outputs:
+    """The answers, but 0 for tokens that an attention_mask [batch, tokens] hides: attention with a cache may answer
+    anything to them, and need not store them."""
+    mask, ids = feeds.get("attention_mask"), feeds.get("input_ids")
+    if mask is None or ids is None or mask.ndim != 2 or ids.ndim != 2 or mask.all():
+        return answers
+    new = mask[:, max(mask.shape[1] - ids.shape[1], 0) :] != 0
+
+    def hide(answer: np.ndarray | None) -> np.ndarray | None:
+        if answer is None:
+            return None
+        if answer.ndim == 3 and answer.shape[:2] == new.shape:
+            return np.where(new[:, :, None], answer, answer.dtype.type(0))
+        if answer.ndim == 4 and (answer.shape[0], answer.shape[2]) == mask.shape:
+            return np.where((mask != 0)[:, None, :, None], answer, answer.dtype.type(0))
+        return answer
+
+    return [hide(answer) for answer in answers]
+
+
+def check_contents(uses: Iterable[CacheUse], expected: Mapping[str, np.ndarray], found: Feeds, rounding: float) -> None:
+    """Whether compressed caches stand for the keys and values of the model before, both after the same prompt.
+
+    expected: float [1, kv_heads, tokens, head_dim], by the name of the output; found: the same in the cache's format.
+    rounding: what other layers may change in keys and values, as a share.
+    Raises VerificationError, naming node, output and codebooks.
+    """
+    for use in uses:
+        if use.format is None:
+            continue
+        exact = expected[use.present][0].astype(np.float64)
+        known = np.isfinite(exact)
+        exact = np.where(known, exact, 0)
+        difference = np.where(known, use.format.decode(found[use.present])[0] - exact, 0)
+        error, norm = (np.sqrt((one**2).sum(axis=(1, 2))) for one in (difference, exact))
+        books = use.format.codebooks
+        if books is None:
+            size, limit = norm, _VALUE_ERROR * math.sqrt(exact.shape[2])
+        else:
+            # A few tokens may be nearer to each other than those that codebooks were learned from, or further.
+            spread = spread_of(exact)
+            size = math.sqrt(exact.shape[1]) * (spread if use.spread is None else np.maximum(spread, use.spread))
+            size, limit = np.maximum(size, 1e-3 * norm), _KEY_ERROR[books.shape[3]]
+        limit = min(limit + rounding, _MOST_ERROR)
+        share = np.divide(error, size, out=np.where(error > 0, np.inf, 0.0), where=size > 0)
+        head = int(share.argmax())
+        if not share[head] <= limit:
+            what = "values" if books is None else "keys"
+            why = f"codebooks {use.codebooks!r} do not stand for them; " if books is not None else ""
+            raise VerificationError(
+                f"node {use.node!r}: the {what} of head {head} in its cache {use.present!r} are wrong by "
+                f"{share[head]:.3g} of their {'size' if books is None else 'spread'}, expected at most {limit:.3g}: "
+                f"{why}nothing was saved; calibrate on other text, exclude the node (compress_cache.exclude), or, if "
+                "nothing in the model explains it, please report this"
+            )
+
+
+def check_same_contents(uses: Iterable[CacheUse], kernel: Feeds, function: Feeds, rounding: float) -> None:
+    """Whether the ONNX function has written the bytes of the kernel, or such that stand for nearly the same.
+
+    rounding: how far their keys and values may be from each other by other layers, as a share.
+    Raises VerificationError, naming node and output.
+    """
+    # Of n numbers in cells of a width w, of keys that differ by e, e / w are in another cell, which changes them by w.
+    limit = max(_TIES, math.sqrt(rounding))
+    for use in uses:
+        if use.format is None or np.array_equal(kernel[use.present], function[use.present]):
+            continue
+        one, other = (use.format.decode(cache[use.present]).astype(np.float64) for cache in (kernel, function))
+        norm, distance = float(np.linalg.norm(one)), float(np.linalg.norm(one - other))
+        if not distance <= limit * norm:
+            raise VerificationError(
+                f"node {use.node!r}: its cache {use.present!r} differs between the native kernels and the portable "
+                f"operators: by {distance / norm if norm else math.inf:.3g} of its size, expected at most {limit:.3g} "
+                "where keys and values lie on the edge of two numbers; nothing was saved; please report this"
+            )

@@ -1,0 +1,264 @@
+"""Inputs to run a model on: those that the user gives, or made-up ones that fit the model's signature."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, listing
+
+from ..find.constants import constant_tensor
+from ..find.dimensions import head_size
+
+Feeds = dict[str, np.ndarray]
+Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
+
+_UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the symbolic dimensions of a transformer's inputs stand for. `past` is the length of the cache."""
+
+    batch: int
+    sequence: int
+    past: int
+
+
+# Tried in this order: exports differ in what they have frozen.
+SIZES_TO_TRY = (Sizes(2, 16, 8), Sizes(1, 16, 8), Sizes(1, 16, 0), Sizes(1, 1, 8))
+
+
+def read_calibration(calibration: Calibration, model: ir.Model) -> list[Feeds]:
+    """The user's feeds, checked against the model's inputs. Raises CalibrationError."""
+    if isinstance(calibration, str | os.PathLike):
+        try:
+            with np.load(calibration, allow_pickle=False) as arrays:
+                given: list[Any] = [{name: arrays[name] for name in arrays.files}]
+        except FileNotFoundError:
+            raise CalibrationError(f"calibration file {os.fspath(calibration)!r} does not exist") from None
+        except Exception as error:  # numpy, zipfile and zlib raise whatever they trip over in a damaged file
+            raise CalibrationError(
+                f"calibration file {os.fspath(calibration)!r} is not an .npz file of arrays named "
+                "like the model's inputs; texts, one a line, must be in a .txt file"
+            ) from error
+    elif isinstance(calibration, Mapping):
+        given = [calibration]
+    else:
+        try:
+            given = list(calibration)
+        except TypeError:
+            raise CalibrationError(
+                f"calibration is a {type(calibration).__name__}, expected texts, the path of a .txt or "
+                ".npz file, a dict of arrays, or an iterable of such dicts"
+            ) from None
+    if not given:
+        raise CalibrationError("calibration holds no feeds, expected at least one")
+    return [_check_feeds(feeds, model, f"calibration feeds {number}") for number, feeds in enumerate(given, 1)]
+
+
+def hold_out(feeds: Sequence[Feeds], every: int) -> tuple[list[Feeds], list[Feeds]]:
+    """The feeds to fit weights to, and every so-manieth, to judge the result by. None of fewer feeds are held out."""
+    if not 1 < every <= len(feeds):
+        return list(feeds), []
+    held = list(range(every - 1, len(feeds), every))
+    return [one for number, one in enumerate(feeds) if number not in held], [feeds[number] for number in held]
+
+
+def read_prompt(prompt: Any) -> np.ndarray:
+    """The tokens of a prompt, int64 [1, tokens]: an array or sequence of them, or an .npy file. Raises
+    CalibrationError."""
+    where = "prompt"
+    if isinstance(prompt, str | os.PathLike):
+        where = f"prompt file {os.fspath(prompt)!r}"
+        try:
+            prompt = np.load(prompt, allow_pickle=False)
+        except FileNotFoundError:
+            raise CalibrationError(f"{where} does not exist") from None
+        except Exception as error:  # numpy raises whatever it trips over in a damaged file
+            raise CalibrationError(f"{where} is not an .npy file of token ids, as numpy.save writes it") from error
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:
+        raise CalibrationError(f"{where} is no array of token ids: {error}") from error
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
+        raise CalibrationError(
+            f"{where} is {ids.dtype} {list(ids.shape)}, expected token ids: whole numbers from 0, [tokens], one or more"
+        )
+    return ids.astype(np.int64)[None]
+
+
+def prompt_feeds(ids: np.ndarray, model: ir.Model) -> Feeds:
+    """Of a decoder, for tokens [1, tokens]: an empty cache, and masks and positions if it has such inputs. Raises
+    CalibrationError."""
+    return _check_feeds({"input_ids": ids}, model, "the prompt")
+
+
+def model_inputs(model: ir.Model) -> list[ir.Value]:
+    """The inputs that a caller must give: those without a default."""
+    return [value for value in model.graph.inputs if not value.is_initializer()]
+
+
+def _check_feeds(feeds: Any, model: ir.Model, where: str) -> Feeds:
+    if not isinstance(feeds, Mapping):
+        raise CalibrationError(f"{where} are a {type(feeds).__name__}, expected a dict of arrays")
+    required = {value.name or "": value for value in model_inputs(model)}
+    known = {value.name or "": value for value in model.graph.inputs}
+    ids = np.asarray(feeds.get("input_ids", 0))
+    if "input_ids" in known and ids.dtype.kind not in "iub":  # not to be lost among inputs that follow from them
+        raise CalibrationError(f"{where}: input 'input_ids' has type {ids.dtype}, expected whole numbers: token ids")
+    feeds = {**_beginning_of_text(feeds, required), **feeds}
+    missing, unknown = set(required) - set(feeds), set(feeds) - set(known)
+    if missing or unknown:
+        raise CalibrationError(
+            f"{where}: missing inputs: {listing(missing)}; unknown inputs: {listing(unknown)}; "
+            f"the model's inputs are: {listing(known)}"
+        )
+    checked = {}
+    for name, given in feeds.items():
+        value = known[name]
+        try:
+            array = np.asarray(given)
+        except ValueError as error:
+            raise CalibrationError(f"{where}: input {name!r} is no array: {error}") from error
+        if value.dtype is not None and array.dtype != value.dtype.numpy():
+            wanted = value.dtype.numpy()
+            if array.dtype.kind != wanted.kind and not (array.dtype.kind in "iub" and wanted.kind in "iub"):
+                raise CalibrationError(f"{where}: input {name!r} has type {array.dtype}, expected {wanted}")
+            array = array.astype(wanted)
+        shape = value.shape
+        if shape is not None and (
+            len(shape) != array.ndim
+            or any(isinstance(size, int) and size != found for size, found in zip(shape, array.shape, strict=True))
+        ):
+            raise CalibrationError(f"{where}: input {name!r} has shape {list(array.shape)}, expected {shape}")
+        checked[name] = array
+    return checked
+
+
+def _beginning_of_text(feeds: Mapping[str, Any], required: Mapping[str, ir.Value]) -> Feeds:
+    """What input_ids [batch, tokens] say of other inputs: an empty cache, and no padding."""
+    ids: np.ndarray = np.asarray(feeds.get("input_ids", ())) if "input_ids" in required else np.empty(0)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        return {}
+    plain = {"attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    plain["position_ids"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    made = {name: array for name, array in plain.items() if name in required}
+    for name, value in required.items():
+        shape = value.shape
+        if "past" not in name or shape is None or len(shape) != 4 or value.dtype is None:
+            continue
+        heads, width = shape[1], shape[3] if isinstance(shape[3], int) else head_size(value)
+        if isinstance(heads, int) and width is not None and not isinstance(shape[2], int):
+            made[name] = np.zeros((len(ids), heads, 0, width), value.dtype.numpy())
+    return made
+
+
+def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
+    """Random inputs that fit the model's signature; the same each time. Raises CalibrationError where it cannot."""
+    rng = np.random.default_rng(seed)
+    inputs = model_inputs(model)
+    has_past = any("past" in (value.name or "") and len(value.shape or ()) > 2 for value in inputs)
+    batch, sequence = sizes.batch, sizes.sequence
+    for value in inputs:
+        # Decoders that take one token a call have a fixed length here, which the mask must fit.
+        if "input_ids" in (value.name or "") and value.shape is not None and len(value.shape) == 2:
+            rows, tokens = value.shape
+            batch = rows if isinstance(rows, int) else batch
+            sequence = tokens if isinstance(tokens, int) else sequence
+    sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
+    return {value.name or "": _make_up(value, sizes, rng, has_past) for value in inputs}
+
+
+def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: bool) -> np.ndarray:
+    name = (value.name or "").lower()
+    if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype is None:
+        raise CalibrationError(
+            f"no value can be made up for input {value.name!r}: it is not a tensor of known rank and "
+            "type; give calibration=… with inputs for this model"
+        )
+    shape = [_dimension(size, axis, name, sizes) for axis, size in enumerate(value.shape)]
+    if len(shape) == 4 and not isinstance(value.shape[3], int):
+        shape[3] = head_size(value) or shape[3]
+    dtype = value.dtype.numpy()
+    if "attention_mask" in name and len(shape) == 2 and has_past and not isinstance(value.shape[1], int):
+        shape[1] = sizes.past + sizes.sequence
+    if value.dtype is ir.DataType.BOOL:
+        return np.ones(shape, bool)
+    if value.dtype.is_integer():
+        if "mask" in name:
+            return np.ones(shape, dtype)
+        if "token_type" in name or "segment" in name:
+            return np.zeros(shape, dtype)
+        if "position" in name:
+            steps = np.arange(sizes.past, sizes.past + (shape[-1] if shape else 1))
+            return np.broadcast_to(steps, shape).astype(dtype)
+        if "past" in name and not shape:
+            return np.asarray(sizes.past, dtype)
+        return rng.integers(0, _vocabulary(value), shape).astype(dtype)
+    if not value.dtype.is_floating_point():
+        raise CalibrationError(
+            f"no value can be made up for input {value.name!r} of type {value.dtype.name}; "
+            "give calibration=… with inputs for this model"
+        )
+    if "past" in name or "cache" in name:
+        return np.zeros(shape, dtype)
+    if "mask" in name:
+        return np.ones(shape, dtype)
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def _dimension(size: int | ir.SymbolicDim, axis: int, name: str, sizes: Sizes) -> int:
+    if isinstance(size, int):
+        return size
+    text = (size.value or "").lower()
+    if not text:
+        if axis == 0:
+            return sizes.batch
+        if "past" in name:
+            return sizes.past
+        return sizes.sequence
+    # Exporters write sums such as "past_sequence_length + sequence_length".
+    return max(sum(_named_size(part.strip(), sizes) for part in text.split("+")), 0)
+
+
+def _named_size(text: str, sizes: Sizes) -> int:
+    if text.isdigit():
+        return int(text)
+    if "batch" in text:
+        return sizes.batch
+    if "total" in text or re.search(r"past.*(and|plus).*|kv_seq", text):
+        return sizes.past + sizes.sequence
+    if "past" in text or "cache" in text:
+        return sizes.past
+    return sizes.sequence
+
+
+def _vocabulary(value: ir.Value) -> int:
+    """How many rows the table has that this input selects from: found through the Gather that reads it."""
+    sizes = []
+    seen: set[ir.Value] = set()
+    front = [value]
+    while front:
+        current = front.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for node, index in current.uses():
+            if node.op_type in ("Gather", "EmbedLayerNormalization") and (index == 1 or node.op_type != "Gather"):
+                # EmbedLayerNormalization's inputs 2, 3, 4 are the tables of inputs 0, 1 and position.
+                table = constant_tensor(node.inputs[0 if node.op_type == "Gather" else index + 2])
+                if table is not None and len(table.shape) >= 1:
+                    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+                    sizes.append(table.shape.numpy()[axis])
+            elif node.op_type in ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Flatten") and index == 0:
+                front.append(node.outputs[0])
+    return min(sizes) if sizes else _UNKNOWN_VOCABULARY

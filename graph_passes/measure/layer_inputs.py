@@ -1,0 +1,147 @@
+"""X^T X over the inputs X of layers, for the passes that fit weights to them: prune and quantize.
+
+Recorded of the model as it is now, in one run for as many layers as memory allows; or in turn, so that each layer's
+inputs come from layers in front of it that the caller has changed by then (segments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError
+
+from ..passes.calibrate import HessianSums, feeds_for, recording
+from ..passes.context import PassContext
+from ..passes.weight_groups import WeightGroup
+from .segments import Segments
+from .sessions import open_quietly
+
+_HESSIAN_BYTES = 256 * 1024**2  # of Hessians that are gathered at once
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """halves: X^T X, float32 [2, k, k], over two halves of the inputs. rows: of X."""
+
+    halves: np.ndarray
+    rows: int
+
+    @property
+    def hessian(self) -> np.ndarray:
+        """float32 [k, k]."""
+        total: np.ndarray = self.halves.sum(axis=0)
+        return total
+
+    def __add__(self, other: LayerInputs) -> LayerInputs:
+        return LayerInputs(self.halves + other.halves, self.rows + other.rows)
+
+
+GroupInputs = Iterator[tuple[WeightGroup, LayerInputs | None]]  # None: they cannot be recorded
+
+
+def inputs_as_it_is(model: ir.Model, context: PassContext, groups: Sequence[WeightGroup]) -> GroupInputs:
+    """The groups in order, with the inputs of the model as it is at the beginning."""
+    with recording(model, context, [linear for group in groups for linear in group.linears]) as recorder:
+        for batch in _batches(groups):
+            names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))
+            hessians, counts = recorder.hessians(
+                [name for name in names if name in recorder.names],
+                lambda done, total: context.progress("calibrate", done, total),
+            )
+            found = {name: LayerInputs(halves, counts[name]) for name, halves in hessians.items()}
+            del hessians
+            for group in batch:
+                seen = sorted({linear.x.name or "" for linear in group.linears} & found.keys())
+                yield _checked(group, [found[name] for name in seen])
+
+
+def inputs_in_turn(model: ir.Model, context: PassContext, groups: Sequence[WeightGroup]) -> GroupInputs:
+    """The groups in the order of the graph; what the caller has changed before the next one counts for that.
+
+    Layers that share a weight come with the last of them.
+    """
+    feeds = feeds_for(context)
+    linears = [linear for group in groups for linear in group.linears]
+    folder = context.candidate.with_name("segments")
+    open_piece = partial(open_quietly, library=not context.portable)
+    with Segments(model, linears, feeds, folder, open_piece) as segments:
+        recorded = set(segments.values)
+        left = {id(group): {linear.x for linear in group.linears} & recorded for group in groups}
+        found: dict[int, list[LayerInputs]] = {id(group): [] for group in groups}
+        widths = {linear.x: linear.k for linear in linears}
+        sums: dict[ir.Value, HessianSums] = {}
+
+        def take(value: ir.Value, inputs: np.ndarray) -> None:
+            k = widths[value]
+            sums.setdefault(value, HessianSums(k, len(feeds))).add(inputs.reshape(-1, k))
+
+        for group in groups:
+            if not left[id(group)]:
+                yield group, None
+        for value in segments.run(take):
+            context.release()
+            total = sums.pop(value)
+            inputs = LayerInputs(total.halves(), total.rows)
+            del total
+            for group in groups:
+                if value in left[id(group)]:
+                    left[id(group)].remove(value)
+                    found[id(group)].append(inputs)
+                    if not left[id(group)]:
+                        yield _checked(group, found.pop(id(group)))
+            del inputs
+
+
+def note_inputs(context: PassContext, without: Sequence[str], poor: Sequence[str], instead: str) -> None:
+    """Tells of layers whose inputs cannot be recorded, and what was done instead, and of those with too few."""
+    if without:
+        context.note(
+            f"{count_layers(without)} {instead} instead: the inputs lie in a subgraph, or the feeds lack "
+            "them, so they cannot be recorded"
+        )
+    if poor:
+        context.note(
+            f"{count_layers(poor)} calibrated on fewer rows than the layer has inputs, which fits weights to these "
+            "rows only; give calibration=… with more text, several times as many tokens as the widest layer has inputs"
+        )
+
+
+def count_layers(names: Sequence[str]) -> str:
+    return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"
+
+
+def _checked(group: WeightGroup, inputs: Sequence[LayerInputs]) -> tuple[WeightGroup, LayerInputs | None]:
+    if not inputs:
+        return group, None
+    total = inputs[0]
+    for other in inputs[1:]:
+        total = total + other
+    if not np.isfinite(total.halves.diagonal(axis1=1, axis2=2)).all():
+        raise CalibrationError(
+            f"the inputs of layer {group.linears[0].name!r} hold NaN, infinity or numbers whose squares overflow, on "
+            "the calibration feeds; give other feeds, or exclude this layer"
+        )
+    return group, total
+
+
+def _batches(groups: Sequence[WeightGroup]) -> Iterator[list[WeightGroup]]:
+    """Splits the groups, in order, so that the Hessians of a batch stay below _HESSIAN_BYTES, or are of one group."""
+    batch: list[WeightGroup] = []
+    names: set[str] = set()
+    size = 0
+    for group in groups:
+        needed = HessianSums.bytes_for(group.linears[0].k)
+        more = {linear.x.name or "" for linear in group.linears} - names
+        if batch and size + needed * len(more) > _HESSIAN_BYTES:
+            yield batch
+            batch, names, size = [], set(), 0
+            more = {linear.x.name or "" for linear in group.linears}
+        batch.append(group)
+        names |= more
+        size += needed * len(more)
+    yield batch

@@ -1,0 +1,258 @@
+"""Runs a model piece by piece, so that later layers see what the changed layers in front of them make.
+
+The pieces lie between the places where a wanted value is first used. Each piece is a model of its own: it takes the
+values that cross the cut in front of it, and makes those that cross the one behind. They are kept in files, one a value
+and feed, as long as a later piece needs them. So while every layer's inputs come from the layers before as they are by
+then, every node runs once on each of the feeds: all layers together cost one run of the model. To run it from its
+beginning for each layer would keep no files, and cost half as many runs as there are layers (60 for a model of 30
+blocks); to keep all inputs in memory, rows times width times values that cross: for a decoder its hidden state, masks
+and tables of positions, 576 + 128 numbers a token in SmolLM2-135M.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, OutputError, one_line
+
+from ..files.spill import TensorSpill
+from ..find.linear import Linear, layer_key
+from .feeds import Feeds
+from .sessions import open_quietly
+
+_EMBEDDED = 1024  # bytes; smaller tensors stay in the model file, where shape inference can see them
+
+Take = Callable[[str, np.ndarray], None]
+
+
+class Segments:
+    """The inputs of layers, in the order of the graph. Use it in a with statement: it keeps files in `folder`."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        linears: Sequence[Linear],
+        feeds: Sequence[Feeds],
+        folder: Path,
+        open_model: Callable[[Path], Any] = open_quietly,
+    ) -> None:
+        """Layers in subgraphs are left out: their inputs cannot be made outputs."""
+        self._model, self._feeds, self._folder, self._open = model, feeds, folder, open_model
+        place = {node: index for index, node in enumerate(model.graph)}
+        first: dict[ir.Value, ir.Node] = {}  # what uses a wanted value first
+        for linear in linears:
+            node = layer_key(linear).producer()
+            assert node is not None
+            produced_here = _produced_in(linear.x, model.graph)
+            if node in place and produced_here and place[node] < place.get(first.get(linear.x, node), len(place)):
+                first[linear.x] = node
+            elif node in place and produced_here:
+                first.setdefault(linear.x, node)
+        self._stages = sorted(first.items(), key=lambda stage: place[stage[1]])
+        self._constant = _constant_values(model.graph)
+        self._stored: dict[ir.Value, int] = {}  # and the numbers of their files
+
+    @property
+    def values(self) -> list[ir.Value]:
+        """What can be recorded, in the order in which it comes."""
+        return [x for x, _ in self._stages]
+
+    def __enter__(self) -> Segments:
+        try:
+            self._folder.mkdir()
+        except OSError as error:
+            raise OutputError(f"cannot create the folder {str(self._folder)!r}: {error.strerror}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, take: Callable[[ir.Value, np.ndarray], None]) -> Iterator[ir.Value]:
+        """Yields each value when take(value, array) was called with it for each of the feeds.
+
+        What the caller has changed by then in layers that use it counts for all values to come.
+        """
+        previous: ir.Node | None = None
+        for number, (x, node) in enumerate(self._stages):
+            nodes = list(self._model.graph)
+            # Anew each time: the caller may have added and removed nodes, but not those that use the values.
+            place = {one: index for index, one in enumerate(nodes)}
+            begin = 0 if previous is None else place[previous]
+            later = [value for value, _ in self._stages[number + 1 :]]
+            self._run_piece(nodes, place, begin, place[node], x, later, take)
+            previous = node
+            yield x
+
+    def _run_piece(
+        self,
+        nodes: Sequence[ir.Node],
+        place: dict[ir.Node, int],
+        begin: int,
+        end: int,
+        x: ir.Value,
+        later: Sequence[ir.Value],
+        take: Callable[[ir.Value, np.ndarray], None],
+    ) -> None:
+        """Runs the nodes from `begin` to before `end`; stores what later values are computed from."""
+        _, crossing = self._needed(later, place, end)
+        if later:  # a layer that took x rounded may take x itself, once it is changed
+            crossing = list(dict.fromkeys([x, *crossing]))
+        made = [value for value in {x: None, **dict.fromkeys(crossing)} if self._is_made(value)]
+        needed, inputs = self._needed(made, place, begin)
+        piece = [nodes[index] for index in sorted(needed)]
+        session = None
+        for number, feeds in enumerate(self._feeds):
+            loaded = {value.name or "": self._load(value, number, feeds) for value in inputs}
+            given = {name: array for name, array in loaded.items() if array is not None}
+            arrays: dict[ir.Value, np.ndarray] = {}
+            if made:
+                if session is None:
+                    session = self._open_piece(piece, given, [value.name or "" for value in made])
+                names = [value.name or "" for value in made]
+                try:
+                    arrays = dict(zip(made, session.run(names, given), strict=True))
+                except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                    raise CalibrationError(
+                        f"the model does not run on calibration feeds {number + 1}: {one_line(error)}; check their "
+                        "shapes and types"
+                    ) from error
+            found = arrays[x] if x in arrays else self._load(x, number, feeds)
+            assert found is not None
+            take(x, found)
+            for value in crossing:
+                if value in arrays:
+                    self._store(value, number, arrays[value])
+        for value in set(self._stored) - set(crossing):
+            for number in range(len(self._feeds)):
+                self._file(self._stored[value], number).unlink(missing_ok=True)
+            del self._stored[value]
+
+    def _is_made(self, value: ir.Value) -> bool:
+        """Whether a piece must still compute the value."""
+        return value.producer() is not None and value not in self._stored
+
+    def _needed(
+        self, wanted: Sequence[ir.Value], place: dict[ir.Node, int], begin: int
+    ) -> tuple[set[int], list[ir.Value]]:
+        """The nodes that compute the values, from `begin` on, and what these take from before or from the feeds.
+
+        Nodes that only compute constants belong to every piece.
+        """
+        nodes: set[int] = set()
+        inputs: dict[ir.Value, None] = {}
+        waiting, seen = list(wanted), set[ir.Value]()
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            node = value.producer()
+            if node is None:
+                if value.is_graph_input():
+                    inputs[value] = None
+            elif place[node] < begin and value not in self._constant:
+                inputs[value] = None
+            else:
+                nodes.add(place[node])
+                waiting += _inputs_of(node, self._model.graph)
+        return nodes, list(inputs)
+
+    def _open_piece(self, piece: Sequence[ir.Node], given: dict[str, np.ndarray], outputs: Sequence[str]) -> Any:
+        model = self._model
+        graph = onnx.GraphProto(name="piece")
+        graph.node.extend(ir.to_proto(node) for node in piece)
+        for name, array in given.items():
+            kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            graph.input.append(onnx.helper.make_tensor_value_info(name, kind, None))
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        sources = [value for node in piece for value in _inputs_of(node, model.graph)]
+        with TensorSpill(self._folder, "weights.bin") as spill:
+            for value in dict.fromkeys(sources):
+                if value.is_initializer() and value.const_value is not None and (value.name or "") not in given:
+                    tensor = value.const_value
+                    small = tensor.dtype == ir.DataType.STRING or tensor.nbytes < _EMBEDDED
+                    proto = _embedded(tensor) if small else _external(spill, tensor)
+                    proto.name = value.name or ""
+                    graph.initializer.append(proto)
+        proto_of_model = onnx.ModelProto(ir_version=model.ir_version, graph=graph)
+        for domain, version in model.opset_imports.items():
+            proto_of_model.opset_import.append(onnx.helper.make_opsetid(domain, version))
+        proto_of_model.functions.extend(ir.to_proto(function) for function in model.functions.values())
+        path = self._folder / "piece.onnx"
+        try:
+            path.write_bytes(proto_of_model.SerializeToString())
+        except OSError as error:
+            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        return self._open(path)
+
+    def _load(self, value: ir.Value, number: int, feeds: Feeds) -> np.ndarray | None:
+        """None: a graph input that the feeds leave to its default."""
+        if value in self._stored:
+            array: np.ndarray = np.load(self._file(self._stored[value], number), allow_pickle=False)
+            return array
+        return feeds.get(value.name or "")
+
+    def _store(self, value: ir.Value, number: int, array: np.ndarray) -> None:
+        index = self._stored.setdefault(value, max(self._stored.values(), default=-1) + 1)
+        path = self._file(index, number)
+        try:
+            np.save(path, array, allow_pickle=False)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+    def _file(self, index: int, number: int) -> Path:
+        return self._folder / f"{index}-{number}.npy"
+
+
+def _embedded(tensor: ir.TensorProtocol) -> onnx.TensorProto:
+    proto = ir.to_proto(ir.Tensor(tensor.numpy(), dtype=tensor.dtype)) if tensor.dtype != ir.DataType.STRING else None
+    return ir.to_proto(tensor) if proto is None else proto
+
+
+def _external(spill: TensorSpill, tensor: ir.TensorProtocol) -> onnx.TensorProto:
+    content = np.frombuffer(tensor.tobytes(), np.uint8)
+    place = spill.add("", content, ir.DataType.UINT8)
+    proto = onnx.TensorProto(
+        data_type=int(tensor.dtype), dims=tensor.shape.numpy(), data_location=onnx.TensorProto.EXTERNAL
+    )
+    for key, text in (("location", place.location), ("offset", place.offset), ("length", content.nbytes)):
+        proto.external_data.add(key=key, value=str(text))
+    return proto
+
+
+def _produced_in(value: ir.Value, graph: ir.Graph) -> bool:
+    node = value.producer()
+    return (node.graph if node is not None else value.graph) is graph
+
+
+def _inputs_of(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
+    """The values of this graph that the node takes, those that its subgraphs use included."""
+    found = [value for value in node.inputs if value is not None]
+    for attribute in node.attributes.values():
+        if attribute.is_ref() or attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+            continue
+        graphs = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else attribute.as_graphs()
+        for inner in graphs:
+            found += [value for one in inner.all_nodes() for value in one.inputs if value is not None]
+            found += list(inner.outputs)
+    return [value for value in found if _produced_in(value, graph)]
+
+
+def _constant_values(graph: ir.Graph) -> set[ir.Value]:
+    """What nodes make of constants alone."""
+    constant: set[ir.Value] = set()
+    for node in graph:
+        sources = _inputs_of(node, graph)
+        if all(value in constant or (value.is_initializer() and not value.is_graph_input()) for value in sources):
+            constant.update(node.outputs)
+    return constant

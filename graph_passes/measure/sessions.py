@@ -1,0 +1,117 @@
+"""Sessions of ONNX Runtime that Ortolan judges or times models with: they log nothing, and leave other sessions alone.
+
+On x86 CPUs with AVX2 but without VNNI, ONNX Runtime multiplies uint8 by int8 with vpmaddubsw, which saturates at 16
+bits: 2 * 255 * 127 becomes 32767. Products of full range lose up to 15 % of their norm so, in every int8 layer. What a
+model means are the exact sums. ONNX Runtime makes them as well if it is asked to (session.x64quantprecision), only
+slower, so sessions that judge ask, and those that are timed do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.session import open_session, register
+
+from ..files.model_file import ModelFile, to_bytes
+
+_EXACT_SUMS = "session.x64quantprecision"
+
+
+def quiet_options(source: ModelFile | None = None) -> Any:
+    """source: the model as it was given, of a session that is not timed. If that is large, weights are read from the
+    mapped file in each run, where ONNX Runtime would keep a packed copy of all."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong reaches the user as an error of ours
+    # Threads of one session must not spin while another is measured.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if source is not None and source.is_large:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    return options
+
+
+def open_quietly(
+    model: Path | bytes, source: ModelFile | None = None, *, library: bool = False, data_folder: Path | None = None
+) -> Any:
+    """A session to judge by: its integer sums are exact, if ONNX Runtime can make them so (sums_are_exact).
+
+    library: with our operators. source, data_folder: see quiet_options, open_session.
+    """
+
+    def opened(content: Path | bytes, exact: bool) -> Any:
+        options = quiet_options(source)
+        options.add_session_config_entry(_EXACT_SUMS, "1" if exact else "0")
+        if library:
+            register(options)
+        folder = data_folder if isinstance(model, bytes) else model.parent if isinstance(content, bytes) else None
+        return open_session(content, options, data_folder=folder)
+
+    if int8_products_saturate():
+        # Exact sums make ONNX Runtime fail on tensors of two layers, and on int8 inputs. If a model is wrong in itself,
+        # opening it without them says so.
+        with suppress(Exception):
+            return opened(model, exact=True)
+        with suppress(Exception):
+            return opened(_with_own_int8_tensors(model), exact=True)
+    return opened(model, exact=False)
+
+
+def _with_own_int8_tensors(model: Path | bytes) -> bytes:
+    """The model with a copy of each int8 tensor for each use: ONNX Runtime makes uint8 ones, each under a name."""
+    import onnx
+
+    proto = onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model, load_external_data=False)
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.data_type == onnx.TensorProto.INT8}
+    taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
+    used: set[str] = set()
+    for node in proto.graph.node:
+        for place, name in enumerate(node.input):
+            if name in used:
+                own = next(wanted for number in count(2) if (wanted := f"{name}_{number}") not in taken)
+                taken.add(own)
+                proto.graph.initializer.add().CopyFrom(tensors[name])
+                proto.graph.initializer[-1].name = node.input[place] = own
+            elif name in tensors:
+                used.add(name)
+    return to_bytes(proto)
+
+
+def open_to_time(model: Path | bytes, *, library: bool = False) -> Any:
+    """A session as a user opens it, whatever memory that takes."""
+    options = quiet_options()
+    if library:
+        register(options)
+    return open_session(model, options)
+
+
+def sums_are_exact(session: Any) -> bool:
+    """Whether the uint8 x int8 products of a session of open_quietly are exact."""
+    if not int8_products_saturate():
+        return True
+    asked: str = session.get_session_options().get_session_config_entry(_EXACT_SUMS)
+    return asked == "1"
+
+
+@functools.cache
+def int8_products_saturate() -> bool:
+    """Whether this ONNX Runtime's uint8 x int8 products do so on this CPU, in a session as a user opens it: tried."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    codes, weight = np.full((2, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "products",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, codes.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [2, 16])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    (sums,) = open_to_time(to_bytes(model)).run(None, {"x": codes})
+    return not np.array_equal(sums, codes.astype(np.int32) @ weight.astype(np.int32))

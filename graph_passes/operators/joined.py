@@ -1,0 +1,129 @@
+"""Layers of one input in one operator.
+
+Two of them are a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each with
+columns of zeros up to whole panels (ops/matmul/linear_plan.h). Three are query, key and value of one attention, which
+takes them side by side in one tensor (ops/nomad_attention/op.cc).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..files.spill import TensorSpill
+from ..find.epilogue import find_epilogue
+from ..find.linear import Linear
+from ..find.quantized_weight import QuantizedWeight
+from ..weights.quantizers.grid import Quantization
+from .function_body import PANEL_COLUMNS
+from .nomad_attention_function import INPUTS, OP_TYPE
+from .replacement import LayerWeight, input_of, nodes_of
+
+
+@dataclass(frozen=True, eq=False)
+class PackedQkv:
+    """The layers that make what an attention takes: query, key and value."""
+
+    attention: ir.Node
+    layers: tuple[Linear, ...]
+
+
+def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
+    """Pairs of layers whose outputs are multiplied, one of them perhaps after an activation: that one -> the other."""
+    by_input: dict[tuple[ir.Value, int], list[Linear]] = defaultdict(list)
+    for linear in linears:
+        if linear.dtype == ir.DataType.FLOAT:
+            by_input[linear.x, linear.n].append(linear)
+    pairs: dict[Linear, Linear] = {}
+    for siblings in by_input.values():
+        by_output = {linear.output: linear for linear in siblings}
+        for gate in siblings:
+            others = [value for value in by_output if value is not gate.output]
+            factor = find_epilogue(gate.output, others).factor
+            if factor is not None and gate not in pairs.values() and by_output[factor] not in pairs:
+                pairs[gate] = by_output[factor]
+    return pairs
+
+
+def find_packed_qkv(linears: Sequence[Linear], model: ir.Model) -> list[PackedQkv]:
+    """Query, key and value layers of all the model's NoMADAttention nodes, or nothing: what one of them takes, all must
+    take (nomad_attention_function.py).
+    """
+    by_output = {linear.output: linear for linear in linears if linear.dtype == ir.DataType.FLOAT}
+    found = []
+    for attention in nodes_of(model, OP_TYPE):
+        values = [input_of(attention, INPUTS, name) for name in ("query", "key", "value")]
+        layers = [by_output[value] for value in values if value in by_output]
+        alone = all(value is not None and len(value.uses()) == 1 and not value.is_graph_output() for value in values)
+        if len(set(layers)) < 3 or not alone or len({layer.x for layer in layers}) > 1:
+            return []
+        if any(layer.node.graph is not attention.graph for layer in layers):
+            return []
+        found.append(PackedQkv(attention, tuple(layers)))
+    return found
+
+
+def take_packed(attention: ir.Node, packed: ir.Value) -> None:
+    """Makes NoMADAttention read query, key and value from one tensor."""
+    attention.replace_input_with(INPUTS.index("query"), packed)
+    attention.resize_inputs(INPUTS.index("mask") + 1)
+
+
+def padded_columns(n: int) -> int:
+    return -(-n // PANEL_COLUMNS) * PANEL_COLUMNS
+
+
+def can_join(quantizations: Sequence[Quantization | None]) -> bool:
+    """Whether one operator can hold weights that are quantized like these."""
+    return len(set(map(_kind, quantizations))) == 1
+
+
+def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool] | None:
+    return None if quantization is None else (quantization.bits, quantization.group_size, quantization.symmetric)
+
+
+def join_weights(weights: Sequence[LayerWeight], spill: TensorSpill, name: str) -> LayerWeight:
+    """The weight of all layers; see can_join. name: of what is spilled."""
+    matrix = join_columns([weight.matrix for weight in weights])
+    quantized = [weight.quantized for weight in weights if weight.quantized is not None]
+    whole = _join_quantized(quantized, spill, name) if quantized else None
+    return LayerWeight(matrix, whole, weights[0].x_range)
+
+
+def _join_quantized(parts: Sequence[QuantizedWeight], spill: TensorSpill, name: str) -> QuantizedWeight:
+    def joined(attribute: str) -> ir.ExternalTensor | None:
+        tensors = [getattr(part, attribute) for part in parts]
+        if None in tensors:
+            return None
+        array = join_columns([tensor.numpy() for tensor in tensors])
+        return spill.add(f"{name}.{attribute}", array, ir.DataType.from_numpy(array.dtype))
+
+    q, scales = joined("q"), joined("scales")
+    assert q is not None and scales is not None
+    whole = dataclasses.replace(parts[0], q=q, scales=scales, zero_points=joined("zero_points"))
+    for part in parts:
+        part.release()
+    return whole
+
+
+def columns_of(widths: Sequence[int]) -> list[slice]:
+    """The columns of each of the layers, of these widths, in the operator's weight."""
+    room = [padded_columns(width) for width in widths] if len(widths) == 2 else widths
+    starts = itertools.accumulate(room, initial=0)
+    return [slice(start, start + width) for start, width in zip(starts, widths, strict=False)]
+
+
+def join_columns(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays [..., n] of one array for each layer, side by side as in the operator's weight; zeros between them."""
+    columns = columns_of([part.shape[-1] for part in parts])
+    end = columns[-1].stop if len(parts) != 2 else 2 * columns[1].start
+    joined = np.zeros((*parts[0].shape[:-1], end), np.result_type(*parts))
+    for part, where in zip(parts, columns, strict=True):
+        joined[..., where] = part
+    return joined

@@ -1,0 +1,166 @@
+"""NoMADAttention as an ONNX function: its specification, and what runs where our library is not registered.
+
+It uses only operators that mean the same from opset 13 on. `precision` allows the kernel to round; the body does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..names import ORTOLAN_DOMAIN
+from .function_body import FunctionBody
+
+OP_TYPE = "NoMADAttention"
+INPUTS = ("query", "mask", "key", "value")
+ATTRIBUTES = {
+    "num_heads": ir.AttributeType.INT,
+    "kv_num_heads": ir.AttributeType.INT,
+    "scale": ir.AttributeType.FLOAT,
+    "causal": ir.AttributeType.INT,
+    "zero_hidden_rows": ir.AttributeType.INT,
+    "precision": ir.AttributeType.INT,
+}
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What the NoMADAttention nodes of a model make use of.
+
+    A function does not see which inputs its node has, so all nodes of a model must have the same ones.
+    """
+
+    packed: bool = False  # all hold key and value in query, or none
+    mask: bool = True  # all have one, a float 0 of shape [1] where there is nothing to add; or none
+    grouped: bool = False  # some have fewer heads of keys and values than of queries
+    causal: bool = False  # some are
+    zero_hidden_rows: bool = False  # some have that
+
+
+def uses_of(nodes: Sequence[ir.Node]) -> Uses:
+    def some(name: str) -> bool:
+        return any(node.attributes[name].as_int() == 1 for node in nodes)
+
+    heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
+    return Uses(
+        packed=all(len(node.inputs) <= INPUTS.index("key") for node in nodes),
+        mask=any(len(node.inputs) > INPUTS.index("mask") for node in nodes),
+        grouped=any(kv_heads not in (0, count) for count, kv_heads in heads),
+        causal=some("causal"),
+        zero_hidden_rows=some("zero_hidden_rows"),
+    )
+
+
+def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
+    """The function for a model of this opset."""
+    inputs = {name: ir.val(name) for name in INPUTS}
+    if uses.packed:  # an evaluator may want as many as the function has
+        inputs = {name: inputs[name] for name in INPUTS[: 2 if uses.mask else 1]}
+    body = FunctionBody(opset)
+    y = _Attention(body, inputs, uses).output()
+    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
+    attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
+    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+
+
+def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
+    """The attribute scale, or what it stands for."""
+    op = body.op
+    given = op("Constant", value_float=ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT))
+    root = op("Sqrt", op("Cast", head_dim, to=ir.DataType.FLOAT))
+    return op("Where", op("Equal", given, body.number(0)), op("Reciprocal", root), given)
+
+
+def weights_of(body: FunctionBody, scores: ir.Value, zero_hidden_rows: bool) -> ir.Value:
+    """The softmax of scores; zero_hidden_rows: some nodes have that."""
+    op = body.op
+    weights = op("Softmax", scores, axis=-1)
+    if not zero_hidden_rows:
+        return weights
+    is_set = op("Cast", body.attribute("zero_hidden_rows"), to=ir.DataType.BOOL)
+    return op("Where", op("And", op("IsNaN", weights), is_set), body.number(0), weights)
+
+
+class _Attention:
+    def __init__(self, body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses) -> None:
+        self._body = body
+        self._inputs = inputs
+        self._uses = uses
+        self._heads = self._kv_heads = body.attribute("num_heads")
+        if uses.grouped:
+            given = body.attribute("kv_num_heads")
+            self._kv_heads = body.op("Where", body.op("Equal", given, body.integer(0)), self._heads, given)
+        width = self._size(inputs["query"], 2)
+        all_heads = self._heads
+        if uses.packed:
+            all_heads = body.op("Add", self._heads, body.op("Mul", self._kv_heads, body.integer(2)))
+        self._head_dim = body.op("Div", width, all_heads)
+
+    def output(self) -> ir.Value:
+        body, op = self._body, self._body.op
+        query, key, value = self._operands()
+        # Grouped: batch, key head, query head of its group, row, input; else batch, head, row, input.
+        transposed = op("Transpose", key, perm=[0, 1, 2, 4, 3] if self._uses.grouped else [0, 1, 3, 2])
+        scores = op("MatMul", op("Mul", query, scale_of(body, self._head_dim)), transposed)
+        grouped_shape = op("Shape", scores)
+        queries, keys = self._size(scores, -2), self._size(scores, -1)
+        if self._uses.grouped:
+            scores = op("Reshape", scores, body.shape(0, self._heads, queries, keys))
+        if self._uses.mask:
+            scores = op("Add", scores, self._inputs["mask"])
+        if self._uses.causal:
+            scores = op("Where", self._seen(queries, keys), scores, body.number(-np.inf))
+        weights = weights_of(body, scores, self._uses.zero_hidden_rows)
+        if self._uses.grouped:
+            weights = op("Reshape", weights, grouped_shape)
+        y = op("MatMul", weights, value)
+        if self._uses.grouped:
+            y = op("Reshape", y, body.shape(0, self._heads, queries, self._head_dim))
+        width = op("Mul", self._heads, self._head_dim)
+        # As zeros, the first dimensions would make ONNX Runtime put -1 for the width, which fails where they are 0.
+        rows = op("Slice", op("Shape", self._inputs["query"]), body.ints(0), body.ints(2))
+        y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), op("Concat", rows, body.vector(width), axis=0))
+        y.name = "Y"
+        return y
+
+    def _operands(self) -> list[ir.Value]:
+        """Query, key and value by heads."""
+        body, op, query = self._body, self._body.op, self._inputs["query"]
+        heads = [self._heads, self._kv_heads, self._kv_heads]
+        if not self._uses.packed:
+            values = [query, self._inputs["key"], self._inputs["value"]]
+        else:
+            ends = [body.integer(0)]
+            for count in heads:
+                ends.append(op("Add", ends[-1], op("Mul", count, self._head_dim)))
+            begin, middle, last, end = map(body.vector, ends)
+            axis = body.ints(2)
+            bounds = ((begin, middle), (middle, last), (last, end))
+            values = [op("Slice", query, start, stop, axis) for start, stop in bounds]
+        return [
+            self._by_heads(value, count, is_query)
+            for value, count, is_query in zip(values, heads, (True, False, False), strict=True)
+        ]
+
+    def _by_heads(self, x: ir.Value, heads: ir.Value, is_query: bool) -> ir.Value:
+        body, op = self._body, self._body.op
+        if not self._uses.grouped:
+            return op("Transpose", op("Reshape", x, body.shape(0, 0, heads, self._head_dim)), perm=[0, 2, 1, 3])
+        group = op("Div", heads, self._kv_heads) if is_query else body.integer(1)
+        split = op("Reshape", x, body.shape(0, 0, self._kv_heads, group, self._head_dim))
+        return op("Transpose", split, perm=[0, 2, 3, 1, 4])
+
+    def _seen(self, queries: ir.Value, keys: ir.Value) -> ir.Value:
+        """Whether query i sees key j, [queries, keys]; all of them where the node is not causal."""
+        body, op = self._body, self._body.op
+        one = body.integer(1)
+        last = op("Unsqueeze", op("Range", op("Sub", keys, queries), keys, one), body.ints(1))
+        key = op("Range", body.integer(0), keys, one)
+        causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
+        return op("Or", op("Not", causal), op("Not", op("Less", last, key)))
+
+    def _size(self, x: ir.Value, axis: int) -> ir.Value:
+        return self._body.op("Gather", self._body.op("Shape", x), self._body.integer(axis), axis=0)

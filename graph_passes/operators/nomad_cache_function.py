@@ -1,0 +1,375 @@
+"""NoMADAttention with a cache as an ONNX function: its specification, and what runs where our library is missing.
+
+It uses only operators that mean the same from opset 13 on (but for ReduceMax). The caches' formats are specified in
+ops/formats/key_code_cache.h and value_cache.h, the inputs in ops/nomad_attention/op.cc and op_cached.h, exact keys in
+ops/attention/kv_cache/ring.h, prompts in prompt_cache.h there. The bytes of the present caches are the kernel's,
+unless the sums of EncodeKey are contracted to fused multiply-adds (as on aarch64) or ONNX Runtime flushes denormal
+numbers.
+
+Heads stand in front of tokens: [B, heads, tokens, …], as in the caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import DTypeLike
+
+from ..names import ORTOLAN_DOMAIN
+from .cache_formats_function import SCALE_BYTES, Int8Values, KeyCodes, reshape, size_of
+from .function_body import PANEL_COLUMNS, FunctionBody
+from .nomad_attention_function import ATTRIBUTES as EXACT_ATTRIBUTES
+from .nomad_attention_function import INPUTS as EXACT_INPUTS
+from .nomad_attention_function import OP_TYPE, scale_of, weights_of
+from .prompt_cache import MOST_CHUNK, PROMPT_INPUTS, TILE_INPUTS
+from .sparse_amx_matmul_function import unpacked_bitmap
+
+_ROTARY = ("cos", "sin")
+_CACHE_INPUTS = (*EXACT_INPUTS, "past_key", "past_value", "codebooks", "lengths", *_ROTARY, "past_exact_key")
+INPUTS = (*_CACHE_INPUTS, *PROMPT_INPUTS)
+OUTPUTS = ("Y", "present_key", "present_value", "present_exact_key")
+ATTRIBUTES = EXACT_ATTRIBUTES | {"rotary_interleaved": ir.AttributeType.INT}
+_WINDOW_ATTRIBUTES = dict.fromkeys(("window", "sinks"), ir.AttributeType.INT)
+_PROMPT_ATTRIBUTES = dict.fromkeys(("prompt_tokens", "prompt_head_dim"), ir.AttributeType.INT)
+
+_SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad_attention/op_cached.h
+
+
+@dataclass(frozen=True)
+class CacheUses:
+    """What the NoMADAttention nodes of a model make use of. All of them have a cache.
+
+    All nodes have all inputs up to lengths, and cos and sin if there is rotary or exact keys: a float 0 of shape [1] in
+    place of mask, key, value, cos and sin, a float32 [0] in place of codebooks, an int32 [0] in place of lengths.
+    """
+
+    d_sub: int = 0  # the largest of all codebooks; 0: keys are float
+    int8_values: bool = False
+    packed: bool = False  # all hold key and value in query, or none
+    by_heads: frozenset[str] = frozenset()  # query, key, value: those that are [B, heads, S, D], of all nodes
+    mask: bool = True  # some have one
+    grouped: bool = False  # some have fewer heads of keys and values than of queries
+    causal: bool = False  # some are
+    zero_hidden_rows: bool = False  # some have that
+    lengths: bool = True  # some have this input
+    rotary: bool = False  # all have cos and sin, or none
+    equal_rows: bool = False  # keys are codes, values int8, and past and present of both of one width that holds a row
+    exact_keys: bool = False  # all have past_exact_key and attributes window and sinks, or none; d_sub is not 0 then
+    prompt: bool = False  # all have a prompt, and all inputs: a float 0 of shape [1] may be past_exact_key
+    unpack_prompt_once: bool = True  # see sparse_amx_matmul_function
+
+    def inputs(self) -> tuple[str, ...]:
+        if self.prompt:
+            return INPUTS
+        if self.exact_keys:
+            return _CACHE_INPUTS
+        return INPUTS[: INPUTS.index("past_exact_key" if self.rotary else _ROTARY[0])]
+
+
+def nomad_cache_function(opset: int, uses: CacheUses) -> ir.Function:
+    """The function for a model of this opset."""
+    inputs = {name: ir.val(name) for name in uses.inputs()}
+    body = FunctionBody(opset)
+    outputs = _CachedAttention(body, inputs, uses).outputs()
+    for value, name in zip(outputs, OUTPUTS, strict=False):
+        value.name = name
+    graph = ir.Graph(list(inputs.values()), outputs, nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
+    kinds = ATTRIBUTES | (_WINDOW_ATTRIBUTES if uses.exact_keys else {}) | (_PROMPT_ATTRIBUTES if uses.prompt else {})
+    attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
+    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+
+
+class _CachedAttention:
+    def __init__(self, body: FunctionBody, inputs: dict[str, ir.Value], uses: CacheUses) -> None:
+        self._body, self._inputs, self._uses = body, inputs, uses
+        op = body.op
+        self._heads = body.attribute("num_heads")
+        given = body.attribute("kv_num_heads")
+        self._kv_heads = op("Where", op("Equal", given, body.integer(0)), self._heads, given)
+        query = inputs["query"]
+        by_heads = "query" in uses.by_heads
+        self._batch, self._queries = size_of(body, query, 0), size_of(body, query, 2 if by_heads else 1)
+        if by_heads:
+            self._head_dim = size_of(body, query, 3)
+        else:
+            heads = self._heads
+            if uses.packed:
+                heads = op("Add", heads, op("Mul", self._kv_heads, body.integer(2)))
+            self._head_dim = op("Div", size_of(body, query, 2), heads)
+        self._room = size_of(body, inputs["past_key"], 2)
+        # Tokens in front of those of lengths and caches.
+        self._prompt = body.attribute("prompt_tokens") if uses.prompt else body.integer(0)
+        self._read_lengths()
+
+    def _read_lengths(self) -> None:
+        """Tokens of each sequence before and after this call, [B], and those that the present cache has room for."""
+        body, op = self._body, self._body.op
+        all_tokens = op("Add", self._room, self._queries)
+        every = op("Expand", all_tokens, body.vector(self._batch))
+        if not self._uses.lengths:
+            self._after, self._total = every, all_tokens
+            self._past = op("Expand", self._room, body.vector(self._batch))
+            return
+        given = op("Reshape", op("Cast", self._inputs["lengths"], to=ir.DataType.INT64), body.ints(-1))
+        given = op("Add", given, op("Sub", body.integer(1), self._prompt))
+        # Of an empty one, all.
+        self._after = op(
+            "Slice", op("Concat", given, every, axis=0), body.ints(0), body.vector(self._batch), body.ints(0)
+        )
+        self._past = op("Max", op("Sub", self._after, self._queries), body.integer(0))
+        ends = op("Concat", op("Add", self._past, self._queries), body.vector(self._room), axis=0)
+        self._total = op("Squeeze", body.reduce_max(ends, 0))
+
+    def outputs(self) -> list[ir.Value]:
+        body, op, uses = self._body, self._body.op, self._uses
+        query, key, value = self._operands()
+        if uses.rotary:
+            query, key = self._rotated(query), self._rotated(key)
+        past_key, past_value = self._inputs["past_key"], self._inputs["past_value"]
+        is_short = op("Less", self._queries, body.integer(_SHORT_CALL + 1))
+        exact_keys: list[ir.Value] = []  # of all tokens, and which each query sees
+        present_exact_key: list[ir.Value] = []
+        if uses.exact_keys:
+            exact_keys = [self._joined(self._past_exact_keys(), key), self._is_exact(is_short)]
+            present_exact_key = [self._present_exact_keys(key)]
+        if uses.d_sub:
+            codes = KeyCodes(body, self._inputs["codebooks"], uses.d_sub)
+            past_codes = codes.from_cache(self._narrow(past_key, codes.row_bytes), self._past)
+            new_codes = codes.nearest(key)
+            present_key = codes.to_cache(self._joined(past_codes, new_codes, np.int32), self._after)
+            present_key = self._wide(present_key, codes.row_bytes)
+            past_key, key = codes.keys(past_codes), op("Where", is_short, codes.keys(new_codes), key)
+            keys = self._joined(past_key, key)
+        else:
+            keys = present_key = self._joined(past_key, key)
+        if uses.int8_values:
+            values_of = Int8Values(body)
+            row_bytes = op("Add", self._head_dim, body.integer(SCALE_BYTES))
+            past_rows = values_of.from_cache(self._narrow(past_value, row_bytes), self._past)
+            new_rows = values_of.rows(value)
+            present_value = values_of.to_cache(self._joined(past_rows, new_rows, np.uint8), self._after)
+            present_value = self._wide(present_value, row_bytes)
+            past_value, value = values_of.values(past_rows), op("Where", is_short, values_of.values(new_rows), value)
+            values = self._joined(past_value, value)
+        else:
+            values = present_value = self._joined(past_value, value)
+        # Outputs are values of their own.
+        present = [op("Identity", cache) for cache in (present_key, present_value)]
+        if uses.prompt:
+            prompt_keys, prompt_values = self._prompt_keys(), self._prompt_values()
+            values = op("Concat", prompt_values, values, axis=2)
+            keys = op("Concat", prompt_keys, keys, axis=2)
+            exact_keys[:1] = [op("Concat", prompt_keys, one, axis=2) for one in exact_keys[:1]]
+        return [self._attention(query, keys, values, *exact_keys), *present, *present_exact_key]
+
+    def _operands(self) -> list[ir.Value]:
+        """Query, key and value by heads."""
+        body, op, query = self._body, self._body.op, self._inputs["query"]
+        heads = {"query": self._heads, "key": self._kv_heads, "value": self._kv_heads}
+        if not self._uses.packed:
+            return [self._by_heads(name, self._inputs[name], count) for name, count in heads.items()]
+        operands = []
+        begin = body.ints(0)
+        for name, count in heads.items():
+            end = op("Add", begin, op("Mul", count, self._head_dim))
+            operands.append(self._by_heads(name, op("Slice", query, begin, end, body.ints(2)), count))
+            begin = end
+        return operands
+
+    def _by_heads(self, name: str, x: ir.Value, heads: ir.Value) -> ir.Value:
+        if name in self._uses.by_heads:
+            return x
+        split = reshape(self._body, x, 2, heads, self._head_dim)
+        return self._body.op("Transpose", split, perm=[0, 2, 1, 3])
+
+    def _rotated(self, x: ir.Value) -> ir.Value:
+        """Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, turned by the angles of each token's position."""
+        body, op = self._body, self._body.op
+        one, interleaved = body.integer(1), body.attribute("rotary_interleaved")
+        row = op("Range", body.integer(0), self._queries, one)
+        positions = op("Add", op("Unsqueeze", op("Add", self._past, self._prompt), body.ints(1)), row)
+        cos, sin = (
+            op("Unsqueeze", op("Gather", self._inputs[name], positions, axis=0), body.ints(1)) for name in _ROTARY
+        )
+        is_interleaved = op("Cast", interleaved, to=ir.DataType.BOOL)
+        half = op("Div", self._head_dim, body.integer(2))
+        first = op("Mul", op("Range", body.integer(0), half, one), op("Add", interleaved, one))
+        second = op("Add", first, op("Where", is_interleaved, one, half))
+        a, b = op("Gather", x, first, axis=3), op("Gather", x, second, axis=3)
+        turned = op(
+            "Concat",
+            op("Sub", op("Mul", a, cos), op("Mul", b, sin)),
+            op("Add", op("Mul", b, cos), op("Mul", a, sin)),
+            axis=3,
+        )
+        place = op("Range", body.integer(0), self._head_dim, one)
+        two = body.integer(2)
+        woven = op("Add", op("Mul", op("Mod", place, two), half), op("Div", place, two))
+        return op("Gather", turned, op("Where", is_interleaved, woven, place), axis=3)
+
+    def _joined(self, past: ir.Value, new: ir.Value, dtype: DTypeLike = np.float32) -> ir.Value:
+        """Each sequence's tokens of the past, the new ones behind them, then zeros; [B, KV, total, row]."""
+        body, op = self._body, self._body.op
+        if not self._uses.lengths:
+            return op("Concat", past, new, axis=2)
+        # Of each token its place in: the past, the call, a row of zeros.
+        place = op("Range", body.integer(0), self._total, body.integer(1))
+        before, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
+        of_call = op("Add", op("Sub", place, before), self._room)
+        none = op("Add", self._room, self._queries)
+        source = op("Where", op("Less", place, after), of_call, none)
+        source = op("Where", op("Less", place, before), place, source)
+        sizes = body.shape(self._batch, self._kv_heads, 1, size_of(body, new, 3))
+        zeros = op("Expand", body.constant(np.zeros((), dtype)), sizes)
+        return self._tokens(op("Concat", past, new, zeros, axis=2), source)
+
+    def _narrow(self, cache: ir.Value, row_bytes: ir.Value) -> ir.Value:
+        """Of a past cache [B, KV, P, W] its rows, which are one behind the other: [B, KV, P, row_bytes]."""
+        body, op = self._body, self._body.op
+        if not self._uses.equal_rows:
+            return cache
+        flat = reshape(body, cache, 2, op("Mul", self._room, size_of(body, cache, 3)))
+        rows = op("Slice", flat, body.ints(0), body.vector(op("Mul", self._room, row_bytes)), body.ints(2))
+        return reshape(body, rows, 2, self._room, row_bytes)
+
+    def _wide(self, rows: ir.Value, row_bytes: ir.Value) -> ir.Value:
+        """A present cache [B, KV, total, W] of [B, KV, total, row_bytes], with zeros behind all rows of a head."""
+        body, op = self._body, self._body.op
+        if not self._uses.equal_rows:
+            return rows
+        width = size_of(body, self._inputs["past_key"], 3)
+        flat = reshape(body, rows, 2, op("Mul", self._total, row_bytes))
+        more = body.shape(self._batch, self._kv_heads, op("Mul", self._total, op("Sub", width, row_bytes)))
+        flat = op("Concat", flat, op("Expand", body.constant(np.zeros((), np.uint8)), more), axis=2)
+        return reshape(body, flat, 2, self._total, width)
+
+    def _tokens(self, x: ir.Value, places: ir.Value) -> ir.Value:
+        """Of x [B, KV, tokens, row], those at places [B, n] of each sequence."""
+        body, op = self._body, self._body.op
+        rows = op("Transpose", x, perm=[0, 2, 1, 3])
+        found = op("GatherND", rows, op("Unsqueeze", places, body.ints(2)), batch_dims=1)
+        return op("Transpose", found, perm=[0, 2, 1, 3])
+
+    # ---- prompt ------------------------------------------------------------------------------------------------------
+
+    def _prompt_keys(self) -> ir.Value:
+        """[B, KV, P, D]."""
+        body, op = self._body, self._body.op
+        head_dim = body.attribute("prompt_head_dim")
+        columns = op("Mul", body.divided_up(self._prompt, body.integer(PANEL_COLUMNS)), body.integer(PANEL_COLUMNS))
+        matrix = self._prompt_matrix("prompt_key", head_dim, op("Mul", self._kv_heads, columns))
+        by_heads = op("Reshape", matrix, body.shape(head_dim, self._kv_heads, columns))
+        return self._of_prompt(op("Transpose", by_heads, perm=[1, 2, 0]))
+
+    def _prompt_values(self) -> ir.Value:
+        """[B, KV, P, D]."""
+        body, op = self._body, self._body.op
+        head_dim = body.attribute("prompt_head_dim")
+        chunks = body.divided_up(self._prompt, body.integer(MOST_CHUNK))
+        tiles = body.divided_up(body.divided_up(self._prompt, chunks), body.integer(TILE_INPUTS))
+        tokens = op("Mul", tiles, body.integer(TILE_INPUTS))
+        matrix = self._prompt_matrix("prompt_value", tokens, op("Mul", op("Mul", self._kv_heads, chunks), head_dim))
+        by_chunks = op("Reshape", matrix, body.shape(tokens, self._kv_heads, chunks, head_dim))
+        by_heads = op("Transpose", by_chunks, perm=[1, 2, 0, 3])
+        return self._of_prompt(op("Reshape", by_heads, body.shape(self._kv_heads, -1, head_dim)))
+
+    def _prompt_matrix(self, name: str, k: ir.Value, n: ir.Value) -> ir.Value:
+        inputs = self._inputs
+        later = None if self._uses.unpack_prompt_once else inputs["query"]
+        masks, values = inputs[f"{name}_masks"], inputs[f"{name}_values"]
+        return unpacked_bitmap(self._body, masks, values, k, n, dense=True, seems_to_depend_on=later)
+
+    def _of_prompt(self, rows: ir.Value) -> ir.Value:
+        """Its tokens, the same for all sequences."""
+        body, op = self._body, self._body.op
+        tokens = op("Slice", rows, body.ints(0), body.vector(self._prompt), body.ints(1))
+        return op("Expand", op("Unsqueeze", tokens, body.ints(0)), body.shape(self._batch, 1, 1, 1))
+
+    # ---- exact keys --------------------------------------------------------------------------------------------------
+
+    def _past_exact_keys(self) -> ir.Value:
+        """[B, KV, P, D], anything for tokens that are not held."""
+        body, op = self._body, self._body.op
+        window, sinks, one = body.attribute("window"), body.attribute("sinks"), body.integer(1)
+        token = op("Range", body.integer(0), self._room, one)
+        turn = op("Mod", op("Sub", token, sinks), op("Max", window, one))
+        slot = op("Where", op("Less", token, sinks), token, op("Add", sinks, turn))
+        last = op("Sub", op("Add", sinks, window), one)  # without a window, of all behind the sinks
+        return op("Gather", self._inputs["past_exact_key"], op("Min", slot, last), axis=2)
+
+    def _is_exact(self, is_short: ir.Value) -> ir.Value:
+        """Whether query i of a sequence sees the exact key of its token j, [B, 1, S, P + total].
+
+        Of the prompt, both keys are the same.
+        """
+        body, op = self._body, self._body.op
+        zero, one, window = body.integer(0), body.integer(1), body.attribute("window")
+        token = op("Range", op("Neg", self._prompt), self._total, one)
+        row = op("Unsqueeze", op("Range", zero, self._queries, one), body.ints(1))
+        # What a long call reads of the past is what is held.
+        row = op("Where", is_short, row, body.integer(-1))
+        position = op("Add", op("Unsqueeze", self._past, body.ints(1, 2, 3)), row)
+        recent = op("And", op("Less", op("Sub", position, window), token), op("Less", zero, window))
+        return op("Or", op("Less", token, body.attribute("sinks")), recent)
+
+    def _present_exact_keys(self, keys: ir.Value) -> ir.Value:
+        """The past's slots, but for those that tokens of this call take."""
+        body, op = self._body, self._body.op
+        zero, one = body.integer(0), body.integer(1)
+        window, sinks = body.attribute("window"), body.attribute("sinks")
+        slot = op("Range", zero, op("Add", sinks, window), one)
+        is_sink = op("Less", slot, sinks)
+        past, after = (op("Unsqueeze", count, body.ints(1)) for count in (self._past, self._after))
+        last = op("Sub", after, one)
+        # Of the tokens that have a slot in turn, the last one.
+        token = op("Sub", last, op("Mod", op("Sub", last, slot), op("Max", window, one)))
+        token = op("Where", is_sink, slot, token)
+        least = op("Max", past, op("Where", is_sink, zero, sinks))
+        is_new = op("And", op("Not", op("Less", token, least)), op("Less", token, after))
+        source = op("Where", is_new, op("Sub", token, past), op("Add", self._queries, slot))
+        return self._tokens(op("Concat", keys, self._inputs["past_exact_key"], axis=2), source)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _attention(
+        self,
+        query: ir.Value,
+        keys: ir.Value,
+        values: ir.Value,
+        exact_keys: ir.Value | None = None,
+        is_exact: ir.Value | None = None,
+    ) -> ir.Value:
+        body, op, uses = self._body, self._body.op, self._uses
+        if uses.grouped:
+            head = op("Range", body.integer(0), self._heads, body.integer(1))
+            group = op("Div", head, op("Div", self._heads, self._kv_heads))
+            keys, values = (op("Gather", x, group, axis=1) for x in (keys, values))
+            if exact_keys is not None:
+                exact_keys = op("Gather", exact_keys, group, axis=1)
+        scaled = op("Mul", query, scale_of(body, self._head_dim))
+        scores = op("MatMul", scaled, op("Transpose", keys, perm=[0, 1, 3, 2]))
+        if exact_keys is not None and is_exact is not None:
+            exact = op("MatMul", scaled, op("Transpose", exact_keys, perm=[0, 1, 3, 2]))
+            scores = op("Where", is_exact, exact, scores)
+        if uses.mask:
+            scores = op("Add", scores, self._inputs["mask"])
+        if uses.lengths or uses.causal:
+            scores = op("Where", self._seen(), scores, body.number(-np.inf))
+        y = op("MatMul", weights_of(body, scores, uses.zero_hidden_rows), values)
+        width = op("Mul", self._heads, self._head_dim)
+        return reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
+
+    def _seen(self) -> ir.Value:
+        """Whether query i of a sequence sees its token j, [B, 1, S, P + total]."""
+        body, op = self._body, self._body.op
+        one = body.integer(1)
+        token = op("Range", op("Neg", self._prompt), self._total, one)
+        past, after = (op("Unsqueeze", count, body.ints(1, 2, 3)) for count in (self._past, self._after))
+        exists = op("Less", token, after)
+        if not self._uses.causal:
+            return exists
+        row = op("Unsqueeze", op("Range", one, op("Add", self._queries, one), one), body.ints(1))
+        is_causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
+        return op("And", exists, op("Or", op("Not", is_causal), op("Less", token, op("Add", past, row))))

@@ -1,0 +1,233 @@
+"""What an operator must offer to take the place of a linear layer."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from ..files.model_file import to_bytes
+from ..files.spill import TensorSpill
+from ..find.epilogue import Activation
+from ..measure.sessions import open_quietly
+from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
+from ..weights.quantizers.fixed_range import FixedRange
+
+if TYPE_CHECKING:
+    from ..find.quantized_weight import QuantizedWeight
+    from ..weights.quantizers.grid import Quantization
+
+
+_OPSET = 17
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A constant input of an operator. bf16 values travel as uint16."""
+
+    array: np.ndarray
+    dtype: ir.DataType
+
+
+def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.TensorProtocol:
+    """For an initializer of this name; the numbers wait on disk."""
+    if packed.array.size == 0:  # ONNX keeps no empty tensor outside of a model
+        return ir.Tensor(packed.array, name=name, dtype=packed.dtype)
+    return spill.add(name, packed.array, packed.dtype)
+
+
+# By the name of the operator's input.
+PackedWeight = Mapping[str, PackedTensor]
+
+
+@dataclass(frozen=True)
+class LayerWeight:
+    """The weight that an operator is to take over."""
+
+    matrix: np.ndarray  # W, float32 [k, n]; of a quantized weight what it stands for
+    quantized: QuantizedWeight | None = None
+    x_range: FixedRange | None = None  # of the layer's input; None: the operator's own
+    x_threshold: float = 0.0  # inputs whose magnitude is not above it count as zero, if the operator masks them
+
+
+class Replacement(abc.ABC):
+    """A layer and its epilogue (ops/matmul/linear_plan.h) by an operator of ours, its weight packed ahead of time."""
+
+    op_type: ClassVar[str]
+    # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
+    normalizes = False
+    # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
+    takes_ranges = False
+    # Whether the operator computes what follows a layer; if not, its bias is added behind it.
+    has_epilogue = True
+    # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
+    masks_inputs = False
+    # How weights that are not quantized are stored, where the operator has a choice.
+    weights = "bf16"
+
+    @abc.abstractmethod
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        """Why the operator cannot hold a weight of k inputs that is quantized so, or is not, if it cannot."""
+
+    def why_not_matrix(self, matrix: np.ndarray) -> str | None:
+        """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
+        return None
+
+    def stored_weights(self, matrix: np.ndarray) -> int:
+        """How many weights the packed weight of this matrix holds, by which it is sparse or not."""
+        return int(np.count_nonzero(matrix))
+
+    @abc.abstractmethod
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        """The constant inputs that hold W."""
+
+    @abc.abstractmethod
+    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+        """The size of what `pack` returns for `stored` weights that are not zero. What hangs on where they are may be
+        estimated, to some per cent."""
+
+    @abc.abstractmethod
+    def inputs(
+        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
+    ) -> list[ir.Value | None]:
+        """The inputs of the node, in order."""
+
+    @abc.abstractmethod
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
+        """The attributes of the node, for a weight [k, n]. gated_columns: see joined.py; 0 otherwise."""
+
+    def node_attributes(
+        self,
+        weight: LayerWeight,
+        activation: Activation = Activation.NONE,
+        gated_columns: int = 0,
+        norm_epsilon: float = -1.0,
+    ) -> list[ir.Attr]:
+        """All attributes of a node with this weight; norm_epsilon: negative without a LayerNormalization."""
+        k, n = weight.matrix.shape
+        attributes = self.attributes(k, n, weight.quantized, activation, gated_columns)
+        if self.normalizes:
+            attributes.append(ir.AttrFloat32("norm_epsilon", norm_epsilon))
+        if self.masks_inputs:
+            attributes.append(ir.AttrFloat32("a_threshold", weight.x_threshold))
+        return attributes
+
+    def run(self, x: np.ndarray, packed: Mapping[str, ir.TensorProtocol], weight: LayerWeight) -> np.ndarray:
+        """x W as ONNX Runtime computes it by the operator alone, for x float32 [m, k], rounded as the weight's x_range
+        says; x_threshold is not applied."""
+        tensors = dict(packed)
+        if weight.x_range is not None:
+            ranges = range_arrays("x", weight.x_range)
+            tensors |= {part: ir.Tensor(array, name=f"{part} of x") for part, array in ranges.items()}
+        values = {part: _constant(tensor) for part, tensor in tensors.items()}
+        given = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(x.shape))
+        inputs = self.inputs(given, values, None, None)
+        attributes = self.node_attributes(dataclasses.replace(weight, x_threshold=0.0))
+        node = ir.Node(ORTOLAN_DOMAIN, self.op_type, inputs, attributes, name="layer")
+        node.outputs[0].name = "y"
+        node.outputs[0].type = given.type
+        graph = ir.Graph(
+            [given], node.outputs, nodes=[node], initializers=list(values.values()),
+            opset_imports={"": _OPSET, ORTOLAN_DOMAIN: 1}, name="layer",
+        )  # fmt: skip
+        model = ir.Model(graph, ir_version=MINIMUM_IR_VERSION)
+        self.fill_inputs(model, lambda name: f"{name} of none")
+        folders = {str(tensor.base_dir) for tensor in tensors.values() if isinstance(tensor, ir.ExternalTensor)}
+        folder = Path(*folders) if folders else None
+        session = open_quietly(to_bytes(model), library=True, data_folder=folder)
+        (y,) = session.run(None, {"x": x})
+        return np.asarray(y)
+
+    @abc.abstractmethod
+    def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        """How far each answer of `run` may be from x W."""
+
+    @abc.abstractmethod
+    def typical_rounding(self, quantization: Quantization | None) -> float:
+        """||run - x W|| / ||x W|| of an ordinary layer: what is expected where no inputs are recorded."""
+
+    @abc.abstractmethod
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        """Gives the operator's nodes constants that change nothing, for inputs that they lack and must have.
+
+        An ONNX function cannot ask whether an input is there, so what one layer of a model has, all must have; and ONNX
+        Runtime up to 1.21 crashes where one is left out in front of another. new_name makes a name that no value of the
+        model has.
+        """
+
+    @abc.abstractmethod
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        """The operator in standard ONNX, for all of its nodes in this model: what runs without our library.
+
+        unpack_once: ONNX Runtime may unpack all weights when it loads the model, which is fast to run but takes much
+        memory; otherwise it unpacks one layer after another in each run.
+        """
+
+
+def range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
+    """The range as the inputs <prefix>_scale and <prefix>_zero_point."""
+    return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}
+
+
+def _constant(tensor: ir.TensorProtocol) -> ir.Value:
+    return ir.Value(
+        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
+
+
+def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
+    """A node's inputs by the operator's order; those left out at the end are not listed."""
+    values = [given.get(name) for name in names]
+    while values[-1] is None:
+        values.pop()
+    return values
+
+
+def nodes_of(model: ir.Model, op_type: str) -> list[ir.Node]:
+    """The nodes of an operator of ours, those in subgraphs included."""
+    return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == op_type]
+
+
+def input_of(node: ir.Node, names: Sequence[str], name: str) -> ir.Value | None:
+    """A node's input by its name in the operator's order."""
+    index = names.index(name)
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def fill_missing(
+    nodes: Sequence[ir.Node],
+    names: Sequence[str],
+    needed: Collection[str],
+    neutral: Callable[[ir.Node], Mapping[str, np.ndarray]],
+    new_name: Callable[[str], str],
+) -> None:
+    """Gives nodes the neutral constants of the inputs that are needed, or stand in front of one that they have.
+
+    Nodes of one graph share constants of the same name and shape.
+    """
+    made: dict[Hashable, ir.Value] = {}
+    for node in nodes:
+        graph = node.graph
+        assert graph is not None
+        count = max([len(node.inputs), *(names.index(name) + 1 for name in needed)])
+        node.resize_inputs(count)
+        for name, array in neutral(node).items():
+            index = names.index(name)
+            if index >= count or node.inputs[index] is not None:
+                continue
+            key = (id(graph), name, array.shape)
+            if key not in made:
+                tensor = ir.Tensor(array, name=new_name(f"no_{name}"))
+                made[key] = ir.Value(
+                    name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+                )
+                graph.register_initializer(made[key])
+            node.replace_input_with(index, made[key])

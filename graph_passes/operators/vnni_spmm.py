@@ -1,0 +1,149 @@
+"""VNNISpMM: int8 weights in blocks of 4 outputs x 1 input (the format: ops/formats/block_sparse_4x1.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.constants import constant_tensor
+from ..find.epilogue import Activation
+from .replacement import (
+    LayerWeight,
+    PackedTensor,
+    PackedWeight,
+    Replacement,
+    fill_missing,
+    in_order,
+    input_of,
+    nodes_of,
+)
+from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
+
+if TYPE_CHECKING:
+    from ..weights.quantizers.grid import Quantization
+
+# Of the packed tensors; the kernel refuses any other.
+_FORMAT_VERSION = 1
+_MOST_INPUTS = 1 << 16  # as kMostSparseInputs in ops/formats/block_sparse_4x1.h
+_FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class VNNISpMM(Replacement):
+    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to 256 steps, of each
+    row's own range or of a fixed one."""
+
+    op_type = OP_TYPE
+    normalizes = True
+    takes_ranges = True
+
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        if quantization is None or quantization.bits != 8:
+            return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+        return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM" if k > _MOST_INPUTS else None
+
+    def stored_weights(self, matrix: np.ndarray) -> int:
+        return count_blocks(matrix, GROUP_OUTPUTS)
+
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        from ortolan import _native
+
+        quantized = weight.quantized
+        assert quantized is not None
+        values, indices, starts = _native.pack_block_sparse(np.ascontiguousarray(quantized.q.numpy()))
+        scales = np.array(quantized.scales.numpy(), np.float32).reshape(-1)
+        quantized.release()
+        return {
+            "values": PackedTensor(values, ir.DataType.INT8),
+            "indices": PackedTensor(indices, ir.DataType.UINT16),
+            "starts": PackedTensor(starts, ir.DataType.INT64),
+            "scales": PackedTensor(scales, ir.DataType.FLOAT),
+        }
+
+    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+        groups = -(-n // GROUP_OUTPUTS)
+        # Whole blocks; the last quad of a group is filled up, by half on the average.
+        quads = stored / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored else 0
+        return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
+
+    def inputs(
+        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
+    ) -> list[ir.Value | None]:
+        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
+
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
+        numbers = {
+            "k": k,
+            "n": n,
+            "format_version": _FORMAT_VERSION,
+            "activation": int(activation),
+            "gated_columns": gated_columns,
+            "hidden_k": 0,
+        }
+        return [ir.AttrInt64(name, number) for name, number in numbers.items()]
+
+    def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        magnitude = np.abs(weight.matrix)
+        steps: np.ndarray
+        if weight.x_range is None:
+            # Half a step of each x (ops/matmul/block_sparse_weight.h).
+            half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 2 / 255
+            steps = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
+        else:
+            # What is cut off besides; and where a number lies near the middle of two steps, either may be chosen.
+            lost_of_x = np.abs(weight.x_range.rounded(x) - x)
+            steps = np.maximum(lost_of_x, weight.x_range.scale / 2) * (1 + _FLOAT_ROUNDING) @ magnitude
+        lost = _SMALLEST_NORMAL * 255 * 127 * len(magnitude)
+        bound: np.ndarray = steps + _FLOAT_ROUNDING * (np.abs(x) @ magnitude) + lost
+        return bound
+
+    def typical_rounding(self, quantization: Quantization | None) -> float:
+        # A step of (max - min) / 255 over sqrt 12, for rows whose range is twelve times their root mean square.
+        return 0.014
+
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        nodes = nodes_of(model, OP_TYPE)
+
+        def neutral(node: ir.Node) -> dict[str, np.ndarray]:
+            return neutral_inputs(*(node.attributes[name].as_int() for name in ("k", "n", "gated_columns")))
+
+        fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
+
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        return vnni_spmm_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
+
+
+def count_blocks(matrix: np.ndarray, outputs: int) -> int:
+    """The weights of those blocks, of one input and so many outputs, that are not all zero."""
+    k, n = matrix.shape
+    whole = n - n % outputs
+    full = np.count_nonzero(matrix[:, :whole].reshape(k, -1, outputs).any(axis=2)) * outputs
+    return int(full + np.count_nonzero(matrix[:, whole:].any(axis=1)) * (n - whole))
+
+
+def _uses(nodes: list[ir.Node]) -> Uses:
+    return Uses(
+        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
+        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        norm=any(node.attributes["norm_epsilon"].as_float() >= 0 for node in nodes),
+        own_ranges=any(not _has_range(node) for node in nodes),
+        x_range=any(_has_range(node) for node in nodes),
+        hidden=any(_has_hidden(node) for node in nodes),
+        plain=any(not _has_hidden(node) for node in nodes),
+    )
+
+
+def _has_range(node: ir.Node) -> bool:
+    """Whether the node's input has a fixed range: neutral ones are 0."""
+    scale = constant_tensor(input_of(node, INPUTS, "x_scale"))
+    return scale is not None and float(scale.numpy()) != 0
+
+
+def _has_hidden(node: ir.Node) -> bool:
+    return node.attributes["hidden_k"].as_int() != 0

@@ -1,0 +1,150 @@
+"""W4A8MatMul: 4-bit weights in groups with scales and zero points (the format: ops/formats/int4_group.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.epilogue import Activation
+from ..find.stored_int4 import StoredInt4
+from .function_body import PANEL_COLUMNS
+from .replacement import (
+    LayerWeight,
+    PackedTensor,
+    PackedWeight,
+    Replacement,
+    fill_missing,
+    in_order,
+    input_of,
+    nodes_of,
+)
+from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, TILE_INPUTS, Uses, w4a8_matmul_function
+
+if TYPE_CHECKING:
+    from ..weights.quantizers.grid import Quantization
+
+# Of the packed tensors; the kernel refuses any other.
+_FORMAT_VERSION = 1
+_FLOAT_ROUNDING = 2**-12  # of float32 arithmetic, as a share of |x| |W|: any order of sums
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class W4A8MatMul(Replacement):
+    """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
+
+    op_type = OP_TYPE
+
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        if quantization is None or quantization.bits != 4:
+            return 'is not quantized to 4 bits; put [[pass]] name = "quantize", bits = 4 before this one'
+        return None
+
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        from ortolan import _native
+
+        quantized = weight.quantized
+        assert quantized is not None
+        q, scales = quantized.q.numpy(), quantized.scales.numpy()
+        if quantized.zero_points is None:
+            q = (q + np.int8(MIDDLE_ZERO_POINT)).view(np.uint8)
+        packed = {
+            "weights": PackedTensor(_native.pack_int4_group(np.ascontiguousarray(q)), ir.DataType.UINT8),
+            "scales": _packed_scales(scales),
+        }
+        if quantized.zero_points is not None:
+            zero_points = _native.pack_group_rows(quantized.zero_points.numpy())
+            packed["zero_points"] = PackedTensor(zero_points, ir.DataType.UINT8)
+            del zero_points
+        del q, scales
+        quantized.release()
+        return packed
+
+    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+        if quantization is None or quantization.group_size is None:
+            return 4 * k * n  # why_not refuses it
+        panels = -(-n // PANEL_COLUMNS)
+        weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS // 2
+        groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
+        # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
+        wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
+        return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
+
+    def inputs(
+        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
+    ) -> list[ir.Value | None]:
+        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
+
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
+        assert quantization is not None and quantization.group_size is not None
+        numbers = {
+            "k": k,
+            "n": n,
+            "format_version": _FORMAT_VERSION,
+            "group_size": quantization.group_size,
+            "activation": int(activation),
+            "gated_columns": gated_columns,
+        }
+        return [ir.AttrInt64(name, number) for name, number in numbers.items()]
+
+    def rounding_bound(self, x: np.ndarray, weight: LayerWeight) -> np.ndarray:
+        assert weight.quantized is not None and weight.quantized.group_size is not None
+        group = weight.quantized.group_size
+        magnitude = np.abs(weight.matrix)
+        product: np.ndarray = np.abs(x) @ magnitude
+        steps = np.zeros_like(product)
+        for start in range(0, len(magnitude), group):  # half a step of each x (ops/matmul/group_int4_weight.h)
+            half_steps = np.abs(x[:, start : start + group]).max(axis=1, keepdims=True) / 254
+            steps += half_steps * magnitude[start : start + group].sum(axis=0)
+        # The scale of x times that of W, which multiplies a sum of q (w - zero point).
+        lost = _SMALLEST_NORMAL * 127 * 15 * len(magnitude)
+        return steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
+
+    def typical_rounding(self, quantization: Quantization | None) -> float:
+        # A step of max|x| / 127 over sqrt 12, for groups whose largest number is three times their root mean square.
+        return 0.007
+
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        nodes = nodes_of(model, OP_TYPE)
+        uses = _uses(nodes)
+
+        def neutral(node: ir.Node) -> dict[str, np.ndarray]:
+            n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()
+            groups = -(-k // node.attributes["group_size"].as_int())
+            return {
+                "bias": np.zeros(n, np.float32),
+                "residual": np.zeros(1, np.float32),
+                "zero_points": np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), MIDDLE_ZERO_POINT, np.uint8),
+            }
+
+        needed = {name for name, used in (("residual", uses.residual), ("zero_points", uses.zero_points)) if used}
+        fill_missing(nodes, INPUTS, needed, neutral, new_name)
+
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        return w4a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
+
+
+def _packed_scales(scales: np.ndarray) -> PackedTensor:
+    """float16 where that loses nothing that matters: no scale under- or overflows; else float32."""
+    from ortolan import _native
+
+    if scales.dtype == np.float32:
+        half = scales.astype(np.float16)
+        if (half.astype(np.float32) != scales).any():
+            return PackedTensor(_native.pack_group_rows(scales), ir.DataType.FLOAT)
+        scales = half
+    packed = _native.pack_group_rows(np.ascontiguousarray(scales).view(np.uint16))
+    return PackedTensor(packed.view(np.float16), ir.DataType.FLOAT16)
+
+
+def _uses(nodes: list[ir.Node]) -> Uses:
+    return Uses(
+        zero_points=any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
+        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
+        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
+        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+    )

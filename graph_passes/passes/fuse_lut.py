@@ -1,0 +1,238 @@
+"""Replaces element-wise operators between quantized values by LutPostOp: one lookup in a table (lut.py).
+
+From every quantized value the search goes through all that is computed from it alone: DequantizeLinear, activations in
+any formula, arithmetic with single numbers, QuantizeLinear; paths may part and join again. What the rest of the model
+uses of that gets a table of its own, and what is then computed for nothing goes:
+
+    quantized values    where a table saves one operator (of 16 bits: two)
+    float32 values      where it saves two, but none that DequantizeLinear puts out: ONNX Runtime takes that one and the
+                        product behind it as one operator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.constants import remove_unused
+from ..find.lut import (
+    CODE_TYPES,
+    Chain,
+    Cone,
+    NoTableError,
+    code_type,
+    data_inputs,
+    find_cone,
+    graph_order,
+    is_constant,
+    make_table,
+    seen_outside,
+)
+from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
+from ..operators.function_body import FunctionBody
+from ..options import Globs, PassOptions, any_matches, takes
+from ..report.optimization import LookupReport
+from .context import PassContext, RecipePass
+from .normalize import require_normalized
+
+OP_TYPE = "LutPostOp"
+_FORMAT_VERSION = 1
+_STARTS = ("DequantizeLinear", "QLinearAdd", "QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid")
+_REASONS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class FuseLutOptions(PassOptions):
+    # Of the indices: 16-bit tables take 64 to 256 KiB each.
+    bits: int = field(default=16, metadata=takes("int", choices=(8, 16)))
+    # Names of the nodes whose outputs are looked up.
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """A chain, its table, and the nodes that nothing needs any more when the table is there."""
+
+    chain: Chain
+    table: np.ndarray
+    saved: tuple[ir.Node, ...]
+
+
+class FuseLutPass(RecipePass):
+    """Puts table lookups in the place of element-wise operators on quantized values."""
+
+    options_type = FuseLutOptions
+    options: FuseLutOptions
+
+    def __init__(self, options: PassOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        self._tables: dict[tuple[int, str, bytes], ir.Value] = {}
+
+    def requires(self, model: ir.Model) -> None:
+        require_normalized(model, "fuse_lut")
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        self._tables.clear()
+        found = 0
+        graphs = list(model.graphs())
+        for number, graph in enumerate(graphs):
+            self.context.progress("fuse_lut", number, len(graphs))
+            found += self._fuse(model, graph)
+        self.context.progress("fuse_lut", len(graphs), len(graphs))
+        if not found:
+            self.context.note("pass 'fuse_lut' found no chain of element-wise operators on quantized values to replace")
+        elif not self.context.dry_run:
+            model.opset_imports[ORTOLAN_DOMAIN] = 1
+            model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+            if self.context.portable:
+                function = lut_post_op_function(model.opset_imports[""])
+                model.functions[function.identifier()] = function
+        return ir.passes.PassResult(model, modified=found > 0 and not self.context.dry_run)
+
+    def _fuse(self, model: ir.Model, graph: ir.Graph) -> int:
+        """Replaces what it can in one graph; how many lookups that makes."""
+        order = graph_order(graph)
+        found = 0
+        seen: set[ir.Value] = set()
+        replaced: set[ir.Node] = set()
+        for start in list(graph):
+            if start.op_type not in _STARTS or start in replaced:
+                continue
+            # Asked at once: constants of a chain that is replaced go.
+            sources = [x for x in dict.fromkeys(data_inputs(start)) if x not in seen and not is_constant(x)]
+            seen.update(sources)
+            for x in sources:
+                for lookup in self._lookups(model, start, find_cone(x, graph, order)):
+                    found += 1
+                    replaced.update(lookup.saved)
+                    if not self.context.dry_run:
+                        order[self._put(model, lookup)] = order[lookup.chain.nodes[-1]]
+        return found
+
+    def _lookups(self, model: ir.Model, start: ir.Node, cone: Cone) -> list[_Lookup]:
+        """What becomes of a cone, also in the report."""
+        report = self.context.report.lookups
+        reasons = list(dict.fromkeys(cone.refused.values()))
+        dtype = code_type(cone.input)
+        lookups = []
+        inside = set(cone.nodes)
+        gone: set[ir.Node] = set()
+        if dtype not in CODE_TYPES:
+            what = "unknown" if dtype is None else dtype.name
+            reasons = [f"the type of {cone.input.name!r} is {what}, expected one of 8 or 16 bits"]
+        elif 8 * dtype.itemsize > self.options.bits:
+            reasons = [f"{cone.input.name!r} has more than {self.options.bits} bits (option bits)"]
+        else:
+            # The last ones first: what a table of theirs leaves over is not needed for others.
+            for output in reversed(list(_exits(cone, inside))):
+                chain = cone.chain_to(output)
+                saved = _saved(chain, gone)
+                try:
+                    lookups.append(_Lookup(chain, self._table(model, chain, dtype, len(saved)), saved))
+                    gone.update(saved)
+                except NoTableError as error:
+                    reasons.insert(0, str(error))
+        for lookup in lookups:
+            report.append(
+                LookupReport(
+                    lookup.chain.nodes[-1].name or "",
+                    lookup.chain.operators,
+                    entries=lookup.table.size,
+                    entry_type=str(lookup.table.dtype),
+                    status="would replace" if self.context.dry_run else "replaced",
+                )
+            )
+        if not lookups:
+            more = f"; and {len(reasons) - _REASONS_SHOWN} more" if len(reasons) > _REASONS_SHOWN else ""
+            report.append(
+                LookupReport(start.name or "", [start.op_type], reason="; ".join(reasons[:_REASONS_SHOWN]) + more)
+            )
+        return lookups
+
+    def _table(self, model: ir.Model, chain: Chain, dtype: ir.DataType, saved: int) -> np.ndarray:
+        """The chain's table, or NoTableError: why it is better left alone."""
+        name = chain.nodes[-1].name or ""
+        self.context.names_of_layers.append(name)
+        if not any_matches([name], self.options.select) or any_matches([name], self.options.exclude):
+            raise NoTableError(f"{name} is not selected")
+        if saved == 0:
+            raise NoTableError(f"{name} is needed elsewhere")
+        table = make_table(chain, dtype, model.opset_imports)
+        types = [kind.numpy() for kind in (*CODE_TYPES, ir.DataType.FLOAT)]
+        if table.dtype not in types:
+            raise NoTableError(f"{name} answers in {table.dtype}, expected 8 or 16 bits or float32")
+        if saved < 2 and (table.dtype == np.float32 or dtype.itemsize > 1):
+            raise NoTableError(f"a table for {name} would save one operator only, which is as fast")
+        return table
+
+    def _put(self, model: ir.Model, lookup: _Lookup) -> ir.Node:
+        """The operator where the chain ended, under its node's name; what it puts out keeps its name."""
+        chain = lookup.chain
+        last = chain.nodes[-1]
+        graph = last.graph
+        assert isinstance(graph, ir.Graph)
+        node = ir.Node(
+            ORTOLAN_DOMAIN,
+            OP_TYPE,
+            [chain.input, self._initializer(model, graph, last.name or OP_TYPE, lookup.table)],
+            [ir.AttrInt64("format_version", _FORMAT_VERSION)],
+            name=last.name,
+        )
+        used = [value for old in lookup.saved for value in old.inputs if value is not None]
+        constants = [value for value in used if is_constant(value)]
+        ir.convenience.replace_nodes_and_values(graph, last, lookup.saved, [node], [chain.output], [node.outputs[0]])
+        for value in constants:
+            remove_unused(value)
+        return node
+
+    def _initializer(self, model: ir.Model, graph: ir.Graph, name: str, table: np.ndarray) -> ir.Value:
+        """Equal tables of one graph are one. (Of one graph: see replace.)"""
+        key = (id(graph), str(table.dtype), table.tobytes())
+        if key not in self._tables:
+            tensor = ir.Tensor(table, name=self.context.new_name(model, f"{name}.table"))
+            value = ir.Value(
+                name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(table.shape), const_value=tensor
+            )
+            graph.register_initializer(value)
+            self._tables[key] = value
+        return self._tables[key]
+
+
+def lut_post_op_function(opset: int) -> ir.Function:
+    """LutPostOp as an ONNX function: its specification, and what runs where our library is not registered."""
+    body = FunctionBody(opset)
+    x, table = ir.val("X"), ir.val("table")
+    # Negative numbers index from the end: entry 255 of 256 is that of -1.
+    y = body.op("Gather", table, body.op("Cast", x, to=ir.DataType.INT32))
+    y.name = "Y"
+    graph = ir.Graph([x, table], [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
+    attributes = [ir.Attr("format_version", ir.AttributeType.INT, None)]
+    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+
+
+def _exits(cone: Cone, inside: Collection[ir.Node]) -> list[ir.Value]:
+    """What the rest of the model uses of a cone; in place of what DequantizeLinear puts out, what that takes."""
+    exits: dict[ir.Value, None] = {}
+    for value in cone.values():
+        if not seen_outside(value, inside):
+            continue
+        node = value.producer()
+        assert node is not None
+        source = node.inputs[0] if node.op_type == "DequantizeLinear" else value
+        if source is not None and source is not cone.input:
+            exits[source] = None
+    return list(exits)
+
+
+def _saved(chain: Chain, gone: Collection[ir.Node]) -> tuple[ir.Node, ...]:
+    """The chain's nodes that nothing needs when its output comes from elsewhere. gone: nodes that are not there."""
+    last = chain.nodes[-1]
+    saved = {last}
+    for node in reversed(chain.nodes[:-1]):
+        if not seen_outside(node.outputs[0], {*saved, *gone}):
+            saved.add(node)
+    return tuple(node for node in chain.nodes if node in saved and node not in gone)

@@ -1,0 +1,138 @@
+"""Brings a model into the shape that the other passes expect, changing no result and no input, output or node name."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx import version_converter
+from onnx_ir.passes import common as onnx_passes
+
+from ortolan.errors import ModelError, RecipeError
+
+from ..files.model_file import to_proto
+from ..find.constants import DEFAULT_DOMAINS
+from ..find.quantized_forms import unify_quantized
+from ..names import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY
+from .context import RecipePass
+
+_LARGE_TENSOR = 1024
+
+
+class NormalizePass(RecipePass):
+    """Inlines the model's functions, raises an old opset, names nodes, turns Constant nodes into initializers, and
+    writes int8 layers in the forms that the passes know (quantized_forms.py)."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        self.context.progress("normalize", 0, 1)
+        normalize(model, self.context.source.name)
+        if self.context.adopts:  # only for passes replace, of which the last one folds back what is left
+            self.context.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
+        self.context.progress("normalize", 1, 1)
+        return ir.passes.PassResult(model, modified=True)
+
+    def ensures(self, model: ir.Model) -> None:
+        version = model.opset_imports.get("", 0)
+        if version < MINIMUM_OPSET or has_functions(model):
+            raise ModelError(
+                f"{self.context.source.name} is at opset {version} with {len(model.functions)} functions "
+                f"after normalization, expected at least {MINIMUM_OPSET} and none; please report this"
+            )
+
+
+def normalize(model: ir.Model, name: str) -> None:
+    """Does it in place. `name` opens error messages."""
+    if "ai.onnx" in model.opset_imports:  # another spelling of the default domain
+        model.opset_imports.setdefault("", model.opset_imports.pop("ai.onnx"))
+    model.opset_imports.setdefault("", MINIMUM_OPSET)
+    if model.ir_version < 4:
+        # These versions demanded that initializers be listed as inputs; nobody passes them.
+        kept = [value for value in model.graph.inputs if not value.is_initializer()]
+        model.graph.inputs.clear()
+        model.graph.inputs.extend(kept)
+    model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+    inline_functions(model)
+    if model.opset_imports[""] < MINIMUM_OPSET:
+        _raise_opset(model, name)
+    _name_nodes(model)
+    onnx_passes.LiftConstantsToInitializersPass()(model)
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Replaces calls of the model's own functions by their bodies. Those of our operators stay."""
+    if has_functions(model):
+        onnx_passes.InlinePass(criteria=lambda function: function.domain != ORTOLAN_DOMAIN)(model)
+
+
+def has_functions(model: ir.Model) -> bool:
+    """Whether the model has functions of its own. Those of our operators do not count."""
+    return any(domain != ORTOLAN_DOMAIN for domain, *_ in model.functions)
+
+
+def require_normalized(model: ir.Model, name: str) -> None:
+    """Raises RecipeError if pass `name` meets a model that pass `normalize` would change so that it could be read."""
+    if model.opset_imports.get("", 0) < MINIMUM_OPSET or has_functions(model):
+        raise RecipeError(
+            f"pass {name!r} needs pass 'normalize' before it, for models of an old opset or with functions; add "
+            '[[pass]] name = "normalize" to the recipe'
+        )
+
+
+def optimized_with(model: ir.Model) -> str | None:
+    """The recipe that made this model, or None if Ortolan did not."""
+    if RECIPE_KEY in model.metadata_props:
+        return f"recipe {model.metadata_props[RECIPE_KEY]!r}"
+    if ORTOLAN_DOMAIN in model.opset_imports or any(node.domain == ORTOLAN_DOMAIN for node in model.graph.all_nodes()):
+        return f"it holds {ORTOLAN_DOMAIN} operators"
+    return None
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Names the nodes that have none: reports and selectors need one."""
+    taken = {node.name for node in model.graph.all_nodes()}
+    for index, node in enumerate(model.graph.all_nodes()):
+        if not node.name:
+            name = f"{node.op_type}_{index}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            node.name = name
+
+
+def _raise_opset(model: ir.Model, name: str) -> None:
+    """onnx's converter works on a serialized model, so large weights travel around it: as inputs without a value.
+
+    Small ones and those of subgraphs travel inside of it, wherever they lie: a reference to a file would come back
+    without the folder of the file.
+    """
+    old = model.opset_imports[""]
+    inputs = list(model.graph.inputs)
+    weights = {
+        key: value
+        for key, value in model.graph.initializers.items()
+        if value.const_value is not None and value.const_value.nbytes > _LARGE_TENSOR
+    }
+    overridable = {value.name for value in inputs}
+    for key, value in weights.items():
+        assert value.const_value is not None
+        value.shape, value.dtype = ir.Shape(value.const_value.shape.numpy()), value.const_value.dtype
+        model.graph.initializers.pop(key)
+        if key not in overridable:
+            model.graph.inputs.append(value)
+    try:
+        proto = version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
+    except Exception as error:  # the converter raises RuntimeError and others for what it does not know
+        raise ModelError(
+            f"{name} is at opset {old} and cannot be converted to opset {MINIMUM_OPSET}: {error}; "
+            f"export it again with opset {MINIMUM_OPSET} or newer"
+        ) from error
+    converted = ir.from_proto(proto)
+    by_name = {value.name: value for value in converted.graph.inputs}
+    for key, value in weights.items():
+        by_name[key].const_value = value.const_value
+        converted.graph.register_initializer(by_name[key])
+    kept = [value for value in converted.graph.inputs if value.name in overridable]
+    converted.graph.inputs.clear()
+    converted.graph.inputs.extend(kept)
+    converted.graph.opset_imports.update(
+        {key: v for key, v in model.opset_imports.items() if key not in DEFAULT_DOMAINS}
+    )
+    model.graph = converted.graph

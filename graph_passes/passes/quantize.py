@@ -1,0 +1,283 @@
+"""Quantizes the weights of linear layers to whole numbers of 8 or 4 bits, except where no pass `replace` would gain.
+
+What a weight may become is in quantizers/grid.py; the methods are
+
+    rtn     each weight to the nearest number
+    gptq    input after input, the rest making up for the error (quantizers/gptq.py); needs calibration
+    awq     rtn, after inputs of large magnitude were made finer (quantizers/awq.py, fold_scales.py); needs calibration
+    hqq     to the nearest, of better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
+
+The calibrated ones run the model as the passes before have left it (pruned, not yet quantized) on all of the feeds, for
+as many layers at once as memory allows: so every layer is calibrated for the inputs that it has while no layer in front
+of it is quantized. (Layer by layer behind quantized ones, GPTQ had to run the model 24 times instead of once and gained
+nothing: with act_order and groups of 128, the cross-entropy of stories15M rose by 0.088 instead of 0.086, with zero
+points by 0.062 instead of 0.059.)
+
+The layer itself gets the float weight that its numbers stand for, as a lazy tensor of its own type, which rounds once
+more, and never to infinity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, ModelError, RecipeError
+
+from ..find.linear import Linear, layer_key, linears_in
+from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
+from ..measure.layer_inputs import LayerInputs, count_layers, inputs_as_it_is, note_inputs
+from ..options import Globs, PassOptions, takes
+from ..weights.quantizers.gptq import choose_damping, gptq
+from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
+from ..weights.quantizers.hqq import half_quadratic
+from .calibrate import feeds_for, recording
+from .context import PassContext, RecipePass
+from .fitted import Fit, FittedWeights
+from .fold_scales import scale_inputs
+from .weight_groups import WeightGroup, group_layers
+
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(PassOptions):
+    method: str = field(default="rtn", metadata=takes("str", choices=("rtn", "gptq", "awq", "hqq")))
+    bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
+    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits, which take no other.
+    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
+    # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
+    symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
+    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
+    # fitted to half of the feeds do on the other half.
+    damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
+    # gptq: whether the order in which inputs are rounded is chosen, or is that in which they stand. None: chosen.
+    act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits == 8 and self.group_size is not None:
+            raise RecipeError(
+                f"group_size is {self.group_size}, expected none with bits = 8, which has one scale a column; "
+                "leave it out, or set bits = 4"
+            )
+        if self.bits == 8 and not self.quantization.symmetric:
+            found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
+            raise RecipeError(f"{found}, expected bits = 4 with it: weights of 8 bits have no zero points")
+        if self.method == "hqq" and self.symmetric:
+            raise RecipeError("symmetric is true, expected false with method = 'hqq', which searches zero points")
+        for name in ("damping", "act_order"):
+            if self.method != "gptq" and getattr(self, name) is not None:
+                raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
+
+    @property
+    def quantization(self) -> Quantization:
+        symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
+        return Quantization(self.bits, None if self.bits == 8 else self.group_size or 128, symmetric=symmetric)
+
+
+class QuantizePass(RecipePass):
+    """Quantizes each weight once, also where several layers share it; see the top of this file."""
+
+    options_type = QuantizeOptions
+    options: QuantizeOptions
+
+    def __init__(self, options: PassOptions, context: PassContext) -> None:
+        super().__init__(options, context)
+        context.quantizations.append(self._plan)
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        options, context = self.options, self.context
+        chosen = group_layers(
+            context, context.survey(model), options.select, options.exclude, "quantize", "quantization"
+        )
+        groups = [group for group in chosen if self._takes(group)]
+        for bits, part in ((4, "int4"), (8, "int8")):
+            stored = [group.linears[0].name for group in groups if getattr(group.linears[0], part) is not None]
+            if stored:
+                context.note(
+                    f"{count_layers(stored)} stored in {bits} bits already, but not as a replacing operator takes "
+                    "them, so their weights are rounded once more"
+                )
+        if context.dry_run:
+            self._announce(groups)
+        elif groups:
+            self._quantize_all(model, groups)
+        context.progress("quantize", len(groups), len(groups))
+        return ir.passes.PassResult(model, modified=not context.dry_run)
+
+    def _plan(self, linear: Linear) -> Quantization | None:
+        """How this pass is going to quantize a layer, if it does."""
+        chosen = linear.matches(self.options.select) and not linear.matches(self.options.exclude)
+        chosen = chosen and not self.context.keeps_numbers(linear)
+        return self.options.quantization if chosen and linear.k <= MAX_INPUTS else None
+
+    def _takes(self, group: WeightGroup) -> bool:
+        """Whether there is a layer left to quantize; of one that cannot be, the report says why."""
+        context = self.context
+        group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
+        # Done by an earlier pass of this kind, or in the model already.
+        if not group.linears or any(context.keeps_numbers(linear) for linear in group.linears):
+            return False
+        k = group.linears[0].k
+        if k > MAX_INPUTS:
+            for linear in group.linears:
+                context.layer(linear).reason = too_wide(k)
+        return k <= MAX_INPUTS
+
+    def _announce(self, groups: Sequence[WeightGroup]) -> None:
+        for group in groups:
+            for linear in group.linears:
+                layer = self.context.layer(linear)
+                layer.status, layer.bytes_after = "quantized", group.weight.nbytes
+                layer.weight_bits = self.options.bits
+
+    def _quantize_all(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
+        context, options, chosen = self.context, self.options, self.options.quantization
+        if options.method == "awq":
+            self._scale(model, groups)
+        # Only these are the same whichever other layers are quantized.
+        fitted = context.fitted if options.method == "gptq" and not context.changed_weights else None
+        same = dataclasses.replace(options, select=("*",), exclude=())
+        for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
+            context.progress("quantize", number, len(groups))
+            matrix = group.linears[0].matrix()
+            check_finite(matrix, group, "quantized")
+            if isinstance(inputs, Rounded):
+                rounded = inputs
+            elif inputs is not None:
+                rounded = self._gptq(matrix, inputs, group)
+                if fitted is not None:
+                    fitted.keep(group, same, Fit(rounded, inputs.rows))
+            elif options.method == "hqq":
+                rounded = half_quadratic(matrix, chosen)
+            else:
+                rounded = round_to_nearest(matrix, chosen)
+            put_quantized(model, context, group, rounded, chosen)
+            context.release()
+
+    def _scale(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
+        """awq: scales inputs of layers, and makes the groups see their new weights."""
+        context = self.context
+        for group in groups:
+            check_finite(group.linears[0].matrix(), group, "quantized")
+            context.release()
+        self._note_made_up()
+        with recording(model, context, [linear for group in groups for linear in group.linears]) as recorder:
+            scale_inputs(model, context, groups, recorder, self.options.quantization)
+        changed = {layer_key(linear): linear for linear in linears_in(model)}
+        for group in groups:
+            group.linears = [changed[layer_key(linear)] for linear in group.linears]
+
+    def _with_inputs(
+        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: FittedWeights | None, options: QuantizeOptions
+    ) -> Iterator[tuple[WeightGroup, LayerInputs | Rounded | None]]:
+        """The groups, for gptq each with its layers' inputs, and after these what was fitted with the same options."""
+        if self.options.method != "gptq":
+            yield from ((group, None) for group in groups)
+            return
+        poor, without = list[str](), list[str]()
+        self._note_made_up()
+        known = [] if fitted is None else [group for group in groups if fitted.knows(group, options)]
+        others = [group for group in groups if not any(group is one for one in known)]
+        for group, inputs in inputs_as_it_is(model, self.context, others) if others else ():
+            first = group.linears[0]
+            if inputs is None:
+                without.append(first.name)
+            elif inputs.rows < first.k:
+                poor.append(first.name)
+            yield group, inputs
+        for group in known:
+            assert fitted is not None
+            fit = fitted.read(group, options)
+            assert isinstance(fit.weights, Rounded)
+            if fit.rows < group.linears[0].k:
+                poor.append(group.linears[0].name)
+            yield group, fit.weights
+        note_inputs(self.context, without, poor, "rounded to nearest")
+
+    def _note_made_up(self) -> None:
+        feeds_for(self.context)
+        if self.context.feeds_made_up:
+            self.context.note(
+                f"method {self.options.method!r} was calibrated on made-up inputs, which tells little of real ones; "
+                "give calibration=… with typical inputs"
+            )
+
+    def _gptq(self, matrix: np.ndarray, inputs: LayerInputs, group: WeightGroup) -> Rounded:
+        options, halves = self.options, inputs.halves
+        self.context.fits_weights = True
+        damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
+        with needs_factor(group, damping, "quantize"):
+            return gptq(matrix, inputs.hessian, options.quantization, damping, options.act_order is not False)
+
+
+def put_quantized(
+    model: ir.Model, context: PassContext, group: WeightGroup, rounded: Rounded, quantization: Quantization
+) -> None:
+    """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
+    first = group.linears[0]
+    weight = _spill(context, group.weight_name, rounded, quantization)
+    stored = int(np.count_nonzero(weight.matrix()) if rounded.zero_points is not None else np.count_nonzero(rounded.q))
+    group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
+    if not group.linears:
+        return
+    value = group.put(model, context, dequantized_tensor(weight, first.transposed, first.dtype), "quantized")
+    context.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
+    for linear in group.linears:
+        layer = context.layer(linear)
+        layer.sparsity, layer.weight_bits = (rounded.q.size - stored) / rounded.q.size, quantization.bits
+        layer.output_error = _output_error(context, linear, weight)
+
+
+def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quantization) -> QuantizedWeight:
+    add = context.spill.add
+    q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
+    zeros = rounded.zero_points
+    return QuantizedWeight(
+        quantization.bits,
+        quantization.group_size,
+        add(f"{name}.q", rounded.q, q_type),
+        add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
+        None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
+    )
+
+
+def _output_error(context: PassContext, linear: Linear, weight: QuantizedWeight) -> float | None:
+    """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
+    key = layer_key(linear)
+    if key not in context.captured:
+        return None
+    x = context.captured[key]
+    exact = x @ context.originals[key]()
+    norm = float(np.linalg.norm(exact))
+    return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
+
+
+def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:
+    """Raises ModelError for a weight that is not; doing: "quantized"."""
+    if not (np.isfinite(matrix.max()) and np.isfinite(matrix.min())):
+        raise ModelError(
+            f"weight {group.weight_name!r} holds NaN or infinity, so it cannot be {doing}; export the model again, "
+            "or exclude this layer"
+        )
+
+
+@contextmanager
+def needs_factor(group: WeightGroup, damping: float, pass_name: str) -> Iterator[None]:
+    """Says what to do where a Hessian has no Cholesky factor."""
+    try:
+        yield
+    except np.linalg.LinAlgError:
+        raise CalibrationError(
+            f"X^T X of the inputs of layer {group.linears[0].name!r} has no Cholesky factor with damping {damping:g}; "
+            f"raise {pass_name}.damping, or give more calibration feeds"
+        ) from None

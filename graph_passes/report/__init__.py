@@ -1,0 +1,1 @@
+"""What a run did to a model, for people and for programs."""

@@ -1,0 +1,108 @@
+"""What recipe "auto" measured and chose, for the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .figures import Timing
+
+
+@dataclass
+class Form:
+    """A layer in one of its forms."""
+
+    milliseconds: list[float]  # by shape
+    # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's Y; None: not measured, as it is not fast enough
+    error: float | None = None
+
+
+@dataclass
+class LayerChoice:
+    """What a layer became, and what else it could have become."""
+
+    name: str
+    reason: str
+    chosen: str | None = None  # name of a candidate; None: it stays as it is
+    error: float | None = None
+    before_ms: list[float] = field(default_factory=list)  # by shape, timed alone
+    after_ms: list[float] = field(default_factory=list)
+    forms: dict[str, Form] = field(default_factory=dict)
+    sensitivity: float | None = None  # the error that it makes in the outputs, divided by that of the layer
+
+    def times(self) -> list[str]:
+        """Milliseconds by shape, before and after, for people."""
+        return [" / ".join(f"{ms:.3g}" for ms in column) for column in (self.before_ms, self.after_ms)]
+
+
+@dataclass
+class Trial:
+    """A whole model that was made, and judged by the budget."""
+
+    layers: int  # that were replaced
+    attention: bool  # whether attention was fused
+    within: bool
+    found: str  # what the budget limits
+    time: float = 1.0  # of the layers alone, by the times of their forms; the original's is 1
+    error: float = 0.0  # of the outputs, as layers' errors and sensitivities have it, added up in squares
+    cosine: float | None = None  # of the worst output against the original's
+    bytes: int | None = None  # of the file
+    chosen: bool = False
+
+    def __str__(self) -> str:
+        size = "" if self.bytes is None else f", {self.bytes / 1e6:.1f} MB"
+        attention = ", attention fused" if self.attention else ""
+        verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
+        return (
+            f"{self.layers} layers{attention}: {self.found}; time of the layers {self.time:.2f}, estimated "
+            f"error {self.error:.2g}{size}: {verdict}"
+        )
+
+
+@dataclass
+class PathPoint:
+    """A step of the search's path: what this layer becomes, with all steps before it."""
+
+    layer: str
+    form: str
+    time: float  # as in Trial
+    error: float
+
+
+@dataclass
+class AutoReport:
+    budget: str
+    shapes: list[tuple[int, int]]  # (batch, tokens)
+    outcome: str = ""
+    layers: list[LayerChoice] = field(default_factory=list)
+    path: list[PathPoint] = field(default_factory=list)  # of models: estimated, from the times and errors of layers
+    trials: list[Trial] = field(default_factory=list)  # in the order in which they were made
+    changed: bool = False  # whether something is faster; else the model is the original
+    attention: bool = False  # whether it is fused in the chosen model
+    before: list[Timing] = field(default_factory=list)  # of the whole model, by shape
+    after: list[Timing] = field(default_factory=list)
+    measured: int = 0  # kinds of layers that were timed; the others' times were known
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"auto          {self.outcome}"]
+        for (batch, tokens), before, after in zip(self.shapes, self.before, self.after, strict=False):
+            found.append(
+                f"auto          {batch} x {tokens} tokens: min {before.min_ms:.3g} -> {after.min_ms:.3g} ms, median "
+                f"{before.median_ms:.3g} -> {after.median_ms:.3g} ms ({before.min_ms / after.min_ms:.2f}x)"
+            )
+        forms: dict[str, int] = {}
+        for layer in self.layers:
+            name = layer.chosen or "as they are"
+            forms[name] = forms.get(name, 0) + 1
+        counts = ", ".join(f"{count} {name}" for name, count in forms.items())
+        attention = "; attention fused" if self.attention else ""
+        found.append(f"auto          layers: {counts or 'none'}{attention}; {len(self.trials)} whole models tried")
+        found += [f"tried         {trial}" for trial in self.trials]
+        reasons: dict[str, list[str]] = {}
+        for layer in self.layers:
+            reasons.setdefault(layer.reason, []).append(layer.name)
+        found += [
+            f"auto          {reason}: {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
+            for reason, names in reasons.items()
+        ]
+        return found
