@@ -21,8 +21,8 @@ from ortolan.errors import CalibrationError, RecipeError
 
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor
 from ..find.linear import Linear, layer_key, linears_in
+from ..measure.recorder import InputRecorder
 from ..options import Globs, PassOptions, takes
-from .calibrate import InputRecorder, feeds_for, recording
 from .context import PassContext, RecipePass
 from .weight_groups import check_patterns
 
@@ -75,7 +75,7 @@ class ActivationsPass(RecipePass):
         check_patterns(linears, "select", self.options.select, "activations")
         chosen = [linear for linear in linears if self._takes(linear) and layer_key(linear) not in context.thresholds]
         if context.dry_run:
-            if self._needs_feeds and context.feeds is None:
+            if self._needs_feeds and context.evidence.made_up:
                 context.note(
                     "pass 'activations' needs calibration inputs (calibration=…): without them, a run is refused"
                 )
@@ -98,8 +98,7 @@ class ActivationsPass(RecipePass):
 
     def _choose(self, model: ir.Model, linears: Sequence[Linear]) -> None:
         context = self.context
-        feeds_for(context)
-        if context.feeds_made_up and self._needs_feeds:
+        if context.evidence.made_up and self._needs_feeds:
             raise CalibrationError(
                 "pass 'activations' needs calibration inputs: thresholds for made-up ones would cut off too much or "
                 "too little of real ones; give calibration=… with typical inputs (an .npz file, a dict of arrays, or a "
@@ -107,7 +106,7 @@ class ActivationsPass(RecipePass):
                 "are sparse by themselves"
             )
         by_input: dict[str, list[Linear]] = {}
-        with recording(model, context, linears) as recorder:
+        with context.evidence.recording(model, linears) as recorder:
             for linear in linears:
                 if linear.x.name in recorder.names:
                     by_input.setdefault(linear.x.name, []).append(linear)
@@ -119,7 +118,7 @@ class ActivationsPass(RecipePass):
             thresholds = self._thresholds(recorder, by_input, magnitudes)
         for name, layers in by_input.items():
             density = float(np.mean(magnitudes[name] > thresholds[name]))
-            useless = not self._needs_feeds and not context.feeds_made_up and density > 1 - _LEAST_ZEROS
+            useless = not self._needs_feeds and not context.evidence.made_up and density > 1 - _LEAST_ZEROS
             for linear in layers:
                 if useless:
                     context.thresholds[layer_key(linear)] = f"only {1 - density:.1%} of its input is zero on the feeds"
@@ -127,7 +126,7 @@ class ActivationsPass(RecipePass):
                 context.thresholds[layer_key(linear)] = thresholds[name]
                 layer = context.layer(linear)
                 layer.threshold = thresholds[name]
-                layer.density = None if context.feeds_made_up else density
+                layer.density = None if context.evidence.made_up else density
 
     def _magnitudes(self, recorder: InputRecorder, names: Sequence[str]) -> dict[str, np.ndarray]:
         """A sample of |x| for each input, float32, ascending."""

@@ -15,7 +15,6 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError, ModelError, RecipeError, listing, one_line
 
 from ..find.cached_attention import CachedAttention, find_cached_attentions
-from ..measure.cached_keys import opened_model
 from ..measure.feeds import prompt_feeds
 from ..options import PassOptions, takes
 from ..report.figures import human_bytes
@@ -78,7 +77,7 @@ class CachePromptPass(RecipePass):
                 "position_ids and cache: how they count the prompt's tokens is not known"
             )
         context.progress("cache prompt", 0, len(matches) + 1)
-        with opened_model(model, context) as session:
+        with context.evidence.open(model, library=True) as session:
             try:
                 outputs = dict(zip(presents, session.run(list(presents.values()), feeds), strict=True))
             except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception

@@ -22,7 +22,7 @@ from ..find.attention import is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
 from ..find.constants import remove_dead
 from ..find.dimensions import Dimensions, int_attribute
-from ..measure.cached_keys import collect_keys, opened_model
+from ..measure.cached_keys import collect_keys
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, PROMPT_KEY
 from ..operators.nomad_attention_function import OP_TYPE
 from ..operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
@@ -32,7 +32,6 @@ from ..report.optimization import CacheReport
 from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys, spread_of
 from ..weights.quantizers.codebooks import CENTROIDS, learn_codebook
 from .attention_mask import MaskSums
-from .calibrate import feeds_for
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 from .replace import UNPACK_ONCE_LIMIT
@@ -112,7 +111,7 @@ class CompressCachePass(RecipePass):
             )
         for match in chosen:
             self._report(match)
-        if chosen and context.dry_run and context.feeds is None and self.options.keys == _CODES:
+        if chosen and context.dry_run and context.evidence.made_up and self.options.keys == _CODES:
             context.note(
                 "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
             )
@@ -221,8 +220,8 @@ class CompressCachePass(RecipePass):
         """Of each, float32 [kv_heads, head_dim / d_sub, 16, d_sub]: learned from the model as the passes before have
         left it."""
         context = self.context
-        feeds = feeds_for(context)
-        if context.feeds_made_up:
+        feeds = context.evidence.feeds()
+        if context.evidence.made_up:
             raise CalibrationError(
                 "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
                 "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
@@ -230,7 +229,7 @@ class CompressCachePass(RecipePass):
             )
         books: dict[int, np.ndarray] = {}
         self._spreads: dict[str, np.ndarray] = {}
-        with opened_model(model, context) as session:
+        with context.evidence.open(model, library=True) as session:
             names = [match.present_key.name or "" for match in chosen]
             sizes = [match.kv_heads * match.head_dim for match in chosen]
             found = collect_keys(

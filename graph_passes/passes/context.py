@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import ModelError, OrtolanError
 from ortolan.progress import Progress, no_progress
 
 from ..files.model_file import ModelFile, external_tensors, release_maps
 from ..files.spill import TensorSpill
 from ..find.linear import Linear, find_linears, layer_key, op_name
-from ..measure.feeds import Feeds
-from ..options import Globs, PassOptions
-from ..report.figures import human_bytes
+from ..measure.evidence import Evidence
+from ..measure.feeds import Feeds, Outputs
+from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
 
 if TYPE_CHECKING:
     from ..find.quantized_weight import QuantizedWeight
     from ..measure.decoding import Decoded
-    from ..recipe import Recipe
     from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys
     from ..weights.quantizers.grid import Quantization
-    from .fitted import FittedWeights
     from .prompt import Prompt
-
-Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, which is not compared
 
 
 @dataclass
@@ -43,14 +37,11 @@ class PassContext:
     those of values may be the same in both branches of an If.
     """
 
-    source: ModelFile
+    evidence: Evidence  # of the model as it was given, and the feeds
+    source: ModelFile  # what the passes change
     report: OptimizationReport
     candidate: Path  # where the optimized model is written: in a folder on the output's disk, removed at the end
     spill: TensorSpill
-    feeds: list[Feeds] | None = None  # given by the user, or made up by the first pass that needs some
-    feeds_made_up: bool = False
-    fits_weights: bool = False  # whether some pass fits weights to the feeds
-    held_out: list[Feeds] = field(default_factory=list)  # those of the user's to which nothing is fitted
     portable: bool = True
     dry_run: bool = False
     progress: Progress = no_progress
@@ -87,7 +78,6 @@ class PassContext:
     caches: dict[str, CacheUse] = field(default_factory=dict)
     past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
-    fitted: FittedWeights | None = None  # of other runs on the same model and feeds, and of this one
     prompt_ids: np.ndarray | None = None  # int64 [1, tokens], given by the user
     takes_prompt: bool = False  # whether a pass compress_cache puts the prompt into the graph
     prompt: Prompt | None = None  # made by a pass cache_prompt
@@ -175,51 +165,3 @@ class RecipePass(ir.passes.InPlacePass, abc.ABC):
         super().__init__()
         self.options = options
         self.context = context
-
-
-def run_recipe(recipe: Recipe, model: ir.Model, context: PassContext) -> None:
-    """Runs the passes in order. The onnx-ir pass manager wraps errors; what reaches the caller is an OrtolanError."""
-    from ..registry import PASSES
-
-    passes = [PASSES[step.name](step.options, context) for step in recipe.passes]
-    try:
-        ir.passes.PassManager(passes, steps=1)(model)
-    except (ir.passes.PassError, ir.passes.InvariantError) as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OrtolanError):
-            last, cause = cause, cause.__cause__
-        if cause is not None:
-            raise cause from cause.__cause__
-        if isinstance(last, MemoryError):
-            raise last from None
-        raise ModelError(f"{context.source.name} could not be optimized: {type(last).__name__}: {last}") from error
-    _note_unmatched(recipe, context)
-    layers = context.layers.values()
-    grown = [layer for layer in layers if layer.status in ("pruned", "quantized") and layer.growth > 0]
-    if grown:
-        context.note(
-            f"{len(grown)} {grown[0].status} layers, such as {grown[0].name!r}, now store their weights "
-            f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them "
-            "(prune.exclude, quantize.exclude)"
-        )
-    rounded = [layer for layer in layers if layer.status == "quantized"]
-    if rounded:
-        context.note(
-            f"{len(rounded)} layers, such as {rounded[0].name!r}, are quantized but not replaced: their weights are "
-            "rounded, yet still stored as floats, so nothing is gained in size or speed; add pass 'replace'"
-        )
-
-
-def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
-    """Names the patterns that match no layer, except for those of our own recipes, which are for many models."""
-    ours = {glob for name in recipe.names() for _, glob in _patterns(recipe.load(name))}
-    for option, glob in _patterns(recipe):
-        if context.layers and glob not in ours and not any(fnmatchcase(name, glob) for name in context.names_of_layers):
-            context.note(f"pattern {glob!r} of {option} matches no layer; `ortolan inspect` lists their names")
-
-
-def _patterns(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for step in recipe.passes:
-        for option in ("select", "exclude"):
-            globs: Globs = getattr(step.options, option, ())
-            yield from ((f"{step.name}.{option}", glob) for glob in globs)

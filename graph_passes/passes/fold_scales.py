@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, remove_unused
 from ..find.linear import Linear, layer_key, linears_in, op_name
+from ..measure.recorder import InputRecorder
 from ..weights.quantizers.awq import search_scales
 from ..weights.quantizers.grid import Quantization
-from .calibrate import InputRecorder
 from .context import PassContext
 from .weight_groups import WeightGroup
 

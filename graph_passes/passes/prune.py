@@ -137,7 +137,7 @@ class PrunePass(RecipePass):
         groups = self._group(context.survey(model))
         self._int8: list[str] = []  # layers whose stored numbers stay the same but for those that are pruned
         groups = [group for group in groups if not self._is_sparse(group) or self._only_rounds(group)]
-        if options.needs_inputs and context.dry_run and context.feeds is None:
+        if options.needs_inputs and context.dry_run and context.evidence.made_up:
             context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run is refused")
         if options.scope == "sensitivity":
             self._allocate(model, [group for group in groups if group.sparsity is None])

@@ -21,17 +21,17 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError
 
 from ..find.constants import lazy
-from ..measure.layer_inputs import LayerInputs, inputs_as_it_is, inputs_in_turn, note_inputs
+from ..measure.fits import Fit
+from ..measure.layer_inputs import GroupInputs, LayerInputs, inputs_as_it_is, inputs_in_turn
 from ..weights.pruners.allocation import allocate, error_curve, levels
 from ..weights.pruners.least_squares import repair
 from ..weights.pruners.masks import Pattern, keep_by_output
 from ..weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
 from ..weights.quantizers.grid import Rounded, dequantize
 from ..weights.quantizers.hessian import best_damping, damped
-from .calibrate import feeds_for
 from .context import PassContext
-from .fitted import Fit
 from .quantize import check_finite, needs_factor, put_quantized
+from .weight_groups import fit_key, note_inputs
 
 if TYPE_CHECKING:
     from .prune import PruneGroup, PruneOptions
@@ -41,8 +41,7 @@ Put = Callable[["PruneGroup", ir.TensorProtocol], None]
 
 def require_feeds(context: PassContext, options: PruneOptions) -> None:
     """Raises CalibrationError where inputs would have to be made up."""
-    feeds_for(context)
-    if context.feeds_made_up:
+    if context.evidence.made_up:
         what = f"method {options.method!r}" if options.method != "magnitude" else "repair"
         what = "scope 'sensitivity'" if options.scope == "sensitivity" else what
         raise CalibrationError(
@@ -61,7 +60,7 @@ def allocate_by_sensitivity(
     shares = levels(options.sparsity)
     by_id = {id(group): group for group in groups}
     found: list[tuple[PruneGroup, np.ndarray]] = []
-    for number, (one, inputs) in enumerate(inputs_as_it_is(model, context, groups)):
+    for number, (one, inputs) in enumerate(_as_it_is(model, context, groups)):
         context.progress("sensitivity", number, len(groups))
         matrix = one.linears[0].matrix()
         check_finite(matrix, one, "pruned")
@@ -87,12 +86,11 @@ def prune_calibrated(
 ) -> None:
     """Prunes the groups. masked: by id of a group, its weight pruned by magnitude; put: gives layers a new weight."""
     require_feeds(context, options)
-    inputs_of = inputs_in_turn if options.inputs == "pruned" else inputs_as_it_is
     by_id = {id(group): group for group in groups}
     without, poor, dampings = list[str](), list[str](), _Dampings(options, groups)
     # Only these are the same whichever other layers are pruned.
-    fitted = context.fitted if options.inputs == "original" and not context.changed_weights else None
-    known = [group for group in groups if fitted is not None and fitted.knows(group, dampings.key(group))]
+    fitted = context.evidence.fits if options.inputs == "original" and not context.changed_weights else None
+    known = [group for group in groups if fitted is not None and fitted.knows(fit_key(group, dampings.key(group)))]
     others = [group for group in groups if not any(group is one for one in known)]
 
     def finish(group: PruneGroup, fit: Fit) -> None:
@@ -110,7 +108,7 @@ def prune_calibrated(
             poor.append(group.linears[0].name)
         context.release()
 
-    for number, (found, inputs) in enumerate(inputs_of(model, context, others) if others else ()):
+    for number, (found, inputs) in enumerate(_inputs_of(model, context, options, others) if others else ()):
         group = by_id[id(found)]
         context.progress("prune", number, len(groups))
         first = group.linears[0]
@@ -120,17 +118,31 @@ def prune_calibrated(
             without.append(first.name)
             alike = np.eye(first.k, dtype=np.float32)
             inputs = LayerInputs(np.stack([alike, alike]), first.k)
-        context.fits_weights = True
+        context.evidence.fitted_to = True
         result = _pruned(options, group, matrix, inputs, masked.get(id(group)), dampings)
         error = _output_error(matrix, _values(result, options), inputs.hessian)
         fit = Fit(result, inputs.rows, error)
         if fitted is not None:
-            fitted.keep(group, dampings.key(group), fit)
+            fitted.keep(fit_key(group, dampings.key(group)), fit)
         finish(group, fit)
     for group in known:
         assert fitted is not None
-        finish(group, fitted.read(group, dampings.key(group)))
+        finish(group, fitted.read(fit_key(group, dampings.key(group))))
     note_inputs(context, without, poor, "pruned by magnitude")
+
+
+def _inputs_of(
+    model: ir.Model, context: PassContext, options: PruneOptions, groups: Sequence[PruneGroup]
+) -> GroupInputs[PruneGroup]:
+    if options.inputs == "pruned":
+        return inputs_in_turn(model, context.evidence, groups)
+    return _as_it_is(model, context, groups)
+
+
+def _as_it_is(model: ir.Model, context: PassContext, groups: Sequence[PruneGroup]) -> GroupInputs[PruneGroup]:
+    return inputs_as_it_is(
+        model, context.evidence, groups, lambda done, total: context.progress("calibrate", done, total)
+    )
 
 
 class _Dampings:

@@ -31,16 +31,15 @@ from ortolan.errors import CalibrationError, ModelError, RecipeError
 
 from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
-from ..measure.layer_inputs import LayerInputs, count_layers, inputs_as_it_is, note_inputs
+from ..measure.fits import Fit, Fits
+from ..measure.layer_inputs import LayerInputs, inputs_as_it_is
 from ..options import Globs, PassOptions, takes
 from ..weights.quantizers.gptq import choose_damping, gptq
 from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
 from ..weights.quantizers.hqq import half_quadratic
-from .calibrate import feeds_for, recording
 from .context import PassContext, RecipePass
-from .fitted import Fit, FittedWeights
 from .fold_scales import scale_inputs
-from .weight_groups import WeightGroup, group_layers
+from .weight_groups import WeightGroup, count_layers, fit_key, group_layers, note_inputs
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -145,7 +144,7 @@ class QuantizePass(RecipePass):
         if options.method == "awq":
             self._scale(model, groups)
         # Only these are the same whichever other layers are quantized.
-        fitted = context.fitted if options.method == "gptq" and not context.changed_weights else None
+        fitted = context.evidence.fits if options.method == "gptq" and not context.changed_weights else None
         same = dataclasses.replace(options, select=("*",), exclude=())
         for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
             context.progress("quantize", number, len(groups))
@@ -156,7 +155,7 @@ class QuantizePass(RecipePass):
             elif inputs is not None:
                 rounded = self._gptq(matrix, inputs, group)
                 if fitted is not None:
-                    fitted.keep(group, same, Fit(rounded, inputs.rows))
+                    fitted.keep(fit_key(group, same), Fit(rounded, inputs.rows))
             elif options.method == "hqq":
                 rounded = half_quadratic(matrix, chosen)
             else:
@@ -171,14 +170,14 @@ class QuantizePass(RecipePass):
             check_finite(group.linears[0].matrix(), group, "quantized")
             context.release()
         self._note_made_up()
-        with recording(model, context, [linear for group in groups for linear in group.linears]) as recorder:
+        with context.evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
             scale_inputs(model, context, groups, recorder, self.options.quantization)
         changed = {layer_key(linear): linear for linear in linears_in(model)}
         for group in groups:
             group.linears = [changed[layer_key(linear)] for linear in group.linears]
 
     def _with_inputs(
-        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: FittedWeights | None, options: QuantizeOptions
+        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: Fits | None, options: QuantizeOptions
     ) -> Iterator[tuple[WeightGroup, LayerInputs | Rounded | None]]:
         """The groups, for gptq each with its layers' inputs, and after these what was fitted with the same options."""
         if self.options.method != "gptq":
@@ -186,9 +185,12 @@ class QuantizePass(RecipePass):
             return
         poor, without = list[str](), list[str]()
         self._note_made_up()
-        known = [] if fitted is None else [group for group in groups if fitted.knows(group, options)]
+        known = [] if fitted is None else [group for group in groups if fitted.knows(fit_key(group, options))]
         others = [group for group in groups if not any(group is one for one in known)]
-        for group, inputs in inputs_as_it_is(model, self.context, others) if others else ():
+        found = inputs_as_it_is(
+            model, self.context.evidence, others, lambda done, total: self.context.progress("calibrate", done, total)
+        )
+        for group, inputs in found if others else ():
             first = group.linears[0]
             if inputs is None:
                 without.append(first.name)
@@ -197,7 +199,7 @@ class QuantizePass(RecipePass):
             yield group, inputs
         for group in known:
             assert fitted is not None
-            fit = fitted.read(group, options)
+            fit = fitted.read(fit_key(group, options))
             assert isinstance(fit.weights, Rounded)
             if fit.rows < group.linears[0].k:
                 poor.append(group.linears[0].name)
@@ -205,8 +207,7 @@ class QuantizePass(RecipePass):
         note_inputs(self.context, without, poor, "rounded to nearest")
 
     def _note_made_up(self) -> None:
-        feeds_for(self.context)
-        if self.context.feeds_made_up:
+        if self.context.evidence.made_up:
             self.context.note(
                 f"method {self.options.method!r} was calibrated on made-up inputs, which tells little of real ones; "
                 "give calibration=… with typical inputs"
@@ -214,7 +215,7 @@ class QuantizePass(RecipePass):
 
     def _gptq(self, matrix: np.ndarray, inputs: LayerInputs, group: WeightGroup) -> Rounded:
         options, halves = self.options, inputs.halves
-        self.context.fits_weights = True
+        self.context.evidence.fitted_to = True
         damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
         with needs_factor(group, damping, "quantize"):
             return gptq(matrix, inputs.hessian, options.quantization, damping, options.act_order is not False)

@@ -119,3 +119,27 @@ def check_patterns(linears: Sequence[Linear], option_name: str, globs: Globs, pa
                 f"pass {pass_name!r}: pattern {glob!r} of {option_name} matches no linear layer; they are "
                 f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"
             )
+
+
+def fit_key(group: WeightGroup, options: Hashable) -> Hashable:
+    """What a weight that is fitted to inputs of the original depends on. Of layers that share one, the inputs of all
+    that are chosen count."""
+    return (group.weight_name, *(linear.name for linear in group.linears), options)
+
+
+def note_inputs(context: PassContext, without: Sequence[str], poor: Sequence[str], instead: str) -> None:
+    """Tells of layers whose inputs cannot be recorded, and what was done instead, and of those with too few."""
+    if without:
+        context.note(
+            f"{count_layers(without)} {instead} instead: the inputs lie in a subgraph, or the feeds lack "
+            "them, so they cannot be recorded"
+        )
+    if poor:
+        context.note(
+            f"{count_layers(poor)} calibrated on fewer rows than the layer has inputs, which fits weights to these "
+            "rows only; give calibration=… with more text, several times as many tokens as the widest layer has inputs"
+        )
+
+
+def count_layers(names: Sequence[str]) -> str:
+    return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ortolan.graph_passes.auto.budget import Budget
 from ortolan.graph_passes.auto.candidates import NAME as AUTO
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
+from ortolan.graph_passes.auto.trials import finish
 from ortolan.graph_passes.files.genai_folder import GenaiConfig
 from ortolan.graph_passes.files.mapped_pages import bounded_pages
 from ortolan.graph_passes.files.model_file import (
@@ -37,13 +37,13 @@ from ortolan.graph_passes.files.model_folder import (
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.find.stored_int4 import StoredInt4
+from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
-from ortolan.graph_passes.names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
-from ortolan.graph_passes.passes.context import PassContext, run_recipe
-from ortolan.graph_passes.passes.fitted import FittedWeights
+from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
+from ortolan.graph_passes.run import run_recipe
 from ortolan.graph_passes.text.text_input import TextInput, add_text_input, check_text_input, check_text_model
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
@@ -161,34 +161,33 @@ def optimize_onnx(
         raising_unchanged(progress or no_progress) as tell,
         _work_folder(None if dry_run else target) as work,
         TensorSpill(work) as spill,
-        FittedWeights(work) as fitted,
+        Evidence(source, work, feeds, report.feeds, portable=portable, keeps_fits=settings is not None) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
-        if settings is not None:
-            chosen = _search(model, settings, work, feeds, portable, tell, report, fitted)
         context = PassContext(
+            evidence,
             source,
             report,
             _candidate(work, source, target),
             spill,
-            feeds=feeds,
             prompt_ids=ids,
             portable=portable,
             dry_run=dry_run,
             progress=tell,
-            fitted=None if settings is None else fitted,
         )
+        if settings is not None:
+            context, chosen = _search(settings, context)
+        elif chosen is not None:
+            run_recipe(chosen, context)
         if stored:
             context.note(f"no recipe was given; {_ADOPT!r} was chosen, as {stored} layers store 4-bit weights")
-        if chosen is not None:
-            source.model.metadata_props.update(_provenance(chosen))
-            run_recipe(chosen, source.model, context)
+        report.feeds = evidence.description
         if text is not None and wordpiece is not None and not dry_run:
             tell("tokenizer", 0, 1)
-            add_text_input(source.model, text, wordpiece, given[:_MOST_PROBES] if _are_texts(given) else ())
+            add_text_input(context.source.model, text, wordpiece, given[:_MOST_PROBES] if _are_texts(given) else ())
             for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
                 file.unlink(missing_ok=True)
-            write_model(source.model, context.candidate, lambda done, total: tell("write", done, total))
+            write_model(context.source.model, context.candidate, lambda done, total: tell("write", done, total))
             context.release()
             check_text_model(context.candidate, text, wordpiece)
         if not dry_run:
@@ -197,25 +196,15 @@ def optimize_onnx(
     return report
 
 
-def _search(
-    model: Any,
-    settings: AutoSettings,
-    work: Path,
-    feeds: list[Feeds] | None,
-    portable: bool,
-    progress: Progress,
-    report: OptimizationReport,
-    fitted: FittedWeights,
-) -> Recipe | None:
-    """The recipe that "auto" chooses, or None: the original is the best. The report holds what was measured."""
-    with tempfile.TemporaryDirectory(prefix="auto-", dir=work, ignore_cleanup_errors=True) as folder:
-        search = Search(model, settings, Path(folder), feeds=feeds, portable=portable, progress=progress, fitted=fitted)
-        chosen = search.run()
-        report.auto = search.report
-        del search  # its sessions map files of the folder
-    if chosen is not None:
-        report.recipe = chosen.to_dict()
-    return chosen
+def _search(settings: AutoSettings, context: PassContext) -> tuple[PassContext, Recipe | None]:
+    """The run of the recipe that "auto" chooses; None: the original is the best. The report holds what was measured."""
+    search = Search(context.evidence, settings, context.candidate.name, progress=context.progress)
+    made = search.run()
+    context.report.auto = search.report
+    if made is None:
+        return context, None
+    context.report.recipe = made.recipe.to_dict()
+    return finish(made, context), made.recipe
 
 
 def _read_texts(calibration: Calibration | None) -> Any:
@@ -314,19 +303,19 @@ def _finish(
         report.model, report.file_size_after = source.proto, source.size
         return
     if target is None:
-        total = sum(tensor.nbytes for tensor, _ in tensor_slots(source.model))
+        total = sum(tensor.nbytes for tensor, _ in tensor_slots(context.source.model))
         if total > _PROTOBUF_LIMIT:
             raise OutputError(
                 f"the optimized model has {total} bytes of weights, more than a ModelProto can hold (2 GiB); "
                 "give an output path"
             )
-        report.model = to_proto(source.model)
+        report.model = to_proto(context.source.model)
         report.file_size_after = report.model.ByteSize()
         return
     if original and source.path is not None and not source.data_files:
         shutil.copyfile(source.path, context.candidate)
     if not context.candidate.exists():  # a recipe without verify, or the original
-        write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
+        write_model(context.source.model, context.candidate, lambda done, total: context.progress("write", done, total))
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
     if source.folder is None:
@@ -350,16 +339,6 @@ def _refuse_optimized(source: ModelFile) -> None:
     made_by = optimized_with(source.model)
     if made_by is not None:
         raise ModelError(f"{source.name} was already optimized by Ortolan ({made_by}); start from the original model")
-
-
-def _provenance(recipe: Recipe) -> dict[str, str]:
-    """What the optimized model says of its making."""
-    versions = package_versions()
-    return {
-        RECIPE_KEY: recipe.name,
-        VERSION_KEY: versions.get("ortolan", "unknown"),
-        OPTIONS_KEY: json.dumps(recipe.to_dict()["pass"]),
-    }
 
 
 @contextmanager

@@ -19,9 +19,12 @@ from ortolan.graph_passes.files.model_file import load_model
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor
+from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.passes import quantize as quantize_module
-from ortolan.graph_passes.passes.context import PassContext, run_recipe
+from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.quantize import QuantizeOptions, QuantizePass
+from ortolan.graph_passes.run import plan as plan_steps
+from ortolan.graph_passes.run import transform
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
 from ortolan.models import tiny
 
@@ -224,11 +227,16 @@ def quantize_in(
     recipe = recipe_of(*steps)
     with TensorSpill(folder) as spill:
         context = PassContext(
-            source, OptimizationReport(recipe.to_dict()), folder / "model.onnx", spill, dry_run=dry_run
+            Evidence(source, folder),
+            source,
+            OptimizationReport(recipe.to_dict()),
+            folder / "model.onnx",
+            spill,
+            dry_run=dry_run,
         )
         if why_not is not None:
             context.why_not_replace.append(why_not)
-        run_recipe(recipe, source.model, context)
+        transform(plan_steps(recipe, context), context)
     return context, {linear.name: linear for linear in linears_in(source.model)}
 
 
@@ -329,7 +337,9 @@ def test_each_of_two_passes_takes_its_own_layers(tmp_path):
 def test_the_plan_is_known_before_any_pass_runs(tmp_path):
     source = load_model(two_layers(random_weight(20, 30), random_weight(30, 20)))
     with TensorSpill(tmp_path) as spill:
-        context = PassContext(source, OptimizationReport({}), tmp_path / "model.onnx", spill)
+        context = PassContext(
+            Evidence(source, tmp_path), source, OptimizationReport({}), tmp_path / "model.onnx", spill
+        )
         QuantizePass(QuantizeOptions(bits=4, exclude=("B",)), context)
     (plan,) = context.quantizations
     assert [plan(linear) for linear in linears_in(source.model)] == [INT4[2], None]
