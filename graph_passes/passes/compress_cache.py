@@ -33,7 +33,7 @@ from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys, spread_of
 from ..weights.quantizers.codebooks import CENTROIDS, learn_codebook
 from .attention_mask import MaskSums
 from .calibrate import feeds_for
-from .context import PassContext, RecipePass
+from .context import RecipePass
 from .normalize import require_normalized
 from .replace import UNPACK_ONCE_LIMIT
 from .verify import keep_reference
@@ -89,10 +89,6 @@ class CompressCachePass(RecipePass):
 
     options_type = CompressCacheOptions
     options: CompressCacheOptions
-
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.takes_prompt = True
 
     def requires(self, model: ir.Model) -> None:
         require_normalized(model, "compress_cache")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -31,12 +30,11 @@ from ..weights.quantizers.hessian import best_damping, damped
 from .calibrate import feeds_for
 from .context import PassContext
 from .fitted import Fit
+from .prune_options import PruneOptions
 from .quantize import check_finite, needs_factor, put_quantized
+from .weight_groups import PruneGroup
 
-if TYPE_CHECKING:
-    from .prune import PruneGroup, PruneOptions
-
-Put = Callable[["PruneGroup", ir.TensorProtocol], None]
+Put = Callable[[PruneGroup, ir.TensorProtocol], None]
 
 
 def require_feeds(context: PassContext, options: PruneOptions) -> None:

@@ -15,7 +15,7 @@ from ortolan.errors import CalibrationError
 
 from ..options import PassOptions, takes
 from .calibrate import feeds_for, recording
-from .context import PassContext, RecipePass
+from .context import RecipePass
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,6 @@ class RangesPass(RecipePass):
 
     options_type = RangesOptions
     options: RangesOptions
-
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.fixes_ranges = True
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context

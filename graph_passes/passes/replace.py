@@ -1,16 +1,14 @@
-"""Replaces linear layers by Ortolan's operators. An operator is one module here, and one line in REPLACEMENTS."""
+"""Replaces linear layers by Ortolan's operators."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
+from ortolan.errors import NothingToReplaceError, VerificationError
 
 from ..find.constants import constant_tensor, remove_unused
 from ..find.epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
@@ -33,59 +31,21 @@ from ..operators.joined import (
     join_weights,
     take_packed,
 )
-from ..operators.masked_matmul import MaskedMatMul
-from ..operators.masked_matmul_function import OP_TYPE as MASKED_MATMUL
 from ..operators.nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
 from ..operators.nomad_attention_function import nomad_attention_function, uses_of
-from ..operators.replacement import LayerWeight, Replacement, nodes_of, range_arrays, stored_tensor
-from ..operators.sparse_amx_matmul import SparseAMXMatMul
-from ..operators.vnni_spmm import VNNISpMM
-from ..operators.w4a8_matmul import W4A8MatMul
-from ..options import Globs, PassOptions, takes
-from ..report.figures import human_bytes
+from ..operators.replacement import LayerWeight, nodes_of, range_arrays, stored_tensor
+from ..options import PassOptions
 from ..weights.quantizers.fixed_range import FixedRange, choose_range
+from ..weights.quantizers.grid import Quantization
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 from .replace_notes import note_adopted, note_apart, note_stored_twice, why_nothing
+from .replace_rule import LayerState, ReplaceOptions, ReplaceRule
 from .verify import keep_reference
-
-if TYPE_CHECKING:
-    from ..weights.quantizers.grid import Quantization
-
-REPLACEMENTS: dict[str, type[Replacement]] = {
-    "SparseAMXMatMul": SparseAMXMatMul,
-    "VNNISpMM": VNNISpMM,
-    "W4A8MatMul": W4A8MatMul,
-    "MaskedMatMul": MaskedMatMul,
-}
 
 # Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
 UNPACK_ONCE_LIMIT = 32 * 1024**2
 _STORED = (StoredInt4, StoredInt8)
-
-
-@dataclass(frozen=True)
-class ReplaceOptions(PassOptions):
-    op: str = field(default="SparseAMXMatMul", metadata=takes("str", choices=tuple(REPLACEMENTS)))
-    min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
-    # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
-    may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function, the residual Add and (VNNISpMM) the
-    # LayerNormalization behind a layer, a layer of the same input whose output is multiplied with that, and, if pass
-    # ranges has run, the layer behind the activation.
-    fuse: bool = field(default=True, metadata=takes("bool"))
-    # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator;
-    # the others are as fast with a range for each token, and more exact.
-    fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
-    # MaskedMatMul: how weights that are not quantized are stored; None: bf16.
-    weights: str | None = field(default=None, metadata=takes("str", choices=("bf16", "float32"), none=True))
-    select: Globs = field(default=("*",), metadata=takes("globs"))
-    exclude: Globs = field(default=(), metadata=takes("globs"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weights is not None and self.op != MASKED_MATMUL:
-            raise RecipeError(f"weights is {self.weights!r}, which only op = {MASKED_MATMUL!r} has; leave it out")
 
 
 class ReplacePass(RecipePass):
@@ -96,20 +56,13 @@ class ReplacePass(RecipePass):
 
     def __init__(self, options: PassOptions, context: PassContext) -> None:
         super().__init__(options, context)
-        self._replacement = REPLACEMENTS[self.options.op]()
-        if self.options.weights is not None:
-            self._replacement.weights = self.options.weights
-        self._fuses = self.options.fuse and self._replacement.has_epilogue
-        context.applies_thresholds |= self._replacement.masks_inputs
-        self._runs = False
-        context.why_not_replace.append(self._why_not)
-        context.adopts.append(lambda linear: self._stored_numbers(linear) is not None)
+        self.rule = ReplaceRule(self.options)
+        self._replacement = self.rule.replacement
 
     def requires(self, model: ir.Model) -> None:
         require_normalized(model, "replace")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self._runs = not self.context.dry_run
         self._packed: dict[tuple[Hashable, int], dict[str, ir.Value]] = {}
         self._gated: dict[Linear, Linear] = {}  # both ways
         self._gates: set[Linear] = set()
@@ -119,11 +72,11 @@ class ReplacePass(RecipePass):
         self._ranges: dict[tuple[FixedRange, int], dict[str, ir.Value]] = {}
         context = self.context
         linears = context.survey(model)
-        if self._fuses:
+        if self.rule.fuses:
             pairs = find_gated(linears)
             self._gated = pairs | {up: gate for gate, up in pairs.items()}
             self._gates = set(pairs)
-            if context.fixes_ranges and self._replacement.takes_ranges:
+            if context.plan.records_ranges and self._replacement.takes_ranges:
                 free = [linear for linear in linears if linear not in self._gated]
                 self._mlps, refused = find_mlps(free, model.graph)
                 note_apart(context, refused)
@@ -147,7 +100,7 @@ class ReplacePass(RecipePass):
         if not context.dry_run:
             replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]
             note_stored_twice(context, [value for linear in replaced for value in weights[linear]])
-        if context.why_not_replace[-1] == self._why_not:  # the last pass of this kind
+        if context.plan.is_last(self.options):
             if not context.report.replaced:
                 raise NothingToReplaceError(why_nothing(context))
             if not context.dry_run:
@@ -241,10 +194,11 @@ class ReplacePass(RecipePass):
     def _accepted(self, linear: Linear) -> LayerWeight | None:
         """The weight that the operator takes over, or None and, in the report, why not."""
         layer = self.context.layer(linear)
-        if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
-            layer.reason = self._why_not(linear, 0)
+        state = self._state(linear)
+        if not self.rule.is_chosen(linear):
+            layer.reason = self.rule.why_not(linear, 0, state)
             return None
-        quantization = self._quantization(linear)
+        quantization = self.rule.quantization(linear, state)
         problem = self._replacement.why_not(linear.k, quantization)
         if problem and isinstance(linear.int4, str):
             problem += f" (it is stored in 4 bits, but {linear.int4})"
@@ -257,18 +211,17 @@ class ReplacePass(RecipePass):
             problem = problem or self._replacement.why_not_matrix(matrix)
         if problem:
             # Another pass that takes the layer's own numbers has said why it left them.
-            if layer.reason is None or not self.context.keeps_numbers(linear):
+            if layer.reason is None or not self.context.plan.keeps_numbers(linear):
                 layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None
         layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
         stored = self._replacement.stored_weights(matrix)
-        layer.reason = self._why_not(linear, stored)
+        layer.reason = self.rule.why_not(linear, stored, state)
         if layer.reason:
             return None
-        layer.bytes_after = self._packed_bytes(linear, stored)
+        layer.bytes_after = self.rule.packed_bytes(linear, stored, state)
         quantized = quantization if isinstance(quantization, QuantizedWeight) else None
-        threshold = self.context.thresholds.get(layer_key(linear))
-        threshold = threshold if isinstance(threshold, float) else 0.0
+        threshold = state.threshold if isinstance(state.threshold, float) else 0.0
         return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
 
     def _put(
@@ -352,59 +305,18 @@ class ReplacePass(RecipePass):
 
     def _epilogue(self, linear: Linear, *factors: Linear) -> Epilogue:
         """What follows the layer and the operator computes as well. It computes on float32."""
-        if not self._fuses or linear.dtype != ir.DataType.FLOAT:
+        if not self.rule.fuses or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
         found = find_epilogue(linear.output, [factor.output for factor in factors])
         return add_layer_norm(found, linear.n) if self._replacement.normalizes else found
 
+    def _state(self, linear: Linear) -> LayerState:
+        """In a dry run, the one that is foreseen."""
+        state = self.context.state(linear)
+        return self.context.plan.foreseen(linear, state, self.rule) if self.context.dry_run else state
+
     def _quantization(self, linear: Linear) -> Quantization | None:
-        """How the layer's weight is quantized; before this pass runs, and in a dry run, how it will be."""
-        found: Quantization | None = self.context.quantized.get(linear.weight_key)
-        if found is None and not self._runs:
-            plans = (plan(linear) for plan in self.context.quantizations)
-            found = next((plan for plan in plans if plan is not None), None)
-        return self._stored_numbers(linear) if found is None else found
-
-    def _stored_numbers(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:
-        """The numbers of 4 or 8 bits that the model stores for the layer, if the operator takes them over."""
-        if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
-            return None
-        found = linear.int8 if linear.int4 is None else linear.int4
-        return found if isinstance(found, _STORED) and self._replacement.why_not(linear.k, found) is None else None
-
-    def _packed_bytes(self, linear: Linear, stored: int) -> int:
-        return self._replacement.packed_bytes(linear.k, linear.n, stored, self._quantization(linear))
-
-    def _why_not(self, linear: Linear, stored: int) -> str | None:
-        """Why a layer with this many non-zero weights is left as it is, if it is."""
-        if not linear.matches(self.options.select):
-            return "not selected"
-        if linear.matches(self.options.exclude):
-            return "excluded from replacement"
-        if problem := self._why_not_masked(linear):
-            return problem
-        sparsity = 1 - stored / (linear.k * linear.n)
-        if sparsity < self.options.min_sparsity:
-            return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
-        packed = self._packed_bytes(linear, stored)
-        now = self.context.layer(linear).bytes_before or 0
-        # Stored 4-bit weights grow by no more than whole panels and tiles, which is little, or of little.
-        adopted = isinstance(self._quantization(linear), StoredInt4)
-        if packed > now and not adopted and not self.options.may_grow:
-            return (
-                f"packed, its weight would take {human_bytes(packed)}, more than the {human_bytes(now)} it takes now "
-                "(may_grow=true replaces it all the same)"
-            )
-        return None
-
-    def _why_not_masked(self, linear: Linear) -> str | None:
-        """Why the operator cannot do with the layer's inputs what pass `activations` wants, if it cannot."""
-        chosen = self.context.thresholds.get(layer_key(linear))
-        if not self._replacement.masks_inputs:
-            return f"only {MASKED_MATMUL} applies the threshold of its inputs" if isinstance(chosen, float) else None
-        if chosen is None and not self._runs and any(plan(linear) for plan in self.context.threshold_plans):
-            return None
-        return (chosen or "no pass 'activations' selects it") if not isinstance(chosen, float) else None
+        return self.rule.quantization(linear, self._state(linear))
 
     def _pack(self, model: ir.Model, linears: Sequence[Linear], weight: LayerWeight) -> dict[str, ir.Value]:
         """The packed weight as initializers of the node's own graph; layers that share a weight share them."""

@@ -100,10 +100,6 @@ class VerifyPass(RecipePass):
     options_type = VerifyOptions
     options: VerifyOptions
 
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.feeds_to_verify = max(context.feeds_to_verify, self.options.feeds)
-
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         if not self.context.dry_run:
             self._verify(model)
@@ -466,13 +462,13 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced, for a pass
     verify that comes later."""
     changed = context.changed_weights or context.masks_inputs
-    if not (changed or context.prompt) or not context.feeds_to_verify or context.reference is not None:
+    if not (changed or context.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
         return
     path = context.candidate.with_name("reference.onnx")
     with masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)):
         write_model(model, path, lambda done, total: None)
     context.release()
-    feeds = feeds_to_verify(context, context.feeds_to_verify)
+    feeds = feeds_to_verify(context, context.plan.feeds_to_verify)
     session = open_as_it_is(path, context)
     past = None if context.prompt is None else context.prompt.pruned_past()
     who = "the model before its layers were replaced"

@@ -16,8 +16,9 @@ import ortolan
 from ortolan import CalibrationError, Recipe, RecipeError
 from ortolan.errors import NothingToReplaceError, VerificationError
 from ortolan.graph_passes.find.linear import layer_key, linears_in
+from ortolan.graph_passes.find.sparse_inputs import is_sparse_by_itself
 from ortolan.graph_passes.passes import replace
-from ortolan.graph_passes.passes.activations import is_sparse_by_itself, masked_inputs, quantile
+from ortolan.graph_passes.passes.activations import masked_inputs, quantile
 from ortolan.models import tiny
 
 from .small_models import branches_model, make_model, op_types, optimize, random_weight, relative_error, run
