@@ -23,11 +23,13 @@ from ..find.linear import Linear
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from ..find.stored_int8 import StoredInt8
 from ..weights.pruners.masks import BLOCK_OUTPUTS, Pattern, keep_in_groups
+from ..weights.quantizers.grid import Rounded
 from .context import RecipePass
+from .fitted import Fit
 from .magnitude import Threshold, find_threshold, pruned_tensor, tally_weight
-from .prune_calibrated import allocate_by_sensitivity, prune_calibrated
+from .prune_calibrated import allocate_by_sensitivity, fit_pruned, spilled, values_of
 from .prune_options import PruneOptions
-from .quantize import check_finite
+from .quantize import check_finite, put_quantized
 from .weight_groups import PruneGroup, check_patterns, group_layers
 
 
@@ -60,9 +62,8 @@ class PrunePass(RecipePass):
                 for group in groups:
                     self._announce(group)
         if groups and (repairs or options.method != "magnitude") and not context.dry_run:
-            prune_calibrated(
-                model, context, options, groups, pruned, lambda group, weight: self._put(model, group, weight)
-            )
+            for group, fit in fit_pruned(model, context, options, groups, pruned):
+                self._put_fit(model, group, fit)
         context.progress("prune", len(groups), len(groups))
         if self._int8:
             more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
@@ -158,6 +159,21 @@ class PrunePass(RecipePass):
             for linear in group.linears:
                 context.layer(linear).weight_bits = first.int8.bits
             self._int8.append(first.name)
+
+    def _put_fit(self, model: ir.Model, group: PruneGroup, fit: Fit) -> None:
+        """Gives the layers a weight that was fitted to their inputs, pruned and perhaps rounded."""
+        context, options = self.context, self.options
+        if isinstance(fit.weights, Rounded):
+            assert options.quantization is not None
+            put_quantized(model, context, group, fit.weights, options.quantization)
+        else:
+            self._put(model, group, spilled(context, group, fit.weights))
+        values = values_of(fit.weights, options)
+        for linear in group.linears:
+            layer = context.layer(linear)
+            layer.sparsity = np.count_nonzero(values == 0) / values.size
+            layer.output_error = layer.output_error if layer.output_error is not None else fit.error
+        context.release()
 
     def _scores(self, group: PruneGroup) -> ir.TensorProtocol:
         """What the weights, or blocks of them, are compared by: by magnitude."""
