@@ -10,8 +10,7 @@ from ..find.linear import Linear
 from ..find.quantized_weight import MAX_INPUTS
 from ..options import Globs, PassOptions, takes
 from ..weights.pruners.masks import MOST_OF_GROUP, Pattern
-from ..weights.quantizers.grid import Quantization
-from .quantize_options import GROUP_SIZES
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 
 _METHODS = ("magnitude", "wanda", "sparsegpt")
 _SAME = 1e-3  # shares of N:M need not be written with more digits

@@ -9,9 +9,7 @@ from ortolan.errors import RecipeError
 from ..find.linear import Linear
 from ..find.quantized_weight import MAX_INPUTS
 from ..options import Globs, PassOptions, takes
-from ..weights.quantizers.grid import Quantization
-
-GROUP_SIZES = (32, 64, 128)
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 
 
 @dataclass(frozen=True)
