@@ -16,6 +16,7 @@ from .files.model_file import write_model
 from .names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
 from .options import Globs
 from .passes.context import PassContext, RecipePass
+from .passes.plan import Plan
 from .passes.verify import VerifyPass
 from .recipe import Recipe
 from .registry import PASSES
@@ -41,7 +42,8 @@ def run_recipe(recipe: Recipe, context: PassContext) -> None:
 
 
 def plan(recipe: Recipe, context: PassContext) -> Steps:
-    """Makes the passes. Each may ask the context what the recipe is going to do to a layer, whatever their order."""
+    """Makes the passes. Each may ask context.plan what the recipe is going to do to a layer, whatever their order."""
+    context.plan = Plan(recipe.passes)
     passes = [PASSES[step.name](step.options, context) for step in recipe.passes]
     verification = passes.pop() if passes and isinstance(passes[-1], VerifyPass) else None
     assert verification is None or isinstance(verification, VerifyPass)

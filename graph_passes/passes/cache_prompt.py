@@ -45,7 +45,7 @@ class CachePromptPass(RecipePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
-        if not context.takes_prompt:
+        if not context.plan.takes_prompt:
             raise RecipeError(
                 "pass 'cache_prompt' goes with a pass 'compress_cache', which puts the prompt into the graph; add it "
                 'to the recipe (keys and values "float32" leave the cache as it is)'

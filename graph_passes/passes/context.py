@@ -20,12 +20,13 @@ from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds, Outputs
 from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
+from .plan import Plan
+from .replace_rule import LayerState
 
 if TYPE_CHECKING:
     from ..find.quantized_weight import QuantizedWeight
     from ..measure.decoding import Decoded
     from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys
-    from ..weights.quantizers.grid import Quantization
     from .prompt import Prompt
 
 
@@ -49,37 +50,27 @@ class PassContext:
     # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
     originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
     captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
-    # Whether a pass ranges prepares fixed ranges for activations, and numbers of values that it has recorded, by name.
-    fixes_ranges: bool = False
+    plan: Plan = field(default_factory=Plan)  # what the recipe is going to do
+    # Numbers of values that a pass ranges has recorded, by name.
     activations: dict[str, np.ndarray] = field(default_factory=dict)
-    # Below which magnitude a layer's inputs count as zero, or why there is none, by layer_key; see activations.py. One
-    # for each pass of that kind: whether it chooses one for a layer. And whether a pass replace applies them.
+    # Below which magnitude a layer's inputs count as zero, or why there is none, by layer_key; see activations.py.
     thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
-    threshold_plans: list[Callable[[Linear], bool]] = field(default_factory=list)
-    applies_thresholds: bool = False
     names_of_layers: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
     # For each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     # The same for attention that reads its keys and values from a cache, by the output.
     cache_rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
-    # One for each pass replace: why it would leave a layer with so many non-zero weights, or None.
-    why_not_replace: list[Callable[[Linear, int], str | None]] = field(default_factory=list)
-    # One for each pass replace: whether it takes over the numbers that the model stores for a layer.
-    adopts: list[Callable[[Linear], bool]] = field(default_factory=list)
     unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
-    # One for each pass quantize: how it is going to quantize a layer, or None. Known before any pass runs.
-    quantizations: list[Callable[[Linear], Quantization | None]] = field(default_factory=list)
-    quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # what came of it, by Linear.weight_key
-    feeds_to_verify: int = 0  # on how many feeds a pass verify will run the model
-    reference: list[Outputs] | None = None  # on these: the answers of the pruned model before any layer was replaced
+    quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # by Linear.weight_key
+    # On the feeds of pass verify: the answers of the pruned model before any layer was replaced.
+    reference: list[Outputs] | None = None
     decoded_reference: Decoded | None = None  # what that model answered to calls that read its cache
     # Of all attention with a cache, whether or not it is replaced, by the input.
     caches: dict[str, CacheUse] = field(default_factory=dict)
     past_formats: dict[str, CacheFormat] = field(default_factory=dict)  # of inputs that no longer hold floats
     exact_keys: dict[str, ExactKeys] = field(default_factory=dict)  # inputs that the original has not
     prompt_ids: np.ndarray | None = None  # int64 [1, tokens], given by the user
-    takes_prompt: bool = False  # whether a pass compress_cache puts the prompt into the graph
     prompt: Prompt | None = None  # made by a pass cache_prompt
     compressed_outputs: set[str] = field(default_factory=set)  # and the outputs that hold the same a token later
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
@@ -120,11 +111,13 @@ class PassContext:
 
     def gains(self, linear: Linear, stored: int) -> bool:
         """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""
-        return not self.why_not_replace or any(why_not(linear, stored) is None for why_not in self.why_not_replace)
+        return self.plan.gains(linear, stored, self.state(linear))
 
-    def keeps_numbers(self, linear: Linear) -> bool:
-        """Whether some pass replace takes over the numbers of 4 or 8 bits that the model stores for this layer."""
-        return any(adopts(linear) for adopts in self.adopts)
+    def state(self, linear: Linear) -> LayerState:
+        """What the passes so far have made of the layer."""
+        threshold = self.thresholds.get(layer_key(linear))
+        before = self.layer(linear).bytes_before or 0
+        return LayerState(before, self.quantized.get(linear.weight_key), threshold)
 
     def note(self, text: str) -> None:
         if text not in self.report.notes:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError
 
 from ..options import PassOptions, takes
-from .context import PassContext, RecipePass
+from .context import RecipePass
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,6 @@ class RangesPass(RecipePass):
 
     options_type = RangesOptions
     options: RangesOptions
-
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.fixes_ranges = True
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context

@@ -99,10 +99,6 @@ class VerifyPass(RecipePass):
     options_type = VerifyOptions
     options: VerifyOptions
 
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.feeds_to_verify = max(context.feeds_to_verify, self.options.feeds)
-
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         if not self.context.dry_run:
             self._verify(model)
@@ -466,9 +462,9 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced, for a pass
     verify that comes later."""
     changed = context.changed_weights or context.masks_inputs
-    if not (changed or context.prompt) or not context.feeds_to_verify or context.reference is not None:
+    if not (changed or context.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
         return
-    feeds = context.evidence.feeds_to_judge(context.feeds_to_verify)
+    feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
     with (
         masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)),
         context.evidence.open(model) as session,

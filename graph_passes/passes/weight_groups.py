@@ -16,6 +16,7 @@ from ..find.stored_int4 import BIAS_INPUT, is_matmul_nbits
 from ..find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic, stored_inputs
 from ..options import Globs
 from ..report.optimization import LayerStatus
+from ..weights.pruners.masks import Pattern
 from .context import PassContext
 
 
@@ -58,6 +59,15 @@ class WeightGroup:
             layer = context.layer(linear)
             layer.status, layer.bytes_after = status, tensor.nbytes
         return target
+
+
+@dataclass
+class PruneGroup(WeightGroup):
+    """Layers that are pruned alike."""
+
+    sparsity: float | None  # None: the layers take part in the global threshold
+    pattern: Pattern
+    keeps_numbers: bool = False  # those that the model stores in int8 stay, but for what is pruned
 
 
 def _is_fused(node: ir.Node) -> bool:

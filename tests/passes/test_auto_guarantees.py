@@ -17,7 +17,7 @@ import onnx_ir as ir
 import pytest
 
 import ortolan
-from ortolan.graph_passes.auto import layer_times, search, trials
+from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.measure import timing
 from ortolan.graph_passes.measure.evidence import make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
