@@ -19,10 +19,21 @@ from ortolan.errors import RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
 
+# What a pattern may be instead of a name with *, ? and [letters]: one word for several patterns.
+# Heads turn small errors into wrong labels or tokens, and are often tied to the embedding.
+HEADS = "heads"
+WORDS: dict[str, Globs] = {
+    HEADS: (
+        "*lm_head*", "*classifier*", "*qa_outputs*", "*cls.predictions*", "*/cls/*", "*/score/*", "score.weight",
+        "*embed_tokens*", "*word_embeddings*",
+    ),
+}  # fmt: skip
+
 
 def any_matches(names: Iterable[str], globs: Globs) -> bool:
-    """Whether one of the names matches one of the patterns."""
-    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+    """Whether one of the names matches one of the patterns. A word stands for its patterns."""
+    patterns = [pattern for glob in globs for pattern in WORDS.get(glob, (glob,))]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 _NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # numpy's count as well
@@ -43,7 +54,7 @@ class Rule:
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind == "globs":
-            return 'a list of name patterns such as ["*lm_head*"]'
+            return 'a list of name patterns such as ["heads", "*layer.0*"]'
         number = {"float": "a number", "int": "a whole number", "numbers_by_glob": "a table of pattern = number"}
         text = number.get(self.kind) or {"str": "a text", "bool": "true or false"}[self.kind]
         if self.low > -math.inf:

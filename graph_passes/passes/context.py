@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,7 +18,7 @@ from ..files.model_file import ModelFile, external_tensors, release_maps
 from ..files.spill import TensorSpill
 from ..find.linear import Linear, find_linears, layer_key, op_name
 from ..measure.feeds import Feeds
-from ..options import Globs, PassOptions
+from ..options import WORDS, Globs, PassOptions, any_matches
 from ..report.figures import human_bytes
 from ..report.optimization import LayerReport, OptimizationReport
 
@@ -211,10 +210,10 @@ def run_recipe(recipe: Recipe, model: ir.Model, context: PassContext) -> None:
 
 
 def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
-    """Names the patterns that match no layer, except for those of our own recipes, which are for many models."""
-    ours = {glob for name in recipe.names() for _, glob in _patterns(recipe.load(name))}
+    """Names the patterns that match no layer; a word such as "heads" may match none."""
     for option, glob in _patterns(recipe):
-        if context.layers and glob not in ours and not any(fnmatchcase(name, glob) for name in context.names_of_layers):
+        used = glob in WORDS or any_matches(context.names_of_layers, (glob,))
+        if context.layers and not used:
             context.note(f"pattern {glob!r} of {option} matches no layer; `ortolan inspect` lists their names")
 
 

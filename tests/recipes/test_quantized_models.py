@@ -271,7 +271,7 @@ def test_opsets(recipe: str, opset: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_models_with_external_data(recipe: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ortolan.graph_passes.model_file.EMBED_LIMIT", 0)
+    monkeypatch.setattr("ortolan.graph_passes.files.model_file.EMBED_LIMIT", 0)
     ir.save(tiny.tiny_bert(), tmp_path / "bert.onnx", external_data="bert.data", size_threshold_bytes=0)
     report = optimize(tmp_path / "bert.onnx", recipe, tmp_path / "fast.onnx")
     assert len(report.replaced) == 12

@@ -17,13 +17,14 @@ import numpy as np
 
 from ortolan.errors import OrtolanError, RecipeError
 from ortolan.graph_passes.files.model_file import ModelFile, check_output, load_model, move_into_place, write_model
+from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.text.texts import Tokenizer, find_tokenizer
 from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.progress import Progress, no_progress
 
 from .batches import Batches, token_ids
 from .report import CurvePoint, DistillReport
-from .student import HEADS, pruned_weights, trained_names, write_back
+from .student import pruned_weights, trained_names, write_back
 
 DISTILLED_KEY = "ortolan.distilled"  # in the metadata of the model that is written
 _PATTERNS = ("4x1", "unstructured")
@@ -42,7 +43,7 @@ def distill(
     max_tokens: int = 64,
     rate: float = 5e-4,
     select: Sequence[str] = ("*",),
-    exclude: Sequence[str] = HEADS,
+    exclude: Sequence[str] = (HEADS,),
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = True,
     evaluate: Callable[[Path], float] | None = None,
