@@ -42,7 +42,7 @@ OptionsT = TypeVar("OptionsT", bound="PassOptions")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What values an option takes. `kind` is one of float, int, str, bool, globs, numbers_by_glob."""
+    """What values an option takes. `kind` is one of float, int, str, bool, texts, globs, numbers_by_glob."""
 
     kind: str
     choices: tuple[str, ...] | tuple[int, ...] = ()
@@ -51,6 +51,8 @@ class Rule:
     none: bool = False
 
     def describe(self) -> str:
+        if self.choices and self.kind == "texts":
+            return "one or more of " + ", ".join(repr(choice) for choice in self.choices)
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind == "globs":
@@ -71,9 +73,10 @@ class Rule:
             if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
                 each = dataclasses.replace(self, kind="float")
                 return {key: each.check(number, f"{where}[{key!r}]") for key, number in value.items()}
-        elif self.kind == "globs":
+        elif self.kind in ("globs", "texts"):
             items = (value,) if isinstance(value, str) else value
-            if isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items):
+            texts = isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items)
+            if texts and (not self.choices or all(item in self.choices for item in items)):
                 return tuple(items)
         elif self.kind == "bool":
             if isinstance(value, bool):

@@ -86,8 +86,8 @@ def scorer(
     files: ModelFiles, tokenizer: TextTokenizer, path: Path | None, tokens: int, window: int
 ) -> tuple[str, Callable[[Path], float]]:
     """What is measured, and how of a model. An encoder is known by a file of sentence pairs."""
+    from ..embed import SentenceEncoder, spearman_on_sts
     from ..session import create_session
-    from .embed import SentenceEncoder, spearman_on_sts
 
     tokenizer_path = files.tokenizer
     assert tokenizer_path is not None

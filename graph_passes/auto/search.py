@@ -72,15 +72,8 @@ class AutoSettings:
     sparsity: float | None = None
 
     @classmethod
-    def read(cls, budget: Any, shapes: Any, options: Mapping[str, Any] | None) -> AutoSettings:
+    def read(cls, budget: Any, shapes: Any, sparsity: Any) -> AutoSettings:
         """Raises RecipeError."""
-        options = dict(options or {})
-        sparsity = options.pop("sparsity", None)
-        if options:
-            raise RecipeError(
-                f"recipe {NAME!r} has no option {next(iter(options))!r}, its option is: sparsity; others are set in "
-                "the recipe that it makes (report.recipe)"
-            )
         if sparsity is not None and not (isinstance(sparsity, int | float) and 0 < sparsity < 1):
             raise RecipeError(f"sparsity is {sparsity!r}, expected a number above 0 and below 1")
         return cls(Limit.read(budget), None if shapes is None else _read_shapes(shapes), sparsity)

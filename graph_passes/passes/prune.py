@@ -25,11 +25,11 @@ from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from ..find.stored_int8 import StoredInt8
 from ..options import Globs, PassOptions, takes
 from ..weights.pruners.masks import BLOCK_OUTPUTS, MOST_OF_GROUP, Pattern, keep_in_groups
-from ..weights.quantizers.grid import Quantization
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 from .context import PassContext, RecipePass
 from .magnitude import Threshold, find_threshold, pruned_tensor, tally_weight
 from .prune_calibrated import allocate_by_sensitivity, prune_calibrated
-from .quantize import GROUP_SIZES, check_finite
+from .quantize import check_finite
 from .weight_groups import WeightGroup, check_patterns, group_layers
 
 _METHODS = ("magnitude", "wanda", "sparsegpt")

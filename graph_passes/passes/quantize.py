@@ -34,15 +34,13 @@ from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_ten
 from ..measure.layer_inputs import LayerInputs, count_layers, inputs_as_it_is, note_inputs
 from ..options import Globs, PassOptions, takes
 from ..weights.quantizers.gptq import choose_damping, gptq
-from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization, Rounded, round_to_nearest
 from ..weights.quantizers.hqq import half_quadratic
 from .calibrate import feeds_for, recording
 from .context import PassContext, RecipePass
 from .fitted import Fit, FittedWeights
 from .fold_scales import scale_inputs
 from .weight_groups import WeightGroup, group_layers
-
-GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True)

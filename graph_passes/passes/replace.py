@@ -242,7 +242,7 @@ class ReplacePass(RecipePass):
         """The weight that the operator takes over, or None and, in the report, why not."""
         layer = self.context.layer(linear)
         if not linear.matches(self.options.select) or linear.matches(self.options.exclude):
-            layer.reason = self._why_not(linear, 0)
+            layer.reason = layer.reason or self._why_not(linear, 0)  # what another pass says, tells more
             return None
         quantization = self._quantization(linear)
         problem = self._replacement.why_not(linear.k, quantization)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .models import ModelFiles
 
 MODEL = "all-minilm-l6-v2"
-RECIPE = "sparse-bf16"
 
 # What the two sentences of a pair have to do with each other, and the sentences.
 PAIRS = (
@@ -189,8 +188,8 @@ def run_demo(
     import onnxruntime as ort
 
     from . import cpu_info, create_session, optimize_onnx
+    from .embed import SentenceEncoder
     from .models import get_model
-    from .models.embed import SentenceEncoder
 
     if model is None:
         model = get_model(MODEL, progress=say)
@@ -200,8 +199,14 @@ def run_demo(
         optimized_path = Path(folder) / "optimized.onnx"
         started = time.perf_counter()
         # No time for verify's own latencies: both models are timed below.
-        settings = {"prune.sparsity": sparsity, "verify.seconds": 0}
-        report = optimize_onnx(model.onnx, optimized_path, recipe=RECIPE, options=settings, progress=progress)
+        report = optimize_onnx(
+            model.onnx,
+            optimized_path,
+            weights="bf16",
+            sparsity=sparsity or None,
+            options={"verify.seconds": 0},
+            progress=progress,
+        )
         optimize_seconds = time.perf_counter() - started
         options = _session_options(threads)
         original = ort.InferenceSession(os.fspath(model.onnx), options, providers=["CPUExecutionProvider"])
@@ -217,7 +222,7 @@ def run_demo(
     return DemoResult(
         model=model.name,
         model_path=os.fspath(model.onnx),
-        recipe=RECIPE,
+        recipe=report.recipe["name"],
         sparsity=sparsity,
         threads=threads,
         cpu=str(info["name"]),
@@ -247,7 +252,7 @@ def compare_embeddings(original: np.ndarray, optimized: np.ndarray) -> Agreement
     """Agreement of two sets of unit vectors [sentences, hidden] for the same sentences."""
     import numpy as np
 
-    from .models.embed import spearman
+    from .embed import spearman
 
     cosines = (original * optimized).sum(axis=1)
     pairs = np.triu_indices(len(original), k=1)

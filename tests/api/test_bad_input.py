@@ -30,8 +30,10 @@ from ortolan.graph_passes.files import model_file
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 
-def optimize(model, output=None, recipe="sparse-bf16", **arguments):
+
+def optimize(model, output=None, recipe=NAMED["sparse-bf16"], **arguments):
     return ortolan.optimize_onnx(model, output, recipe=recipe, **arguments)
 
 

@@ -18,6 +18,7 @@ from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.graph_passes.files import model_file, model_folder
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .test_optimize import digests
 
 FAST = {"verify.seconds": 0.0}
@@ -80,7 +81,7 @@ def test_the_recipe_is_chosen_by_what_the_model_stores(folder, tmp_path):
     ir.save(tiny.mlp(), tmp_path / "float.onnx")
     report = optimize(tmp_path / "float.onnx", dry_run=True, options={"may_grow": True})
     assert report.recipe["name"] == "sparse-bf16" and not any("chosen" in note for note in report.notes)
-    report = optimize(folder, dry_run=True, recipe="int4")
+    report = optimize(folder, dry_run=True, recipe=NAMED["int4"])
     assert report.recipe["name"] == "int4" and not any("chosen" in note for note in report.notes)
     with pytest.raises(RecipeError, match="recipe 'adopt' has no option 'sparsity'"):
         optimize(folder, options={"sparsity": 0.5})

@@ -18,12 +18,14 @@ import ortolan
 from ortolan.graph_passes.files import model_file
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
+
 FAST = {"seconds": 0.0}
 
 
 def optimize(model, output=None, **arguments):
     options = FAST | arguments.pop("options", {})
-    return ortolan.optimize_onnx(model, output, recipe="sparse-bf16", options=options, **arguments)
+    return ortolan.optimize_onnx(model, output, recipe=NAMED["sparse-bf16"], options=options, **arguments)
 
 
 @pytest.fixture
@@ -227,7 +229,7 @@ def test_models_in_download_caches_are_linked_to_one_folder(bert_with_data, tmp_
 
 
 def test_recipe_objects_and_files(bert, tmp_path):
-    recipe = ortolan.Recipe.load("sparse-bf16").with_options({"sparsity": 0.25} | FAST)
+    recipe = ortolan.NAMED["sparse-bf16"].with_options({"sparsity": 0.25} | FAST)
     (tmp_path / "mine.toml").write_text(recipe.to_toml())
     for chosen in (recipe, tmp_path / "mine.toml"):
         report = ortolan.optimize_onnx(bert, recipe=chosen, dry_run=True)

@@ -17,9 +17,9 @@ import ortolan.benchmarks
 import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions
+from ortolan.generate import Decoder
 from ortolan.graph_passes.report import page as report_page
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder
 
 
 def test_version_and_help_are_quick_and_plain(run_cli):

@@ -25,6 +25,7 @@ from ortolan.graph_passes.passes.fitted import FittedWeights
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import make_model, random_weight, run
 
 SHAPES = [(2, 5)]
@@ -331,7 +332,7 @@ def test_refuses_shapes(shapes: Any) -> None:
 
 def test_refuses_what_only_auto_has() -> None:
     with pytest.raises(RecipeError, match="only recipe 'auto' has"):
-        ortolan.optimize_onnx(chain(), recipe="int4", budget=0.9)
+        ortolan.optimize_onnx(chain(), recipe=NAMED["int4"], budget=0.9)
     with pytest.raises(RecipeError, match="has no option 'bits'"):
         auto(options={"bits": 4})
 

@@ -20,6 +20,7 @@ from ortolan.graph_passes.report.figures import Timing
 from ortolan.graph_passes.report.optimization import LayerReport
 from ortolan.graph_passes.report.search import AutoReport, Form, LayerChoice, PathPoint, Trial
 
+from ..recipes.forms import NAMED
 from .small_models import make_model, random_weight
 
 EVIL = "<script>alert(1)</script>"
@@ -99,7 +100,7 @@ def auto_report() -> OptimizationReport:
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
-    report = ortolan.optimize_onnx(evil_model(), recipe="sparse-int8", options={"sparsity": 0.5})
+    report = ortolan.optimize_onnx(evil_model(), recipe=NAMED["sparse-int8"], options={"sparsity": 0.5})
     report.save_html(tmp_path / "report.html")
     page = read(tmp_path / "report.html")
     assert page.addresses  # plots

@@ -1,7 +1,8 @@
 """The packed weights that a choice gave at commit d0add09, when each was a recipe of its own: they stay the same.
 
 What is rounded to nearest and pruned by magnitude is compared byte by byte, by its SHA-256. What is fitted to inputs
-hangs, in its last bits, on the CPU's way of adding up products, so its numbers are stored, and nearly all must be equal.
+hangs, in its last bits, on the CPU's way of adding up products, so its numbers are stored, and nearly
+all must be equal.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pytest
 from onnx import numpy_helper
 
 import ortolan
+from ortolan import Recipe
 from ortolan.models import tiny
 
 STORED = Path(__file__).with_name("same_models.json")
@@ -83,23 +85,26 @@ class Case:
     replaces: bool = True  # whether a pass replace is in it
 
 
+STATIC = Recipe.of(weights="int8", sparsity=0.8, pattern="4x1").with_pass("ranges")
+ALL_INT4 = {"weights": "int4", "ignore": ()}
+
 CASES = {
-    "sparse-bf16": Case("llama", {"recipe": "sparse-bf16"}),
-    "sparse-int8": Case("llama", {"recipe": "sparse-int8"}),
-    "sparse-int4": Case("llama", {"recipe": "sparse-int4"}),
-    "sparse-int8-4x1": Case("bert", {"recipe": "sparse-int8-4x1"}),
-    "sparse-int8-4x1-static": Case("bert", {"recipe": "sparse-int8-4x1-static"}, exact=False),
-    "sparsegpt-bf16": Case("mlp", {"recipe": "sparsegpt-bf16"}, exact=False),
-    "sparsegpt-int8": Case("mlp", {"recipe": "sparsegpt-int8"}, exact=False),
-    "sparsegpt-int4": Case("mlp", {"recipe": "sparsegpt-int4"}, exact=False),
-    "sparsegpt-int8-4x1": Case("mlp", {"recipe": "sparsegpt-int8-4x1"}, exact=False),
-    "int4": Case("llama", {"recipe": "int4"}),
-    "int4-gptq": Case("mlp", {"recipe": "int4-gptq"}, exact=False),
-    "int4-awq": Case("mlp", {"recipe": "int4-awq"}, exact=False),
-    "int4-hqq": Case("mlp", {"recipe": "int4-hqq"}, exact=False),
+    "sparse-bf16": Case("llama", {"weights": "bf16", "sparsity": 0.5}),
+    "sparse-int8": Case("llama", {"weights": "int8", "sparsity": 0.5}),
+    "sparse-int4": Case("llama", {"weights": "int4", "sparsity": 0.5}),
+    "sparse-int8-4x1": Case("bert", {"weights": "int8", "sparsity": 0.8, "pattern": "4x1"}),
+    "sparse-int8-4x1-static": Case("bert", {"recipe": STATIC}, exact=False),
+    "sparsegpt-bf16": Case("mlp", {"weights": "bf16", "sparsity": 0.5, "method": "sparsegpt"}, exact=False),
+    "sparsegpt-int8": Case("mlp", {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"}, exact=False),
+    "sparsegpt-int4": Case("mlp", {"weights": "int4", "sparsity": 0.5, "method": "sparsegpt"}, exact=False),
+    "sparsegpt-int8-4x1": Case("mlp", {"recipe": "sparse-encoder"}, exact=False),
+    "int4": Case("llama", ALL_INT4),
+    "int4-gptq": Case("mlp", ALL_INT4 | {"method": "gptq"}, exact=False),
+    "int4-awq": Case("mlp", ALL_INT4 | {"method": "awq"}, exact=False),
+    "int4-hqq": Case("mlp", ALL_INT4 | {"method": "hqq"}, exact=False),
     "activation-sparse": Case("mlp", {"recipe": "activation-sparse"}, exact=False),
-    "activation-sparse-int8": Case("mlp", {"recipe": "activation-sparse-int8"}, exact=False),
-    "long-context": Case("wide llama", {"recipe": "long-context"}, exact=False, replaces=False),
+    "activation-sparse-int8": Case("mlp", {"recipe": "activation-sparse", "weights": "int8"}, exact=False),
+    "long-context": Case("wide llama", {"cache": "codes"}, exact=False, replaces=False),
 }
 
 
