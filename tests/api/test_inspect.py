@@ -44,7 +44,7 @@ def test_an_optimized_model():
         ir.to_proto(tiny.mlp()), recipe=NAMED["sparse-bf16"], options={"seconds": 0, "sparsity": 0.75}
     )
     found = ortolan.inspect_onnx(report.model)
-    assert (found.optimized, found.ortolan_version) == ("sparse-bf16", ortolan.__version__)
+    assert (found.optimized, found.ortolan_version) == ("weights=bf16, sparsity=0.5", ortolan.__version__)
     assert [layer.weight_format for layer in found.linears] == ["bitmap + bf16"] * 3
     for layer, reported in zip(found.linears, report.layers, strict=True):
         assert layer.sparsity == pytest.approx(reported.sparsity) and layer.weight_bytes == reported.bytes_after

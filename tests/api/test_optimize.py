@@ -82,7 +82,7 @@ def test_a_model_becomes_smaller_and_answers_the_same_with_and_without_the_libra
 def test_provenance(bert, tmp_path):
     optimize(bert, tmp_path / "fast.onnx", options={"sparsity": 0.6})
     properties = {entry.key: entry.value for entry in onnx.load(tmp_path / "fast.onnx").metadata_props}
-    assert properties["ortolan.recipe"] == "sparse-bf16"
+    assert properties["ortolan.recipe"] == "weights=bf16, sparsity=0.5"
     assert properties["ortolan.version"] == ortolan.__version__
     prune = next(step for step in json.loads(properties["ortolan.options"]) if step["name"] == "prune")
     assert prune["sparsity"] == 0.6

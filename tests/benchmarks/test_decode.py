@@ -118,7 +118,7 @@ def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_
     [
         (("--variant", "mine=none.onnx"), "expected NAME=PATH of an ONNX file, found 'mine=none.onnx'"),
         (("--recipe", "int5"), "--recipe: unknown recipe 'int5'"),
-        (("--recipe", "int4:sparsity=0.5"), "--recipe: recipe 'int4' has no option 'sparsity'"),
+        (("--recipe", "int4:scope=layer"), "--recipe: recipe 'int4' has no option 'scope'"),
         (("--recipe", "int4:symmetric"), "--recipe: setting 'symmetric' is not of the form name=value"),
     ],
 )

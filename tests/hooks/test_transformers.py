@@ -62,7 +62,9 @@ def test_export_runs_like_the_model(bert: Path, model: Any, exported: Any) -> No
     assert "SparseAMXMatMul" in ops(exported.program)
     assert isinstance(exported.runners["model"], OrtolanModelRunner)
     report = exported.program.meta["ortolan_report"]
-    assert report.recipe["name"] == "sparse-bf16" and any(layer.status == "replaced" for layer in report.layers)
+    assert report.recipe["name"] == "weights=bf16, sparsity=0.5" and any(
+        layer.status == "replaced" for layer in report.layers
+    )
     inputs = tokens(bert, [*TEXTS, "a"])  # other sizes than the export's
     with torch.no_grad():
         assert distance(exported(**inputs).logits, model(**inputs).logits) < 0.02

@@ -180,7 +180,8 @@ def test_auto_fills_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(layer_times, "measure", lambda *arguments: {ORIGINAL: 1.0, "bf16": 0.5, "int8": 0.25})
     monkeypatch.setattr(search, "time_models", time_models)
     feeds = {"x": np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)}
-    report = ortolan.optimize_onnx(evil_model(), recipe="auto", calibration=feeds, budget=0.5)
+    found = ortolan.search(evil_model(), calibration=feeds, budget=0.5)
+    report = ortolan.optimize_onnx(evil_model(), recipe=found, calibration=feeds)
     assert report.auto is not None
     assert [(point.layer, point.form, point.time) for point in report.auto.path][-1] == (EVIL, "int8", 0.25)
     (trial,) = report.auto.trials

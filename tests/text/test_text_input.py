@@ -173,12 +173,13 @@ def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
     compared: list[str] = []
     check = text_input._check_tokenizer
     monkeypatch.setattr(text_input, "_check_tokenizer", lambda *given: (compared.extend(given[3]), check(*given)))
+    found = ortolan.search(
+        tmp_path / "model.onnx", budget=budget, shapes=[(1, 16)], calibration=texts, tokenizer=tokenizer
+    )
     report = ortolan.optimize_onnx(
         tmp_path / "model.onnx",
         tmp_path / "fast.onnx",
-        recipe="auto",
-        budget=budget,
-        shapes=[(1, 16)],
+        recipe=found,
         calibration=texts,
         with_tokenizer=TextInput(tokenizer, max_tokens=12),
     )
