@@ -29,7 +29,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError, VerificationError, one_line
-from ortolan.progress import Progress
+from ortolan.progress import Progress, Stage
 
 from ..files.mapped_pages import pages_stay
 from ..files.model_file import ModelFile, data_path, load_model, write_model
@@ -234,7 +234,7 @@ class Search:
     ) -> None:
         weights = sum(linear.k * linear.n for linear in linears)
         for number, linear in enumerate(linears):
-            self._progress("auto: times of layers", number, len(linears))
+            self._progress(Stage.TIME_LAYERS, number, len(linears))
             choice = LayerChoice(linear.name, "the original is faster here")
             self.report.layers.append(choice)
             if linear.name not in rows:
@@ -250,7 +250,7 @@ class Search:
                     choice.forms[form.name] = Form([of_shape[form.timing] for of_shape in times])
             del matrix
             context.release()
-        self._progress("auto: times of layers", len(linears), len(linears))
+        self._progress(Stage.TIME_LAYERS, len(linears), len(linears))
 
     def _measure_sensitivities(self, context: PassContext, linears: Sequence[Linear]) -> None:
         """Changes the context's model."""
@@ -265,7 +265,7 @@ class Search:
                 ),
                 lambda wanted: context.new_name(model, wanted),
                 open_copy,
-                lambda done, total: self._progress("auto: what errors matter", done, total),
+                lambda done, total: self._progress(Stage.SENSITIVITIES, done, total),
             )
         for layer in self.report.layers:
             layer.sensitivity = found.get(layer.name)
@@ -275,7 +275,7 @@ class Search:
         worth = {layer.name: _worth(layer) for layer in self.report.layers}
         layers = {layer.name: layer for layer in self.report.layers}
         for number, form in enumerate(forms):
-            self._progress("auto: errors of layers", number, len(forms))
+            self._progress(Stage.LAYER_ERRORS, number, len(forms))
             names = [name for name, found in worth.items() if form.name in found]
             if not names:
                 continue
@@ -288,7 +288,7 @@ class Search:
             for layer in report.layers:
                 if layer.status == "replaced" and layer.name in names:
                     layers[layer.name].forms[form.name].error = layer.output_error
-        self._progress("auto: errors of layers", len(forms), len(forms))
+        self._progress(Stage.LAYER_ERRORS, len(forms), len(forms))
 
     # ---- the path ----------------------------------------------------------------------------------------------------
 
@@ -336,9 +336,9 @@ class Search:
             ]
             made = [one for one in tried if one is not None]
             if made:
-                self._progress("auto: times of models", 0, 1)
+                self._progress(Stage.TIME_MODELS, 0, 1)
                 originals, times = time_models(self._original, [one.path for one in made], self._shape_feeds)
-                self._progress("auto: times of models", 1, 1)
+                self._progress(Stage.TIME_MODELS, 1, 1)
                 gains = [gain(originals, after) for after in times]
                 best = max(range(len(made)), key=gains.__getitem__)
                 self.report.before, self.report.after = originals, times[best]
@@ -361,7 +361,7 @@ class Search:
         choice = {step.layer: step.candidate for step in steps}
         if not choice and not attention:
             return None
-        self._progress("auto: whole models", len(self.report.trials), 0)
+        self._progress(Stage.TRY_MODELS, len(self.report.trials), 0)
         layers: dict[Candidate, list[str]] = {}
         for name, candidate in choice.items():
             layers.setdefault(candidate, []).append(name)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..passes.calibrate import HessianSums, feeds_for, recording
 from ..passes.context import PassContext
@@ -51,7 +52,7 @@ def inputs_as_it_is(model: ir.Model, context: PassContext, groups: Sequence[Weig
             names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))
             hessians, counts = recorder.hessians(
                 [name for name in names if name in recorder.names],
-                lambda done, total: context.progress("calibrate", done, total),
+                lambda done, total: context.progress(Stage.CALIBRATE, done, total),
             )
             found = {name: LayerInputs(halves, counts[name]) for name, halves in hessians.items()}
             del hessians

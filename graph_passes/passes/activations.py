@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, RecipeError
+from ortolan.progress import Stage
 
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor
 from ..find.linear import Linear, layer_key, linears_in
@@ -133,7 +134,7 @@ class ActivationsPass(RecipePass):
         """A sample of |x| for each input, float32, ascending."""
         context = self.context
         numbers = recorder.numbers(
-            names, self.options.max_numbers, lambda done, total: context.progress("activations", done, total)
+            names, self.options.max_numbers, lambda done, total: context.progress(Stage.ACTIVATIONS, done, total)
         )
         for name in names:
             if name not in numbers:
@@ -159,7 +160,7 @@ class ActivationsPass(RecipePass):
         widths = {name: layers[0].k for name, layers in by_input.items()}
         for names in _batches(widths, self.options.max_rows):
             inputs = recorder.some_rows(
-                names, self.options.max_rows, lambda done, total: context.progress("activations", done, total)
+                names, self.options.max_rows, lambda done, total: context.progress(Stage.ACTIVATIONS, done, total)
             )
             for name in names:
                 thresholds[name] = threshold_within(error, inputs[name], by_input[name], magnitudes[name])

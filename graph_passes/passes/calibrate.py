@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, one_line
+from ortolan.progress import Stage
 
 from ..files.model_file import ModelFile, data_path, to_bytes, write_model
 from ..find.linear import Linear, layer_key
@@ -53,7 +54,7 @@ class CalibratePass(RecipePass):
                 context.held_out or feeds,
                 self.options.max_rows,
                 context.source,
-                lambda done, total: context.progress("calibrate", done, total),
+                lambda done, total: context.progress(Stage.CALIBRATE, done, total),
             )
             context.captured.update(recorded)
             context.release()

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, RecipeError
+from ortolan.progress import Stage
 
 from ..find.attention import is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
@@ -239,13 +240,13 @@ class CompressCachePass(RecipePass):
                 sizes,
                 feeds,
                 self.options.max_tokens,
-                lambda done, total: context.progress("collect keys", done, total),
+                lambda done, total: context.progress(Stage.COLLECT_KEYS, done, total),
             )
             for number, keys in found:
                 self._check_count(keys.shape[1])
                 books[number] = np.stack([learn_codebook(head, self.options.d_sub) for head in keys])
                 self._spreads[names[number]] = spread_of(keys)
-                context.progress("codebooks", len(books), len(chosen))
+                context.progress(Stage.CODEBOOKS, len(books), len(chosen))
         return [books[number] for number in range(len(chosen))]
 
     def _check_count(self, tokens: int) -> None:

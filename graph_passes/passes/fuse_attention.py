@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.attention import Attention, find_attentions
 from ..find.constants import remove_dead
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
@@ -60,7 +62,7 @@ class FuseAttentionPass(RecipePass):
         # The first to be fused makes the masks that others share: its place must be before theirs.
         places = {node: place for place, node in enumerate(model.graph)}
         chosen.sort(key=lambda match: places[_last(match)])
-        context.progress("fuse_attention", 0, len(chosen))
+        context.progress(Stage.FUSE_ATTENTION, 0, len(chosen))
         if chosen and not context.dry_run:
             keep_reference(model, context)
         self._masks = MaskSums(model, context)
@@ -68,7 +70,7 @@ class FuseAttentionPass(RecipePass):
             self._report(match)
             if not context.dry_run:
                 self._fuse(model, match)
-            context.progress("fuse_attention", number + 1, len(chosen))
+            context.progress(Stage.FUSE_ATTENTION, number + 1, len(chosen))
         self._note(len(chosen), refused)
         if chosen and not context.dry_run:
             self._finish(model)

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import RecipeError
+from ortolan.progress import Stage
 
 from ..find.constants import lazy
 from ..find.linear import Linear
@@ -158,7 +159,7 @@ class PrunePass(RecipePass):
             prune_calibrated(
                 model, context, options, groups, pruned, lambda group, weight: self._put(model, group, weight)
             )
-        context.progress("prune", len(groups), len(groups))
+        context.progress(Stage.PRUNE, len(groups), len(groups))
         if self._int8:
             more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
             context.note(
@@ -218,7 +219,7 @@ class PrunePass(RecipePass):
 
         def step() -> None:
             nonlocal steps
-            self.context.progress("prune", steps, len(groups))
+            self.context.progress(Stage.PRUNE, steps, len(groups))
             self.context.release()
             steps += 1
 

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..find.constants import lazy
 from ..measure.layer_inputs import LayerInputs, inputs_as_it_is, inputs_in_turn, note_inputs
@@ -62,7 +63,7 @@ def allocate_by_sensitivity(
     by_id = {id(group): group for group in groups}
     found: list[tuple[PruneGroup, np.ndarray]] = []
     for number, (one, inputs) in enumerate(inputs_as_it_is(model, context, groups)):
-        context.progress("sensitivity", number, len(groups))
+        context.progress(Stage.SENSITIVITY, number, len(groups))
         matrix = one.linears[0].matrix()
         check_finite(matrix, one, "pruned")
         if inputs is not None:
@@ -70,7 +71,7 @@ def allocate_by_sensitivity(
             found.append((group, error_curve(matrix, inputs.hessian, group.pattern, shares)))
         del matrix
         context.release()
-    context.progress("sensitivity", len(groups), len(groups))
+    context.progress(Stage.SENSITIVITY, len(groups), len(groups))
     sizes = [group.weight.size for group, _ in found]
     sparsities = allocate([curve for _, curve in found], sizes, shares, options.sparsity)
     for (group, _), sparsity in zip(found, sparsities, strict=True):
@@ -112,7 +113,7 @@ def prune_calibrated(
 
     for number, (found, inputs) in enumerate(inputs_of(model, context, others) if others else ()):
         group = by_id[id(found)]
-        context.progress("prune", number, len(groups))
+        context.progress(Stage.PRUNE, number, len(groups))
         first = group.linears[0]
         matrix = np.array(first.matrix())
         check_finite(matrix, group, "pruned")

@@ -28,6 +28,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, RecipeError
+from ortolan.progress import Stage
 
 from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
@@ -109,7 +110,7 @@ class QuantizePass(RecipePass):
             self._announce(groups)
         elif groups:
             self._quantize_all(model, groups)
-        context.progress("quantize", len(groups), len(groups))
+        context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _plan(self, linear: Linear) -> Quantization | None:
@@ -146,7 +147,7 @@ class QuantizePass(RecipePass):
         fitted = context.fitted if options.method == "gptq" and not context.changed_weights else None
         same = dataclasses.replace(options, select=("*",), exclude=())
         for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
-            context.progress("quantize", number, len(groups))
+            context.progress(Stage.QUANTIZE, number, len(groups))
             matrix = group.linears[0].matrix()
             check_finite(matrix, group, "quantized")
             if isinstance(inputs, Rounded):

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..options import PassOptions, takes
 from .calibrate import feeds_for, recording
@@ -58,7 +59,9 @@ class RangesPass(RecipePass):
         watched |= {linear.output: _Value(linear.output, linear.n, linear.dtype) for linear in linears}
         with recording(model, context, list(watched.values())) as recorder:
             numbers = recorder.numbers(
-                recorder.names, self.options.max_numbers, lambda done, total: context.progress("ranges", done, total)
+                recorder.names,
+                self.options.max_numbers,
+                lambda done, total: context.progress(Stage.RANGES, done, total),
             )
         idle = []
         for name in recorder.names:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError, RecipeError, VerificationError
+from ortolan.progress import Stage
 
 from ..find.constants import constant_tensor, remove_unused
 from ..find.epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
@@ -128,7 +129,7 @@ class ReplacePass(RecipePass):
                 self._mlps, refused = find_mlps(free, model.graph)
                 note_apart(context, refused)
             self._packed_qkv = {layer: qkv for qkv in self._find_packed_qkv(model, linears) for layer in qkv.layers}
-        context.progress("replace", 0, len(linears))
+        context.progress(Stage.REPLACE, 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
         # Asked while the nodes are there.
@@ -136,10 +137,10 @@ class ReplacePass(RecipePass):
         stored = [linear for linear in linears if isinstance(self._quantization(linear), _STORED)]
         rounds = {linear: rounds_inputs(linear.node) for linear in stored}
         for number, linear in enumerate(linears):
-            context.progress("replace", number, len(linears))
+            context.progress(Stage.REPLACE, number, len(linears))
             self._replace(model, linear)
             context.release()
-        context.progress("replace", len(linears), len(linears))
+        context.progress(Stage.REPLACE, len(linears), len(linears))
         adopted = [linear for linear in stored if context.layer(linear).new_op]
         for bits in (4, 8):
             of_bits = [linear for linear in adopted if context.layer(linear).weight_bits == bits]

@@ -45,6 +45,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, VerificationError, one_line
+from ortolan.progress import Stage
 
 from ..files.mapped_pages import pages_stay
 from ..files.model_file import data_path, write_model
@@ -114,10 +115,10 @@ class VerifyPass(RecipePass):
         steps = 5 if context.portable else 4
 
         def progress(done: int) -> None:
-            context.progress("verify", done, steps)
+            context.progress(Stage.VERIFY, done, steps)
 
         progress(0)
-        write_model(model, context.candidate, lambda done, total: context.progress("write", done, total))
+        write_model(model, context.candidate, lambda done, total: context.progress(Stage.WRITE, done, total))
         context.release()
         progress(1)
         seconds = self.options.seconds

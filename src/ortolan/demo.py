@@ -16,7 +16,7 @@ from ortolan.graph_passes.measure.timing import interleave
 from ortolan.graph_passes.report.figures import Timing
 
 from .errors import OrtolanError
-from .progress import Progress, no_progress
+from .progress import Progress, Stage, no_progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,7 +214,7 @@ def run_demo(
         sentences = [sentence for pair in PAIRS for sentence in pair[1:]]
         vectors = []
         for done, session in enumerate((original, optimized)):
-            progress("embed sentences", done, 2)
+            progress(Stage.EMBED, done, 2)
             vectors.append(SentenceEncoder(session, model.tokenizer).encode(sentences))
         latencies = measure_latencies(original, optimized, model.tokenizer, progress)
         del optimized  # it maps the files that are deleted now
@@ -269,7 +269,7 @@ def measure_latencies(
     """Times both sessions in turns, so that a noisy neighbour slows both."""
     rows = []
     for done, tokens in enumerate(TOKEN_COUNTS):
-        progress("time both models", done, len(TOKEN_COUNTS))
+        progress(Stage.TIME_BOTH, done, len(TOKEN_COUNTS))
         feeds = _feeds(original, tokenizer_path, tokens)
         calls = {
             "original": partial(original.run, None, feeds),

@@ -52,7 +52,7 @@ from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_te
 
 from .choice import Choice, read_choice
 from .errors import CalibrationError, LibraryError, ModelError, NothingToReplaceError, OutputError
-from .progress import Progress, no_progress, raising_unchanged
+from .progress import Progress, Stage, logger, no_progress, told
 from .session import LIBRARY_NAME, cpu_info, package_versions
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def optimize_onnx(
         dry_run=dry_run,
     )
     run.read_calibration(calibration, tokenizer)
-    with raising_unchanged(progress or no_progress) as tell:
+    with told(progress or no_progress) as tell:
         run.execute(tell)
     return run.report
 
@@ -193,12 +193,20 @@ def search(
     if calibration is not None:
         feeds, _ = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
     with (
-        raising_unchanged(progress or no_progress) as tell,
+        told(progress or no_progress) as tell,
         _work_folder(None) as work,
         FittedWeights(work) as fitted,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
         return _search(source, settings, work, feeds, portable, tell, fitted)
+
+
+def _log(report: OptimizationReport) -> None:
+    for layer in report.layers:
+        logger.debug("%s: %s", layer.name, layer.new_op or layer.reason or layer.status)
+    for note in report.notes:
+        logger.info("%s", note)
+    logger.info("%d of %d layers replaced", len(report.replaced), len(report.layers))
 
 
 def _search(
@@ -217,6 +225,7 @@ def _search(
         found = search.run()
         report = search.report
         del search  # its sessions map files of the folder
+    logger.info("%s", report.outcome)
     if found is None:
         return Recipe(AUTO, report.outcome, (), report)
     return replace(found, search=report)
@@ -289,6 +298,8 @@ class _Run:
             bounded_pages(source.data_files if source.is_large else (), work),
         ):
             recipe = self._recipe(work, fitted, progress)
+            logger.info("recipe %s: %s", recipe.name, recipe.description)
+            logger.debug("%s", recipe.to_toml())
             context = PassContext(
                 source,
                 self.report,
@@ -305,6 +316,7 @@ class _Run:
             if not self.dry_run:
                 self._add_tokenizer(context)
                 _finish(context, self.target, self.genai, original=not recipe.passes and self.text is None)
+        _log(self.report)
 
     def _recipe(self, work: Path, fitted: FittedWeights, progress: Progress) -> Recipe:
         chosen = self.choice.recipe
@@ -338,11 +350,11 @@ class _Run:
         """Puts the tokenizer into the model, if one was given, and writes it."""
         if self.text is None or self.wordpiece is None:
             return
-        context.progress("tokenizer", 0, 1)
+        context.progress(Stage.TOKENIZER, 0, 1)
         add_text_input(self.source.model, self.text, self.wordpiece, self._probes)
         for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
             file.unlink(missing_ok=True)
-        write_model(self.source.model, context.candidate, lambda done, total: context.progress("write", done, total))
+        _write(context)
         context.release()
         check_text_model(context.candidate, self.text, self.wordpiece)
 
@@ -438,15 +450,20 @@ def _finish(context: PassContext, target: Path | None, genai: GenaiConfig | None
     if original and source.path is not None and not source.data_files:
         shutil.copyfile(source.path, context.candidate)
     if not context.candidate.exists():  # a recipe without verify, or the original
-        write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
+        _write(context)
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
     if source.folder is None:
-        context.progress("save", 0, 1)
+        context.progress(Stage.SAVE, 0, 1)
         move_into_place(context.candidate, target)
     else:
         _finish_folder(context, target, genai)
-    context.progress("save", 1, 1)
+    context.progress(Stage.SAVE, 1, 1)
+
+
+def _write(context: PassContext) -> None:
+    model, progress = context.source.model, context.progress
+    write_model(model, context.candidate, lambda done, total: progress(Stage.WRITE, done, total))
 
 
 def _in_memory(source: ModelFile) -> onnx.ModelProto:
@@ -466,11 +483,11 @@ def _finish_folder(context: PassContext, target: Path, genai: GenaiConfig | None
     others = find_others(context.source)
     if others.left_out:
         context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
-    copy_others(others, result, lambda done, total: context.progress("copy", done, total))
+    copy_others(others, result, lambda done, total: context.progress(Stage.COPY, done, total))
     if genai is not None:
         genai.write(result)
         context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
-    context.progress("save", 0, 1)
+    context.progress(Stage.SAVE, 0, 1)
     move_folder_into_place(result, target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import ortolan
 from ortolan.graph_passes.files import model_file
 from ortolan.models import tiny
+from ortolan.progress import Stage
 
 from ..recipes.forms import NAMED
 
@@ -168,10 +170,21 @@ def test_progress_tells_every_stage(bert, tmp_path, monkeypatch, large):
     optimize(bert, tmp_path / "fast.onnx", progress=lambda *call: calls.append(call))
     stages = list(dict.fromkeys(stage for stage, _, _ in calls))
     written = ["write"] if large else []  # tensor by tensor
+    assert all(isinstance(stage, Stage) for stage in stages)
     assert stages == ["normalize", "calibrate", "prune", "replace", "verify", *written, "save"]
     for stage in stages:
         done = [call[1:] for call in calls if call[0] == stage]
         assert done == sorted(done) and done[-1][0] == done[-1][1]
+
+
+def test_steps_and_decisions_are_logged(bert, caplog):
+    with caplog.at_level(logging.DEBUG, logger="ortolan"):
+        ortolan.optimize_onnx(bert, weights="int4", options=FAST)
+    told = {level: [one.getMessage() for one in caplog.records if one.levelno == level] for level in (20, 10)}
+    assert told[20][0] == "recipe weights=int4: int4 weights in groups of 128 by rtn"
+    assert [one for one in told[20] if one in set(Stage)] == ["normalize", "calibrate", "quantize", "replace", "verify"]
+    assert told[20][-1] == "12 of 16 layers replaced"
+    assert sum(one.endswith(": W4A8MatMul") for one in told[10]) == 12
 
 
 @pytest.fixture
@@ -229,7 +242,7 @@ def test_models_in_download_caches_are_linked_to_one_folder(bert_with_data, tmp_
 
 
 def test_recipe_objects_and_files(bert, tmp_path):
-    recipe = ortolan.NAMED["sparse-bf16"].with_options({"sparsity": 0.25} | FAST)
+    recipe = NAMED["sparse-bf16"].with_options({"sparsity": 0.25} | FAST)
     (tmp_path / "mine.toml").write_text(recipe.to_toml())
     for chosen in (recipe, tmp_path / "mine.toml"):
         report = ortolan.optimize_onnx(bert, recipe=chosen, dry_run=True)

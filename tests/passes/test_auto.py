@@ -24,6 +24,7 @@ from ortolan.graph_passes.passes import prune_calibrated, quantize
 from ortolan.graph_passes.passes.fitted import FittedWeights
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
+from ortolan.progress import Stage
 
 from .small_models import make_model, random_weight, run
 
@@ -259,8 +260,8 @@ def test_times_of_another_machine_are_not_used(inject: Callable[..., Any], monke
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("stage", ["auto: times of layers", "auto: errors of layers", "auto: whole models", "verify"])
-def test_interrupted_it_leaves_no_output(inject: Callable[..., Any], tmp_path: Path, stage: str) -> None:
+@pytest.mark.parametrize("stage", [Stage.TIME_LAYERS, Stage.LAYER_ERRORS, Stage.TRY_MODELS, Stage.VERIFY])
+def test_interrupted_it_leaves_no_output(inject: Callable[..., Any], tmp_path: Path, stage: Stage) -> None:
     inject(FAST_INT4, 5.0)
     folder = tmp_path / "out"
     folder.mkdir()
@@ -280,7 +281,7 @@ def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
     calls = inject(FAST_INT4, 5.0)
 
     def progress(found: str, done: int, total: int) -> None:
-        if found == "auto: errors of layers":
+        if found == Stage.LAYER_ERRORS:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
