@@ -208,7 +208,7 @@ def test_compressed_caches(export: Export, tmp_path: Path, io_binding: bool) -> 
 
 def test_an_optimizer_of_a_loaded_model(export: Export, tmp_path: Path) -> None:
     model = onnxruntime_part.ORTModelForFeatureExtraction.from_pretrained(export("feature-extraction"))
-    OrtolanOptimizer.from_pretrained(model).optimize(tmp_path / "fast", options=DENSE)
+    OrtolanOptimizer.from_pretrained(model).optimize(tmp_path / "fast", weights="bf16", sparsity=0.5, options=DENSE)
     assert "SparseAMXMatMul" in ops(tmp_path / "fast") and (tmp_path / "fast" / "config.json").is_file()
 
 
@@ -216,11 +216,10 @@ def test_an_optimizer_of_a_loaded_model(export: Export, tmp_path: Path) -> None:
 def test_command_optimize(export: Export, tmp_path: Path, task: str) -> None:
     source = export(task)
     settings = [word for name, value in DENSE.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    done = cli(
-        "ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", "--recipe", "sparse-bf16", *settings
-    )
+    form = ("--weights", "bf16", "--sparsity", "0.5")
+    done = cli("ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", *form, *settings)
     assert done.returncode == 0, done.stderr
-    assert "recipe sparse-bf16" in done.stdout and "SparseAMXMatMul" in ops(tmp_path / "fast")
+    assert "recipe weights=bf16, sparsity=0.5" in done.stdout and "SparseAMXMatMul" in ops(tmp_path / "fast")
     inputs = prompts(source) if "generation" in task else tokens(source)
     found, expected = (
         next(iter(model(**inputs).values()))
@@ -239,7 +238,7 @@ def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str)
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     done = cli(
         *("export", "ortolan", "-m", checkpoints[task], "--task", task, tmp_path / "deep" / "fast"),
-        *("--recipe", "sparse-bf16", "--set", "may_grow=true", "--set", "verify.seconds=0.0"),
+        *("--weights", "bf16", "--set", "may_grow=true", "--set", "verify.seconds=0.0"),
         *("--calibration", tmp_path / "texts.txt"),
     )
     assert done.returncode == 0, done.stderr
@@ -254,7 +253,9 @@ def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str)
     ("arguments", "message"),
     [
         (["--recipe", "nonsense"], "ortolan: unknown recipe 'nonsense'; the recipes are"),
-        (["--recipe", "long-context", "--set", "window=8"], "need inputs that Optimum does not carry"),
+        (["--cache", "codes", "--set", "window=8"], "need inputs that Optimum does not carry"),
+        (["--weights", "int3"], "ortolan: weights is 'int3', expected one of"),
+        (["--method", "gptq", "--method", "wanda", "--weights", "int8"], "'wanda', which prunes, but sparsity is not"),
         (["--set", "nonsense"], "setting 'nonsense' is not of the form name=value"),
     ],
 )

@@ -60,7 +60,7 @@ def distill(
     """Prunes an encoder little by little while it learns, on texts without labels, to give what the dense one gives.
 
     model: the path of an ONNX encoder in float32, as exported; never changed. output: the file to write, the same graph
-        with other weights, of which the pruned ones are exact zeros. optimize_onnx(output, pattern="4x1") makes it fast.
+        with other weights, of which the pruned ones are exact zeros. optimize_onnx(…, pattern="4x1") makes it fast.
     texts: sentences like those it will be given; tens of thousands. tokenizer: the path of a tokenizer.json, or an
         object whose encode(text) gives token ids. None: the tokenizer.json beside the model.
     sparsity: of each layer. pattern: "4x1", blocks of one input and four outputs, or "unstructured".
