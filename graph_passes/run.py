@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 
 from ortolan.errors import ModelError, OrtolanError
+from ortolan.progress import Stage
 from ortolan.session import package_versions
 
 from .files.model_file import write_model
 from .names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
-from .options import Globs
+from .options import WORDS, Globs, any_matches
 from .passes.context import PassContext, RecipePass
 from .passes.plan import Plan
 from .passes.verify import VerifyPass
@@ -70,7 +70,7 @@ def transform(steps: Steps, context: PassContext) -> None:
 def write(steps: Steps, context: PassContext) -> None:
     """The model as it is now, and what it was made by, to context.candidate."""
     context.source.model.metadata_props.update(_provenance(steps.recipe))
-    write_model(context.source.model, context.candidate, lambda done, total: context.progress("write", done, total))
+    write_model(context.source.model, context.candidate, context.telling(Stage.WRITE))
     context.release()
 
 
@@ -108,10 +108,10 @@ def _note_gainless(context: PassContext) -> None:
 
 
 def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
-    """Names the patterns that match no layer, except for those of our own recipes, which are for many models."""
-    ours = {glob for name in recipe.names() for _, glob in _patterns(recipe.load(name))}
+    """Names the patterns that match no layer; a word such as "heads" may match none."""
     for option, glob in _patterns(recipe):
-        if context.layers and glob not in ours and not any(fnmatchcase(name, glob) for name in context.names_of_layers):
+        used = glob in WORDS or any_matches(context.names_of_layers, (glob,))
+        if context.layers and not used:
             context.note(f"pattern {glob!r} of {option} matches no layer; `ortolan inspect` lists their names")
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError
-from ortolan.progress import Progress
+from ortolan.progress import Progress, Stage
 
 from ..find.attention import Attention, find_attentions
 from ..find.linear import Linear
@@ -93,7 +93,7 @@ class LayerStudy:
     ) -> None:
         weights = sum(linear.k * linear.n for linear in linears)
         for number, linear in enumerate(linears):
-            self._progress("auto: times of layers", number, len(linears))
+            self._progress(Stage.TIME_LAYERS, number, len(linears))
             choice = LayerChoice(linear.name, "the original is faster here")
             self._report.layers.append(choice)
             if linear.name not in rows:
@@ -109,7 +109,7 @@ class LayerStudy:
                     choice.forms[form.name] = Form([of_shape[form.timing] for of_shape in times])
             del matrix
             context.release()
-        self._progress("auto: times of layers", len(linears), len(linears))
+        self._progress(Stage.TIME_LAYERS, len(linears), len(linears))
 
     def _measure_sensitivities(
         self, context: PassContext, linears: Sequence[Linear], feeds: Sequence[Feeds], outputs: Sequence[str]
@@ -124,7 +124,7 @@ class LayerStudy:
                 outputs,
                 lambda wanted: context.new_name(model, wanted),
                 lambda: copies.enter_context(self._evidence.open(model)),
-                lambda done, total: self._progress("auto: what errors matter", done, total),
+                lambda done, total: self._progress(Stage.SENSITIVITIES, done, total),
             )
         for layer in self._report.layers:
             layer.sensitivity = found.get(layer.name)
@@ -134,7 +134,7 @@ class LayerStudy:
         layers = {layer.name: layer for layer in self._report.layers}
         worth = {name: worth_measuring(layer) for name, layer in layers.items()}
         for number, form in enumerate(forms):
-            self._progress("auto: errors of layers", number, len(forms))
+            self._progress(Stage.LAYER_ERRORS, number, len(forms))
             names = [name for name, found in worth.items() if form.name in found]
             if not names:
                 continue
@@ -146,4 +146,4 @@ class LayerStudy:
             for layer in context.report.layers:
                 if layer.status == "replaced" and layer.name in names:
                     layers[layer.name].forms[form.name].error = layer.output_error
-        self._progress("auto: errors of layers", len(forms), len(forms))
+        self._progress(Stage.LAYER_ERRORS, len(forms), len(forms))

@@ -17,19 +17,19 @@ What comes out is an ordinary recipe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ortolan.errors import CalibrationError, RecipeError, one_line
-from ortolan.progress import Progress
+from ortolan.progress import Progress, Stage
 
 from ..files.model_file import ModelFile
 from ..measure.evidence import Evidence
 from ..measure.feeds import Feeds, Sizes, has_past, synthetic_feeds
 from ..report.search import AutoReport
 from .budget import Limit, default_limit
-from .candidates import HELD_OUT, NAME, candidates_for
+from .candidates import HELD_OUT, candidates_for
 from .layer_study import LayerStudy
 from .layer_times import LayerTimes
 from .path import Step, make_path
@@ -52,15 +52,8 @@ class AutoSettings:
     sparsity: float | None = None
 
     @classmethod
-    def read(cls, budget: Any, shapes: Any, options: Mapping[str, Any] | None) -> AutoSettings:
+    def read(cls, budget: Any, shapes: Any, sparsity: Any) -> AutoSettings:
         """Raises RecipeError."""
-        options = dict(options or {})
-        sparsity = options.pop("sparsity", None)
-        if options:
-            raise RecipeError(
-                f"recipe {NAME!r} has no option {next(iter(options))!r}, its option is: sparsity; others are set in "
-                "the recipe that it makes (report.recipe)"
-            )
         if sparsity is not None and not (isinstance(sparsity, int | float) and 0 < sparsity < 1):
             raise RecipeError(f"sparsity is {sparsity!r}, expected a number above 0 and below 1")
         return cls(
@@ -165,9 +158,9 @@ class Search:
             ]
             made = [one for one in tried if one is not None]
             if made:
-                self._progress("auto: times of models", 0, 1)
+                self._progress(Stage.TIME_MODELS, 0, 1)
                 originals, times = time_models(self._original, [one.path for one in made], self._shape_feeds)
-                self._progress("auto: times of models", 1, 1)
+                self._progress(Stage.TIME_MODELS, 1, 1)
                 gains = [gain(originals, after) for after in times]
                 best = max(range(len(made)), key=gains.__getitem__)
                 self.report.before, self.report.after = originals, times[best]

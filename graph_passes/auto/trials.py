@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ortolan.errors import NothingToReplaceError, VerificationError
-from ortolan.progress import Progress
+from ortolan.progress import Progress, Stage
 
 from ..files.mapped_pages import pages_stay
 from ..files.model_file import ModelFile, data_path, load_model
@@ -69,7 +69,7 @@ class Trials:
         return self._made[key]
 
     def _make(self, steps: Sequence[Step], attention: bool) -> Made | None:
-        self._progress("auto: whole models", len(self.report), 0)
+        self._progress(Stage.TRY_MODELS, len(self.report), 0)
         choice = {step.layer: step.candidate for step in steps}
         layers: dict[Candidate, list[str]] = {}
         for name, candidate in choice.items():

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, RecipeError
+from ortolan.progress import Stage
 
 from ..find.linear import Linear, layer_key, linears_in
 from ..measure.recorder import InputRecorder
@@ -93,9 +94,7 @@ class ActivationsPass(RecipePass):
     def _magnitudes(self, recorder: InputRecorder, names: Sequence[str]) -> dict[str, np.ndarray]:
         """A sample of |x| for each input, float32, ascending."""
         context = self.context
-        numbers = recorder.numbers(
-            names, self.options.max_numbers, lambda done, total: context.progress("activations", done, total)
-        )
+        numbers = recorder.numbers(names, self.options.max_numbers, context.telling(Stage.ACTIVATIONS))
         for name in names:
             if name not in numbers:
                 raise CalibrationError(
@@ -119,9 +118,7 @@ class ActivationsPass(RecipePass):
         thresholds: dict[str, float] = {}
         widths = {name: layers[0].k for name, layers in by_input.items()}
         for names in _batches(widths, self.options.max_rows):
-            inputs = recorder.some_rows(
-                names, self.options.max_rows, lambda done, total: context.progress("activations", done, total)
-            )
+            inputs = recorder.some_rows(names, self.options.max_rows, context.telling(Stage.ACTIVATIONS))
             for name in names:
                 thresholds[name] = threshold_within(error, inputs[name], by_input[name], magnitudes[name])
                 context.release()

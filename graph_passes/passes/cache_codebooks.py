@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..find.cached_attention import CachedAttention
 from ..measure.cached_keys import collect_keys
@@ -43,13 +44,13 @@ def learn_codebooks(
             sizes,
             feeds,
             max_tokens,
-            lambda done, total: context.progress("collect keys", done, total),
+            context.telling(Stage.COLLECT_KEYS),
         )
         for number, keys in found:
             _check_count(context, keys.shape[1])
             books[names[number]] = np.stack([learn_codebook(head, d_sub) for head in keys])
             spreads[names[number]] = spread_of(keys)
-            context.progress("codebooks", len(books), len(matches))
+            context.progress(Stage.CODEBOOKS, len(books), len(matches))
     return books, spreads
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..options import PassOptions, takes
 from .context import RecipePass
 
@@ -31,7 +33,10 @@ class CalibratePass(RecipePass):
             evidence = context.evidence
             evidence.hold_out(self.options.held_out)
             context.captured |= evidence.rows(
-                model, linears, self.options.max_rows, lambda done, total: context.progress("calibrate", done, total)
+                model,
+                linears,
+                self.options.max_rows,
+                context.telling(Stage.CALIBRATE),
             )
             context.release()
         return ir.passes.PassResult(model, modified=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.progress import Progress, no_progress
+from ortolan.progress import Progress, Stage, no_progress
 
 from ..files.model_file import ModelFile, external_tensors, release_maps
 from ..files.spill import TensorSpill
@@ -118,6 +118,10 @@ class PassContext:
         threshold = self.thresholds.get(layer_key(linear))
         before = self.layer(linear).bytes_before or 0
         return LayerState(before, self.quantized.get(linear.weight_key), threshold)
+
+    def telling(self, stage: Stage) -> Callable[[int, int], None]:
+        """What long work calls with (done, total)."""
+        return lambda done, total: self.progress(stage, done, total)
 
     def note(self, text: str) -> None:
         if text not in self.report.notes:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.constants import remove_unused
 from ..find.lut import (
     CODE_TYPES,
@@ -81,9 +83,9 @@ class FuseLutPass(RecipePass):
         found = 0
         graphs = list(model.graphs())
         for number, graph in enumerate(graphs):
-            self.context.progress("fuse_lut", number, len(graphs))
+            self.context.progress(Stage.FUSE_LUT, number, len(graphs))
             found += self._fuse(model, graph)
-        self.context.progress("fuse_lut", len(graphs), len(graphs))
+        self.context.progress(Stage.FUSE_LUT, len(graphs), len(graphs))
         if not found:
             self.context.note("pass 'fuse_lut' found no chain of element-wise operators on quantized values to replace")
         elif not self.context.dry_run:

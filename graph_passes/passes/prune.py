@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import RecipeError
+from ortolan.progress import Stage
 
 from ..find.constants import lazy
 from ..find.linear import Linear
@@ -64,7 +65,7 @@ class PrunePass(RecipePass):
         if groups and (repairs or options.method != "magnitude") and not context.dry_run:
             for group, fit in fit_pruned(model, context, options, groups, pruned):
                 self._put_fit(model, group, fit)
-        context.progress("prune", len(groups), len(groups))
+        context.progress(Stage.PRUNE, len(groups), len(groups))
         if self._int8:
             more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
             context.note(
@@ -118,7 +119,7 @@ class PrunePass(RecipePass):
 
         def step() -> None:
             nonlocal steps
-            self.context.progress("prune", steps, len(groups))
+            self.context.progress(Stage.PRUNE, steps, len(groups))
             self.context.release()
             steps += 1
 

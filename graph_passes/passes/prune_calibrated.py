@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..find.constants import lazy
 from ..measure.fits import Fit
@@ -56,7 +57,7 @@ def allocate_by_sensitivity(
     by_id = {id(group): group for group in groups}
     found: list[tuple[PruneGroup, np.ndarray]] = []
     for number, (one, inputs) in enumerate(_as_it_is(model, context, groups)):
-        context.progress("sensitivity", number, len(groups))
+        context.progress(Stage.SENSITIVITY, number, len(groups))
         matrix = one.linears[0].matrix()
         check_finite(matrix, one, "pruned")
         if inputs is not None:
@@ -64,7 +65,7 @@ def allocate_by_sensitivity(
             found.append((group, error_curve(matrix, inputs.hessian, group.pattern, shares)))
         del matrix
         context.release()
-    context.progress("sensitivity", len(groups), len(groups))
+    context.progress(Stage.SENSITIVITY, len(groups), len(groups))
     sizes = [group.weight.size for group, _ in found]
     sparsities = allocate([curve for _, curve in found], sizes, shares, options.sparsity)
     for (group, _), sparsity in zip(found, sparsities, strict=True):
@@ -92,7 +93,7 @@ def fit_pruned(
     others = [group for group in groups if not any(group is one for one in known)]
     for number, (found, inputs) in enumerate(_inputs_of(model, context, options, others) if others else ()):
         group = by_id[id(found)]
-        context.progress("prune", number, len(groups))
+        context.progress(Stage.PRUNE, number, len(groups))
         first = group.linears[0]
         matrix = np.array(first.matrix())
         check_finite(matrix, group, "pruned")
@@ -127,9 +128,7 @@ def _inputs_of(
 
 
 def _as_it_is(model: ir.Model, context: PassContext, groups: Sequence[PruneGroup]) -> GroupInputs[PruneGroup]:
-    return inputs_as_it_is(
-        model, context.evidence, groups, lambda done, total: context.progress("calibrate", done, total)
-    )
+    return inputs_as_it_is(model, context.evidence, groups, context.telling(Stage.CALIBRATE))
 
 
 class _Dampings:

@@ -27,6 +27,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError
+from ortolan.progress import Stage
 
 from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
@@ -64,7 +65,7 @@ class QuantizePass(RecipePass):
             self._announce(groups)
         elif groups:
             self._quantize_all(model, groups)
-        context.progress("quantize", len(groups), len(groups))
+        context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
 
     def _takes(self, group: WeightGroup) -> bool:
@@ -95,7 +96,7 @@ class QuantizePass(RecipePass):
         fitted = context.evidence.fits if options.method == "gptq" and not context.changed_weights else None
         same = dataclasses.replace(options, select=("*",), exclude=())
         for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
-            context.progress("quantize", number, len(groups))
+            context.progress(Stage.QUANTIZE, number, len(groups))
             matrix = group.linears[0].matrix()
             check_finite(matrix, group, "quantized")
             if isinstance(inputs, Rounded):
@@ -136,7 +137,10 @@ class QuantizePass(RecipePass):
         known = [] if fitted is None else [group for group in groups if fitted.knows(fit_key(group, options))]
         others = [group for group in groups if not any(group is one for one in known)]
         found = inputs_as_it_is(
-            model, self.context.evidence, others, lambda done, total: self.context.progress("calibrate", done, total)
+            model,
+            self.context.evidence,
+            others,
+            self.context.telling(Stage.CALIBRATE),
         )
         for group, inputs in found if others else ():
             first = group.linears[0]

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..options import PassOptions, takes
 from .context import RecipePass
@@ -52,7 +53,9 @@ class RangesPass(RecipePass):
         watched |= {linear.output: _Value(linear.output, linear.n, linear.dtype) for linear in linears}
         with context.evidence.recording(model, list(watched.values())) as recorder:
             numbers = recorder.numbers(
-                recorder.names, self.options.max_numbers, lambda done, total: context.progress("ranges", done, total)
+                recorder.names,
+                self.options.max_numbers,
+                context.telling(Stage.RANGES),
             )
         idle = []
         for name in recorder.names:

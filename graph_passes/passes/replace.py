@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ortolan.errors import NothingToReplaceError
+from ortolan.progress import Stage
 
 from ..find.epilogue import Activation, Epilogue, describe_epilogue, find_epilogue
 from ..find.layer_norm import add_layer_norm
@@ -58,7 +59,7 @@ class ReplacePass(RecipePass):
         self._joins = Joins(model, linears, context, self._rule)
         self._weights = self._joins.weights
         self._packer = Packer(model, context, self._rule.replacement)
-        context.progress("replace", 0, len(linears))
+        context.progress(Stage.REPLACE, 0, len(linears))
         if not context.dry_run:
             keep_reference(model, context)
         # Asked while the nodes are there.
@@ -66,10 +67,10 @@ class ReplacePass(RecipePass):
         stored = [linear for linear in linears if isinstance(self._weights.quantization(linear), _STORED)]
         rounding = {linear for linear in stored if rounds_inputs(linear.node)}
         for number, linear in enumerate(linears):
-            context.progress("replace", number, len(linears))
+            context.progress(Stage.REPLACE, number, len(linears))
             self._replace(linear)
             context.release()
-        context.progress("replace", len(linears), len(linears))
+        context.progress(Stage.REPLACE, len(linears), len(linears))
         note_adopted(context, [linear for linear in stored if context.layer(linear).new_op], rounding)
         if not context.dry_run:
             replaced = [linear for linear in linears if context.layer(linear).status == "replaced"]

@@ -35,7 +35,8 @@ class AcceptedWeights:
         """The weight that the operator takes over, or None and, in the report, why not."""
         layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
         if not self._rule.is_chosen(linear):
-            layer.reason = self._rule.why_not(linear, 0, state)
+            # What another pass says, tells more.
+            layer.reason = layer.reason or self._rule.why_not(linear, 0, state)
             return None
         quantization = self._rule.quantization(linear, state)
         if isinstance(quantization, StoredInt4):

@@ -45,6 +45,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, VerificationError
+from ortolan.progress import Stage
 
 from ..files.mapped_pages import pages_stay
 from ..measure.decoding import (
@@ -109,7 +110,7 @@ class VerifyPass(RecipePass):
         steps = 5 if context.portable else 4
 
         def progress(done: int) -> None:
-            context.progress("verify", done, steps)
+            context.progress(Stage.VERIFY, done, steps)
 
         progress(0)
         seconds = self.options.seconds

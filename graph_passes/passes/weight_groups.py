@@ -14,7 +14,7 @@ from ..find.linear import Linear
 from ..find.node_checks import node_input
 from ..find.stored_int4 import BIAS_INPUT, is_matmul_nbits
 from ..find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic, stored_inputs
-from ..options import Globs
+from ..options import WORDS, Globs
 from ..report.optimization import LayerStatus
 from ..weights.pruners.masks import Pattern
 from .context import PassContext
@@ -122,9 +122,9 @@ def group_layers(
 
 
 def check_patterns(linears: Sequence[Linear], option_name: str, globs: Globs, pass_name: str) -> None:
-    """Raises RecipeError for a pattern that matches no layer."""
+    """Raises RecipeError for a pattern that matches no layer; a word such as "heads" may."""
     for glob in globs:
-        if linears and not any(linear.matches((glob,)) for linear in linears):
+        if linears and glob not in WORDS and not any(linear.matches((glob,)) for linear in linears):
             raise RecipeError(
                 f"pass {pass_name!r}: pattern {glob!r} of {option_name} matches no linear layer; they are "
                 f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"

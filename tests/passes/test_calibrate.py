@@ -18,6 +18,7 @@ from ortolan.graph_passes.measure.feeds import Sizes, read_calibration, syntheti
 from ortolan.graph_passes.measure.sessions import open_quietly
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import branches_model, make_model, matmul_model, optimize, random_weight
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -216,7 +217,7 @@ def test_external_data_is_read_where_it_lies(tmp_path):
     ir.save(ir.from_proto(proto), folder / "m.onnx", external_data="m.data", size_threshold_bytes=0)
     listing = sorted(folder.iterdir())
     report = ortolan.optimize_onnx(
-        folder / "m.onnx", tmp_path / "fast.onnx", recipe="sparse-bf16", options={"seconds": 0}
+        folder / "m.onnx", tmp_path / "fast.onnx", recipe=NAMED["sparse-bf16"], options={"seconds": 0}
     )
     assert all(layer.output_error is not None for layer in report.layers)
     assert sorted(folder.iterdir()) == listing
