@@ -35,8 +35,9 @@ class AcceptedWeights:
         """The weight that the operator takes over, or None and, in the report, why not."""
         layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
         if not self._rule.is_chosen(linear):
-            # What another pass says, tells more.
-            layer.reason = layer.reason or self._rule.why_not(linear, 0, state)
+            # What another pass says, tells more than that this one does not select the layer.
+            if layer.reason is None or linear.matches(self._rule.options.select):
+                layer.reason = self._rule.why_not(linear, 0, state)
             return None
         quantization = self._rule.quantization(linear, state)
         if isinstance(quantization, StoredInt4):
