@@ -16,7 +16,6 @@ from ortolan.errors import CalibrationError, ModelError, RecipeError, listing, o
 from ortolan.progress import Stage
 
 from ..find.cached_attention import CachedAttention, find_cached_attentions
-from ..measure.cached_keys import opened_model
 from ..measure.feeds import prompt_feeds
 from ..options import PassOptions, takes
 from ..report.figures import human_bytes
@@ -47,7 +46,7 @@ class CachePromptPass(RecipePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
-        if not context.takes_prompt:
+        if not context.plan.takes_prompt:
             raise RecipeError(
                 "pass 'cache_prompt' goes with a pass 'compress_cache', which puts the prompt into the graph; add it "
                 'to the recipe (keys and values "float32" leave the cache as it is)'
@@ -79,7 +78,7 @@ class CachePromptPass(RecipePass):
                 "position_ids and cache: how they count the prompt's tokens is not known"
             )
         context.progress(Stage.CACHE_PROMPT, 0, len(matches) + 1)
-        with opened_model(model, context) as session:
+        with context.evidence.open(model, library=True) as session:
             try:
                 outputs = dict(zip(presents, session.run(list(presents.values()), feeds), strict=True))
             except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception

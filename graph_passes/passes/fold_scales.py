@@ -18,9 +18,10 @@ from ortolan.progress import Stage
 
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, remove_unused
 from ..find.linear import Linear, layer_key, linears_in, op_name
+from ..measure.recorder import InputRecorder
+from ..operators.nodes import new_initializer
 from ..weights.quantizers.awq import search_scales
 from ..weights.quantizers.grid import Quantization
-from .calibrate import InputRecorder
 from .context import PassContext
 from .weight_groups import WeightGroup
 
@@ -250,11 +251,7 @@ def _divide(model: ir.Model, context: PassContext, division: Division, scales: n
         value.shape = ir.Shape(tensor.shape.numpy())
         return
     tensor.name = context.new_name(model, f"{value.name}_scaled")
-    copy = ir.Value(
-        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
-    model.graph.register_initializer(copy)
-    division.node.replace_input_with(division.index, copy)
+    division.node.replace_input_with(division.index, new_initializer(model.graph, tensor))
     remove_unused(value)
 
 

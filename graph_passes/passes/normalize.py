@@ -25,7 +25,7 @@ class NormalizePass(RecipePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.context.progress(Stage.NORMALIZE, 0, 1)
         normalize(model, self.context.source.name)
-        if self.context.adopts:  # only for passes replace, of which the last one folds back what is left
+        if self.context.plan.replaces:  # only for passes replace, of which the last one folds back what is left
             self.context.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortolan.graph_passes.auto.budget import Budget
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
+from ortolan.graph_passes.auto.trials import Made, finish
 from ortolan.graph_passes.files.genai_folder import GenaiConfig
 from ortolan.graph_passes.files.mapped_pages import bounded_pages
 from ortolan.graph_passes.files.model_file import (
@@ -39,14 +39,14 @@ from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.find.stored_int4 import StoredInt4
 from ortolan.graph_passes.find.stored_int8 import StoredInt8
 from ortolan.graph_passes.forms import AUTO, CHOICES
+from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
-from ortolan.graph_passes.names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
 from ortolan.graph_passes.options import HEADS
-from ortolan.graph_passes.passes.context import PassContext, run_recipe
-from ortolan.graph_passes.passes.fitted import FittedWeights
+from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
+from ortolan.graph_passes.run import run_recipe
 from ortolan.graph_passes.text.text_input import TextInput, add_text_input, check_text_input, check_text_model
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import onnx
+    import onnx_ir as ir
 
     from ortolan.graph_passes.text.wordpiece import WordPiece
 
@@ -189,16 +190,16 @@ def search(
     """
     settings = AutoSettings.read(budget, shapes, sparsity)
     source = _load(model)
-    feeds = None
+    feeds, description = None, None
     if calibration is not None:
-        feeds, _ = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
+        feeds, description = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
     with (
         told(progress or no_progress) as tell,
         _work_folder(None) as work,
-        FittedWeights(work) as fitted,
+        Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
-        return _search(source, settings, work, feeds, portable, tell, fitted)
+        return _search(evidence, settings, "model.onnx", tell)[0]
 
 
 def _log(report: OptimizationReport) -> None:
@@ -209,34 +210,23 @@ def _log(report: OptimizationReport) -> None:
     logger.info("%d of %d layers replaced", len(report.replaced), len(report.layers))
 
 
-def _search(
-    source: ModelFile,
-    settings: AutoSettings,
-    work: Path,
-    feeds: list[Feeds] | None,
-    portable: bool,
-    progress: Progress,
-    fitted: FittedWeights,
-) -> Recipe:
-    """The recipe that is found; without passes where the original is the best."""
-    given = source.proto if source.path is None else source.path
-    with tempfile.TemporaryDirectory(prefix="auto-", dir=work, ignore_cleanup_errors=True) as folder:
-        search = Search(given, settings, Path(folder), feeds=feeds, portable=portable, progress=progress, fitted=fitted)
-        found = search.run()
-        report = search.report
-        del search  # its sessions map files of the folder
-    logger.info("%s", report.outcome)
-    if found is None:
-        return Recipe(AUTO, report.outcome, (), report)
-    return replace(found, search=report)
+def _search(evidence: Evidence, settings: AutoSettings, name: str, progress: Progress) -> tuple[Recipe, Made | None]:
+    """The recipe that is found, and its model, which lies in the evidence's folder; without passes, and none, where the
+    original is the best. name: of the model's file."""
+    search = Search(evidence, settings, name, progress=progress)
+    made = search.run()
+    logger.info("%s", search.report.outcome)
+    if made is None:
+        return Recipe(AUTO, search.report.outcome, (), search.report), None
+    return replace(made.recipe, search=search.report), made
 
 
 def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
     """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
-    if choice.recipe is not None or choice.measured:
+    if choice.recipe is not None:
         return choice
-    stored = _count_stored(source)
-    return choice if not stored else choice.adopting(f"{stored} layers store few-bit weights")
+    stored = 0 if choice.measured else _count_stored(source)
+    return choice.adopting(f"{stored} layers store few-bit weights") if stored else choice.measuring()
 
 
 class _Run:
@@ -258,7 +248,6 @@ class _Run:
         self.source, self.target, self.choice = source, target, choice
         self.text, self.wordpiece, self.genai = text, wordpiece, genai
         self.prompt_ids, self.portable, self.dry_run = prompt_ids, portable, dry_run
-        self._given = source.proto if source.path is None else source.path
         self.feeds: list[Feeds] | None = None
         self._probes: Sequence[str] = ()  # texts that the tokenizer in the graph is compared on
         recipe = None if choice.recipe is None else self._for_host(choice.recipe)
@@ -290,68 +279,77 @@ class _Run:
 
     def execute(self, progress: Progress) -> None:
         """Finds the recipe where that is left open, runs it, and puts the result in its place."""
-        source = self.source
+        source, searches = self.source, self.choice.recipe is None
         with (
             _work_folder(None if self.dry_run else self.target) as work,
             TensorSpill(work) as spill,
-            FittedWeights(work) as fitted,
+            Evidence(
+                source, work, self.feeds, self.report.feeds, portable=self.portable, keeps_fits=searches
+            ) as evidence,
             bounded_pages(source.data_files if source.is_large else (), work),
         ):
-            recipe = self._recipe(work, fitted, progress)
-            logger.info("recipe %s: %s", recipe.name, recipe.description)
-            logger.debug("%s", recipe.to_toml())
             context = PassContext(
+                evidence,
                 source,
                 self.report,
                 _candidate(work, source, self.target),
                 spill,
-                feeds=self.feeds,
                 prompt_ids=self.prompt_ids,
                 portable=self.portable,
                 dry_run=self.dry_run,
                 progress=progress,
-                fitted=fitted if self.choice.recipe is None else None,
             )
-            recipe = self._transform(recipe, context)
+            recipe, context = self._searched(context) if searches else self._transformed(context)
+            self.report.feeds = evidence.description
             if not self.dry_run:
                 self._add_tokenizer(context)
-                _finish(context, self.target, self.genai, original=not recipe.passes and self.text is None)
+                original = not recipe.passes and self.text is None
+                _finish(source, context, self.target, self.genai, original)
         _log(self.report)
 
-    def _recipe(self, work: Path, fitted: FittedWeights, progress: Progress) -> Recipe:
-        chosen = self.choice.recipe
-        if chosen is None:
-            settings = AutoSettings.read(None, None, None)
-            chosen = _search(self.source, settings, work, self.feeds, self.portable, progress, fitted)
-            if chosen.passes:
-                chosen = replace(chosen.with_options(self.choice.options), search=chosen.search)
-        search, chosen = chosen.search, self._for_host(chosen)
-        self.report.recipe, self.report.auto = chosen.to_dict(), search
-        return chosen
+    def _searched(self, context: PassContext) -> tuple[Recipe, PassContext]:
+        """The recipe that is found by measurement, and the run that has made its model."""
+        found, made = _search(
+            context.evidence, AutoSettings.read(None, None, None), context.candidate.name, context.progress
+        )
+        self.report.auto = found.search
+        if made is None:
+            self.report.recipe = found.to_dict()
+            return found, context
+        # Options are of the verification alone.
+        made = replace(made, recipe=made.recipe.with_options(self.choice.options))
+        self.report.recipe = made.recipe.to_dict()
+        return made.recipe, finish(made, context)
 
-    def _transform(self, recipe: Recipe, context: PassContext) -> Recipe:
-        """Runs the recipe. Returns it, or one without passes where it found nothing to do and the model may stay."""
+    def _transformed(self, context: PassContext) -> tuple[Recipe, PassContext]:
+        """The given recipe, and its run; one without passes where there was nothing to do, and the model may stay."""
+        assert self.choice.recipe is not None
+        recipe = self._for_host(self.choice.recipe)
+        self.report.auto = self.choice.recipe.search
+        logger.info("recipe %s: %s", recipe.name, recipe.description)
+        logger.debug("%s", recipe.to_toml())
         if not recipe.passes:
-            return recipe
-        context.source.model.metadata_props.update(_provenance(recipe))
+            return recipe, context
         try:
-            run_recipe(recipe, context.source.model, context)
+            run_recipe(recipe, context)
         except NothingToReplaceError as error:
             if not self.choice.may_stay:
                 raise
             context.note(f"the model stays as it is: {error}")
-            stays = Recipe(recipe.name, "nothing to take over: the model stays as it is", ())
-            self.report.recipe = stays.to_dict()
-            self.source.model = _load(self._given).model  # without what the passes have done to it
-            return stays
-        return recipe
+            recipe = Recipe(recipe.name, "nothing to take over: the model stays as it is", ())
+            self.report.recipe = recipe.to_dict()
+            # Without what the passes have done to it.
+            context = replace(
+                context, source=_load(self.source.proto if self.source.path is None else self.source.path)
+            )
+        return recipe, context
 
     def _add_tokenizer(self, context: PassContext) -> None:
         """Puts the tokenizer into the model, if one was given, and writes it."""
         if self.text is None or self.wordpiece is None:
             return
         context.progress(Stage.TOKENIZER, 0, 1)
-        add_text_input(self.source.model, self.text, self.wordpiece, self._probes)
+        add_text_input(context.source.model, self.text, self.wordpiece, self._probes)
         for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
             file.unlink(missing_ok=True)
         _write(context)
@@ -440,11 +438,13 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool) -> None:
+def _finish(
+    source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool
+) -> None:
     """Puts the candidate, or the original as it is, in its place, or into the report."""
-    source, report = context.source, context.report
+    report = context.report
     if target is None:
-        report.model = source.proto if source.proto is not None and original else _in_memory(source)
+        report.model = source.proto if source.proto is not None and original else _in_memory(context.source.model)
         report.file_size_after = report.model.ByteSize()
         return
     if original and source.path is not None and not source.data_files:
@@ -457,7 +457,7 @@ def _finish(context: PassContext, target: Path | None, genai: GenaiConfig | None
         context.progress(Stage.SAVE, 0, 1)
         move_into_place(context.candidate, target)
     else:
-        _finish_folder(context, target, genai)
+        _finish_folder(source, context, target, genai)
     context.progress(Stage.SAVE, 1, 1)
 
 
@@ -466,21 +466,21 @@ def _write(context: PassContext) -> None:
     write_model(model, context.candidate, lambda done, total: progress(Stage.WRITE, done, total))
 
 
-def _in_memory(source: ModelFile) -> onnx.ModelProto:
+def _in_memory(model: ir.Model) -> onnx.ModelProto:
     """Raises OutputError where it does not fit."""
-    total = sum(tensor.nbytes for tensor, _ in tensor_slots(source.model))
+    total = sum(tensor.nbytes for tensor, _ in tensor_slots(model))
     if total > _PROTOBUF_LIMIT:
         raise OutputError(
             f"the optimized model has {total} bytes of weights, more than a ModelProto can hold (2 GiB); "
             "give an output path"
         )
-    return to_proto(source.model)
+    return to_proto(model)
 
 
-def _finish_folder(context: PassContext, target: Path, genai: GenaiConfig | None) -> None:
+def _finish_folder(source: ModelFile, context: PassContext, target: Path, genai: GenaiConfig | None) -> None:
     """The candidate's folder, with what else lies in the original's, becomes the output."""
     result = context.candidate.parent
-    others = find_others(context.source)
+    others = find_others(source)
     if others.left_out:
         context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
     copy_others(others, result, lambda done, total: context.progress(Stage.COPY, done, total))
@@ -489,16 +489,6 @@ def _finish_folder(context: PassContext, target: Path, genai: GenaiConfig | None
         context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
     context.progress(Stage.SAVE, 0, 1)
     move_folder_into_place(result, target)
-
-
-def _provenance(recipe: Recipe) -> dict[str, str]:
-    """What the optimized model says of its making."""
-    versions = package_versions()
-    return {
-        RECIPE_KEY: recipe.name,
-        VERSION_KEY: versions.get("ortolan", "unknown"),
-        OPTIONS_KEY: json.dumps(recipe.to_dict()["pass"]),
-    }
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import CalibrationError, RecipeError
-from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto import layer_times, path, search
 from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
+from ortolan.graph_passes.measure.fits import Fits
 from ortolan.graph_passes.passes import prune_calibrated, quantize
-from ortolan.graph_passes.passes.fitted import FittedWeights
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
 from ortolan.progress import Stage
@@ -319,7 +319,7 @@ def test_recipes_select_layers_by_name() -> None:
 
 def test_convex_leaves_out_forms_that_others_outdo() -> None:
     forms = {"a": (0.1, 1.0), "b": (0.5, 2.0), "c": (0.4, 3.0), "d": (0.6, 10.0)}
-    assert [name for name, _, _ in search.convex(forms)] == ["b", "d"]
+    assert [name for name, _, _ in path.convex(forms)] == ["b", "d"]
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.5, "perplexity:x", "speed:2", {"cosine": 1, "perplexity": 2}, True])
@@ -448,7 +448,7 @@ def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest
     assert found.search is not None
     assert len(found.search.trials) > 2
     assert len(fits) == len(set(fits)) == LAYERS
-    monkeypatch.setattr(FittedWeights, "knows", lambda *arguments: False)
+    monkeypatch.setattr(Fits, "knows", lambda *arguments: False)
     again = ortolan.search(chain(), **arguments)
     assert len(fits) > 2 * LAYERS
     assert found == again

@@ -19,9 +19,9 @@ import pytest
 import ortolan
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.measure import timing
+from ortolan.graph_passes.measure.evidence import make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
 from ortolan.graph_passes.measure.timing import interleave
-from ortolan.graph_passes.passes.calibrate import make_up_feeds
 from ortolan.models import tiny
 
 BUDGET = 0.98
@@ -32,10 +32,10 @@ MARGIN = 1.5
 KILLED = """
 import os, signal, sys, threading, time
 import ortolan
-from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto import layer_times, search, trials
 from ortolan.graph_passes.measure import timing
 
-layer_times._SECONDS = search._SECONDS = timing._WARM_UP_SECONDS = 0.01
+layer_times._SECONDS = trials._SECONDS = timing._WARM_UP_SECONDS = 0.01
 model, output, steps, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 
 def die():

@@ -12,10 +12,10 @@ import ortolan
 from ortolan import CalibrationError
 from ortolan.graph_passes.files.model_file import ModelFile
 from ortolan.graph_passes.find.linear import linears_in
+from ortolan.graph_passes.measure import recorder
+from ortolan.graph_passes.measure.evidence import Evidence, make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, read_calibration, synthetic_feeds
 from ortolan.graph_passes.measure.sessions import open_quietly
-from ortolan.graph_passes.passes import calibrate
-from ortolan.graph_passes.passes.calibrate import capture_inputs, make_up_feeds
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
@@ -182,14 +182,19 @@ def mlp_inputs(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
     return inputs
 
 
+def capture_inputs(model: ir.Model, feeds, max_rows: int, folder):
+    with Evidence(ModelFile(model, None, ir.to_proto(model)), folder, feeds) as evidence:
+        return evidence.rows(model, list(linears_in(model)), max_rows, lambda done, total: None)
+
+
 @pytest.mark.parametrize("capture_bytes", [1 << 28, 1])
-def test_captured_inputs(monkeypatch, capture_bytes):
-    monkeypatch.setattr(calibrate, "_CAPTURE_BYTES", capture_bytes)
+def test_captured_inputs(monkeypatch, tmp_path, capture_bytes):
+    monkeypatch.setattr(recorder, "_CAPTURE_BYTES", capture_bytes)
     model = tiny.mlp()
     outputs = [value.name for value in model.graph.outputs]
     rng = np.random.default_rng(0)
     feeds = [{"x": rng.standard_normal((rows, 24)).astype(np.float32)} for rows in (3, 5)]
-    captured = capture_inputs(model, list(linears_in(model)), feeds, 64, ModelFile(model, None, ir.to_proto(model)))
+    captured = capture_inputs(model, feeds, 64, tmp_path)
     expected = [np.concatenate(parts) for parts in zip(*(mlp_inputs(model, one["x"]) for one in feeds), strict=True)]
     assert len(captured) == 3
     for found, reference in zip(captured.values(), expected, strict=True):
@@ -197,10 +202,10 @@ def test_captured_inputs(monkeypatch, capture_bytes):
     assert [value.name for value in model.graph.outputs] == outputs
 
 
-def test_few_rows_are_kept_of_all_feeds():
+def test_few_rows_are_kept_of_all_feeds(tmp_path):
     model = tiny.mlp()
     feeds = [{"x": np.full((100, 24), float(number), np.float32)} for number in range(4)]
-    captured = capture_inputs(model, list(linears_in(model)), feeds, 8, ModelFile(model, None, ir.to_proto(model)))
+    captured = capture_inputs(model, feeds, 8, tmp_path)
     first = next(iter(captured.values()))
     assert first[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 

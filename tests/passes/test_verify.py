@@ -16,7 +16,7 @@ from ortolan.graph_passes.operators import sparse_amx_matmul
 from ortolan.graph_passes.operators.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses
-from ortolan.graph_passes.passes.replace import ReplacePass
+from ortolan.graph_passes.passes.replace_packing import Packer
 from ortolan.graph_passes.passes.verify import error_of_most_rows, measure_errors
 from ortolan.models import tiny
 
@@ -198,7 +198,7 @@ REWRITE_IS_WRONG = r"'y' has relative error 0\..* against the model before its l
 @pytest.mark.parametrize("portable", [True, False])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
 def test_a_lost_bias(monkeypatch, tmp_path, sparsity, portable):
-    monkeypatch.setattr(ReplacePass, "_bias", lambda self, model, linear: None)
+    monkeypatch.setattr(Packer, "bias", lambda self, linears: None)
     with pytest.raises(VerificationError, match=REWRITE_IS_WRONG):
         optimize(matmul_model(), tmp_path / "fast.onnx", options={"sparsity": sparsity}, portable=portable)
     assert list(tmp_path.iterdir()) == []
