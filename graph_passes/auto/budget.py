@@ -1,4 +1,4 @@
-"""How much worse than the original a model of recipe "auto" may be."""
+"""How much worse than the original a model that the search finds may be."""
 
 from __future__ import annotations
 

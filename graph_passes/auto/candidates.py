@@ -1,4 +1,4 @@
-"""What recipe "auto" tries for a linear layer: one table, and the recipe that a choice makes."""
+"""What the search tries for a linear layer: one table, and the recipe that a choice makes."""
 
 from __future__ import annotations
 

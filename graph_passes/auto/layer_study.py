@@ -60,7 +60,7 @@ class LayerStudy:
         for linear in linears:
             reason = None
             if linear.int4 is not None or linear.int8 is not None:
-                reason = "stores a quantized weight, which recipe adopt takes over"
+                reason = "stores a quantized weight, which the default takes over (leave recipe out)"
             elif linear.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
                 reason = f"computes on {linear.dtype.name}, expected FLOAT or FLOAT16"
             elif names[linear.name] > 1:
