@@ -11,6 +11,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,8 +28,8 @@ ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
 }
 _PAGES = {path: page for page, path in ELSEWHERE.items()}
-_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-_FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"^```.*?^```$|(!?)\[([^\]]*)\]\(([^)\s]+)\)", re.MULTILINE | re.DOTALL)  # or a block of code
+_CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -40,21 +41,25 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     place = page.file.src_uri
     path = ELSEWHERE.get(place, f"docs/{place}")
-    parts = _FENCE.split(markdown)  # links in code stay: every second part is a fenced block
-    return "".join(part if number % 2 else rewrite_links(part, path) for number, part in enumerate(parts))
+    text = rewrite_links(markdown, path)
+    # In prose "[K][64]" is two dimensions, and no link by reference. Every second part is code.
+    parts = _CODE.split(text)
+    return "".join(part if number % 2 else part.replace("][", "]\\[") for number, part in enumerate(parts))
 
 
 def rewrite_links(text: str, path: str) -> str:
-    """path: the file that the text stands in. Raises FileNotFoundError for a link to what is not there."""
+    """path: the file that the text stands in. Raises PluginError for a link to what is not there."""
 
     def replace(match: re.Match[str]) -> str:
         picture, label, target = match.groups()
+        if target is None:
+            return match[0]
         address, _, anchor = target.partition("#")
         if not address or "://" in address or address.startswith("mailto:"):
             return match[0]
         file = os.path.normpath(PurePosixPath(path).parent / address)
         if not (ROOT / file).exists():
-            raise FileNotFoundError(f"{path} links to {target}, which is not there")
+            raise PluginError(f"{path} links to {target}, which is not there")
         page = _page_of(file)
         if page is None:
             return label if picture or label.strip("`") == file else f"{label} (`{file}`)"
@@ -71,5 +76,3 @@ def _page_of(file: str) -> str | None:
     if (ROOT / file).is_dir() and f"{file}/README.md" in _PAGES:
         return _PAGES[f"{file}/README.md"]
     return file.removeprefix("docs/") if file.startswith("docs/") else None
-
-
