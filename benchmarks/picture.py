@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,27 +44,27 @@ ENCODER, DECODER = "all-minilm-l6-v2", "smollm2-135m-instruct"
 TITLES = {ENCODER: "all-MiniLM-L6-v2", DECODER: "SmolLM2-135M-Instruct"}
 FP32, INT8, NBITS = "fp32", "dynamic int8", "MatMulNBits 4 bit"
 PEERS = (FP32, INT8, NBITS)  # ONNX Runtime's own
+DEFAULT, PRUNED = "default", "sparse"  # the second one is calibrated
 # What optimize_onnx is asked for.
 FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     ENCODER: {
-        "default": {},
+        DEFAULT: {},
         "int8": {"weights": "int8"},
         "int4": {"weights": "int4", "group_size": 32},
-        "sparse": {"recipe": "sparse-encoder"},
+        PRUNED: {"recipe": "sparse-encoder"},
     },
     DECODER: {
-        "default": {},
+        DEFAULT: {},
         "int8": {"weights": "int8"},
         "int4": {"weights": "int4", "group_size": 32},
-        "sparse": {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"},
+        PRUNED: {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"},
     },
 }
-PRUNED = "sparse"  # which is calibrated
 _BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
 _TOKENS = 128  # of a sentence, and in front of what is decoded
 _SECONDS, _ROUNDS, _DECODED = 20.0, 5, 32  # spent on timing
 _SCORED, _WINDOW = 4081, 256  # tokens
-_CALIBRATED = 200  # lines
+_CALIBRATED = 64  # lines
 _LEAST_LINE = 80  # characters
 _LINE, _LETTER = 11.0, 5.4  # of a name in the picture: its height, and the width of a letter
 
@@ -127,7 +128,7 @@ Say = Callable[[str], None]
 
 
 def make_forms(
-    files: ModelFiles, name: str, texts: Sequence[str], folder: Path, found: ModelPoints, say: Say
+    files: ModelFiles, texts: Sequence[str], threads: int, folder: Path, found: ModelPoints, say: Say
 ) -> Iterator[tuple[str, dict[str, Any], Path]]:
     """(form, the arguments of optimize_onnx, its file), made one after the other. What fails is left out, and said."""
 
@@ -145,21 +146,23 @@ def make_forms(
             lambda path: make_matmul_nbits(files.onnx, path, _BLOCK, _ACCURACY),
         ),
     }
-    for form, call in FORMS[name].items():
+    for form, call in FORMS[found.name].items():
         data = {"calibration": list(texts), "tokenizer": files.tokenizer} if form == PRUNED else {}
-        writers[form] = (dict(call), partial(_optimize, files.onnx, call | data))
+        writers[form] = (dict(call), partial(_optimize, files.onnx, {**call, **data}))
     for form, (call, write) in writers.items():
-        path = folder / f"{name} {form}".replace(" ", "-") / "model.onnx"
+        path = folder / f"{found.name} {form}".replace(" ", "-") / "model.onnx"
         path.parent.mkdir()
         began = time.perf_counter()
         try:
-            write(path)
+            # The default measures: as it is measured itself.
+            with pinned(threads) if form == DEFAULT else nullcontext():
+                write(path)
             create_session(path)
         except Exception as error:  # peers, and ONNX Runtime, raise whatever they trip over
             found.left_out.append(f"{form}: {one_line(error)}")
-            say(f"{name}: {form} is left out: {one_line(error)}")
+            say(f"{found.name}: {form} is left out: {one_line(error)}")
             continue
-        say(f"{name}: {form} made in {time.perf_counter() - began:.0f} s")
+        say(f"{found.name}: {form} made in {time.perf_counter() - began:.0f} s")
         yield form, call, path
 
 
@@ -173,11 +176,12 @@ def measure_encoder(sts: Path, texts: Sequence[str], threads: int, folder: Path,
     found = ModelPoints(
         ENCODER, TITLES[ENCODER], f"milliseconds for 1 x {_TOKENS} tokens", "Spearman's correlation, STS-B dev", True
     )
-    forms = {form: (call, path) for form, call, path in make_forms(files, ENCODER, texts, folder, found, say)}
+    forms = {form: (call, path) for form, call, path in make_forms(files, texts, threads, folder, found, say)}
     sessions = {form: create_session(path, session_options(threads)) for form, (_, path) in forms.items()}
     inputs = [value.name or "" for value in ir.load(files.onnx).graph.inputs]
-    feeds = word_feeds(inputs, 1, _TOKENS)
-    times = interleave({form: partial(one.run, None, feeds) for form, one in sessions.items()}, seconds=_SECONDS)
+    calls = {form: partial(session.run, None, word_feeds(inputs, 1, _TOKENS)) for form, session in sessions.items()}
+    with pinned(threads):
+        times = interleave(calls, seconds=_SECONDS)
     encoders = {form: SentenceEncoder(session, files.tokenizer) for form, session in sessions.items()}
     original = encoders[FP32].encode(SENTENCES)
     for form, (call, path) in forms.items():
@@ -201,7 +205,7 @@ def measure_decoder(text: Path, texts: Sequence[str], threads: int, folder: Path
     found = ModelPoints(
         DECODER, TITLES[DECODER], f"tokens decoded a second, behind {_TOKENS}", f"perplexity, {text.stem}", False
     )
-    forms = {form: (call, path) for form, call, path in make_forms(files, DECODER, texts, folder, found, say)}
+    forms = {form: (call, path) for form, call, path in make_forms(files, texts, threads, folder, found, say)}
     decoders = {
         form: decode.open_decoder(path, session_options(threads), _TOKENS + _DECODED)
         for form, (_, path) in forms.items()
@@ -304,7 +308,7 @@ def measure(sts: Path, text: Path, threads: int, note: str, say: Say) -> Picture
     """Everything, in some ten minutes."""
     picture = Picture(shlex.join(["python", "-m", "ortolan.benchmarks.picture", *sys.argv[1:]]), threads, note)
     texts = calibration_lines(text)
-    with tempfile.TemporaryDirectory(prefix="ortolan-", ignore_cleanup_errors=True) as folder, pinned(threads):
+    with tempfile.TemporaryDirectory(prefix="ortolan-", ignore_cleanup_errors=True) as folder:
         picture.models.append(measure_encoder(sts, texts, threads, Path(folder), say))
         picture.models.append(measure_decoder(text, texts, threads, Path(folder), say))
     return picture
