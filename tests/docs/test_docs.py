@@ -67,8 +67,8 @@ def write_sparse(model: ir.Model, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """model.onnx, an encoder; fast.onnx and sparse.onnx, made of it; decoder.onnx; tokenizer.json, which goes with all of
-    them; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder."""
+    """model.onnx, an encoder; fast.onnx and sparse.onnx, made of it; decoder.onnx; tokenizer.json, which goes with them
+    all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder."""
     folder = tmp_path_factory.mktemp("models")
     write_wordpiece(folder / "tokenizer.json")
     rng = np.random.default_rng(0)
