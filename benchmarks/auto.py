@@ -28,12 +28,12 @@ from ortolan.graph_passes.passes.verify import measure_errors
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.session import create_session
 
+from ..embed import token_feeds
 from ..errors import OrtolanError
 from ..models import get_model
-from ..models.embed import token_feeds
 from ..models.evaluate import sample_texts
 from ..models.tokenizer import load_tokenizer
-from ..optimize import optimize_onnx
+from ..optimize import optimize_onnx, search
 from ..progress import Progress, no_progress
 from .encoder import SENTENCES, silent_root_logger
 from .matmul_nbits import make_matmul_nbits
@@ -217,11 +217,10 @@ def _writers(model: Model, threads: int, notes: list[str]) -> Iterator[tuple[str
 
     def write_auto(path: Path) -> None:
         budget = {"perplexity": PERPLEXITY} if model.decoder else DEFAULT_COSINE
-        report = optimize_onnx(
-            model.onnx, path, recipe="auto", budget=budget, shapes=model.shapes, calibration=model.calibration
-        )
-        assert report.auto is not None
-        notes.append(f"{model.name}, threads {threads}: {report.auto.outcome}")
+        found = search(model.onnx, budget=budget, shapes=model.shapes, calibration=model.calibration)
+        optimize_onnx(model.onnx, path, recipe=found, calibration=model.calibration)
+        assert found.search is not None
+        notes.append(f"{model.name}, threads {threads}: {found.search.outcome}")
 
     yield INT8, write_int8
     yield NBITS, lambda path: make_matmul_nbits(model.onnx, path, _BLOCK, _ACCURACY)

@@ -1,6 +1,6 @@
 """A decoder, whole: tokens a second of prompt processing and of decoding, fp32 against 4-bit peers and recipes.
 
-python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe NAME:KEY=VALUE,… …]
+python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe [NAME]:KEY=VALUE,… …]
     [--variant NAME=PATH …] [--profile]
 """
 
@@ -27,8 +27,8 @@ from ortolan.graph_passes.measure.timing import pinned
 from ortolan.graph_passes.recipe import Recipe
 
 from ..errors import OrtolanError, RecipeError, VerificationError
+from ..generate import Decoder, read_head_size, shares_cache
 from ..models import get_model
-from ..models.generate import Decoder, read_head_size, shares_cache
 from ..optimize import optimize_onnx
 from ..session import create_session
 from .matmul_nbits import make_matmul_nbits
@@ -37,7 +37,7 @@ from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
 # The first one stores what MatMulNBits g32 does; both, like the peers, also quantize the head.
-RECIPES = ("int4:group_size=32,symmetric=true", "int4")
+RECIPES = ("int4:group_size=32,quantize.1.symmetric=true", "int4")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def main() -> None:
         "--attention", nargs="+", default=["gqa"], choices=["standard", "gqa"], help="form of the graph"
     )
     parser.add_argument(
-        "--recipe", nargs="*", default=RECIPES, metavar="NAME[:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
+        "--recipe", nargs="*", default=RECIPES, metavar="[NAME][:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
     )
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.0, 0.5], help="for recipes that prune")
     parser.add_argument(

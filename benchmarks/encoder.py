@@ -1,6 +1,6 @@
 """An encoder, whole: latency against ONNX Runtime's fp32 and dynamic int8, and Spearman on STS-B's dev set.
 
-python -m ortolan.benchmarks.encoder [--model all-minilm-l6-v2] [--recipe NAME[:KEY=VALUE,…] …] [--sparsity 0.8 …]
+python -m ortolan.benchmarks.encoder [--model all-minilm-l6-v2] [--recipe [NAME][:KEY=VALUE,…] …] [--sparsity 0.8 …]
     [--shape 1x16 …] [--sts sts-dev.csv] [--texts sentences.txt] [--threads 1] [--peer openvino] [--distilled FILE]
 """
 
@@ -29,10 +29,10 @@ from ortolan.graph_passes.measure.timing import interleave, pinned
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.figures import Timing
 
+from ..embed import SentenceEncoder, spearman_on_sts, token_feeds
 from ..errors import RecipeError, VerificationError
 from ..models import get_model
 from ..models.bert import BertConfig, bert_weight_shapes, build_bert
-from ..models.embed import SentenceEncoder, spearman_on_sts, token_feeds
 from ..models.tiny import random_weights
 from ..optimize import optimize_onnx
 from ..session import create_session
@@ -42,7 +42,7 @@ from .variants import file_megabytes, read_recipes, session_options
 PUBLISHED = ("all-minilm-l6-v2", "all-mpnet-base-v2")
 MOST_TOKENS = 512  # of each of the models
 RANDOM = "bert-base"  # the shape of it, with random weights
-RECIPES = ("sparse-int8-4x1", "sparse-int8-4x1-static")
+RECIPES = (":sparsity=0.8,pattern=4x1", ":sparsity=0.8,pattern=4x1,ranges=true")
 SHAPES = ((1, 16), (1, 128), (8, 64), (1, 256))  # batch, tokens
 FP32, INT8 = "ORT fp32", "ORT int8"
 # Ids of words, not of special tokens, in every model here.
@@ -182,7 +182,7 @@ def read_arguments() -> tuple[argparse.Namespace, dict[str, Recipe], Sequence[st
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PUBLISHED[0], choices=[*PUBLISHED, RANDOM])
     parser.add_argument(
-        "--recipe", nargs="*", default=RECIPES, metavar="NAME[:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
+        "--recipe", nargs="*", default=RECIPES, metavar="[NAME][:KEY=VALUE,…]", help=f"default: {' '.join(RECIPES)}"
     )
     parser.add_argument("--sparsity", type=float, nargs="+", default=[], help="for recipes that prune; default: theirs")
     shapes = " ".join(f"{batch}x{tokens}" for batch, tokens in SHAPES)

@@ -34,10 +34,10 @@ PROMPTS = (
     "Once upon a time, in a village by the sea, there lived",
     "def fibonacci(n):\n",
 )
-EXACT = ("--recipe", "long-context", "--set", "keys=float32", "--set", "values=float32")
-INT4 = ("--recipe", "int4")
-BF16 = ("--recipe", "sparse-bf16", "--set", "sparsity=0.0")
-INT8 = ("--recipe", "sparse-int8", "--set", "sparsity=0.0")
+EXACT = ("--cache", "float32")
+INT4 = ("--weights", "int4")
+BF16 = ("--weights", "bf16")
+INT8 = ("--weights", "int8")
 _GENAI_LAYOUT = ("-e", "cpu", "--extra_options")
 
 

@@ -1,6 +1,6 @@
 """How much memory it takes to optimize a large model: a Llama of random weights, by recipe.
 
-python -m ortolan.benchmarks.memory [--gigabytes 2] [--recipe sparse-bf16 int4-gptq …] [--folder FOLDER]
+python -m ortolan.benchmarks.memory [--gigabytes 2] [--recipe int8 int4:method=gptq …] [--folder FOLDER]
 
 Peaks are sampled every 20 ms. anonymous: what the process has allocated. with mapped files: pages of the model's files
 that happen to be in memory as well, which the system takes back when it wants to.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-RECIPES = ("sparse-bf16", "int4", "int4-gptq", "sparsegpt-int4")
+RECIPES = (":sparsity=0.5", "int4", "int4:method=gptq", ":weights=int4,sparsity=0.5,method=sparsegpt")
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 1024, 2816, 8192
 _LAYER_BYTES = 4 * (2 * _HIDDEN * _HIDDEN + 2 * _HIDDEN * _HIDDEN // 4 + 3 * _HIDDEN * _INTERMEDIATE)
 _TOKENS = 256
@@ -49,10 +49,11 @@ def write_model(path: Path, gigabytes: float) -> int:
 def optimize(model: Path, output: Path, recipe: str) -> None:
     """What the child process does: calibrated on four feeds of random tokens."""
     from .. import optimize_onnx
+    from .variants import read_recipe
 
     rng = np.random.default_rng(0)
     feeds = [{"input_ids": rng.integers(0, _VOCABULARY, (1, _TOKENS))} for _ in range(4)]
-    optimize_onnx(model, output, recipe=recipe, calibration=feeds)
+    optimize_onnx(model, output, recipe=read_recipe(recipe), calibration=feeds)
 
 
 def memory_of(pid: int) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Memory of many sessions on one optimized model, whose weights lie in one mapped file.
 
-python -m ortolan.benchmarks.sessions [--megabytes 1000] [--sessions 10] [--recipe sparse-bf16] [--model FILE] [--json]
+python -m ortolan.benchmarks.sessions [--megabytes 1000] [--sessions 10] [--recipe [NAME]:KEY=VALUE,…] [--model FILE]
 
 Without --model, one of random weights is made: a chain of MLPs, 1024 wide, as large as --megabytes says. Proportional
 set size is what counts: resident size counts a page of the file once a session, though it is in memory once.
@@ -26,7 +26,7 @@ from ..models.tiny import mlp
 from ..optimize import optimize_onnx
 from ..session import create_session
 from .result import versions_line
-from .variants import file_megabytes, session_options
+from .variants import file_megabytes, read_recipe, session_options
 
 WIDTH, INNER = 1024, 4096
 ROWS = 64  # of input that each session is run on
@@ -36,7 +36,7 @@ _FIELDS = ("Pss", "Rss", "Anonymous")
 def make_model(folder: Path, megabytes: float, recipe: str) -> Path:
     """An MLP is optimized, and repeated with weights of its own in the file."""
     ir.save(mlp((WIDTH, INNER, WIDTH), "matmul_add"), folder / "mlp.onnx")
-    optimize_onnx(folder / "mlp.onnx", folder / "one.onnx", recipe=recipe, portable=False)
+    optimize_onnx(folder / "mlp.onnx", folder / "one.onnx", recipe=read_recipe(recipe), portable=False)
     one = load_model(folder / "one.onnx").model
     copies = max(1, round(megabytes / file_megabytes(folder / "one.onnx")))
     path = folder / "model.onnx"
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1000)
     parser.add_argument("--sessions", type=int, default=10)
-    parser.add_argument("--recipe", default="sparse-bf16")
+    parser.add_argument("--recipe", default=":weights=bf16,sparsity=0.5")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # in a process of its own

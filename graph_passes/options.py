@@ -19,10 +19,21 @@ from ortolan.errors import RecipeError, listing, suggestion
 
 Globs = tuple[str, ...]
 
+# What a pattern may be instead of a name with *, ? and [letters]: one word for several patterns.
+# Heads turn small errors into wrong labels or tokens, and are often tied to the embedding.
+HEADS = "heads"
+WORDS: dict[str, Globs] = {
+    HEADS: (
+        "*lm_head*", "*classifier*", "*qa_outputs*", "*cls.predictions*", "*/cls/*", "*/score/*", "score.weight",
+        "*embed_tokens*", "*word_embeddings*",
+    ),
+}  # fmt: skip
+
 
 def any_matches(names: Iterable[str], globs: Globs) -> bool:
-    """Whether one of the names matches one of the patterns."""
-    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+    """Whether one of the names matches one of the patterns. A word stands for its patterns."""
+    patterns = [pattern for glob in globs for pattern in WORDS.get(glob, (glob,))]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 _NUMBERS: dict[str, Any] = {"int": numbers.Integral, "float": numbers.Real}  # numpy's count as well
@@ -31,7 +42,7 @@ OptionsT = TypeVar("OptionsT", bound="PassOptions")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What values an option takes. `kind` is one of float, int, str, bool, globs, numbers_by_glob."""
+    """What values an option takes. `kind` is one of float, int, str, bool, texts, globs, numbers_by_glob."""
 
     kind: str
     choices: tuple[str, ...] | tuple[int, ...] = ()
@@ -40,10 +51,12 @@ class Rule:
     none: bool = False
 
     def describe(self) -> str:
+        if self.choices and self.kind == "texts":
+            return "one or more of " + ", ".join(repr(choice) for choice in self.choices)
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind == "globs":
-            return 'a list of name patterns such as ["*lm_head*"]'
+            return 'a list of name patterns such as ["heads", "*layer.0*"]'
         number = {"float": "a number", "int": "a whole number", "numbers_by_glob": "a table of pattern = number"}
         text = number.get(self.kind) or {"str": "a text", "bool": "true or false"}[self.kind]
         if self.low > -math.inf:
@@ -60,9 +73,10 @@ class Rule:
             if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
                 each = dataclasses.replace(self, kind="float")
                 return {key: each.check(number, f"{where}[{key!r}]") for key, number in value.items()}
-        elif self.kind == "globs":
+        elif self.kind in ("globs", "texts"):
             items = (value,) if isinstance(value, str) else value
-            if isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items):
+            texts = isinstance(items, list | tuple) and all(isinstance(item, str) and item for item in items)
+            if texts and (not self.choices or all(item in self.choices for item in items)):
                 return tuple(items)
         elif self.kind == "bool":
             if isinstance(value, bool):

@@ -1,6 +1,7 @@
-"""A recipe: the ordered list of passes with their options. Recipes are TOML files; unknown keys are refused.
+"""A recipe: the ordered list of passes with their options. What a form becomes (forms.py), or what a TOML file says, of
+which unknown keys are refused.
 
-name = "sparse-bf16"
+name = "mine"
 description = "one line"
 
 [[pass]]
@@ -14,17 +15,22 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortolan.errors import RecipeError, listing, suggestion
 
+from .forms import AUTO, CHOICES, PRESETS, Form, new_call
 from .options import PassOptions, read_options
 from .registry import PASSES
 
-FOLDER = Path(__file__).parent / "recipes"
+if TYPE_CHECKING:
+    from .report.search import AutoReport
+
+# Options of which layers a pass takes, and how: where a recipe has the pass twice, they are for both.
+_OF_ALL = ("select", "exclude", "may_grow", "fuse")
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,14 @@ class RecipeStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to do to a model. Load one with Recipe.load("sparse-bf16") or Recipe.load("my.toml")."""
+    """What to do to a model: Recipe.of(weights="int4", group_size=32), Recipe.load("int8") or Recipe.load("my.toml").
+    One without passes leaves it as it is."""
 
     name: str
     description: str
     passes: tuple[RecipeStep, ...]
+    # What was measured to find it, of a recipe that ortolan.search has found.
+    search: AutoReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         order = list(PASSES)
@@ -54,12 +63,26 @@ class Recipe:
 
     @staticmethod
     def names() -> list[str]:
-        """The recipes that come with Ortolan."""
-        return sorted(path.stem for path in FOLDER.glob("*.toml"))
+        """The presets. "auto" is none: its recipe is found by measurement."""
+        return sorted(PRESETS)
 
     @classmethod
-    def load(cls, name_or_path: str | os.PathLike[str]) -> Recipe:
-        """A recipe by name, or from a TOML file: anything that ends in .toml or has a folder in it is a path."""
+    def of(cls, **choices: Any) -> Recipe:
+        """The recipe of a form: weights, group_size, sparsity, pattern, method, cache and ignore, as optimize_onnx has
+        them. Raises RecipeError for values that are none, or do not go together."""
+        form = _changed(Form(), choices)
+        return cls._of_form(form, _call(form.changes()) or "nothing", form.describe())
+
+    @classmethod
+    def _of_form(cls, form: Form, name: str, description: str) -> Recipe:
+        return cls.from_dict({"name": name, "description": description, "pass": form.passes()})
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str], **choices: Any) -> Recipe:
+        """A preset by name, or what a TOML file says: anything that ends in .toml or has a folder in it is a path.
+
+        choices: what is changed of a preset's form, as Recipe.of takes it; a file takes none.
+        """
         try:
             text = os.fsdecode(name_or_path)
         except TypeError:
@@ -67,13 +90,14 @@ class Recipe:
                 f"recipe is a {type(name_or_path).__name__}, expected a name ({listing(cls.names())}), the path of a "
                 ".toml file or a Recipe (of a dict: Recipe.from_dict)"
             ) from None
-        is_path = not isinstance(name_or_path, str) or text.endswith(".toml") or os.path.basename(text) != text
-        if not is_path and text not in cls.names():
+        if isinstance(name_or_path, str) and not text.endswith(".toml") and os.path.basename(text) == text:
+            return cls._preset(text, choices)
+        if choices:
             raise RecipeError(
-                f"unknown recipe {text!r}; the recipes are: {listing([*cls.names(), 'auto'])}; "
-                f"or give the path of a .toml file{suggestion(text, [*cls.names(), 'auto'])}"
+                f"{next(iter(choices))} was given with recipe file {text!r}, which says itself what layers become; "
+                "leave it out, or change the file"
             )
-        path = Path(text) if is_path else FOLDER / f"{text}.toml"
+        path = Path(text)
         if path.is_dir():
             raise RecipeError(f"recipe file {text!r} cannot be read: it is a folder, expected a TOML file")
         try:
@@ -85,6 +109,25 @@ class Recipe:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"recipe file {text!r} cannot be read as UTF-8 text: {error}") from error
         return cls.from_toml(content, where=f"recipe {text!r}")
+
+    @classmethod
+    def _preset(cls, name: str, choices: Mapping[str, Any]) -> Recipe:
+        if name == AUTO:
+            raise RecipeError(f"recipe {AUTO!r} is found by measurement, for one model: ortolan.search(model)")
+        if name not in PRESETS:
+            instead = new_call(name)
+            if instead is not None:
+                raise RecipeError(f"there is no recipe {name!r} any more: {instead}")
+            raise RecipeError(
+                f"unknown recipe {name!r}; the recipes are: {listing([*cls.names(), AUTO])}; "
+                f"or give the path of a .toml file{suggestion(name, [*cls.names(), AUTO])}"
+            )
+        preset = PRESETS[name]
+        if not choices:
+            return cls._of_form(preset.form, name, preset.description)
+        form = _changed(preset.form, choices)
+        changed = {key: value for key, value in form.changes().items() if key in choices}
+        return cls._of_form(form, ", ".join(filter(None, (name, _call(changed)))), form.describe())
 
     @classmethod
     def from_toml(cls, text: str, where: str = "recipe") -> Recipe:
@@ -110,9 +153,12 @@ class Recipe:
                 raise RecipeError(f"{where}: {key} is {table[key]!r}, expected a text")
         if not table.get("name"):
             raise RecipeError(f'{where} has no name; add a line like: name = "my-recipe"')
-        steps = table.get("pass", [])
-        if not isinstance(steps, list) or not steps or not all(isinstance(step, Mapping) for step in steps):
-            raise RecipeError(f"{where} has no [[pass]]; the passes are: {listing(PASSES)}")
+        steps = table.get("pass")
+        if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
+            raise RecipeError(
+                f"{where} has no [[pass]]; the passes are: {listing(PASSES)}; or say: pass = [], to leave a model as "
+                "it is"
+            )
         passes = tuple(_read_step(step, f"{where}, pass {number}") for number, step in enumerate(steps, 1))
         return cls(table["name"], table.get("description", ""), passes)
 
@@ -128,9 +174,17 @@ class Recipe:
     def to_toml(self) -> str:
         table = self.to_dict()
         lines = [f"{key} = {_toml(table[key])}" for key in ("name", "description")]
+        lines += [] if self.passes else ["pass = []"]
         for step in table["pass"]:
             lines += ["", "[[pass]]", *(f"{key} = {_toml(value)}" for key, value in step.items())]
         return "\n".join(lines) + "\n"
+
+    def with_pass(self, name: str, **options: Any) -> Recipe:
+        """The recipe with one more pass, where the order of passes puts it, behind others of its name."""
+        step = _read_step({"name": name, **options}, f"recipe {self.name!r}, pass {name!r}")
+        order = list(PASSES)
+        at = sum(order.index(one.name) <= order.index(name) for one in self.passes)
+        return replace(self, passes=(*self.passes[:at], step, *self.passes[at:]))
 
     def with_prompt(self) -> Recipe:
         """The recipe with a pass cache_prompt in front of compress_cache, if it has none. Raises RecipeError for a
@@ -139,13 +193,9 @@ class Recipe:
         if "compress_cache" not in names:
             raise RecipeError(
                 f"a prompt was given, but recipe {self.name!r} has no pass 'compress_cache', which puts it into the "
-                "graph; give recipe 'cached-prompt' or 'long-context', or add the pass"
+                "graph; give cache='float32' or 'codes', or add the pass"
             )
-        if "cache_prompt" in names:
-            return self
-        at = names.index("compress_cache")
-        step = RecipeStep("cache_prompt", PASSES["cache_prompt"].options_type())
-        return replace(self, passes=(*self.passes[:at], step, *self.passes[at:]))
+        return self if "cache_prompt" in names else self.with_pass("cache_prompt")
 
     def for_equal_caches(self, host: str) -> Recipe:
         """The recipe for a host that makes all caches alike and carries no other state: compressed ones get
@@ -156,14 +206,14 @@ class Recipe:
             if step.name == "cache_prompt":
                 raise RecipeError(
                     f"recipe {self.name!r} makes a prompt part of the model, whose tokens {host} does not count; "
-                    "leave the prompt out, or give the path of the ONNX file and serve it with ortolan.models.generate"
+                    "leave the prompt out, or give the path of the ONNX file and serve it with ortolan.generate"
                 )
             if step.name == "compress_cache":
                 if values["window"] or values["sinks"]:
                     raise RecipeError(
                         f"window = {values['window']} and sinks = {values['sinks']} of pass 'compress_cache' need "
                         f"inputs that {host} does not carry, expected 0; or give the path of the ONNX file and serve "
-                        "it with ortolan.models.generate"
+                        "it with ortolan.generate"
                     )
                 if (values["keys"], values["values"]) != ("float32", "float32"):
                     values["equal_rows"] = True
@@ -176,7 +226,7 @@ class Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 
         Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's;
-        "prune.select" and "prune.exclude" are for all of them.
+        "prune.select", "prune.exclude", "replace.may_grow" and "replace.fuse" are for all of them.
 
         Raises RecipeError for a name that no pass of this recipe has.
         """
@@ -187,7 +237,7 @@ class Recipe:
         for name, value in options.items():
             found = self._owners(str(name))
             option = str(name).rpartition(".")[2]
-            of_layers = option in ("select", "exclude") and len({self.passes[index].name for index in found}) == 1
+            of_layers = option in _OF_ALL and len({self.passes[index].name for index in found}) == 1
             if len(found) > 1 and not of_layers:
                 choices = listing(self._full_name(index, option) for index in found)
                 raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
@@ -235,6 +285,25 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return name.strip(), value.strip()
+
+
+def _changed(form: Form, choices: Mapping[str, Any]) -> Form:
+    """The form with other values. Raises RecipeError."""
+    for name in choices:
+        if name not in CHOICES:
+            raise RecipeError(
+                f"unknown choice {name!r}, known ones are: {listing(CHOICES)}{suggestion(str(name), CHOICES)}"
+            )
+    values = {name: getattr(form, name) for name in form.names()} | dict(choices)
+    if values["method"] is None:
+        values["method"] = ()
+    return Form(**values)
+
+
+def _call(choices: Mapping[str, Any]) -> str:
+    """As a name: "weights=int8, sparsity=0.5"."""
+    words = {name: "+".join(value) if isinstance(value, tuple) else value for name, value in choices.items()}
+    return ", ".join(f"{name}={value or 'none'}" for name, value in words.items())
 
 
 def _read_step(step: Mapping[str, Any], where: str) -> RecipeStep:

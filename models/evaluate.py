@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import OrtolanError
-from .generate import Decoder, sample
+from ..generate import Decoder, sample
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -23,8 +23,8 @@ import numpy as np
 from ortolan.graph_passes.passes.prompt import prune_prompt
 
 from ..errors import OrtolanError
+from ..generate import Decoder
 from .evaluate import Score, sample_texts, surprise
-from .generate import Decoder
 
 if TYPE_CHECKING:
     import onnxruntime as ort

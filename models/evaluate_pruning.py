@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import OrtolanError
+from ..graph_passes.options import HEADS
 from .evaluate import sample_texts, score_texts
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sparsegpt with int4": [{"name": "prune", "method": "sparsegpt", "weight_bits": 4, "weight_group_size": 128}],
 }
 DEFAULT_VARIANTS = ("dense", "magnitude", "wanda", "sparsegpt")
-# Heads are left out, as in the recipes.
-_HEADS = ("*lm_head*", "*classifier*", "*embed_tokens*")
 _DECODER = "llama"  # the architecture
 
 
@@ -57,7 +56,7 @@ def steps(variant: str, sparsity: float, pattern: str) -> list[dict[str, Any]]:
         raise OrtolanError(f"no variant {variant!r}; known: {', '.join(VARIANTS)}")
     made = [{"name": "normalize"}]
     for step in VARIANTS[variant]:
-        shared: dict[str, Any] = {"exclude": list(_HEADS)}
+        shared: dict[str, Any] = {"exclude": [HEADS]}
         if step["name"] == "prune":
             shared |= {"sparsity": sparsity, "pattern": pattern}
         made.append(step | shared)
@@ -87,8 +86,8 @@ def scorer(
     files: ModelFiles, tokenizer: TextTokenizer, path: Path | None, tokens: int, window: int
 ) -> tuple[str, Callable[[Path], float]]:
     """What is measured, and how of a model. An encoder is known by a file of sentence pairs."""
+    from ..embed import SentenceEncoder, spearman_on_sts
     from ..session import create_session
-    from .embed import SentenceEncoder, spearman_on_sts
 
     tokenizer_path = files.tokenizer
     assert tokenizer_path is not None

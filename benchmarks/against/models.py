@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,16 +25,16 @@ _MINILM = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=153
 # SmolLM2-135M with 8 of its 30 layers.
 _SMOLLM2 = LlamaConfig(49152, 576, 1536, 8, 9, 3, rope_theta=100000.0)
 
-# By what a row is called: the recipe, and its options.
-_ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "int4": ("int4", {}),
-    "sparse-int8": ("sparse-int8", {"sparsity": 0.0}),
-    "sparse-int8-4x1-static 80%": ("sparse-int8-4x1-static", {"sparsity": 0.8}),
+# By what a row is called.
+_ENCODERS: Mapping[str, Recipe] = {
+    "int4": Recipe.of(weights="int4", ignore=()),
+    "sparse-int8": Recipe.of(weights="int8"),
+    "sparse-int8-4x1-static 80%": Recipe.of(sparsity=0.8, pattern="4x1").with_pass("ranges"),
 }
-_DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "int4 g32": ("int4", {"group_size": 32, "symmetric": True}),
-    "sparse-bf16 50%": ("sparse-bf16", {"sparsity": 0.5}),
-    "long-context": ("long-context", {}),
+_DECODERS: Mapping[str, Recipe] = {
+    "int4 g32": Recipe.of(weights="int4", group_size=32, ignore=()).with_options({"symmetric": True}),
+    "sparse-bf16 50%": Recipe.of(weights="bf16", sparsity=0.5),
+    "long-context": Recipe.load("long-context"),
 }
 _CALIBRATION_TOKENS = 96
 
@@ -50,10 +49,10 @@ def _encoder_works(tiny: bool) -> list[Work]:
     shapes = ((1, 5),) if tiny else ((1, 16), (1, 128), (8, 64))
     inputs = ("input_ids", "attention_mask", "token_type_ids")
 
-    def write(folder: Path, recipe: str, options: Mapping[str, Any]) -> TimedModel:
+    def write(folder: Path, recipe: Recipe) -> TimedModel:
         model = build_bert(random_weights(bert_weight_shapes(config)), config, "encoder")
         calibration = [word_feeds(inputs, 1, 24, seed) for seed in range(4)]
-        return _optimized(model, folder, recipe, options, calibration)
+        return _optimized(model, folder, recipe, calibration)
 
     return [
         Work(
@@ -62,9 +61,9 @@ def _encoder_works(tiny: bool) -> list[Work]:
                 Row(f"MiniLM's shape {name} {batch}x{tokens}", partial(word_feeds, inputs, batch, tokens))
                 for batch, tokens in shapes
             ),
-            partial(write, recipe=recipe, options=options),
+            partial(write, recipe=recipe),
         )
-        for name, (recipe, options) in (list(_ENCODERS.items())[:1] if tiny else _ENCODERS.items())
+        for name, recipe in (list(_ENCODERS.items())[:1] if tiny else _ENCODERS.items())
     ]
 
 
@@ -72,8 +71,8 @@ def _decoder_works(tiny: bool) -> list[Work]:
     config = TINY_LLAMA if tiny else _SMOLLM2
     steps = ((3, 4),) if tiny else ((128, 0), (1, 256))  # new tokens, those behind which they come
     works = []
-    for name, (recipe, options) in list(_DECODERS.items())[:1] if tiny else _DECODERS.items():
-        write, feeds_of = _decoder(config, recipe, options)
+    for name, recipe in list(_DECODERS.items())[:1] if tiny else _DECODERS.items():
+        write, feeds_of = _decoder(config, recipe)
         rows = [
             Row(f"SmolLM2's shape {name}, {new} new behind {past}", partial(feeds_of, new, past)) for new, past in steps
         ]
@@ -81,9 +80,7 @@ def _decoder_works(tiny: bool) -> list[Work]:
     return works
 
 
-def _decoder(
-    config: LlamaConfig, recipe: str, options: Mapping[str, Any]
-) -> tuple[Callable[[Path], TimedModel], Callable[[int, int], Feeds]]:
+def _decoder(config: LlamaConfig, recipe: Recipe) -> tuple[Callable[[Path], TimedModel], Callable[[int, int], Feeds]]:
     """How the model is made, and what then feeds it."""
     caches: dict[str, tuple[tuple[int, int], type]] = {}  # heads and row, and type of each
 
@@ -92,7 +89,7 @@ def _decoder(
         calibration = [
             _decoder_feeds(config, _CALIBRATION_TOKENS, 0, _caches_of(model.graph.inputs), seed) for seed in range(2)
         ]
-        timed = _optimized(model, folder, recipe, options, calibration)
+        timed = _optimized(model, folder, recipe, calibration)
         caches.update(_caches_of(ir.load(timed.path).graph.inputs))
         return timed
 
@@ -124,14 +121,11 @@ def _decoder_feeds(
     return feeds
 
 
-def _optimized(
-    model: ir.Model, folder: Path, recipe: str, options: Mapping[str, Any], calibration: Sequence[Feeds]
-) -> TimedModel:
+def _optimized(model: ir.Model, folder: Path, recipe: Recipe, calibration: Sequence[Feeds]) -> TimedModel:
     source = folder / "source.onnx"
     ir.save(model, source, external_data=f"{source.name}.data")
     path = folder / "model.onnx"
-    chosen = Recipe.load(recipe).with_options(dict(options))
     # Of random weights, how near the answers are says nothing.
-    chosen = replace(chosen, passes=tuple(step for step in chosen.passes if step.name != "verify"))
+    chosen = replace(recipe, passes=tuple(step for step in recipe.passes if step.name != "verify"))
     optimize_onnx(source, path, recipe=chosen, calibration=[dict(feeds) for feeds in calibration])
     return TimedModel(path)

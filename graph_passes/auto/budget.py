@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, RecipeError
 
-from ..measure.feeds import Feeds
+from ..measure.feeds import Feeds, has_past
 from ..report.optimization import OutputDeviation
 
 DEFAULT_COSINE = 0.99
+DEFAULT_PERPLEXITY = 0.01
 Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name
 Budget = float | str | Mapping[str, float] | Callable[[Run, Run], bool]
 
-_COSINE, _PERPLEXITY = "cosine", "perplexity"
+_COSINE, _PERPLEXITY, _DIVERGENCE = "cosine", "perplexity", "divergence"
 _LOGITS = "logits"
 _EXPECTED = (
     "a cosine of outputs such as 0.99; perplexity:0.02, by what share a decoder's perplexity may rise; or a function "
@@ -34,10 +36,8 @@ class Limit:
     accepts: Callable[[Run, Run], bool] | None = None
 
     @classmethod
-    def read(cls, budget: Budget | None) -> Limit:
+    def read(cls, budget: Budget) -> Limit:
         """Raises RecipeError."""
-        if budget is None:
-            return cls(_COSINE, DEFAULT_COSINE)
         if callable(budget):
             return cls("function", accepts=budget)
         kind, number = _COSINE, budget
@@ -62,6 +62,8 @@ class Limit:
             return f"cosine of each output at least {self.number:g}"
         if self.kind == _PERPLEXITY:
             return f"perplexity up by at most {100 * self.number:g} %"
+        if self.kind == _DIVERGENCE:
+            return f"perplexity of its own next tokens up by at most {100 * self.number:g} %"
         return "accepted by the given function"
 
     @property
@@ -70,9 +72,8 @@ class Limit:
 
     def outputs(self, names: Sequence[str]) -> list[str]:
         """Those that count."""
-        return (
-            [name for name in names if name == _LOGITS] if self.kind == _PERPLEXITY and _LOGITS in names else [*names]
-        )
+        logits_count = self.kind in (_PERPLEXITY, _DIVERGENCE) and _LOGITS in names
+        return [name for name in names if name == _LOGITS or not logits_count]
 
     def judge(
         self, errors: Sequence[OutputDeviation], feeds: Sequence[Feeds], before: Run | None, after: Run | None
@@ -90,8 +91,19 @@ class Limit:
         if self.accepts is not None:
             accepted = bool(self.accepts(before, after))
             return accepted, f"{'accepted' if accepted else 'refused'} by the given function"
+        if self.kind == _DIVERGENCE:
+            rise = divergence_rise(before, after, feeds)
+            return rise <= self.number, f"perplexity of its own next tokens {100 * rise:+.2f} %"
         rise, error = perplexity_rise(before, after, feeds)
         return rise + error <= self.number, f"perplexity {100 * rise:+.2f} ± {100 * error:.2f} %"
+
+
+def default_limit(model: ir.Model, calibrated: bool) -> Limit:
+    """For a decoder its perplexity, for any other model the cosine of its outputs. calibrated: whether feeds are given:
+    of made-up ones no next token is right, so what counts are the probabilities of all of them (kind "divergence")."""
+    if has_past(model) and _LOGITS in {value.name for value in model.graph.outputs}:
+        return Limit(_PERPLEXITY if calibrated else _DIVERGENCE, DEFAULT_PERPLEXITY)
+    return Limit(_COSINE, DEFAULT_COSINE)
 
 
 def perplexity(run: Run, feeds: Sequence[Feeds]) -> float:
@@ -106,6 +118,22 @@ def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[fl
     rise = math.exp(differences.mean())
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
     return rise - 1, rise * error
+
+
+def divergence_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> float:
+    """By what share perplexity is higher of next tokens as the model before would choose them, over all tokens of the
+    feeds: exp of the mean Kullback-Leibler divergence, less 1."""
+    divergences = []
+    for one in feeds:
+        exact, found = (_log_probabilities(run(one)[_LOGITS]) for run in (before, after))
+        divergences.append((np.exp(exact) * (exact - found)).sum(axis=-1).reshape(-1))
+    return math.exp(float(np.concatenate(divergences).mean())) - 1
+
+
+def _log_probabilities(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return found
 
 
 def _cross_entropies(run: Run, feeds: Sequence[Feeds]) -> np.ndarray:

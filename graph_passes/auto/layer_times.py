@@ -28,10 +28,12 @@ from ortolan.session import cpu_info, package_versions
 
 from ..files.model_file import load_model, to_bytes, to_proto
 from ..files.spill import TensorSpill
+from ..measure.evidence import Evidence
 from ..measure.sessions import open_to_time
 from ..measure.timing import interleave, last_level_cache_bytes
-from ..passes.context import PassContext, run_recipe
+from ..passes.context import PassContext
 from ..report.optimization import OptimizationReport
+from ..run import plan, transform
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 
 _FILE = "layer-times.json"
@@ -146,11 +148,12 @@ def measure(case: LayerCase, matrix: np.ndarray, candidates: Sequence[Candidate]
 def _in_form(proto: onnx.ModelProto, candidate: Candidate, folder: Path, spill: TensorSpill) -> bytes | None:
     """The graph with all of its layers in this form, or None if they cannot have it."""
     source = load_model(proto)
-    context = PassContext(source, OptimizationReport(recipe={}), folder / "model.onnx", spill, portable=False)
+    evidence = Evidence(source, folder)
+    context = PassContext(evidence, source, OptimizationReport(recipe={}), folder / "model.onnx", spill, portable=False)
     names = [node.name for node in proto.graph.node if node.op_type == "MatMul"]
     recipe = make_recipe({candidate: names}, calibrate=False)
     try:
-        run_recipe(recipe, source.model, context)
+        transform(plan(recipe, context), context)
     except NothingToReplaceError:
         return None
     return to_bytes(to_proto(source.model))

@@ -147,6 +147,10 @@ class Linear:
         """Whether the name of the node or of its weight matches one of the patterns."""
         return any_matches([self.name, *self.weight_names], globs)
 
+    def is_chosen(self, select: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
+        """Whether a pattern of `select` matches, and none of `exclude`."""
+        return self.matches(select) and not self.matches(exclude)
+
     def matrix(self) -> np.ndarray:
         """W as float32 [k, n]; perhaps a read-only view of a mapped file: do not keep it."""
         return self.matrix_as_it_is()()

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, one_line
 
-from ..files.model_file import data_path, write_model
-from ..passes.calibrate import OnRun
-from ..passes.context import PassContext
 from .feeds import Feeds
-from .sessions import open_quietly
+from .recorder import OnRun
 
 _GROUP_BYTES = 256 * 1024**2  # of keys that are kept at once
-
-
-@contextmanager
-def opened_model(model: ir.Model, context: PassContext) -> Iterator[Any]:
-    """A session for the model as the passes so far have left it."""
-    path = context.candidate.with_name("keys.onnx")
-    try:
-        write_model(model, path, lambda done, total: None)
-        context.release()
-        yield open_quietly(path, context.source, library=True)
-    finally:
-        for file in (path, data_path(path)):
-            file.unlink(missing_ok=True)
 
 
 def collect_keys(

@@ -15,9 +15,8 @@ import numpy as np
 
 from ortolan.errors import VerificationError
 
-from ..passes.context import Outputs
 from ..weights.cache_format import CacheUse, spread_of
-from .feeds import Feeds
+from .feeds import Feeds, Outputs
 
 Run = Callable[[Feeds], Outputs]
 

@@ -17,6 +17,7 @@ from ..find.constants import constant_tensor
 from ..find.dimensions import head_size
 
 Feeds = dict[str, np.ndarray]
+Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, which is not compared
 Calibration = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]] | Iterable[str]
 
 _UNKNOWN_VOCABULARY = 8  # ids below this are valid for nearly any table
@@ -262,3 +263,8 @@ def _vocabulary(value: ir.Value) -> int:
             elif node.op_type in ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Flatten") and index == 0:
                 front.append(node.outputs[0])
     return min(sizes) if sizes else _UNKNOWN_VOCABULARY
+
+
+def has_past(model: ir.Model) -> bool:
+    """Whether the model takes keys and values of tokens before: it is a decoder with a cache."""
+    return any("past" in (value.name or "") for value in model_inputs(model))

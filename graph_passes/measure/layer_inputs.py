@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
 
-from ..passes.calibrate import HessianSums, feeds_for, recording
-from ..passes.context import PassContext
-from ..passes.weight_groups import WeightGroup
+from ..find.linear import Linear
+from .evidence import Evidence
+from .recorder import HessianSums, OnRun
 from .segments import Segments
 from .sessions import open_quietly
 
 _HESSIAN_BYTES = 256 * 1024**2  # of Hessians that are gathered at once
+
+G = TypeVar("G", bound="Group")
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,21 @@ class LayerInputs:
         return LayerInputs(self.halves + other.halves, self.rows + other.rows)
 
 
-GroupInputs = Iterator[tuple[WeightGroup, LayerInputs | None]]  # None: they cannot be recorded
+class Group(Protocol):
+    """Layers that share one weight."""
+
+    linears: list[Linear]
 
 
-def inputs_as_it_is(model: ir.Model, context: PassContext, groups: Sequence[WeightGroup]) -> GroupInputs:
+GroupInputs = Iterator[tuple[G, LayerInputs | None]]  # None: they cannot be recorded
+
+
+def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun) -> GroupInputs[G]:
     """The groups in order, with the inputs of the model as it is at the beginning."""
-    with recording(model, context, [linear for group in groups for linear in group.linears]) as recorder:
+    with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
         for batch in _batches(groups):
             names = list(dict.fromkeys(linear.x.name or "" for group in batch for linear in group.linears))
-            hessians, counts = recorder.hessians(
-                [name for name in names if name in recorder.names],
-                lambda done, total: context.progress("calibrate", done, total),
-            )
+            hessians, counts = recorder.hessians([name for name in names if name in recorder.names], on_run)
             found = {name: LayerInputs(halves, counts[name]) for name, halves in hessians.items()}
             del hessians
             for group in batch:
@@ -60,15 +66,15 @@ def inputs_as_it_is(model: ir.Model, context: PassContext, groups: Sequence[Weig
                 yield _checked(group, [found[name] for name in seen])
 
 
-def inputs_in_turn(model: ir.Model, context: PassContext, groups: Sequence[WeightGroup]) -> GroupInputs:
+def inputs_in_turn(model: ir.Model, evidence: Evidence, groups: Sequence[G]) -> GroupInputs[G]:
     """The groups in the order of the graph; what the caller has changed before the next one counts for that.
 
     Layers that share a weight come with the last of them.
     """
-    feeds = feeds_for(context)
+    feeds = evidence.feeds()
     linears = [linear for group in groups for linear in group.linears]
-    folder = context.candidate.with_name("segments")
-    open_piece = partial(open_quietly, library=not context.portable)
+    folder = evidence.folder / "segments"
+    open_piece = partial(open_quietly, library=not evidence.portable)
     with Segments(model, linears, feeds, folder, open_piece) as segments:
         recorded = set(segments.values)
         left = {id(group): {linear.x for linear in group.linears} & recorded for group in groups}
@@ -84,7 +90,6 @@ def inputs_in_turn(model: ir.Model, context: PassContext, groups: Sequence[Weigh
             if not left[id(group)]:
                 yield group, None
         for value in segments.run(take):
-            context.release()
             total = sums.pop(value)
             inputs = LayerInputs(total.halves(), total.rows)
             del total
@@ -97,25 +102,7 @@ def inputs_in_turn(model: ir.Model, context: PassContext, groups: Sequence[Weigh
             del inputs
 
 
-def note_inputs(context: PassContext, without: Sequence[str], poor: Sequence[str], instead: str) -> None:
-    """Tells of layers whose inputs cannot be recorded, and what was done instead, and of those with too few."""
-    if without:
-        context.note(
-            f"{count_layers(without)} {instead} instead: the inputs lie in a subgraph, or the feeds lack "
-            "them, so they cannot be recorded"
-        )
-    if poor:
-        context.note(
-            f"{count_layers(poor)} calibrated on fewer rows than the layer has inputs, which fits weights to these "
-            "rows only; give calibration=… with more text, several times as many tokens as the widest layer has inputs"
-        )
-
-
-def count_layers(names: Sequence[str]) -> str:
-    return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"
-
-
-def _checked(group: WeightGroup, inputs: Sequence[LayerInputs]) -> tuple[WeightGroup, LayerInputs | None]:
+def _checked(group: G, inputs: Sequence[LayerInputs]) -> tuple[G, LayerInputs | None]:
     if not inputs:
         return group, None
     total = inputs[0]
@@ -129,9 +116,9 @@ def _checked(group: WeightGroup, inputs: Sequence[LayerInputs]) -> tuple[WeightG
     return group, total
 
 
-def _batches(groups: Sequence[WeightGroup]) -> Iterator[list[WeightGroup]]:
+def _batches(groups: Sequence[G]) -> Iterator[list[G]]:
     """Splits the groups, in order, so that the Hessians of a batch stay below _HESSIAN_BYTES, or are of one group."""
-    batch: list[WeightGroup] = []
+    batch: list[G] = []
     names: set[str] = set()
     size = 0
     for group in groups:

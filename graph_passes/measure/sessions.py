@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.errors import one_line
 from ortolan.session import open_session, register
 
 from ..files.model_file import ModelFile, to_bytes
+from .feeds import Feeds, Outputs
 
 _EXACT_SUMS = "session.x64quantprecision"
 
@@ -115,3 +117,12 @@ def int8_products_saturate() -> bool:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     (sums,) = open_to_time(to_bytes(model)).run(None, {"x": codes})
     return not np.array_equal(sums, codes.astype(np.int32) @ weight.astype(np.int32))
+
+
+def run_session(session: Any, feeds: Feeds, who: str, error_type: type[Exception]) -> Outputs:
+    """Raises error_type where it does not. who: "the original model"."""
+    try:
+        answers = session.run(None, feeds)
+    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        raise error_type(f"{who} does not run on the feeds: {one_line(error)}; nothing was saved") from error
+    return [answer if isinstance(answer, np.ndarray) and answer.dtype.kind in "fiub" else None for answer in answers]

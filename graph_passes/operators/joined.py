@@ -22,8 +22,9 @@ from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
+from .nodes import input_of, nodes_of
 from .nomad_attention_function import INPUTS, OP_TYPE
-from .replacement import LayerWeight, input_of, nodes_of
+from .replacement import LayerWeight
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ read (ops/masked_matmul/op.cc)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -13,11 +12,10 @@ import onnx_ir as ir
 from ..find.epilogue import Activation
 from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
+from ..weights.quantizers.grid import Quantization
 from .masked_matmul_function import INPUTS, NO_MASK, NO_SCALE, OP_TYPE, masked_matmul_function
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, fill_missing, in_order, nodes_of
-
-if TYPE_CHECKING:
-    from ..weights.quantizers.grid import Quantization
+from .nodes import fill_missing, in_order, nodes_of
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 
 # Of the operator; its kernel refuses any other.
 _FORMAT_VERSION = 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,14 +15,12 @@ import onnx_ir as ir
 from ..files.model_file import to_bytes
 from ..files.spill import TensorSpill
 from ..find.epilogue import Activation
+from ..find.quantized_weight import QuantizedWeight
 from ..measure.sessions import open_quietly
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 from ..weights.quantizers.fixed_range import FixedRange
-
-if TYPE_CHECKING:
-    from ..find.quantized_weight import QuantizedWeight
-    from ..weights.quantizers.grid import Quantization
-
+from ..weights.quantizers.grid import Quantization
+from .nodes import constant_value
 
 _OPSET = 17
 
@@ -127,7 +125,7 @@ class Replacement(abc.ABC):
         if weight.x_range is not None:
             ranges = range_arrays("x", weight.x_range)
             tensors |= {part: ir.Tensor(array, name=f"{part} of x") for part, array in ranges.items()}
-        values = {part: _constant(tensor) for part, tensor in tensors.items()}
+        values = {part: constant_value(tensor) for part, tensor in tensors.items()}
         given = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(x.shape))
         inputs = self.inputs(given, values, None, None)
         attributes = self.node_attributes(dataclasses.replace(weight, x_threshold=0.0))
@@ -175,59 +173,3 @@ class Replacement(abc.ABC):
 def range_arrays(prefix: str, fixed: FixedRange) -> dict[str, np.ndarray]:
     """The range as the inputs <prefix>_scale and <prefix>_zero_point."""
     return {f"{prefix}_scale": np.asarray(fixed.scale), f"{prefix}_zero_point": np.asarray(fixed.zero_point)}
-
-
-def _constant(tensor: ir.TensorProtocol) -> ir.Value:
-    return ir.Value(
-        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
-
-
-def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
-    """A node's inputs by the operator's order; those left out at the end are not listed."""
-    values = [given.get(name) for name in names]
-    while values[-1] is None:
-        values.pop()
-    return values
-
-
-def nodes_of(model: ir.Model, op_type: str) -> list[ir.Node]:
-    """The nodes of an operator of ours, those in subgraphs included."""
-    return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == op_type]
-
-
-def input_of(node: ir.Node, names: Sequence[str], name: str) -> ir.Value | None:
-    """A node's input by its name in the operator's order."""
-    index = names.index(name)
-    return node.inputs[index] if index < len(node.inputs) else None
-
-
-def fill_missing(
-    nodes: Sequence[ir.Node],
-    names: Sequence[str],
-    needed: Collection[str],
-    neutral: Callable[[ir.Node], Mapping[str, np.ndarray]],
-    new_name: Callable[[str], str],
-) -> None:
-    """Gives nodes the neutral constants of the inputs that are needed, or stand in front of one that they have.
-
-    Nodes of one graph share constants of the same name and shape.
-    """
-    made: dict[Hashable, ir.Value] = {}
-    for node in nodes:
-        graph = node.graph
-        assert graph is not None
-        count = max([len(node.inputs), *(names.index(name) + 1 for name in needed)])
-        node.resize_inputs(count)
-        for name, array in neutral(node).items():
-            index = names.index(name)
-            if index >= count or node.inputs[index] is not None:
-                continue
-            key = (id(graph), name, array.shape)
-            if key not in made:
-                tensor = ir.Tensor(array, name=new_name(f"no_{name}"))
-                made[key] = ir.Value(
-                    name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-                )
-                graph.register_initializer(made[key])
-            node.replace_input_with(index, made[key])

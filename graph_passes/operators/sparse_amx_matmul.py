@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
+
+from ortolan import _native
 
 from ..find.constants import constant_tensor
 from ..find.epilogue import Activation
 from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
+from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .replacement import (
-    LayerWeight,
-    PackedTensor,
-    PackedWeight,
-    Replacement,
-    fill_missing,
-    in_order,
-    input_of,
-    nodes_of,
-)
+from .nodes import fill_missing, in_order, input_of, nodes_of
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .sparse_amx_matmul_function import INPUTS, OP_TYPE, TILE_ROWS, Uses, row_inputs, sparse_amx_matmul_function
-
-if TYPE_CHECKING:
-    from ..weights.quantizers.grid import Quantization
 
 _BF16 = 16  # weight_bits
 
@@ -67,8 +58,6 @@ class SparseAMXMatMul(Replacement):
         return "holds NaN, infinity or numbers beyond bfloat16"
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        from ortolan import _native
-
         k, n = weight.matrix.shape
         quantized = weight.quantized
         if quantized is None:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
+from ortolan import _native
+
 from ..find.constants import constant_tensor
 from ..find.epilogue import Activation
-from .replacement import (
-    LayerWeight,
-    PackedTensor,
-    PackedWeight,
-    Replacement,
-    fill_missing,
-    in_order,
-    input_of,
-    nodes_of,
-)
+from ..weights.quantizers.grid import Quantization
+from .nodes import fill_missing, in_order, input_of, nodes_of
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
-
-if TYPE_CHECKING:
-    from ..weights.quantizers.grid import Quantization
 
 # Of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
@@ -49,8 +40,6 @@ class VNNISpMM(Replacement):
         return count_blocks(matrix, GROUP_OUTPUTS)
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        from ortolan import _native
-
         quantized = weight.quantized
         assert quantized is not None
         values, indices, starts = _native.pack_block_sparse(np.ascontiguousarray(quantized.q.numpy()))

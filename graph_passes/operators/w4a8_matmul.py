@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
+from ortolan import _native
+
 from ..find.epilogue import Activation
 from ..find.stored_int4 import StoredInt4
+from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .replacement import (
-    LayerWeight,
-    PackedTensor,
-    PackedWeight,
-    Replacement,
-    fill_missing,
-    in_order,
-    input_of,
-    nodes_of,
-)
+from .nodes import fill_missing, in_order, input_of, nodes_of
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, TILE_INPUTS, Uses, w4a8_matmul_function
-
-if TYPE_CHECKING:
-    from ..weights.quantizers.grid import Quantization
 
 # Of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
@@ -43,8 +34,6 @@ class W4A8MatMul(Replacement):
         return None
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
-        from ortolan import _native
-
         quantized = weight.quantized
         assert quantized is not None
         q, scales = quantized.q.numpy(), quantized.scales.numpy()
@@ -130,8 +119,6 @@ class W4A8MatMul(Replacement):
 
 def _packed_scales(scales: np.ndarray) -> PackedTensor:
     """float16 where that loses nothing that matters: no scale under- or overflows; else float32."""
-    from ortolan import _native
-
     if scales.dtype == np.float32:
         half = scales.astype(np.float16)
         if (half.astype(np.float32) != scales).any():

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from ..find.attention import Mask
-from .context import PassContext
+from ..operators.nodes import new_initializer
 
 
 class MaskSums:
     """Of one model. The first attention that needs a node for its masks makes it; those that follow share it."""
 
-    def __init__(self, model: ir.Model, context: PassContext) -> None:
-        self._model = model
-        self._context = context
+    def __init__(self, new_name: Callable[[str], str]) -> None:
+        """new_name makes a name that no value of the model has."""
+        self._new_name = new_name
         self._made: dict[Hashable, ir.Value] = {}
 
     def sum_of(
@@ -72,7 +72,7 @@ class MaskSums:
         dtype: ir.DataType = ir.DataType.FLOAT,
     ) -> ir.Value:
         output = new.outputs[0]
-        output.name = self._context.new_name(self._model, f"{node.name}/mask_{new.op_type}_output_0")
+        output.name = self._new_name(f"{node.name}/mask_{new.op_type}_output_0")
         output.dtype = dtype
         new.name = output.name.removesuffix("_output_0")
         made.append(new)
@@ -83,10 +83,4 @@ class MaskSums:
 
     def _constant(self, node: ir.Node, array: np.ndarray) -> ir.Value:
         assert isinstance(node.graph, ir.Graph)
-        name = self._context.new_name(self._model, f"{node.name}/number")
-        tensor = ir.Tensor(array, name=name)
-        value = ir.Value(
-            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-        )
-        node.graph.register_initializer(value)
-        return value
+        return new_initializer(node.graph, ir.Tensor(array, name=self._new_name(f"{node.name}/number")))

@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError, ModelError, RecipeError, listing, one_line
+from ortolan.progress import Stage
 
 from ..find.cached_attention import CachedAttention, find_cached_attentions
-from ..measure.cached_keys import opened_model
 from ..measure.feeds import prompt_feeds
 from ..options import PassOptions, takes
 from ..report.figures import human_bytes
@@ -46,7 +46,7 @@ class CachePromptPass(RecipePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
-        if not context.takes_prompt:
+        if not context.plan.takes_prompt:
             raise RecipeError(
                 "pass 'cache_prompt' goes with a pass 'compress_cache', which puts the prompt into the graph; add it "
                 'to the recipe (keys and values "float32" leave the cache as it is)'
@@ -77,8 +77,8 @@ class CachePromptPass(RecipePass):
                 f"a prompt was given, but the model has inputs {listing(unknown)} besides tokens, attention_mask, "
                 "position_ids and cache: how they count the prompt's tokens is not known"
             )
-        context.progress("cache prompt", 0, len(matches) + 1)
-        with opened_model(model, context) as session:
+        context.progress(Stage.CACHE_PROMPT, 0, len(matches) + 1)
+        with context.evidence.open(model, library=True) as session:
             try:
                 outputs = dict(zip(presents, session.run(list(presents.values()), feeds), strict=True))
             except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
@@ -87,12 +87,12 @@ class CachePromptPass(RecipePass):
                 ) from error
         caches = {}
         for done, match in enumerate(matches, 1):
-            context.progress("cache prompt", done, len(matches) + 1)
+            context.progress(Stage.CACHE_PROMPT, done, len(matches) + 1)
             keys, values = (outputs.pop(past.name or "")[0] for past in (match.past_key, match.past_value))
             caches[match.past_key.name or ""] = prune_prompt(
                 keys, values, self.options.keys_sparsity, self.options.values_sparsity, self.options.scope
             )
-        context.progress("cache prompt", len(matches) + 1, len(matches) + 1)
+        context.progress(Stage.CACHE_PROMPT, len(matches) + 1, len(matches) + 1)
         values_of = {match.past_key.name or "": match.past_value.name or "" for match in matches}
         context.prompt = Prompt(feeds, caches, values_of, presents)
         numbers = sum(2 * cache.keys.size for cache in caches.values())

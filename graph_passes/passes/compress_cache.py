@@ -16,27 +16,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, ModelError, RecipeError
+from ortolan.errors import ModelError, RecipeError
 
-from ..find.attention import is_op
+from ..find.attention import NotAttention, is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
-from ..find.constants import remove_dead
 from ..find.dimensions import Dimensions, int_attribute
-from ..measure.cached_keys import collect_keys, opened_model
-from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN, PROMPT_KEY
+from ..names import ORTOLAN_DOMAIN, PROMPT_KEY
+from ..operators.nodes import UNPACK_ONCE_LIMIT, fill_missing, in_order, new_initializer, nodes_of, put_function
 from ..operators.nomad_attention_function import OP_TYPE
 from ..operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
-from ..operators.replacement import fill_missing, in_order, nodes_of, stored_tensor
-from ..options import Globs, PassOptions, any_matches, takes
+from ..operators.replacement import stored_tensor
+from ..options import Globs, PassOptions, takes
 from ..report.optimization import CacheReport
-from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys, spread_of
-from ..weights.quantizers.codebooks import CENTROIDS, learn_codebook
-from .attention_mask import MaskSums
-from .calibrate import feeds_for
-from .context import PassContext, RecipePass
-from .normalize import require_normalized
-from .replace import UNPACK_ONCE_LIMIT
-from .verify import keep_reference
+from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys
+from ..weights.quantizers.codebooks import CENTROIDS
+from .attention_rewrite import AttentionRewrite, Refused
+from .cache_codebooks import learn_codebooks
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
 _MOST_HEAD_DIM = 1024
@@ -46,7 +41,6 @@ _VALUE_ROUNDING = 0.01
 _PROMPT_ROUNDING = 0.004  # queries and weights of short calls become bf16
 # Where layers round their inputs to int8, the least difference may turn into a step of that.
 _ROUNDED_INPUTS = 0.01
-_FEW_TOKENS = 1024
 _ROUNDING_LAYERS = ("MatMulNBits", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QLinearMatMul")
 _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
 
@@ -84,125 +78,81 @@ class CompressCacheOptions(PassOptions):
             )
 
 
-class CompressCachePass(RecipePass):
-    """Replaces attention with a cache, found in the model's main graph."""
+class CompressCachePass(AttentionRewrite[CachedAttention]):
+    """Replaces attention with a cache."""
 
+    stage = "compress_cache"
+    refusal = "cache not compressed"
     options_type = CompressCacheOptions
     options: CompressCacheOptions
 
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.takes_prompt = True
+    @property
+    def patterns(self) -> tuple[Globs, Globs]:
+        return self.options.select, self.options.exclude
 
-    def requires(self, model: ir.Model) -> None:
-        require_normalized(model, "compress_cache")
+    def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
+        found = find_cached_attentions(model.graph)
+        for match in found:
+            if isinstance(match, CachedAttention):
+                for past, present in _caches(match):
+                    self._set_use(past, present, match.node.name or "")
+        return found
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
+    def why_not(self, match: CachedAttention) -> str | None:
+        compressed = self.options.keys == _CODES or self.options.values == _INT8 or self.context.prompt_ids is not None
+        if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
+            return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
+        return None
+
+    def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
         context = self.context
-        context.survey(model)
-        chosen, refused = self._choose(model)
         rows = [max(self._key_bytes(match), self._value_bytes(match)) for match in chosen]
         self._equal_width = max(rows, default=0) if self.options.equal_rows else None
-        self._note(chosen, refused)
+        if chosen:
+            self._announce_caches(chosen, refused)
+        elif not refused:
+            context.note("no attention with a cache was found: nothing to compress")
+        self.note_refused(refused)
         if context.prompt is not None and refused:
             reason, names = next(iter(refused.items()))
             raise ModelError(
                 f"a prompt must be in the cache of all attentions, but {names[0]!r} keeps its own: {reason}; give no "
                 "prompt, or select all of them"
             )
-        for match in chosen:
-            self._report(match)
-        if chosen and context.dry_run and context.feeds is None and self.options.keys == _CODES:
+        if chosen and context.dry_run and context.evidence.made_up and self.options.keys == _CODES:
             context.note(
                 "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
             )
-        if not chosen or context.dry_run:
-            return ir.passes.PassResult(model, modified=False)
-        books = self._learn(model, chosen) if self.options.keys == _CODES else [None] * len(chosen)
-        keep_reference(model, context)
-        masks = MaskSums(model, context)
-        self._exact_rounding, self._cache_rounding = self._rounding(model)
-        uses = self._uses(model, chosen)
-        if context.prompt is not None:
-            _rename_lengths(model)
-        nodes = [self._replace(model, match, book, masks) for match, book in zip(chosen, books, strict=True)]
-        self._finish(model, nodes, uses)
-        return ir.passes.PassResult(model, modified=True)
 
-    def _choose(self, model: ir.Model) -> tuple[list[CachedAttention], dict[str, list[str]]]:
-        chosen: list[CachedAttention] = []
-        refused: dict[str, list[str]] = {}
-        for match in find_cached_attentions(model.graph):
-            self.context.names_of_layers += match.names
-            if isinstance(match, CachedAttention):
-                for past, present in _caches(match):
-                    self._set_use(past, present, match.node.name or "")
-            if not any_matches(match.names, self.options.select):
-                reason: str | None = "not selected"
-            elif any_matches(match.names, self.options.exclude):
-                reason = "excluded"
-            else:
-                reason = self._why_not(match) if isinstance(match, CachedAttention) else match.reason
-            if reason is not None:
-                refused.setdefault(reason, []).append(match.names[0])
-            elif isinstance(match, CachedAttention):
-                chosen.append(match)
-        # The first to be replaced makes the masks that others share: its place must be before theirs.
-        places = {node: place for place, node in enumerate(model.graph)}
-        chosen.sort(key=lambda match: places[_last(match)])
-        return chosen, refused
-
-    def _why_not(self, match: CachedAttention) -> str | None:
-        compressed = self.options.keys == _CODES or self.options.values == _INT8 or self.context.prompt_ids is not None
-        if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
-            return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
-        return None
-
-    def _report(self, match: CachedAttention) -> None:
-        for product in match.products:
-            layer = self.context.layers.get(product.outputs[0])
-            if layer is not None:
-                layer.new_op, layer.reason = OP_TYPE, None
-                layer.status = "would replace" if self.context.dry_run else "replaced"
-
-    def _note(self, chosen: Sequence[CachedAttention], refused: dict[str, list[str]]) -> None:
-        options = self.options
-        verb = "would become" if self.context.dry_run else "became"
-        if chosen:
-            bytes_before = sum(8 * match.head_dim * match.kv_heads for match in chosen)
-            bytes_after = sum(sum(self._widths(match)) * match.kv_heads for match in chosen)
-            keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
-            self.context.report.cache = CacheReport(
-                len(chosen),
-                keys,
-                options.values,
-                bytes_before=bytes_before,
-                bytes_after=bytes_after,
+    def _announce_caches(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
+        options, verb, note = self.options, self.verb, self.context.note
+        bytes_before = sum(8 * match.head_dim * match.kv_heads for match in chosen)
+        bytes_after = sum(sum(self._widths(match)) * match.kv_heads for match in chosen)
+        keys = f"codes of {options.d_sub} number(s)" if options.keys == _CODES else options.keys
+        self.context.report.cache = CacheReport(
+            len(chosen),
+            keys,
+            options.values,
+            bytes_before=bytes_before,
+            bytes_after=bytes_after,
+        )
+        share = bytes_after / bytes_before
+        note(
+            f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}"
+            + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
+        )
+        if self._equal_width is not None:
+            note(
+                f"caches of keys and values {verb} equally wide, {self._equal_width} bytes a token and head: keys do "
+                "not use all of theirs"
             )
-            share = bytes_after / bytes_before
-            self.context.note(
-                f"{len(chosen)} attention(s) with a cache {verb} {OP_TYPE}: keys {keys}, values {options.values}"
-                + ("" if share == 1 else f"; the cache takes {share:.3g} of the bytes")
+            if refused:
+                note("caches that are not compressed hold floats: a host that makes all alike cannot run it")
+        if options.window or options.sinks:
+            note(
+                f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact: each "
+                "attention has an input and an output for them, which a generate loop carries on like the cache's"
             )
-            if self._equal_width is not None:
-                self.context.note(
-                    f"caches of keys and values {verb} equally wide, {self._equal_width} bytes a token and head: "
-                    "keys do not use all of theirs"
-                )
-                if refused:
-                    self.context.note(
-                        "caches that are not compressed hold floats: a host that makes all alike cannot run it"
-                    )
-            if options.window or options.sinks:
-                self.context.note(
-                    f"keys of the first {options.sinks} and the last {options.window} tokens {verb} exact: each "
-                    "attention has an input and an output for them, which a generate loop carries on like the cache's"
-                )
-        elif not refused:
-            self.context.note("no attention with a cache was found: nothing to compress")
-        for reason, names in refused.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.context.note(f"cache not compressed: {reason}: {names[0]!r}{more}")
 
     def _key_bytes(self, match: CachedAttention) -> int:
         return match.head_dim // self.options.d_sub // 2 if self.options.keys == _CODES else 4 * match.head_dim
@@ -215,59 +165,29 @@ class CompressCachePass(RecipePass):
         own = self._key_bytes(match), self._value_bytes(match)
         return own if self._equal_width is None else (self._equal_width, self._equal_width)
 
-    # ---- codebooks ---------------------------------------------------------------------------------------------------
-
-    def _learn(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> list[np.ndarray]:
-        """Of each, float32 [kv_heads, head_dim / d_sub, 16, d_sub]: learned from the model as the passes before have
-        left it."""
-        context = self.context
-        feeds = feeds_for(context)
-        if context.feeds_made_up:
-            raise CalibrationError(
-                "pass 'compress_cache' needs calibration inputs: keys of made-up ones say nothing of real ones; give "
-                "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or set "
-                'keys = "float32" and values = "float32", which need none'
-            )
-        books: dict[int, np.ndarray] = {}
-        self._spreads: dict[str, np.ndarray] = {}
-        with opened_model(model, context) as session:
-            names = [match.present_key.name or "" for match in chosen]
-            sizes = [match.kv_heads * match.head_dim for match in chosen]
-            found = collect_keys(
-                session,
-                names,
-                sizes,
-                feeds,
-                self.options.max_tokens,
-                lambda done, total: context.progress("collect keys", done, total),
-            )
-            for number, keys in found:
-                self._check_count(keys.shape[1])
-                books[number] = np.stack([learn_codebook(head, self.options.d_sub) for head in keys])
-                self._spreads[names[number]] = spread_of(keys)
-                context.progress("codebooks", len(books), len(chosen))
-        return [books[number] for number in range(len(chosen))]
-
-    def _check_count(self, tokens: int) -> None:
-        if tokens < CENTROIDS:
-            raise CalibrationError(
-                f"the calibration feeds hold {tokens} tokens, expected at least {CENTROIDS}, and for good codebooks "
-                "some thousand; give more text"
-            )
-        if tokens < _FEW_TOKENS:
-            self.context.note(
-                f"codebooks were learned from {tokens} tokens only, which fits them to these; give some thousand "
-                "tokens of text like that to come"
-            )
-
     # ---- the graph ---------------------------------------------------------------------------------------------------
 
-    def _replace(self, model: ir.Model, match: CachedAttention, book: np.ndarray | None, masks: MaskSums) -> ir.Node:
-        graph = match.node.graph
+    def prepare(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> None:
+        options = self.options
+        # By the output of the keys' cache.
+        self._books: dict[str, np.ndarray] = {}
+        self._spreads: dict[str, np.ndarray] = {}
+        if options.keys == _CODES:
+            self._books, self._spreads = learn_codebooks(model, self.context, chosen, options.d_sub, options.max_tokens)
+        prompt_tokens = 0 if self.context.prompt is None else self.context.prompt.tokens
+        self._exact_rounding, self._cache_rounding = _rounding(model, options, prompt_tokens)
+        self._uses = _find_uses(model, chosen, options, prompt_tokens)
+
+    def keys_of(self, match: CachedAttention) -> Sequence[ir.Value | None]:
+        return match.past_key, match.key
+
+    def outputs_of(self, match: CachedAttention) -> list[ir.Value]:
+        return [match.output, match.present_key, match.present_value]
+
+    def make_node(self, model: ir.Model, match: CachedAttention, mask: ir.Value | None) -> ir.Node:
+        graph, prompt = match.node.graph, self.context.prompt
         assert isinstance(graph, ir.Graph)
-        made: list[ir.Node] = []
-        prompt = self.context.prompt
-        mask = masks.sum_of(match.node, match.masks, made, (match.past_key, match.key))
+        book = self._books.get(match.present_key.name or "")
         given = {
             "query": match.query,
             "mask": mask,
@@ -283,20 +203,15 @@ class CompressCachePass(RecipePass):
             **self._prompt_inputs(model, graph, match),
         }
         exact = given["past_exact_key"] is not None
+        attributes = self.attributes(match, 32) | {"rotary_interleaved": int(match.interleaved)}
+        if exact:
+            attributes |= {"window": self.options.window, "sinks": self.options.sinks}
+        if prompt is not None:
+            attributes |= {"prompt_tokens": prompt.tokens, "prompt_head_dim": match.head_dim}
         node = ir.node(
             OP_TYPE,
             in_order(INPUTS, given),
-            {
-                "num_heads": match.heads,
-                "kv_num_heads": match.kv_heads,
-                "scale": float(match.scale),
-                "causal": int(match.causal),
-                "zero_hidden_rows": int(match.zero_hidden_rows),
-                "precision": 32,
-                "rotary_interleaved": int(match.interleaved),
-            }
-            | ({"window": self.options.window, "sinks": self.options.sinks} if exact else {})
-            | ({"prompt_tokens": prompt.tokens, "prompt_head_dim": match.head_dim} if prompt is not None else {}),
+            attributes,
             domain=ORTOLAN_DOMAIN,
             name=match.node.name,
             num_outputs=4 if exact else 3,
@@ -306,26 +221,17 @@ class CompressCachePass(RecipePass):
         for (past, present), cache_format in zip(_caches(match), (keys, values), strict=True):
             self._set_format(past, present, cache_format, match.head_dim)
             self._set_use(past, present, node.name or "", cache_format, given["codebooks"])
-        inputs = [value for old in match.nodes for value in old.inputs if value is not None]
-        ir.convenience.replace_nodes_and_values(
-            graph,
-            _last(match),
-            list(match.nodes),
-            [*made, node],
-            [match.output, match.present_key, match.present_value],
-            node.outputs[:3],
-        )
-        if exact:
+        return node
+
+    def placed(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
+        if len(node.outputs) == 4:
             self._add_present_exact_key(model, match, node)
         node.outputs[0].dtype = ir.DataType.FLOAT
         self.context.rounding[node.outputs[0]] = self._exact_rounding
         self.context.cache_rounding[node.outputs[0]] = self._cache_rounding
-        for value in inputs:
-            remove_dead(value)
-        if prompt is not None:
+        if self.context.prompt is not None:
             for past in (match.past_key, match.past_value):
-                _lengthen(past, prompt.tokens)
-        return node
+                _lengthen(past, self.context.prompt.tokens)
 
     def _prompt_inputs(self, model: ir.Model, graph: ir.Graph, match: CachedAttention) -> dict[str, ir.Value]:
         if self.context.prompt is None:
@@ -334,8 +240,8 @@ class CompressCachePass(RecipePass):
         inputs = {}
         for name, tensor in packed.items():
             wanted = self.context.new_name(model, f"{match.node.name}/{name}")
-            inputs[name] = self._registered(graph, stored_tensor(self.context.spill, wanted, tensor))
-        self.context.packed_weights += 2 * match.kv_heads * self.context.prompt.tokens * match.head_dim
+            inputs[name] = new_initializer(graph, stored_tensor(self.context.spill, wanted, tensor))
+        self.context.packed_weights += _prompt_weights([match], self.context.prompt.tokens)
         return inputs
 
     def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
@@ -366,16 +272,6 @@ class CompressCachePass(RecipePass):
             shape=ir.Shape([batch, match.kv_heads, keys.slots, match.head_dim]),
         )
 
-    def _rounding(self, model: ir.Model) -> tuple[float, float]:
-        """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
-        rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
-        exact = _ROUNDED_INPUTS if rounds else _EXACT_ROUNDING
-        if self.context.prompt is not None:
-            exact = max(exact, _PROMPT_ROUNDING)
-        keys = _KEY_ROUNDING[self.options.d_sub] if self.options.keys == _CODES else 0.0
-        values = _VALUE_ROUNDING if self.options.values == _INT8 else 0.0
-        return exact, max(exact, keys, values)
-
     def _set_format(self, past: ir.Value, present: ir.Value, cache_format: CacheFormat | None, head_dim: int) -> None:
         """None: floats. Some models leave the last dimension open, which the node that told it no longer does."""
         for value in (past, present):
@@ -404,20 +300,10 @@ class CompressCachePass(RecipePass):
     def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
         if array is None:
             return None
-        return self._registered(graph, ir.Tensor(array, name=self.context.new_name(model, name)))
+        return new_initializer(graph, ir.Tensor(array, name=self.context.new_name(model, name)))
 
-    def _registered(self, graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-        value = ir.Value(
-            name=tensor.name,
-            type=ir.TensorType(tensor.dtype),
-            shape=ir.Shape(tensor.shape.numpy()),
-            const_value=tensor,
-        )
-        graph.register_initializer(value)
-        return value
-
-    def _finish(self, model: ir.Model, nodes: Sequence[ir.Node], uses: CacheUses | None) -> None:
-        context = self.context
+    def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        context, uses = self.context, self._uses
         nothing = np.zeros(1, np.float32)
         neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
@@ -425,9 +311,8 @@ class CompressCachePass(RecipePass):
         needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
         fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
         if context.prompt is not None:
+            _rename_lengths(model)
             model.metadata_props[PROMPT_KEY] = str(context.prompt.tokens)
-        model.opset_imports[ORTOLAN_DOMAIN] = 1
-        model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
         if not context.portable:
             return
         if uses is None or len(nodes_of(model, OP_TYPE)) > len(nodes):
@@ -438,54 +323,61 @@ class CompressCachePass(RecipePass):
             )
             model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
             return
-        function = nomad_cache_function(model.opset_imports[""], uses)
-        model.functions[function.identifier()] = function
+        put_function(model, nomad_cache_function(model.opset_imports[""], uses))
 
-    def _uses(self, model: ir.Model, chosen: Sequence[CachedAttention]) -> CacheUses | None:
-        """For the ONNX function of all of them, before they are replaced; None if no function serves all."""
-        dims = Dimensions(model.graph)
 
-        def form(match: CachedAttention) -> tuple[frozenset[str], bool, bool]:
-            given = {"query": match.query, "key": match.key, "value": match.value}
-            by_heads = {name for name, value in given.items() if len(dims.shape(value) or ()) == 4}
-            return frozenset(by_heads), match.key is None, match.cos is not None
+def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:
+    """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
+    rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
+    exact = _ROUNDED_INPUTS if rounds else _EXACT_ROUNDING
+    if prompt_tokens:
+        exact = max(exact, _PROMPT_ROUNDING)
+    keys = _KEY_ROUNDING[options.d_sub] if options.keys == _CODES else 0.0
+    values = _VALUE_ROUNDING if options.values == _INT8 else 0.0
+    return exact, max(exact, keys, values)
 
-        forms = set(map(form, chosen))
-        if len(forms) > 1:
-            return None
-        by_heads, packed, rotary = forms.pop()
-        return CacheUses(
-            d_sub=self.options.d_sub if self.options.keys == _CODES else 0,
-            int8_values=self.options.values == _INT8,
-            packed=packed,
-            by_heads=by_heads,
-            mask=any(match.masks for match in chosen),
-            grouped=any(match.kv_heads != match.heads for match in chosen),
-            causal=any(match.causal for match in chosen),
-            zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
-            lengths=any(match.lengths is not None for match in chosen),
-            rotary=rotary,
-            equal_rows=self.options.equal_rows,
-            exact_keys=self.options.window + self.options.sinks > 0,
-            prompt=self.context.prompt is not None,
-            unpack_prompt_once=self._prompt_weights(chosen) <= UNPACK_ONCE_LIMIT,
-        )
 
-    def _prompt_weights(self, chosen: Sequence[CachedAttention]) -> int:
-        tokens = 0 if self.context.prompt is None else self.context.prompt.tokens
-        return sum(2 * match.kv_heads * tokens * match.head_dim for match in chosen)
+def _find_uses(
+    model: ir.Model, chosen: Sequence[CachedAttention], options: CompressCacheOptions, prompt_tokens: int
+) -> CacheUses | None:
+    """For the ONNX function of all of them, before they are replaced; None if no function serves all."""
+    dims = Dimensions(model.graph)
+
+    def form(match: CachedAttention) -> tuple[frozenset[str], bool, bool]:
+        given = {"query": match.query, "key": match.key, "value": match.value}
+        by_heads = {name for name, value in given.items() if len(dims.shape(value) or ()) == 4}
+        return frozenset(by_heads), match.key is None, match.cos is not None
+
+    forms = set(map(form, chosen))
+    if len(forms) > 1:
+        return None
+    by_heads, packed, rotary = forms.pop()
+    return CacheUses(
+        d_sub=options.d_sub if options.keys == _CODES else 0,
+        int8_values=options.values == _INT8,
+        packed=packed,
+        by_heads=by_heads,
+        mask=any(match.masks for match in chosen),
+        grouped=any(match.kv_heads != match.heads for match in chosen),
+        causal=any(match.causal for match in chosen),
+        zero_hidden_rows=any(match.zero_hidden_rows for match in chosen),
+        lengths=any(match.lengths is not None for match in chosen),
+        rotary=rotary,
+        equal_rows=options.equal_rows,
+        exact_keys=options.window + options.sinks > 0,
+        prompt=prompt_tokens > 0,
+        unpack_prompt_once=_prompt_weights(chosen, prompt_tokens) <= UNPACK_ONCE_LIMIT,
+    )
+
+
+def _prompt_weights(matches: Sequence[CachedAttention], prompt_tokens: int) -> int:
+    """How many numbers of keys and values of a prompt they hold."""
+    return sum(2 * match.kv_heads * prompt_tokens * match.head_dim for match in matches)
 
 
 def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
     """Input and output of its keys, and of its values."""
     return (match.past_key, match.present_key), (match.past_value, match.present_value)
-
-
-def _last(match: CachedAttention) -> ir.Node:
-    """Of its nodes; the new one takes its place, behind all that it reads."""
-    node = match.output.producer()
-    assert node is not None
-    return node
 
 
 def _lengthen(past: ir.Value, tokens: int) -> None:

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy, remove_unused
 from ..find.linear import Linear, layer_key, linears_in, op_name
+from ..measure.recorder import InputRecorder
+from ..operators.nodes import new_initializer
 from ..weights.quantizers.awq import search_scales
 from ..weights.quantizers.grid import Quantization
-from .calibrate import InputRecorder
 from .context import PassContext
 from .weight_groups import WeightGroup
 
@@ -83,13 +86,13 @@ def scale_inputs(
     done = 0
     for batch in _batches(sites):
         names = [site.value.name or "" for site in batch]
-        rows = recorder.some_rows(names, _ROWS, lambda run, total: context.progress("calibrate", run, total))
+        rows = recorder.some_rows(names, _ROWS, context.telling(Stage.CALIBRATE))
         for site in batch:
-            context.progress("scale", done, len(sites))
+            context.progress(Stage.SCALE, done, len(sites))
             done += 1
             _scale(model, context, site, rows[site.value.name or ""], quantization)
             context.release()
-    context.progress("scale", done, len(sites))
+    context.progress(Stage.SCALE, done, len(sites))
     for reason, names in refused.items():
         layers = f"{len(names)} layers, such as {names[0]!r}," if len(names) > 1 else f"layer {names[0]!r}"
         context.note(f"the inputs of {layers} are not scaled: {reason}")
@@ -248,11 +251,7 @@ def _divide(model: ir.Model, context: PassContext, division: Division, scales: n
         value.shape = ir.Shape(tensor.shape.numpy())
         return
     tensor.name = context.new_name(model, f"{value.name}_scaled")
-    copy = ir.Value(
-        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
-    model.graph.register_initializer(copy)
-    division.node.replace_input_with(division.index, copy)
+    division.node.replace_input_with(division.index, new_initializer(model.graph, tensor))
     remove_unused(value)
 
 

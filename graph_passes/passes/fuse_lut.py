@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.constants import remove_unused
 from ..find.lut import (
     CODE_TYPES,
@@ -31,8 +33,9 @@ from ..find.lut import (
     make_table,
     seen_outside,
 )
-from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
+from ..names import ORTOLAN_DOMAIN
 from ..operators.function_body import FunctionBody
+from ..operators.nodes import declare_operators, new_initializer, put_function
 from ..options import Globs, PassOptions, any_matches, takes
 from ..report.optimization import LookupReport
 from .context import PassContext, RecipePass
@@ -80,17 +83,15 @@ class FuseLutPass(RecipePass):
         found = 0
         graphs = list(model.graphs())
         for number, graph in enumerate(graphs):
-            self.context.progress("fuse_lut", number, len(graphs))
+            self.context.progress(Stage.FUSE_LUT, number, len(graphs))
             found += self._fuse(model, graph)
-        self.context.progress("fuse_lut", len(graphs), len(graphs))
+        self.context.progress(Stage.FUSE_LUT, len(graphs), len(graphs))
         if not found:
             self.context.note("pass 'fuse_lut' found no chain of element-wise operators on quantized values to replace")
         elif not self.context.dry_run:
-            model.opset_imports[ORTOLAN_DOMAIN] = 1
-            model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+            declare_operators(model)
             if self.context.portable:
-                function = lut_post_op_function(model.opset_imports[""])
-                model.functions[function.identifier()] = function
+                put_function(model, lut_post_op_function(model.opset_imports[""]))
         return ir.passes.PassResult(model, modified=found > 0 and not self.context.dry_run)
 
     def _fuse(self, model: ir.Model, graph: ir.Graph) -> int:
@@ -193,12 +194,8 @@ class FuseLutPass(RecipePass):
         """Equal tables of one graph are one. (Of one graph: see replace.)"""
         key = (id(graph), str(table.dtype), table.tobytes())
         if key not in self._tables:
-            tensor = ir.Tensor(table, name=self.context.new_name(model, f"{name}.table"))
-            value = ir.Value(
-                name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(table.shape), const_value=tensor
-            )
-            graph.register_initializer(value)
-            self._tables[key] = value
+            new_name = self.context.new_name(model, f"{name}.table")
+            self._tables[key] = new_initializer(graph, ir.Tensor(table, name=new_name))
         return self._tables[key]
 
 

@@ -7,6 +7,7 @@ from onnx import version_converter
 from onnx_ir.passes import common as onnx_passes
 
 from ortolan.errors import ModelError, RecipeError
+from ortolan.progress import Stage
 
 from ..files.model_file import to_proto
 from ..find.constants import DEFAULT_DOMAINS
@@ -22,11 +23,11 @@ class NormalizePass(RecipePass):
     writes int8 layers in the forms that the passes know (quantized_forms.py)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        self.context.progress("normalize", 0, 1)
+        self.context.progress(Stage.NORMALIZE, 0, 1)
         normalize(model, self.context.source.name)
-        if self.context.adopts:  # only for passes replace, of which the last one folds back what is left
+        if self.context.plan.replaces:  # only for passes replace, of which the last one folds back what is left
             self.context.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
-        self.context.progress("normalize", 1, 1)
+        self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
 
     def ensures(self, model: ir.Model) -> None:

@@ -12,113 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import RecipeError
+from ortolan.progress import Stage
 
 from ..find.constants import lazy
 from ..find.linear import Linear
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from ..find.stored_int8 import StoredInt8
-from ..options import Globs, PassOptions, takes
-from ..weights.pruners.masks import BLOCK_OUTPUTS, MOST_OF_GROUP, Pattern, keep_in_groups
-from ..weights.quantizers.grid import Quantization
-from .context import PassContext, RecipePass
+from ..measure.fits import Fit
+from ..weights.pruners.masks import BLOCK_OUTPUTS, Pattern, keep_in_groups
+from ..weights.quantizers.grid import Rounded
+from .context import RecipePass
 from .magnitude import Threshold, find_threshold, pruned_tensor, tally_weight
-from .prune_calibrated import allocate_by_sensitivity, prune_calibrated
-from .quantize import GROUP_SIZES, check_finite
-from .weight_groups import WeightGroup, check_patterns, group_layers
-
-_METHODS = ("magnitude", "wanda", "sparsegpt")
-_SAME = 1e-3  # shares of N:M need not be written with more digits
-
-
-@dataclass(frozen=True)
-class PruneOptions(PassOptions):
-    method: str = field(default="magnitude", metadata=takes("str", choices=_METHODS))
-    # layer: each has the sparsity; global: one threshold for all; sensitivity: layers that bear it are sparser
-    # (pruners/allocation.py).
-    scope: str = field(default="layer", metadata=takes("str", choices=("layer", "global", "sensitivity")))
-    pattern: str = field(default="unstructured", metadata=takes("str"))  # or "4x1", or "N:M"
-    sparsity: float = field(default=0.5, metadata=takes("float", low=0.0, below=1.0))  # N:M has its own, 1 - N / M
-    # Whether the weights that are kept are changed to make up for those that go, by least squares over the inputs.
-    repair: bool = field(default=False, metadata=takes("bool"))
-    # sparsegpt: also rounds the weights that are kept, making up for both at once. As bits, group_size and symmetric of
-    # pass quantize are for that; with other names, so that each has one owner in a recipe of both passes.
-    weight_bits: int | None = field(default=None, metadata=takes("int", choices=(4, 8), none=True))
-    weight_group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
-    zero_points: bool = field(default=False, metadata=takes("bool"))
-    # wanda, sparsegpt, repair: what a layer's inputs come from, layers in front of it that are pruned already, or the
-    # model as it was. The latter is one run of the model for many layers, the former one in pieces (segments.py).
-    inputs: str = field(default="pruned", metadata=takes("str", choices=("pruned", "original")))
-    # sparsegpt, repair: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by
-    # how weights fitted to half of the feeds do on the other half.
-    damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
-    layers: dict[str, float] = field(default_factory=dict, metadata=takes("numbers_by_glob", low=0.0, below=1.0))
-    # Layers of which this share is zero already, by the pattern, were pruned by training: they stay as they are.
-    keep_sparse: float | None = field(default=None, metadata=takes("float", low=0.0, below=1.0, none=True))
-    select: Globs = field(default=("*",), metadata=takes("globs"))
-    exclude: Globs = field(default=(), metadata=takes("globs"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        pattern = self.units
-        if pattern.of and (self.scope != "layer" or self.layers):
-            found = f"scope is {self.scope!r}" if self.scope != "layer" else "layers is given"
-            raise RecipeError(f"{found}, but with pattern {self.pattern!r} all layers have one sparsity; leave it out")
-        share = 1 - pattern.kept / pattern.of if pattern.of else self.sparsity
-        if abs(share - self.sparsity) > _SAME:
-            raise RecipeError(
-                f"sparsity is {self.sparsity:g}, but pattern {self.pattern!r} makes it {share:g}; set sparsity to that"
-            )
-        if self.scope == "global" and self.method != "magnitude":
-            raise RecipeError(
-                f"scope is 'global', expected 'layer' or 'sensitivity' with method = {self.method!r}, whose scores of "
-                "different layers cannot be compared"
-            )
-        if self.weight_bits is not None and self.method != "sparsegpt":
-            raise RecipeError(
-                f"weight_bits is {self.weight_bits}, which only method = 'sparsegpt' has; or use pass quantize"
-            )
-        if self.weight_bits != 4 and (self.weight_group_size is not None or self.zero_points):
-            name = "weight_group_size" if self.weight_group_size is not None else "zero_points"
-            raise RecipeError(f"{name} is {getattr(self, name)!r}, which only weight_bits = 4 has; leave it out")
-        if self.weight_bits is not None and self.repair:
-            raise RecipeError("repair is true, expected false with weight_bits, which makes up for pruning by itself")
-        if self.damping is not None and self.method != "sparsegpt" and not self.repair:
-            raise RecipeError(f"damping is {self.damping:g}, which only sparsegpt and repair have; leave it out")
-
-    @property
-    def units(self) -> Pattern:
-        """The pattern. Raises RecipeError if it is none."""
-        pattern = Pattern.read(self.pattern)
-        if pattern is None:
-            raise RecipeError(
-                f"pattern is {self.pattern!r}, expected 'unstructured', '4x1', or 'N:M' with N < M <= {MOST_OF_GROUP}, "
-                "such as '2:4'"
-            )
-        return pattern
-
-    @property
-    def needs_inputs(self) -> bool:
-        return self.method != "magnitude" or self.repair or self.scope == "sensitivity"
-
-    @property
-    def quantization(self) -> Quantization | None:
-        if self.weight_bits is None:
-            return None
-        group_size = None if self.weight_bits == 8 else self.weight_group_size or 128
-        return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points)
-
-
-@dataclass
-class PruneGroup(WeightGroup):
-    sparsity: float | None  # None: the layers take part in the global threshold
-    pattern: Pattern
-    keeps_numbers: bool = False  # those that the model stores in int8 stay, but for what is pruned
+from .prune_calibrated import allocate_by_sensitivity, fit_pruned, spilled, values_of
+from .prune_options import PruneOptions
+from .quantize import check_finite, put_quantized
+from .weight_groups import PruneGroup, check_patterns, group_layers
 
 
 class PrunePass(RecipePass):
@@ -127,17 +40,12 @@ class PrunePass(RecipePass):
     options_type = PruneOptions
     options: PruneOptions
 
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        if self.options.quantization is not None:
-            context.quantizations.append(self._plan)
-
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         options, context = self.options, self.context
         groups = self._group(context.survey(model))
         self._int8: list[str] = []  # layers whose stored numbers stay the same but for those that are pruned
         groups = [group for group in groups if not self._is_sparse(group) or self._only_rounds(group)]
-        if options.needs_inputs and context.dry_run and context.feeds is None:
+        if options.needs_inputs and context.dry_run and context.evidence.made_up:
             context.note("pass 'prune' needs calibration inputs (calibration=…): without them, a run is refused")
         if options.scope == "sensitivity":
             self._allocate(model, [group for group in groups if group.sparsity is None])
@@ -155,10 +63,9 @@ class PrunePass(RecipePass):
                 for group in groups:
                     self._announce(group)
         if groups and (repairs or options.method != "magnitude") and not context.dry_run:
-            prune_calibrated(
-                model, context, options, groups, pruned, lambda group, weight: self._put(model, group, weight)
-            )
-        context.progress("prune", len(groups), len(groups))
+            for group, fit in fit_pruned(model, context, options, groups, pruned):
+                self._put_fit(model, group, fit)
+        context.progress(Stage.PRUNE, len(groups), len(groups))
         if self._int8:
             more = f" and {len(self._int8) - 1} more" if len(self._int8) > 1 else ""
             context.note(
@@ -166,12 +73,6 @@ class PrunePass(RecipePass):
                 "what is left of their numbers stays the same"
             )
         return ir.passes.PassResult(model, modified=bool(groups))
-
-    def _plan(self, linear: Linear) -> Quantization | None:
-        """How this pass is going to round a layer, if it does."""
-        chosen = linear.matches(self.options.select) and not linear.matches(self.options.exclude)
-        chosen = chosen and not self.context.keeps_numbers(linear)
-        return self.options.quantization if chosen and linear.k <= MAX_INPUTS else None
 
     def _only_rounds(self, group: PruneGroup) -> bool:
         """Turns a group that is sparse already into one that is only rounded, if this pass rounds."""
@@ -218,7 +119,7 @@ class PrunePass(RecipePass):
 
         def step() -> None:
             nonlocal steps
-            self.context.progress("prune", steps, len(groups))
+            self.context.progress(Stage.PRUNE, steps, len(groups))
             self.context.release()
             steps += 1
 
@@ -260,6 +161,21 @@ class PrunePass(RecipePass):
                 context.layer(linear).weight_bits = first.int8.bits
             self._int8.append(first.name)
 
+    def _put_fit(self, model: ir.Model, group: PruneGroup, fit: Fit) -> None:
+        """Gives the layers a weight that was fitted to their inputs, pruned and perhaps rounded."""
+        context, options = self.context, self.options
+        if isinstance(fit.weights, Rounded):
+            assert options.quantization is not None
+            put_quantized(model, context, group, fit.weights, options.quantization)
+        else:
+            self._put(model, group, spilled(context, group, fit.weights))
+        values = values_of(fit.weights, options)
+        for linear in group.linears:
+            layer = context.layer(linear)
+            layer.sparsity = np.count_nonzero(values == 0) / values.size
+            layer.output_error = layer.output_error if layer.output_error is not None else fit.error
+        context.release()
+
     def _scores(self, group: PruneGroup) -> ir.TensorProtocol:
         """What the weights, or blocks of them, are compared by: by magnitude."""
         if self.options.pattern == "4x1":
@@ -295,7 +211,7 @@ class PrunePass(RecipePass):
                         f"pass 'prune': layers {first.name!r} and {linear.name!r} share the weight "
                         f"{group.weight_name!r}, but their sparsities differ; select both by its name"
                     )
-            keeps = self.context.keeps_numbers(first) and isinstance(first.int8, StoredInt8)
+            keeps = self.context.plan.keeps_numbers(first) and isinstance(first.int8, StoredInt8)
             groups.append(PruneGroup(group.linears, sparsity, options.units, keeps))
         return groups
 

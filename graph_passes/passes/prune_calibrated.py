@@ -11,38 +11,33 @@ One layer, or the layers that share an input, at a time, in the order of the gra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..find.constants import lazy
-from ..measure.layer_inputs import LayerInputs, inputs_as_it_is, inputs_in_turn, note_inputs
+from ..measure.fits import Fit
+from ..measure.layer_inputs import GroupInputs, LayerInputs, inputs_as_it_is, inputs_in_turn
 from ..weights.pruners.allocation import allocate, error_curve, levels
 from ..weights.pruners.least_squares import repair
 from ..weights.pruners.masks import Pattern, keep_by_output
 from ..weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
 from ..weights.quantizers.grid import Rounded, dequantize
 from ..weights.quantizers.hessian import best_damping, damped
-from .calibrate import feeds_for
 from .context import PassContext
-from .fitted import Fit
-from .quantize import check_finite, needs_factor, put_quantized
-
-if TYPE_CHECKING:
-    from .prune import PruneGroup, PruneOptions
-
-Put = Callable[["PruneGroup", ir.TensorProtocol], None]
+from .prune_options import PruneOptions
+from .quantize import check_finite, needs_factor
+from .weight_groups import PruneGroup, fit_key, note_inputs
 
 
 def require_feeds(context: PassContext, options: PruneOptions) -> None:
     """Raises CalibrationError where inputs would have to be made up."""
-    feeds_for(context)
-    if context.feeds_made_up:
+    if context.evidence.made_up:
         what = f"method {options.method!r}" if options.method != "magnitude" else "repair"
         what = "scope 'sensitivity'" if options.scope == "sensitivity" else what
         raise CalibrationError(
@@ -61,8 +56,8 @@ def allocate_by_sensitivity(
     shares = levels(options.sparsity)
     by_id = {id(group): group for group in groups}
     found: list[tuple[PruneGroup, np.ndarray]] = []
-    for number, (one, inputs) in enumerate(inputs_as_it_is(model, context, groups)):
-        context.progress("sensitivity", number, len(groups))
+    for number, (one, inputs) in enumerate(_as_it_is(model, context, groups)):
+        context.progress(Stage.SENSITIVITY, number, len(groups))
         matrix = one.linears[0].matrix()
         check_finite(matrix, one, "pruned")
         if inputs is not None:
@@ -70,49 +65,35 @@ def allocate_by_sensitivity(
             found.append((group, error_curve(matrix, inputs.hessian, group.pattern, shares)))
         del matrix
         context.release()
-    context.progress("sensitivity", len(groups), len(groups))
+    context.progress(Stage.SENSITIVITY, len(groups), len(groups))
     sizes = [group.weight.size for group, _ in found]
     sparsities = allocate([curve for _, curve in found], sizes, shares, options.sparsity)
     for (group, _), sparsity in zip(found, sparsities, strict=True):
         group.sparsity = sparsity
 
 
-def prune_calibrated(
+def fit_pruned(
     model: ir.Model,
     context: PassContext,
     options: PruneOptions,
     groups: Sequence[PruneGroup],
     masked: Mapping[int, ir.TensorProtocol],
-    put: Put,
-) -> None:
-    """Prunes the groups. masked: by id of a group, its weight pruned by magnitude; put: gives layers a new weight."""
+) -> Iterator[tuple[PruneGroup, Fit]]:
+    """The groups with their pruned weights. What the caller has put into the model counts for the next one's inputs, if
+    the options say so.
+
+    masked: by id of a group, its weight pruned by magnitude.
+    """
     require_feeds(context, options)
-    inputs_of = inputs_in_turn if options.inputs == "pruned" else inputs_as_it_is
     by_id = {id(group): group for group in groups}
     without, poor, dampings = list[str](), list[str](), _Dampings(options, groups)
     # Only these are the same whichever other layers are pruned.
-    fitted = context.fitted if options.inputs == "original" and not context.changed_weights else None
-    known = [group for group in groups if fitted is not None and fitted.knows(group, dampings.key(group))]
+    fitted = context.evidence.fits if options.inputs == "original" and not context.changed_weights else None
+    known = [group for group in groups if fitted is not None and fitted.knows(fit_key(group, dampings.key(group)))]
     others = [group for group in groups if not any(group is one for one in known)]
-
-    def finish(group: PruneGroup, fit: Fit) -> None:
-        if isinstance(fit.weights, Rounded):
-            assert options.quantization is not None
-            put_quantized(model, context, group, fit.weights, options.quantization)
-        else:
-            put(group, _spilled(context, group, fit.weights))
-        values = _values(fit.weights, options)
-        for linear in group.linears:
-            layer = context.layer(linear)
-            layer.sparsity = np.count_nonzero(values == 0) / values.size
-            layer.output_error = layer.output_error if layer.output_error is not None else fit.error
-        if fit.rows < group.linears[0].k:
-            poor.append(group.linears[0].name)
-        context.release()
-
-    for number, (found, inputs) in enumerate(inputs_of(model, context, others) if others else ()):
+    for number, (found, inputs) in enumerate(_inputs_of(model, context, options, others) if others else ()):
         group = by_id[id(found)]
-        context.progress("prune", number, len(groups))
+        context.progress(Stage.PRUNE, number, len(groups))
         first = group.linears[0]
         matrix = np.array(first.matrix())
         check_finite(matrix, group, "pruned")
@@ -120,17 +101,34 @@ def prune_calibrated(
             without.append(first.name)
             alike = np.eye(first.k, dtype=np.float32)
             inputs = LayerInputs(np.stack([alike, alike]), first.k)
-        context.fits_weights = True
+        elif inputs.rows < first.k:
+            poor.append(first.name)
+        context.evidence.fitted_to = True
         result = _pruned(options, group, matrix, inputs, masked.get(id(group)), dampings)
-        error = _output_error(matrix, _values(result, options), inputs.hessian)
+        error = _output_error(matrix, values_of(result, options), inputs.hessian)
         fit = Fit(result, inputs.rows, error)
         if fitted is not None:
-            fitted.keep(group, dampings.key(group), fit)
-        finish(group, fit)
+            fitted.keep(fit_key(group, dampings.key(group)), fit)
+        yield group, fit
     for group in known:
         assert fitted is not None
-        finish(group, fitted.read(group, dampings.key(group)))
+        fit = fitted.read(fit_key(group, dampings.key(group)))
+        if fit.rows < group.linears[0].k:
+            poor.append(group.linears[0].name)
+        yield group, fit
     note_inputs(context, without, poor, "pruned by magnitude")
+
+
+def _inputs_of(
+    model: ir.Model, context: PassContext, options: PruneOptions, groups: Sequence[PruneGroup]
+) -> GroupInputs[PruneGroup]:
+    if options.inputs == "pruned":
+        return inputs_in_turn(model, context.evidence, groups)
+    return _as_it_is(model, context, groups)
+
+
+def _as_it_is(model: ir.Model, context: PassContext, groups: Sequence[PruneGroup]) -> GroupInputs[PruneGroup]:
+    return inputs_as_it_is(model, context.evidence, groups, context.telling(Stage.CALIBRATE))
 
 
 class _Dampings:
@@ -201,7 +199,8 @@ def _pruned(
     return np.where(kept, values, np.float32(0))
 
 
-def _values(weights: np.ndarray | Rounded, options: PruneOptions) -> np.ndarray:
+def values_of(weights: np.ndarray | Rounded, options: PruneOptions) -> np.ndarray:
+    """What the weights of a fit stand for, [k, n]."""
     if isinstance(weights, np.ndarray):
         return weights
     assert options.quantization is not None
@@ -213,7 +212,7 @@ def _wanda_mask(matrix: np.ndarray, hessian: np.ndarray, pattern: Pattern, spars
     return keep_by_output(np.abs(matrix) * norms[:, None], matrix != 0, pattern, sparsity)
 
 
-def _spilled(context: PassContext, group: PruneGroup, values: np.ndarray) -> ir.TensorProtocol:
+def spilled(context: PassContext, group: PruneGroup, values: np.ndarray) -> ir.TensorProtocol:
     """The weight in the layer's type, kept in a file; beyond the range of its type its largest."""
     first = group.linears[0]
     dtype = first.weight.dtype

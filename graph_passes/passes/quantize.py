@@ -22,66 +22,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, ModelError, RecipeError
+from ortolan.errors import CalibrationError, ModelError
+from ortolan.progress import Stage
 
 from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
-from ..measure.layer_inputs import LayerInputs, count_layers, inputs_as_it_is, note_inputs
-from ..options import Globs, PassOptions, takes
+from ..measure.fits import Fit, Fits
+from ..measure.layer_inputs import LayerInputs, inputs_as_it_is
 from ..weights.quantizers.gptq import choose_damping, gptq
 from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
 from ..weights.quantizers.hqq import half_quadratic
-from .calibrate import feeds_for, recording
 from .context import PassContext, RecipePass
-from .fitted import Fit, FittedWeights
 from .fold_scales import scale_inputs
-from .weight_groups import WeightGroup, group_layers
-
-GROUP_SIZES = (32, 64, 128)
-
-
-@dataclass(frozen=True)
-class QuantizeOptions(PassOptions):
-    method: str = field(default="rtn", metadata=takes("str", choices=("rtn", "gptq", "awq", "hqq")))
-    bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
-    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits, which take no other.
-    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
-    # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
-    # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
-    symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
-    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
-    # fitted to half of the feeds do on the other half.
-    damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
-    # gptq: whether the order in which inputs are rounded is chosen, or is that in which they stand. None: chosen.
-    act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
-    select: Globs = field(default=("*",), metadata=takes("globs"))
-    exclude: Globs = field(default=(), metadata=takes("globs"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits == 8 and self.group_size is not None:
-            raise RecipeError(
-                f"group_size is {self.group_size}, expected none with bits = 8, which has one scale a column; "
-                "leave it out, or set bits = 4"
-            )
-        if self.bits == 8 and not self.quantization.symmetric:
-            found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
-            raise RecipeError(f"{found}, expected bits = 4 with it: weights of 8 bits have no zero points")
-        if self.method == "hqq" and self.symmetric:
-            raise RecipeError("symmetric is true, expected false with method = 'hqq', which searches zero points")
-        for name in ("damping", "act_order"):
-            if self.method != "gptq" and getattr(self, name) is not None:
-                raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
-
-    @property
-    def quantization(self) -> Quantization:
-        symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
-        return Quantization(self.bits, None if self.bits == 8 else self.group_size or 128, symmetric=symmetric)
+from .quantize_options import QuantizeOptions
+from .weight_groups import WeightGroup, count_layers, fit_key, group_layers, note_inputs
 
 
 class QuantizePass(RecipePass):
@@ -89,10 +47,6 @@ class QuantizePass(RecipePass):
 
     options_type = QuantizeOptions
     options: QuantizeOptions
-
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.quantizations.append(self._plan)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         options, context = self.options, self.context
@@ -111,21 +65,15 @@ class QuantizePass(RecipePass):
             self._announce(groups)
         elif groups:
             self._quantize_all(model, groups)
-        context.progress("quantize", len(groups), len(groups))
+        context.progress(Stage.QUANTIZE, len(groups), len(groups))
         return ir.passes.PassResult(model, modified=not context.dry_run)
-
-    def _plan(self, linear: Linear) -> Quantization | None:
-        """How this pass is going to quantize a layer, if it does."""
-        chosen = linear.matches(self.options.select) and not linear.matches(self.options.exclude)
-        chosen = chosen and not self.context.keeps_numbers(linear)
-        return self.options.quantization if chosen and linear.k <= MAX_INPUTS else None
 
     def _takes(self, group: WeightGroup) -> bool:
         """Whether there is a layer left to quantize; of one that cannot be, the report says why."""
         context = self.context
         group.linears = [linear for linear in group.linears if context.layer(linear).weight_bits is None]
         # Done by an earlier pass of this kind, or in the model already.
-        if not group.linears or any(context.keeps_numbers(linear) for linear in group.linears):
+        if not group.linears or any(context.plan.keeps_numbers(linear) for linear in group.linears):
             return False
         k = group.linears[0].k
         if k > MAX_INPUTS:
@@ -145,10 +93,10 @@ class QuantizePass(RecipePass):
         if options.method == "awq":
             self._scale(model, groups)
         # Only these are the same whichever other layers are quantized.
-        fitted = context.fitted if options.method == "gptq" and not context.changed_weights else None
+        fitted = context.evidence.fits if options.method == "gptq" and not context.changed_weights else None
         same = dataclasses.replace(options, select=("*",), exclude=())
         for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
-            context.progress("quantize", number, len(groups))
+            context.progress(Stage.QUANTIZE, number, len(groups))
             matrix = group.linears[0].matrix()
             check_finite(matrix, group, "quantized")
             if isinstance(inputs, Rounded):
@@ -156,7 +104,7 @@ class QuantizePass(RecipePass):
             elif inputs is not None:
                 rounded = self._gptq(matrix, inputs, group)
                 if fitted is not None:
-                    fitted.keep(group, same, Fit(rounded, inputs.rows))
+                    fitted.keep(fit_key(group, same), Fit(rounded, inputs.rows))
             elif options.method == "hqq":
                 rounded = half_quadratic(matrix, chosen)
             else:
@@ -171,14 +119,14 @@ class QuantizePass(RecipePass):
             check_finite(group.linears[0].matrix(), group, "quantized")
             context.release()
         self._note_made_up()
-        with recording(model, context, [linear for group in groups for linear in group.linears]) as recorder:
+        with context.evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
             scale_inputs(model, context, groups, recorder, self.options.quantization)
         changed = {layer_key(linear): linear for linear in linears_in(model)}
         for group in groups:
             group.linears = [changed[layer_key(linear)] for linear in group.linears]
 
     def _with_inputs(
-        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: FittedWeights | None, options: QuantizeOptions
+        self, model: ir.Model, groups: Sequence[WeightGroup], fitted: Fits | None, options: QuantizeOptions
     ) -> Iterator[tuple[WeightGroup, LayerInputs | Rounded | None]]:
         """The groups, for gptq each with its layers' inputs, and after these what was fitted with the same options."""
         if self.options.method != "gptq":
@@ -186,9 +134,15 @@ class QuantizePass(RecipePass):
             return
         poor, without = list[str](), list[str]()
         self._note_made_up()
-        known = [] if fitted is None else [group for group in groups if fitted.knows(group, options)]
+        known = [] if fitted is None else [group for group in groups if fitted.knows(fit_key(group, options))]
         others = [group for group in groups if not any(group is one for one in known)]
-        for group, inputs in inputs_as_it_is(model, self.context, others) if others else ():
+        found = inputs_as_it_is(
+            model,
+            self.context.evidence,
+            others,
+            self.context.telling(Stage.CALIBRATE),
+        )
+        for group, inputs in found if others else ():
             first = group.linears[0]
             if inputs is None:
                 without.append(first.name)
@@ -197,7 +151,7 @@ class QuantizePass(RecipePass):
             yield group, inputs
         for group in known:
             assert fitted is not None
-            fit = fitted.read(group, options)
+            fit = fitted.read(fit_key(group, options))
             assert isinstance(fit.weights, Rounded)
             if fit.rows < group.linears[0].k:
                 poor.append(group.linears[0].name)
@@ -205,8 +159,7 @@ class QuantizePass(RecipePass):
         note_inputs(self.context, without, poor, "rounded to nearest")
 
     def _note_made_up(self) -> None:
-        feeds_for(self.context)
-        if self.context.feeds_made_up:
+        if self.context.evidence.made_up:
             self.context.note(
                 f"method {self.options.method!r} was calibrated on made-up inputs, which tells little of real ones; "
                 "give calibration=… with typical inputs"
@@ -214,7 +167,7 @@ class QuantizePass(RecipePass):
 
     def _gptq(self, matrix: np.ndarray, inputs: LayerInputs, group: WeightGroup) -> Rounded:
         options, halves = self.options, inputs.halves
-        self.context.fits_weights = True
+        self.context.evidence.fitted_to = True
         damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
         with needs_factor(group, damping, "quantize"):
             return gptq(matrix, inputs.hessian, options.quantization, damping, options.act_order is not False)

@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import CalibrationError
+from ortolan.progress import Stage
 
 from ..options import PassOptions, takes
-from .calibrate import feeds_for, recording
-from .context import PassContext, RecipePass
+from .context import RecipePass
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,14 @@ class RangesPass(RecipePass):
     options_type = RangesOptions
     options: RangesOptions
 
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.fixes_ranges = True
-
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
         linears = context.survey(model)
-        if context.dry_run and context.feeds is None:
+        if context.dry_run and context.evidence.made_up:
             context.note("pass 'ranges' needs calibration inputs (calibration=…): without them, a run is refused")
         if context.dry_run or not linears:
             return ir.passes.PassResult(model, modified=False)
-        feeds_for(context)  # says whether they are made up
-        if context.feeds_made_up:
+        if context.evidence.made_up:
             raise CalibrationError(
                 "pass 'ranges' needs calibration inputs: ranges of made-up ones would cut off real ones; give "
                 "calibration=… with typical inputs (an .npz file, a dict of arrays, or a list of such dicts), or use a "
@@ -56,9 +51,11 @@ class RangesPass(RecipePass):
             )
         watched = {linear.x: _Value(linear.x, linear.k, linear.dtype) for linear in linears}
         watched |= {linear.output: _Value(linear.output, linear.n, linear.dtype) for linear in linears}
-        with recording(model, context, list(watched.values())) as recorder:
+        with context.evidence.recording(model, list(watched.values())) as recorder:
             numbers = recorder.numbers(
-                recorder.names, self.options.max_numbers, lambda done, total: context.progress("ranges", done, total)
+                recorder.names,
+                self.options.max_numbers,
+                context.telling(Stage.RANGES),
             )
         idle = []
         for name in recorder.names:

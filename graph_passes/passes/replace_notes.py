@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import onnx_ir as ir
 
@@ -12,10 +12,15 @@ from ..report.figures import human_bytes
 from .context import PassContext
 
 
-def note_adopted(context: PassContext, adopted: Sequence[Linear], bits: int, rounding: int) -> None:
-    """rounding: of how many of them the original rounds the inputs, too."""
-    if not adopted:
-        return
+def note_adopted(context: PassContext, adopted: Sequence[Linear], rounding: Set[Linear]) -> None:
+    """adopted: layers whose stored numbers are taken over. rounding: those whose inputs the original rounds, too."""
+    for bits in (4, 8):
+        of_bits = [linear for linear in adopted if context.layer(linear).weight_bits == bits]
+        if of_bits:
+            _note_adopted(context, of_bits, bits, sum(linear in rounding for linear in of_bits))
+
+
+def _note_adopted(context: PassContext, adopted: Sequence[Linear], bits: int, rounding: int) -> None:
     layers = f"{len(adopted)} layers keep" if len(adopted) > 1 else f"layer {adopted[0].name!r} keeps"
     text = f"{layers} the {bits}-bit weights that the model stores, number by number"
     if rounding:
@@ -34,6 +39,14 @@ def note_apart(context: PassContext, reasons: Mapping[Linear, str]) -> None:
     for reason, names in by_reason.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         context.note(f"layer {names[0]!r}{more} and the next one stay two operators: {reason}")
+
+
+def note_copies(context: PassContext, copies: int) -> None:
+    if copies:
+        context.note(
+            f"{copies} packed weights are stored again for another branch of the model: many versions of ONNX "
+            "Runtime (1.24, for one) give an operator only the constants of its own branch"
+        )
 
 
 def note_stored_twice(context: PassContext, weights: Sequence[ir.Value]) -> None:

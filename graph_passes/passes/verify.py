@@ -44,10 +44,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import CalibrationError, VerificationError, one_line
+from ortolan.errors import CalibrationError, VerificationError
+from ortolan.progress import Stage
 
 from ..files.mapped_pages import pages_stay
-from ..files.model_file import data_path, write_model
 from ..measure.decoding import (
     Decoded,
     calls_to_decode,
@@ -58,14 +58,13 @@ from ..measure.decoding import (
     without,
     without_padding,
 )
-from ..measure.feeds import Feeds
-from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
+from ..measure.feeds import Feeds, Outputs
+from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time, run_session, sums_are_exact
 from ..measure.timing import interleave
 from ..options import PassOptions, takes
 from ..report.optimization import OutputDeviation
 from .activations import masked_inputs
-from .calibrate import feeds_to_verify, open_as_it_is, open_original
-from .context import Outputs, PassContext, RecipePass
+from .context import PassContext, RecipePass
 
 ROUNDING_FACTOR = 9.0
 DECODE_FACTOR = 2.0
@@ -92,6 +91,7 @@ class VerifyOptions(PassOptions):
     # Spent on measuring latency; 0: it is not measured. None: 2, or 0 for a model of more than a gigabyte, as ONNX
     # Runtime then keeps packed copies of all weights, of both models.
     seconds: float | None = field(default=None, metadata=takes("float", low=0.0, below=3600.0, none=True))
+    portable: bool = field(default=True, metadata=takes("bool"))  # whether it is run without the library as well
 
 
 class VerifyPass(RecipePass):
@@ -99,10 +99,6 @@ class VerifyPass(RecipePass):
 
     options_type = VerifyOptions
     options: VerifyOptions
-
-    def __init__(self, options: PassOptions, context: PassContext) -> None:
-        super().__init__(options, context)
-        context.feeds_to_verify = max(context.feeds_to_verify, self.options.feeds)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         if not self.context.dry_run:
@@ -114,12 +110,9 @@ class VerifyPass(RecipePass):
         steps = 5 if context.portable else 4
 
         def progress(done: int) -> None:
-            context.progress("verify", done, steps)
+            context.progress(Stage.VERIFY, done, steps)
 
         progress(0)
-        write_model(model, context.candidate, lambda done, total: context.progress("write", done, total))
-        context.release()
-        progress(1)
         seconds = self.options.seconds
         if seconds is None:
             seconds = 0.0 if context.source.is_large else TIMED_SECONDS
@@ -130,21 +123,24 @@ class VerifyPass(RecipePass):
                 )
         # Sessions that are timed may be those that judge, where they answer the same.
         both = seconds > 0 and not int8_products_saturate()
-        original = open_original(context, timed=both)
+        original = context.evidence.open_original(timed=both)
         self._note_saturation(original)
-        feeds = feeds_to_verify(context, self.options.feeds, original)
+        feeds = context.evidence.feeds_to_judge(self.options.feeds, original)
         report.judged_on = self._describe(feeds)
         given = feeds
         if context.prompt is not None:
             past = context.prompt.exact_past(original)
             given = [context.prompt.in_front_of(one, past) for one in feeds]
-        before = [_run(original, one, "the original model", CalibrationError) for one in given]
+        if context.prompt is None:
+            before = context.evidence.answers(feeds, original)
+        else:
+            before = [run_session(original, one, "the original model", CalibrationError) for one in given]
         answers = [answer for one in before for answer in one if answer is not None]
         if answers and not any(np.isfinite(answer).any() for answer in answers):
             raise CalibrationError(
                 "the original model answers with NaN, infinity or empty arrays only, so the feeds "
-                f"({report.feeds}) leave nothing finite to compare; nothing was saved; give calibration data of at "
-                "least one row on which the original model gives finite answers"
+                f"({context.evidence.description}) leave nothing finite to compare; nothing was saved; give "
+                "calibration data of at least one row on which the original model gives finite answers"
             )
         reference = before if context.reference is None else context.reference[: len(feeds)]
         optimized = self._open_optimized(both)
@@ -152,7 +148,7 @@ class VerifyPass(RecipePass):
         _compare_signatures(original, optimized, {*context.past_formats, *compressed}, len(context.exact_keys))
         progress(2)
         encoded = [context.encoded(one) for one in feeds]
-        after = [_run(optimized, one, "the optimized model", VerificationError) for one in encoded]
+        after = [run_session(optimized, one, "the optimized model", VerificationError) for one in encoded]
         names = [output.name for output in original.get_outputs()]
         if context.prompt is not None:
             before, reference = (
@@ -184,21 +180,22 @@ class VerifyPass(RecipePass):
         progress(3)
         if seconds > 0:
             if not both:
-                original, optimized = open_original(context, timed=True), self._open_optimized(timed=True)
+                original, optimized = context.evidence.open_original(timed=True), self._open_optimized(timed=True)
             timed = (given[0], encoded[0]) if decoded is None else (decoded[0].last_feeds, decoded[1].last_feeds)
             self._time(partial(original.run, None, timed[0]), partial(optimized.run, None, timed[1]), seconds)
         del original
-        if context.portable and context.source.is_large:
+        portable = context.portable and self.options.portable
+        if portable and context.source.is_large:
             context.note(
                 "the portable form was not run, as ONNX Runtime would unpack all weights of a large model at once"
             )
-        elif context.portable:
+        elif portable:
             progress(4)
             calls_after = [(encoded[0], after[0])]
             if decoded is not None:
                 # A prompt is cut short, as large models are slow without the library.
                 begin = context.encoded(decoded[2])
-                prompt = _run(optimized, begin, "the optimized model", VerificationError)
+                prompt = run_session(optimized, begin, "the optimized model", VerificationError)
                 calls_after = [(decoded[1].last_feeds, decoded[1].last), (begin, prompt)]
             exact = None if none_before or context.cache_rounding else reference[0]
             self._compare_portable(names, calls_after, {} if decoded is None else decoded[3], exact)
@@ -228,18 +225,18 @@ class VerifyPass(RecipePass):
     def _describe(self, feeds: Sequence[Feeds]) -> str | None:
         """Which of the user's feeds these are, and whether weights were fitted to them."""
         context = self.context
-        if context.feeds_made_up:
+        if context.evidence.made_up:
             return None
-        held_out = len(context.held_out)
+        held_out = len(context.evidence.held_out)
         if held_out:
             return f"errors of the outputs on {len(feeds)} of them" + (
                 ", which nothing was fitted to"
                 if len(feeds) <= held_out
                 else f", {held_out} of which nothing was fitted to"
             )
-        every = len(feeds) == len(context.feeds or ())
+        every = len(feeds) == len(context.evidence.feeds())
         which = "on all of them" if every else f"on the first {len(feeds)} of them"
-        fitted = ", which weights were fitted to" if context.fits_weights else ""
+        fitted = ", which weights were fitted to" if context.evidence.fitted_to else ""
         return f"errors of the outputs {which}{fitted}" if fitted or not every else None
 
     def _reads_cache(self, feeds: Feeds) -> bool:
@@ -327,7 +324,7 @@ class VerifyPass(RecipePass):
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
         hidden = [names.index(name) for name in context.compressed_outputs]
         for feeds, answers in calls:
-            alone = _run(portable, feeds, "the optimized model without the library", VerificationError)
+            alone = run_session(portable, feeds, "the optimized model without the library", VerificationError)
             pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
             for error in measure_errors(names, *([one] for one in pair)):
                 if error.name not in found or error.relative_l2 > found[error.name].relative_l2:
@@ -451,7 +448,7 @@ def _decode(
         calls = [prompt.in_front_of(calls[0], past), *map(prompt.counted_in, calls[1:])]
     carried = {use.past: names.index(use.present) for use in context.caches.values()}
     added = {name: len(names) + number for number, name in enumerate(context.exact_keys) if name in calls[0]}
-    decoded = decode(lambda feeds: _run(session, feeds, who, error_type), calls, carried | added)
+    decoded = decode(lambda feeds: run_session(session, feeds, who, error_type), calls, carried | added)
     if prompt is not None and past is not None:
         decoded = replace(decoded, prompt=prompt.cut_from(names, decoded.prompt))
     return replace(decoded, steps=[answers[: len(names)] for answers in decoded.steps])
@@ -466,14 +463,18 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced, for a pass
     verify that comes later."""
     changed = context.changed_weights or context.masks_inputs
-    if not (changed or context.prompt) or not context.feeds_to_verify or context.reference is not None:
+    if not (changed or context.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
         return
-    path = context.candidate.with_name("reference.onnx")
-    with masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)):
-        write_model(model, path, lambda done, total: None)
-    context.release()
-    feeds = feeds_to_verify(context, context.feeds_to_verify)
-    session = open_as_it_is(path, context)
+    feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
+    with (
+        masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)),
+        context.evidence.open(model) as session,
+    ):
+        context.release()
+        _run_reference(session, feeds, context)
+
+
+def _run_reference(session: Any, feeds: Sequence[Feeds], context: PassContext) -> None:
     past = None if context.prompt is None else context.prompt.pruned_past()
     who = "the model before its layers were replaced"
     calls = calls_to_decode(feeds, context.caches) if context.caches else None
@@ -483,10 +484,7 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
             context.decoded_reference = _decode(session, calls, context, names, who, VerificationError, past)
     if context.prompt is not None and past is not None:
         feeds = [context.prompt.in_front_of(one, past) for one in feeds]
-    context.reference = [_run(session, one, who, VerificationError) for one in feeds]
-    del session
-    for file in (path, data_path(path)):
-        file.unlink(missing_ok=True)
+    context.reference = [run_session(session, one, who, VerificationError) for one in feeds]
 
 
 def measure_errors(
@@ -535,14 +533,6 @@ def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarr
     kept = np.delete(np.arange(len(errors)), most)
     total = float(norms[kept].sum())
     return math.sqrt(float(errors[kept].sum()) / total) if total else math.inf
-
-
-def _run(session: Any, feeds: Feeds, who: str, error_type: type[Exception]) -> Outputs:
-    try:
-        answers = session.run(None, feeds)
-    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
-        raise error_type(f"{who} does not run on the feeds: {one_line(error)}; nothing was saved") from error
-    return [answer if isinstance(answer, np.ndarray) and answer.dtype.kind in "fiub" else None for answer in answers]
 
 
 def _compare_signatures(original: Any, optimized: Any, compressed: Collection[str], added: int) -> None:

@@ -14,8 +14,9 @@ from ..find.linear import Linear
 from ..find.node_checks import node_input
 from ..find.stored_int4 import BIAS_INPUT, is_matmul_nbits
 from ..find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic, stored_inputs
-from ..options import Globs
+from ..options import WORDS, Globs
 from ..report.optimization import LayerStatus
+from ..weights.pruners.masks import Pattern
 from .context import PassContext
 
 
@@ -58,6 +59,15 @@ class WeightGroup:
             layer = context.layer(linear)
             layer.status, layer.bytes_after = status, tensor.nbytes
         return target
+
+
+@dataclass
+class PruneGroup(WeightGroup):
+    """Layers that are pruned alike."""
+
+    sparsity: float | None  # None: the layers take part in the global threshold
+    pattern: Pattern
+    keeps_numbers: bool = False  # those that the model stores in int8 stay, but for what is pruned
 
 
 def _is_fused(node: ir.Node) -> bool:
@@ -112,10 +122,34 @@ def group_layers(
 
 
 def check_patterns(linears: Sequence[Linear], option_name: str, globs: Globs, pass_name: str) -> None:
-    """Raises RecipeError for a pattern that matches no layer."""
+    """Raises RecipeError for a pattern that matches no layer; a word such as "heads" may."""
     for glob in globs:
-        if linears and not any(linear.matches((glob,)) for linear in linears):
+        if linears and glob not in WORDS and not any(linear.matches((glob,)) for linear in linears):
             raise RecipeError(
                 f"pass {pass_name!r}: pattern {glob!r} of {option_name} matches no linear layer; they are "
                 f"named like {linears[0].name!r}, their weights like {linears[0].weight_names[-1]!r}"
             )
+
+
+def fit_key(group: WeightGroup, options: Hashable) -> Hashable:
+    """What a weight that is fitted to inputs of the original depends on. Of layers that share one, the inputs of all
+    that are chosen count."""
+    return (group.weight_name, *(linear.name for linear in group.linears), options)
+
+
+def note_inputs(context: PassContext, without: Sequence[str], poor: Sequence[str], instead: str) -> None:
+    """Tells of layers whose inputs cannot be recorded, and what was done instead, and of those with too few."""
+    if without:
+        context.note(
+            f"{count_layers(without)} {instead} instead: the inputs lie in a subgraph, or the feeds lack "
+            "them, so they cannot be recorded"
+        )
+    if poor:
+        context.note(
+            f"{count_layers(poor)} calibrated on fewer rows than the layer has inputs, which fits weights to these "
+            "rows only; give calibration=… with more text, several times as many tokens as the widest layer has inputs"
+        )
+
+
+def count_layers(names: Sequence[str]) -> str:
+    return f"{len(names)} layers, such as {names[0]!r}, are" if len(names) > 1 else f"layer {names[0]!r} is"

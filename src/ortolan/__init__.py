@@ -1,6 +1,6 @@
 """Ortolan makes transformer ONNX models smaller and faster on CPUs, inside stock ONNX Runtime.
 
-report = ortolan.optimize_onnx("model.onnx", "fast.onnx", recipe="sparse-bf16")
+report = ortolan.optimize_onnx("model.onnx", "fast.onnx", weights="int8")
 session = ortolan.create_session("fast.onnx")
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ortolan.graph_passes.text.text_input import TextInput
 
     from .inspection import inspect_onnx
-    from .optimize import optimize_onnx
+    from .optimize import optimize_onnx, search
     from .session import cpu_info, create_session, get_library_path, register
 
     __version__: str
@@ -52,6 +52,7 @@ __all__ = [
     "inspect_onnx",
     "optimize_onnx",
     "register",
+    "search",
 ]
 
 # Imported when first used: onnx and its relatives take a second to load.
@@ -61,6 +62,7 @@ _LAZY = {
     "TextInput": "ortolan.graph_passes.text.text_input",
     "inspect_onnx": "ortolan.inspection",
     "optimize_onnx": "ortolan.optimize",
+    "search": "ortolan.optimize",
     "cpu_info": "ortolan.session",
     "create_session": "ortolan.session",
     "get_library_path": "ortolan.session",

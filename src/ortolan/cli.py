@@ -1,4 +1,5 @@
-"""The command line: `ortolan optimize | distill | inspect | bench | doctor | demo | triton`. It only calls the API.
+"""The command line: `ortolan optimize | search | distill | inspect | bench | doctor | demo | triton`. It only calls
+the API.
 
 Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
 `ortolan --help` is quick.
@@ -19,6 +20,7 @@ try:
     import typer
     from typer.core import TyperGroup
 
+    from . import cli_options as options
     from .errors import OrtolanError
     from .progress import Progress, no_progress
 except KeyboardInterrupt:  # no command runs yet that could tell
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
 # A table in a file or a pipe has no window to fit in: no name is broken, so that it can be searched for.
 _PIPED_WIDTH = 10_000
 
-_AS_JSON = "ortolan.json"
 _INTERRUPTED = {  # what an interrupt of a command leaves
     "optimize": ", nothing was written",
+    "search": ", nothing was written",
     "distill": "; the same command goes on from the last checkpoint",
 }
 
@@ -52,7 +54,7 @@ class _Commands(TyperGroup):
             if isinstance(error, MemoryError):
                 message = f"not enough memory: {message}; try a smaller model or shape"
             _print_error(message)
-            if ctx.meta.get(_AS_JSON):
+            if ctx.meta.get(options.AS_JSON):
                 typer.echo(json.dumps({"error": message}))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -99,113 +101,31 @@ def ortolan(
     """Make transformer ONNX models smaller and faster on CPUs, inside stock ONNX Runtime."""
 
 
-def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
-    ctx.meta[_AS_JSON] = wanted
-    return wanted
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember_json)]
-Model = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="The ONNX file, or the folder that it lies in.", show_default=False)
-]
-
-
 @app.command()
 def optimize(
-    model: Model,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Where to write: a file, or of a folder a new folder. Without it: next to MODEL, as its name with "
-            ".ortolan.onnx, or .ortolan for a folder.",
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="A built-in recipe or a TOML file; an unknown name lists the built-in ones. auto: chooses for each "
-            "layer by measurement. Without it: adopt for a model that stores 4-bit weights, else sparse-bf16."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change an option of the recipe: --set sparsity=0.7, or --set max_error=0.1 to refuse a larger "
-            "relative error of the outputs. Repeatable.",
-        ),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify "
-            "on, and for recipes that calibrate.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="For calibration texts: the model's tokenizer.json, or an ONNX graph of onnxruntime-extensions. "
-            "Without it: the one of --with-tokenizer, or beside MODEL.",
-        ),
-    ] = None,
-    with_tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Of an encoder: put this tokenizer.json in front of it, and pooling behind: texts in, vectors out.",
-        ),
-    ] = None,
-    pooling: Annotated[
-        str, typer.Option(help="With --with-tokenizer: mean of the tokens' vectors, or cls, the first one.")
-    ] = "mean",
-    normalize: Annotated[
-        bool, typer.Option("--normalize/--no-normalize", help="With --with-tokenizer: vectors of length 1.")
-    ] = True,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(help="With --with-tokenizer: cut texts to so many tokens. Without it: as tokenizer.json says."),
-    ] = None,
-    prompt: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.npy",
-            help="Token ids that all sequences begin with: their keys and values become part of the model, pruned.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="For --recipe auto: the smallest cosine of each output against the original's, 0.99 if not given; or "
-            "perplexity:0.02, by what share a decoder's perplexity may rise.",
-        ),
-    ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="BATCHxTOKENS",
-            help="For --recipe auto: what to be fast at. Repeatable. Without it: 1x128 and 1x16, or 1x1 for a decoder "
-            "with a cache.",
-        ),
-    ] = None,
-    portable: Annotated[
-        bool,
-        typer.Option(
-            "--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."
-        ),
-    ] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs the extra html."),
-    ] = None,
-    as_json: AsJson = False,
+    model: options.Model,
+    output: options.Output = None,
+    recipe: options.RecipeName = None,
+    weights: options.Weights = None,
+    group_size: options.GroupSize = None,
+    sparsity: options.Sparsity = None,
+    pattern: options.Pattern = None,
+    method: options.Method = None,
+    cache: options.Cache = None,
+    ignore: options.Ignore = None,
+    calibration: options.Calibration = None,
+    tokenizer: options.Tokenizer = None,
+    prompt: options.Prompt = None,
+    with_tokenizer: options.WithTokenizer = None,
+    pooling: options.Pooling = "mean",
+    normalize: options.Normalize = True,
+    max_tokens: options.MaxTokens = None,
+    settings: options.Settings = None,
+    portable: options.Portable = True,
+    dry_run: options.DryRun = False,
+    html: options.Html = None,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
 ) -> None:
     """Write a smaller, faster copy of a model, and report what changed."""
     from ortolan.graph_passes.recipe import parse_setting
@@ -216,22 +136,17 @@ def optimize(
     if html is not None:
         require_packages()
         check_place(html)
-    if output is None and not dry_run:
-        output = _output_beside(model)
-    options = dict(map(parse_setting, settings or []))
-    text = None if with_tokenizer is None else TextInput(with_tokenizer, pooling, normalize, max_tokens)
-    with _progress_bar() as progress:
+    with _progress_bar(verbose) as progress:
         report = optimize_onnx(
             model,
-            output,
+            _output_beside(model) if output is None and not dry_run else output,
             recipe=recipe,
-            options=options,
+            **options.form(weights, group_size, sparsity, pattern, method, cache, ignore),
             calibration=calibration,
-            prompt=prompt,
             tokenizer=tokenizer,
-            with_tokenizer=text,
-            budget=budget,
-            shapes=[_read_batch_tokens(text) for text in shape] if shape else None,
+            prompt=prompt,
+            with_tokenizer=with_tokenizer and TextInput(with_tokenizer, pooling, normalize, max_tokens),
+            options=dict(map(parse_setting, settings or [])),
             portable=portable,
             dry_run=dry_run,
             progress=progress,
@@ -239,6 +154,54 @@ def optimize(
     if html is not None:
         report.save_html(html)
     _print_result(report, as_json)
+
+
+@app.command()
+def search(
+    model: options.Model,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.toml", help="Where to write the recipe; without it, it is shown."),
+    ] = None,
+    budget: options.Budget = None,
+    shape: options.Shapes = None,
+    sparsity: options.Sparsity = None,
+    calibration: options.Calibration = None,
+    tokenizer: options.Tokenizer = None,
+    portable: options.Portable = True,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
+) -> None:
+    """Find, by measurement, the recipe that makes a model fastest here; optimize takes it (--recipe FILE.toml)."""
+    from . import search as run
+
+    if output is not None and not output.absolute().parent.is_dir():
+        raise OrtolanError(f"cannot write {str(output)!r}: its folder does not exist")
+    with _progress_bar(verbose) as progress:
+        found = run(
+            model,
+            budget=budget,
+            shapes=[_read_batch_tokens(text) for text in shape] if shape else None,
+            sparsity=sparsity,
+            calibration=calibration,
+            tokenizer=tokenizer,
+            portable=portable,
+            progress=progress,
+        )
+    if output is not None:
+        _write_text(output, found.to_toml())
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        lines = [] if found.search is None else found.search.lines()
+        typer.echo("\n".join([*lines, *([] if output is not None else ["", found.to_toml()])]))
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OrtolanError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def _read_batch_tokens(text: str) -> tuple[int, int]:
@@ -259,7 +222,7 @@ def _output_beside(model: Path) -> Path:
 
 @app.command()
 def distill(
-    model: Model,
+    model: options.Model,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the sparse model.")],
     texts: Annotated[
         list[Path],
@@ -290,7 +253,7 @@ def distill(
     score_every: Annotated[
         int | None, typer.Option(help="Steps between scores; a twentieth of all unless told.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Make an encoder sparse and teach it, on texts alone, to give what it gave (needs the extra train)."""
     from ortolan.graph_passes.text.texts import read_texts
@@ -325,7 +288,7 @@ def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Pa
     from ortolan.graph_passes.text.texts import find_tokenizer
 
     from . import create_session
-    from .models.embed import SentenceEncoder, spearman_on_sts
+    from .embed import SentenceEncoder, spearman_on_sts
 
     found = tokenizer or find_tokenizer(model)
     if found is None:
@@ -334,7 +297,7 @@ def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Pa
 
 
 @app.command()
-def inspect(model: Model, as_json: AsJson = False) -> None:
+def inspect(model: options.Model, as_json: options.AsJson = False) -> None:
     """Show what a model holds: its layers, and which of them Ortolan has optimized."""
     from . import inspect_onnx
 
@@ -371,7 +334,7 @@ def bench(
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Time an operator of Ortolan, or recipe auto on whole models, side by side with ONNX Runtime's own."""
     from .benchmarks import BENCHMARKS
@@ -391,7 +354,7 @@ def bench(
         raise typer.BadParameter(
             "the given shapes have their own rows, as M of MxKxN; --batch is for named layers", param_hint="--batch"
         )
-    options = BenchOptions(
+    chosen = BenchOptions(
         threads=_read_numbers(threads, "--threads"),
         quick=quick,
         cases=cases or None,
@@ -402,7 +365,7 @@ def bench(
         group_size=group_size,
     )
     with _progress_bar() as progress:
-        result = run(options, progress)
+        result = run(chosen, progress)
     _print_result(result, as_json)
     if result.interrupted:
         raise KeyboardInterrupt
@@ -410,7 +373,7 @@ def bench(
 
 @app.command()
 def triton(
-    model: Model,
+    model: options.Model,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The model repository, a folder; created if it is not there.")
     ],
@@ -444,7 +407,7 @@ def triton(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: options.AsJson = False) -> None:
     """Check that everything Ortolan needs works here, and say what to do where it does not."""
     from .doctor import run_doctor
 
@@ -458,7 +421,7 @@ def doctor(as_json: AsJson = False) -> None:
 def demo(
     sparsity: Annotated[float, typer.Option(help="The share of weights to drop in each layer.")] = 0.3,
     threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime, for both models.")] = 1,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB) and compare it with the original."""
     from .demo import run_demo
@@ -550,9 +513,10 @@ def _console(stderr: bool = False) -> Console:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal."""
-    if not sys.stderr.isatty():
+def _progress_bar(verbose: int = 0) -> Iterator[Progress]:
+    """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal, or where
+    the steps are told in lines."""
+    if verbose or not sys.stderr.isatty():
         yield no_progress
         return
     from rich import progress as rich_progress

@@ -16,7 +16,7 @@ from ortolan.graph_passes.measure.timing import interleave
 from ortolan.graph_passes.report.figures import Timing
 
 from .errors import OrtolanError
-from .progress import Progress, no_progress
+from .progress import Progress, Stage, no_progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .models import ModelFiles
 
 MODEL = "all-minilm-l6-v2"
-RECIPE = "sparse-bf16"
 
 # What the two sentences of a pair have to do with each other, and the sentences.
 PAIRS = (
@@ -189,8 +188,8 @@ def run_demo(
     import onnxruntime as ort
 
     from . import cpu_info, create_session, optimize_onnx
+    from .embed import SentenceEncoder
     from .models import get_model
-    from .models.embed import SentenceEncoder
 
     if model is None:
         model = get_model(MODEL, progress=say)
@@ -200,8 +199,14 @@ def run_demo(
         optimized_path = Path(folder) / "optimized.onnx"
         started = time.perf_counter()
         # No time for verify's own latencies: both models are timed below.
-        settings = {"prune.sparsity": sparsity, "verify.seconds": 0}
-        report = optimize_onnx(model.onnx, optimized_path, recipe=RECIPE, options=settings, progress=progress)
+        report = optimize_onnx(
+            model.onnx,
+            optimized_path,
+            weights="bf16",
+            sparsity=sparsity or None,
+            options={"verify.seconds": 0},
+            progress=progress,
+        )
         optimize_seconds = time.perf_counter() - started
         options = _session_options(threads)
         original = ort.InferenceSession(os.fspath(model.onnx), options, providers=["CPUExecutionProvider"])
@@ -209,7 +214,7 @@ def run_demo(
         sentences = [sentence for pair in PAIRS for sentence in pair[1:]]
         vectors = []
         for done, session in enumerate((original, optimized)):
-            progress("embed sentences", done, 2)
+            progress(Stage.EMBED, done, 2)
             vectors.append(SentenceEncoder(session, model.tokenizer).encode(sentences))
         latencies = measure_latencies(original, optimized, model.tokenizer, progress)
         del optimized  # it maps the files that are deleted now
@@ -217,7 +222,7 @@ def run_demo(
     return DemoResult(
         model=model.name,
         model_path=os.fspath(model.onnx),
-        recipe=RECIPE,
+        recipe=report.recipe["name"],
         sparsity=sparsity,
         threads=threads,
         cpu=str(info["name"]),
@@ -247,7 +252,7 @@ def compare_embeddings(original: np.ndarray, optimized: np.ndarray) -> Agreement
     """Agreement of two sets of unit vectors [sentences, hidden] for the same sentences."""
     import numpy as np
 
-    from .models.embed import spearman
+    from .embed import spearman
 
     cosines = (original * optimized).sum(axis=1)
     pairs = np.triu_indices(len(original), k=1)
@@ -264,7 +269,7 @@ def measure_latencies(
     """Times both sessions in turns, so that a noisy neighbour slows both."""
     rows = []
     for done, tokens in enumerate(TOKEN_COUNTS):
-        progress("time both models", done, len(TOKEN_COUNTS))
+        progress(Stage.TIME_BOTH, done, len(TOKEN_COUNTS))
         feeds = _feeds(original, tokenizer_path, tokens)
         calls = {
             "original": partial(original.run, None, feeds),

@@ -125,7 +125,6 @@ _PACKAGES = {
     "onnxruntime": "onnxruntime",
     "onnx": "onnx",
     "onnx-ir": "onnx_ir",
-    "onnxscript": "onnxscript",
     "numpy": "numpy",
 }
 _EXTRAS = {"tokenizers": "sentence embeddings, the demo", "safetensors": "building all-MiniLM-L6-v2, the demo"}

@@ -73,7 +73,7 @@ class EmbeddingEngine:
                 f"model {os.fspath(model)!r} takes {listing(inputs)}, not texts: give its tokenizer.json, or "
                 "optimize it with_tokenizer (--with-tokenizer)"
             )
-        from ortolan.models.embed import SentenceEncoder
+        from ortolan.embed import SentenceEncoder
 
         self._encoder = SentenceEncoder(self._session, tokenizer, max_tokens)
 
@@ -124,7 +124,7 @@ class GenerationEngine:
         threads: int = 1,
         spin: bool = False,
     ) -> None:
-        """model: a decoder with a cache, as ortolan.models.generate.Decoder takes it. tokenizer: its tokenizer.json, or
+        """model: a decoder with a cache, as ortolan.generate.Decoder takes it. tokenizer: its tokenizer.json, or
             tokenizer.bin of llama2.c. max_context: makes context smaller than the model's tables of positions do, or
             sets it where the model has none.
 
@@ -132,7 +132,7 @@ class GenerationEngine:
         """
         import onnx_ir as ir
 
-        from ortolan.models.generate import Decoder, read_context, read_head_size
+        from ortolan.generate import Decoder, read_context, read_head_size
         from ortolan.models.tokenizer import load_tokenizer
 
         self._session = create_session(model, serving_options(threads, spin))
@@ -167,7 +167,7 @@ class GenerationEngine:
         Raises RequestError: 413 for a prompt of too many tokens, 422 for more new ones than fit behind it, 504 where
         the deadline passed before the first.
         """
-        from ortolan.models.generate import Decoder, generate_tokens
+        from ortolan.generate import Decoder, generate_tokens
 
         begun = time.monotonic()
         ids = self._encode(prompt, max_new_tokens)

@@ -1,20 +1,22 @@
-"""optimize_onnx: from a model and a recipe to an optimized model and a report."""
+"""optimize_onnx: from a model and a form or recipe to an optimized model and a report. search: to the best recipe."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx
+
 from ortolan.graph_passes.auto.budget import Budget
-from ortolan.graph_passes.auto.candidates import NAME as AUTO
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
+from ortolan.graph_passes.auto.trials import Made, finish
 from ortolan.graph_passes.files.genai_folder import GenaiConfig
 from ortolan.graph_passes.files.mapped_pages import bounded_pages
 from ortolan.graph_passes.files.model_file import (
@@ -24,7 +26,6 @@ from ortolan.graph_passes.files.model_file import (
     load_model,
     move_into_place,
     tensor_slots,
-    to_proto,
     write_model,
 )
 from ortolan.graph_passes.files.model_folder import (
@@ -37,27 +38,32 @@ from ortolan.graph_passes.files.model_folder import (
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.find.stored_int4 import StoredInt4
+from ortolan.graph_passes.find.stored_int8 import StoredInt8
+from ortolan.graph_passes.forms import AUTO, CHOICES
+from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
-from ortolan.graph_passes.names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
-from ortolan.graph_passes.passes.context import PassContext, run_recipe
-from ortolan.graph_passes.passes.fitted import FittedWeights
+from ortolan.graph_passes.options import HEADS
+from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
+from ortolan.graph_passes.run import run_recipe
 from ortolan.graph_passes.text.text_input import TextInput, add_text_input, check_text_input, check_text_model
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
-from .errors import CalibrationError, LibraryError, ModelError, OutputError, RecipeError
-from .progress import Progress, no_progress, raising_unchanged
+from .choice import Choice, read_choice
+from .errors import CalibrationError, LibraryError, ModelError, NothingToReplaceError, OutputError
+from .progress import Progress, Stage, logger, no_progress, told
 from .session import LIBRARY_NAME, cpu_info, package_versions
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
-    import onnx
+
+    from ortolan.graph_passes.text.wordpiece import WordPiece
 
 _PROTOBUF_LIMIT = 2**31 - 2**20
 _STALE_SECONDS = 24 * 3600
-_DEFAULT, _ADOPT, _CACHED_PROMPT = "sparse-bf16", "adopt", "cached-prompt"  # recipes
 _MOST_PROBES = 1000  # texts of calibration that the tokenizer in the graph is compared on
 _RESULT = "result"  # in the work folder
 
@@ -67,30 +73,50 @@ def optimize_onnx(
     output: str | os.PathLike[str] | None = None,
     *,
     recipe: str | os.PathLike[str] | Recipe | None = None,
-    options: Mapping[str, Any] | None = None,
+    weights: str | None = None,
+    group_size: int | None = None,
+    sparsity: float | None = None,
+    pattern: str | None = None,
+    method: str | Sequence[str] | None = None,
+    cache: str | None = None,
+    ignore: str | Sequence[str] = HEADS,
     calibration: Calibration | None = None,
     tokenizer: Tokenizer | None = None,
     prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
     with_tokenizer: str | os.PathLike[str] | TextInput | None = None,
-    budget: Budget | None = None,
-    shapes: Shapes | None = None,
+    options: Mapping[str, Any] | None = None,
     portable: bool = True,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> OptimizationReport:
-    """Optimizes a model by a recipe and verifies it against the original.
+    """Optimizes a model and verifies it against the original.
+
+    Without a recipe and without a form (weights, sparsity, pattern, cache): weights that the model stores in few bits
+    are taken over as they are; of other models, each layer takes the dense form that is fastest on this machine while
+    every output keeps a cosine of 0.99. Nothing is pruned. Where nothing is faster, the model stays as it is, and the
+    report says so.
 
     model: a path, or an onnx.ModelProto; never changed. A folder stands for its only ONNX file, or its model.onnx.
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
         Of a folder, the folder to write: the new model under the name of the old one, and copies of all other files;
         links that lead out of the folder, and hidden files, are left out. If it holds a genai_config.json, the new
         one names our library, which is put beside it, and compressed caches take the shape that GenAI supports.
-    recipe: a name ("sparse-bf16"), the path of a TOML file, or a Recipe. None: "cached-prompt" with a prompt, "adopt"
-        for a model that stores 4-bit weights, else "sparse-bf16".
-        "auto": chooses for each layer the operator that is fastest on this machine within the budget, by measurement;
-        where nothing is faster, the result is the original. Its only option is the sparsity to prune to; without it,
-        nothing is pruned. report.recipe holds the recipe that was chosen: Recipe.from_dict(report.recipe).
-    options: overrides the recipe's values: {"sparsity": 0.7}, or {"prune.exclude": […]} where passes share a name.
+    recipe: a preset ("int8", "int4", "sparse-encoder", "long-context", "cached-prompt", "activation-sparse"), whose
+        form the arguments below change; "auto", which is ortolan.search with its defaults; the path of a TOML file; or
+        a Recipe.
+    weights: what the weights of linear layers become: "bf16", "int8" or "int4". None: "int8" with pattern "4x1", "bf16"
+        with another sparsity, else they stay.
+    group_size: of int4, the inputs that share a scale: 32, 64 or 128 (None).
+    sparsity: the share of weights to prune, above 0 and below 1. None: nothing is pruned.
+    pattern: what is pruned: "unstructured" (None), single weights; "4x1", blocks of four outputs, which become int8,
+        attention being fused as well; or all but N of M inputs, such as "2:4", whose sparsity must be given too.
+    method: how weights are rounded: "rtn" (None), to nearest, "gptq", "awq" or "hqq"; and pruned: by "magnitude"
+        (None), "wanda" or "sparsegpt"; or one of each: ("wanda", "gptq"). "sparsegpt" alone also rounds int8 and int4
+        weights, making up for both errors at once. gptq, awq, wanda and sparsegpt want calibration data.
+    cache: of attention with a KV cache: "codes", 4-bit codes of keys and int8 values (needs calibration), or "float32".
+    ignore: patterns of names of layers, or of their weights, that are neither pruned nor rounded to the form; "heads"
+        stands for the usual names of heads. They become bf16, or int8 where the others are dense int4 or of pattern
+        "4x1". (): none.
     calibration: texts, or a .txt file of one text a line; or an .npz file, a dict of arrays, or an iterable of such
         dicts, named like the model's inputs: run to verify the result, to measure the error of layers, and by passes
         that fit weights or ranges to inputs. None: inputs are made up, where that will do. Beside input_ids, an empty
@@ -99,123 +125,239 @@ def optimize_onnx(
         first input takes strings, its output input_ids, or the first one, has the ids); or an object whose encode(text)
         gives token ids. None: the one of with_tokenizer, or the tokenizer.json beside the model.
     prompt: token ids [tokens], or an .npy file of them: a system prompt or knowledge that all sequences begin with. Its
-        keys and values become part of the model (recipe "cached-prompt", or any with a pass compress_cache), which
-        then is given what follows; attention_mask and position_ids count the prompt's tokens too.
+        keys and values become part of the model (preset "cached-prompt", or any form: `cache` is "float32" then, if
+        not given), which then is given what follows; attention_mask and position_ids count the prompt's tokens too.
     with_tokenizer: the path of a tokenizer.json, or a TextInput (which also says how to pool): the optimized encoder
         takes strings [batch] as input "text" and gives "sentence_embedding" [batch, hidden], in a session that knows
         onnxruntime-extensions, as create_session makes it.
-    budget: for "auto": the smallest cosine of each output against the original's (0.99 if None); "perplexity:0.02", by
-        what share a decoder's perplexity may rise; or a function(run of the original, run of the optimized model) ->
-        bool, each of which takes feeds and gives outputs by name. Of four feeds (texts) or more, every fourth is kept
-        from what fits weights to inputs, and the budget is judged on these.
-    shapes: for "auto": the (batch, tokens) pairs to be fast at. None: (1, 128) and (1, 16), or (1, 1) for a decoder
-        with a cache.
+    options: for experts, of passes of the recipe that results: {"prune.scope": "sensitivity"}.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
-    progress: called as progress(stage, done, total). What it raises ends the run and reaches the caller as it is.
+    progress: called as progress(stage, done, total), stage being a Stage. What it raises ends the run and reaches the
+        caller as it is.
 
     Raises an OrtolanError. After any error or interrupt the output is as it was before: absent, or the older model.
     """
     ids = None if prompt is None else read_prompt(prompt)
-    if ids is not None and recipe is None:
-        recipe = _CACHED_PROMPT
-    settings = None
-    if isinstance(recipe, str) and recipe == AUTO:
-        if ids is not None:
-            raise RecipeError(f"a prompt was given, which recipe {AUTO!r} does not take; give recipe 'cached-prompt'")
-        settings = AutoSettings.read(budget, shapes, options)
-    elif budget is not None or shapes is not None:
-        name = "budget" if budget is not None else "shapes"
-        raise RecipeError(f"{name} was given, which only recipe {AUTO!r} has; leave it out, or give that recipe")
-    chosen = None if recipe is None or settings is not None else _load_recipe(recipe, options, ids is not None)
-    source = load_model(model)
-    _refuse_optimized(source)
+    form = (weights, group_size, sparsity, pattern, method, cache, ignore)
+    choice = read_choice(recipe, dict(zip(CHOICES, form, strict=True)), options, ids is not None)
+    source = _load(model)
     text = TextInput(with_tokenizer) if isinstance(with_tokenizer, str | os.PathLike) else with_tokenizer
-    wordpiece = None if text is None else check_text_input(source.model, text)
-    stored = _count_stored_int4(source) if recipe is None else 0
-    if recipe is None:
-        chosen = _chosen_recipe(stored, options)
-    genai = find_genai_config(source)
-    if genai is not None and chosen is not None:
-        chosen = chosen.for_equal_caches("onnxruntime-genai")
-    target = _target(output)
-    if target is not None and source.folder is not None:
-        check_output_folder(target, source.folder)
-    elif target is not None:
-        check_output(target, source)
-    # Counted before the passes run: they change the model in place.
-    report = OptimizationReport(
-        recipe={"name": AUTO} if chosen is None else chosen.to_dict(),
-        input=None if source.path is None else str(source.path),
-        output=None if target is None or dry_run else str(target),
-        dry_run=dry_run,
+    run = _Run(
+        source,
+        _check_target(output, source),
+        _default_recipe(source, choice),
+        text=text,
+        wordpiece=None if text is None else check_text_input(source.model, text),
+        genai=find_genai_config(source),
+        prompt_ids=ids,
         portable=portable,
-        file_size_before=source.size,
-        versions=package_versions(),
-        cpu=_cpu(),
+        dry_run=dry_run,
     )
-    beside = find_tokenizer(source.path) if text is None else text.tokenizer
-    given = _read_texts(calibration)
-    feeds = None if calibration is None else _read_feeds(given, tokenizer, beside, source, report)
+    run.read_calibration(calibration, tokenizer)
+    with told(progress or no_progress) as tell:
+        run.execute(tell)
+    return run.report
+
+
+def search(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    *,
+    budget: Budget | None = None,
+    shapes: Shapes | None = None,
+    sparsity: float | None = None,
+    calibration: Calibration | None = None,
+    tokenizer: Tokenizer | None = None,
+    portable: bool = True,
+    progress: Progress | None = None,
+) -> Recipe:
+    """Finds, by measurement on this machine, the recipe that makes a model fastest within a budget of error.
+
+    Each layer gets the form that is fastest; `optimize_onnx(model, output, recipe=found)` makes the model, `to_toml()`
+    a file of it. `found.search` holds what was measured. Where nothing is faster, the recipe has no passes, and its
+    description says so.
+
+    model, calibration, tokenizer, portable, progress: as optimize_onnx takes them.
+    budget: the smallest cosine of each output against the original's (0.99 if None); "perplexity:0.02", by what share
+        a decoder's perplexity may rise; or a function(run of the original, run of the optimized model) -> bool, each of
+        which takes feeds and gives outputs by name. Of four feeds (texts) or more, every fourth is kept from what fits
+        weights to inputs, and the budget is judged on these.
+    shapes: the (batch, tokens) pairs to be fast at. None: (1, 128) and (1, 16), or (1, 1) for a decoder with a cache.
+    sparsity: forms that are pruned to this share are tried too. None: nothing is pruned.
+
+    Raises an OrtolanError.
+    """
+    settings = AutoSettings.read(budget, shapes, sparsity)
+    source = _load(model)
+    feeds = description = None
+    if calibration is not None:
+        feeds, description = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
     with (
-        raising_unchanged(progress or no_progress) as tell,
-        _work_folder(None if dry_run else target) as work,
-        TensorSpill(work) as spill,
-        FittedWeights(work) as fitted,
+        told(progress or no_progress) as tell,
+        _work_folder(None) as work,
+        Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
-        if settings is not None:
-            chosen = _search(model, settings, work, feeds, portable, tell, report, fitted)
-        context = PassContext(
-            source,
-            report,
-            _candidate(work, source, target),
-            spill,
-            feeds=feeds,
-            prompt_ids=ids,
-            portable=portable,
+        found, made = _search(evidence, settings, "model.onnx", tell)
+        return found if made is None else made.recipe
+
+
+def _log(report: OptimizationReport) -> None:
+    for layer in report.layers:
+        logger.debug("%s: %s", layer.name, layer.new_op or layer.reason or layer.status)
+    for note in report.notes:
+        logger.info("%s", note)
+    logger.info("%d of %d layers replaced", len(report.replaced), len(report.layers))
+
+
+def _search(evidence: Evidence, settings: AutoSettings, name: str, progress: Progress) -> tuple[Recipe, Made | None]:
+    """The recipe that is found and its model, a file of this name; without passes where the original is the best."""
+    search = Search(evidence, settings, name, progress=progress)
+    made = search.run()
+    logger.info("%s", search.report.outcome)
+    if made is None:
+        return Recipe(AUTO, search.report.outcome, (), search.report), None
+    made = replace(made, recipe=replace(made.recipe, search=search.report))
+    return made.recipe, made
+
+
+def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
+    """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
+    if choice.recipe is not None or choice.measured:
+        return choice
+    stored = _count_stored(source)
+    return choice if not stored else choice.adopting(f"{stored} layers store few-bit weights")
+
+
+class _Run:
+    """One call, of which all arguments are checked."""
+
+    def __init__(
+        self,
+        source: ModelFile,
+        target: Path | None,
+        choice: Choice,
+        *,
+        text: TextInput | None,
+        wordpiece: WordPiece | None,
+        genai: GenaiConfig | None,
+        prompt_ids: np.ndarray | None,
+        portable: bool,
+        dry_run: bool,
+    ) -> None:
+        self.source, self.target, self.choice = source, target, choice
+        self.text, self.wordpiece, self.genai = text, wordpiece, genai
+        self.prompt_ids, self.portable, self.dry_run = prompt_ids, portable, dry_run
+        self._given = source.proto if source.path is None else source.path
+        self.feeds: list[Feeds] | None = None
+        self._probes: Sequence[str] = ()  # texts that the tokenizer in the graph is compared on
+        recipe = None if choice.recipe is None else self._for_host(choice.recipe)
+        # Counted before the passes run: they change the model in place.
+        self.report = OptimizationReport(
+            recipe={"name": AUTO} if recipe is None else recipe.to_dict(),
+            input=None if source.path is None else str(source.path),
+            output=None if target is None or dry_run else str(target),
             dry_run=dry_run,
-            progress=tell,
-            fitted=None if settings is None else fitted,
+            portable=portable,
+            file_size_before=source.size,
+            versions=package_versions(),
+            cpu=_cpu(),
         )
-        if stored:
-            context.note(f"no recipe was given; {_ADOPT!r} was chosen, as {stored} layers store 4-bit weights")
-        if chosen is not None:
-            source.model.metadata_props.update(_provenance(chosen))
-            run_recipe(chosen, source.model, context)
-        if text is not None and wordpiece is not None and not dry_run:
-            tell("tokenizer", 0, 1)
-            add_text_input(source.model, text, wordpiece, given[:_MOST_PROBES] if _are_texts(given) else ())
-            for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
-                file.unlink(missing_ok=True)
-            write_model(source.model, context.candidate, lambda done, total: tell("write", done, total))
-            context.release()
-            check_text_model(context.candidate, text, wordpiece)
-        if not dry_run:
-            original = report.auto is not None and not report.auto.changed and text is None
-            _finish(source, context, target, genai, original)
-    return report
+        self.report.notes += [choice.note] if choice.note else []
 
+    def _for_host(self, recipe: Recipe) -> Recipe:
+        return recipe if self.genai is None else recipe.for_equal_caches("onnxruntime-genai")
 
-def _search(
-    model: Any,
-    settings: AutoSettings,
-    work: Path,
-    feeds: list[Feeds] | None,
-    portable: bool,
-    progress: Progress,
-    report: OptimizationReport,
-    fitted: FittedWeights,
-) -> Recipe | None:
-    """The recipe that "auto" chooses, or None: the original is the best. The report holds what was measured."""
-    with tempfile.TemporaryDirectory(prefix="auto-", dir=work, ignore_cleanup_errors=True) as folder:
-        search = Search(model, settings, Path(folder), feeds=feeds, portable=portable, progress=progress, fitted=fitted)
-        chosen = search.run()
-        report.auto = search.report
-        del search  # its sessions map files of the folder
-    if chosen is not None:
-        report.recipe = chosen.to_dict()
-    return chosen
+    def read_calibration(self, calibration: Calibration | None, tokenizer: Tokenizer | None) -> None:
+        """Raises CalibrationError."""
+        if calibration is None:
+            return
+        given = _read_texts(calibration)
+        beside = find_tokenizer(self.source.path) if self.text is None else self.text.tokenizer
+        self.feeds, self.report.feeds = _read_feeds(given, tokenizer, beside, self.source)
+        self.report.tokens = count_tokens(self.feeds)
+        self._probes = given[:_MOST_PROBES] if _are_texts(given) else ()
+
+    def execute(self, progress: Progress) -> None:
+        """Finds the recipe where that is left open, runs it, and puts the result in its place."""
+        source = self.source
+        with (
+            _work_folder(None if self.dry_run else self.target) as work,
+            TensorSpill(work) as spill,
+            Evidence(
+                source,
+                work,
+                self.feeds,
+                self.report.feeds,
+                portable=self.portable,
+                keeps_fits=self.choice.recipe is None,
+            ) as evidence,
+            bounded_pages(source.data_files if source.is_large else (), work),
+        ):
+            context = PassContext(
+                evidence,
+                source,
+                self.report,
+                _candidate(work, source, self.target),
+                spill,
+                prompt_ids=self.prompt_ids,
+                portable=self.portable,
+                dry_run=self.dry_run,
+                progress=progress,
+            )
+            run = self._measure if self.choice.recipe is None else self._run
+            recipe, context = run(context)
+            self.report.feeds = evidence.description
+            if not self.dry_run:
+                self._add_tokenizer(context)
+                _finish(context, self.target, self.genai, original=not recipe.passes and self.text is None)
+        _log(self.report)
+
+    def _measure(self, context: PassContext) -> tuple[Recipe, PassContext]:
+        """Finds the recipe by measurement, and takes the model that was made of it on the way."""
+        settings = AutoSettings.read(None, None, None)
+        recipe, made = _search(context.evidence, settings, context.candidate.name, context.progress)
+        if made is not None:
+            recipe = made.recipe.with_options(self.choice.options)
+        self.report.recipe, self.report.auto = recipe.to_dict(), recipe.search
+        if made is None:
+            return recipe, context
+        if self.dry_run:
+            run_recipe(recipe, context)
+            return recipe, context
+        return recipe, finish(replace(made, recipe=recipe), context)
+
+    def _run(self, context: PassContext) -> tuple[Recipe, PassContext]:
+        """Runs the recipe. Returns it, or one without passes where it found nothing to do and the model may stay."""
+        assert self.choice.recipe is not None
+        recipe = self._for_host(self.choice.recipe)
+        self.report.recipe, self.report.auto = recipe.to_dict(), recipe.search
+        logger.info("recipe %s: %s", recipe.name, recipe.description)
+        logger.debug("%s", recipe.to_toml())
+        if not recipe.passes:
+            return recipe, context
+        try:
+            run_recipe(recipe, context)
+        except NothingToReplaceError as error:
+            if not self.choice.may_stay:
+                raise
+            context.note(f"the model stays as it is: {error}")
+            recipe = Recipe(recipe.name, "nothing to take over: the model stays as it is", ())
+            self.report.recipe = recipe.to_dict()
+            context.source.model = _load(self._given).model  # without what the passes have done to it
+        return recipe, context
+
+    def _add_tokenizer(self, context: PassContext) -> None:
+        """Puts the tokenizer into the model, if one was given, and writes it."""
+        if self.text is None or self.wordpiece is None:
+            return
+        context.progress(Stage.TOKENIZER, 0, 1)
+        add_text_input(context.source.model, self.text, self.wordpiece, self._probes)
+        for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
+            file.unlink(missing_ok=True)
+        _write(context)
+        context.release()
+        check_text_model(context.candidate, self.text, self.wordpiece)
 
 
 def _read_texts(calibration: Calibration | None) -> Any:
@@ -232,13 +374,9 @@ def _are_texts(given: Any) -> bool:
 
 
 def _read_feeds(
-    given: Any,
-    tokenizer: Tokenizer | None,
-    beside: Tokenizer | None,
-    source: ModelFile,
-    report: OptimizationReport,
-) -> list[Feeds]:
-    """The feeds, with a word on them in the report.
+    given: Any, tokenizer: Tokenizer | None, beside: Tokenizer | None, source: ModelFile
+) -> tuple[list[Feeds], str]:
+    """The feeds, and what they are, for people.
 
     given: what _read_texts has made of the calibration. beside: the tokenizer to use if none was given.
     """
@@ -253,40 +391,33 @@ def _read_feeds(
         what = f"feed(s) of {len(given)} text(s)"
         given = feeds_of_texts(given, tokenizer or beside, source.model)
     feeds = read_calibration(given, source.model)
-    report.tokens = count_tokens(feeds)
-    report.feeds = f"{len(feeds)} {what}" + (f", {report.tokens} tokens" if report.tokens is not None else "")
-    return feeds
+    tokens = count_tokens(feeds)
+    return feeds, f"{len(feeds)} {what}" + (f", {tokens} tokens" if tokens is not None else "")
 
 
-def _load_recipe(
-    recipe: str | os.PathLike[str] | Recipe, options: Mapping[str, Any] | None, prompt: bool = False
-) -> Recipe:
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    if prompt:
-        chosen = chosen.with_prompt()
-    return chosen.with_options({} if options is None else options)
+def _load(model: Any) -> ModelFile:
+    """Raises ModelError, for a model that is optimized already as well."""
+    source = load_model(model)
+    made_by = optimized_with(source.model)
+    if made_by is not None:
+        raise ModelError(f"{source.name} was already optimized by Ortolan ({made_by}); start from the original model")
+    return source
 
 
-def _chosen_recipe(stored: int, options: Mapping[str, Any] | None) -> Recipe:
-    """For a model with so many layers that are stored in 4 bits, where the caller has named none."""
-    name = _ADOPT if stored else _DEFAULT
+def _count_stored(source: ModelFile) -> int:
+    """The layers whose weights of few bits can be taken over as they are."""
     try:
-        return _load_recipe(name, options)
-    except RecipeError as error:
-        why = f"as {stored} layers store 4-bit weights" if stored else "the default"
-        raise RecipeError(f"no recipe was given; {name!r} was chosen, {why}: {error}; or give another recipe") from None
-
-
-def _count_stored_int4(source: ModelFile) -> int:
-    """The layers whose 4-bit weights can be taken over as they are."""
-    try:
-        return sum(isinstance(linear.int4, StoredInt4) for linear in linears_in(source.model))
+        return sum(
+            isinstance(linear.int4, StoredInt4) or isinstance(linear.int8, StoredInt8)
+            for linear in linears_in(source.model)
+        )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
         raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error
 
 
-def _target(output: str | os.PathLike[str] | None) -> Path | None:
+def _check_target(output: str | os.PathLike[str] | None, source: ModelFile) -> Path | None:
+    """Raises OutputError for an output that cannot be written."""
     if output is None:
         return None
     try:
@@ -294,7 +425,12 @@ def _target(output: str | os.PathLike[str] | None) -> Path | None:
     except TypeError:
         raise OutputError(f"output is a {type(output).__name__}, expected a path or None") from None
     # The file behind a link is written, and the link stays.
-    return Path(os.path.realpath(target)) if target.is_symlink() else target
+    target = Path(os.path.realpath(target)) if target.is_symlink() else target
+    if source.folder is not None:
+        check_output_folder(target, source.folder)
+    else:
+        check_output(target, source)
+    return target
 
 
 def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
@@ -305,61 +441,57 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(
-    source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool
-) -> None:
+def _finish(context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool) -> None:
     """Puts the candidate, or the original as it is, in its place, or into the report."""
-    report = context.report
-    if target is None and source.proto is not None and original:
-        report.model, report.file_size_after = source.proto, source.size
-        return
+    source, report = context.source, context.report
     if target is None:
-        total = sum(tensor.nbytes for tensor, _ in tensor_slots(source.model))
-        if total > _PROTOBUF_LIMIT:
-            raise OutputError(
-                f"the optimized model has {total} bytes of weights, more than a ModelProto can hold (2 GiB); "
-                "give an output path"
-            )
-        report.model = to_proto(source.model)
+        report.model = source.proto if source.proto is not None and original else _in_memory(context)
         report.file_size_after = report.model.ByteSize()
         return
     if original and source.path is not None and not source.data_files:
         shutil.copyfile(source.path, context.candidate)
-    if not context.candidate.exists():  # a recipe without verify, or the original
-        write_model(source.model, context.candidate, lambda done, total: context.progress("write", done, total))
+    if not context.candidate.exists():
+        _write(context)
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
     if source.folder is None:
-        context.progress("save", 0, 1)
+        context.progress(Stage.SAVE, 0, 1)
         move_into_place(context.candidate, target)
     else:
-        result = context.candidate.parent
-        others = find_others(source)
-        if others.left_out:
-            context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
-        copy_others(others, result, lambda done, total: context.progress("copy", done, total))
-        if genai is not None:
-            genai.write(result)
-            context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
-        context.progress("save", 0, 1)
-        move_folder_into_place(result, target)
-    context.progress("save", 1, 1)
+        _finish_folder(context, target, genai)
+    context.progress(Stage.SAVE, 1, 1)
 
 
-def _refuse_optimized(source: ModelFile) -> None:
-    made_by = optimized_with(source.model)
-    if made_by is not None:
-        raise ModelError(f"{source.name} was already optimized by Ortolan ({made_by}); start from the original model")
+def _write(context: PassContext) -> None:
+    model, progress = context.source.model, context.progress
+    write_model(model, context.candidate, lambda done, total: progress(Stage.WRITE, done, total))
 
 
-def _provenance(recipe: Recipe) -> dict[str, str]:
-    """What the optimized model says of its making."""
-    versions = package_versions()
-    return {
-        RECIPE_KEY: recipe.name,
-        VERSION_KEY: versions.get("ortolan", "unknown"),
-        OPTIONS_KEY: json.dumps(recipe.to_dict()["pass"]),
-    }
+def _in_memory(context: PassContext) -> onnx.ModelProto:
+    """What was written. Raises OutputError where it does not fit."""
+    total = sum(tensor.nbytes for tensor, _ in tensor_slots(context.source.model))
+    if total > _PROTOBUF_LIMIT:
+        raise OutputError(
+            f"the optimized model has {total} bytes of weights, more than a ModelProto can hold (2 GiB); "
+            "give an output path"
+        )
+    if not context.candidate.exists():
+        _write(context)
+    return onnx.load(context.candidate)
+
+
+def _finish_folder(context: PassContext, target: Path, genai: GenaiConfig | None) -> None:
+    """The candidate's folder, with what else lies in the original's, becomes the output."""
+    result = context.candidate.parent
+    others = find_others(context.source)
+    if others.left_out:
+        context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
+    copy_others(others, result, lambda done, total: context.progress(Stage.COPY, done, total))
+    if genai is not None:
+        genai.write(result)
+        context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
+    context.progress(Stage.SAVE, 0, 1)
+    move_folder_into_place(result, target)
 
 
 @contextmanager

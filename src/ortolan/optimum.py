@@ -1,6 +1,6 @@
 """Optimum: optimized models in ORTModelFor…, and an optimizer in the shape of Optimum's ORTOptimizer.
 
-OrtolanOptimizer.from_pretrained("model/").optimize("fast/", recipe="int4")
+OrtolanOptimizer.from_pretrained("model/").optimize("fast/", weights="int4")
 ORTModelForCausalLM.from_pretrained("fast/", session_options=session_options())
 """
 
@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortolan.graph_passes.auto.candidates import NAME as AUTO
-from ortolan.graph_passes.recipe import Recipe
-
+from .choice import read_choice
 from .errors import ModelError
 from .optimize import optimize_onnx
 from .session import register
@@ -21,9 +19,8 @@ from .session import register
 if TYPE_CHECKING:
     import onnxruntime
 
-    from ortolan.graph_passes.auto.budget import Budget
-    from ortolan.graph_passes.auto.search import Shapes
     from ortolan.graph_passes.measure.feeds import Calibration
+    from ortolan.graph_passes.recipe import Recipe
     from ortolan.graph_passes.report.optimization import OptimizationReport
     from ortolan.graph_passes.text.texts import Tokenizer
 
@@ -64,32 +61,30 @@ class OrtolanOptimizer:
         save_dir: str | os.PathLike[str],
         recipe: str | os.PathLike[str] | Recipe | None = None,
         *,
-        options: Mapping[str, Any] | None = None,
         calibration: Calibration | None = None,
         tokenizer: Tokenizer | None = None,
-        budget: Budget | None = None,
-        shapes: Shapes | None = None,
+        options: Mapping[str, Any] | None = None,
         portable: bool = True,
         progress: Progress | None = None,
+        **form: Any,
     ) -> OptimizationReport:
         """Writes the optimized model, with configuration and tokenizer, to a new folder.
 
-        Arguments, report and errors are those of `ortolan.optimize_onnx`; compressed caches take the shape that
+        Arguments, report and errors are those of `ortolan.optimize_onnx`, with `form` for weights, group_size,
+        sparsity, pattern, method, cache and ignore; compressed caches take the shape that
         Optimum makes, with which options `window` and `sinks` do not go.
         """
-        chosen: str | os.PathLike[str] | Recipe | None = recipe
-        if recipe is not None and recipe != AUTO:  # neither "auto" nor the default compresses caches
-            chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-            chosen = chosen.with_options(options or {}).for_equal_caches("Optimum")
+        choice = read_choice(recipe, form, options)
+        if choice.recipe is not None:  # what is found later compresses no caches
+            recipe, form, options = choice.recipe.for_equal_caches("Optimum"), {}, None
         return optimize_onnx(
             self.folder,
             save_dir,
-            recipe=chosen,
-            options=None if isinstance(chosen, Recipe) else options,
+            recipe=recipe,
             calibration=calibration,
             tokenizer=tokenizer,
-            budget=budget,
-            shapes=shapes,
+            options=options,
             portable=portable,
             progress=progress,
+            **form,
         )

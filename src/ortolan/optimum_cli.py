@@ -20,8 +20,26 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("Ortolan")
     group.add_argument(
         "--recipe",
-        help="A built-in recipe of Ortolan or a TOML file; an unknown name lists the built-in ones. Without it: adopt "
-        "for a model that stores 4-bit weights, else sparse-bf16.",
+        help="A preset of Ortolan, whose form the options below change, or a TOML file; an unknown name lists the "
+        "presets. Without it, and without a form: few-bit weights are taken over as they are stored; of other models "
+        "each layer takes the dense form that is fastest here.",
+    )
+    group.add_argument("--weights", help="What weights become: bf16, int8 or int4.")
+    group.add_argument("--group-size", type=int, help="int4 weights to a scale: 32, 64 or 128.")
+    group.add_argument("--sparsity", type=float, help="The share of weights to prune; without it, nothing is pruned.")
+    group.add_argument("--pattern", help="What is pruned: unstructured, 4x1 or N:M.")
+    group.add_argument(
+        "--method",
+        action="append",
+        help="How weights are rounded (rtn, gptq, awq, hqq) or pruned (magnitude, wanda, sparsegpt). Twice: one of "
+        "each.",
+    )
+    group.add_argument("--cache", help="Of attention with a KV cache: codes or float32.")
+    group.add_argument(
+        "--ignore",
+        metavar="PATTERN",
+        action="append",
+        help='Layers, by name, that are not part of the form. Repeatable. Without it: heads; "": none.',
     )
     group.add_argument(
         "--set",
@@ -29,19 +47,14 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="Change an option of the recipe, as in --set sparsity=0.7. Repeatable.",
+        help="For experts: an option of a pass, as in --set prune.scope=sensitivity. Repeatable.",
     )
     group.add_argument(
         "--calibration",
         type=Path,
         metavar="FILE",
         help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify on, "
-        "and for recipes that calibrate.",
-    )
-    group.add_argument(
-        "--budget",
-        help="For recipe auto: the smallest cosine of each output against the original's (0.99), or perplexity:0.02, "
-        "by what share a decoder's perplexity on the calibration texts may rise.",
+        "and for methods that fit weights to inputs.",
     )
     group.add_argument(
         "--tokenizer",
@@ -65,7 +78,13 @@ def _optimize(folder: Path, output: Path, args: Any) -> None:
             options=dict(map(parse_setting, args.settings)),
             calibration=args.calibration,
             tokenizer=args.tokenizer,
-            budget=args.budget,
+            weights=args.weights,
+            group_size=args.group_size,
+            sparsity=args.sparsity,
+            pattern=args.pattern,
+            method=args.method,
+            cache=args.cache,
+            ignore=None if args.ignore is None else [one for one in args.ignore if one],
         )
     except OrtolanError as error:
         sys.exit(f"ortolan: {error}")

@@ -1,9 +1,49 @@
-"""How long work tells how far it is."""
+"""How long work tells how far it is: to a callback, and, when a stage begins, to the logger "ortolan"."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
+
+# info: what is done and decided. debug: details of it, such as what becomes of each layer.
+logger = logging.getLogger("ortolan")
+
+
+class Stage(StrEnum):
+    """What optimize_onnx, search and distill are at. A benchmark tells the case that it measures instead."""
+
+    NORMALIZE = "normalize"
+    CALIBRATE = "calibrate"
+    SENSITIVITY = "sensitivity"  # of layers to pruning
+    PRUNE = "prune"
+    SCALE = "scale"
+    QUANTIZE = "quantize"
+    FUSE_ATTENTION = "fuse attention"
+    RANGES = "ranges"
+    ACTIVATIONS = "activations"
+    CACHE_PROMPT = "cache prompt"
+    COLLECT_KEYS = "collect keys"
+    CODEBOOKS = "codebooks"
+    REPLACE = "replace"
+    FUSE_LUT = "fuse tables"
+    WRITE = "write"
+    VERIFY = "verify"
+    TOKENIZER = "tokenizer"
+    COPY = "copy"
+    SAVE = "save"
+    # Of the search.
+    TIME_LAYERS = "search: times of layers"
+    SENSITIVITIES = "search: what errors matter"
+    LAYER_ERRORS = "search: errors of layers"
+    TRY_MODELS = "search: whole models"
+    TIME_MODELS = "search: times of models"
+    # Of distill and the demo.
+    DISTILL = "distill"
+    EMBED = "embed sentences"
+    TIME_BOTH = "time both models"
+
 
 Progress = Callable[[str, int, int], None]  # progress(stage, done, total)
 
@@ -13,11 +53,17 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def raising_unchanged(progress: Progress) -> Iterator[Progress]:
-    """The same callback; what it raises leaves the block as it is, whatever wraps it inside: callers cancel so."""
+def told(progress: Progress) -> Iterator[Progress]:
+    """The same callback, and the logger is told of each new stage; what the callback raises leaves the block as it is,
+    whatever wraps it inside: callers cancel so."""
     raised: list[Exception] = []
+    last = ""
 
     def tell(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        if stage != last:
+            logger.info("%s", stage)
+            last = stage
         try:
             progress(stage, done, total)
         except Exception as error:

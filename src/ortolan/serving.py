@@ -100,7 +100,7 @@ class EmbeddingRequest(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.models.generate.sample. stream:
+    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.generate.sample. stream:
     the answer is a stream of server-sent events, {"piece": "…"} each, and at last what it is without stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -1,6 +1,6 @@
 """transformers' own ONNX exporter (5.23), followed by Ortolan: importing this module registers export format "ortolan".
 
-exported = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16"))
+exported = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, weights="int8"))
 exported(**inputs); exported.save_pretrained("fast/"); ExportedModel.from_pretrained("fast/")
 """
 
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortolan.graph_passes.auto.candidates import NAME as AUTO
+from ortolan.graph_passes.forms import CHOICES
+from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.compress_cache import CompressCacheOptions
-from ortolan.graph_passes.recipe import Recipe
 
+from .choice import read_choice
 from .errors import ModelError, RecipeError
 from .optimize import optimize_onnx
 from .session import register
@@ -54,12 +55,21 @@ class OrtolanConfig(OnnxConfig):  # type: ignore[misc]
 
     export_format: str = FORMAT
     recipe: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    group_size: int | None = None
+    sparsity: float | None = None
+    pattern: str | None = None
+    method: Any = None
+    cache: str | None = None
+    ignore: Any = HEADS
     calibration: Any = None
     tokenizer: Any = None
-    budget: Any = None
-    shapes: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
     portable: bool = True
+
+    def form(self) -> dict[str, Any]:
+        """What layers become."""
+        return {name: getattr(self, name) for name in CHOICES}
 
     def to_json_string(self) -> str:
         """What `save_pretrained` keeps: all but the calibration data, and the objects of others."""
@@ -89,12 +99,11 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
                 source,
                 target,
                 recipe=config.recipe,
-                options=config.options,
                 calibration=config.calibration,
                 tokenizer=config.tokenizer,
-                budget=config.budget,
-                shapes=config.shapes,
+                options=config.options,
                 portable=config.portable,
+                **config.form(),
             )
             for file in OnnxExporter.program_files(source.name):
                 (source.parent / file).unlink(missing_ok=True)
@@ -185,10 +194,9 @@ def empty_cache(runner: OrtolanModelRunner) -> DynamicCache:
 
 
 def _compresses_caches(config: OrtolanConfig) -> bool:
-    recipe = config.recipe
-    if recipe is None or recipe == AUTO:
+    chosen = read_choice(config.recipe, config.form(), config.options).recipe
+    if chosen is None:
         return False
-    chosen = (recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)).with_options(config.options)
     caches = [step.options for step in chosen.passes if isinstance(step.options, CompressCacheOptions)]
     return any((one.keys, one.values) != ("float32", "float32") for one in caches)
 

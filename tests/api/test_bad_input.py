@@ -30,8 +30,10 @@ from ortolan.graph_passes.files import model_file
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 
-def optimize(model, output=None, recipe="sparse-bf16", **arguments):
+
+def optimize(model, output=None, recipe=NAMED["sparse-bf16"], **arguments):
     return ortolan.optimize_onnx(model, output, recipe=recipe, **arguments)
 
 
@@ -100,7 +102,7 @@ def test_models_of_the_wrong_type():
 def test_already_optimized(folder, unchanged):
     optimize(folder / "model.onnx", folder / "fast.onnx", options={"seconds": 0})
     unchanged()
-    with pytest.raises(ModelError, match=r"fast\.onnx was already optimized by Ortolan \(recipe 'sparse-bf16'\)"):
+    with pytest.raises(ModelError, match=r"fast\.onnx was already optimized by Ortolan \(recipe 'weights=bf16"):
         optimize(folder / "fast.onnx", folder / "faster.onnx")
     stripped = onnx.load(folder / "fast.onnx")
     del stripped.metadata_props[:]
@@ -127,11 +129,11 @@ def test_nothing_to_replace(folder, unchanged, dry_run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"recipe": "fastest"}, "unknown recipe 'fastest'; the recipes are: .*sparse-bf16"),
+        ({"recipe": "fastest"}, "unknown recipe 'fastest'; the recipes are: .*sparse-encoder"),
         ({"options": {"sparsity": 1.5}}, "sparsity is 1.5, expected a number from 0 to below 1"),
         ({"options": [("sparsity", 0.5)]}, "options is a list, expected a dict"),
         ({"options": []}, "options is a list, expected a dict"),
-        ({"recipe": 3}, r"recipe is a int, expected a name \(.*sparse-bf16.*\), the path"),
+        ({"recipe": 3}, r"recipe is a int, expected a name \(.*sparse-encoder.*\), the path"),
         ({"recipe": {"name": "r"}}, "recipe is a dict, .*Recipe.from_dict"),
         ({"options": {"sparsity": True}}, "sparsity is True"),
         ({"options": {"sparsety": 0.5}}, "no option 'sparsety'.*did you mean 'sparsity'"),

@@ -21,11 +21,12 @@ from ortolan import ModelError, OutputError, RecipeError
 from ortolan.graph_passes.files import genai_folder
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .test_optimize import digests
 
 FAST = {"verify.seconds": 0.0}
 LIBRARY = "libortolan_ops.so"
-RECIPE = {"recipe": "sparse-bf16", "options": FAST | {"may_grow": True}}
+RECIPE = {"recipe": NAMED["sparse-bf16"], "options": FAST | {"may_grow": True}}
 
 
 def config(**decoder: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
+
 
 def test_a_plain_model(tmp_path):
     path = tmp_path / "bert.onnx"
@@ -39,10 +41,10 @@ def test_formats_and_sparsity():
 
 def test_an_optimized_model():
     report = ortolan.optimize_onnx(
-        ir.to_proto(tiny.mlp()), recipe="sparse-bf16", options={"seconds": 0, "sparsity": 0.75}
+        ir.to_proto(tiny.mlp()), recipe=NAMED["sparse-bf16"], options={"seconds": 0, "sparsity": 0.75}
     )
     found = ortolan.inspect_onnx(report.model)
-    assert (found.optimized, found.ortolan_version) == ("sparse-bf16", ortolan.__version__)
+    assert (found.optimized, found.ortolan_version) == ("weights=bf16, sparsity=0.5", ortolan.__version__)
     assert [layer.weight_format for layer in found.linears] == ["bitmap + bf16"] * 3
     for layer, reported in zip(found.linears, report.layers, strict=True):
         assert layer.sparsity == pytest.approx(reported.sparsity) and layer.weight_bytes == reported.bytes_after
@@ -59,7 +61,7 @@ def test_kinds_of_packed_weights(recipe, kind, sparsity):
     options = {"seconds": 0, "sparsity": sparsity, "may_grow": True}
     options |= {"quantize.exclude": ["*layers.1*"]} if kind != "bf16" else {}
     report = ortolan.optimize_onnx(
-        ir.to_proto(tiny.mlp((64, 128, 192, 16), "matmul_add")), recipe=recipe, options=options
+        ir.to_proto(tiny.mlp((64, 128, 192, 16), "matmul_add")), recipe=NAMED[recipe], options=options
     )
     found = ortolan.inspect_onnx(report.model)
     storage = "bitmap + " if sparsity else "dense "
@@ -74,7 +76,7 @@ def test_kinds_of_packed_weights(recipe, kind, sparsity):
 
 
 def test_fused_parts_are_told():
-    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe="sparse-int4", options={"seconds": 0})
+    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=NAMED["sparse-int4"], options={"seconds": 0})
     fused = {layer.name: layer.fused for layer in ortolan.inspect_onnx(report.model).linears}
     assert fused["/encoder/layer.0/intermediate/dense/MatMul"] == ["gelu"]
     assert fused["/encoder/layer.0/output/dense/MatMul"] == ["residual"]

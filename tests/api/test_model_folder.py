@@ -18,6 +18,7 @@ from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.graph_passes.files import model_file, model_folder
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .test_optimize import digests
 
 FAST = {"verify.seconds": 0.0}
@@ -78,10 +79,11 @@ def test_the_recipe_is_chosen_by_what_the_model_stores(folder, tmp_path):
     assert any("no recipe was given; 'adopt' was chosen, as 1" in note for note in report.notes)
     assert "recipe adopt: would replace" in str(report)
     ir.save(tiny.mlp(), tmp_path / "float.onnx")
-    report = optimize(tmp_path / "float.onnx", dry_run=True, options={"may_grow": True})
-    assert report.recipe["name"] == "sparse-bf16" and not any("chosen" in note for note in report.notes)
-    report = optimize(folder, dry_run=True, recipe="int4")
-    assert report.recipe["name"] == "int4" and not any("chosen" in note for note in report.notes)
+    report = optimize(tmp_path / "float.onnx", dry_run=True)
+    assert report.recipe["name"] == "auto" and not any("chosen" in note for note in report.notes)
+    assert report.auto is not None
+    report = optimize(folder, dry_run=True, recipe=NAMED["int4"])
+    assert report.recipe["name"] == "weights=int4, ignore=none" and not any("chosen" in note for note in report.notes)
     with pytest.raises(RecipeError, match="recipe 'adopt' has no option 'sparsity'"):
         optimize(folder, options={"sparsity": 0.5})
 
@@ -318,7 +320,5 @@ def test_create_session_takes_a_folder(tmp_path):
 
 def test_options_of_a_recipe_that_was_chosen_by_itself(tmp_path):
     onnx.save(ir.to_proto(tiny.mlp()), tmp_path / "model.onnx")
-    with pytest.raises(
-        ortolan.RecipeError, match=r"no recipe was given; 'sparse-bf16' was chosen, the default: .*nonsense"
-    ):
+    with pytest.raises(ortolan.RecipeError, match=r"recipe 'auto' has no option 'nonsense'; .*verify.seconds"):
         ortolan.optimize_onnx(tmp_path / "model.onnx", options={"nonsense": 1})

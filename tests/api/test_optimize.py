@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -17,13 +18,16 @@ import pytest
 import ortolan
 from ortolan.graph_passes.files import model_file
 from ortolan.models import tiny
+from ortolan.progress import Stage
+
+from ..recipes.forms import NAMED
 
 FAST = {"seconds": 0.0}
 
 
 def optimize(model, output=None, **arguments):
     options = FAST | arguments.pop("options", {})
-    return ortolan.optimize_onnx(model, output, recipe="sparse-bf16", options=options, **arguments)
+    return ortolan.optimize_onnx(model, output, recipe=NAMED["sparse-bf16"], options=options, **arguments)
 
 
 @pytest.fixture
@@ -80,7 +84,7 @@ def test_a_model_becomes_smaller_and_answers_the_same_with_and_without_the_libra
 def test_provenance(bert, tmp_path):
     optimize(bert, tmp_path / "fast.onnx", options={"sparsity": 0.6})
     properties = {entry.key: entry.value for entry in onnx.load(tmp_path / "fast.onnx").metadata_props}
-    assert properties["ortolan.recipe"] == "sparse-bf16"
+    assert properties["ortolan.recipe"] == "weights=bf16, sparsity=0.5"
     assert properties["ortolan.version"] == ortolan.__version__
     prune = next(step for step in json.loads(properties["ortolan.options"]) if step["name"] == "prune")
     assert prune["sparsity"] == 0.6
@@ -166,10 +170,21 @@ def test_progress_tells_every_stage(bert, tmp_path, monkeypatch, large):
     optimize(bert, tmp_path / "fast.onnx", progress=lambda *call: calls.append(call))
     stages = list(dict.fromkeys(stage for stage, _, _ in calls))
     written = ["write"] if large else []  # tensor by tensor
+    assert all(isinstance(stage, Stage) for stage in stages)
     assert stages == ["normalize", "calibrate", "prune", "replace", "verify", *written, "save"]
     for stage in stages:
         done = [call[1:] for call in calls if call[0] == stage]
         assert done == sorted(done) and done[-1][0] == done[-1][1]
+
+
+def test_steps_and_decisions_are_logged(bert, caplog):
+    with caplog.at_level(logging.DEBUG, logger="ortolan"):
+        ortolan.optimize_onnx(bert, weights="int4", options=FAST)
+    told = {level: [one.getMessage() for one in caplog.records if one.levelno == level] for level in (20, 10)}
+    assert told[20][0] == "recipe weights=int4: int4 weights in groups of 128 by rtn"
+    assert [one for one in told[20] if one in set(Stage)] == ["normalize", "calibrate", "quantize", "replace", "verify"]
+    assert told[20][-1] == "12 of 16 layers replaced"
+    assert sum(one.endswith(": W4A8MatMul") for one in told[10]) == 12
 
 
 @pytest.fixture
@@ -227,7 +242,7 @@ def test_models_in_download_caches_are_linked_to_one_folder(bert_with_data, tmp_
 
 
 def test_recipe_objects_and_files(bert, tmp_path):
-    recipe = ortolan.Recipe.load("sparse-bf16").with_options({"sparsity": 0.25} | FAST)
+    recipe = NAMED["sparse-bf16"].with_options({"sparsity": 0.25} | FAST)
     (tmp_path / "mine.toml").write_text(recipe.to_toml())
     for chosen in (recipe, tmp_path / "mine.toml"):
         report = ortolan.optimize_onnx(bert, recipe=chosen, dry_run=True)

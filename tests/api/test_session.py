@@ -16,11 +16,15 @@ import ortolan
 from ortolan import LibraryError, SessionError
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
+
 
 @pytest.fixture
 def fast(tmp_path) -> Path:
     model = ir.to_proto(tiny.mlp())
-    ortolan.optimize_onnx(model, tmp_path / "fast.onnx", recipe="sparse-bf16", options={"seconds": 0}, portable=False)
+    ortolan.optimize_onnx(
+        model, tmp_path / "fast.onnx", recipe=NAMED["sparse-bf16"], options={"seconds": 0}, portable=False
+    )
     return tmp_path / "fast.onnx"
 
 

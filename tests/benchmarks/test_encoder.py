@@ -65,9 +65,9 @@ def test_sentences_become_feeds_without_padding(tmp_path):
 
 
 def test_variants_answer_as_the_model_does(encoder, tmp_path):
-    recipes = read_recipes(["sparse-int8-4x1-static:sparsity=0.0", "int4-gptq:may_grow=true"], [0.5])
+    recipes = read_recipes([":pattern=4x1,ranges=true", ":weights=int4,method=gptq,may_grow=true"], [])
     variants = make_variants(encoder, recipes, calibration_feeds(encoder, SENTENCES), tmp_path, Console(quiet=True))
-    assert list(variants) == [FP32, INT8, "sparse-int8-4x1-static sparsity=0.0", "int4-gptq may_grow=true"]
+    assert list(variants) == [FP32, INT8, "pattern=4x1,ranges=true", "weights=int4,method=gptq,may_grow=true"]
     feeds = word_feeds(encoder.inputs, 2, 11)
     expected, *others = (
         benchmark.create_session(path, benchmark.session_options(1)).run(None, feeds)[0] for path in variants.values()
@@ -89,11 +89,11 @@ def test_shapes():
 
 def test_the_whole_of_it(encoder, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "open_model", lambda name, folder: encoder)
-    arguments = ["--recipe", "sparse-int8-4x1", "--sparsity", "0.25", "--shape", "1x5", "2x3", "--seconds", "0"]
+    arguments = ["--recipe", ":pattern=4x1", "--sparsity", "0.25", "--shape", "1x5", "2x3", "--seconds", "0"]
     monkeypatch.setattr(sys, "argv", ["encoder", *arguments])
     benchmark.main()
     printed = capsys.readouterr().out
-    for words in ("all-minilm-l6-v2", "1 x 5", "2 x 3", FP32, INT8, "sparse-int8-4x1 25%"):
+    for words in ("all-minilm-l6-v2", "1 x 5", "2 x 3", FP32, INT8, "pattern=4x1 25%"):
         assert words in printed
 
 

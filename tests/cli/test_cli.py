@@ -17,9 +17,9 @@ import ortolan.benchmarks
 import ortolan.cli
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.benchmarks.result import BenchOptions
+from ortolan.generate import Decoder
 from ortolan.graph_passes.report import page as report_page
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder
 
 
 def test_version_and_help_are_quick_and_plain(run_cli):
@@ -28,7 +28,7 @@ def test_version_and_help_are_quick_and_plain(run_cli):
     text = run_cli("--help")
     assert text.returncode == 0
     assert "\x1b" not in text.stdout
-    for command in ("optimize", "distill", "inspect", "bench", "doctor", "demo"):
+    for command in ("optimize", "search", "distill", "inspect", "bench", "doctor", "demo"):
         assert command in text.stdout
 
 
@@ -58,7 +58,7 @@ def test_wrong_usage_exits_with_2(run_cli, mlp_path):
 
 def test_optimize_writes_next_to_the_model(run_cli, mlp_path):
     before = mlp_path.read_bytes()
-    result = run_cli("optimize", mlp_path)
+    result = run_cli("optimize", mlp_path, "--weights", "bf16", "--sparsity", "0.5")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "replaced 3 of 3" in result.stdout
@@ -70,7 +70,12 @@ def test_optimize_writes_next_to_the_model(run_cli, mlp_path):
 
 def test_names_that_the_terminal_cannot_show(run_cli, mlp_path):
     mlp_path = mlp_path.rename(mlp_path.with_name("gr\N{LATIN SMALL LETTER O WITH DIAERESIS}\N{SNOWMAN}.onnx"))
-    for arguments in (("inspect", mlp_path), ("optimize", mlp_path, "--dry-run"), ("bench", "--help"), ("doctor",)):
+    for arguments in (
+        ("inspect", mlp_path),
+        ("optimize", mlp_path, "--weights", "bf16", "--dry-run"),
+        ("bench", "--help"),
+        ("doctor",),
+    ):
         result = run_cli(*arguments, PYTHONIOENCODING="ascii")
         assert result.returncode == 0, result.stderr
         assert result.stdout.isascii()
@@ -78,7 +83,7 @@ def test_names_that_the_terminal_cannot_show(run_cli, mlp_path):
 
 def test_optimize_takes_output_settings_and_prints_only_json(invoke, bert_path, tmp_path):
     output = tmp_path / "small.onnx"
-    result = invoke("optimize", bert_path, "-o", output, "--set", "sparsity=0.25", "--no-portable", "--json")
+    result = invoke("optimize", bert_path, "-o", output, "--sparsity", "0.25", "--no-portable", "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert output.is_file()
@@ -91,7 +96,7 @@ def test_optimize_takes_output_settings_and_prints_only_json(invoke, bert_path, 
 def test_optimize_reads_calibration_data(invoke, mlp_path, tmp_path):
     feeds = tmp_path / "feeds.npz"
     np.savez(feeds, x=np.random.default_rng(0).standard_normal((5, 24), dtype=np.float32))
-    result = invoke("optimize", mlp_path, "--calibration", feeds, "--json")
+    result = invoke("optimize", mlp_path, "--weights", "bf16", "--calibration", feeds, "--json")
     assert result.exit_code == 0, result.stderr
     assert "1 given" in json.loads(result.stdout)["feeds"]
 
@@ -107,7 +112,7 @@ def test_optimize_takes_a_prompt(invoke, tmp_path):
 
 
 def test_dry_run_writes_nothing(invoke, mlp_path, tmp_path):
-    result = invoke("optimize", mlp_path, "--dry-run")
+    result = invoke("optimize", mlp_path, "--weights", "bf16", "--dry-run")
     assert result.exit_code == 0, result.stderr
     assert "would replace" in result.stdout
     assert list(tmp_path.iterdir()) == [mlp_path]
@@ -122,8 +127,12 @@ def test_optimize_reads_calibration_texts(invoke, bert_path):
     arguments = [
         "optimize",
         bert_path,
-        "--recipe",
-        "sparsegpt-int8",
+        "--weights",
+        "int8",
+        "--sparsity",
+        "0.5",
+        "--method",
+        "sparsegpt",
         "--set",
         "may_grow=true",
         "--set",
@@ -141,10 +150,18 @@ def test_optimize_reads_calibration_texts(invoke, bert_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--recipe", "sparse-bf61"), ("sparse-bf61", "sparse-bf16")),
+        (("--recipe", "sparse-encodr"), ("sparse-encodr", "sparse-encoder")),
+        (("--recipe", "sparse-int8"), ("sparse-int8", "--weights int8 --sparsity 0.5")),
+        (("--recipe", "adopt"), ("leave recipe out",)),
+        (("--weights", "int3"), ("weights", "int3", "bf16")),
+        (("--weights", "bf16", "--method", "gptq"), ("method", "gptq", "int4")),
+        (("--weights", "int4", "--method", "gptq", "--method", "awq"), ("method", "gptq", "awq")),
+        (("--group-size", "32"), ("group_size", "int4")),
+        (("--pattern", "2:4"), ("sparsity", "0.5")),
+        (("--ignore", ""), ("ignore", "form")),
         (("--recipe", "no/such.toml"), ("no/such.toml",)),
-        (("--set", "sparsity=1.5"), ("sparsity", "1.5")),
-        (("--set", "sparsty=0.5"), ("sparsty", "sparsity")),
+        (("--sparsity", "1.5"), ("sparsity", "1.5")),
+        (("--weights", "bf16", "--set", "min_sparsty=0.5"), ("min_sparsty", "min_sparsity")),
         (("--set", "sparsity"), ("sparsity", "=")),
         (("--calibration", "none.npz"), ("none.npz",)),
         (("--prompt", "none.npy"), ("prompt file 'none.npy' does not exist",)),
@@ -189,7 +206,7 @@ def test_a_folder_becomes_a_folder(invoke, run_cli, model_folder, tmp_path, monk
     assert "recipe adopt: replaced 2 of 2" in result.stdout and "'adopt' was chosen" in result.stdout
     fast = tmp_path / "model.ortolan"
     assert sorted(path.name for path in fast.iterdir()) == ["model.onnx", "tokenizer.json"]
-    assert invoke("optimize", model_folder, "-o", tmp_path / "other", "--recipe", "adopt").exit_code == 0
+    assert invoke("optimize", model_folder, "-o", tmp_path / "other").exit_code == 0
     assert "W4A8MatMul" in invoke("inspect", tmp_path / "other").stdout
     monkeypatch.chdir(model_folder)
     assert invoke("optimize", ".", "--dry-run").exit_code == 0
@@ -229,7 +246,7 @@ def test_long_names_are_not_broken_in_a_pipe(run_cli, tmp_path):
     name = "/encoder" + "/a_long_name" * 20
     next(iter(model.graph.all_nodes())).name = name
     ir.save(model, tmp_path / "long.onnx")
-    for arguments in (("inspect", "long.onnx"), ("optimize", "long.onnx", "--dry-run")):
+    for arguments in (("inspect", "long.onnx"), ("optimize", "long.onnx", "--weights", "bf16", "--dry-run")):
         assert name in run_cli(*arguments).stdout
 
 
@@ -262,7 +279,7 @@ def test_a_terminal_sees_a_progress_bar(mlp_path):
     import pty
 
     parent, child = pty.openpty()
-    command = [sys.executable, "-P", "-m", "ortolan.cli", "optimize", str(mlp_path)]
+    command = [sys.executable, "-P", "-m", "ortolan.cli", "optimize", str(mlp_path), "--weights", "bf16"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=os.environ | {"TERM": "xterm"}) as process:
         os.close(child)
         seen = b""
@@ -289,16 +306,15 @@ def test_inspect_prints_a_table_or_json(invoke, mlp_path):
 
 
 def test_inspect_knows_an_optimized_model(invoke, mlp_path):
-    assert invoke("optimize", mlp_path).exit_code == 0
+    assert invoke("optimize", mlp_path, "--weights", "bf16").exit_code == 0
     result = invoke("inspect", mlp_path.with_name("mlp.ortolan.onnx"))
     assert result.exit_code == 0, result.stderr
     assert "SparseAMXMatMul" in result.stdout
 
 
-@pytest.mark.parametrize("recipe", ["sparse-int8", "sparse-int4"])
-def test_quantized_models(invoke, bert_path, recipe):
-    kind = recipe.removeprefix("sparse-")
-    result = invoke("optimize", bert_path, "--recipe", recipe, "--set", "seconds=0")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_models(invoke, bert_path, kind):
+    result = invoke("optimize", bert_path, "--weights", kind, "--sparsity", "0.5", "--set", "seconds=0")
     assert result.exit_code == 0, result.stderr
     assert "replaced 12 of 16" in result.stdout and kind in result.stdout
     assert "2 gelu" in result.stdout and "4 residual" in result.stdout
@@ -307,13 +323,13 @@ def test_quantized_models(invoke, bert_path, recipe):
     assert shown.exit_code == 0, shown.stderr
     assert f"bitmap + {kind}" in shown.stdout and "gelu" in shown.stdout and "residual" in shown.stdout
     table = json.loads(invoke("inspect", optimized, "--json").stdout)
-    assert table["optimized"] == recipe
+    assert table["optimized"] == f"weights={kind}, sparsity=0.5"
     assert sum(layer["fused"] == ["gelu"] for layer in table["linears"]) == 2
 
 
 @pytest.mark.parametrize("change", ["quantize.group_size=48", "bits=5"])
 def test_quantization_that_there_is_none_of(invoke, assert_one_line, mlp_path, change):
-    result = invoke("optimize", mlp_path, "--recipe", "sparse-int4", "--set", change)
+    result = invoke("optimize", mlp_path, "--weights", "int4", "--sparsity", "0.5", "--set", change)
     assert_one_line(result, "quantize", change.partition("=")[0].rpartition(".")[2])
     assert not mlp_path.with_name("mlp.ortolan.onnx").exists()
 
@@ -433,15 +449,31 @@ def test_bench_refuses_wrong_options(invoke, fake_benchmark, arguments):
     assert fake_benchmark == []
 
 
-def test_optimize_auto_takes_a_budget_and_shapes(invoke, monkeypatch):
+def test_optimize_takes_a_form(invoke, monkeypatch):
     given = {}
     monkeypatch.setattr(ortolan, "optimize_onnx", lambda *_, **arguments: given.update(arguments) or "done")
-    result = invoke(
-        "optimize", "model.onnx", "--recipe", "auto", "--budget", "0.98", "--shape", "1x128", "--shape", "2X16"
-    )
-    assert result.exit_code == 0
-    assert (given["recipe"], given["budget"], given["shapes"]) == ("auto", "0.98", [(1, 128), (2, 16)])
-    wrong = invoke("optimize", "model.onnx", "--recipe", "auto", "--shape", "1x0")
+    arguments = "--weights int4 --group-size 32 --sparsity 0.5 --pattern 2:4 --method wanda --method gptq --cache codes"
+    assert invoke("optimize", "model.onnx", *arguments.split(), "--ignore", "heads", "--ignore", "a*").exit_code == 0
+    form = {"weights": "int4", "group_size": 32, "sparsity": 0.5, "pattern": "2:4", "method": ["wanda", "gptq"]}
+    form |= {"cache": "codes", "ignore": ["heads", "a*"]}
+    assert {name: given[name] for name in form} == form
+    given.clear()
+    assert invoke("optimize", "model.onnx", "--weights", "int4", "--ignore", "").exit_code == 0
+    assert given["ignore"] == [] and "method" not in given
+
+
+def test_search_takes_a_budget_and_shapes(invoke, assert_one_line, monkeypatch, tmp_path):
+    given = {}
+    found = ortolan.Recipe.of(weights="int8")
+    monkeypatch.setattr(ortolan, "search", lambda *_, **arguments: given.update(arguments) or found)
+    arguments = ["search", "model.onnx", "--budget", "0.98", "--shape", "1x128", "--shape", "2X16", "--sparsity", "0.5"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0 and ortolan.Recipe.from_toml(result.stdout) == found
+    assert (given["budget"], given["shapes"], given["sparsity"]) == ("0.98", [(1, 128), (2, 16)], 0.5)
+    result = invoke(*arguments, "-o", tmp_path / "found.toml", "--json")
+    assert json.loads(result.stdout) == found.to_dict() and ortolan.Recipe.load(tmp_path / "found.toml") == found
+    assert_one_line(invoke(*arguments, "-o", tmp_path / "no" / "found.toml"), "no/found.toml", "does not exist")
+    wrong = invoke("search", "model.onnx", "--shape", "1x0")
     assert wrong.exit_code == 2
     assert "BATCHxTOKENS" in wrong.output
 

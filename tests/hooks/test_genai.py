@@ -15,6 +15,7 @@ import pytest
 import ortolan
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .folders import write_llama
 
 genai = pytest.importorskip("onnxruntime_genai", reason="needs onnxruntime-genai")
@@ -123,7 +124,7 @@ def test_adopted_layers_generate(tmp_path: Path) -> None:
 
 def test_other_recipes_generate(float_folder: Path, tmp_path: Path) -> None:
     for recipe in ("sparse-bf16", "sparse-int8", "int4"):
-        ortolan.optimize_onnx(float_folder, tmp_path / recipe, recipe=recipe, options=FAST | {"may_grow": True})
+        ortolan.optimize_onnx(float_folder, tmp_path / recipe, recipe=NAMED[recipe], options=FAST | {"may_grow": True})
         assert len(generate(tmp_path / recipe)) == 24
 
 

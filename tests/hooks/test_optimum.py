@@ -23,6 +23,8 @@ transformers = pytest.importorskip("transformers")
 
 from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
 
+from ..recipes.forms import NAMED  # noqa: E402
+
 FAST = {"verify.seconds": 0.0}
 DENSE = FAST | {"may_grow": True, "sparsity": 0.0}  # weights only become bf16
 EXACT = FAST | {"keys": "float32", "values": "float32"}  # of long-context: float caches, as they were
@@ -78,7 +80,7 @@ def distance(found: Any, expected: Any) -> float:
 def test_features(export: Export, tmp_path: Path) -> None:
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
     source = export("feature-extraction")
-    report = OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "sparse-bf16", options=DENSE)
+    report = OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
     assert report.output == str(tmp_path / "fast") and "SparseAMXMatMul" in ops(tmp_path / "fast")
     assert {path.name for path in source.iterdir()} <= {path.name for path in (tmp_path / "fast").iterdir()}
     fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
@@ -94,7 +96,7 @@ def test_features(export: Export, tmp_path: Path) -> None:
 def test_classification_pipeline(export: Export, tmp_path: Path) -> None:
     model_class = onnxruntime_part.ORTModelForSequenceClassification
     source = export("text-classification")
-    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", "sparse-bf16", options=DENSE)
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
 
     def answers(model: Any) -> list[list[dict[str, Any]]]:
@@ -126,7 +128,7 @@ def test_save_pretrained(
     model_class = getattr(onnxruntime_part, name)
     if not embedded:
         monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
-    OrtolanOptimizer.from_pretrained(export(task)).optimize(tmp_path / "fast", "sparse-bf16", options=DENSE)
+    OrtolanOptimizer.from_pretrained(export(task)).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
     assert (tmp_path / "fast" / "model.onnx.data").exists() is not embedded
     fast = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())
     fast.save_pretrained(tmp_path / "saved")
@@ -178,7 +180,7 @@ def test_beams_and_the_pipeline(export: Export, tmp_path: Path) -> None:
 def test_fewer_bits_stay_near(export: Export, tmp_path: Path) -> None:
     source = export("text-generation-with-past")
     OrtolanOptimizer.from_pretrained(source).optimize(
-        tmp_path / "fast", "int4", options=FAST | {"may_grow": True, "group_size": 32}
+        tmp_path / "fast", NAMED["int4"], options=FAST | {"may_grow": True, "group_size": 32}
     )
     assert "W4A8MatMul" in ops(tmp_path / "fast")
     inputs = prompts(source)
@@ -206,7 +208,7 @@ def test_compressed_caches(export: Export, tmp_path: Path, io_binding: bool) -> 
 
 def test_an_optimizer_of_a_loaded_model(export: Export, tmp_path: Path) -> None:
     model = onnxruntime_part.ORTModelForFeatureExtraction.from_pretrained(export("feature-extraction"))
-    OrtolanOptimizer.from_pretrained(model).optimize(tmp_path / "fast", options=DENSE)
+    OrtolanOptimizer.from_pretrained(model).optimize(tmp_path / "fast", weights="bf16", sparsity=0.5, options=DENSE)
     assert "SparseAMXMatMul" in ops(tmp_path / "fast") and (tmp_path / "fast" / "config.json").is_file()
 
 
@@ -214,11 +216,10 @@ def test_an_optimizer_of_a_loaded_model(export: Export, tmp_path: Path) -> None:
 def test_command_optimize(export: Export, tmp_path: Path, task: str) -> None:
     source = export(task)
     settings = [word for name, value in DENSE.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    done = cli(
-        "ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", "--recipe", "sparse-bf16", *settings
-    )
+    form = ("--weights", "bf16", "--sparsity", "0.5")
+    done = cli("ortolan", "optimize", "--onnx_model", source, "-o", tmp_path / "fast", *form, *settings)
     assert done.returncode == 0, done.stderr
-    assert "recipe sparse-bf16" in done.stdout and "SparseAMXMatMul" in ops(tmp_path / "fast")
+    assert "recipe weights=bf16, sparsity=0.5" in done.stdout and "SparseAMXMatMul" in ops(tmp_path / "fast")
     inputs = prompts(source) if "generation" in task else tokens(source)
     found, expected = (
         next(iter(model(**inputs).values()))
@@ -237,7 +238,7 @@ def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str)
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     done = cli(
         *("export", "ortolan", "-m", checkpoints[task], "--task", task, tmp_path / "deep" / "fast"),
-        *("--recipe", "sparse-bf16", "--set", "may_grow=true", "--set", "verify.seconds=0.0"),
+        *("--weights", "bf16", "--set", "may_grow=true", "--set", "verify.seconds=0.0"),
         *("--calibration", tmp_path / "texts.txt"),
     )
     assert done.returncode == 0, done.stderr
@@ -252,7 +253,9 @@ def test_command_export(checkpoints: dict[str, Path], tmp_path: Path, task: str)
     ("arguments", "message"),
     [
         (["--recipe", "nonsense"], "ortolan: unknown recipe 'nonsense'; the recipes are"),
-        (["--recipe", "long-context", "--set", "window=8"], "need inputs that Optimum does not carry"),
+        (["--cache", "codes", "--set", "window=8"], "need inputs that Optimum does not carry"),
+        (["--weights", "int3"], "ortolan: weights is 'int3', expected one of"),
+        (["--method", "gptq", "--method", "wanda", "--weights", "int8"], "'wanda', which prunes, but sparsity is not"),
         (["--set", "nonsense"], "setting 'nonsense' is not of the form name=value"),
     ],
 )

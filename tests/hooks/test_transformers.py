@@ -23,6 +23,8 @@ exporters = pytest.importorskip("transformers.exporters")
 
 from ortolan.transformers import OrtolanConfig, OrtolanExporter, OrtolanModelRunner, empty_cache  # noqa: E402
 
+from ..recipes.forms import NAMED  # noqa: E402
+
 FAST = {"verify.seconds": 0.0}
 DENSE = FAST | {"may_grow": True, "sparsity": 0.0}
 
@@ -52,7 +54,7 @@ def model(bert: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def exported(bert: Path, model: Any) -> Any:
-    config = OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE)
+    config = OrtolanConfig(dynamic=True, recipe=NAMED["sparse-bf16"], options=DENSE)
     return OrtolanExporter().export(model, tokens(bert, TEXTS[:2]), config)
 
 
@@ -60,7 +62,9 @@ def test_export_runs_like_the_model(bert: Path, model: Any, exported: Any) -> No
     assert "SparseAMXMatMul" in ops(exported.program)
     assert isinstance(exported.runners["model"], OrtolanModelRunner)
     report = exported.program.meta["ortolan_report"]
-    assert report.recipe["name"] == "sparse-bf16" and any(layer.status == "replaced" for layer in report.layers)
+    assert report.recipe["name"] == "weights=bf16, sparsity=0.5" and any(
+        layer.status == "replaced" for layer in report.layers
+    )
     inputs = tokens(bert, [*TEXTS, "a"])  # other sizes than the export's
     with torch.no_grad():
         assert distance(exported(**inputs).logits, model(**inputs).logits) < 0.02
@@ -97,7 +101,9 @@ def test_large_weights_go_with_the_program(
     logging.disable(logging.CRITICAL)
     request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     inputs = tokens(bert, TEXTS)
-    made = OrtolanExporter().export(model, inputs, OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE))
+    made = OrtolanExporter().export(
+        model, inputs, OrtolanConfig(dynamic=True, recipe=NAMED["sparse-bf16"], options=DENSE)
+    )
     path = Path(made.program.meta["path"])
     assert sorted(file.name for file in path.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
     before = made(**inputs).logits.clone()
@@ -114,7 +120,7 @@ def test_calibration_is_used_and_not_saved(bert: Path, model: Any, tmp_path: Pat
     inputs = tokens(bert, TEXTS)
     config = OrtolanConfig(
         dynamic=True,
-        recipe="sparsegpt-int8",
+        recipe=NAMED["sparsegpt-int8"],
         options=FAST | {"may_grow": True},
         calibration=["the quick cat", "a lazy dog sat"],
         tokenizer=str(bert / "tokenizer.json"),
@@ -136,7 +142,7 @@ def test_errors_reach_the_caller(bert: Path, model: Any, tmp_path: Path, monkeyp
 def test_auto_classes_find_the_exporter() -> None:
     assert isinstance(exporters.AutoHfExporter.from_config(OrtolanConfig()), OrtolanExporter)
     assert isinstance(
-        exporters.AutoExportConfig.from_dict({"export_format": "ortolan", "recipe": "int4"}), OrtolanConfig
+        exporters.AutoExportConfig.from_dict({"export_format": "ortolan", "recipe": NAMED["int4"]}), OrtolanConfig
     )
 
 
@@ -212,7 +218,7 @@ def test_a_cache_of_an_unknown_type() -> None:
 def test_a_component_that_compresses_needs_several_tokens_at_a_time(llama: Any) -> None:
     model, inputs = llama
     config = OrtolanConfig(dynamic=True, recipe="long-context", options=FAST)
-    configs = {"prefill": OrtolanConfig(dynamic=True, recipe="sparse-bf16"), "decode": config}
+    configs = {"prefill": OrtolanConfig(dynamic=True, recipe=NAMED["sparse-bf16"]), "decode": config}
     for options in ({}, {"multi_token_decode": False}):
         with pytest.raises(ortolan.RecipeError, match=r"'decode' compresses caches, .* multi_token_decode=True"):
             OrtolanExporter().export_for_generation(model, inputs, configs, **options)
@@ -224,7 +230,7 @@ def test_compressed_caches(llama: Any, tmp_path: Path) -> None:
     config = OrtolanConfig(dynamic=True, recipe="long-context", options=FAST, calibration=calibration)
     with pytest.raises(ortolan.RecipeError, match="component 'prefill' reads none, and gives floats to 'decode'"):
         OrtolanExporter().export_for_generation(model, inputs, config)
-    configs = {"prefill": OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE), "decode": config}
+    configs = {"prefill": OrtolanConfig(dynamic=True, recipe=NAMED["sparse-bf16"], options=DENSE), "decode": config}
     exported = OrtolanExporter().export_for_generation(model, inputs, configs, multi_token_decode=True)
     types = {spec.type for spec in exported.runners["decode"].session.get_inputs() if "past" in spec.name}
     assert types == {"tensor(uint8)"}
@@ -241,7 +247,7 @@ def test_generation(llama: Any) -> None:
     made = {}
     for name, exporter, config in (
         ("onnx", exporters.OnnxExporter(), exporters.OnnxConfig(dynamic=True)),
-        ("ortolan", OrtolanExporter(), OrtolanConfig(dynamic=True, recipe="sparse-bf16", options=DENSE)),
+        ("ortolan", OrtolanExporter(), OrtolanConfig(dynamic=True, recipe=NAMED["sparse-bf16"], options=DENSE)),
     ):
         made[name] = exporter.export_for_generation(model, inputs, config, multi_token_decode=True)
     assert all("SparseAMXMatMul" in ops(component.program) for component in made["ortolan"].components.values())

@@ -10,9 +10,9 @@ import onnxruntime as ort
 import pytest
 
 from ortolan.errors import OrtolanError
+from ortolan.generate import Decoder
 from ortolan.models import tiny
 from ortolan.models.evaluate import Score, sample_texts, score_texts, score_tokens
-from ortolan.models.generate import Decoder
 
 
 def make_session(**overrides):

@@ -6,10 +6,10 @@ import onnxruntime as ort
 import pytest
 
 from ortolan.cache_folder import default_cache_dir
+from ortolan.embed import SentenceEncoder
+from ortolan.generate import Decoder, generate
 from ortolan.models import get_model
-from ortolan.models.embed import SentenceEncoder
 from ortolan.models.evaluate import sample_texts, score_texts, score_tokens
-from ortolan.models.generate import Decoder, generate
 from ortolan.models.manifest import find_entry
 from ortolan.models.tokenizer import load_tokenizer
 

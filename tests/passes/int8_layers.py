@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import OptimizationReport
 
+from ..recipes.forms import NAMED, named
 from .small_models import make_model, run
 
 DYNAMIC = ["chain", "chain_of_two", "dynamic", "dynamic_to_float"]
@@ -193,14 +194,13 @@ def packed_numbers(model: onnx.ModelProto, name: str = "linear") -> tuple[np.nda
     return _native.unpack_block_sparse(values, indices, starts, sizes["k"], sizes["n"]), scales
 
 
-def optimize(model, output=None, *, recipe="sparse-int8-4x1", options=None, **arguments) -> OptimizationReport:
-    may_grow = "replace.1.may_grow" if recipe == "adopt" else "may_grow"
-    options = {"verify.seconds": 0.0, may_grow: True} | (options or {})
-    return ortolan.optimize_onnx(model, output, recipe=recipe, options=options, **arguments)
+def optimize(model, output=None, *, recipe=NAMED["sparse-int8-4x1"], options=None, **arguments) -> OptimizationReport:
+    options = {"verify.seconds": 0.0, "may_grow": True} | (options or {})
+    return ortolan.optimize_onnx(model, output, recipe=named(recipe), options=options, **arguments)
 
 
 def adopt(model, output=None, **arguments) -> OptimizationReport:
-    return optimize(model, output, recipe="adopt", **arguments)
+    return optimize(model, output, recipe=NAMED["adopt"], **arguments)
 
 
 def outputs(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:

@@ -15,6 +15,8 @@ import ortolan
 from ortolan import OptimizationReport
 from ortolan.graph_passes.measure.sessions import open_quietly
 
+from ..recipes.forms import NAMED, named
+
 # Latency is not measured, and layers are replaced that are too small to gain from it.
 FAST = {"verify.seconds": 0.0, "may_grow": True}
 
@@ -64,8 +66,9 @@ def matmul_model(k: int = 20, n: int = 24, opset: int = 17, weight: np.ndarray |
 
 def optimize(model: Any, output: Any = None, **arguments: Any) -> OptimizationReport:
     """optimize_onnx, with the recipe sparse-bf16 unless another is given, quickly."""
-    arguments = {"recipe": "sparse-bf16"} | arguments
+    arguments = {"recipe": NAMED["sparse-bf16"]} | arguments
     options = FAST | arguments.pop("options", {})
+    arguments["recipe"] = named(arguments["recipe"])
     return ortolan.optimize_onnx(model, output, options=options, **arguments)
 
 

@@ -16,8 +16,10 @@ import ortolan
 from ortolan import CalibrationError, Recipe, RecipeError
 from ortolan.errors import NothingToReplaceError, VerificationError
 from ortolan.graph_passes.find.linear import layer_key, linears_in
+from ortolan.graph_passes.find.sparse_inputs import is_sparse_by_itself
 from ortolan.graph_passes.passes import replace
-from ortolan.graph_passes.passes.activations import is_sparse_by_itself, masked_inputs, quantile
+from ortolan.graph_passes.passes.activations import masked_inputs, quantile
+from ortolan.graph_passes.passes.replace_packing import Packer
 from ortolan.models import tiny
 
 from .small_models import branches_model, make_model, op_types, optimize, random_weight, relative_error, run
@@ -365,7 +367,7 @@ def test_verify_notices_another_threshold(factor, monkeypatch):
     def wrong(name: str, value: float) -> ir.Attr:
         return attribute_type(name, value * factor if name == "a_threshold" else value)
 
-    monkeypatch.setattr(replace.ir, "AttrFloat32", wrong)
+    monkeypatch.setattr(ir, "AttrFloat32", wrong)
     if factor:
         with pytest.raises(VerificationError, match="against the model before its layers were replaced"):
             sparsify(model, feeds, sparsity=0.2)
@@ -377,7 +379,7 @@ def test_verify_notices_a_lost_bias(monkeypatch):
     model = mlp_model(DENSE["gelu"])
     (bias,) = (one for one in model.graph.initializer if one.name == "b")
     bias.CopyFrom(onnx.numpy_helper.from_array(np.full(N, 0.5, np.float32), "b"))
-    monkeypatch.setattr(replace.ReplacePass, "_bias", lambda *arguments: None)
+    monkeypatch.setattr(Packer, "bias", lambda *arguments: None)
     with pytest.raises(VerificationError, match="against the model before its layers were replaced"):
         sparsify(model, some_x(), sparsity=0.1)
 

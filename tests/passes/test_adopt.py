@@ -16,6 +16,7 @@ from ortolan import ModelError, NothingToReplaceError, OptimizationReport, Recip
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED, named
 from .small_models import make_model, op_types, random_weight, relative_error, run
 from .stored_layers import DequantizedLayer, NBitsLayer, unpacked_matrix
 
@@ -23,9 +24,9 @@ FLOAT = TensorProto.FLOAT
 NBITS = {"domains": {"com.microsoft": 1}, "opset": 21, "ir_version": 10}
 
 
-def adopt(model, output=None, *, recipe="adopt", options=None, **arguments) -> OptimizationReport:
+def adopt(model, output=None, *, recipe=NAMED["adopt"], options=None, **arguments) -> OptimizationReport:
     options = {"verify.seconds": 0.0} | (options or {})
-    return ortolan.optimize_onnx(model, output, recipe=recipe, options=options, **arguments)
+    return ortolan.optimize_onnx(model, output, recipe=named(recipe), options=options, **arguments)
 
 
 def node_of(report: OptimizationReport) -> onnx.NodeProto:
@@ -319,7 +320,7 @@ def test_damaged_tensors_are_an_error_of_ours():
 
 
 def sparse_int4(model: onnx.ModelProto, **arguments) -> OptimizationReport:
-    return adopt(model, recipe="sparse-int4", options={"may_grow": True}, **arguments)
+    return adopt(model, recipe=NAMED["sparse-int4"], options={"may_grow": True}, **arguments)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -364,7 +365,7 @@ def test_rounding_once_more_is_told():
     assert op_types(report.model) == ["SparseAMXMatMul"]
     assert any("'linear' is stored in 4 bits already, but not as a replacing" in note for note in report.notes)
     odd = DequantizedLayer(128, 64, 16).model()
-    report = adopt(odd, recipe="int4")
+    report = adopt(odd, recipe=NAMED["int4"])
     assert op_types(report.model) == ["W4A8MatMul"]
     assert any("rounded once more" in note for note in report.notes)
     with pytest.raises(NothingToReplaceError, match=r"is stored in 4 bits, but its block_size is 16"):
@@ -373,14 +374,14 @@ def test_rounding_once_more_is_told():
 
 def test_float_recipes_gain_nothing_from_stored_weights():
     with pytest.raises(NothingToReplaceError, match="packed, its weight would take"):
-        adopt(NBitsLayer(128, 64, 32).model(), recipe="sparse-bf16")
+        adopt(NBitsLayer(128, 64, 32).model(), recipe=NAMED["sparse-bf16"])
 
 
 def test_scales_are_not_folded_into_stored_weights():
     """AWQ would divide the columns of the layer in front."""
     layer, model = float_layer()
     x = layer.inputs(200)
-    report = adopt(model, recipe="int4-awq", options={"quantize.exclude": ["/a"]}, calibration={"x": x})
+    report = adopt(model, recipe=NAMED["int4-awq"], options={"quantize.exclude": ["/a"]}, calibration={"x": x})
     assert any("layer that makes them is stored in 4 bits" in note for note in report.notes)
     assert report.layers[0].status == "replaced"  # quantize has nothing to say about it
 

@@ -1,4 +1,4 @@
-"""Recipe "auto": what it chooses, with injected times."""
+"""search: what it chooses, with injected times, and the models that its recipes make."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import CalibrationError, RecipeError
-from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto import layer_times, path, search
 from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
 from ortolan.graph_passes.auto.candidates import ORIGINAL, candidates_for, escape, make_recipe
+from ortolan.graph_passes.measure.fits import Fits
 from ortolan.graph_passes.passes import prune_calibrated, quantize
-from ortolan.graph_passes.passes.fitted import FittedWeights
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.models import tiny
+from ortolan.progress import Stage
 
 from .small_models import make_model, random_weight, run
 
@@ -76,8 +77,12 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 
 def auto(model: Any = None, output: Any = None, **arguments: Any) -> ortolan.OptimizationReport:
+    """Of the recipe that is found."""
+    model = chain() if model is None else model
     arguments = {"calibration": feeds(), "shapes": SHAPES} | arguments
-    return ortolan.optimize_onnx(chain() if model is None else model, output, recipe="auto", **arguments)
+    found = ortolan.search(model, **arguments)
+    both = {name: arguments[name] for name in ("calibration", "progress") if name in arguments}
+    return ortolan.optimize_onnx(model, output, recipe=found, **both)
 
 
 def cosine(report: ortolan.OptimizationReport) -> float:
@@ -255,8 +260,8 @@ def test_times_of_another_machine_are_not_used(inject: Callable[..., Any], monke
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("stage", ["auto: times of layers", "auto: errors of layers", "auto: whole models", "verify"])
-def test_interrupted_it_leaves_no_output(inject: Callable[..., Any], tmp_path: Path, stage: str) -> None:
+@pytest.mark.parametrize("stage", [Stage.TIME_LAYERS, Stage.LAYER_ERRORS, Stage.TRY_MODELS, Stage.VERIFY])
+def test_interrupted_it_leaves_no_output(inject: Callable[..., Any], tmp_path: Path, stage: Stage) -> None:
     inject(FAST_INT4, 5.0)
     folder = tmp_path / "out"
     folder.mkdir()
@@ -276,7 +281,7 @@ def test_times_survive_an_interrupt(inject: Callable[..., Any]) -> None:
     calls = inject(FAST_INT4, 5.0)
 
     def progress(found: str, done: int, total: int) -> None:
-        if found == "auto: errors of layers":
+        if found == Stage.LAYER_ERRORS:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -297,7 +302,7 @@ def test_really_measures() -> None:
 
 def test_a_sparsity_adds_pruned_forms(inject: Callable[..., Any]) -> None:
     inject(FAST_INT4 | {"pruned bf16": 0.1}, 5.0)
-    report = auto(budget=0.01, options={"sparsity": 0.5})
+    report = auto(budget=0.01, sparsity=0.5)
     assert report.auto is not None
     assert {layer.chosen for layer in report.auto.layers} == {"pruned bf16"}
     assert all(layer.sparsity == pytest.approx(0.5, abs=0.01) for layer in report.layers)
@@ -314,7 +319,7 @@ def test_recipes_select_layers_by_name() -> None:
 
 def test_convex_leaves_out_forms_that_others_outdo() -> None:
     forms = {"a": (0.1, 1.0), "b": (0.5, 2.0), "c": (0.4, 3.0), "d": (0.6, 10.0)}
-    assert [name for name, _, _ in search.convex(forms)] == ["b", "d"]
+    assert [name for name, _, _ in path.convex(forms)] == ["b", "d"]
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.5, "perplexity:x", "speed:2", {"cosine": 1, "perplexity": 2}, True])
@@ -329,11 +334,39 @@ def test_refuses_shapes(shapes: Any) -> None:
         auto(shapes=shapes)
 
 
-def test_refuses_what_only_auto_has() -> None:
-    with pytest.raises(RecipeError, match="only recipe 'auto' has"):
-        ortolan.optimize_onnx(chain(), recipe="int4", budget=0.9)
-    with pytest.raises(RecipeError, match="has no option 'bits'"):
-        auto(options={"bits": 4})
+@pytest.mark.parametrize("sparsity", [0, 1.0, "half", True])
+def test_refuses_sparsities(sparsity: Any) -> None:
+    with pytest.raises(RecipeError, match="sparsity is"):
+        auto(sparsity=sparsity)
+
+
+def test_the_preset_is_the_search_with_its_defaults(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    found = ortolan.search(chain(), calibration=feeds())
+    for recipe in ("auto", None):
+        report = ortolan.optimize_onnx(chain(), recipe=recipe, calibration=feeds(), options={"verify.seconds": 0.0})
+        assert report.auto is not None and report.auto.changed
+        assert Recipe.from_dict(report.recipe) == found.with_options({"verify.seconds": 0.0})
+
+
+def test_what_does_not_go_with_a_search() -> None:
+    with pytest.raises(RecipeError, match=r"sparsity was given with recipe 'auto', .*ortolan\.search, which takes"):
+        ortolan.optimize_onnx(chain(), recipe="auto", sparsity=0.5)
+    with pytest.raises(RecipeError, match=r"recipe 'auto' has no option 'bits'; .*others are set in a recipe"):
+        ortolan.optimize_onnx(chain(), options={"bits": 4})
+    with pytest.raises(RecipeError, match="ignore was given without a form"):
+        ortolan.optimize_onnx(chain(), ignore=())
+
+
+def test_a_recipe_that_changes_nothing(inject: Callable[..., Any], tmp_path: Path) -> None:
+    inject({"bf16": 1.1}, 5.0)
+    found = ortolan.search(chain(), calibration=feeds(), shapes=SHAPES)
+    assert found.passes == () and "the model stays as it is" in found.description and found.search is not None
+    (tmp_path / "found.toml").write_text(found.to_toml())
+    model = chain()
+    assert ortolan.optimize_onnx(model, recipe=tmp_path / "found.toml").model == model
+    with pytest.raises(RecipeError, match=r"'sparsity' was given, but recipe 'auto' has no passes"):
+        ortolan.optimize_onnx(model, recipe=found, options={"sparsity": 0.5})
 
 
 def test_perplexity_of_a_uniform_model() -> None:
@@ -379,7 +412,7 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
     """Encoders are timed at sequences, decoders at one token behind a cache; attention is fused where there is some."""
     inject({"int8": 0.5}, 5.0)
     model = ir.to_proto(build())
-    report = ortolan.optimize_onnx(model, recipe="auto", budget=0.9, shapes=None if shape == (1, 1) else [shape])
+    report = auto(model, budget=0.9, shapes=None if shape == (1, 1) else [shape], calibration=None)
     assert report.auto is not None
     assert report.auto.shapes == [shape]
     assert report.auto.changed
@@ -392,14 +425,14 @@ def test_whole_transformers(inject: Callable[..., Any], build: Any, shape: tuple
 def test_shapes_that_the_model_does_not_take(inject: Callable[..., Any]) -> None:
     inject({"int8": 0.5}, 5.0)
     with pytest.raises(CalibrationError, match="does not run at shape 1 x 4000"):
-        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe="auto", shapes=[(1, 4000)])
+        ortolan.search(ir.to_proto(tiny.tiny_bert()), shapes=[(1, 4000)])
 
 
-@pytest.mark.parametrize("options", [None, {"sparsity": 0.5}])
-def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
-    """Whole models are made several times, each layer is fitted once in a form; the model is the same as without."""
-    inject(FAST_INT4 if options is None else {"bf16": 0.8, "pruned bf16": 0.1}, 5.0)
-    module, name = (quantize, "gptq") if options is None else (prune_calibrated, "sparsegpt")
+@pytest.mark.parametrize("sparsity", [None, 0.5])
+def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, sparsity: Any) -> None:
+    """Whole models are made several times, each layer is fitted once in a form; the recipe is the same as without."""
+    inject(FAST_INT4 if sparsity is None else {"bf16": 0.8, "pruned bf16": 0.1}, 5.0)
+    module, name = (quantize, "gptq") if sparsity is None else (prune_calibrated, "sparsegpt")
     fits: list[bytes] = []
     fit = getattr(module, name)
 
@@ -409,16 +442,15 @@ def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest
 
     monkeypatch.setattr(module, name, count)
     monkeypatch.setattr(prune_calibrated, "best_damping", lambda *arguments: 0.01)
-    budget = 0.997 if options is None else 0.98
-    report = auto(budget=budget, options=options)
-    assert report.auto is not None
-    assert len(report.auto.trials) > 2
+    arguments = {"calibration": feeds(), "shapes": SHAPES, "sparsity": sparsity}
+    arguments["budget"] = 0.997 if sparsity is None else 0.98
+    found = ortolan.search(chain(), **arguments)
+    assert found.search is not None
+    assert len(found.search.trials) > 2
     assert len(fits) == len(set(fits)) == LAYERS
-    monkeypatch.setattr(FittedWeights, "knows", lambda *arguments: False)
-    again = auto(budget=budget, options=options)
+    monkeypatch.setattr(Fits, "knows", lambda *arguments: False)
+    again = ortolan.search(chain(), **arguments)
     assert len(fits) > 2 * LAYERS
-    assert report.model is not None
-    assert again.model is not None
-    assert report.model.SerializeToString(deterministic=True) == again.model.SerializeToString(deterministic=True)
-    assert [layer.output_error for layer in report.layers] == [layer.output_error for layer in again.layers]
-    assert report.notes == again.notes
+    assert found == again
+    assert again.search is not None
+    assert [layer.error for layer in found.search.layers] == [layer.error for layer in again.search.layers]

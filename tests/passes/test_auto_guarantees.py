@@ -1,4 +1,4 @@
-"""Recipe "auto" keeps its promises: never over the budget, never slower, and nothing half done when it is killed."""
+"""The search keeps its promises: never over the budget, never slower, and nothing half done when it is killed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 import ortolan
 from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.measure import timing
+from ortolan.graph_passes.measure.evidence import make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
 from ortolan.graph_passes.measure.timing import interleave
-from ortolan.graph_passes.passes.calibrate import make_up_feeds
 from ortolan.models import tiny
 
 BUDGET = 0.98
@@ -32,10 +32,10 @@ MARGIN = 1.5
 KILLED = """
 import os, signal, sys, threading, time
 import ortolan
-from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto import layer_times, search, trials
 from ortolan.graph_passes.measure import timing
 
-layer_times._SECONDS = search._SECONDS = timing._WARM_UP_SECONDS = 0.01
+layer_times._SECONDS = trials._SECONDS = timing._WARM_UP_SECONDS = 0.01
 model, output, steps, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 
 def die():
@@ -50,7 +50,8 @@ def progress(stage, done, total):
     if stage == "save":  # the last moment
         time.sleep(60)
 
-ortolan.optimize_onnx(model, output, recipe="auto", budget=0.9, shapes=[(1, 8)], progress=progress)
+found = ortolan.search(model, budget=0.9, shapes=[(1, 8)], progress=progress)
+ortolan.optimize_onnx(model, output, recipe=found, progress=progress)
 """
 
 
@@ -103,7 +104,8 @@ def test_never_slower_and_never_over_budget(quick: None, seed: int) -> None:
     model, shape = random_model(seed)
     original = ortolan.create_session(model)
     feeds, _ = make_up_feeds(ir.from_proto(model), original)
-    report = ortolan.optimize_onnx(model, recipe="auto", budget=BUDGET, calibration=feeds, shapes=[shape])
+    found = ortolan.search(model, budget=BUDGET, calibration=feeds, shapes=[shape])
+    report = ortolan.optimize_onnx(model, recipe=found, calibration=feeds)
     assert report.auto is not None
     assert report.model is not None
     if not report.auto.changed:
@@ -152,11 +154,11 @@ def test_killed_at_any_point_it_leaves_nothing_and_goes_on_from_its_times(quick:
     assert found == sorted(found)
     assert found[-1] > 0
     output.write_text("older")
-    first = ortolan.optimize_onnx(source, output, recipe="auto", budget=0.9, shapes=[(1, 8)])
+    first = ortolan.optimize_onnx(source, output, recipe=ortolan.search(source, budget=0.9, shapes=[(1, 8)]))
     assert first.auto is not None
     assert first.auto.measured == known() - found[-1]  # the killed runs' times are not taken again
     assert visible() == ["fast.onnx"]
-    second = ortolan.optimize_onnx(source, output, recipe="auto", budget=0.9, shapes=[(1, 8)])
+    second = ortolan.optimize_onnx(source, output, recipe=ortolan.search(source, budget=0.9, shapes=[(1, 8)]))
     assert second.auto is not None
     assert second.auto.measured == 0
     assert source.read_bytes() == content

@@ -14,10 +14,11 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import OptimizationReport, Recipe
 from ortolan.errors import CalibrationError, ModelError, RecipeError
+from ortolan.generate import Decoder, generate
 from ortolan.graph_passes.passes.prompt import prune_prompt
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder, generate
 
+from ..recipes.forms import NAMED
 from .small_models import op_types
 from .test_compress_cache import EXACT, LAYERS, VOCABULARY, llama
 
@@ -217,8 +218,8 @@ def test_a_file_that_is_no_array(tmp_path: Path) -> None:
 
 def test_refusals() -> None:
     model = llama("gqa")
-    with pytest.raises(RecipeError, match="recipe 'sparse-bf16' has no pass 'compress_cache'"):
-        ortolan.optimize_onnx(model, recipe="sparse-bf16", prompt=IDS)
+    with pytest.raises(RecipeError, match=r"recipe 'weights=bf16, sparsity=0\.5' has no pass 'compress_cache'"):
+        ortolan.optimize_onnx(model, recipe=NAMED["sparse-bf16"], prompt=IDS)
     with pytest.raises(RecipeError, match="pass 'cache_prompt' needs a prompt"):
         ortolan.optimize_onnx(model, recipe="cached-prompt")
     alone = Recipe.from_dict({"name": "p", "pass": [{"name": "normalize"}, {"name": "cache_prompt"}]})

@@ -12,12 +12,13 @@ import ortolan
 from ortolan import CalibrationError
 from ortolan.graph_passes.files.model_file import ModelFile
 from ortolan.graph_passes.find.linear import linears_in
+from ortolan.graph_passes.measure import recorder
+from ortolan.graph_passes.measure.evidence import Evidence, make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, read_calibration, synthetic_feeds
 from ortolan.graph_passes.measure.sessions import open_quietly
-from ortolan.graph_passes.passes import calibrate
-from ortolan.graph_passes.passes.calibrate import capture_inputs, make_up_feeds
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import branches_model, make_model, matmul_model, optimize, random_weight
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -181,14 +182,19 @@ def mlp_inputs(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
     return inputs
 
 
+def capture_inputs(model: ir.Model, feeds, max_rows: int, folder):
+    with Evidence(ModelFile(model, None, ir.to_proto(model)), folder, feeds) as evidence:
+        return evidence.rows(model, list(linears_in(model)), max_rows, lambda done, total: None)
+
+
 @pytest.mark.parametrize("capture_bytes", [1 << 28, 1])
-def test_captured_inputs(monkeypatch, capture_bytes):
-    monkeypatch.setattr(calibrate, "_CAPTURE_BYTES", capture_bytes)
+def test_captured_inputs(monkeypatch, tmp_path, capture_bytes):
+    monkeypatch.setattr(recorder, "_CAPTURE_BYTES", capture_bytes)
     model = tiny.mlp()
     outputs = [value.name for value in model.graph.outputs]
     rng = np.random.default_rng(0)
     feeds = [{"x": rng.standard_normal((rows, 24)).astype(np.float32)} for rows in (3, 5)]
-    captured = capture_inputs(model, list(linears_in(model)), feeds, 64, ModelFile(model, None, ir.to_proto(model)))
+    captured = capture_inputs(model, feeds, 64, tmp_path)
     expected = [np.concatenate(parts) for parts in zip(*(mlp_inputs(model, one["x"]) for one in feeds), strict=True)]
     assert len(captured) == 3
     for found, reference in zip(captured.values(), expected, strict=True):
@@ -196,10 +202,10 @@ def test_captured_inputs(monkeypatch, capture_bytes):
     assert [value.name for value in model.graph.outputs] == outputs
 
 
-def test_few_rows_are_kept_of_all_feeds():
+def test_few_rows_are_kept_of_all_feeds(tmp_path):
     model = tiny.mlp()
     feeds = [{"x": np.full((100, 24), float(number), np.float32)} for number in range(4)]
-    captured = capture_inputs(model, list(linears_in(model)), feeds, 8, ModelFile(model, None, ir.to_proto(model)))
+    captured = capture_inputs(model, feeds, 8, tmp_path)
     first = next(iter(captured.values()))
     assert first[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -211,7 +217,7 @@ def test_external_data_is_read_where_it_lies(tmp_path):
     ir.save(ir.from_proto(proto), folder / "m.onnx", external_data="m.data", size_threshold_bytes=0)
     listing = sorted(folder.iterdir())
     report = ortolan.optimize_onnx(
-        folder / "m.onnx", tmp_path / "fast.onnx", recipe="sparse-bf16", options={"seconds": 0}
+        folder / "m.onnx", tmp_path / "fast.onnx", recipe=NAMED["sparse-bf16"], options={"seconds": 0}
     )
     assert all(layer.output_error is not None for layer in report.layers)
     assert sorted(folder.iterdir()) == listing

@@ -17,8 +17,8 @@ from onnx import helper, numpy_helper
 import ortolan
 from ortolan import OptimizationReport, Recipe, _native
 from ortolan.errors import CalibrationError, RecipeError
+from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder, generate, shares_cache
 
 from .small_models import op_types
 

@@ -11,8 +11,8 @@ import pytest
 
 import ortolan
 from ortolan.errors import RecipeError
+from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.graph_passes.weights.cache_format import CacheFormat
-from ortolan.models.generate import Decoder, generate, shares_cache
 
 from .test_compress_cache import (
     FORMS,

@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 
 import ortolan
+from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.graph_passes.weights.cache_format import ExactKeys
-from ortolan.models.generate import Decoder, generate, shares_cache
 
 from .test_compress_cache import FORMS, LAYERS, VOCABULARY, Decoding, compress, decode, distance, llama, recipe, session
 

@@ -12,7 +12,7 @@ import ortolan
 from ortolan import VerificationError
 from ortolan.graph_passes.measure.decoding import calls_to_decode, check_contents, check_same_contents, decode
 from ortolan.graph_passes.operators import nomad_cache_function
-from ortolan.graph_passes.passes import compress_cache
+from ortolan.graph_passes.passes import cache_codebooks, compress_cache
 from ortolan.graph_passes.passes.compress_cache import CompressCachePass
 from ortolan.graph_passes.weights.cache_format import CacheFormat, CacheUse, spread_of
 from ortolan.graph_passes.weights.quantizers.codebooks import learn_codebook
@@ -56,9 +56,9 @@ def other_order(books: Books) -> Books:
 def test_ruined_codebooks_are_refused(
     monkeypatch: pytest.MonkeyPatch, form: str, ruin: Callable[[Books], Books], d_sub: int
 ) -> None:
-    learn = compress_cache.learn_codebook
+    learn = cache_codebooks.learn_codebook
     monkeypatch.setattr(
-        compress_cache, "learn_codebook", lambda keys, d_sub: ruin(learn(keys, d_sub)[None])[0].astype(np.float32)
+        cache_codebooks, "learn_codebook", lambda keys, d_sub: ruin(learn(keys, d_sub)[None])[0].astype(np.float32)
     )
     with pytest.raises(
         VerificationError,
@@ -107,14 +107,14 @@ def test_a_limit_of_the_user_holds_for_decoded_tokens() -> None:
 
 def test_a_step_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches are right, but attention reads them with a wrong scale."""
-    right = CompressCachePass._replace
+    right = CompressCachePass.make_node
 
     def wrong(self, *given):  # type: ignore[no-untyped-def]
         node = right(self, *given)
         node.attributes["scale"] = ir.AttrFloat32("scale", -4.0)
         return node
 
-    monkeypatch.setattr(CompressCachePass, "_replace", wrong)
+    monkeypatch.setattr(CompressCachePass, "make_node", wrong)
     model = llama("gqa")
     with pytest.raises(VerificationError, match=r"'logits' has relative error"):
         compress(model, **EXACT)

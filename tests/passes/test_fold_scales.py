@@ -12,8 +12,8 @@ import ortolan
 from ortolan import CalibrationError, ModelError, NothingToReplaceError, RecipeError
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure import layer_inputs
+from ortolan.graph_passes.measure.recorder import _as_outputs
 from ortolan.graph_passes.passes import calibrate, fold_scales, quantize
-from ortolan.graph_passes.passes.calibrate import _as_outputs
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import get_model, tiny
 

@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, helper
 import ortolan
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import FAST, make_model, op_types, optimize, random_weight, relative_error, run
 
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -125,7 +126,7 @@ def test_what_else_sees_a_value_keeps_the_layers_apart(nodes: list[NodeProto], o
 def test_layers_of_different_kinds_stay_apart() -> None:
     model = gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")])
     for options in ({"replace.exclude": ["up_proj"]}, {"replace.exclude": ["gate_proj"]}, {"fuse": False}):
-        report = optimize(model, recipe="int4", options=RECIPES["int4"] | options)
+        report = optimize(model, recipe=NAMED["int4"], options=RECIPES["int4"] | options)
         assert report.model is not None and "Mul" in op_types(report.model)
     narrow = make_model(
         [GATE, UP, multiply("gate", "up")],
@@ -133,7 +134,7 @@ def test_layers_of_different_kinds_stay_apart() -> None:
         {"y": (FLOAT, ["batch", N])},
         {"G": random_weight(K, N), "U": random_weight(K, 1, seed=1)},
     )
-    report = optimize(narrow, recipe="int4", options=RECIPES["int4"])
+    report = optimize(narrow, recipe=NAMED["int4"], options=RECIPES["int4"])
     assert report.model is not None and op_types(report.model).count("W4A8MatMul") == 2
 
 
@@ -146,7 +147,7 @@ def test_float16_layers_stay_apart() -> None:
 def test_report(dry_run: bool) -> None:
     model = gated_model([GATE, SIGMOID, SILU, UP, multiply("a", "up")])
     options = FAST | RECIPES["int4"]
-    report = ortolan.optimize_onnx(model, recipe="int4", options=options, dry_run=dry_run)
+    report = ortolan.optimize_onnx(model, recipe=NAMED["int4"], options=options, dry_run=dry_run)
     by_name = {layer.name: layer for layer in report.layers}
     assert by_name["gate_proj"].fused == ["silu", "gated"]
     assert by_name["up_proj"].fused == ["into the gate"]
@@ -174,7 +175,7 @@ def test_pairs_that_share_weights_store_them_once() -> None:
 
 def test_llama() -> None:
     model = tiny.tiny_llama()
-    report = optimize(ir.to_proto(model), recipe="int4", options=RECIPES["int4"])
+    report = optimize(ir.to_proto(model), recipe=NAMED["int4"], options=RECIPES["int4"])
     gates = [layer for layer in report.layers if "gate_proj" in layer.name]
     assert gates and all("gated" in layer.fused for layer in gates)
     packed = [layer for layer in ortolan.inspect_onnx(report.model).linears if "gated" in layer.fused]

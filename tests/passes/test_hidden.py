@@ -17,11 +17,12 @@ from ortolan import CalibrationError, Recipe
 from ortolan.graph_passes.weights.quantizers.fixed_range import FixedRange, choose_range
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import make_model, op_types, optimize, random_weight, relative_error, run
 
 FLOAT = TensorProto.FLOAT
 K, HIDDEN, N = 24, 40, 17
-RECIPE = "sparse-int8-4x1-static"
+RECIPE = NAMED["sparse-int8-4x1-static"]
 DENSE: dict[str, Any] = {"sparsity": 0.0}
 
 FIRST = helper.make_node("Gemm", ["x", "A", "a"], ["u"], name="first")
@@ -126,7 +127,7 @@ def test_what_keeps_layers_apart(between: list[NodeProto], outputs: Sequence[str
 
 def test_not_without_ranges_or_fusing() -> None:
     model = mlp_model(GELU)
-    check(model, optimized(model, recipe="sparse-int8-4x1"), 2)
+    check(model, optimized(model, recipe=NAMED["sparse-int8-4x1"]), 2)
     check(model, optimized(model, options=DENSE | {"fuse": False}), 2)
 
 
@@ -176,7 +177,7 @@ def test_inputs_that_tell_nothing_are_refused(x: np.ndarray, message: str) -> No
 
 
 def test_values_that_are_not_finite_are_refused() -> None:
-    steps = [step for step in Recipe.load(RECIPE).to_dict()["pass"] if step["name"] in ("normalize", "ranges")]
+    steps = [step for step in RECIPE.to_dict()["pass"] if step["name"] in ("normalize", "ranges")]
     feeds = inputs()
     feeds["x"][3, 2] = np.inf
     with pytest.raises(CalibrationError, match="NaN or infinity"):

@@ -19,6 +19,7 @@ from ortolan.graph_passes.find.layer_norm import add_layer_norm
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import make_model, op_types, optimize, random_weight, relative_error, run
 from .test_epilogue_fusion import gelu_torch, run_unoptimized
 
@@ -305,7 +306,7 @@ def test_whatever_is_found_in_a_damaged_form_is_what_it_computes(form: Form, dat
 def optimized(w: Writer, output: str, rank: int = 2) -> OptimizationReport:
     """By VNNISpMM, without pruning; with and without the library it must answer as before."""
     model = w.model(output, rank=rank)
-    report = optimize(model, recipe="sparse-int8-4x1", options={"sparsity": 0.0})
+    report = optimize(model, recipe=NAMED["sparse-int8-4x1"], options={"sparsity": 0.0})
     assert report.model is not None
     onnx.checker.check_model(report.model)
     feeds = some_feeds(w)
@@ -391,7 +392,7 @@ def test_layers_in_branches() -> None:
     w.nodes = [helper.make_node("If", ["flag"], ["z"], then_branch=branches[0], else_branch=branches[1], name="if")]
     w.inputs["flag"] = (TensorProto.BOOL, [])
     proto = make_model(w.nodes, w.inputs, {"z": (FLOAT, ["rows", N])}, w.weights)
-    report = optimize(proto, recipe="sparse-int8-4x1", options={"sparsity": 0.0})
+    report = optimize(proto, recipe=NAMED["sparse-int8-4x1"], options={"sparsity": 0.0})
     assert report.model is not None and "LayerNormalization" not in op_types(report.model)
     for flag in (True, False):
         feeds = {"x": some_feeds(Writer())["x"], "flag": np.array(flag)}
@@ -428,7 +429,7 @@ def test_other_operators_leave_it(recipe: str) -> None:
 def test_without_fusion() -> None:
     w = Writer()
     model = w.model(operator(w, w.residual("y")))
-    report = optimize(model, recipe="sparse-int8-4x1", options={"replace.fuse": False})
+    report = optimize(model, recipe=NAMED["sparse-int8-4x1"], options={"replace.fuse": False})
     assert op_types(report.model) == ["VNNISpMM", "Add", "LayerNormalization"]
 
 

@@ -21,6 +21,7 @@ from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantiz
 from ortolan.graph_passes.weights.quantizers.hessian import damped
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .int8_layers import MICROSOFT, Int8Layer, sparse_numbers
 from .small_models import branches_model, make_model, matmul_model, op_types, random_weight, relative_error, run
 from .test_pruners import block_zeros
@@ -194,10 +195,10 @@ def test_without_calibration_it_refuses(options):
     assert [(layer.status, layer.sparsity) for layer in report.layers] == [("pruned", 0.5), ("pruned", 0.5)]
 
 
-@pytest.mark.parametrize("name", [name for name in ortolan.Recipe.names() if name.startswith("sparsegpt")])
+@pytest.mark.parametrize("name", [name for name in NAMED if name.startswith("sparsegpt")])
 def test_recipes_refuse_without_calibration(name):
     with pytest.raises(CalibrationError, match="typical inputs, and none were given"):
-        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=name, options={"may_grow": True})
+        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=NAMED[name], options={"may_grow": True})
 
 
 def test_inputs_that_are_not_finite_are_refused():
@@ -331,7 +332,7 @@ def test_recipes_give_models_that_run(tmp_path, recipe, op):
     report = ortolan.optimize_onnx(
         ir.to_proto(model),
         path,
-        recipe=recipe,
+        recipe=NAMED[recipe],
         calibration=feeds,
         options={"may_grow": True, "verify.seconds": 0.0},
     )

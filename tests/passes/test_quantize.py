@@ -19,9 +19,12 @@ from ortolan.graph_passes.files.model_file import load_model
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor
+from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.passes import quantize as quantize_module
-from ortolan.graph_passes.passes.context import PassContext, run_recipe
-from ortolan.graph_passes.passes.quantize import QuantizeOptions, QuantizePass
+from ortolan.graph_passes.passes.context import PassContext
+from ortolan.graph_passes.passes.plan import Plan
+from ortolan.graph_passes.passes.replace_rule import LayerState
+from ortolan.graph_passes.run import plan, transform
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
 from ortolan.models import tiny
 
@@ -217,18 +220,21 @@ def two_layers(a: np.ndarray, b: np.ndarray | None = None) -> onnx.ModelProto:
 
 
 def quantize_in(
-    model: onnx.ModelProto, folder, *steps: dict, dry_run: bool = False, why_not=None
+    model: onnx.ModelProto, folder, *steps: dict, dry_run: bool = False
 ) -> tuple[PassContext, dict[str, Linear]]:
     """What a recipe of these passes leaves in the context, and the model's layers after it."""
     source = load_model(model)
     recipe = recipe_of(*steps)
     with TensorSpill(folder) as spill:
         context = PassContext(
-            source, OptimizationReport(recipe.to_dict()), folder / "model.onnx", spill, dry_run=dry_run
+            Evidence(source, folder),
+            source,
+            OptimizationReport(recipe.to_dict()),
+            folder / "model.onnx",
+            spill,
+            dry_run=dry_run,
         )
-        if why_not is not None:
-            context.why_not_replace.append(why_not)
-        run_recipe(recipe, source.model, context)
+        transform(plan(recipe, context), context)
     return context, {linear.name: linear for linear in linears_in(source.model)}
 
 
@@ -322,28 +328,25 @@ def test_each_of_two_passes_takes_its_own_layers(tmp_path):
     context, linears = quantize_in(two_layers(a, b), tmp_path, *steps)
     check_stored(context, linears["/a"], a, INT4[2])  # and not once more
     check_stored(context, linears["/b"], b, INT8)
-    plans = [[plan(linear) for plan in context.quantizations] for linear in linears.values()]
-    assert plans == [[INT4[2], INT8], [None, INT8]]
+    assert [context.plan.quantization(linear) for linear in linears.values()] == [INT4[2], INT8]
 
 
-def test_the_plan_is_known_before_any_pass_runs(tmp_path):
+def test_the_plan_is_known_before_any_pass_runs():
     source = load_model(two_layers(random_weight(20, 30), random_weight(30, 20)))
-    with TensorSpill(tmp_path) as spill:
-        context = PassContext(source, OptimizationReport({}), tmp_path / "model.onnx", spill)
-        QuantizePass(QuantizeOptions(bits=4, exclude=("B",)), context)
-    (plan,) = context.quantizations
-    assert [plan(linear) for linear in linears_in(source.model)] == [INT4[2], None]
+    plan = Plan(recipe_of({"name": "quantize", "bits": 4, "exclude": ["B"]}).passes)
+    assert [plan.quantization(linear) for linear in linears_in(source.model)] == [INT4[2], None]
 
 
-def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path):
+def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path, monkeypatch):
     a, b = random_weight(20, 30), random_weight(30, 20)
     asked = []
 
-    def why_not(linear: Linear, stored: int) -> str | None:
+    def gains(self: Plan, linear: Linear, stored: int, state: LayerState) -> bool:
         asked.append((linear.name, stored))
-        return "too large" if linear.name == "/b" and stored else None
+        return linear.name != "/b" or not stored
 
-    context, linears = quantize_in(two_layers(a, b), tmp_path, {"name": "quantize", "bits": 4}, why_not=why_not)
+    monkeypatch.setattr(Plan, "gains", gains)
+    context, linears = quantize_in(two_layers(a, b), tmp_path, {"name": "quantize", "bits": 4})
     check_stored(context, linears["/a"], a, INT4[2])
     np.testing.assert_array_equal(linears["/b"].matrix(), b)
     assert linears["/b"].weight_key not in context.quantized

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import Recipe
 
+from ..recipes.forms import NAMED
 from .small_models import FAST, make_model, op_types, random_weight, relative_error, run
 
 WIDTH = 32
@@ -79,10 +80,10 @@ def test_random_graphs_answer_as_their_rounded_selves(model: onnx.ModelProto, re
     options = dict(FAST)
     if recipe != "sparse-bf16":
         options["quantize.exclude"] = exclude
-    report = ortolan.optimize_onnx(model, recipe=recipe, options=options)
+    report = ortolan.optimize_onnx(model, recipe=NAMED[recipe], options=options)
     onnx.checker.check_model(report.model, full_check=True)
     assert "MatMul" not in op_types(report.model) and "Gemm" not in op_types(report.model)
-    chosen = Recipe.load(recipe).with_options(options).to_dict()
+    chosen = NAMED[recipe].with_options(options).to_dict()
     steps = [step for step in chosen["pass"] if step["name"] in ("normalize", "prune", "quantize")]
     rounded = ortolan.optimize_onnx(model, recipe=Recipe.from_dict({"name": "rounded", "pass": steps})).model
     feeds = {"x": np.random.default_rng(0).standard_normal((3, WIDTH)).astype(np.float32)}

@@ -18,6 +18,7 @@ from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
 from ortolan.graph_passes.passes import replace
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import (
     branches_model,
     make_model,
@@ -350,7 +351,7 @@ def test_weights_of_dead_neurons(recipe, column_scale, x_scale):
     if recipe.startswith("sparse"):
         options["prune.sparsity"] = 0.0
     report = ortolan.optimize_onnx(
-        matmul_model(64, weight=weight), recipe=recipe, options=options, calibration={"x": x}
+        matmul_model(64, weight=weight), recipe=NAMED[recipe], options=options, calibration={"x": x}
     )
     assert [layer.status for layer in report.layers] == ["replaced"]
 

@@ -20,6 +20,7 @@ from ortolan.graph_passes.report.figures import Timing
 from ortolan.graph_passes.report.optimization import LayerReport
 from ortolan.graph_passes.report.search import AutoReport, Form, LayerChoice, PathPoint, Trial
 
+from ..recipes.forms import NAMED
 from .small_models import make_model, random_weight
 
 EVIL = "<script>alert(1)</script>"
@@ -99,7 +100,7 @@ def auto_report() -> OptimizationReport:
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
-    report = ortolan.optimize_onnx(evil_model(), recipe="sparse-int8", options={"sparsity": 0.5})
+    report = ortolan.optimize_onnx(evil_model(), recipe=NAMED["sparse-int8"], options={"sparsity": 0.5})
     report.save_html(tmp_path / "report.html")
     page = read(tmp_path / "report.html")
     assert page.addresses  # plots
@@ -179,7 +180,8 @@ def test_auto_fills_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(layer_times, "measure", lambda *arguments: {ORIGINAL: 1.0, "bf16": 0.5, "int8": 0.25})
     monkeypatch.setattr(search, "time_models", time_models)
     feeds = {"x": np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)}
-    report = ortolan.optimize_onnx(evil_model(), recipe="auto", calibration=feeds, budget=0.5)
+    found = ortolan.search(evil_model(), calibration=feeds, budget=0.5)
+    report = ortolan.optimize_onnx(evil_model(), recipe=found, calibration=feeds)
     assert report.auto is not None
     assert [(point.layer, point.form, point.time) for point in report.auto.path][-1] == (EVIL, "int8", 0.25)
     (trial,) = report.auto.trials

@@ -11,9 +11,9 @@ from ortolan import CalibrationError
 from ortolan.graph_passes.files.model_file import load_model, to_bytes
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure.feeds import SIZES_TO_TRY, synthetic_feeds
+from ortolan.graph_passes.measure.recorder import InputRecorder
 from ortolan.graph_passes.measure.segments import Segments
 from ortolan.graph_passes.measure.sessions import open_quietly
-from ortolan.graph_passes.passes.calibrate import InputRecorder
 from ortolan.models import tiny
 
 from .small_models import branches_model, make_model, random_weight

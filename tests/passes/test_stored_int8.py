@@ -15,6 +15,7 @@ import ortolan
 from ortolan import NothingToReplaceError, Recipe, inspect_onnx
 from ortolan.graph_passes.find.linear import Linear, NotLinear, find_linears
 
+from ..recipes.forms import NAMED
 from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, optimize, outputs, packed_numbers, sparse_numbers
 from .small_models import make_model, op_types, relative_error, run
 
@@ -241,7 +242,7 @@ def test_a_dry_run_tells_what_the_run_does(form):
 
 def test_four_bits_round_once_more():
     report = ortolan.optimize_onnx(
-        Int8Layer("dynamic", 128, 64).model(), recipe="int4", options={"verify.seconds": 0.0, "may_grow": True}
+        Int8Layer("dynamic", 128, 64).model(), recipe=NAMED["int4"], options={"verify.seconds": 0.0, "may_grow": True}
     )
     assert op_types(report.model) == ["W4A8MatMul"]
     assert any("stored in 8 bits already, but not as a replacing operator takes them" in note for note in report.notes)

@@ -16,10 +16,11 @@ from ortolan.graph_passes.operators import sparse_amx_matmul
 from ortolan.graph_passes.operators.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses
-from ortolan.graph_passes.passes.replace import ReplacePass
+from ortolan.graph_passes.passes.replace_packing import Packer
 from ortolan.graph_passes.passes.verify import error_of_most_rows, measure_errors
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .small_models import branches_model, make_model, matmul_model, optimize, random_weight, relative_error, run
 
 
@@ -197,7 +198,7 @@ REWRITE_IS_WRONG = r"'y' has relative error 0\..* against the model before its l
 @pytest.mark.parametrize("portable", [True, False])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
 def test_a_lost_bias(monkeypatch, tmp_path, sparsity, portable):
-    monkeypatch.setattr(ReplacePass, "_bias", lambda self, model, linear: None)
+    monkeypatch.setattr(Packer, "bias", lambda self, linears: None)
     with pytest.raises(VerificationError, match=REWRITE_IS_WRONG):
         optimize(matmul_model(), tmp_path / "fast.onnx", options={"sparsity": sparsity}, portable=portable)
     assert list(tmp_path.iterdir()) == []
@@ -265,10 +266,10 @@ def test_no_seconds_no_latency():
 def test_a_large_model_is_neither_timed_nor_unpacked(monkeypatch, tmp_path):
     monkeypatch.setattr(model_file, "LARGE_MODEL", 1)
     model, output = ir.to_proto(tiny.tiny_bert()), tmp_path / "fast.onnx"
-    report = ortolan.optimize_onnx(model, output, recipe="sparse-bf16")
+    report = ortolan.optimize_onnx(model, output, recipe=NAMED["sparse-bf16"])
     assert report.output_error and report.latency_before is None and not report.portable_error
     assert any("latency was not measured" in note for note in report.notes)
-    timed = ortolan.optimize_onnx(model, output, recipe="sparse-bf16", options={"verify.seconds": 0.01})
+    timed = ortolan.optimize_onnx(model, output, recipe=NAMED["sparse-bf16"], options={"verify.seconds": 0.01})
     assert timed.latency_before is not None
     errors = [[error.relative_l2 for error in one.output_error] for one in (report, timed)]
     assert errors[0] == pytest.approx(errors[1], rel=0.2)

@@ -8,9 +8,11 @@ import onnxruntime
 import pytest
 
 import ortolan
-from ortolan import CalibrationError, Recipe
+from ortolan import CalibrationError
+from ortolan.generate import Decoder
 from ortolan.models import tiny
-from ortolan.models.generate import Decoder
+
+from .forms import NAMED
 
 RECIPES = ["activation-sparse", "activation-sparse-int8"]
 FAST = {"verify.seconds": 0.0, "may_grow": True}
@@ -39,7 +41,7 @@ def bert_feeds() -> dict[str, np.ndarray]:
 def test_a_decoder(recipe, tmp_path):
     path, feeds = tmp_path / "fast.onnx", llama_feeds()
     report = ortolan.optimize_onnx(
-        ir.to_proto(tiny.tiny_llama()), path, recipe=recipe, calibration=feeds, options=FAST | {"sparsity": 0.25}
+        ir.to_proto(tiny.tiny_llama()), path, recipe=NAMED[recipe], calibration=feeds, options=FAST | {"sparsity": 0.25}
     )
     layers = {layer.name.split("/")[-2]: layer for layer in report.replaced if "layers.1" in layer.name}
     assert set(layers) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -66,7 +68,7 @@ def test_a_decoder(recipe, tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_encoder(recipe):
     feeds = bert_feeds()
-    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe, calibration=feeds, options=FAST)
+    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=NAMED[recipe], calibration=feeds, options=FAST)
     assert len(report.replaced) == 12
     assert all(layer.density == pytest.approx(0.6, abs=0.02) for layer in report.replaced)
     assert "density" in str(report)
@@ -75,11 +77,11 @@ def test_an_encoder(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_refused_without_calibration(recipe):
     with pytest.raises(CalibrationError, match="'activations' needs calibration inputs"):
-        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_llama()), recipe=recipe, options=FAST)
+        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_llama()), recipe=NAMED[recipe], options=FAST)
 
 
 def test_int8_is_the_other_and_quantize():
-    bf16, int8 = map(Recipe.load, RECIPES)
+    bf16, int8 = map(NAMED.__getitem__, RECIPES)
     names = [step.name for step in int8.passes]
     assert names == ["normalize", "calibrate", "quantize", "activations", "replace", "verify"]
     assert [step.name for step in bf16.passes] == [name for name in names if name != "quantize"]

@@ -13,6 +13,7 @@ import ortolan
 from ortolan.models import tiny
 
 from ..passes.small_models import op_types, relative_error, run
+from .forms import NAMED
 
 SIZES = {"hidden_size": 72, "intermediate_size": 200, "num_attention_heads": 3}
 MODELS = {"bert": tiny.tiny_bert, "mpnet": tiny.tiny_mpnet}
@@ -34,7 +35,7 @@ def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
     calibration = [feeds(model, 3, rows) for rows in (7, 20, 33)]
     report = ortolan.optimize_onnx(
         model,
-        recipe="sparse-int8-4x1-static" if static else "sparse-int8-4x1",
+        recipe=NAMED["sparse-int8-4x1-static" if static else "sparse-int8-4x1"],
         options={"sparsity": 0.0, "may_grow": True},
         calibration=calibration,
     )
@@ -69,7 +70,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize(
     ("recipe", "op"),
-    [("sparse-int8-4x1-static", "VNNISpMM"), (ortolan.Recipe.from_dict(ACTIVATIONS), "MaskedMatMul")],
+    [(NAMED["sparse-int8-4x1-static"], "VNNISpMM"), (ortolan.Recipe.from_dict(ACTIVATIONS), "MaskedMatMul")],
     ids=["ranges", "activations"],
 )
 def test_passes_that_fit_run_attention_without_functions(recipe: str | ortolan.Recipe, op: str) -> None:

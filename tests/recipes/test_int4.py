@@ -10,6 +10,8 @@ import pytest
 import ortolan
 from ortolan.models import tiny
 
+from .forms import NAMED
+
 RECIPES = ["int4", "int4-gptq", "int4-awq", "int4-hqq"]
 
 
@@ -27,7 +29,7 @@ def test_layers_become_w4a8(recipe, tmp_path):
     name = model().graph.inputs[0].name
     feeds = {name: calibration()["x"]}
     report = ortolan.optimize_onnx(
-        ir.to_proto(model()), path, recipe=recipe, calibration=feeds, options={"verify.seconds": 0}
+        ir.to_proto(model()), path, recipe=NAMED[recipe], calibration=feeds, options={"verify.seconds": 0}
     )
     assert [layer.new_op for layer in report.layers] == ["W4A8MatMul"] * 2
     assert [layer.weight_bits for layer in report.layers] == [4, 4]
@@ -45,7 +47,10 @@ def test_gptq_is_closer_than_round_to_nearest():
     feeds = {name: (rng.standard_normal((1200, 200)).astype(np.float32) @ mixing)}
     errors = {
         recipe: ortolan.optimize_onnx(
-            ir.to_proto(model()), recipe=recipe, calibration=feeds, options={"verify.seconds": 0, "group_size": 32}
+            ir.to_proto(model()),
+            recipe=NAMED[recipe],
+            calibration=feeds,
+            options={"verify.seconds": 0, "group_size": 32},
         )
         .layers[0]
         .output_error

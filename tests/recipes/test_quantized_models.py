@@ -26,6 +26,7 @@ from ..passes.small_models import (
     relative_error,
     run,
 )
+from .forms import NAMED
 
 FLOAT = TensorProto.FLOAT
 RECIPES = ["sparse-int8", "sparse-int4"]
@@ -37,12 +38,12 @@ PORTABLE = 0.02
 
 def optimize(model: Any, recipe: str, output: Any = None, **arguments: Any) -> OptimizationReport:
     options = FAST | arguments.pop("options", {})
-    return ortolan.optimize_onnx(model, output, recipe=recipe, options=options, **arguments)
+    return ortolan.optimize_onnx(model, output, recipe=NAMED[recipe], options=options, **arguments)
 
 
 def rounded(model: onnx.ModelProto, recipe: str, options: Mapping[str, Any]) -> onnx.ModelProto:
     """The pruned and quantized model in standard operators: the recipe without its pass replace."""
-    chosen = Recipe.load(recipe).with_options(options).to_dict()
+    chosen = NAMED[recipe].with_options(options).to_dict()
     steps = [step for step in chosen["pass"] if step["name"] in ("normalize", "prune", "quantize")]
     return ortolan.optimize_onnx(model, recipe=Recipe.from_dict({"name": "rounded", "pass": steps})).model
 

@@ -12,6 +12,8 @@ from ortolan import Recipe, RecipeError
 from ortolan.graph_passes.recipe import parse_setting
 from ortolan.graph_passes.registry import PASSES
 
+from .forms import NAMED
+
 
 @pytest.mark.parametrize("name", Recipe.names())
 def test_built_in_recipes_load_and_survive_toml(name):
@@ -21,25 +23,28 @@ def test_built_in_recipes_load_and_survive_toml(name):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
-def test_sparse_bf16_is_there():
-    steps = [step.name for step in Recipe.load("sparse-bf16").passes]
-    assert steps == ["normalize", "calibrate", "prune", "replace", "verify"]
-
-
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, None)])
-def test_sparse_int8_and_int4_are_sparse_bf16_and_quantize(bits, group_size):
-    recipe, bf16 = Recipe.load(f"sparse-int{bits}"), Recipe.load("sparse-bf16")
-    assert tuple(step for step in recipe.passes if step.name != "quantize") == bf16.passes
-    assert [step.name for step in recipe.passes][2:4] == ["prune", "quantize"]
-    assert option_of(recipe, "quantize", "bits") == bits
-    assert option_of(recipe, "quantize", "group_size") == group_size
-    assert option_of(recipe, "quantize", "exclude") == option_of(recipe, "prune", "exclude")
-
-
 def test_load_from_a_file(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(Recipe.load("sparse-bf16").to_toml())
-    assert Recipe.load(path) == Recipe.load(str(path)) == Recipe.load("sparse-bf16")
+    path.write_text(NAMED["sparse-bf16"].to_toml())
+    assert Recipe.load(path) == Recipe.load(str(path)) == NAMED["sparse-bf16"]
+    with pytest.raises(RecipeError, match=r"weights was given with recipe file .*mine\.toml', .*leave it out"):
+        Recipe.load(path, weights="int8")
+
+
+def test_a_recipe_without_passes_says_so():
+    recipe = Recipe("stays", "nothing is faster", ())
+    assert Recipe.from_toml(recipe.to_toml()) == recipe and "pass = []" in recipe.to_toml()
+
+
+def test_one_more_pass():
+    recipe = NAMED["sparse-int8-4x1"]
+    assert [step.name for step in recipe.with_pass("ranges", max_numbers=20).passes][-4:] == [
+        *("fuse_attention", "ranges", "replace", "verify")
+    ]
+    with pytest.raises(RecipeError, match="unknown option 'numbers'"):
+        recipe.with_pass("ranges", numbers=20)
+    with pytest.raises(RecipeError, match=r"name is 'range', expected one of: .*did you mean 'ranges'"):
+        recipe.with_pass("range")
 
 
 PRUNE = 'name = "r"\n[[pass]]\nname = "prune"\n'
@@ -58,7 +63,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
             "fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
-        ('name = "r"\npass = [1]', r"has no \[\[pass\]\]"),
+        ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
         ('name = "r"\nsparsity = 0.5', "unknown key 'sparsity', known ones are: description, name, pass"),
         ('name = "r"\n[[pass]]\nname = "prun"', r"name is 'prun', expected one of: .*prune.*did you mean 'prune'"),
         ('name = "r"\n[[pass]]\nsparsity = 0.5', "name is None, expected one of"),
@@ -138,9 +143,9 @@ def test_passes_in_the_wrong_order(names):
 
 def test_unknown_names_and_missing_files(tmp_path):
     with pytest.raises(
-        RecipeError, match=r"unknown recipe 'sparse-bf61'; the recipes are: .*did you mean 'sparse-bf16'"
+        RecipeError, match=r"unknown recipe 'sparse-encode'; the recipes are: .*did you mean 'sparse-encoder'"
     ):
-        Recipe.load("sparse-bf61")
+        Recipe.load("sparse-encode")
     with pytest.raises(RecipeError, match=r"none\.toml' does not exist"):
         Recipe.load(tmp_path / "none.toml")
     with pytest.raises(RecipeError, match="cannot be read: it is a folder, expected a TOML file"):
@@ -155,7 +160,7 @@ def option_of(recipe: Recipe, pass_name: str, option: str):
 
 
 def test_with_options():
-    recipe = Recipe.load("sparse-bf16")
+    recipe = NAMED["sparse-bf16"]
     changed = recipe.with_options({"sparsity": 0.7, "prune.exclude": "*head*", "max_error": 1, "layers": {"a": 0}})
     assert option_of(changed, "prune", "sparsity") == 0.7
     assert option_of(changed, "prune", "exclude") == ("*head*",)
@@ -170,10 +175,10 @@ def test_with_options():
     [("sparse-int8", {"group_size": 32, "bits": 4}), ("sparse-int4", {"bits": 8})],
 )
 def test_options_that_depend_on_each_other_are_changed_together(name, options):
-    changed = Recipe.load(name).with_options(options)
+    changed = NAMED[name].with_options(options)
     assert {option: option_of(changed, "quantize", option) for option in options} == options
     with pytest.raises(RecipeError, match=r"pass 'quantize': group_size is 64, expected none with bits = 8"):
-        Recipe.load(name).with_options({"bits": 8, "group_size": 64})
+        NAMED[name].with_options({"bits": 8, "group_size": 64})
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,7 @@ def test_options_that_depend_on_each_other_are_changed_together(name, options):
 )
 def test_refused_options(options, message):
     with pytest.raises(RecipeError, match=message):
-        Recipe.load("sparse-bf16").with_options(options)
+        NAMED["sparse-bf16"].with_options(options)
 
 
 def test_settings_of_the_command_line():
@@ -244,6 +249,8 @@ def test_passes_of_one_name_are_told_apart_by_number():
     recipe = Recipe.from_toml(PRUNE + 'select = ["a"]\n[[pass]]\nname = "prune"\nselect = ["b"]\n')
     changed = recipe.with_options({"prune.2.sparsity": 0.7, "prune.1.scope": "global"})
     assert [(step.options.sparsity, step.options.scope) for step in changed.passes] == [(0.5, "global"), (0.7, "layer")]
+    changed = recipe.with_options({"prune.exclude": "c"})
+    assert [step.options.exclude for step in changed.passes] == [("c",), ("c",)]
     for name in ("sparsity", "prune.sparsity"):
         with pytest.raises(RecipeError, match=rf"'{name}' is ambiguous .*: prune.1.sparsity, prune.2.sparsity"):
             recipe.with_options({name: 0.7})
@@ -254,9 +261,9 @@ def test_passes_of_one_name_are_told_apart_by_number():
 
 def test_numbers_of_numpy():
     np = pytest.importorskip("numpy")
-    changed = Recipe.load("sparse-bf16").with_options({"sparsity": np.float32(0.5), "max_rows": np.int64(3)})
+    changed = NAMED["sparse-bf16"].with_options({"sparsity": np.float32(0.5), "max_rows": np.int64(3)})
     assert type(option_of(changed, "prune", "sparsity")) is float and option_of(changed, "calibrate", "max_rows") == 3
     assert Recipe.from_toml(changed.to_toml()) == changed
     for value in (np.float32("nan"), np.bool_(True), np.ones(1)):
         with pytest.raises(RecipeError, match="sparsity is"):
-            Recipe.load("sparse-bf16").with_options({"sparsity": value})
+            NAMED["sparse-bf16"].with_options({"sparsity": value})

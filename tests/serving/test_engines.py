@@ -12,9 +12,9 @@ import pytest
 import ortolan
 from ortolan import SessionError, TextInput
 from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
+from ortolan.generate import generate
 from ortolan.graph_passes.text.text_input import add_text_input
 from ortolan.models import tiny
-from ortolan.models.generate import generate
 
 from ..text.wordpiece_file import write_wordpiece
 

@@ -17,6 +17,7 @@ from ortolan.graph_passes.text.texts import feeds_of_texts
 from ortolan.graph_passes.text.wordpiece import load_tokenizer, read_wordpiece
 from ortolan.models import tiny
 
+from ..recipes.forms import NAMED
 from .wordpiece_file import write_wordpiece
 
 pytest.importorskip("onnxruntime_extensions")
@@ -93,7 +94,7 @@ def pooled(model: Path, tokenizer: Path, texts: list[str], pooling: str, normali
 def test_an_optimized_encoder_takes_texts(tmp_path, pooling, normalize):
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
     ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
-    options = {"recipe": "sparse-bf16", "options": {"sparsity": 0.3}}
+    options = {"recipe": NAMED["sparse-bf16"], "options": {"sparsity": 0.3}}
     ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "tokens.onnx", **options)
     text = TextInput(tokenizer, pooling, normalize, max_tokens=12)
     report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", with_tokenizer=text, **options)
@@ -172,12 +173,13 @@ def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
     compared: list[str] = []
     check = text_input._check_tokenizer
     monkeypatch.setattr(text_input, "_check_tokenizer", lambda *given: (compared.extend(given[3]), check(*given)))
+    found = ortolan.search(
+        tmp_path / "model.onnx", budget=budget, shapes=[(1, 16)], calibration=texts, tokenizer=tokenizer
+    )
     report = ortolan.optimize_onnx(
         tmp_path / "model.onnx",
         tmp_path / "fast.onnx",
-        recipe="auto",
-        budget=budget,
-        shapes=[(1, 16)],
+        recipe=found,
         calibration=texts,
         with_tokenizer=TextInput(tokenizer, max_tokens=12),
     )

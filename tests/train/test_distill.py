@@ -166,10 +166,10 @@ def test_bfloat16(bert):
     assert weights(bert.with_name("out.onnx"))["embeddings.LayerNorm.weight"].dtype == np.float32
 
 
-def test_recipe_takes_the_sparse_model(bert):
+def test_a_form_takes_the_sparse_model(bert):
     run(bert, "out.onnx", steps=12)
     options = {"may_grow": True, "verify.seconds": 0.0}
-    report = ortolan.optimize_onnx(bert.with_name("out.onnx"), recipe="sparse-int8-4x1", options=options)
+    report = ortolan.optimize_onnx(bert.with_name("out.onnx"), pattern="4x1", options=options)
     replaced = [layer for layer in report.layers if layer.new_op == "VNNISpMM"]
     assert len(replaced) == 12 and all(layer.sparsity == pytest.approx(0.8, abs=0.01) for layer in replaced)
 

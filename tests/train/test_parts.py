@@ -10,6 +10,7 @@ import pytest
 
 import ortolan
 from ortolan import CalibrationError, ModelError, OrtolanError
+from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.models import tiny
 from ortolan.train import CurvePoint, DistillReport, distill
@@ -17,7 +18,6 @@ from ortolan.train.batches import Batches, feeds_of, token_ids
 from ortolan.train.report import write_curve
 from ortolan.train.schedule import EVENTS, PRUNED_BY, learning_rate, sparsities
 from ortolan.train.student import (
-    HEADS,
     hidden_states,
     prune_weight,
     pruned_weights,
@@ -112,15 +112,15 @@ def test_feeds_hold_what_the_model_wants():
 
 def test_layers_of_an_encoder():
     model = tiny.tiny_bert()
-    weights = pruned_weights(model, ("*",), HEADS, "m")
+    weights = pruned_weights(model, ("*",), (HEADS,), "m")
     assert len(weights) == 12 and all(len(weight.linears) == 1 for weight in weights)
-    assert len(pruned_weights(model, ("*query*",), HEADS, "m")) == 2
+    assert len(pruned_weights(model, ("*query*",), (HEADS,), "m")) == 2
     names = trained_names(model, weights)
     assert len(set(names)) == len(names) == 12 + 12 + 2 * 5  # weights, biases, and norms
     # What attention and feed-forward read, and the residual around them.
     assert [value.producer().op_type for value in hidden_states(weights)] == ["LayerNormalization"] * 4
     with pytest.raises(ModelError, match="holds no linear layer with a float32 weight"):
-        pruned_weights(model, ("*nothing*",), HEADS, "m")
+        pruned_weights(model, ("*nothing*",), (HEADS,), "m")
 
 
 @pytest.mark.parametrize("form", ["matmul", "gemm", "gemm_trans_b", "transpose", "identity"])
@@ -132,7 +132,7 @@ def test_blocks_are_of_four_outputs_as_the_passes_see_them(form):
     x = RNG.standard_normal((100, 24)).astype(np.float32)
     pruned = prune_weight(stored, weight, x.T @ x, Pattern.read("4x1"), 0.75)
     write_back(model, {weight.name: pruned})
-    (seen,) = (linear.matrix() for linear in ortolan.graph_passes.linear.linears_in(model))
+    (seen,) = (linear.matrix() for linear in ortolan.graph_passes.find.linear.linears_in(model))
     blocks = seen.reshape(24, 10, 4)
     dead = (blocks == 0).all(axis=2)
     assert dead.sum() == 180 and (blocks[~dead] != 0).all()
@@ -140,7 +140,7 @@ def test_blocks_are_of_four_outputs_as_the_passes_see_them(form):
 
 def test_write_back_changes_nothing_else(tmp_path):
     model, untouched = tiny.tiny_bert(), tiny.tiny_bert()
-    weights = pruned_weights(model, ("*",), HEADS, "m")
+    weights = pruned_weights(model, ("*",), (HEADS,), "m")
     name = weights[0].name
     new = RNG.standard_normal(untouched.graph.initializers[name].const_value.shape.numpy()).astype(np.float32)
     write_back(model, {name: new})

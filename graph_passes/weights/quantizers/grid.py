@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
+GROUP_SIZES = (32, 64, 128)  # that operators have
 SMALLEST_SCALE = np.float32(2.0**-126)
 LEVELS = 15  # the largest q of an asymmetric weight
 _CHUNK = 1 << 22  # weights that are rounded at once

@@ -8,22 +8,27 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ortolan.errors import OrtolanError, RecipeError
 from ortolan.graph_passes.files.model_file import ModelFile, check_output, load_model, move_into_place, write_model
+from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.text.texts import Tokenizer, find_tokenizer
 from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.progress import Progress, no_progress
 
 from .batches import Batches, token_ids
 from .report import CurvePoint, DistillReport
-from .student import HEADS, pruned_weights, trained_names, write_back
+from .student import pruned_weights, trained_names, write_back
+
+if TYPE_CHECKING:
+    from .training import Training
 
 DISTILLED_KEY = "ortolan.distilled"  # in the metadata of the model that is written
 _PATTERNS = ("4x1", "unstructured")
@@ -42,7 +47,7 @@ def distill(
     max_tokens: int = 64,
     rate: float = 5e-4,
     select: Sequence[str] = ("*",),
-    exclude: Sequence[str] = HEADS,
+    exclude: Sequence[str] = (HEADS,),
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = True,
     evaluate: Callable[[Path], float] | None = None,
@@ -55,7 +60,7 @@ def distill(
     """Prunes an encoder little by little while it learns, on texts without labels, to give what the dense one gives.
 
     model: the path of an ONNX encoder in float32, as exported; never changed. output: the file to write, the same graph
-        with other weights, of which the pruned ones are exact zeros. Recipe sparse-int8-4x1 makes it fast.
+        with other weights, of which the pruned ones are exact zeros. optimize_onnx(…, pattern="4x1") makes it fast.
     texts: sentences like those it will be given; tens of thousands. tokenizer: the path of a tokenizer.json, or an
         object whose encode(text) gives token ids. None: the tokenizer.json beside the model.
     sparsity: of each layer. pattern: "4x1", blocks of one input and four outputs, or "unstructured".
@@ -75,20 +80,15 @@ def distill(
     from .torch_graph import TorchGraph
     from .training import Training
 
+    units = _read_pattern(pattern)
     _check(sparsity=(0, sparsity, 1), steps=(0, steps, None), batch_tokens=(0, batch_tokens, None),
            max_tokens=(3, max_tokens, None), rate=(0, rate, None))  # fmt: skip
-    units = Pattern.read(pattern)
-    if pattern not in _PATTERNS or units is None:
-        raise RecipeError(f"pattern is {pattern!r}, expected one of {', '.join(map(repr, _PATTERNS))}")
-    source = load_model(model)
-    assert source.path is not None
-    target = Path(output)
+    source, target = load_model(model), Path(output)
     check_output(target, source)
     folder = Path(checkpoint) if checkpoint is not None else target.with_name(f"{target.name}.checkpoint")
-    name = source.name
-    weights = pruned_weights(source.model, tuple(select), tuple(exclude), name)
+    weights = pruned_weights(source.model, tuple(select), tuple(exclude), source.name)
     names = trained_names(source.model, weights)
-    graph = TorchGraph(source.model, names, name)
+    graph = TorchGraph(source.model, names, source.name)
     ids = token_ids(texts, tokenizer or find_tokenizer(source.path), source.model, max_tokens)
     batches = Batches(ids, batch_tokens, seed)
     original = {key: _stored(source, key) for key in names}
@@ -99,41 +99,54 @@ def distill(
     }  # fmt: skip
     state = (checkpoints.load(folder, settings) if resume else None) or checkpoints.State(settings)
     report = DistillReport(str(source.path), str(target), pattern, steps)
-    if evaluate is not None:
-        report.original_score = evaluate(source.path)
+    report.original_score = None if evaluate is None or source.path is None else evaluate(source.path)
     training = Training(
         source.model, graph, weights, original, batches, state,
         pattern=units, target=sparsity, steps=steps, peak=rate, bfloat16=bfloat16,
     )  # fmt: skip
-
-    def score() -> float | None:
-        if evaluate is None:
-            return None
-        with tempfile.TemporaryDirectory() as work:
-            path = Path(work) / target.name
-            write_back(source.model, training.arrays())
-            write_model(source.model, path, lambda done, total: None)
-            return evaluate(path)
-
+    every = evaluate_every or max(1, steps // 20)
+    score = partial(_score, source, target.name, training, evaluate)
     with _interruptible() as stopped:
-        finished = training.run(
-            folder, evaluate_every or max(1, steps // 20), score, stopped, progress or no_progress, tell
-        )
+        finished = training.run(folder, every, score, stopped, progress or no_progress, tell)
     if not finished:
         raise KeyboardInterrupt
     arrays = training.arrays()
-    write_back(source.model, arrays)
     source.model.metadata_props[DISTILLED_KEY] = json.dumps({**settings, "tokens": state.tokens})
+    _write(source, arrays, target)
+    report.tokens, report.seconds, report.curve = state.tokens, state.seconds, state.curve
+    report.sparsity = {weight.linears[0].name: _share_of_zeros(arrays[weight.name]) for weight in weights}
+    return report
+
+
+def _read_pattern(pattern: str) -> Pattern:
+    """Raises RecipeError."""
+    units = Pattern.read(pattern)
+    if pattern not in _PATTERNS or units is None:
+        raise RecipeError(f"pattern is {pattern!r}, expected one of {', '.join(map(repr, _PATTERNS))}")
+    return units
+
+
+def _score(source: ModelFile, name: str, training: Training, evaluate: Callable[[Path], float] | None) -> float | None:
+    """Of the model as it is by now, in a file of this name."""
+    if evaluate is None:
+        return None
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work) / name
+        write_back(source.model, training.arrays())
+        write_model(source.model, path, lambda done, total: None)
+        return evaluate(path)
+
+
+def _write(source: ModelFile, arrays: Mapping[str, np.ndarray], target: Path) -> None:
+    write_back(source.model, arrays)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.ortolan-", dir=target.absolute().parent) as work:
         candidate = Path(work) / target.name
         write_model(source.model, candidate, lambda done, total: None)
         move_into_place(candidate, target)
-    report.tokens, report.seconds, report.curve = state.tokens, state.seconds, state.curve
-    for weight in weights:
-        report.sparsity[weight.linears[0].name] = float(
-            1 - np.count_nonzero(arrays[weight.name]) / arrays[weight.name].size
-        )
-    return report
+
+
+def _share_of_zeros(array: np.ndarray) -> float:
+    return float(1 - np.count_nonzero(array) / array.size)
 
 
 def _import_torch() -> Any:

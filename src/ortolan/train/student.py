@@ -15,11 +15,6 @@ from ortolan.graph_passes.weights.pruners.masks import Pattern
 from ortolan.graph_passes.weights.pruners.sparsegpt import sparsegpt
 from ortolan.graph_passes.weights.quantizers.hessian import damped
 
-# Heads turn small errors into wrong labels or tokens, and are often tied to the embedding; as in the recipes.
-HEADS = (
-    "*lm_head*", "*classifier*", "*qa_outputs*", "*cls.predictions*", "*/cls/*", "*/score/*", "score.weight",
-    "*embed_tokens*", "*word_embeddings*",
-)  # fmt: skip
 _DAMPING = 0.01
 _REORDERING = ("Identity", "Transpose")
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from ortolan.graph_passes.weights.pruners.masks import Pattern
-from ortolan.progress import Progress
+from ortolan.progress import Progress, Stage
 
 from . import checkpoint
 from .batches import Batches, feeds_of
@@ -87,9 +87,9 @@ class Training:
         start, saved = time.monotonic() - state.seconds, time.monotonic()
         while state.step < self._steps:
             if state.step in self._schedule:
-                progress("prune", 0, 1)
+                progress(Stage.PRUNE, 0, 1)
                 self._prune(self._schedule[state.step])
-            progress("distill", state.step, self._steps)
+            progress(Stage.DISTILL, state.step, self._steps)
             self._losses.append(self._learn(self._batches.batch(state.step)))
             state.step += 1
             state.seconds = time.monotonic() - start

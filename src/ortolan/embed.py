@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import OrtolanError
+from .errors import OrtolanError
 
 if TYPE_CHECKING:
     import onnxruntime as ort

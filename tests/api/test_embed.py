@@ -8,9 +8,9 @@ import onnxruntime as ort
 import pytest
 from scipy.stats import spearmanr
 
+from ortolan.embed import SentenceEncoder, spearman, spearman_on_sts
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
-from ortolan.models.embed import SentenceEncoder, spearman, spearman_on_sts
 
 WORDS = ["[PAD]", "[UNK]", "a", "man", "woman", "is", "plays", "the", "guitar", "flute", "rides", "horse", "red", '"']
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ortolan.graph_passes.names import ORTOLAN_DOMAIN, PROMPT_KEY
 
-from ..errors import OrtolanError
+from .errors import OrtolanError
 
 if TYPE_CHECKING:
     import onnx_ir as ir

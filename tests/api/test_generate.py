@@ -6,8 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from ortolan.errors import OrtolanError
-from ortolan.models import tiny
-from ortolan.models.generate import (
+from ortolan.generate import (
     Decoder,
     generate,
     generate_tokens,
@@ -16,6 +15,7 @@ from ortolan.models.generate import (
     sample,
     shares_cache,
 )
+from ortolan.models import tiny
 
 VOCABULARY = tiny.TINY_LLAMA.vocab_size
 PROMPT = [1, 20, 30, 4, 4, 90]

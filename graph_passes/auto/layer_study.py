@@ -1,0 +1,149 @@
+"""What a search knows of the layers: the times and errors of their forms, and how much errors of each matter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+import onnx_ir as ir
+
+from ortolan.errors import NothingToReplaceError
+from ortolan.progress import Progress, Stage
+
+from ..find.attention import Attention, find_attentions
+from ..find.linear import Linear
+from ..measure.evidence import Evidence
+from ..measure.feeds import Feeds
+from ..passes.context import PassContext
+from ..recipe import Recipe
+from ..report.search import AutoReport, Form, LayerChoice
+from ..run import plan, transform
+from .budget import Limit
+from .candidates import NAME, ORIGINAL, Candidate, make_recipe
+from .layer_times import LayerTimes, case_of
+from .path import worth_measuring
+from .sensitivity import measure_sensitivities
+from .trials import new_context
+
+_ROWS = 256  # of inputs to each layer, on which its error is measured
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
+_NORMALIZE = {"name": NAME, "pass": [{"name": "normalize"}]}
+
+
+class LayerStudy:
+    """Fills the layers of a report."""
+
+    def __init__(self, evidence: Evidence, report: AutoReport, times: LayerTimes, progress: Progress) -> None:
+        self._evidence, self._report, self._times, self._progress = evidence, report, times, progress
+        self.has_attention = False  # whether there is attention that can be fused
+
+    def measure(
+        self, shapes: Sequence[Feeds], judged: Sequence[Feeds], limit: Limit, forms: Sequence[Candidate]
+    ) -> None:
+        """shapes: feeds of the shapes to be fast at. judged: those on which the whole model is judged."""
+        with new_context(self._evidence, "model.onnx", portable=False) as context:
+            transform(plan(Recipe.from_dict(_NORMALIZE), context), context)
+            model = context.source.model
+            self.has_attention = any(isinstance(one, Attention) for one in find_attentions(model.graph))
+            able = self._able(model, context.survey(model))
+            rows = self._count_rows(model, able, shapes)
+            self._time_layers(context, able, rows, forms)
+            outputs = limit.outputs([value.name or "" for value in model.graph.outputs if value.dtype in _FLOATS])
+            self._measure_sensitivities(context, [linear for linear in able if linear.name in rows], judged, outputs)
+        self._measure_errors(forms)
+
+    def _able(self, model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
+        """Layers that can be chosen for; of the others the report says why not."""
+        names = Counter(name for linear in linears for name in {linear.name, *linear.weight_names})
+        able = []
+        for linear in linears:
+            reason = None
+            if linear.int4 is not None or linear.int8 is not None:
+                reason = "stores a quantized weight, which recipe adopt takes over"
+            elif linear.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+                reason = f"computes on {linear.dtype.name}, expected FLOAT or FLOAT16"
+            elif names[linear.name] > 1:
+                reason = f"{names[linear.name]} layers or weights are called {linear.name!r}, so none can be selected"
+            elif any(names[name] > 1 for name in linear.weight_names):
+                reason = "shares its weight with another layer"
+            elif linear.node.graph is not model.graph:
+                reason = "lies in a subgraph, so it is not measured"
+            if reason is None:
+                able.append(linear)
+            else:
+                self._report.layers.append(LayerChoice(linear.name, reason))
+        return able
+
+    def _count_rows(self, model: ir.Model, linears: Sequence[Linear], shapes: Sequence[Feeds]) -> dict[str, list[int]]:
+        """By layer, how many rows go in at each shape; those in subgraphs are left out."""
+        counts: dict[str, list[int]] = {}
+        with self._evidence.recording(model, linears, shapes) as recorder:
+            recorder.record(
+                recorder.names, lambda name, x: counts.setdefault(name, []).append(len(x)), lambda done, total: None
+            )
+        return {linear.name: counts[linear.x.name] for linear in linears if linear.x.name in counts}
+
+    def _time_layers(
+        self,
+        context: PassContext,
+        linears: Sequence[Linear],
+        rows: Mapping[str, Sequence[int]],
+        forms: Sequence[Candidate],
+    ) -> None:
+        weights = sum(linear.k * linear.n for linear in linears)
+        for number, linear in enumerate(linears):
+            self._progress(Stage.TIME_LAYERS, number, len(linears))
+            choice = LayerChoice(linear.name, "the original is faster here")
+            self._report.layers.append(choice)
+            if linear.name not in rows:
+                choice.reason = "takes what a subgraph makes, so it is not measured"
+                continue
+            matrix = linear.matrix()
+            bias = linear.bias_value is not None
+            cases = [case_of(matrix, count, linear.dtype, bias, weights) for count in rows[linear.name]]
+            times = [self._times.of(case, linear.matrix, forms) for case in cases]
+            choice.before_ms = [of_shape[ORIGINAL] for of_shape in times]
+            for form in forms:
+                if all(form.timing in of_shape for of_shape in times):
+                    choice.forms[form.name] = Form([of_shape[form.timing] for of_shape in times])
+            del matrix
+            context.release()
+        self._progress(Stage.TIME_LAYERS, len(linears), len(linears))
+
+    def _measure_sensitivities(
+        self, context: PassContext, linears: Sequence[Linear], feeds: Sequence[Feeds], outputs: Sequence[str]
+    ) -> None:
+        """Changes the context's model. outputs: those that count."""
+        model = context.source.model
+        with ExitStack() as copies:
+            found = measure_sensitivities(
+                model,
+                linears,
+                feeds,
+                outputs,
+                lambda wanted: context.new_name(model, wanted),
+                lambda: copies.enter_context(self._evidence.open(model)),
+                lambda done, total: self._progress(Stage.SENSITIVITIES, done, total),
+            )
+        for layer in self._report.layers:
+            layer.sensitivity = found.get(layer.name)
+
+    def _measure_errors(self, forms: Sequence[Candidate]) -> None:
+        """Of the forms of layers that are fast enough."""
+        layers = {layer.name: layer for layer in self._report.layers}
+        worth = {name: worth_measuring(layer) for name, layer in layers.items()}
+        for number, form in enumerate(forms):
+            self._progress(Stage.LAYER_ERRORS, number, len(forms))
+            names = [name for name, found in worth.items() if form.name in found]
+            if not names:
+                continue
+            with (
+                new_context(self._evidence, "model.onnx", portable=False) as context,
+                suppress(NothingToReplaceError),
+            ):
+                transform(plan(make_recipe({form: names}, rows=_ROWS), context), context)
+            for layer in context.report.layers:
+                if layer.status == "replaced" and layer.name in names:
+                    layers[layer.name].forms[form.name].error = layer.output_error
+        self._progress(Stage.LAYER_ERRORS, len(forms), len(forms))

@@ -1,0 +1,176 @@
+"""Whole models of a search: made, judged by the budget, and timed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.errors import NothingToReplaceError, VerificationError
+from ortolan.progress import Progress, Stage
+
+from ..files.mapped_pages import pages_stay
+from ..files.model_file import ModelFile, data_path, load_model
+from ..files.spill import TensorSpill
+from ..measure.evidence import Evidence
+from ..measure.feeds import Feeds
+from ..measure.sessions import open_quietly, open_to_time
+from ..measure.timing import interleave
+from ..passes.context import PassContext
+from ..recipe import Recipe
+from ..report.figures import Timing
+from ..report.optimization import OptimizationReport
+from ..report.search import Trial
+from ..run import Steps, plan, transform, verify, write
+from .budget import Limit, Run
+from .candidates import Candidate, make_recipe
+from .path import Step, estimate
+
+_SECONDS = 0.8  # for timing a whole model, at each shape
+
+
+@dataclass(frozen=True)
+class Made:
+    """A whole model of the search, within the budget. context: of the run that made and verified it."""
+
+    recipe: Recipe
+    context: PassContext
+    choice: Mapping[str, Candidate]
+    attention: bool
+    trial: Trial
+
+    @property
+    def path(self) -> Path:
+        return self.context.candidate
+
+
+class Trials:
+    """Makes models of the first so many steps of a path, each once, in folders of their own."""
+
+    def __init__(
+        self, evidence: Evidence, limit: Limit, judged: Sequence[Feeds], name: str, progress: Progress
+    ) -> None:
+        """judged: feeds on which models are judged. name: of the files that are written."""
+        self._evidence, self._limit, self._judged = evidence, limit, judged
+        self._name, self._progress = name, progress
+        self._made: dict[tuple[int, bool], Made | None] = {}
+        self.report: list[Trial] = []
+
+    def make(self, steps: Sequence[Step], attention: bool) -> Made | None:
+        """The model with these first steps of the path, if it is within the budget."""
+        key = (len(steps), attention)
+        if key not in self._made:
+            self._made[key] = self._make(steps, attention) if steps or attention else None
+        return self._made[key]
+
+    def _make(self, steps: Sequence[Step], attention: bool) -> Made | None:
+        self._progress(Stage.TRY_MODELS, len(self.report), 0)
+        choice = {step.layer: step.candidate for step in steps}
+        layers: dict[Candidate, list[str]] = {}
+        for name, candidate in choice.items():
+            layers.setdefault(candidate, []).append(name)
+        feeds = {"feeds": len(self._judged)}
+        # Times are taken of those within the budget, and the portable form is run of the best.
+        trial_recipe = make_recipe(layers, attention=attention, verify={"seconds": 0.0, "portable": False, **feeds})
+        recipe = make_recipe(layers, attention=attention, verify=feeds)
+        with new_context(self._evidence, self._name, self._evidence.portable) as context:
+            try:
+                within, found = self._run(replace(plan(trial_recipe, context), recipe=recipe), context)
+            except (NothingToReplaceError, VerificationError) as error:
+                within, found = False, str(error)
+        trial = Trial(len(choice), attention, within, found, *estimate(steps))
+        trial.cosine = min((error.cosine for error in context.report.output_error), default=None)
+        files = [file for file in (context.candidate, data_path(context.candidate)) if file.exists()]
+        trial.bytes = sum(file.stat().st_size for file in files) or None
+        self.report.append(trial)
+        if not within:
+            for file in files:
+                file.unlink()
+            return None
+        return Made(recipe, context, choice, attention, trial)
+
+    def _run(self, steps: Steps, context: PassContext) -> tuple[bool, str]:
+        """Whether the model is within the budget, and what was found."""
+        transform(steps, context)
+        write(steps, context)
+        verify(steps, context)
+        before = after = None
+        if self._limit.needs_runs:
+            before, after = self._original, _runs(open_quietly(context.candidate, context.source, library=True))
+        return self._limit.judge(context.report.output_error, self._judged, before, after)
+
+    def _original(self, feeds: Feeds) -> dict[str, np.ndarray]:
+        """The original's answers, which are kept."""
+        names = [value.name or "" for value in self._evidence.source.model.graph.outputs]
+        answers = zip(names, self._evidence.answers([feeds])[0], strict=True)
+        return {name: answer for name, answer in answers if answer is not None}
+
+
+@contextmanager
+def new_context(evidence: Evidence, name: str, portable: bool) -> Iterator[PassContext]:
+    """For a run of the model from its beginning, to a file `name` in a new folder. Packed weights go at the end."""
+    folder = evidence.new_folder()
+    with TensorSpill(folder) as spill:
+        source = load_again(evidence.source)
+        yield PassContext(evidence, source, OptimizationReport(recipe={}), folder / name, spill, portable=portable)
+    (folder / "packed.bin").unlink(missing_ok=True)
+
+
+def load_again(source: ModelFile) -> ModelFile:
+    """The model as it was given; passes change what they get."""
+    given = source.path if source.path is not None else source.proto
+    assert given is not None
+    return load_model(given)
+
+
+def gain(before: Sequence[Timing], after: Sequence[Timing]) -> float:
+    """How much faster, as the geometric mean over the shapes; 0 if it is slower at one of them."""
+    ratios = [(old.min_ms / new.min_ms, old.median_ms / new.median_ms) for old, new in zip(before, after, strict=True)]
+    if any(min(ratio) < 1 for ratio in ratios):
+        return 0.0
+    return float(np.exp(np.mean(np.log([min(ratio) for ratio in ratios]))))
+
+
+def time_models(
+    original: Any, paths: Sequence[Path], feeds: Sequence[Feeds]
+) -> tuple[list[Timing], list[list[Timing]]]:
+    """Of the original and of each optimized model, the times at each of the feeds, in turn."""
+    sessions = [original, *(open_to_time(path, library=True) for path in paths)]
+    by_shape = []
+    for one in feeds:
+        calls: dict[str, Callable[[], object]] = {
+            str(number): lambda session=session, one=one: session.run(None, one)  # type: ignore[misc]
+            for number, session in enumerate(sessions)
+        }
+        with pages_stay():
+            timings = interleave(calls, seconds=_SECONDS * len(calls), min_rounds=3)
+        by_shape.append([timings[str(number)] for number in range(len(sessions))])
+    columns = [list(column) for column in zip(*by_shape, strict=True)]
+    return columns[0], columns[1:]
+
+
+def _runs(session: Any) -> Run:
+    names = [output.name for output in session.get_outputs()]
+    return lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def finish(made: Made, context: PassContext) -> PassContext:
+    """Takes a model of the search for the result of a run: its files become context.candidate, and are verified as a
+    whole. Returns the context of the run that made it, with the report of `context`."""
+    for old, new in ((made.path, context.candidate), (data_path(made.path), data_path(context.candidate))):
+        if old.exists():
+            os.replace(old, new)
+    report = context.report
+    report.layers = made.context.report.layers
+    for text in made.context.report.notes:
+        context.note(text)
+    # Packed weights are in the model's file now.
+    source = replace(context.source, model=load_model(context.candidate).model)
+    result = replace(made.context, source=source, report=report, candidate=context.candidate, progress=context.progress)
+    verify(plan(made.recipe, result), result)
+    return result

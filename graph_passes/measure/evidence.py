@@ -1,0 +1,196 @@
+"""What running a model tells, for all passes of a run, and for all runs of a search over the same model and feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, one_line
+
+from ..files.model_file import ModelFile, data_path, external_tensors, release_maps, tensor_slots, to_bytes, write_model
+from ..find.linear import Linear, layer_key
+from .feeds import SIZES_TO_TRY, Feeds, Outputs, Sizes, hold_out, synthetic_feeds
+from .fits import Fits
+from .recorder import InputRecorder, OnRun, Recorded
+from .sessions import open_quietly, open_to_time, run_session
+
+_SMALL = 1024  # bytes; such tensors stay in the model file
+
+
+class Evidence:
+    """The model as it was given, the feeds, and what was learned from running it on them.
+
+    What was recorded of the original model is kept by the names of its values: every run of a search loads the model
+    anew, and finds it here. Use it in a with statement: it keeps files in `folder`.
+    """
+
+    def __init__(
+        self,
+        source: ModelFile,
+        folder: Path,
+        feeds: Sequence[Feeds] | None = None,
+        description: str | None = None,
+        portable: bool = True,
+        keeps_fits: bool = False,
+    ) -> None:
+        """feeds: the user's; None: some are made up when they are needed. description: of them, for the report.
+        portable: whether a model in the midst of its passes holds our operators as functions.
+        keeps_fits: for the runs of a search.
+        """
+        self.source = source
+        self.folder = folder
+        self.description = description
+        self.portable = portable
+        self.made_up = feeds is None
+        self.fitted_to = False  # whether weights were fitted to the feeds
+        self.held_out: list[Feeds] = []  # those of the user's to which nothing is fitted
+        self.fits = Fits(folder) if keeps_fits else None  # weights that were fitted to inputs of the original
+        self._feeds = None if feeds is None else list(feeds)
+        self._every: int | None = None  # of the feeds that are held out
+        self._rows: dict[tuple[str, int], np.ndarray] = {}
+        self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
+        self._copies = self._runs = 0
+
+    def __enter__(self) -> Evidence:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.fits is not None:
+            self.fits.close()
+
+    def new_folder(self) -> Path:
+        """Inside of `folder`, for the files of one run."""
+        self._runs += 1
+        folder = self.folder / f"run-{self._runs}"
+        folder.mkdir()
+        return folder
+
+    # ---- feeds -------------------------------------------------------------------------------------------------------
+
+    @property
+    def given(self) -> bool:
+        """Whether the user gave feeds, or some were made up already."""
+        return self._feeds is not None
+
+    def feeds(self, session: Any = None) -> list[Feeds]:
+        """Those to fit to: the user's without those that are held out, or made-up ones on which the original runs."""
+        if self._feeds is None:
+            self._feeds, self.description = make_up_feeds(self.source.model, session or self.open_original())
+        return self._feeds
+
+    def hold_out(self, every: int) -> None:
+        """Keeps every so-manieth of the feeds from fitting, for judging. 0, or more than there are: none."""
+        if self._every is None:
+            self._every = every
+            self._feeds, self.held_out = hold_out(self.feeds(), every)
+
+    def feeds_to_judge(self, count: int | None = None, session: Any = None) -> list[Feeds]:
+        """So many of them; those that are held out come first."""
+        feeds = self.feeds(session)
+        return [*self.held_out, *feeds][:count]
+
+    # ---- sessions ----------------------------------------------------------------------------------------------------
+
+    def open_original(self, timed: bool = False) -> Any:
+        """A session for the model as it was given: one to judge by, or to time."""
+        model: Path | bytes | None = self.source.path
+        if model is None:
+            assert self.source.proto is not None
+            model = to_bytes(self.source.proto)
+        return open_to_time(model) if timed else open_quietly(model, self.source)
+
+    @contextmanager
+    def open(self, model: ir.Model, *, library: bool | None = None) -> Iterator[Any]:
+        """A session for a model as it is now, in the midst of its passes, to judge by. library: with our operators;
+        None: only if the model holds no functions for them."""
+        library = not self.portable if library is None else library
+        self._copies += 1
+        path = self.folder / f"copy-{self._copies}.onnx"
+        try:
+            root = self.source.external_root
+            if _lies_in_files(model, root):
+                yield open_quietly(to_bytes(model), self.source, library=library, data_folder=root)
+            else:
+                write_model(model, path, lambda done, total: None)
+                release_maps(list(external_tensors(model)))
+                yield open_quietly(path, self.source, library=library)
+        finally:
+            for file in (path, data_path(path)):
+                file.unlink(missing_ok=True)
+
+    # ---- what the original does --------------------------------------------------------------------------------------
+
+    def answers(self, feeds: Sequence[Feeds], session: Any = None) -> list[Outputs]:
+        """The original's, which is run once on each of the feeds. Raises CalibrationError where it does not run."""
+        for one in feeds:
+            if id(one) not in self._answers:
+                session = session or self.open_original()
+                self._answers[id(one)] = one, run_session(session, one, "the original model", CalibrationError)
+        return [self._answers[id(one)][1] for one in feeds]
+
+    def rows(
+        self, model: ir.Model, linears: Sequence[Linear], max_rows: int, on_run: OnRun
+    ) -> dict[ir.Value, np.ndarray]:
+        """Up to max_rows inputs of each layer of the original as float32 [rows, k], by layer_key; layers in subgraphs
+        are left out. On the feeds that are held out, if there are any.
+
+        model: the original, or what is left of it when no layer has another weight yet.
+        """
+        feeds = self.held_out or self.feeds()
+        missing = [linear for linear in linears if (linear.x.name or "", max_rows) not in self._rows]
+        if missing:
+            with self.recording(model, missing, feeds) as recorder:
+                for name, kept in recorder.some_rows(recorder.names, max_rows, on_run).items():
+                    self._rows[name, max_rows] = kept
+        found = ((layer_key(linear), self._rows.get((linear.x.name or "", max_rows))) for linear in linears)
+        return {key: rows for key, rows in found if rows is not None}
+
+    @contextmanager
+    def recording(
+        self, model: ir.Model, values: Sequence[Recorded], feeds: Sequence[Feeds] | None = None
+    ) -> Iterator[InputRecorder]:
+        """Runs a copy of the model as it is now. feeds: None: those to fit to."""
+        feeds = self.feeds() if feeds is None else feeds
+        with ExitStack() as copies:
+            yield InputRecorder(model, values, feeds, lambda: copies.enter_context(self.open(model)))
+
+
+def make_up_feeds(model: ir.Model, session: Any) -> tuple[list[Feeds], str]:
+    """Synthetic feeds that this session accepts, and a description of them."""
+    problem = ""
+    for sizes in SIZES_TO_TRY:
+        feeds = synthetic_feeds(model, sizes)
+        try:
+            session.run(None, feeds)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            problem = problem or one_line(error)
+            continue
+        found = [feeds]
+        # A second length finds shapes that a pass froze by mistake. Some exports allow one length only.
+        others = [synthetic_feeds(model, Sizes(1, max(1, sizes.sequence // 2 - 1), sizes.past), seed=1)]
+        # A flag chooses between branches of the model: both must run.
+        flags = [name for name, array in feeds.items() if array.dtype == bool and array.size == 1]
+        others += [feeds | {name: np.zeros_like(feeds[name])} for name in flags]
+        for other in others:
+            with suppress(Exception):  # see above
+                session.run(None, other)
+                found.append(other)
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in list(feeds.items())[:3])
+        return found, f"{len(found)} synthetic feed(s): {shapes}{', …' if len(feeds) > 3 else ''}"
+    raise CalibrationError(
+        f"the original model does not run on made-up inputs: {problem}; give calibration=… with inputs "
+        "for this model (an .npz file, a dict of arrays, or a list of such dicts)"
+    )
+
+
+def _lies_in_files(model: ir.Model, root: Path | None) -> bool:
+    """Whether all weights still lie in the files that the model came with."""
+    large = [tensor for tensor, _ in tensor_slots(model) if tensor.nbytes > _SMALL]
+    return root is not None and all(
+        isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) == root for tensor in large
+    )

@@ -1,0 +1,203 @@
+"""Records what goes into linear layers while a model runs on feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import CalibrationError, one_line
+
+from .feeds import Feeds
+
+OnRun = Callable[[int, int], None]  # on_run(done, total)
+
+
+_CAPTURE_BYTES = 256 * 1024**2  # of recorded inputs that one run may return
+
+
+_HESSIAN_ROWS = 8192  # that are multiplied at once
+
+
+class Recorded(Protocol):
+    """What is to be recorded: a value of the model, such as a layer's input."""
+
+    @property
+    def x(self) -> ir.Value: ...
+    @property
+    def k(self) -> int: ...  # its last dimension
+    @property
+    def dtype(self) -> ir.DataType: ...
+
+
+class InputRecorder:
+    """Runs a model, as it was when this was made, and hands out what goes into its layers.
+
+    Layers in subgraphs are left out: their values cannot be made outputs. Memory is bounded by recording a few layers a
+    run.
+    """
+
+    def __init__(
+        self, model: ir.Model, linears: Sequence[Recorded], feeds: Sequence[Feeds], open_model: Callable[[], Any]
+    ) -> None:
+        """open_model makes the session; it is called while the wanted values are outputs of the model."""
+        self._wanted = {linear.x.name or "": linear for linear in linears if _belongs_to(linear.x, model.graph)}
+        self._computed = {name: linear for name, linear in self._wanted.items() if not linear.x.is_graph_input()}
+        self._feeds = feeds
+        with _as_outputs(model, self._computed):
+            self._session = open_model()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the values that can be recorded."""
+        return list(self._wanted)
+
+    def record(self, names: Sequence[str], take: Callable[[str, np.ndarray], None], on_run: OnRun) -> None:
+        """Calls take(name, inputs [rows, k]) for each of the values and each of the feeds. Keep no inputs."""
+        groups = _group({name: self._computed[name] for name in names if name in self._computed}, self._feeds)
+        total = len(self._feeds) * len(groups)
+        for number, one in enumerate(self._feeds):
+            for name in names:
+                if name not in self._computed and name in one:
+                    take(name, one[name].reshape(-1, self._wanted[name].k))
+            for index, group in enumerate(groups):
+                on_run(number * len(groups) + index, total)
+                try:
+                    arrays = self._session.run(group, one)
+                except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+                    raise CalibrationError(
+                        f"the original model does not run on calibration feeds {number + 1}: {one_line(error)}; "
+                        "check their shapes and types"
+                    ) from error
+                for name, array in zip(group, arrays, strict=True):
+                    take(name, array.reshape(-1, self._wanted[name].k))
+        on_run(total, total)
+
+    def some_rows(self, names: Sequence[str], max_rows: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """Up to max_rows inputs for each value as float32 [rows, k], about as many of each of the feeds."""
+        rows: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        quota = -(-max_rows // len(self._feeds))
+        self.record(names, lambda name, inputs: rows[name].append(_some_rows(inputs, quota)), on_run)
+        return {name: np.concatenate(parts)[:max_rows] for name, parts in rows.items() if parts}
+
+    def numbers(self, names: Sequence[str], most: int, on_run: OnRun) -> dict[str, np.ndarray]:
+        """Up to `most` numbers of each value as float32 [count], drawn at random, about as many of each of the feeds;
+        the value's smallest and largest number are among them."""
+        drawn: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        quota = -(-most // len(self._feeds))
+        rng = np.random.default_rng(0)
+
+        def draw(name: str, inputs: np.ndarray) -> None:
+            flat = inputs.reshape(-1)
+            if flat.size == 0:
+                return
+            some = flat if flat.size <= quota else flat[rng.integers(0, flat.size, max(quota - 2, 0))]
+            drawn[name].append(np.concatenate([some, [flat.min(), flat.max()]]).astype(np.float32))
+
+        self.record(names, draw, on_run)
+        found = {}
+        for name, parts in drawn.items():
+            if parts:
+                numbers = np.concatenate(parts)
+                extremes = [numbers.min(), numbers.max()]
+                found[name] = np.append(numbers[: most - 2], np.asarray(extremes, np.float32))
+        return found
+
+    def hessians(self, names: Sequence[str], on_run: OnRun) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """X^T X over all inputs X of each value, float32 [2, k, k] (see HessianSums), and how many those are."""
+        found: dict[str, HessianSums] = {}
+
+        def add(name: str, inputs: np.ndarray) -> None:
+            found.setdefault(name, HessianSums(inputs.shape[1], len(self._feeds))).add(inputs)
+
+        self.record(names, add, on_run)
+        return {name: sums.halves() for name, sums in found.items()}, {name: sums.rows for name, sums in found.items()}
+
+
+class HessianSums:
+    """X^T X over inputs X of one value, float32 [2, k, k]: of every other one of the feeds, and of the rest; of a
+    single one, of its first half and its second. Of the inputs it keeps half as many bytes as of the sums."""
+
+    def __init__(self, k: int, feeds: int) -> None:
+        self.rows = 0
+        self._sums = np.zeros((2, k, k), np.float32)
+        self._waiting: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._at_once = min(k // 2 + 1, _HESSIAN_ROWS)
+        self._split = 2 if feeds == 1 else 1
+        self._taken = 0
+
+    @staticmethod
+    def bytes_for(k: int) -> int:
+        """About."""
+        return 12 * k * k
+
+    def add(self, inputs: np.ndarray) -> None:
+        """inputs: [rows, k] of one of the feeds."""
+        for part in np.array_split(inputs, self._split):
+            waiting = self._waiting[self._taken % 2]
+            for start in range(0, len(part), _HESSIAN_ROWS):
+                waiting.append(part[start : start + _HESSIAN_ROWS].astype(np.float32))
+                # Many rows at once: of a few, reading and writing the sum would take longer than the products.
+                if sum(map(len, waiting)) >= self._at_once:
+                    self._multiply(self._taken % 2)
+            self._taken += 1
+        self.rows += len(inputs)
+
+    def halves(self) -> np.ndarray:
+        self._multiply(0)
+        self._multiply(1)
+        return self._sums
+
+    def _multiply(self, half: int) -> None:
+        if self._waiting[half]:
+            rows = np.concatenate(self._waiting[half])
+            self._waiting[half].clear()
+            self._sums[half] += rows.T @ rows
+
+
+def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
+    node = value.producer()
+    return (node.graph if node is not None else value.graph) is graph
+
+
+@contextmanager
+def _as_outputs(model: ir.Model, wanted: dict[str, Recorded]) -> Iterator[None]:
+    """Inside, the named values are outputs of the model."""
+    outputs = model.graph.outputs
+    count = len(outputs)
+    present = {value.name for value in outputs}
+    for name, linear in wanted.items():
+        if name not in present:
+            if linear.x.type is None:
+                linear.x.type = ir.TensorType(linear.dtype)
+            outputs.append(linear.x)
+    try:
+        yield
+    finally:
+        while len(outputs) > count:  # a slice deleted at once would leave the values marked as outputs
+            outputs.pop()
+
+
+def _group(computed: dict[str, Recorded], feeds: Sequence[Feeds]) -> list[list[str]]:
+    """Splits the values so that what one run returns stays below _CAPTURE_BYTES."""
+    tokens = max((int(np.prod(array.shape[:2])) for one in feeds for array in one.values()), default=1)
+    groups: list[list[str]] = []
+    size = 0
+    for name, linear in computed.items():
+        needed = 4 * tokens * linear.k
+        if not groups or size + needed > _CAPTURE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += needed
+    return groups
+
+
+def _some_rows(inputs: np.ndarray, count: int) -> np.ndarray:
+    """Up to `count` of the rows, evenly spread, so that all sequences and positions take part."""
+    if len(inputs) > count:
+        inputs = inputs[np.linspace(0, len(inputs) - 1, count).astype(int)]
+    return inputs.astype(np.float32)

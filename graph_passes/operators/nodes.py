@@ -1,0 +1,84 @@
+"""Nodes of our operators in a model: their inputs by name, and what the model needs to hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
+
+# Models with more weights are unpacked layer by layer where our library is missing: see Replacement.function.
+UNPACK_ONCE_LIMIT = 32 * 1024**2
+
+
+def declare_operators(model: ir.Model) -> None:
+    """Makes the model one that may hold our operators."""
+    model.opset_imports[ORTOLAN_DOMAIN] = 1
+    model.ir_version = max(model.ir_version, MINIMUM_IR_VERSION)
+
+
+def put_function(model: ir.Model, function: ir.Function) -> None:
+    """What one of our operators computes, in the place of what the model had for it."""
+    model.functions[function.identifier()] = function
+
+
+def constant_value(tensor: ir.TensorProtocol) -> ir.Value:
+    """A value of a graph that is this constant."""
+    return ir.Value(
+        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
+
+
+def new_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """A constant of the graph under the tensor's name."""
+    value = constant_value(tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def in_order(names: Sequence[str], given: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
+    """A node's inputs by the operator's order; those left out at the end are not listed."""
+    values = [given.get(name) for name in names]
+    while values[-1] is None:
+        values.pop()
+    return values
+
+
+def nodes_of(model: ir.Model, op_type: str) -> list[ir.Node]:
+    """The nodes of an operator of ours, those in subgraphs included."""
+    return [node for node in model.graph.all_nodes() if node.domain == ORTOLAN_DOMAIN and node.op_type == op_type]
+
+
+def input_of(node: ir.Node, names: Sequence[str], name: str) -> ir.Value | None:
+    """A node's input by its name in the operator's order."""
+    index = names.index(name)
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def fill_missing(
+    nodes: Sequence[ir.Node],
+    names: Sequence[str],
+    needed: Collection[str],
+    neutral: Callable[[ir.Node], Mapping[str, np.ndarray]],
+    new_name: Callable[[str], str],
+) -> None:
+    """Gives nodes the neutral constants of the inputs that are needed, or stand in front of one that they have.
+
+    Nodes of one graph share constants of the same name and shape.
+    """
+    made: dict[Hashable, ir.Value] = {}
+    for node in nodes:
+        graph = node.graph
+        assert graph is not None
+        count = max([len(node.inputs), *(names.index(name) + 1 for name in needed)])
+        node.resize_inputs(count)
+        for name, array in neutral(node).items():
+            index = names.index(name)
+            if index >= count or node.inputs[index] is not None:
+                continue
+            key = (id(graph), name, array.shape)
+            if key not in made:
+                made[key] = new_initializer(graph, ir.Tensor(array, name=new_name(f"no_{name}")))
+            node.replace_input_with(index, made[key])

@@ -1,0 +1,170 @@
+"""How attention becomes NoMADAttention, with or without a cache."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+import onnx_ir as ir
+
+from ..find.attention import Attention, NotAttention
+from ..find.cached_attention import CachedAttention
+from ..find.constants import remove_dead
+from ..names import ORTOLAN_DOMAIN
+from ..operators.nodes import declare_operators
+from ..operators.nomad_attention_function import OP_TYPE
+from ..options import Globs, any_matches
+from .attention_mask import MaskSums
+from .context import RecipePass
+from .normalize import require_normalized
+from .verify import keep_reference
+
+Match = TypeVar("Match", Attention, CachedAttention)
+Refused = Mapping[str, Sequence[str]]  # names of what is left alone, by the reason
+
+
+class AttentionRewrite(RecipePass, Generic[Match]):
+    """Replaces attentions of the model's main graph by one node each. Its passes say which ones, and what the node has
+    besides query, key, value and mask."""
+
+    stage: ClassVar[str]  # the pass's name, of its progress as well
+    refusal: ClassVar[str]  # what a note says of attentions that are left alone
+
+    def requires(self, model: ir.Model) -> None:
+        require_normalized(model, self.stage)
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context = self.context
+        context.survey(model)
+        chosen, refused = self._choose(model)
+        self.announce(chosen, refused)
+        for match in chosen:
+            self._report(match)
+        context.progress(self.stage, 0, len(chosen))
+        rewrites = bool(chosen) and not context.dry_run
+        if rewrites:
+            self.prepare(model, chosen)
+            keep_reference(model, context)
+            masks = MaskSums(lambda wanted: context.new_name(model, wanted))
+            nodes = []
+            for number, match in enumerate(chosen):
+                nodes.append(self._rewrite(model, match, masks))
+                context.progress(self.stage, number + 1, len(chosen))
+            declare_operators(model)
+            self.finish(model, nodes)
+        return ir.passes.PassResult(model, modified=rewrites)
+
+    @property
+    @abc.abstractmethod
+    def patterns(self) -> tuple[Globs, Globs]:
+        """Options select and exclude: by the name of the operator, or of the Softmax or of one of the two MatMuls."""
+
+    @abc.abstractmethod
+    def find(self, model: ir.Model) -> Sequence[Match | NotAttention]:
+        """The attentions that the pass is for."""
+
+    def why_not(self, match: Match) -> str | None:
+        """Why the operator cannot take the place of this one, if it cannot."""
+        return None
+
+    @abc.abstractmethod
+    def announce(self, chosen: Sequence[Match], refused: Refused) -> None:
+        """Notes what becomes of the attentions; raises an error where that may not be."""
+
+    def prepare(self, model: ir.Model, chosen: Sequence[Match]) -> None:
+        """Finds out what the nodes need, before the model is changed."""
+
+    def keys_of(self, match: Match) -> Sequence[ir.Value | None]:
+        """The past and the new keys, for masks that are as long as both: see MaskSums.sum_of."""
+        return ()
+
+    @abc.abstractmethod
+    def make_node(self, model: ir.Model, match: Match, mask: ir.Value | None) -> ir.Node:
+        """The node that takes the place of the attention; its first outputs are those of outputs_of."""
+
+    def outputs_of(self, match: Match) -> list[ir.Value]:
+        """The values that the node makes instead of the attention."""
+        assert match.output is not None
+        return [match.output]
+
+    def placed(self, model: ir.Model, match: Match, node: ir.Node) -> None:
+        """Called when the node is in its place, and what it replaces is gone."""
+
+    @abc.abstractmethod
+    def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
+        """Completes the inputs of all nodes, and gives the model the operator's function."""
+
+    def attributes(self, match: Match, precision: int) -> dict[str, ir.Attr | int | float]:
+        """Those that every node of the operator has."""
+        return {
+            "num_heads": match.heads,
+            "kv_num_heads": match.kv_heads,
+            "scale": float(match.scale),
+            "causal": int(match.causal),
+            "zero_hidden_rows": int(match.zero_hidden_rows),
+            "precision": precision,
+        }
+
+    @property
+    def verb(self) -> str:
+        """For notes of what attentions become."""
+        return "would become" if self.context.dry_run else "became"
+
+    def note_refused(self, refused: Refused) -> None:
+        for reason, names in refused.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.context.note(f"{self.refusal}: {reason}: {names[0]!r}{more}")
+
+    def _choose(self, model: ir.Model) -> tuple[list[Match], Refused]:
+        chosen: list[Match] = []
+        refused: dict[str, list[str]] = {}
+        select, exclude = self.patterns
+        for match in self.find(model):
+            self.context.names_of_layers += match.names
+            if not any_matches(match.names, select):
+                reason: str | None = "not selected"
+            elif any_matches(match.names, exclude):
+                reason = "excluded"
+            else:
+                reason = match.reason if isinstance(match, NotAttention) else self.why_not(match)
+            if reason is not None:
+                refused.setdefault(reason, []).append(match.names[0])
+            elif not isinstance(match, NotAttention):
+                chosen.append(match)
+        # The first to be replaced makes the masks that others share: its place must be before theirs.
+        places = {node: place for place, node in enumerate(model.graph)}
+        chosen.sort(key=lambda match: places[_last(match)])
+        return chosen, refused
+
+    def _report(self, match: Match) -> None:
+        for product in match.products:
+            layer = self.context.layers.get(product.outputs[0])
+            if layer is not None:
+                layer.new_op, layer.reason = OP_TYPE, None
+                layer.status = "would replace" if self.context.dry_run else "replaced"
+
+    def _rewrite(self, model: ir.Model, match: Match, masks: MaskSums) -> ir.Node:
+        graph = match.node.graph
+        assert graph is not None
+        made: list[ir.Node] = []
+        mask = masks.sum_of(match.node, match.masks, made, self.keys_of(match))
+        node = self.make_node(model, match, mask)
+        assert (node.domain, node.op_type) == (ORTOLAN_DOMAIN, OP_TYPE)
+        read = [value for old in match.nodes for value in old.inputs if value is not None]
+        outputs = self.outputs_of(match)
+        ir.convenience.replace_nodes_and_values(
+            graph, _last(match), list(match.nodes), [*made, node], outputs, node.outputs[: len(outputs)]
+        )
+        for value in read:
+            remove_dead(value)
+        self.placed(model, match, node)
+        return node
+
+
+def _last(match: Attention | CachedAttention) -> ir.Node:
+    """Of its nodes; the new one takes its place, behind all that it reads."""
+    assert match.output is not None
+    node = match.output.producer()
+    assert node is not None
+    return node

@@ -1,0 +1,80 @@
+"""What the steps of a recipe are going to do: known from their options before any of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..find.linear import Linear
+from ..options import PassOptions
+from ..weights.quantizers.grid import Quantization
+from .activations_options import ActivationsOptions
+from .prune_options import PruneOptions
+from .quantize_options import QuantizeOptions
+from .replace_rule import LayerState, ReplaceOptions, ReplaceRule
+
+
+class Step(Protocol):
+    """As recipe.RecipeStep."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def options(self) -> PassOptions: ...
+
+
+class Plan:
+    """Made of a recipe's steps. All that it tells of a layer follows from their options, the layer and its state."""
+
+    def __init__(self, steps: Sequence[Step] = ()) -> None:
+        names = [step.name for step in steps]
+        options = [step.options for step in steps]
+        self._rules = [ReplaceRule(one) for one in options if isinstance(one, ReplaceOptions)]
+        self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
+        self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
+        self.replaces = "replace" in names
+        self.records_ranges = "ranges" in names
+        self.takes_prompt = "compress_cache" in names  # and puts it into the graph
+        self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
+        # On how many feeds the model is run at the end.
+        self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
+
+    def is_last(self, options: ReplaceOptions) -> bool:
+        """Whether these are the options of the last step replace."""
+        return bool(self._rules) and self._rules[-1].options is options
+
+    def keeps_numbers(self, linear: Linear) -> bool:
+        """Whether a step replace takes over the numbers of 4 or 8 bits that the model stores for the layer."""
+        return any(rule.stored_numbers(linear) is not None for rule in self._rules)
+
+    def quantization(self, linear: Linear) -> Quantization | None:
+        """How a step is going to quantize the layer, or None."""
+        if self.keeps_numbers(linear):
+            return None
+        found = (one.quantization_of(linear) for one in self._quantizing)
+        return next((one for one in found if one is not None), None)
+
+    def chooses_threshold(self, linear: Linear) -> bool:
+        """Whether a step activations chooses a threshold for the layer's input."""
+        return any(one.takes(linear) for one in self._activations)
+
+    def gains(self, linear: Linear, stored: int, state: LayerState) -> bool:
+        """Whether a layer is worth changing, so that so many of its weights are stored: a step replaces it then, or the
+        recipe replaces none."""
+        return not self._rules or any(
+            rule.why_not(linear, stored, self.foreseen(linear, state, rule)) is None for rule in self._rules
+        )
+
+    def foreseen(self, linear: Linear, state: LayerState, rule: ReplaceRule) -> LayerState:
+        """The layer's state when the step replace of this rule comes to it."""
+        quantized, threshold = state.quantized, state.threshold
+        if quantized is None:
+            quantized = self.quantization(linear)
+        if threshold is None and rule.replacement.masks_inputs and self.chooses_threshold(linear):
+            threshold = 0.0
+        return dataclasses.replace(state, quantized=quantized, threshold=threshold)
+
+
+def _values(steps: Sequence[Step], name: str, option: str) -> list[Any]:
+    return [getattr(step.options, option) for step in steps if step.name == name]

@@ -1,0 +1,56 @@
+"""The options of pass quantize, and what they say of a layer before any pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ortolan.errors import RecipeError
+
+from ..find.linear import Linear
+from ..find.quantized_weight import MAX_INPUTS
+from ..options import Globs, PassOptions, takes
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(PassOptions):
+    method: str = field(default="rtn", metadata=takes("str", choices=("rtn", "gptq", "awq", "hqq")))
+    bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
+    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits, which take no other.
+    group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
+    # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
+    # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
+    symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
+    # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
+    # fitted to half of the feeds do on the other half.
+    damping: float | None = field(default=None, metadata=takes("float", low=1e-4, below=100.0, none=True))
+    # gptq: whether the order in which inputs are rounded is chosen, or is that in which they stand. None: chosen.
+    act_order: bool | None = field(default=None, metadata=takes("bool", none=True))
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits == 8 and self.group_size is not None:
+            raise RecipeError(
+                f"group_size is {self.group_size}, expected none with bits = 8, which has one scale a column; "
+                "leave it out, or set bits = 4"
+            )
+        if self.bits == 8 and not self.quantization.symmetric:
+            found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
+            raise RecipeError(f"{found}, expected bits = 4 with it: weights of 8 bits have no zero points")
+        if self.method == "hqq" and self.symmetric:
+            raise RecipeError("symmetric is true, expected false with method = 'hqq', which searches zero points")
+        for name in ("damping", "act_order"):
+            if self.method != "gptq" and getattr(self, name) is not None:
+                raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
+
+    @property
+    def quantization(self) -> Quantization:
+        symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
+        return Quantization(self.bits, None if self.bits == 8 else self.group_size or 128, symmetric=symmetric)
+
+    def quantization_of(self, linear: Linear) -> Quantization | None:
+        """How this step quantizes the layer, unless it keeps numbers that the model stores; None: it does not."""
+        takes_it = linear.is_chosen(self.select, self.exclude) and linear.k <= MAX_INPUTS
+        return self.quantization if takes_it else None

@@ -1,0 +1,117 @@
+"""Which layers a step replace takes, and with which numbers. An operator is one module and one line in REPLACEMENTS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ortolan.errors import RecipeError
+
+from ..find.linear import Linear
+from ..find.stored_int4 import StoredInt4
+from ..find.stored_int8 import StoredInt8
+from ..operators.masked_matmul import MaskedMatMul
+from ..operators.masked_matmul_function import OP_TYPE as MASKED_MATMUL
+from ..operators.replacement import Replacement
+from ..operators.sparse_amx_matmul import SparseAMXMatMul
+from ..operators.vnni_spmm import VNNISpMM
+from ..operators.w4a8_matmul import W4A8MatMul
+from ..options import Globs, PassOptions, takes
+from ..report.figures import human_bytes
+from ..weights.quantizers.grid import Quantization
+
+REPLACEMENTS: dict[str, type[Replacement]] = {
+    "SparseAMXMatMul": SparseAMXMatMul,
+    "VNNISpMM": VNNISpMM,
+    "W4A8MatMul": W4A8MatMul,
+    "MaskedMatMul": MaskedMatMul,
+}
+
+
+@dataclass(frozen=True)
+class ReplaceOptions(PassOptions):
+    op: str = field(default="SparseAMXMatMul", metadata=takes("str", choices=tuple(REPLACEMENTS)))
+    min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
+    # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
+    may_grow: bool = field(default=False, metadata=takes("bool"))
+    # Whether the operator also takes over the activation function, the residual Add and (VNNISpMM) the
+    # LayerNormalization behind a layer, a layer of the same input whose output is multiplied with that, and, if pass
+    # ranges has run, the layer behind the activation.
+    fuse: bool = field(default=True, metadata=takes("bool"))
+    # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator;
+    # the others are as fast with a range for each token, and more exact.
+    fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
+    # MaskedMatMul: how weights that are not quantized are stored; None: bf16.
+    weights: str | None = field(default=None, metadata=takes("str", choices=("bf16", "float32"), none=True))
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights is not None and self.op != MASKED_MATMUL:
+            raise RecipeError(f"weights is {self.weights!r}, which only op = {MASKED_MATMUL!r} has; leave it out")
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What passes have made of a layer so far."""
+
+    bytes_before: int  # of its weight in the file, before any pass
+    quantized: Quantization | None = None  # the numbers that a pass has chosen
+    threshold: float | str | None = None  # of its input, or why there is none; see activations.py
+
+
+class ReplaceRule:
+    """What one step replace does with a layer: this follows from the step's options, the layer and its state."""
+
+    def __init__(self, options: ReplaceOptions) -> None:
+        self.options = options
+        self.replacement = REPLACEMENTS[options.op]()
+        if options.weights is not None:
+            self.replacement.weights = options.weights
+        self.fuses = options.fuse and self.replacement.has_epilogue
+
+    def is_chosen(self, linear: Linear) -> bool:
+        return linear.is_chosen(self.options.select, self.options.exclude)
+
+    def stored_numbers(self, linear: Linear) -> StoredInt4 | StoredInt8 | None:
+        """The numbers of 4 or 8 bits that the model stores for the layer, if the operator takes them over."""
+        found = linear.int8 if linear.int4 is None else linear.int4
+        if not isinstance(found, StoredInt4 | StoredInt8) or not self.is_chosen(linear):
+            return None
+        return found if self.replacement.why_not(linear.k, found) is None else None
+
+    def quantization(self, linear: Linear, state: LayerState) -> Quantization | None:
+        """How the numbers are quantized that the operator takes over; None: they are floats."""
+        return self.stored_numbers(linear) if state.quantized is None else state.quantized
+
+    def packed_bytes(self, linear: Linear, stored: int, state: LayerState) -> int:
+        """About, of a weight of which so many numbers are stored."""
+        return self.replacement.packed_bytes(linear.k, linear.n, stored, self.quantization(linear, state))
+
+    def why_not(self, linear: Linear, stored: int, state: LayerState) -> str | None:
+        """Why a layer with this many non-zero weights is left as it is, if it is."""
+        if not linear.matches(self.options.select):
+            return "not selected"
+        if linear.matches(self.options.exclude):
+            return "excluded from replacement"
+        if problem := self._why_not_masked(state.threshold):
+            return problem
+        sparsity = 1 - stored / (linear.k * linear.n)
+        if sparsity < self.options.min_sparsity:
+            return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
+        packed = self.packed_bytes(linear, stored, state)
+        # Stored 4-bit weights grow by no more than whole panels and tiles, which is little, or of little.
+        adopted = isinstance(self.quantization(linear, state), StoredInt4)
+        if packed > state.bytes_before and not adopted and not self.options.may_grow:
+            return (
+                f"packed, its weight would take {human_bytes(packed)}, more than the "
+                f"{human_bytes(state.bytes_before)} it takes now (may_grow=true replaces it all the same)"
+            )
+        return None
+
+    def _why_not_masked(self, threshold: float | str | None) -> str | None:
+        """Why the operator cannot do with the layer's inputs what pass `activations` wants, if it cannot."""
+        chosen = isinstance(threshold, float)
+        if not self.replacement.masks_inputs:
+            return f"only {MASKED_MATMUL} applies the threshold of its inputs" if chosen else None
+        return None if chosen else str(threshold or "no pass 'activations' selects it")

@@ -1,0 +1,87 @@
+"""The weights that an operator takes over, layer by layer; where it takes none, the report says why."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.linear import Linear
+from ..find.quantized_weight import QuantizedWeight
+from ..find.stored_int4 import StoredInt4
+from ..operators.replacement import LayerWeight
+from ..weights.quantizers.fixed_range import FixedRange, choose_range
+from ..weights.quantizers.grid import Quantization
+from .context import PassContext
+from .replace_rule import LayerState, ReplaceRule
+
+
+class AcceptedWeights:
+    """Of one step replace."""
+
+    def __init__(self, context: PassContext, rule: ReplaceRule, in_mlps: Set[Linear]) -> None:
+        """in_mlps: the layers of hidden.Mlp, which must have fixed ranges to be one operator."""
+        self._context = context
+        self._rule = rule
+        self._in_mlps = in_mlps
+        self._ranges: dict[ir.Value, FixedRange] = {}  # of layers' inputs
+
+    def quantization(self, linear: Linear) -> Quantization | None:
+        """How the numbers are quantized that the operator takes over; None: they are floats."""
+        return self._rule.quantization(linear, self._state(linear))
+
+    def of(self, linear: Linear) -> LayerWeight | None:
+        """The weight that the operator takes over, or None and, in the report, why not."""
+        layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
+        if not self._rule.is_chosen(linear):
+            # What another pass says, tells more.
+            layer.reason = layer.reason or self._rule.why_not(linear, 0, state)
+            return None
+        quantization = self._rule.quantization(linear, state)
+        if isinstance(quantization, StoredInt4):
+            quantization.check_scales()
+        matrix = linear.matrix()
+        if problem := self._why_not_weight(linear, quantization, matrix):
+            # Another pass that takes the layer's own numbers has said why it left them.
+            if layer.reason is None or not self._context.plan.keeps_numbers(linear):
+                layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
+            return None
+        layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
+        stored = replacement.stored_weights(matrix)
+        layer.reason = self._rule.why_not(linear, stored, state)
+        if layer.reason:
+            return None
+        layer.bytes_after = self._rule.packed_bytes(linear, stored, state)
+        quantized = quantization if isinstance(quantization, QuantizedWeight) else None
+        threshold = state.threshold if isinstance(state.threshold, float) else 0.0
+        return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
+
+    def _state(self, linear: Linear) -> LayerState:
+        """In a dry run, the one that is foreseen."""
+        state = self._context.state(linear)
+        return self._context.plan.foreseen(linear, state, self._rule) if self._context.dry_run else state
+
+    def _why_not_weight(self, linear: Linear, quantization: Quantization | None, matrix: np.ndarray) -> str | None:
+        """Why the operator cannot hold the weight, if it cannot."""
+        problem = self._rule.replacement.why_not(linear.k, quantization)
+        if problem and isinstance(linear.int4, str):
+            return f"{problem} (it is stored in 4 bits, but {linear.int4})"
+        if problem and isinstance(linear.int8, str):
+            return f"{problem} (it is stored in 8 bits, but {linear.int8})"
+        if problem or quantization is not None:
+            return problem
+        return self._rule.replacement.why_not_matrix(matrix)
+
+    def _x_range(self, linear: Linear) -> FixedRange | None:
+        """The fixed range of the layer's input, if it has one: the model's own, or one by what pass ranges recorded."""
+        if not self._rule.replacement.takes_ranges:
+            return None
+        numbers = self._context.activations.get(linear.x.name or "")
+        if linear.x_range is not None or numbers is None:
+            return linear.x_range
+        if self._rule.options.fixed_ranges == "mlp" and linear not in self._in_mlps:
+            return None
+        if linear.x not in self._ranges:
+            self._ranges[linear.x] = choose_range(numbers)
+        return self._ranges[linear.x]

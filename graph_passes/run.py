@@ -1,0 +1,122 @@
+"""The way of a model: plan -> transform -> write -> verify."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortolan.errors import ModelError, OrtolanError
+from ortolan.progress import Stage
+from ortolan.session import package_versions
+
+from .files.model_file import write_model
+from .names import OPTIONS_KEY, RECIPE_KEY, VERSION_KEY
+from .options import WORDS, Globs, any_matches
+from .passes.context import PassContext, RecipePass
+from .passes.plan import Plan
+from .passes.verify import VerifyPass
+from .recipe import Recipe
+from .registry import PASSES
+from .report.figures import human_bytes
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A recipe's passes, made for one run."""
+
+    recipe: Recipe
+    transforms: list[RecipePass]
+    verification: VerifyPass | None
+
+
+def run_recipe(recipe: Recipe, context: PassContext) -> None:
+    """The whole way of context.source.model. A dry run ends before anything is written."""
+    steps = plan(recipe, context)
+    transform(steps, context)
+    if not context.dry_run:
+        write(steps, context)
+        verify(steps, context)
+
+
+def plan(recipe: Recipe, context: PassContext) -> Steps:
+    """Makes the passes. Each may ask context.plan what the recipe is going to do to a layer, whatever their order."""
+    context.plan = Plan(recipe.passes)
+    passes = [PASSES[step.name](step.options, context) for step in recipe.passes]
+    verification = passes.pop() if passes and isinstance(passes[-1], VerifyPass) else None
+    assert verification is None or isinstance(verification, VerifyPass)
+    return Steps(recipe, passes, verification)
+
+
+def transform(steps: Steps, context: PassContext) -> None:
+    """Runs the passes in order. The onnx-ir pass manager wraps errors; what reaches the caller is an OrtolanError."""
+    try:
+        ir.passes.PassManager(steps.transforms, steps=1)(context.source.model)
+    except (ir.passes.PassError, ir.passes.InvariantError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OrtolanError):
+            last, cause = cause, cause.__cause__
+        if cause is not None:
+            raise cause from cause.__cause__
+        if isinstance(last, MemoryError):
+            raise last from None
+        raise ModelError(f"{context.source.name} could not be optimized: {type(last).__name__}: {last}") from error
+    _note_unmatched(steps.recipe, context)
+    _note_gainless(context)
+
+
+def write(steps: Steps, context: PassContext) -> None:
+    """The model as it is now, and what it was made by, to context.candidate."""
+    context.source.model.metadata_props.update(_provenance(steps.recipe))
+    write_model(context.source.model, context.candidate, context.telling(Stage.WRITE))
+    context.release()
+
+
+def verify(steps: Steps, context: PassContext) -> None:
+    """Compares what was written with the original, if the recipe asks for it. Raises VerificationError."""
+    if steps.verification is not None:
+        steps.verification(context.source.model)
+
+
+def _provenance(recipe: Recipe) -> dict[str, str]:
+    """What the optimized model says of its making."""
+    return {
+        RECIPE_KEY: recipe.name,
+        VERSION_KEY: package_versions().get("ortolan", "unknown"),
+        OPTIONS_KEY: json.dumps(recipe.to_dict()["pass"]),
+    }
+
+
+def _note_gainless(context: PassContext) -> None:
+    """Names layers whose weights were changed, and that gain nothing by it."""
+    layers = context.layers.values()
+    grown = [layer for layer in layers if layer.status in ("pruned", "quantized") and layer.growth > 0]
+    if grown:
+        context.note(
+            f"{len(grown)} {grown[0].status} layers, such as {grown[0].name!r}, now store their weights "
+            f"dense and take {human_bytes(sum(layer.growth for layer in grown))} more than before; exclude them "
+            "(prune.exclude, quantize.exclude)"
+        )
+    rounded = [layer for layer in layers if layer.status == "quantized"]
+    if rounded:
+        context.note(
+            f"{len(rounded)} layers, such as {rounded[0].name!r}, are quantized but not replaced: their weights are "
+            "rounded, yet still stored as floats, so nothing is gained in size or speed; add pass 'replace'"
+        )
+
+
+def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
+    """Names the patterns that match no layer; a word such as "heads" may match none."""
+    for option, glob in _patterns(recipe):
+        used = glob in WORDS or any_matches(context.names_of_layers, (glob,))
+        if context.layers and not used:
+            context.note(f"pattern {glob!r} of {option} matches no layer; `ortolan inspect` lists their names")
+
+
+def _patterns(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for step in recipe.passes:
+        for option in ("select", "exclude"):
+            globs: Globs = getattr(step.options, option, ())
+            yield from ((f"{step.name}.{option}", glob) for glob in globs)

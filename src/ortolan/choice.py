@@ -1,0 +1,107 @@
+"""From the arguments of a call to the recipe that they choose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ortolan.graph_passes.forms import ADOPT, AUTO, CHOICES, PRESETS
+from ortolan.graph_passes.options import HEADS
+from ortolan.graph_passes.recipe import Recipe
+
+from .errors import RecipeError
+
+_CACHED_PROMPT = "cached-prompt"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """recipe: None: what the model is like decides, or, with `measured`, measurement. options: for the recipe that is
+    chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is."""
+
+    recipe: Recipe | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = False
+    note: str = ""
+    may_stay: bool = False
+
+    def adopting(self, reason: str) -> Choice:
+        """The recipe that takes over few-bit weights as a model stores them. Raises RecipeError for unknown options."""
+        note = f"no recipe was given; {ADOPT['name']!r} was chosen, as {reason}"
+        try:
+            recipe = Recipe.from_dict(ADOPT).with_options(self.options)
+        except RecipeError as error:
+            raise RecipeError(f"{note}: {error}; or give another recipe") from None
+        return replace(self, recipe=recipe, note=note, may_stay=True)
+
+
+def read_choice(
+    recipe: str | os.PathLike[str] | Recipe | None,
+    form: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    prompt: bool = False,
+) -> Choice:
+    """form: the arguments of CHOICES as they were given. prompt: whether one was given. Raises RecipeError."""
+    for name in form:
+        if name not in CHOICES:
+            raise TypeError(f"unexpected argument {name!r}; a form has: {', '.join(CHOICES)}")
+    choices = {name: value for name, value in form.items() if value is not None and not _is_default(name, value)}
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise RecipeError(f'options is a {type(options).__name__}, expected a dict such as {{"sparsity": 0.7}}')
+    if isinstance(recipe, Recipe) or (recipe is not None and recipe != AUTO and recipe not in PRESETS):
+        return Choice(_ready_made(recipe, choices, options, prompt))
+    if recipe == AUTO:
+        if prompt:
+            raise RecipeError(f"a prompt was given, which recipe {AUTO!r} does not take; give recipe 'cached-prompt'")
+        if choices:
+            raise RecipeError(
+                f"{next(iter(choices))} was given with recipe {AUTO!r}, which chooses forms by measurement; leave one "
+                "of them out, or call ortolan.search, which takes sparsity, budget and shapes"
+            )
+    if recipe is None and prompt and not choices:
+        recipe = _CACHED_PROMPT
+    if recipe == AUTO or (recipe is None and not choices):
+        _check_later(options)
+        return Choice(None, options, recipe == AUTO)
+    if set(choices) == {"ignore"} and recipe is None:
+        raise RecipeError(
+            "ignore was given without a form, of which it says what is not part; give weights, sparsity or a preset too"
+        )
+    if prompt and (recipe is None or PRESETS[str(recipe)].form.cache is None):
+        choices.setdefault("cache", "float32")
+    chosen = Recipe.of(**choices) if recipe is None else Recipe.load(recipe, **choices)
+    return Choice((chosen.with_prompt() if prompt else chosen).with_options(options))
+
+
+def _check_later(options: Mapping[str, Any]) -> None:
+    """Of a recipe that is yet to be found, only its verification is known. Raises RecipeError."""
+    steps = [{"name": "normalize"}, {"name": "verify"}]
+    try:
+        Recipe.from_dict({"name": AUTO, "pass": steps}).with_options(options)
+    except RecipeError as error:
+        raise RecipeError(f"{error}; others are set in a recipe that is given: recipe, weights, sparsity, …") from None
+
+
+def _ready_made(
+    recipe: str | os.PathLike[str] | Recipe, choices: Mapping[str, Any], options: Mapping[str, Any], prompt: bool
+) -> Recipe:
+    if isinstance(recipe, Recipe) and choices:
+        raise RecipeError(
+            f"{next(iter(choices))} was given with a Recipe, which says itself what layers become; leave it out, or "
+            f"give it to Recipe.of"
+        )
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe, **choices)
+    if not chosen.passes:
+        if options or prompt:
+            name = next(iter(options), "a prompt")
+            raise RecipeError(f"{name!r} was given, but recipe {chosen.name!r} has no passes; leave it out")
+        return chosen
+    changed = (chosen.with_prompt() if prompt else chosen).with_options(options)
+    return replace(changed, search=chosen.search)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    return name == "ignore" and value in (HEADS, (HEADS,), [HEADS])

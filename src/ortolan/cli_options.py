@@ -1,0 +1,184 @@
+"""The options that commands of the command line share, and those that choose what a model becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+AS_JSON = "ortolan.json"  # in the context's meta: whether JSON was asked for
+
+
+def _remember_json(ctx: typer.Context, wanted: bool) -> bool:
+    ctx.meta[AS_JSON] = wanted
+    return wanted
+
+
+def _tell_steps(times: int) -> int:
+    """Shows what the logger "ortolan" is told."""
+    if times:
+        import logging
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        logger = logging.getLogger("ortolan")
+        logger.handlers[:] = [handler]
+        logger.setLevel(logging.INFO if times == 1 else logging.DEBUG)
+    return times
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", callback=_remember_json)]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        callback=_tell_steps,
+        help="Say on stderr, in place of a progress bar, what is done and decided; twice: details too.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="The ONNX file, or the folder that it lies in.", show_default=False)
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Where to write: a file, or of a folder a new folder. Without it: next to MODEL, as its name with "
+        ".ortolan.onnx, or .ortolan for a folder.",
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help="A preset, whose form the options below change, or a TOML file; an unknown name lists the presets. "
+        "Without it, and without a form: few-bit weights are taken over as they are stored; of other models each layer "
+        "takes the dense form that is fastest here, within a cosine of 0.99.",
+    ),
+]
+Weights = Annotated[str | None, typer.Option(help="What weights become: bf16, int8 or int4.")]
+GroupSize = Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128 (if not given).")]
+Sparsity = Annotated[
+    float | None, typer.Option(help="The share of weights to prune. Without it, nothing is pruned.", show_default=False)
+]
+Pattern = Annotated[
+    str | None,
+    typer.Option(help="What is pruned: unstructured (if not given), 4x1 (blocks; int8; for encoders), or N:M as 2:4."),
+]
+Method = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="How weights are rounded: rtn (if not given), gptq, awq, hqq; or pruned: magnitude (if not given), wanda, "
+        "sparsegpt. Twice: one of each."
+    ),
+]
+Cache = Annotated[
+    str | None, typer.Option(help="Of attention with a KV cache: codes (4 bits a key number), or float32.")
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Layers, by name, that are not part of the form. Repeatable. Without it: heads, a word for the usual "
+        'names of heads; "": none.',
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="For experts: an option of a pass, as in --set prune.scope=sensitivity, or --set max_error=0.1 to refuse "
+        "a larger relative error of the outputs. Repeatable.",
+    ),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A .txt file of one text a line, or an .npz file of arrays named like the model's inputs: to verify on, "
+        "and for methods that fit weights to inputs.",
+    ),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="For calibration texts: the model's tokenizer.json, or an ONNX graph of onnxruntime-extensions. "
+        "Without it: the one of --with-tokenizer, or beside MODEL.",
+    ),
+]
+WithTokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Of an encoder: put this tokenizer.json in front of it, and pooling behind: texts in, vectors out.",
+    ),
+]
+Pooling = Annotated[str, typer.Option(help="With --with-tokenizer: mean of the tokens' vectors, or cls, the first.")]
+Normalize = Annotated[
+    bool, typer.Option("--normalize/--no-normalize", help="With --with-tokenizer: vectors of length 1.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help="With --with-tokenizer: cut texts to so many tokens. Without it: as tokenizer.json says."),
+]
+Prompt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.npy",
+        help="Token ids that all sequences begin with: their keys and values become part of the model, pruned.",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="The smallest cosine of each output against the original's, 0.99 if not given; or perplexity:0.02, by "
+        "what share a decoder's perplexity may rise.",
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="BATCHxTOKENS",
+        help="What to be fast at. Repeatable. Without it: 1x128 and 1x16, or 1x1 for a decoder with a cache.",
+    ),
+]
+Portable = Annotated[
+    bool,
+    typer.Option("--portable/--no-portable", help="Let the model run, slower, where Ortolan's library is not loaded."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be replaced; write nothing.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs the extra html."),
+]
+
+
+def form(
+    weights: str | None,
+    group_size: int | None,
+    sparsity: float | None,
+    pattern: str | None,
+    method: list[str] | None,
+    cache: str | None,
+    ignore: list[str] | None,
+) -> dict[str, Any]:
+    """The arguments of optimize_onnx that were given."""
+    given = {
+        "weights": weights,
+        "group_size": group_size,
+        "sparsity": sparsity,
+        "pattern": pattern,
+        "method": method or None,
+        "cache": cache,
+        "ignore": None if not ignore else [one for one in ignore if one],
+    }
+    return {name: value for name, value in given.items() if value is not None}
