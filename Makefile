@@ -2,6 +2,7 @@
 # make test   build, lint and run every test
 # make wheel  build the package, and see that nothing of test builds is in it
 # make asan   the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make docs   the site, in build/docs
 # Each does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
 
 PYTHON ?= python3
@@ -14,14 +15,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Builds that tests run on; a folder of their own, as CMake remembers what it was told in the wheel's.
 TESTING := --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.define.ORTOLAN_WERROR=ON
 
-.PHONY: demo test lint asan suite bench wheel clean
+.PHONY: demo test lint asan suite docs bench wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
 
 # All parts run, also behind one that fails; the last lines say which did.
 test: $(VENV)/.installed
-	@failed=; for part in lint asan suite wheel; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
+	@failed=; for part in lint asan suite docs wheel; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
 	  if [ -n "$$failed" ]; then echo "make test: failed:$$failed" >&2; exit 1; fi
 
 suite: $(VENV)/.installed
@@ -42,6 +43,12 @@ asan: build/asan-site/.installed
 	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q -n auto formats ops amx -p no:cacheprovider \
 	  --parameter-sets 6
+
+# Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
+docs: $(VENV)/.installed
+	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
+	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul

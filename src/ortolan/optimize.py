@@ -26,6 +26,7 @@ from ortolan.graph_passes.files.model_file import (
     load_model,
     move_into_place,
     tensor_slots,
+    to_proto,
     write_model,
 )
 from ortolan.graph_passes.files.model_folder import (

@@ -1,4 +1,8 @@
-"""The fenced blocks of docs/*.md, and how the tests run them. ```sh blocks and lines that install are left out."""
+"""The fenced blocks of README.md and docs/*.md, and how the tests run them.
+
+bash and python blocks run; sh blocks install, and are left out as lines that install are. console blocks are commands
+that need servers, other packages or hours: tests that know them run them, or nothing does.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,15 @@ DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+def pages() -> list[str]:
+    """README.md and the pages of docs/, by their names."""
+    return ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))]
+
+
 def blocks(page: str) -> list[tuple[str, str]]:
     """(language, code) in the order of the page."""
-    return _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+    path = ROOT / page if page == "README.md" else DOCS / page
+    return _BLOCK.findall(path.read_text(encoding="utf-8"))
 
 
 def run_bash(code: str, folder: Path, **variables: str) -> None:

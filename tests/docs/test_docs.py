@@ -1,24 +1,49 @@
-"""What the pages tell readers to type works: their Python and bash blocks run, in a folder with a small encoder."""
+"""What the pages tell readers to type works: their Python and bash blocks run, in a folder with small models."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
 import ortolan
+from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece
-from .pages import ROOT, blocks, run_bash
+from .pages import ROOT, blocks, pages, run_bash
+from .test_hook_pages import NEEDS as OTHER_PACKAGES
+
+# Pages whose blocks run as they stand, and the modules that they need.
+PAGES: dict[str, tuple[str, ...]] = {
+    "README.md": (),
+    "auto.md": ("tokenizers",),
+    "cached-prompt.md": ("tokenizers",),
+    "calibration.md": ("tokenizers",),
+    "cpus.md": (),
+    "deploy.md": (),
+    "formats.md": (),
+    "long-context.md": ("tokenizers",),
+    "methods.md": ("tokenizers",),
+    "quantized-models.md": (),
+    "quickstart.md": (),
+    "recipes.md": (),
+    "serving.md": ("onnxruntime_extensions",),
+    "sparse-training.md": ("tokenizers", "torch"),
+    "text.md": ("onnxruntime_extensions",),
+    "triton.md": (),
+}
+WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 
 
 def run_page(page: str, folder: Path) -> dict[str, object]:
     """Runs the page from top to bottom; returns the names that its Python made."""
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"__name__": page}
     for language, code in blocks(page):
         if language == "bash":
             run_bash(code, folder)
@@ -27,32 +52,90 @@ def run_page(page: str, folder: Path) -> dict[str, object]:
     return names
 
 
+def write_sparse(model: ir.Model, path: Path) -> None:
+    """The model with four of five blocks of its linear layers zero."""
+    proto = ir.to_proto(model)
+    rng = np.random.default_rng(0)
+    for tensor in proto.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        if array.ndim == 2 and not {"embeddings", "pooler"} & set(tensor.name.split(".")):
+            mask = rng.random((array.shape[0], -(-array.shape[1] // 4))) < 0.2
+            kept = array * np.repeat(mask, 4, axis=1)[:, : array.shape[1]]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(kept.astype(array.dtype), tensor.name))
+    onnx.save(proto, path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """model.onnx, an encoder; fast.onnx and sparse.onnx, made of it; decoder.onnx; tokenizer.json, which goes with them
+    all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder."""
+    folder = tmp_path_factory.mktemp("models")
+    write_wordpiece(folder / "tokenizer.json")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(5, 14))) for _ in range(500)]
+    (folder / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 8000, "max_position_embeddings": 128}
+    encoder = tiny.tiny_bert(**sizes)
+    ir.save(encoder, folder / "model.onnx")
+    write_sparse(encoder, folder / "sparse.onnx")
+    ortolan.optimize_onnx(folder / "model.onnx", folder / "fast.onnx", weights="int8")
+    ir.save(tiny.tiny_llama(hidden_size=64, vocab_size=128), folder / "decoder.onnx")
+    for name in ("model_folder", "genai_folder"):
+        (folder / name).mkdir()
+        shutil.copyfile(folder / "tokenizer.json", folder / name / "tokenizer.json")
+    make_matmul_nbits(folder / "decoder.onnx", folder / "model_folder" / "model.onnx", 32, 4)
+    ir.save(tiny.tiny_llama(attention="gqa", head_dim=16, vocab_size=128), folder / "genai_folder" / "model.onnx")
+    part = {"filename": "model.onnx", "head_size": 16, "session_options": {"provider_options": []}}
+    config = {"model": {"type": "llama", "context_length": 64, "decoder": part, "vocab_size": 128}}
+    (folder / "genai_folder" / "genai_config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """model.onnx, its tokenizer.json, and fast.onnx, the optimized model."""
-    write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tiny.tiny_bert(vocab_size=256, max_position_embeddings=128), tmp_path / "model.onnx")
-    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", options={"sparsity": 0.3})
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def folder(models, tmp_path, monkeypatch) -> Path:
+    """A copy of the models. Times of layers are taken anew, shortly."""
+    folder = tmp_path / "work"
+    shutil.copytree(models, folder)
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(folder)
+    return folder
 
 
-def test_text(folder):
+def test_every_page_with_code_is_run():
+    with_code = {page for page in pages() if {"bash", "python"} & {language for language, _ in blocks(page)}}
+    assert with_code == {*PAGES, *OTHER_PACKAGES, "cpp.md"}
+
+
+def test_blocks_that_do_not_run_are_of_known_kinds():
+    for page in pages():
+        assert {language for language, _ in blocks(page)} <= {"bash", "python", "sh", "console", "text", "cpp", "yaml"}
+        for language, code in blocks(page):
+            if language == "sh":
+                lines = [line for line in code.splitlines() if line]
+                assert all(line.startswith(("pip install", "make wheel")) for line in lines), code
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_runs(page, folder):
+    for module in PAGES[page]:
+        pytest.importorskip(module)
+    run_page(page, folder)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_vectors_of_texts_have_length_1(folder):
     pytest.importorskip("onnxruntime_extensions")
     names = run_page("text.md", folder)
     assert names["vectors"].shape[0] == 2
     assert np.allclose(np.linalg.norm(names["vectors"], axis=1), 1, atol=1e-5)
 
 
-def test_triton(folder):
+def test_triton_finds_its_repository(folder):
     run_page("triton.md", folder)
     assert (folder / "models" / "fast" / "config.pbtxt").is_file()
-
-
-def test_serving(folder):
-    pytest.importorskip("onnxruntime_extensions")
-    names = run_page("serving.md", folder)
-    assert len(names["sessions"]) == 2
 
 
 def ort_headers() -> Path | None:
