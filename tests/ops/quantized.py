@@ -90,7 +90,7 @@ class Layer:
         dense = self.dense()
         exact = s64 * (q @ dense) + added
         if self.group is None:
-            sums = q @ self.weights.astype(np.int64)
+            sums = q.astype(np.float64) @ self.weights.astype(np.float64)  # whole numbers below 2^53: exact
             if bias is None:  # one order of two products: the same bits everywhere
                 with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                     np.testing.assert_array_equal(y, sums.astype(np.float32) * (s * self.scales))
