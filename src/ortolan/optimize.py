@@ -54,8 +54,9 @@ from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_te
 
 from .choice import Choice, read_choice
 from .errors import CalibrationError, LibraryError, ModelError, NothingToReplaceError, OutputError
+from .library import LIBRARY_NAME
 from .progress import Progress, Stage, logger, no_progress, told
-from .session import LIBRARY_NAME, cpu_info, package_versions
+from .session import cpu_info, package_versions
 
 if TYPE_CHECKING:
     import numpy as np
