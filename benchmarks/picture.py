@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from ortolan.errors import OrtolanError, one_line
 from ortolan.graph_passes.measure.timing import interleave, pinned
 
+from ..embed import SentenceEncoder, spearman_on_sts
 from ..models import ModelFiles, get_model
-from ..models.embed import SentenceEncoder, spearman_on_sts
 from ..models.evaluate import score_tokens
 from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx
@@ -57,14 +58,14 @@ FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         DEFAULT: {},
         "int8": {"weights": "int8"},
         "int4": {"weights": "int4", "group_size": 32},
-        PRUNED: {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"},
+        PRUNED: {"weights": "int8", "sparsity": 0.5, "method": "wanda"},
     },
 }
 _BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
 _TOKENS = 128  # of a sentence, and in front of what is decoded
 _SECONDS, _ROUNDS, _DECODED = 20.0, 5, 32  # spent on timing
 _SCORED, _WINDOW = 4081, 256  # tokens
-_CALIBRATED = 64  # lines
+_CALIBRATED = 32  # lines
 _LEAST_LINE = 80  # characters
 _LINE, _LETTER = 11.0, 5.4  # of a name in the picture: its height, and the width of a letter
 
@@ -136,7 +137,8 @@ def make_forms(
         from onnxruntime.quantization import quantize_dynamic
 
         with silent_root_logger():
-            quantize_dynamic(files.onnx, path)
+            # Of what shape inference does not know, such as what GroupQueryAttention gives.
+            quantize_dynamic(files.onnx, path, extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT})
 
     yield FP32, {}, files.onnx
     writers: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
