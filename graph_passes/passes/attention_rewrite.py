@@ -121,7 +121,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         refused: dict[str, list[str]] = {}
         select, exclude = self.patterns
         for match in self.find(model):
-            self.context.names_of_layers += match.names
+            self.context.layers.names += match.names
             if not any_matches(match.names, select):
                 reason: str | None = "not selected"
             elif any_matches(match.names, exclude):
@@ -139,7 +139,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
     def _report(self, match: Match) -> None:
         for product in match.products:
-            layer = self.context.layers.get(product.outputs[0])
+            layer = self.context.layers.reports.get(product.outputs[0])
             if layer is not None:
                 layer.new_op, layer.reason = OP_TYPE, None
                 layer.status = "would replace" if self.context.dry_run else "replaced"

@@ -61,7 +61,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         )
 
     def placed(self, model: ir.Model, match: Attention, node: ir.Node) -> None:
-        self.context.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
+        self.context.layers.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
 
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
         context = self.context

@@ -93,7 +93,7 @@ class QuantizePass(RecipePass):
         if options.method == "awq":
             self._scale(model, groups)
         # Only these are the same whichever other layers are quantized.
-        fitted = context.evidence.fits if options.method == "gptq" and not context.changed_weights else None
+        fitted = context.evidence.fits if options.method == "gptq" and not context.layers.changed else None
         same = dataclasses.replace(options, select=("*",), exclude=())
         for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
             context.progress(Stage.QUANTIZE, number, len(groups))
@@ -184,7 +184,7 @@ def put_quantized(
     if not group.linears:
         return
     value = group.put(model, context, dequantized_tensor(weight, first.transposed, first.dtype), "quantized")
-    context.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
+    context.layers.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
     for linear in group.linears:
         layer = context.layer(linear)
         layer.sparsity, layer.weight_bits = (rounded.q.size - stored) / rounded.q.size, quantization.bits
@@ -207,10 +207,10 @@ def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quan
 def _output_error(context: PassContext, linear: Linear, weight: QuantizedWeight) -> float | None:
     """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
     key = layer_key(linear)
-    if key not in context.captured:
+    if key not in context.layers.captured:
         return None
-    x = context.captured[key]
-    exact = x @ context.originals[key]()
+    x = context.layers.captured[key]
+    exact = x @ context.layers.originals[key]()
     norm = float(np.linalg.norm(exact))
     return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
 

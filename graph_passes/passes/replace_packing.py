@@ -88,7 +88,7 @@ class Packer:
         """The packed weight; layers that share a weight share it."""
         context, first = self._context, linears[0]
         for linear in linears:
-            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
+            context.layers.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
         key = (tuple(linear.weight_key for linear in linears), id(first.node.graph))
         if key not in self._packed:
             values = {}
@@ -96,7 +96,7 @@ class Packer:
                 name = context.new_name(self._model, f"{first.weight_value.name}.{part}")
                 values[part] = new_initializer(_graph(first), stored_tensor(context.spill, name, tensor))
             self._packed[key] = values
-            context.packed_weights += weight.matrix.size
+            context.layers.packed_weights += weight.matrix.size
         packed = self._packed[key]
         measure_packed(context, self._replacement, linears, weight, packed)
         sizes = [value.const_value.nbytes for value in packed.values() if value.const_value is not None]
@@ -144,8 +144,8 @@ def measure_packed(
 
     Raises VerificationError if Y is more than a rounding away from the product with what was packed.
     """
-    given = context.captured.get(layer_key(linears[0]))
-    originals = [context.originals.get(layer_key(linear)) for linear in linears]
+    given = context.layers.captured.get(layer_key(linears[0]))
+    originals = [context.layers.originals.get(layer_key(linear)) for linear in linears]
     if given is None or None in originals:
         return
     packed = {part: value.const_value for part, value in values.items() if value.const_value is not None}
@@ -163,7 +163,7 @@ def measure_packed(
     for linear, original, where in zip(linears, originals, columns, strict=True):
         assert original is not None
         key, y, xw = layer_key(linear), found[..., where], product[..., where]
-        context.rounding[key] = max(context.rounding[key], _relative(y - xw, xw) or 0.0)
+        context.layers.rounding[key] = max(context.layers.rounding[key], _relative(y - xw, xw) or 0.0)
         exact = given @ original()
         context.layer(linear).output_error = _relative(exact - y, exact)
 

@@ -60,7 +60,7 @@ class AcceptedWeights:
 
     def _state(self, linear: Linear) -> LayerState:
         """In a dry run, the one that is foreseen."""
-        state = self._context.state(linear)
+        state = self._context.layers.state(linear)
         return self._context.plan.foreseen(linear, state, self._rule) if self._context.dry_run else state
 
     def _why_not_weight(self, linear: Linear, quantization: Quantization | None, matrix: np.ndarray) -> str | None:
@@ -78,7 +78,7 @@ class AcceptedWeights:
         """The fixed range of the layer's input, if it has one: the model's own, or one by what pass ranges recorded."""
         if not self._rule.replacement.takes_ranges:
             return None
-        numbers = self._context.activations.get(linear.x.name or "")
+        numbers = self._context.layers.activations.get(linear.x.name or "")
         if linear.x_range is not None or numbers is None:
             return linear.x_range
         if self._rule.options.fixed_ranges == "mlp" and linear not in self._in_mlps:

@@ -64,7 +64,7 @@ from ..measure.timing import interleave
 from ..options import PassOptions, takes
 from ..report.optimization import OutputDeviation
 from .activations import masked_inputs
-from .context import PassContext, RecipePass
+from .context import PassContext, RecipePass, Reference
 
 ROUNDING_FACTOR = 9.0
 DECODE_FACTOR = 2.0
@@ -128,10 +128,10 @@ class VerifyPass(RecipePass):
         feeds = context.evidence.feeds_to_judge(self.options.feeds, original)
         report.judged_on = self._describe(feeds)
         given = feeds
-        if context.prompt is not None:
-            past = context.prompt.exact_past(original)
-            given = [context.prompt.in_front_of(one, past) for one in feeds]
-        if context.prompt is None:
+        if context.caches.prompt is not None:
+            past = context.caches.prompt.exact_past(original)
+            given = [context.caches.prompt.in_front_of(one, past) for one in feeds]
+        if context.caches.prompt is None:
             before = context.evidence.answers(feeds, original)
         else:
             before = [run_session(original, one, "the original model", CalibrationError) for one in given]
@@ -142,23 +142,23 @@ class VerifyPass(RecipePass):
                 f"({context.evidence.description}) leave nothing finite to compare; nothing was saved; give "
                 "calibration data of at least one row on which the original model gives finite answers"
             )
-        reference = before if context.reference is None else context.reference[: len(feeds)]
+        reference = before if context.reference is None else context.reference.answers[: len(feeds)]
         optimized = self._open_optimized(both)
-        compressed = context.compressed_outputs
-        _compare_signatures(original, optimized, {*context.past_formats, *compressed}, len(context.exact_keys))
+        compressed = context.caches.outputs
+        _compare_signatures(original, optimized, {*context.caches.formats, *compressed}, len(context.caches.exact_keys))
         progress(2)
-        encoded = [context.encoded(one) for one in feeds]
+        encoded = [context.caches.encode(one) for one in feeds]
         after = [run_session(optimized, one, "the optimized model", VerificationError) for one in encoded]
         names = [output.name for output in original.get_outputs()]
-        if context.prompt is not None:
+        if context.caches.prompt is not None:
             before, reference = (
-                [context.prompt.cut_from(names, answers) for answers in runs] for runs in (before, reference)
+                [context.caches.prompt.cut_from(names, answers) for answers in runs] for runs in (before, reference)
             )
         after = [answers[: len(names)] for answers in after]
         hidden = [names.index(name) for name in compressed]
         before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
         _compare_shapes(names, before, after)
-        if context.cache_rounding:
+        if context.caches.rounding:
             before, reference, after = (
                 [without_padding(*one) for one in zip(feeds, runs, strict=True)] for runs in (before, reference, after)
             )
@@ -168,11 +168,11 @@ class VerifyPass(RecipePass):
             name: one.dtype.kind for name, one in zip(names, before[0], strict=True) if one is not None
         }
         self._by_masks: dict[str, float] = {}
-        if context.masks_inputs:
+        if context.layers.masked:
             changes = measure_errors(names, before, reference)
             self._by_masks = {error.name: MASK_FACTOR * error.relative_l2 for error in changes}
         # Without a pass replace there is no model before it to compare with.
-        none_before = context.reference is None and context.changed_weights
+        none_before = context.reference is None and context.layers.changed
         errors = [] if none_before else measure_errors(names, reference, after)
         report.rounding_error = [error for error in errors if kinds[error.name] == "f"]
         self._judge(names, kinds, before, after, any(self._reads_cache(one) for one in feeds))
@@ -194,10 +194,10 @@ class VerifyPass(RecipePass):
             calls_after = [(encoded[0], after[0])]
             if decoded is not None:
                 # A prompt is cut short, as large models are slow without the library.
-                begin = context.encoded(decoded[2])
+                begin = context.caches.encode(decoded[2])
                 prompt = run_session(optimized, begin, "the optimized model", VerificationError)
                 calls_after = [(decoded[1].last_feeds, decoded[1].last), (begin, prompt)]
-            exact = None if none_before or context.cache_rounding else reference[0]
+            exact = None if none_before or context.caches.rounding else reference[0]
             self._compare_portable(names, calls_after, {} if decoded is None else decoded[3], exact)
         progress(steps)
 
@@ -241,7 +241,7 @@ class VerifyPass(RecipePass):
 
     def _reads_cache(self, feeds: Feeds) -> bool:
         """Whether attention reads keys and values from a compressed cache: of tokens before, or of a few new ones."""
-        formats = self.context.past_formats
+        formats = self.context.caches.formats
         ids = feeds.get("input_ids")
         few = ids is None or ids.ndim != 2 or ids.shape[1] <= _FEW_TOKENS
         return bool(formats) and (few or any(feeds[name].shape[2] for name in formats if name in feeds))
@@ -254,9 +254,9 @@ class VerifyPass(RecipePass):
         """What both models answer to a prompt and the tokens behind it, judged; a short prompt; by output, how wrong
         decoded tokens are. None where no attention with a cache was replaced, or the feeds are of another kind."""
         context, report = self.context, self.context.report
-        if not context.cache_rounding:
+        if not context.caches.rounding:
             return None
-        calls, before, prompt = calls_to_decode(feeds, context.caches), None, context.prompt
+        calls, before, prompt = calls_to_decode(feeds, context.caches.uses), None, context.caches.prompt
         if calls is not None:
             past = None if prompt is None else prompt.exact_past(original)
             with suppress(CalibrationError):  # the model takes other shapes only
@@ -268,28 +268,29 @@ class VerifyPass(RecipePass):
             )
             return None
         steps = calls[1:] if prompt is None else map(prompt.counted_in, calls[1:])
-        encoded = [context.encoded(calls[0]), *steps]
+        encoded = [context.caches.encode(calls[0]), *steps]
         after = _decode(optimized, encoded, context, names, "the optimized model", VerificationError)
-        places = {use.present: names.index(use.present) for use in context.caches.values()}
+        places = {use.present: names.index(use.present) for use in context.caches.uses.values()}
         tokens = calls[0]["input_ids"].shape[1]
         errors = measure_errors(names, before.steps, after.steps)
         if report.cache is not None:
             report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), tokens
             report.cache.decode_error = errors
         _refuse_infinite(names, before.steps, after.steps)
-        reference = context.decoded_reference or before
+        kept = context.reference
+        reference = before if kept is None or kept.decoded is None else kept.decoded
         # Where none was kept, a part of the error is that of quantization.
-        known = context.reference is None or context.decoded_reference is not None
+        known = kept is None or kept.decoded is not None
         layers = ROUNDING_FACTOR * self._rounding_of_layers()
         check_contents(
-            context.caches.values(),
+            context.caches.uses.values(),
             {name: _array(reference.prompt[place]) for name, place in places.items()},
             {name: _array(after.prompt[place]) for name, place in places.items()},
             layers if known else math.inf,
         )
         limit = self.options.max_rounding_error
         if limit is None:
-            limit = layers + DECODE_FACTOR * _root(context.cache_rounding.values())
+            limit = layers + DECODE_FACTOR * _root(context.caches.rounding.values())
         where = f"of a token decoded behind a prompt of {tokens}"
         found = measure_errors(names, reference.steps, after.steps)
         for error in found if known else []:
@@ -322,7 +323,7 @@ class VerifyPass(RecipePass):
         rows: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         rounding = {error.name: error.relative_l2 for error in context.report.rounding_error}
         layers = PORTABLE_FACTOR * self._rounding_of_layers()
-        hidden = [names.index(name) for name in context.compressed_outputs]
+        hidden = [names.index(name) for name in context.caches.outputs]
         for feeds, answers in calls:
             alone = run_session(portable, feeds, "the optimized model without the library", VerificationError)
             pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
@@ -336,8 +337,8 @@ class VerifyPass(RecipePass):
                 {names[place]: _array(one[place]) for place in hidden if one[place] is not None}
                 for one in (answers, alone)
             ]
-            uses = [use for use in context.caches.values() if use.present in written[0]]
-            tables = TABLE_SHARE * _root(context.cache_rounding.values())
+            uses = [use for use in context.caches.uses.values() if use.present in written[0]]
+            tables = TABLE_SHARE * _root(context.caches.rounding.values())
             check_same_contents(uses, written[0], written[1], layers + tables)
         context.report.portable_error = list(found.values())
         for error in found.values():
@@ -411,7 +412,7 @@ class VerifyPass(RecipePass):
     def _rounding_of_layers(self, cached: bool = False) -> float:
         """What all layers round, added up as in a random walk. cached: with caches read."""
         context = self.context
-        shares = context.rounding | (context.cache_rounding if cached else {})
+        shares = context.layers.rounding | (context.caches.rounding if cached else {})
         return _root(shares.values())
 
 
@@ -443,11 +444,11 @@ def _decode(
 
     past: the prompt's keys and values, which go in front of the calls of a model that it is not part of.
     """
-    prompt = context.prompt
+    prompt = context.caches.prompt
     if prompt is not None and past is not None:
         calls = [prompt.in_front_of(calls[0], past), *map(prompt.counted_in, calls[1:])]
-    carried = {use.past: names.index(use.present) for use in context.caches.values()}
-    added = {name: len(names) + number for number, name in enumerate(context.exact_keys) if name in calls[0]}
+    carried = {use.past: names.index(use.present) for use in context.caches.uses.values()}
+    added = {name: len(names) + number for number, name in enumerate(context.caches.exact_keys) if name in calls[0]}
     decoded = decode(lambda feeds: run_session(session, feeds, who, error_type), calls, carried | added)
     if prompt is not None and past is not None:
         decoded = replace(decoded, prompt=prompt.cut_from(names, decoded.prompt))
@@ -462,12 +463,12 @@ def _array(answer: np.ndarray | None) -> np.ndarray:
 def keep_reference(model: ir.Model, context: PassContext) -> None:
     """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced, for a pass
     verify that comes later."""
-    changed = context.changed_weights or context.masks_inputs
-    if not (changed or context.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
+    changed = context.layers.changed or context.layers.masked
+    if not (changed or context.caches.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
         return
     feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
     with (
-        masked_inputs(model, context.thresholds, lambda wanted: context.new_name(model, wanted)),
+        masked_inputs(model, context.layers.thresholds, lambda wanted: context.new_name(model, wanted)),
         context.evidence.open(model) as session,
     ):
         context.release()
@@ -475,16 +476,17 @@ def keep_reference(model: ir.Model, context: PassContext) -> None:
 
 
 def _run_reference(session: Any, feeds: Sequence[Feeds], context: PassContext) -> None:
-    past = None if context.prompt is None else context.prompt.pruned_past()
+    past = None if context.caches.prompt is None else context.caches.prompt.pruned_past()
     who = "the model before its layers were replaced"
-    calls = calls_to_decode(feeds, context.caches) if context.caches else None
+    calls = calls_to_decode(feeds, context.caches.uses) if context.caches.uses else None
+    decoded = None
     if calls is not None:
         names = [output.name for output in session.get_outputs()]
         with suppress(VerificationError):  # the model takes other shapes only
-            context.decoded_reference = _decode(session, calls, context, names, who, VerificationError, past)
-    if context.prompt is not None and past is not None:
-        feeds = [context.prompt.in_front_of(one, past) for one in feeds]
-    context.reference = [run_session(session, one, who, VerificationError) for one in feeds]
+            decoded = _decode(session, calls, context, names, who, VerificationError, past)
+    if context.caches.prompt is not None and past is not None:
+        feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
+    context.reference = Reference([run_session(session, one, who, VerificationError) for one in feeds], decoded)
 
 
 def measure_errors(

@@ -297,11 +297,11 @@ class _Run:
                 self.report,
                 _candidate(work, source, self.target),
                 spill,
-                prompt_ids=self.prompt_ids,
                 portable=self.portable,
                 dry_run=self.dry_run,
                 progress=progress,
             )
+            context.caches.prompt_ids = self.prompt_ids
             recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
             if not self.dry_run:
