@@ -8,6 +8,8 @@ from typing import ClassVar, Generic, TypeVar
 
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.attention import Attention, NotAttention
 from ..find.cached_attention import CachedAttention
 from ..find.constants import remove_dead
@@ -28,11 +30,12 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     """Replaces attentions of the model's main graph by one node each. Its passes say which ones, and what the node has
     besides query, key, value and mask."""
 
-    stage: ClassVar[str]  # the pass's name, of its progress as well
+    pass_name: ClassVar[str]
+    stage: ClassVar[Stage]
     refusal: ClassVar[str]  # what a note says of attentions that are left alone
 
     def requires(self, model: ir.Model) -> None:
-        require_normalized(model, self.stage)
+        require_normalized(model, self.pass_name)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import ModelError, RecipeError
+from ortolan.progress import Stage
 
 from ..find.attention import NotAttention, is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
@@ -81,7 +82,8 @@ class CompressCacheOptions(PassOptions):
 class CompressCachePass(AttentionRewrite[CachedAttention]):
     """Replaces attention with a cache."""
 
-    stage = "compress_cache"
+    pass_name = "compress_cache"
+    stage = Stage.COMPRESS_CACHE
     refusal = "cache not compressed"
     options_type = CompressCacheOptions
     options: CompressCacheOptions

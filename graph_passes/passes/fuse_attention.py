@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.attention import Attention, NotAttention, find_attentions
 from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import fill_missing, nodes_of, put_function
@@ -32,7 +34,8 @@ class FuseAttentionOptions(PassOptions):
 class FuseAttentionPass(AttentionRewrite[Attention]):
     """Replaces attention without a cache."""
 
-    stage = "fuse_attention"
+    pass_name = "fuse_attention"
+    stage = Stage.FUSE_ATTENTION
     refusal = "attention not fused"
     options_type = FuseAttentionOptions
     options: FuseAttentionOptions

@@ -26,6 +26,7 @@ class Stage(StrEnum):
     CACHE_PROMPT = "cache prompt"
     COLLECT_KEYS = "collect keys"
     CODEBOOKS = "codebooks"
+    COMPRESS_CACHE = "compress cache"
     REPLACE = "replace"
     FUSE_LUT = "fuse tables"
     WRITE = "write"
