@@ -67,6 +67,11 @@ class Limit:
         return "accepted by the given function"
 
     @property
+    def error(self) -> float:
+        """About the relative error of outputs that is still within; infinity where that is not known."""
+        return math.sqrt(2 * (1 - self.number)) if self.kind == _COSINE else math.inf
+
+    @property
     def needs_runs(self) -> bool:
         return self.kind != _COSINE
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 
 import numpy as np
 import onnx_ir as ir
@@ -188,7 +189,7 @@ def put_quantized(
     for linear in group.linears:
         layer = context.layer(linear)
         layer.sparsity, layer.weight_bits = (rounded.q.size - stored) / rounded.q.size, quantization.bits
-        layer.output_error = _output_error(context, linear, weight)
+        layer.output_error = _output_error(context, linear, weight, quantization)
 
 
 def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quantization) -> QuantizedWeight:
@@ -204,15 +205,23 @@ def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quan
     )
 
 
-def _output_error(context: PassContext, linear: Linear, weight: QuantizedWeight) -> float | None:
+def _output_error(
+    context: PassContext, linear: Linear, weight: QuantizedWeight, quantization: Quantization
+) -> float | None:
     """||XW - XV|| / ||XW|| for recorded inputs X, the original W and what it was rounded to, V."""
     key = layer_key(linear)
     if key not in context.layers.captured:
         return None
     x = context.layers.captured[key]
-    exact = x @ context.layers.originals[key]()
-    norm = float(np.linalg.norm(exact))
-    return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
+
+    def measure() -> float | None:
+        exact = x @ context.layers.originals[key]()
+        norm = float(np.linalg.norm(exact))
+        return float(np.linalg.norm(exact - x @ weight.matrix())) / norm if norm else None
+
+    # The same numbers of the same layer answer the same in every run of a search.
+    digest = blake2b(weight.q.tobytes() + weight.scales.tobytes()).digest()
+    return context.evidence.remembered(("quantized", linear.name, len(x), quantization, digest), measure)
 
 
 def check_finite(matrix: np.ndarray, group: WeightGroup, doing: str) -> None:

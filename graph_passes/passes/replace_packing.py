@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import onnx_ir as ir
@@ -149,6 +150,32 @@ def measure_packed(
     if given is None or None in originals:
         return
     packed = {part: value.const_value for part, value in values.items() if value.const_value is not None}
+    bounds = columns_of([linear.n for linear in linears])
+
+    def measure() -> list[tuple[float, float | None]]:
+        return _deviations(replacement, weight, packed, given, originals, bounds, linears[0].name)
+
+    # The same packed weight of the same layers answers the same in every run of a search.
+    digest = blake2b()
+    for part, tensor in sorted(packed.items()):
+        digest.update(part.encode() + tensor.tobytes())
+    digest.update(repr((weight.x_threshold, weight.x_range)).encode())
+    key = ("packed", type(replacement), *(linear.name for linear in linears), len(given), digest.digest())
+    for linear, (rounding, error) in zip(linears, context.evidence.remembered(key, measure), strict=True):
+        context.layers.rounding[layer_key(linear)] = max(context.layers.rounding[layer_key(linear)], rounding)
+        context.layer(linear).output_error = error
+
+
+def _deviations(
+    replacement: Replacement,
+    weight: LayerWeight,
+    packed: Mapping[str, ir.TensorProtocol],
+    given: np.ndarray,
+    originals: Sequence[Callable[[], np.ndarray] | None],
+    columns: Sequence[slice],
+    name: str,
+) -> list[tuple[float, float | None]]:
+    """Of each of the layers, ||XW - Y|| / ||XW|| with the weight W that was packed, and with the original."""
     x = given
     if weight.x_threshold:
         x = np.where(np.abs(given) <= np.float32(weight.x_threshold), np.float32(0), given)
@@ -156,16 +183,15 @@ def measure_packed(
     product = x @ weight.matrix
     if (np.abs(found - product) > replacement.rounding_bound(x, weight)).any():
         raise VerificationError(
-            f"layer {linears[0].name!r} answers differently with its packed weight, beyond what rounding explains; "
+            f"layer {name!r} answers differently with its packed weight, beyond what rounding explains; "
             "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
         )
-    columns = columns_of([linear.n for linear in linears])
-    for linear, original, where in zip(linears, originals, columns, strict=True):
+    deviations = []
+    for original, where in zip(originals, columns, strict=True):
         assert original is not None
-        key, y, xw = layer_key(linear), found[..., where], product[..., where]
-        context.layers.rounding[key] = max(context.layers.rounding[key], _relative(y - xw, xw) or 0.0)
-        exact = given @ original()
-        context.layer(linear).output_error = _relative(exact - y, exact)
+        y, xw, exact = found[..., where], product[..., where], given @ original()
+        deviations.append((_relative(y - xw, xw) or 0.0, _relative(exact - y, exact)))
+    return deviations
 
 
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:
