@@ -17,7 +17,7 @@ import onnx_ir as ir
 import pytest
 
 import ortolan
-from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto import layer_times, trials
 from ortolan.graph_passes.measure import timing
 from ortolan.graph_passes.measure.evidence import make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
@@ -32,7 +32,7 @@ MARGIN = 1.5
 KILLED = """
 import os, signal, sys, threading, time
 import ortolan
-from ortolan.graph_passes.auto import layer_times, search, trials
+from ortolan.graph_passes.auto import layer_times, trials
 from ortolan.graph_passes.measure import timing
 
 layer_times._SECONDS = trials._SECONDS = timing._WARM_UP_SECONDS = 0.01
@@ -65,7 +65,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less time for each measurement: worse choices, and the same promises."""
     monkeypatch.setattr(layer_times, "_SECONDS", 0.01)
     monkeypatch.setattr(layer_times, "_MOST_COPIES", 4)
-    monkeypatch.setattr(search, "_SECONDS", 0.05)
+    monkeypatch.setattr(trials, "_SECONDS", 0.05)
     monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.005)
 
 
