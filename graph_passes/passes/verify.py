@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,6 +48,13 @@ from ortolan.errors import CalibrationError, VerificationError
 from ortolan.progress import Stage
 
 from ..files.mapped_pages import pages_stay
+from ..measure.compare import (
+    compare_shapes,
+    compare_signatures,
+    error_of_most_rows,
+    measure_errors,
+    refuse_infinite,
+)
 from ..measure.decoding import (
     Decoded,
     calls_to_decode,
@@ -71,8 +78,6 @@ DECODE_FACTOR = 2.0
 PORTABLE_ERROR = 5e-2
 PORTABLE_FACTOR = 3.0
 TABLE_SHARE = 1.0
-ODD_SHARE = 1 / 8
-ODD_ERROR = 0.5
 MASK_FACTOR = 1.5
 TIMED_SECONDS = 2.0
 POOR_ERROR = 0.3  # against the original: the report warns
@@ -145,7 +150,7 @@ class VerifyPass(RecipePass):
         reference = before if context.reference is None else context.reference.answers[: len(feeds)]
         optimized = self._open_optimized(both)
         compressed = context.caches.outputs
-        _compare_signatures(original, optimized, {*context.caches.formats, *compressed}, len(context.caches.exact_keys))
+        compare_signatures(original, optimized, {*context.caches.formats, *compressed}, len(context.caches.exact_keys))
         progress(2)
         encoded = [context.caches.encode(one) for one in feeds]
         after = [run_session(optimized, one, "the optimized model", VerificationError) for one in encoded]
@@ -157,7 +162,7 @@ class VerifyPass(RecipePass):
         after = [answers[: len(names)] for answers in after]
         hidden = [names.index(name) for name in compressed]
         before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
-        _compare_shapes(names, before, after)
+        compare_shapes(names, before, after)
         if context.caches.rounding:
             before, reference, after = (
                 [without_padding(*one) for one in zip(feeds, runs, strict=True)] for runs in (before, reference, after)
@@ -276,7 +281,7 @@ class VerifyPass(RecipePass):
         if report.cache is not None:
             report.cache.decoded_tokens, report.cache.prompt_tokens = len(before.steps), tokens
             report.cache.decode_error = errors
-        _refuse_infinite(names, before.steps, after.steps)
+        refuse_infinite(names, before.steps, after.steps)
         kept = context.reference
         reference = before if kept is None or kept.decoded is None else kept.decoded
         # Where none was kept, a part of the error is that of quantization.
@@ -366,7 +371,7 @@ class VerifyPass(RecipePass):
     ) -> None:
         """cached: some of the feeds read a compressed cache."""
         report = self.context.report
-        _refuse_infinite(names, before, after)
+        refuse_infinite(names, before, after)
         for error in report.rounding_error:
             limit = self.options.max_rounding_error
             if limit is None:
@@ -418,17 +423,6 @@ class VerifyPass(RecipePass):
 
 def _root(shares: Iterable[float]) -> float:
     return math.sqrt(sum(share * share for share in shares))
-
-
-def _refuse_infinite(names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]) -> None:
-    for index, name in enumerate(names):
-        for reference, found in zip(before, after, strict=True):
-            expected, answer = reference[index], found[index]
-            if expected is not None and answer is not None and (np.isfinite(expected) & ~np.isfinite(answer)).any():
-                raise VerificationError(
-                    f"output {name!r} of the optimized model holds NaN or infinity where the "
-                    "original does not; nothing was saved; try less sparsity"
-                )
 
 
 def _decode(
@@ -487,79 +481,3 @@ def _run_reference(session: Any, feeds: Sequence[Feeds], context: PassContext) -
     if context.caches.prompt is not None and past is not None:
         feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
     context.reference = Reference([run_session(session, one, who, VerificationError) for one in feeds], decoded)
-
-
-def measure_errors(
-    names: Sequence[str], reference: Sequence[Outputs], found: Sequence[Outputs]
-) -> list[OutputDeviation]:
-    """How far each output is from the reference, over all feeds together, where both are finite."""
-    errors = []
-    for index, name in enumerate(names):
-        # Sums of squares, feed after feed: in float64 all of them at once would take several times their memory.
-        exact = new = product = difference = most = 0.0
-        count = 0
-        for one, other in zip(reference, found, strict=True):
-            expected, answer = one[index], other[index]
-            if expected is None or answer is None:
-                continue
-            finite = np.isfinite(expected) & np.isfinite(answer)
-            count += int(finite.sum())
-            x, y = expected[finite].astype(np.float64), answer[finite].astype(np.float64)
-            exact, new, product = exact + float(x @ x), new + float(y @ y), product + float(x @ y)
-            y -= x
-            difference, most = difference + float(y @ y), max(most, float(np.abs(y).max(initial=0.0)))
-        if count:
-            relative = math.sqrt(difference / exact) if exact else math.inf
-            cosine = product / math.sqrt(exact * new) if exact and new else 0.0
-            same = difference == 0.0
-            errors.append(OutputDeviation(name, 0.0 if same else relative, 1.0 if same else cosine, max_abs=most))
-    return errors
-
-
-def error_of_most_rows(portable: np.ndarray, native: np.ndarray, exact: np.ndarray, limit: float) -> float:
-    """||portable - native|| / ||exact|| without odd rows (along the last axis): up to an ODD_SHARE, those that differ
-    most, of which native is within the limit of exact and portable within ODD_ERROR of native.
-
-    Rows that are zero in all three do not count.
-    """
-    if exact.ndim < 2 or not exact.size:
-        return math.inf
-    p, x, y = (one.reshape(-1, one.shape[-1]).astype(np.float64) for one in (portable, native, exact))
-    same = (p == x) & (x == y)  # of infinities there is no difference
-    p, x, y = (np.where(same & ~np.isfinite(y), 0, one) for one in (p, x, y))
-    errors, wrong, norms = ((p - x) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1), (y**2).sum(axis=1)
-    counted = (errors > 0) | (wrong > 0) | (norms > 0)
-    errors, wrong, norms = errors[counted], wrong[counted], norms[counted]
-    odd = (wrong <= limit**2 * norms) & (errors <= ODD_ERROR**2 * norms)
-    most = np.flatnonzero(odd)[np.argsort(-errors[odd])][: int(ODD_SHARE * len(errors))]
-    kept = np.delete(np.arange(len(errors)), most)
-    total = float(norms[kept].sum())
-    return math.sqrt(float(errors[kept].sum()) / total) if total else math.inf
-
-
-def _compare_signatures(original: Any, optimized: Any, compressed: Collection[str], added: int) -> None:
-    """added: inputs and outputs that the optimized model has behind those of the original."""
-
-    def signature(values: Any) -> list[tuple[str, str]]:
-        return [(value.name, "" if value.name in compressed else value.type) for value in values]
-
-    for kind, before, after in (
-        ("inputs", original.get_inputs(), optimized.get_inputs()),
-        ("outputs", original.get_outputs(), optimized.get_outputs()),
-    ):
-        after = after[: len(after) - added]
-        if signature(before) != signature(after):
-            raise VerificationError(
-                f"{kind} of the optimized model are {signature(after)}, those of the original are "
-                f"{signature(before)}; nothing was saved; please report this"
-            )
-
-
-def _compare_shapes(names: Sequence[str], before: Sequence[Outputs], after: Sequence[Outputs]) -> None:
-    for reference, found in zip(before, after, strict=True):
-        for name, expected, answer in zip(names, reference, found, strict=True):
-            if expected is not None and answer is not None and expected.shape != answer.shape:
-                raise VerificationError(
-                    f"output {name!r} of the optimized model has shape {answer.shape}, that of the "
-                    f"original {expected.shape}; nothing was saved; please report this"
-                )
