@@ -37,7 +37,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,6 @@ from ..measure.decoding import (
     calls_to_decode,
     check_contents,
     check_same_contents,
-    decode,
     shorter,
     without,
     without_padding,
@@ -70,8 +69,8 @@ from ..measure.sessions import int8_products_saturate, open_quietly, open_to_tim
 from ..measure.timing import interleave
 from ..options import PassOptions, takes
 from ..report.optimization import OutputDeviation
-from .activations import masked_inputs
-from .context import PassContext, RecipePass, Reference
+from .context import RecipePass
+from .reference import decode_calls
 
 ROUNDING_FACTOR = 9.0
 DECODE_FACTOR = 2.0
@@ -265,7 +264,7 @@ class VerifyPass(RecipePass):
         if calls is not None:
             past = None if prompt is None else prompt.exact_past(original)
             with suppress(CalibrationError):  # the model takes other shapes only
-                before = _decode(original, calls, context, names, "the original model", CalibrationError, past)
+                before = decode_calls(original, calls, context, names, "the original model", CalibrationError, past)
         if calls is None or before is None:
             context.note(
                 "no token was decoded from the cache to verify it: the feeds hold no two tokens of a sequence, or have "
@@ -274,7 +273,7 @@ class VerifyPass(RecipePass):
             return None
         steps = calls[1:] if prompt is None else map(prompt.counted_in, calls[1:])
         encoded = [context.caches.encode(calls[0]), *steps]
-        after = _decode(optimized, encoded, context, names, "the optimized model", VerificationError)
+        after = decode_calls(optimized, encoded, context, names, "the optimized model", VerificationError)
         places = {use.present: names.index(use.present) for use in context.caches.uses.values()}
         tokens = calls[0]["input_ids"].shape[1]
         errors = measure_errors(names, before.steps, after.steps)
@@ -425,59 +424,6 @@ def _root(shares: Iterable[float]) -> float:
     return math.sqrt(sum(share * share for share in shares))
 
 
-def _decode(
-    session: Any,
-    calls: Sequence[Feeds],
-    context: PassContext,
-    names: Sequence[str],
-    who: str,
-    error_type: type[Exception],
-    past: Feeds | None = None,
-) -> Decoded:
-    """names: of the original's outputs. The steps hold no other, and no caches.
-
-    past: the prompt's keys and values, which go in front of the calls of a model that it is not part of.
-    """
-    prompt = context.caches.prompt
-    if prompt is not None and past is not None:
-        calls = [prompt.in_front_of(calls[0], past), *map(prompt.counted_in, calls[1:])]
-    carried = {use.past: names.index(use.present) for use in context.caches.uses.values()}
-    added = {name: len(names) + number for number, name in enumerate(context.caches.exact_keys) if name in calls[0]}
-    decoded = decode(lambda feeds: run_session(session, feeds, who, error_type), calls, carried | added)
-    if prompt is not None and past is not None:
-        decoded = replace(decoded, prompt=prompt.cut_from(names, decoded.prompt))
-    return replace(decoded, steps=[answers[: len(names)] for answers in decoded.steps])
-
-
 def _array(answer: np.ndarray | None) -> np.ndarray:
     assert answer is not None
     return answer
-
-
-def keep_reference(model: ir.Model, context: PassContext) -> None:
-    """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced, for a pass
-    verify that comes later."""
-    changed = context.layers.changed or context.layers.masked
-    if not (changed or context.caches.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
-        return
-    feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
-    with (
-        masked_inputs(model, context.layers.thresholds, lambda wanted: context.new_name(model, wanted)),
-        context.evidence.open(model) as session,
-    ):
-        context.release()
-        _run_reference(session, feeds, context)
-
-
-def _run_reference(session: Any, feeds: Sequence[Feeds], context: PassContext) -> None:
-    past = None if context.caches.prompt is None else context.caches.prompt.pruned_past()
-    who = "the model before its layers were replaced"
-    calls = calls_to_decode(feeds, context.caches.uses) if context.caches.uses else None
-    decoded = None
-    if calls is not None:
-        names = [output.name for output in session.get_outputs()]
-        with suppress(VerificationError):  # the model takes other shapes only
-            decoded = _decode(session, calls, context, names, who, VerificationError, past)
-    if context.caches.prompt is not None and past is not None:
-        feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
-    context.reference = Reference([run_session(session, one, who, VerificationError) for one in feeds], decoded)
