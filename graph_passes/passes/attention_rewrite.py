@@ -20,7 +20,7 @@ from ..options import Globs, any_matches
 from .attention_mask import MaskSums
 from .context import RecipePass
 from .normalize import require_normalized
-from .verify import keep_reference
+from .reference import keep_reference
 
 Match = TypeVar("Match", Attention, CachedAttention)
 Refused = Mapping[str, Sequence[str]]  # names of what is left alone, by the reason

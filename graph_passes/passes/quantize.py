@@ -9,9 +9,8 @@ What a weight may become is in quantizers/grid.py; the methods are
 
 The calibrated ones run the model as the passes before have left it (pruned, not yet quantized) on all of the feeds, for
 as many layers at once as memory allows: so every layer is calibrated for the inputs that it has while no layer in front
-of it is quantized. (Layer by layer behind quantized ones, GPTQ had to run the model 24 times instead of once and gained
-nothing: with act_order and groups of 128, the cross-entropy of stories15M rose by 0.088 instead of 0.086, with zero
-points by 0.062 instead of 0.059.)
+of it is quantized. (Layer by layer behind quantized ones takes many runs of the model instead of one, and gains
+nothing: docs/verification.md.)
 
 The layer itself gets the float weight that its numbers stand for, as a lazy tensor of its own type, which rounds once
 more, and never to infinity.

@@ -29,12 +29,12 @@ from ..operators.replacement import LayerWeight
 from ..options import PassOptions
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
+from .reference import keep_reference
 from .replace_joins import Joins
 from .replace_nodes import put_node
 from .replace_notes import note_adopted, note_apart, note_copies, note_stored_twice, why_nothing
 from .replace_packing import Packer, Target
 from .replace_rule import ReplaceOptions, ReplaceRule
-from .verify import keep_reference
 
 _STORED = (StoredInt4, StoredInt8)
 
