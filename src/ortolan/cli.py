@@ -403,15 +403,16 @@ def doctor(as_json: options.AsJson = False) -> None:
 
 @app.command()
 def demo(
-    sparsity: Annotated[float, typer.Option(help="The share of weights to drop in each layer.")] = 0.3,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime, for both models.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of ONNX Runtime, for all models; as many as it takes by itself.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB) and compare it with the original."""
+    """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB); compare it with the original and with dynamic int8."""
     from .demo import run_demo
 
     with _progress_bar() as progress:
-        result = run_demo(sparsity, threads, progress=progress, say=_print_step)
+        result = run_demo(threads, progress=progress, say=_print_step)
     _print_result(result, as_json)
 
 

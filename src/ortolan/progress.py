@@ -43,7 +43,7 @@ class Stage(StrEnum):
     # Of distill and the demo.
     DISTILL = "distill"
     EMBED = "embed sentences"
-    TIME_BOTH = "time both models"
+    TIME = "time the models"
 
 
 Progress = Callable[[str, int, int], None]  # progress(stage, done, total)
