@@ -1,32 +1,47 @@
-# make demo   fetch all-MiniLM-L6-v2, optimize it, compare it with the original
-# make test   build, lint and run every test
-# make wheel  build the package, and see that nothing of test builds is in it
-# make asan   the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
-# make docs   the site, in build/docs
+# make demo    fetch all-MiniLM-L6-v2, optimize it, compare it with the original
+# make test    build, lint and run every test
+# make extras  the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
+# make ci      make test and make extras
+# make wheel   build the package, and see that nothing of test builds is in it
+# make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# make docs    the site, in build/docs
 # Each does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
 
 PYTHON ?= python3
+# Processes of pytest in each part.
+WORKERS ?= auto
+# A CPU build: others bring gigabytes of CUDA. Where no index that pip knows has it, what needs it is not run, and named.
+TORCH ?= torch==2.13.0+cpu
+export PYTHON WORKERS
 VENV := .venv
 BIN := $(VENV)/bin
 # The set-up stamps hang on what they were made from.
 SOURCES := $(shell find CMakeLists.txt pyproject.toml ops src graph_passes models benchmarks -type f \
              -not -name '*.pyc' -not -name '*.md' 2>/dev/null)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Builds that tests run on; a folder of their own, as CMake remembers what it was told in the wheel's.
-TESTING := --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.define.ORTOLAN_WERROR=ON
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Wheels for users and for tests come from one build folder, and each says what it wants, as CMake remembers what it was
+# told. Without build isolation: else the folder is emptied each time.
+BUILD := --no-build-isolation --no-deps --config-settings=cmake.define.ORTOLAN_WERROR=ON
+NATIVE := $(BUILD) --config-settings=build-dir=build/native --config-settings=cmake.define.ORTOLAN_TESTING
+PYTEST := $(CURDIR)/$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint asan suite docs bench wheel clean
+.PHONY: demo test extras ci lint asan suite docs optimum genai ray bench wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
 
-# All parts run, also behind one that fails; the last lines say which did.
+# Each part is a target below. All run, also behind one that fails; the last lines say which did, and what was skipped.
 test: $(VENV)/.installed
-	@failed=; for part in lint asan suite docs wheel; do $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
-	  if [ -n "$$failed" ]; then echo "make test: failed:$$failed" >&2; exit 1; fi
+	@$(BIN)/python .ci/parts.py wheel then suite asan lint docs
+
+extras: $(VENV)/.installed
+	@$(BIN)/python .ci/parts.py genai optimum ray
+
+ci: $(VENV)/.installed
+	@$(BIN)/python .ci/parts.py wheel then suite asan lint docs genai optimum ray
 
 suite: $(VENV)/.installed
-	cd tests && ../$(BIN)/python -m pytest -n auto
+	cd tests && $(PYTEST)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -41,8 +56,16 @@ lint: $(VENV)/.installed
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
 asan: build/asan-site/.installed
 	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site ../$(BIN)/python -m pytest -q -n auto formats ops amx -p no:cacheprovider \
-	  --parameter-sets 6
+	  PYTHONPATH=../build/asan-site $(PYTEST) formats ops amx -p no:cacheprovider --parameter-sets 6
+
+optimum: build/testing-wheel/.built
+	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py docs/test_hook_pages.py
+
+genai: build/testing-wheel/.built
+	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
+
+ray: build/testing-wheel/.built
+	.ci/extra ray serve serving docs/test_serving_page.py
 
 # Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
 docs: $(VENV)/.installed
@@ -55,25 +78,31 @@ bench: $(VENV)/.installed
 	$(BIN)/ortolan bench w4a8_matmul
 
 wheel: $(VENV)/.created
-	$(BIN)/python -m pip wheel --quiet --no-deps --config-settings=build-dir=build/wheel -w dist .
+	$(PIP) wheel $(NATIVE)=OFF -w dist .
 	$(BIN)/python .ci/check_wheel.py dist/ortolan-*.whl
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf .venv* build dist
 
 $(VENV)/.created:
 	sh .ci/check-tools $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	$(PIP) install --upgrade pip
+	$(PIP) install scikit-build-core pybind11 cmake ninja  # pyproject.toml's build-system, and what it runs
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.created $(SOURCES)
-	$(PIP) --config-settings=build-dir=build/testing $(TESTING) ".[dev]"
+build/testing-wheel/.built: $(VENV)/.created $(SOURCES)
+	$(PIP) wheel $(NATIVE)=ON -w build/testing-wheel .
+	touch $@
+
+$(VENV)/.installed: build/testing-wheel/.built
+	$(PIP) install "$$(ls build/testing-wheel/ortolan-*.whl)[dev]"
+	$(PIP) install --no-deps --force-reinstall build/testing-wheel/ortolan-*.whl
 	touch $@
 
 build/asan-site/.installed: $(VENV)/.installed
 	rm -rf build/asan-site
-	$(PIP) --no-deps --target build/asan-site --config-settings=build-dir=build/asan $(TESTING) \
-	  --config-settings=cmake.build-type=RelWithDebInfo --config-settings=cmake.define.ORTOLAN_SANITIZE=ON \
-	  --config-settings=install.strip=false .
+	$(PIP) install $(BUILD) --target build/asan-site --config-settings=build-dir=build/asan \
+	  --config-settings=cmake.define.ORTOLAN_TESTING=ON --config-settings=cmake.build-type=RelWithDebInfo \
+	  --config-settings=cmake.define.ORTOLAN_SANITIZE=ON --config-settings=install.strip=false .
 	touch $@

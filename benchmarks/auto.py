@@ -22,9 +22,9 @@ import onnxruntime as ort
 
 from ortolan.errors import one_line
 from ortolan.graph_passes.auto.budget import DEFAULT_COSINE, perplexity
+from ortolan.graph_passes.measure.compare import measure_errors
 from ortolan.graph_passes.measure.feeds import Feeds, Sizes, read_calibration, synthetic_feeds
 from ortolan.graph_passes.measure.timing import interleave, pinned
-from ortolan.graph_passes.passes.verify import measure_errors
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.session import create_session
 

@@ -91,7 +91,7 @@ def _provenance(recipe: Recipe) -> dict[str, str]:
 
 def _note_gainless(context: PassContext) -> None:
     """Names layers whose weights were changed, and that gain nothing by it."""
-    layers = context.layers.values()
+    layers = context.layers.reports.values()
     grown = [layer for layer in layers if layer.status in ("pruned", "quantized") and layer.growth > 0]
     if grown:
         context.note(
@@ -110,8 +110,8 @@ def _note_gainless(context: PassContext) -> None:
 def _note_unmatched(recipe: Recipe, context: PassContext) -> None:
     """Names the patterns that match no layer; a word such as "heads" may match none."""
     for option, glob in _patterns(recipe):
-        used = glob in WORDS or any_matches(context.names_of_layers, (glob,))
-        if context.layers and not used:
+        used = glob in WORDS or any_matches(context.layers.names, (glob,))
+        if context.layers.reports and not used:
             context.note(f"pattern {glob!r} of {option} matches no layer; `ortolan inspect` lists their names")
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Each worker of pytest-xdist has a core: BLAS and torch that take all of them take turns. Before numpy is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections import defaultdict
 from collections.abc import Generator
 
@@ -35,6 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept |= {item for some in sets.values() if len(some) <= most for item in some}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def brief_measurements() -> Generator[None]:
+    """Times are taken in as many rounds as ever, but of few calls: no test asserts what they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ortolan.graph_passes.passes.verify.TIMED_SECONDS", 0.02)
+        patch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.002)
+        patch.setattr("ortolan.graph_passes.auto.layer_times._SECONDS", 0.01)
+        patch.setattr("ortolan.graph_passes.auto.layer_times._MOST_COPIES", 4)
+        patch.setattr("ortolan.graph_passes.auto.trials._SECONDS", 0.05)
+        yield
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -22,9 +22,10 @@ import onnxruntime
 from rich.console import Console
 
 from ortolan.graph_passes.measure.timing import last_level_cache_bytes
+from ortolan.library import get_library_path
+from ortolan.session import cpu_info
 
 from ...errors import OrtolanError
-from ...session import cpu_info, get_library_path
 from .compare import QUICK_PACE, Pace, Side, compare
 from .layers import COLD_BYTES, Work
 from .process import WorkerProcess, cpus_to_use

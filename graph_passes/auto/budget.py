@@ -1,4 +1,4 @@
-"""How much worse than the original a model of recipe "auto" may be."""
+"""How much worse than the original a model that the search finds may be."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ class Limit:
         if self.kind == _DIVERGENCE:
             return f"perplexity of its own next tokens up by at most {100 * self.number:g} %"
         return "accepted by the given function"
+
+    @property
+    def error(self) -> float:
+        """About the relative error of outputs that is still within; infinity where that is not known."""
+        return math.sqrt(2 * (1 - self.number)) if self.kind == _COSINE else math.inf
 
     @property
     def needs_runs(self) -> bool:

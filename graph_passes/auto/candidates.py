@@ -1,4 +1,4 @@
-"""What recipe "auto" tries for a linear layer: one table, and the recipe that a choice makes."""
+"""What the search tries for a linear layer: one table, and the recipe that a choice makes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ _INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
 _INT4_32 = _INT4 | {"group_size": 32}
 _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
+ROWS = 256  # of inputs to each layer, on which its error is measured
 HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
 _BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
 

@@ -20,13 +20,12 @@ from ..recipe import Recipe
 from ..report.search import AutoReport, Form, LayerChoice
 from ..run import plan, transform
 from .budget import Limit
-from .candidates import NAME, ORIGINAL, Candidate, make_recipe
+from .candidates import NAME, ORIGINAL, ROWS, Candidate, make_recipe
 from .layer_times import LayerTimes, case_of
 from .path import worth_measuring
 from .sensitivity import measure_sensitivities
 from .trials import new_context
 
-_ROWS = 256  # of inputs to each layer, on which its error is measured
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _NORMALIZE = {"name": NAME, "pass": [{"name": "normalize"}]}
 
@@ -60,7 +59,7 @@ class LayerStudy:
         for linear in linears:
             reason = None
             if linear.int4 is not None or linear.int8 is not None:
-                reason = "stores a quantized weight, which recipe adopt takes over"
+                reason = "stores a quantized weight, which the default takes over (leave recipe out)"
             elif linear.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
                 reason = f"computes on {linear.dtype.name}, expected FLOAT or FLOAT16"
             elif names[linear.name] > 1:
@@ -142,7 +141,7 @@ class LayerStudy:
                 new_context(self._evidence, "model.onnx", portable=False) as context,
                 suppress(NothingToReplaceError),
             ):
-                transform(plan(make_recipe({form: names}, rows=_ROWS), context), context)
+                transform(plan(make_recipe({form: names}, rows=ROWS), context), context)
             for layer in context.report.layers:
                 if layer.status == "replaced" and layer.name in names:
                     layers[layer.name].forms[form.name].error = layer.output_error

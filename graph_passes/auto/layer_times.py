@@ -37,7 +37,7 @@ from ..run import plan, transform
 from .candidates import ORIGINAL, Candidate, for_timing, make_recipe
 
 _FILE = "layer-times.json"
-_SECONDS = 0.4  # for each form
+_SECONDS = 0.25  # for each form
 _MOST_BYTES = 256 * 1024**2  # of weights in a graph
 _MOST_COPIES = 64
 _STEP = 0.05  # layers whose shares of zeros differ by less take as long

@@ -141,12 +141,13 @@ class Search:
 
     def _within(self, path: Sequence[Step], trials: Trials) -> int:
         """How many steps of the path the budget allows."""
-        if not path or trials.make(path, False) is not None:
-            return len(path)
-        low, high = 0, len(path)
+        low, high = 0, len(path) + 1
+        middle = trials.expected(path)
         while high - low > max(1, len(path) // _FINEST):
-            middle = (low + high) // 2
             low, high = (middle, high) if trials.make(path[:middle], False) is not None else (low, middle)
+            # Further, where the expectation held.
+            further = min(len(path), low + max(1, len(path) // 4))
+            middle = further if high > len(path) else (low + high) // 2
         return low
 
     def _fastest(self, steps: int, path: Sequence[Step], trials: Trials) -> Made | None:

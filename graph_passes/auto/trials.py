@@ -28,7 +28,7 @@ from ..report.optimization import OptimizationReport
 from ..report.search import Trial
 from ..run import Steps, plan, transform, verify, write
 from .budget import Limit, Run
-from .candidates import Candidate, make_recipe
+from .candidates import ROWS, Candidate, make_recipe
 from .path import Step, estimate
 
 _SECONDS = 0.8  # for timing a whole model, at each shape
@@ -61,6 +61,13 @@ class Trials:
         self._made: dict[tuple[int, bool], Made | None] = {}
         self.report: list[Trial] = []
 
+    def expected(self, path: Sequence[Step]) -> int:
+        """How many steps of a path the budget allows by the errors of layers, at least 1; all, where these say nothing
+        of what it limits."""
+        most = self._limit.error
+        within = [number for number in range(1, len(path) + 1) if estimate(path[:number])[1] <= most]
+        return max(within, default=1)
+
     def make(self, steps: Sequence[Step], attention: bool) -> Made | None:
         """The model with these first steps of the path, if it is within the budget."""
         key = (len(steps), attention)
@@ -76,8 +83,10 @@ class Trials:
             layers.setdefault(candidate, []).append(name)
         feeds = {"feeds": len(self._judged)}
         # Times are taken of those within the budget, and the portable form is run of the best.
-        trial_recipe = make_recipe(layers, attention=attention, verify={"seconds": 0.0, "portable": False, **feeds})
-        recipe = make_recipe(layers, attention=attention, verify=feeds)
+        trial_recipe = make_recipe(
+            layers, attention=attention, rows=ROWS, verify={"seconds": 0.0, "portable": False, **feeds}
+        )
+        recipe = make_recipe(layers, attention=attention, rows=ROWS, verify=feeds)
         with new_context(self._evidence, self._name, self._evidence.portable) as context:
             try:
                 within, found = self._run(replace(plan(trial_recipe, context), recipe=recipe), context)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ortolan.errors import ModelError, OutputError
-from ortolan.session import LIBRARY_NAME, get_library_path
+from ortolan.library import LIBRARY_NAME, get_library_path
 
 CONFIG_NAME = "genai_config.json"
 _OPTIONS, _LIBRARY = "session_options", "custom_ops_library"

@@ -23,10 +23,8 @@ Run = Callable[[Feeds], Outputs]
 _MOST_TOKENS = 1024
 _MOST_STEPS = 8
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-# ||decoded - key|| / spread of the keys of a head, by d_sub: the most that is believed of codes. Measured, of the worst
-# head: 0.10 to 0.11, 0.33 to 0.35 and 0.56 to 0.60 (SmolLM2-135M, stories15M, random weights). Codebooks of zeros, or
-# of the mean key, lose 1 or more; those of another head or layer, or in another order, 0.5 to 2 (of real models), and
-# of half the size 0.3 to 0.8, 0.5 to 0.9 and 0.7 to 1.1.
+# ||decoded - key|| / spread of the keys of a head, by d_sub: the most that is believed of codes. It lies between what
+# right codebooks lose and what wrong ones do, of another head, order or size (docs/verification.md).
 _KEY_ERROR = {1: 0.2, 2: 0.5, 4: 0.8}
 # The error of an int8 value is at most (1 + 2^-7) / 254 of the token's largest: of a head of D numbers, sqrt(D) of it.
 _VALUE_ERROR = 1 / 250

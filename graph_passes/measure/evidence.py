@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +20,7 @@ from .recorder import InputRecorder, OnRun, Recorded
 from .sessions import open_quietly, open_to_time, run_session
 
 _SMALL = 1024  # bytes; such tensors stay in the model file
+T = TypeVar("T")
 
 
 class Evidence:
@@ -54,6 +55,8 @@ class Evidence:
         self._every: int | None = None  # of the feeds that are held out
         self._rows: dict[tuple[str, int], np.ndarray] = {}
         self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
+        self._searching = keeps_fits
+        self._remembered: dict[Hashable, Any] = {}
         self._copies = self._runs = 0
 
     def __enter__(self) -> Evidence:
@@ -122,6 +125,15 @@ class Evidence:
         finally:
             for file in (path, data_path(path)):
                 file.unlink(missing_ok=True)
+
+    def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What compute() gives, computed once a search. key: all that it depends on, beside the original."""
+        if not self._searching:
+            return compute()
+        if key not in self._remembered:
+            self._remembered[key] = compute()
+        found: T = self._remembered[key]
+        return found
 
     # ---- what the original does --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..report.figures import Timing
 
 # After other work, a layer bound by memory needs this long until it runs as fast as it goes on to, as it would in a
-# decode loop (Zen 5, virtual machine: 1.4 times as long at first, 1.1 times after 20 ms).
+# decode loop (ops/sparse_amx_matmul/README.md).
 _WARM_UP_SECONDS = 0.08
 _TIMED_CALLS = 3
 # A candidate's turn ends early once it has taken so long, after one timed call at least.

@@ -46,7 +46,7 @@ class SparseAMXMatMul(Replacement):
         if isinstance(quantization, StoredInt4):
             return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
         if isinstance(quantization, StoredInt8):  # it would round activations also where a recipe promises bf16 ones
-            return "is stored in int8, which SparseAMXMatMul does not take over; use recipe 'sparse-int8-4x1'"
+            return "is stored in int8, which SparseAMXMatMul does not take over; give pattern='4x1'"
         if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
         return None

@@ -5,7 +5,7 @@ input is sparse by itself behind a ReLU, or one that is multiplied with it, squa
 Any other is made sparse by its magnitude (TEAL, CATS), to a given share of zeros or a given error of the layer.
 
 The model is run as the passes before have left it, on all feeds. Layers of one input share one threshold. Nothing is
-changed here: context.thresholds says what was chosen, and masked_inputs shows the model with it.
+changed here: context.layers.thresholds says what was chosen, and masked_inputs shows the model with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEPS = 256  # shares of zeros that are tried for a given error: multiples of 1
 
 
 class ActivationsPass(RecipePass):
-    """Fills context.thresholds; changes nothing."""
+    """Fills context.layers.thresholds; changes nothing."""
 
     options_type = ActivationsOptions
     options: ActivationsOptions
@@ -47,14 +47,16 @@ class ActivationsPass(RecipePass):
             )
         check_patterns(linears, "select", self.options.select, "activations")
         chosen = [
-            linear for linear in linears if self.options.takes(linear) and layer_key(linear) not in context.thresholds
+            linear
+            for linear in linears
+            if self.options.takes(linear) and layer_key(linear) not in context.layers.thresholds
         ]
         if context.dry_run:
             if self.options.needs_feeds and context.evidence.made_up:
                 context.note(
                     "pass 'activations' needs calibration inputs (calibration=…): without them, a run is refused"
                 )
-            context.thresholds |= {layer_key(linear): 0.0 for linear in chosen}
+            context.layers.thresholds |= {layer_key(linear): 0.0 for linear in chosen}
         elif chosen:
             self._choose(model, chosen)
         return ir.passes.PassResult(model, modified=False)
@@ -74,7 +76,7 @@ class ActivationsPass(RecipePass):
                 if linear.x.name in recorder.names:
                     by_input.setdefault(linear.x.name, []).append(linear)
                 else:
-                    context.thresholds[layer_key(linear)] = (
+                    context.layers.thresholds[layer_key(linear)] = (
                         "its input lies in a subgraph, or the feeds lack it, so no threshold can be chosen"
                     )
             magnitudes = self._magnitudes(recorder, list(by_input))
@@ -84,9 +86,11 @@ class ActivationsPass(RecipePass):
             useless = not self.options.needs_feeds and not context.evidence.made_up and density > 1 - _LEAST_ZEROS
             for linear in layers:
                 if useless:
-                    context.thresholds[layer_key(linear)] = f"only {1 - density:.1%} of its input is zero on the feeds"
+                    context.layers.thresholds[layer_key(linear)] = (
+                        f"only {1 - density:.1%} of its input is zero on the feeds"
+                    )
                     continue
-                context.thresholds[layer_key(linear)] = thresholds[name]
+                context.layers.thresholds[layer_key(linear)] = thresholds[name]
                 layer = context.layer(linear)
                 layer.threshold = thresholds[name]
                 layer.density = None if context.evidence.made_up else density

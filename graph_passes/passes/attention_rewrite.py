@@ -8,6 +8,8 @@ from typing import ClassVar, Generic, TypeVar
 
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.attention import Attention, NotAttention
 from ..find.cached_attention import CachedAttention
 from ..find.constants import remove_dead
@@ -18,7 +20,7 @@ from ..options import Globs, any_matches
 from .attention_mask import MaskSums
 from .context import RecipePass
 from .normalize import require_normalized
-from .verify import keep_reference
+from .reference import keep_reference
 
 Match = TypeVar("Match", Attention, CachedAttention)
 Refused = Mapping[str, Sequence[str]]  # names of what is left alone, by the reason
@@ -28,11 +30,12 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     """Replaces attentions of the model's main graph by one node each. Its passes say which ones, and what the node has
     besides query, key, value and mask."""
 
-    stage: ClassVar[str]  # the pass's name, of its progress as well
+    pass_name: ClassVar[str]
+    stage: ClassVar[Stage]
     refusal: ClassVar[str]  # what a note says of attentions that are left alone
 
     def requires(self, model: ir.Model) -> None:
-        require_normalized(model, self.stage)
+        require_normalized(model, self.pass_name)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context = self.context
@@ -121,7 +124,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         refused: dict[str, list[str]] = {}
         select, exclude = self.patterns
         for match in self.find(model):
-            self.context.names_of_layers += match.names
+            self.context.layers.names += match.names
             if not any_matches(match.names, select):
                 reason: str | None = "not selected"
             elif any_matches(match.names, exclude):
@@ -139,7 +142,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
 
     def _report(self, match: Match) -> None:
         for product in match.products:
-            layer = self.context.layers.get(product.outputs[0])
+            layer = self.context.layers.reports.get(product.outputs[0])
             if layer is not None:
                 layer.new_op, layer.reason = OP_TYPE, None
                 layer.status = "would replace" if self.context.dry_run else "replaced"

@@ -51,14 +51,14 @@ class CachePromptPass(RecipePass):
                 "pass 'cache_prompt' goes with a pass 'compress_cache', which puts the prompt into the graph; add it "
                 'to the recipe (keys and values "float32" leave the cache as it is)'
             )
-        if context.prompt_ids is None and not context.dry_run:
+        if context.caches.prompt_ids is None and not context.dry_run:
             raise RecipeError(
                 "pass 'cache_prompt' needs a prompt; give prompt=… (--prompt), token ids as an array or an .npy file"
             )
-        if context.prompt_ids is None:
+        if context.caches.prompt_ids is None:
             context.note("pass 'cache_prompt' needs a prompt (prompt=…): without it, a run is refused")
         elif not context.dry_run:
-            self._compute(model, context.prompt_ids)
+            self._compute(model, context.caches.prompt_ids)
         return ir.passes.PassResult(model, modified=False)
 
     def _compute(self, model: ir.Model, ids: np.ndarray) -> None:
@@ -94,7 +94,7 @@ class CachePromptPass(RecipePass):
             )
         context.progress(Stage.CACHE_PROMPT, len(matches) + 1, len(matches) + 1)
         values_of = {match.past_key.name or "": match.past_value.name or "" for match in matches}
-        context.prompt = Prompt(feeds, caches, values_of, presents)
+        context.caches.prompt = Prompt(feeds, caches, values_of, presents)
         numbers = sum(2 * cache.keys.size for cache in caches.values())
         context.note(
             f"a prompt of {ids.shape[1]} tokens is part of the model: keys {self.options.keys_sparsity:.0%} and values "

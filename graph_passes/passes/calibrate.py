@@ -32,7 +32,7 @@ class CalibratePass(RecipePass):
         if not context.dry_run and linears:
             evidence = context.evidence
             evidence.hold_out(self.options.held_out)
-            context.captured |= evidence.rows(
+            context.layers.captured |= evidence.rows(
                 model,
                 linears,
                 self.options.max_rows,

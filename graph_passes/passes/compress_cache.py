@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.errors import ModelError, RecipeError
+from ortolan.progress import Stage
 
 from ..find.attention import NotAttention, is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
@@ -81,7 +82,8 @@ class CompressCacheOptions(PassOptions):
 class CompressCachePass(AttentionRewrite[CachedAttention]):
     """Replaces attention with a cache."""
 
-    stage = "compress_cache"
+    pass_name = "compress_cache"
+    stage = Stage.COMPRESS_CACHE
     refusal = "cache not compressed"
     options_type = CompressCacheOptions
     options: CompressCacheOptions
@@ -99,7 +101,9 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return found
 
     def why_not(self, match: CachedAttention) -> str | None:
-        compressed = self.options.keys == _CODES or self.options.values == _INT8 or self.context.prompt_ids is not None
+        compressed = (
+            self.options.keys == _CODES or self.options.values == _INT8 or self.context.caches.prompt_ids is not None
+        )
         if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
             return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
         return None
@@ -113,7 +117,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         elif not refused:
             context.note("no attention with a cache was found: nothing to compress")
         self.note_refused(refused)
-        if context.prompt is not None and refused:
+        if context.caches.prompt is not None and refused:
             reason, names = next(iter(refused.items()))
             raise ModelError(
                 f"a prompt must be in the cache of all attentions, but {names[0]!r} keeps its own: {reason}; give no "
@@ -174,7 +178,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         self._spreads: dict[str, np.ndarray] = {}
         if options.keys == _CODES:
             self._books, self._spreads = learn_codebooks(model, self.context, chosen, options.d_sub, options.max_tokens)
-        prompt_tokens = 0 if self.context.prompt is None else self.context.prompt.tokens
+        prompt_tokens = 0 if self.context.caches.prompt is None else self.context.caches.prompt.tokens
         self._exact_rounding, self._cache_rounding = _rounding(model, options, prompt_tokens)
         self._uses = _find_uses(model, chosen, options, prompt_tokens)
 
@@ -185,7 +189,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return [match.output, match.present_key, match.present_value]
 
     def make_node(self, model: ir.Model, match: CachedAttention, mask: ir.Value | None) -> ir.Node:
-        graph, prompt = match.node.graph, self.context.prompt
+        graph, prompt = match.node.graph, self.context.caches.prompt
         assert isinstance(graph, ir.Graph)
         book = self._books.get(match.present_key.name or "")
         given = {
@@ -227,21 +231,21 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         if len(node.outputs) == 4:
             self._add_present_exact_key(model, match, node)
         node.outputs[0].dtype = ir.DataType.FLOAT
-        self.context.rounding[node.outputs[0]] = self._exact_rounding
-        self.context.cache_rounding[node.outputs[0]] = self._cache_rounding
-        if self.context.prompt is not None:
+        self.context.layers.rounding[node.outputs[0]] = self._exact_rounding
+        self.context.caches.rounding[node.outputs[0]] = self._cache_rounding
+        if self.context.caches.prompt is not None:
             for past in (match.past_key, match.past_value):
-                _lengthen(past, self.context.prompt.tokens)
+                _lengthen(past, self.context.caches.prompt.tokens)
 
     def _prompt_inputs(self, model: ir.Model, graph: ir.Graph, match: CachedAttention) -> dict[str, ir.Value]:
-        if self.context.prompt is None:
+        if self.context.caches.prompt is None:
             return {}
-        packed = self.context.prompt.caches[match.past_key.name or ""].pack()
+        packed = self.context.caches.prompt.caches[match.past_key.name or ""].pack()
         inputs = {}
         for name, tensor in packed.items():
             wanted = self.context.new_name(model, f"{match.node.name}/{name}")
             inputs[name] = new_initializer(graph, stored_tensor(self.context.spill, wanted, tensor))
-        self.context.packed_weights += _prompt_weights([match], self.context.prompt.tokens)
+        self.context.layers.packed_weights += _prompt_weights([match], self.context.caches.prompt.tokens)
         return inputs
 
     def _past_exact_key(self, model: ir.Model, match: CachedAttention) -> ir.Value | None:
@@ -251,7 +255,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             return None
         value = self._exact_key(model, match, match.past_key, keys)
         model.graph.inputs.append(value)
-        self.context.exact_keys[value.name or ""] = keys
+        self.context.caches.exact_keys[value.name or ""] = keys
         return value
 
     def _add_present_exact_key(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
@@ -281,8 +285,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             if cache_format is not None:
                 value.dtype = ir.DataType.UINT8
         if cache_format is not None:
-            self.context.past_formats[past.name or ""] = cache_format
-            self.context.compressed_outputs.add(present.name or "")
+            self.context.caches.formats[past.name or ""] = cache_format
+            self.context.caches.outputs.add(present.name or "")
 
     def _set_use(
         self,
@@ -295,7 +299,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         spread = self._spreads.get(present.name or "") if cache_format is not None else None
         books = "" if codebooks is None else codebooks.name or ""
         use = CacheUse(past.name or "", present.name or "", node, cache_format, books, spread)
-        self.context.caches[use.past] = use
+        self.context.caches.uses[use.past] = use
 
     def _constant(self, model: ir.Model, graph: ir.Graph, name: str, array: np.ndarray | None) -> ir.Value | None:
         if array is None:
@@ -310,9 +314,9 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         # A function cannot ask which inputs its node has.
         needed = INPUTS[: INPUTS.index("lengths") + 1] if uses is not None and context.portable else ()
         fill_missing(nodes, INPUTS, needed, lambda _: neutral, lambda name: context.new_name(model, name))
-        if context.prompt is not None:
+        if context.caches.prompt is not None:
             _rename_lengths(model)
-            model.metadata_props[PROMPT_KEY] = str(context.prompt.tokens)
+            model.metadata_props[PROMPT_KEY] = str(context.caches.prompt.tokens)
         if not context.portable:
             return
         if uses is None or len(nodes_of(model, OP_TYPE)) > len(nodes):

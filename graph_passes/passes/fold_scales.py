@@ -226,16 +226,16 @@ def _scale(model: ir.Model, context: PassContext, site: _Site, rows: np.ndarray,
         _divide(model, context, division, scales)
         if division.linear is not None:
             key = layer_key(division.linear)
-            context.originals[key] = _product(context.originals[key], 1 / scales[None, :])
+            context.layers.originals[key] = _product(context.layers.originals[key], 1 / scales[None, :])
     for group in site.groups:
         first = group.linears[0]
         factors = scales if first.transposed else scales[:, None]
         group.put(model, context, _scaled(first.weight, factors), "quantized")
         for linear in group.linears:
             key = layer_key(linear)
-            context.originals[key] = _product(context.originals[key], scales[:, None])
-            if key in context.captured:
-                context.captured[key] = context.captured[key] / scales
+            context.layers.originals[key] = _product(context.layers.originals[key], scales[:, None])
+            if key in context.layers.captured:
+                context.layers.captured[key] = context.layers.captured[key] / scales
 
 
 def _divide(model: ir.Model, context: PassContext, division: Division, scales: np.ndarray) -> None:

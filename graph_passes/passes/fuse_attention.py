@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan.progress import Stage
+
 from ..find.attention import Attention, NotAttention, find_attentions
 from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import fill_missing, nodes_of, put_function
@@ -16,7 +18,7 @@ from ..options import Globs, PassOptions, takes
 from .attention_rewrite import AttentionRewrite, Refused
 
 _PRECISION = {"f32": 32, "bf16": 16}
-# ||Y - exact|| / ||Y|| of an ordinary attention, for `verify`. Measured: 3e-7 to 9e-7, and 3e-3 to 5e-3.
+# ||Y - exact|| / ||Y|| that an ordinary attention may have, for `verify`: what was measured is in docs/verification.md.
 _ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
 
 
@@ -32,7 +34,8 @@ class FuseAttentionOptions(PassOptions):
 class FuseAttentionPass(AttentionRewrite[Attention]):
     """Replaces attention without a cache."""
 
-    stage = "fuse_attention"
+    pass_name = "fuse_attention"
+    stage = Stage.FUSE_ATTENTION
     refusal = "attention not fused"
     options_type = FuseAttentionOptions
     options: FuseAttentionOptions
@@ -61,7 +64,7 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
         )
 
     def placed(self, model: ir.Model, match: Attention, node: ir.Node) -> None:
-        self.context.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
+        self.context.layers.rounding[node.outputs[0]] = _ROUNDING[self.options.precision]
 
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
         context = self.context

@@ -157,7 +157,7 @@ class FuseLutPass(RecipePass):
     def _table(self, model: ir.Model, chain: Chain, dtype: ir.DataType, saved: int) -> np.ndarray:
         """The chain's table, or NoTableError: why it is better left alone."""
         name = chain.nodes[-1].name or ""
-        self.context.names_of_layers.append(name)
+        self.context.layers.names.append(name)
         if not any_matches([name], self.options.select) or any_matches([name], self.options.exclude):
             raise NoTableError(f"{name} is not selected")
         if saved == 0:

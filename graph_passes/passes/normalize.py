@@ -26,7 +26,7 @@ class NormalizePass(RecipePass):
         self.context.progress(Stage.NORMALIZE, 0, 1)
         normalize(model, self.context.source.name)
         if self.context.plan.replaces:  # only for passes replace, of which the last one folds back what is left
-            self.context.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
+            self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)
 

@@ -156,7 +156,7 @@ class PrunePass(RecipePass):
         if group.keeps_numbers:
             assert isinstance(first.int8, StoredInt8)
             changed = dataclasses.replace(first, weight_value=value)
-            context.quantized[changed.weight_key] = pruned_numbers(first.int8, pruned, first.transposed)
+            context.layers.quantized[changed.weight_key] = pruned_numbers(first.int8, pruned, first.transposed)
             for linear in group.linears:
                 context.layer(linear).weight_bits = first.int8.bits
             self._int8.append(first.name)

@@ -88,7 +88,7 @@ def fit_pruned(
     by_id = {id(group): group for group in groups}
     without, poor, dampings = list[str](), list[str](), _Dampings(options, groups)
     # Only these are the same whichever other layers are pruned.
-    fitted = context.evidence.fits if options.inputs == "original" and not context.changed_weights else None
+    fitted = context.evidence.fits if options.inputs == "original" and not context.layers.changed else None
     known = [group for group in groups if fitted is not None and fitted.knows(fit_key(group, dampings.key(group)))]
     others = [group for group in groups if not any(group is one for one in known)]
     for number, (found, inputs) in enumerate(_inputs_of(model, context, options, others) if others else ()):

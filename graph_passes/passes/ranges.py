@@ -31,7 +31,7 @@ class _Value:
 
 
 class RangesPass(RecipePass):
-    """Fills context.activations; changes nothing."""
+    """Fills context.layers.activations; changes nothing."""
 
     options_type = RangesOptions
     options: RangesOptions
@@ -77,5 +77,5 @@ class RangesPass(RecipePass):
                 f"{len(idle)} values, such as {idle[0]!r}, are zero throughout the calibration feeds, so whatever else "
                 "they are later would be cut off; give typical feeds"
             )
-        context.activations = numbers
+        context.layers.activations = numbers
         return ir.passes.PassResult(model, modified=False)

@@ -29,12 +29,12 @@ from ..operators.replacement import LayerWeight
 from ..options import PassOptions
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
+from .reference import keep_reference
 from .replace_joins import Joins
 from .replace_nodes import put_node
 from .replace_notes import note_adopted, note_apart, note_copies, note_stored_twice, why_nothing
 from .replace_packing import Packer, Target
 from .replace_rule import ReplaceOptions, ReplaceRule
-from .verify import keep_reference
 
 _STORED = (StoredInt4, StoredInt8)
 
@@ -79,7 +79,7 @@ class ReplacePass(RecipePass):
             if not context.report.replaced:
                 raise NothingToReplaceError(why_nothing(context))
             if not context.dry_run:
-                fold_back(model, context.unified)
+                fold_back(model, context.layers.unified)
         note_copies(context, self._packer.copies)
         if not context.dry_run and nodes_of(model, self.options.op):
             self._finish(model)
@@ -94,7 +94,7 @@ class ReplacePass(RecipePass):
             return
         if self._joins.packed_qkv:
             put_function(model, nomad_attention_function(opset, uses_of(nodes_of(model, NOMAD_ATTENTION))))
-        unpack_once = context.packed_weights <= UNPACK_ONCE_LIMIT
+        unpack_once = context.layers.packed_weights <= UNPACK_ONCE_LIMIT
         put_function(model, replacement.function(model, opset, unpack_once))
         if not unpack_once:
             context.note("without the library, this model unpacks its weights anew in each run: that takes seconds")
@@ -142,7 +142,7 @@ class ReplacePass(RecipePass):
             self._mark([mlp.hidden], _between(mlp))
             self._put([mlp.layer], weight)
             return True
-        table = make_byte_table(mlp, context.activations, self._model.opset_imports)
+        table = make_byte_table(mlp, context.layers.activations, self._model.opset_imports)
         if isinstance(table, str):
             note_apart(context, {mlp.hidden: table})
             return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import onnx_ir as ir
@@ -88,7 +89,7 @@ class Packer:
         """The packed weight; layers that share a weight share it."""
         context, first = self._context, linears[0]
         for linear in linears:
-            context.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
+            context.layers.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
         key = (tuple(linear.weight_key for linear in linears), id(first.node.graph))
         if key not in self._packed:
             values = {}
@@ -96,7 +97,7 @@ class Packer:
                 name = context.new_name(self._model, f"{first.weight_value.name}.{part}")
                 values[part] = new_initializer(_graph(first), stored_tensor(context.spill, name, tensor))
             self._packed[key] = values
-            context.packed_weights += weight.matrix.size
+            context.layers.packed_weights += weight.matrix.size
         packed = self._packed[key]
         measure_packed(context, self._replacement, linears, weight, packed)
         sizes = [value.const_value.nbytes for value in packed.values() if value.const_value is not None]
@@ -144,11 +145,37 @@ def measure_packed(
 
     Raises VerificationError if Y is more than a rounding away from the product with what was packed.
     """
-    given = context.captured.get(layer_key(linears[0]))
-    originals = [context.originals.get(layer_key(linear)) for linear in linears]
+    given = context.layers.captured.get(layer_key(linears[0]))
+    originals = [context.layers.originals.get(layer_key(linear)) for linear in linears]
     if given is None or None in originals:
         return
     packed = {part: value.const_value for part, value in values.items() if value.const_value is not None}
+    bounds = columns_of([linear.n for linear in linears])
+
+    def measure() -> list[tuple[float, float | None]]:
+        return _deviations(replacement, weight, packed, given, originals, bounds, linears[0].name)
+
+    # The same packed weight of the same layers answers the same in every run of a search.
+    digest = blake2b()
+    for part, tensor in sorted(packed.items()):
+        digest.update(part.encode() + tensor.tobytes())
+    digest.update(repr((weight.x_threshold, weight.x_range)).encode())
+    key = ("packed", type(replacement), *(linear.name for linear in linears), len(given), digest.digest())
+    for linear, (rounding, error) in zip(linears, context.evidence.remembered(key, measure), strict=True):
+        context.layers.rounding[layer_key(linear)] = max(context.layers.rounding[layer_key(linear)], rounding)
+        context.layer(linear).output_error = error
+
+
+def _deviations(
+    replacement: Replacement,
+    weight: LayerWeight,
+    packed: Mapping[str, ir.TensorProtocol],
+    given: np.ndarray,
+    originals: Sequence[Callable[[], np.ndarray] | None],
+    columns: Sequence[slice],
+    name: str,
+) -> list[tuple[float, float | None]]:
+    """Of each of the layers, ||XW - Y|| / ||XW|| with the weight W that was packed, and with the original."""
     x = given
     if weight.x_threshold:
         x = np.where(np.abs(given) <= np.float32(weight.x_threshold), np.float32(0), given)
@@ -156,16 +183,15 @@ def measure_packed(
     product = x @ weight.matrix
     if (np.abs(found - product) > replacement.rounding_bound(x, weight)).any():
         raise VerificationError(
-            f"layer {linears[0].name!r} answers differently with its packed weight, beyond what rounding explains; "
+            f"layer {name!r} answers differently with its packed weight, beyond what rounding explains; "
             "nothing was saved; please report this, and exclude the layer from replacement meanwhile"
         )
-    columns = columns_of([linear.n for linear in linears])
-    for linear, original, where in zip(linears, originals, columns, strict=True):
+    deviations = []
+    for original, where in zip(originals, columns, strict=True):
         assert original is not None
-        key, y, xw = layer_key(linear), found[..., where], product[..., where]
-        context.rounding[key] = max(context.rounding[key], _relative(y - xw, xw) or 0.0)
-        exact = given @ original()
-        context.layer(linear).output_error = _relative(exact - y, exact)
+        y, xw, exact = found[..., where], product[..., where], given @ original()
+        deviations.append((_relative(y - xw, xw) or 0.0, _relative(exact - y, exact)))
+    return deviations
 
 
 def _relative(difference: np.ndarray, of: np.ndarray) -> float | None:

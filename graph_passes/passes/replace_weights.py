@@ -35,8 +35,9 @@ class AcceptedWeights:
         """The weight that the operator takes over, or None and, in the report, why not."""
         layer, state, replacement = self._context.layer(linear), self._state(linear), self._rule.replacement
         if not self._rule.is_chosen(linear):
-            # What another pass says, tells more.
-            layer.reason = layer.reason or self._rule.why_not(linear, 0, state)
+            # What another pass says, tells more than that this one does not select the layer.
+            if layer.reason is None or linear.matches(self._rule.options.select):
+                layer.reason = self._rule.why_not(linear, 0, state)
             return None
         quantization = self._rule.quantization(linear, state)
         if isinstance(quantization, StoredInt4):
@@ -59,7 +60,7 @@ class AcceptedWeights:
 
     def _state(self, linear: Linear) -> LayerState:
         """In a dry run, the one that is foreseen."""
-        state = self._context.state(linear)
+        state = self._context.layers.state(linear)
         return self._context.plan.foreseen(linear, state, self._rule) if self._context.dry_run else state
 
     def _why_not_weight(self, linear: Linear, quantization: Quantization | None, matrix: np.ndarray) -> str | None:
@@ -77,7 +78,7 @@ class AcceptedWeights:
         """The fixed range of the layer's input, if it has one: the model's own, or one by what pass ranges recorded."""
         if not self._rule.replacement.takes_ranges:
             return None
-        numbers = self._context.activations.get(linear.x.name or "")
+        numbers = self._context.layers.activations.get(linear.x.name or "")
         if linear.x_range is not None or numbers is None:
             return linear.x_range
         if self._rule.options.fixed_ranges == "mlp" and linear not in self._in_mlps:

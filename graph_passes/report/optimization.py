@@ -100,7 +100,7 @@ class OptimizationReport:
     layers: list[LayerReport] = field(default_factory=list)
     lookups: list[LookupReport] = field(default_factory=list)  # by pass fuse_lut
     cache: CacheReport | None = None  # by pass compress_cache
-    auto: AutoReport | None = None  # by recipe "auto"
+    auto: AutoReport | None = None  # of a recipe that the search has found
     file_size_before: int | None = None
     file_size_after: int | None = None
     output_error: list[OutputDeviation] = field(default_factory=list)  # optimized against the original

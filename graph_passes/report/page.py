@@ -95,7 +95,7 @@ def _umask() -> int:
 
 
 def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The matrix products, each with what recipe "auto" knows of it."""
+    """The matrix products, each with what the search knows of it."""
     chosen = {layer["name"]: layer for layer in (facts["auto"] or {}).get("layers", ())}
     rows = []
     for layer in facts["layers"]:

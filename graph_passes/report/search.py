@@ -1,4 +1,4 @@
-"""What recipe "auto" measured and chose, for the report."""
+"""What the search measured and chose, for the report."""
 
 from __future__ import annotations
 

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from ortolan.graph_passes.recipe import Recipe
     from ortolan.graph_passes.report.optimization import OptimizationReport
     from ortolan.graph_passes.text.text_input import TextInput
+    from ortolan.library import get_library_path
+    from ortolan.session import cpu_info, create_session, register
 
     from .inspection import inspect_onnx
     from .optimize import optimize_onnx, search
-    from .session import cpu_info, create_session, get_library_path, register
 
     __version__: str
 
@@ -65,7 +66,7 @@ _LAZY = {
     "search": "ortolan.optimize",
     "cpu_info": "ortolan.session",
     "create_session": "ortolan.session",
-    "get_library_path": "ortolan.session",
+    "get_library_path": "ortolan.library",
     "register": "ortolan.session",
 }
 

@@ -27,6 +27,18 @@ class Choice:
     note: str = ""
     may_stay: bool = False
 
+    def measuring(self) -> Choice:
+        """The recipe is found by measurement. Raises RecipeError for options that it will not have: of what is yet to
+        be found, only its verification is known."""
+        steps = [{"name": "normalize"}, {"name": "verify"}]
+        try:
+            Recipe.from_dict({"name": AUTO, "pass": steps}).with_options(self.options)
+        except RecipeError as error:
+            raise RecipeError(
+                f"{error}; others are set in a recipe that is given: recipe, weights, sparsity, …"
+            ) from None
+        return replace(self, measured=True)
+
     def adopting(self, reason: str) -> Choice:
         """The recipe that takes over few-bit weights as a model stores them. Raises RecipeError for unknown options."""
         note = f"no recipe was given; {ADOPT['name']!r} was chosen, as {reason}"
@@ -51,7 +63,7 @@ def read_choice(
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise RecipeError(f'options is a {type(options).__name__}, expected a dict such as {{"sparsity": 0.7}}')
-    if isinstance(recipe, Recipe) or (recipe is not None and recipe != AUTO and recipe not in PRESETS):
+    if recipe is not None and not (isinstance(recipe, str) and (recipe == AUTO or recipe in PRESETS)):
         return Choice(_ready_made(recipe, choices, options, prompt))
     if recipe == AUTO:
         if prompt:
@@ -64,7 +76,6 @@ def read_choice(
     if recipe is None and prompt and not choices:
         recipe = _CACHED_PROMPT
     if recipe == AUTO or (recipe is None and not choices):
-        _check_later(options)
         return Choice(None, options, recipe == AUTO)
     if set(choices) == {"ignore"} and recipe is None:
         raise RecipeError(
@@ -74,15 +85,6 @@ def read_choice(
         choices.setdefault("cache", "float32")
     chosen = Recipe.of(**choices) if recipe is None else Recipe.load(recipe, **choices)
     return Choice((chosen.with_prompt() if prompt else chosen).with_options(options))
-
-
-def _check_later(options: Mapping[str, Any]) -> None:
-    """Of a recipe that is yet to be found, only its verification is known. Raises RecipeError."""
-    steps = [{"name": "normalize"}, {"name": "verify"}]
-    try:
-        Recipe.from_dict({"name": AUTO, "pass": steps}).with_options(options)
-    except RecipeError as error:
-        raise RecipeError(f"{error}; others are set in a recipe that is given: recipe, weights, sparsity, …") from None
 
 
 def _ready_made(

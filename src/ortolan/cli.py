@@ -311,32 +311,16 @@ def bench(
     ] = None,
     threads: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of threads.")] = "1,2",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and runs.")] = False,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|MxKxN",
-            help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B; "
-            "smollm2:… or minilm:…, as in smollm2:down; llama, smollm2 or minilm, all its layers; or a shape. "
-            "Repeatable.",
-        ),
-    ] = None,
+    shape: options.BenchShapes = None,
     batch: Annotated[
         str | None, typer.Option(metavar="M,M,...", help="Rows of input to measure the named layers with.")
     ] = None,
     sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND,...",
-            help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul. Of "
-            "masked_matmul: square, numbers, deja_vu, decode, heat_map. Of auto: names of models, such as "
-            "all-minilm-l6-v2.",
-        ),
-    ] = None,
+    kind: options.BenchKinds = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Time an operator of Ortolan, or recipe auto on whole models, side by side with ONNX Runtime's own."""
+    """Time an operator of Ortolan, or the search on whole models, side by side with ONNX Runtime's own."""
     from .benchmarks import BENCHMARKS
 
     known = ", ".join(sorted(BENCHMARKS)) or "none"
@@ -419,15 +403,16 @@ def doctor(as_json: options.AsJson = False) -> None:
 
 @app.command()
 def demo(
-    sparsity: Annotated[float, typer.Option(help="The share of weights to drop in each layer.")] = 0.3,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime, for both models.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of ONNX Runtime, for all models; as many as it takes by itself.")
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB) and compare it with the original."""
+    """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB); compare it with the original and with dynamic int8."""
     from .demo import run_demo
 
     with _progress_bar() as progress:
-        result = run_demo(sparsity, threads, progress=progress, say=_print_step)
+        result = run_demo(threads, progress=progress, say=_print_step)
     _print_result(result, as_json)
 
 

@@ -160,6 +160,25 @@ Html = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs the extra html."),
 ]
+BenchShapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="NAME|MxKxN",
+        help="What to measure instead of all layers: q, k, v, o, gate, up or down of Llama 3 8B; smollm2:… or "
+        "minilm:…, as in smollm2:down; llama, smollm2 or minilm, all its layers; or a shape. Repeatable.",
+    ),
+]
+BenchKinds = Annotated[
+    str | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND,...",
+        help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points of w4a8_matmul. Of "
+        "masked_matmul: square, numbers, deja_vu, decode, heat_map. Of auto: names of models, such as "
+        "all-minilm-l6-v2.",
+    ),
+]
 
 
 def form(

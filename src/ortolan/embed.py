@@ -50,10 +50,20 @@ class SentenceEncoder:
                 vectors[index] = vector
         return np.stack(vectors)
 
-    def _encode_batch(self, sentences: list[str]) -> np.ndarray:
+    def token_vectors(self, sentences: Sequence[str]) -> list[np.ndarray]:
+        """Of each sentence, all in one batch, float32 [tokens, hidden] without padding."""
+        tokens, mask = self._run(list(sentences))
+        return [one[kept != 0] for one, kept in zip(tokens, mask, strict=True)]
+
+    def _run(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """float32 [sentences, tokens, hidden], and the mask of what is no padding, int64 [sentences, tokens]."""
         feeds = _feeds(self._tokenizer.encode_batch(sentences))
         (tokens,) = self._session.run([self._output], {name: feeds[name] for name in self._inputs if name in feeds})
-        mask = feeds["attention_mask"][:, :, None].astype(np.float32)
+        return tokens, feeds["attention_mask"]
+
+    def _encode_batch(self, sentences: list[str]) -> np.ndarray:
+        tokens, kept = self._run(sentences)
+        mask = kept[:, :, None].astype(np.float32)
         vectors = (tokens * mask).sum(axis=1) / mask.sum(axis=1)
         return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
 

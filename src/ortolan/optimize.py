@@ -26,6 +26,7 @@ from ortolan.graph_passes.files.model_file import (
     load_model,
     move_into_place,
     tensor_slots,
+    to_proto,
     write_model,
 )
 from ortolan.graph_passes.files.model_folder import (
@@ -53,12 +54,15 @@ from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_te
 
 from .choice import Choice, read_choice
 from .errors import CalibrationError, LibraryError, ModelError, NothingToReplaceError, OutputError
+from .library import LIBRARY_NAME
 from .progress import Progress, Stage, logger, no_progress, told
-from .session import LIBRARY_NAME, cpu_info, package_versions
+from .session import cpu_info, package_versions
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import onnx
+    import onnx_ir as ir
 
     from ortolan.graph_passes.text.wordpiece import WordPiece
 
@@ -189,7 +193,7 @@ def search(
     """
     settings = AutoSettings.read(budget, shapes, sparsity)
     source = _load(model)
-    feeds = description = None
+    feeds, description = None, None
     if calibration is not None:
         feeds, description = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
     with (
@@ -198,8 +202,7 @@ def search(
         Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
-        found, made = _search(evidence, settings, "model.onnx", tell)
-        return found if made is None else made.recipe
+        return _search(evidence, settings, "model.onnx", tell)[0]
 
 
 def _log(report: OptimizationReport) -> None:
@@ -211,22 +214,22 @@ def _log(report: OptimizationReport) -> None:
 
 
 def _search(evidence: Evidence, settings: AutoSettings, name: str, progress: Progress) -> tuple[Recipe, Made | None]:
-    """The recipe that is found and its model, a file of this name; without passes where the original is the best."""
+    """The recipe that is found, and its model, which lies in the evidence's folder; without passes, and none, where the
+    original is the best. name: of the model's file."""
     search = Search(evidence, settings, name, progress=progress)
     made = search.run()
     logger.info("%s", search.report.outcome)
     if made is None:
         return Recipe(AUTO, search.report.outcome, (), search.report), None
-    made = replace(made, recipe=replace(made.recipe, search=search.report))
-    return made.recipe, made
+    return replace(made.recipe, search=search.report), made
 
 
 def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
     """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
-    if choice.recipe is not None or choice.measured:
+    if choice.recipe is not None:
         return choice
-    stored = _count_stored(source)
-    return choice if not stored else choice.adopting(f"{stored} layers store few-bit weights")
+    stored = 0 if choice.measured else _count_stored(source)
+    return choice.adopting(f"{stored} layers store few-bit weights") if stored else choice.measuring()
 
 
 class _Run:
@@ -248,7 +251,6 @@ class _Run:
         self.source, self.target, self.choice = source, target, choice
         self.text, self.wordpiece, self.genai = text, wordpiece, genai
         self.prompt_ids, self.portable, self.dry_run = prompt_ids, portable, dry_run
-        self._given = source.proto if source.path is None else source.path
         self.feeds: list[Feeds] | None = None
         self._probes: Sequence[str] = ()  # texts that the tokenizer in the graph is compared on
         recipe = None if choice.recipe is None else self._for_host(choice.recipe)
@@ -280,17 +282,12 @@ class _Run:
 
     def execute(self, progress: Progress) -> None:
         """Finds the recipe where that is left open, runs it, and puts the result in its place."""
-        source = self.source
+        source, searches = self.source, self.choice.recipe is None
         with (
             _work_folder(None if self.dry_run else self.target) as work,
             TensorSpill(work) as spill,
             Evidence(
-                source,
-                work,
-                self.feeds,
-                self.report.feeds,
-                portable=self.portable,
-                keeps_fits=self.choice.recipe is None,
+                source, work, self.feeds, self.report.feeds, portable=self.portable, keeps_fits=searches
             ) as evidence,
             bounded_pages(source.data_files if source.is_large else (), work),
         ):
@@ -300,38 +297,38 @@ class _Run:
                 self.report,
                 _candidate(work, source, self.target),
                 spill,
-                prompt_ids=self.prompt_ids,
                 portable=self.portable,
                 dry_run=self.dry_run,
                 progress=progress,
             )
-            run = self._measure if self.choice.recipe is None else self._run
-            recipe, context = run(context)
+            context.caches.prompt_ids = self.prompt_ids
+            recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
             if not self.dry_run:
                 self._add_tokenizer(context)
-                _finish(context, self.target, self.genai, original=not recipe.passes and self.text is None)
+                original = not recipe.passes and self.text is None
+                _finish(source, context, self.target, self.genai, original)
         _log(self.report)
 
-    def _measure(self, context: PassContext) -> tuple[Recipe, PassContext]:
-        """Finds the recipe by measurement, and takes the model that was made of it on the way."""
-        settings = AutoSettings.read(None, None, None)
-        recipe, made = _search(context.evidence, settings, context.candidate.name, context.progress)
-        if made is not None:
-            recipe = made.recipe.with_options(self.choice.options)
-        self.report.recipe, self.report.auto = recipe.to_dict(), recipe.search
+    def _searched(self, context: PassContext) -> tuple[Recipe, PassContext]:
+        """The recipe that is found by measurement, and the run that has made its model."""
+        found, made = _search(
+            context.evidence, AutoSettings.read(None, None, None), context.candidate.name, context.progress
+        )
+        self.report.auto = found.search
         if made is None:
-            return recipe, context
-        if self.dry_run:
-            run_recipe(recipe, context)
-            return recipe, context
-        return recipe, finish(replace(made, recipe=recipe), context)
+            self.report.recipe = found.to_dict()
+            return found, context
+        # Options are of the verification alone.
+        made = replace(made, recipe=made.recipe.with_options(self.choice.options))
+        self.report.recipe = made.recipe.to_dict()
+        return made.recipe, finish(made, context)
 
-    def _run(self, context: PassContext) -> tuple[Recipe, PassContext]:
-        """Runs the recipe. Returns it, or one without passes where it found nothing to do and the model may stay."""
+    def _transformed(self, context: PassContext) -> tuple[Recipe, PassContext]:
+        """The given recipe, and its run; one without passes where there was nothing to do, and the model may stay."""
         assert self.choice.recipe is not None
         recipe = self._for_host(self.choice.recipe)
-        self.report.recipe, self.report.auto = recipe.to_dict(), recipe.search
+        self.report.auto = self.choice.recipe.search
         logger.info("recipe %s: %s", recipe.name, recipe.description)
         logger.debug("%s", recipe.to_toml())
         if not recipe.passes:
@@ -344,7 +341,10 @@ class _Run:
             context.note(f"the model stays as it is: {error}")
             recipe = Recipe(recipe.name, "nothing to take over: the model stays as it is", ())
             self.report.recipe = recipe.to_dict()
-            context.source.model = _load(self._given).model  # without what the passes have done to it
+            # Without what the passes have done to it.
+            context = replace(
+                context, source=_load(self.source.proto if self.source.path is None else self.source.path)
+            )
         return recipe, context
 
     def _add_tokenizer(self, context: PassContext) -> None:
@@ -441,16 +441,18 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     return work / _RESULT / source.path.name
 
 
-def _finish(context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool) -> None:
+def _finish(
+    source: ModelFile, context: PassContext, target: Path | None, genai: GenaiConfig | None, original: bool
+) -> None:
     """Puts the candidate, or the original as it is, in its place, or into the report."""
-    source, report = context.source, context.report
+    report = context.report
     if target is None:
-        report.model = source.proto if source.proto is not None and original else _in_memory(context)
+        report.model = source.proto if source.proto is not None and original else _in_memory(context.source.model)
         report.file_size_after = report.model.ByteSize()
         return
     if original and source.path is not None and not source.data_files:
         shutil.copyfile(source.path, context.candidate)
-    if not context.candidate.exists():
+    if not context.candidate.exists():  # a recipe without verify, or the original
         _write(context)
     files = [context.candidate, data_path(context.candidate)]
     report.file_size_after = sum(os.path.getsize(file) for file in files if file.exists())
@@ -458,7 +460,7 @@ def _finish(context: PassContext, target: Path | None, genai: GenaiConfig | None
         context.progress(Stage.SAVE, 0, 1)
         move_into_place(context.candidate, target)
     else:
-        _finish_folder(context, target, genai)
+        _finish_folder(source, context, target, genai)
     context.progress(Stage.SAVE, 1, 1)
 
 
@@ -467,23 +469,21 @@ def _write(context: PassContext) -> None:
     write_model(model, context.candidate, lambda done, total: progress(Stage.WRITE, done, total))
 
 
-def _in_memory(context: PassContext) -> onnx.ModelProto:
-    """What was written. Raises OutputError where it does not fit."""
-    total = sum(tensor.nbytes for tensor, _ in tensor_slots(context.source.model))
+def _in_memory(model: ir.Model) -> onnx.ModelProto:
+    """Raises OutputError where it does not fit."""
+    total = sum(tensor.nbytes for tensor, _ in tensor_slots(model))
     if total > _PROTOBUF_LIMIT:
         raise OutputError(
             f"the optimized model has {total} bytes of weights, more than a ModelProto can hold (2 GiB); "
             "give an output path"
         )
-    if not context.candidate.exists():
-        _write(context)
-    return onnx.load(context.candidate)
+    return to_proto(model)
 
 
-def _finish_folder(context: PassContext, target: Path, genai: GenaiConfig | None) -> None:
+def _finish_folder(source: ModelFile, context: PassContext, target: Path, genai: GenaiConfig | None) -> None:
     """The candidate's folder, with what else lies in the original's, becomes the output."""
     result = context.candidate.parent
-    others = find_others(context.source)
+    others = find_others(source)
     if others.left_out:
         context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
     copy_others(others, result, lambda done, total: context.progress(Stage.COPY, done, total))

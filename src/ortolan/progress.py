@@ -26,6 +26,7 @@ class Stage(StrEnum):
     CACHE_PROMPT = "cache prompt"
     COLLECT_KEYS = "collect keys"
     CODEBOOKS = "codebooks"
+    COMPRESS_CACHE = "compress cache"
     REPLACE = "replace"
     FUSE_LUT = "fuse tables"
     WRITE = "write"
@@ -42,7 +43,7 @@ class Stage(StrEnum):
     # Of distill and the demo.
     DISTILL = "distill"
     EMBED = "embed sentences"
-    TIME_BOTH = "time both models"
+    TIME = "time the models"
 
 
 Progress = Callable[[str, int, int], None]  # progress(stage, done, total)

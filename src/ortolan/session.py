@@ -7,38 +7,21 @@ import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import LibraryError, ModelError, SessionError, one_line
+from .library import get_library_path
 
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-LIBRARY_NAME = "libortolan_ops.so"
 # Options remember by this entry that they know the library: registering it twice is an error in ONNX Runtime.
 _REGISTERED = "ortolan.registered"
 _EXTENSIONS_DOMAIN = "ai.onnx.contrib"  # operators of onnxruntime-extensions: tokenizers
 _FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
 _PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
-
-
-def get_library_path() -> str:
-    """The path of libortolan_ops.so, for any ONNX Runtime host: Python, C, C++, Triton."""
-    import ortolan
-
-    # An editable install keeps the Python files in the source tree, and what was compiled beside the native module.
-    native = find_spec("ortolan._native")
-    folders = [*map(Path, ortolan.__path__), *([Path(native.origin).parent] if native and native.origin else [])]
-    for folder in folders:
-        if (folder / LIBRARY_NAME).is_file():
-            return str(folder / LIBRARY_NAME)
-    raise LibraryError(
-        f"{LIBRARY_NAME} is not in {' or '.join(map(str, folders))}; reinstall Ortolan "
-        "(in a source tree: pip install .)"
-    )
 
 
 def cpu_info() -> dict[str, Any]:

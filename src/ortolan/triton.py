@@ -18,7 +18,7 @@ from ortolan.graph_passes.measure.feeds import model_inputs
 from ortolan.graph_passes.text.text_input import EXTENSIONS_DOMAIN
 
 from .errors import ModelError, OutputError, listing
-from .session import LIBRARY_NAME, get_library_path
+from .library import LIBRARY_NAME, get_library_path
 
 _VERSION = "1"
 _MODEL = "model.onnx"  # the name under which Triton looks for it

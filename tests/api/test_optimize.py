@@ -171,7 +171,7 @@ def test_progress_tells_every_stage(bert, tmp_path, monkeypatch, large):
     stages = list(dict.fromkeys(stage for stage, _, _ in calls))
     written = ["write"] if large else []  # tensor by tensor
     assert all(isinstance(stage, Stage) for stage in stages)
-    assert stages == ["normalize", "calibrate", "prune", "replace", "verify", *written, "save"]
+    assert stages == ["normalize", "calibrate", "prune", "replace", *written, "verify", "save"]
     for stage in stages:
         done = [call[1:] for call in calls if call[0] == stage]
         assert done == sorted(done) and done[-1][0] == done[-1][1]

@@ -61,7 +61,7 @@ def test_library_path_is_a_library_that_any_host_can_load(fast):
 
 
 def test_missing_library(monkeypatch):
-    monkeypatch.setattr("ortolan.session.LIBRARY_NAME", "libnone.so")
+    monkeypatch.setattr("ortolan.library.LIBRARY_NAME", "libnone.so")
     with pytest.raises(LibraryError, match=r"libnone.so is not in .*reinstall Ortolan"):
         ortolan.get_library_path()
 

@@ -38,7 +38,7 @@ def tiny_encoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(tiny_encoder):
-    return demo.run_demo(sparsity=0.25, model=tiny_encoder)
+    return demo.run_demo(model=tiny_encoder)
 
 
 def rendered(result):
@@ -47,47 +47,41 @@ def rendered(result):
     return text.getvalue()
 
 
-def test_the_demo_measures_both_models(result, tiny_encoder):
-    assert result.layers_replaced == 12
-    assert result.original_bytes == tiny_encoder.onnx.stat().st_size
-    assert [row.tokens for row in result.latencies] == [16, 128]
-    assert all(row.original.min_ms <= row.original.median_ms for row in result.latencies)
-    assert 0.8 < result.agreement.cosine_min <= result.agreement.cosine_mean < 1
-    assert [pair.first for pair in result.pairs] == [first for _, first, _ in demo.PAIRS]
+def test_the_demo_measures_all_models(result, tiny_encoder):
+    assert [variant.name for variant in result.variants] == ["original", "ORT dynamic int8", "Ortolan"]
+    original, int8, ours = result.variants
+    assert original.bytes == tiny_encoder.onnx.stat().st_size > int8.bytes
+    assert all(len(variant.times) == len(demo.TOKEN_COUNTS) for variant in result.variants)
+    assert all(time.min_ms <= time.median_ms for variant in result.variants for time in variant.times)
+    assert original.agreement.cosine_min == pytest.approx(1)
+    assert ours.agreement.cosine_min >= 0.98
+    assert int8.batch_difference > 1e-4 > original.batch_difference
+    assert [len(found) for found in result.similarities] == [3] * len(demo.PAIRS)
 
 
 def test_the_table_holds_the_figures(result):
     text = rendered(result)
-    for expected in (
-        "1x16 tokens, minimum",
-        "1x128 tokens, median",
-        "on 1 thread",
-        "weights of these layers",
-        "costs accuracy",
-    ):
+    for expected in ("1 x 16 tokens, minimum", "1 x 128 tokens, median", "alone or in a batch", "Nothing was"):
         assert expected in text
     for _, first, second in demo.PAIRS:
         assert first in text
         assert second in text
-    assert f"{result.pairs[0].optimized:.3f}" in text
+    assert f"{result.similarities[0][2]:.3f}" in text
 
 
 def test_the_json_holds_the_figures(result):
     read = json.loads(result.to_json())
-    row = read["latencies"][0]
-    assert row["speedup"] == pytest.approx(row["original"]["min_ms"] / row["optimized"]["min_ms"])
-    assert read["agreement"]["spearman"] == result.agreement.spearman
-    assert read["pairs"][0]["relation"] == demo.PAIRS[0][0]
+    ours = read["variants"][2]
+    assert ours["name"] == "Ortolan"
+    assert ours["agreement"]["spearman"] == result.variants[2].agreement.spearman
+    assert ours["times"][1]["min_ms"] == result.variants[2].times[1].min_ms
 
 
-def test_without_pruning_only_rounding_is_left(tiny_encoder):
+def test_threads_and_progress(tiny_encoder):
     steps = []
-    result = demo.run_demo(0, threads=2, model=tiny_encoder, progress=lambda *step: steps.append(step))
-    assert result.agreement.cosine_min > 0.999
-    assert "rounding to bf16 alone" in rendered(result)
-    assert "on 2 threads" in rendered(result)
-    assert all(0 <= done <= total for _, done, total in steps)
-    assert {"embed sentences", "time both models"} <= {stage for stage, _, _ in steps}
+    result = demo.run_demo(threads=2, model=tiny_encoder, progress=lambda *step: steps.append(step))
+    assert "on 2 thread(s)" in rendered(result)
+    assert {"embed sentences", "time the models"} <= {stage for stage, _, _ in steps}
 
 
 def test_agreement_of_vectors():
@@ -102,7 +96,7 @@ def test_agreement_of_vectors():
     assert other.cosine_min == pytest.approx(-1)
     assert other.cosine_mean == pytest.approx(0.8)
     assert other.spearman < 1
-    assert demo.compare_pairs(vectors, turned)[1].optimized == pytest.approx(-float(vectors[2] @ vectors[3]), abs=1e-6)
+    assert demo.pair_similarities(turned)[1] == pytest.approx(-float(vectors[2] @ vectors[3]), abs=1e-6)
 
 
 def test_missing_extras_are_named(invoke, assert_one_line, monkeypatch):
@@ -119,27 +113,27 @@ def test_missing_extras_are_named(invoke, assert_one_line, monkeypatch):
 
 def test_values_out_of_range_are_refused(invoke, assert_one_line, tiny_encoder, monkeypatch):
     monkeypatch.setattr("ortolan.models.get_model", lambda name, **options: tiny_encoder)
-    assert_one_line(invoke("demo", "--sparsity", "1.5"), "sparsity", "1.5")
+    assert_one_line(invoke("demo", "--threads", "none"), "none")
     with pytest.raises(OrtolanError, match="threads is 0"):
         demo.run_demo(threads=0, model=tiny_encoder)
 
 
 def test_the_command_prints_the_table_and_only_json(invoke, tiny_encoder, monkeypatch):
     monkeypatch.setattr("ortolan.models.get_model", lambda name, **options: tiny_encoder)
-    result = invoke("demo", "--sparsity", "0.25")
+    result = invoke("demo")
     assert result.exit_code == 0, result.stderr
     assert "Cosine similarity" in result.stdout
-    result = invoke("demo", "--sparsity", "0.25", "--json")
+    result = invoke("demo", "--json")
     assert json.loads(result.stdout)["model"] == "tiny"
 
 
 @pytest.mark.network
 def test_the_published_model(run_cli):
-    result = run_cli("demo", "--sparsity", "0", "--json")
+    result = run_cli("demo", "--json")
     assert result.returncode == 0, result.stderr
-    read = json.loads(result.stdout)
-    original = {pair["relation"]: pair["original"] for pair in read["pairs"]}
-    assert original["same meaning"] > 0.4 > 0.2 > original["unrelated"]
-    assert read["agreement"]["cosine_min"] > 0.999
-    assert read["agreement"]["spearman"] > 0.99
-    assert read["optimized_bytes"] < read["original_bytes"]
+    original, _, ours = (read := json.loads(result.stdout))["variants"]
+    similar = {relation: found[0] for (relation, _, _), found in zip(demo.PAIRS, read["similarities"], strict=True)}
+    assert similar["same meaning"] > 0.4 > 0.2 > similar["unrelated"]
+    assert ours["agreement"]["cosine_min"] >= 0.99
+    assert ours["agreement"]["spearman"] > 0.98
+    assert ours["bytes"] <= original["bytes"]

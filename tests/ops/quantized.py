@@ -83,34 +83,55 @@ class Layer:
         scales = self.scales if self.group is None else np.repeat(self.scales, self.group, axis=0)
         return self.weights * scales[: self.weights.shape[0]].astype(np.float64)
 
-    def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> None:
-        """y is the product of the quantized rows, and of x itself, within the bounds of the contract."""
+    def expect(self, x: np.ndarray, bias: np.ndarray | None = None) -> Expected:
+        """The product of the quantized rows, and of x itself, with the bounds of the contract."""
         q, s = quantize_rows(x)
         s64, added = s.astype(np.float64), 0.0 if bias is None else bias.astype(np.float64)
-        dense = self.dense()
+        dense, whole = self.dense(), self.weights.astype(np.float64)
         exact = s64 * (q @ dense) + added
+        bits = None
         if self.group is None:
-            sums = q @ self.weights.astype(np.int64)
-            if bias is None:  # one order of two products: the same bits everywhere
+            sums = q.astype(np.float64) @ whole  # whole numbers below 2^53: exact
+            if bias is None:
                 with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-                    np.testing.assert_array_equal(y, sums.astype(np.float32) * (s * self.scales))
+                    bits = sums.astype(np.float32) * (s * self.scales)
             rounding = 4 * U * np.abs(s64 * sums * self.scales)
         else:
-            magnitude = np.zeros(y.shape)
+            magnitude = np.zeros(exact.shape)
             for g in range(self.scales.shape[0]):
                 part = slice(g * self.group, (g + 1) * self.group)
                 magnitude += np.abs(q[:, part] @ dense[part])
             rounding = (self.scales.shape[0] + 4) * U * s64 * magnitude
-        rounding = (
-            rounding + U * np.abs(exact) * 1.01 + SMALLEST * (1 + np.abs(self.weights.astype(np.int64)).sum(axis=0))
-        )
-        rows = np.isfinite(s[:, 0])
-        assert y.shape == exact.shape and y.dtype == np.float32
-        assert np.isnan(y[~rows]).all()
-        assert np.all(np.abs(y - exact)[rows] <= rounding[rows])
+        rounding = rounding + U * np.abs(exact) * 1.01 + SMALLEST * (1 + np.abs(whole).sum(axis=0))
         theory = s64 / 2 * (1 + 2.0**-14) * np.abs(dense).sum(axis=0) + rounding
-        ideal = x.astype(np.float64)[rows] @ dense + added
-        assert np.all(np.abs(y[rows] - ideal) <= theory[rows])
+        rows = np.isfinite(s[:, 0])
+        ideal = np.where(rows[:, None], x, 0).astype(np.float64) @ dense + added
+        return Expected(exact, rounding, ideal, theory, rows, bits)
+
+    def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None) -> None:
+        self.expect(x, bias).check(y, len(x))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """float64 [m, n] but for rows [m], of finite activations, and bits."""
+
+    exact: np.ndarray
+    rounding: np.ndarray
+    ideal: np.ndarray  # of activations that are not quantized
+    theory: np.ndarray  # how far the product may be from it
+    rows: np.ndarray
+    bits: np.ndarray | None  # float32: one order of two products has the same bits everywhere
+
+    def check(self, y: np.ndarray, m: int) -> None:
+        """y is the answer to the first m rows."""
+        rows = self.rows[:m]
+        assert y.shape == self.exact[:m].shape and y.dtype == np.float32
+        if self.bits is not None:
+            np.testing.assert_array_equal(y, self.bits[:m])
+        assert np.isnan(y[~rows]).all()
+        assert np.all(np.abs(y - self.exact[:m])[rows] <= self.rounding[:m][rows])
+        assert np.all(np.abs(y - self.ideal[:m])[rows] <= self.theory[:m][rows])
 
 
 def runnable_int8_kernels() -> list[str]:

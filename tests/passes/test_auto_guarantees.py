@@ -17,8 +17,6 @@ import onnx_ir as ir
 import pytest
 
 import ortolan
-from ortolan.graph_passes.auto import layer_times, search
-from ortolan.graph_passes.measure import timing
 from ortolan.graph_passes.measure.evidence import make_up_feeds
 from ortolan.graph_passes.measure.feeds import Sizes, synthetic_feeds
 from ortolan.graph_passes.measure.timing import interleave
@@ -60,15 +58,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less time for each measurement: worse choices, and the same promises."""
-    monkeypatch.setattr(layer_times, "_SECONDS", 0.01)
-    monkeypatch.setattr(layer_times, "_MOST_COPIES", 4)
-    monkeypatch.setattr(search, "_SECONDS", 0.05)
-    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.005)
-
-
 def random_model(seed: int) -> tuple[Any, tuple[int, int]]:
     """A model of random sizes, and a (batch, tokens) for it."""
     rng = random.Random(seed)
@@ -100,7 +89,7 @@ def worst_cosine(original: Any, optimized: Any, feeds: Any) -> float:
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
-def test_never_slower_and_never_over_budget(quick: None, seed: int) -> None:
+def test_never_slower_and_never_over_budget(seed: int) -> None:
     model, shape = random_model(seed)
     original = ortolan.create_session(model)
     feeds, _ = make_up_feeds(ir.from_proto(model), original)
@@ -126,7 +115,7 @@ def test_never_slower_and_never_over_budget(quick: None, seed: int) -> None:
     pytest.fail(f"it takes {ratios} times as long as the original")
 
 
-def test_killed_at_any_point_it_leaves_nothing_and_goes_on_from_its_times(quick: None, tmp_path: Path) -> None:
+def test_killed_at_any_point_it_leaves_nothing_and_goes_on_from_its_times(tmp_path: Path) -> None:
     source, folder = tmp_path / "model.onnx", tmp_path / "out"
     folder.mkdir()
     ir.save(tiny.tiny_bert(), source)

@@ -310,7 +310,7 @@ def test_a_layer_with_zero_points(tmp_path, method):
     step = {"name": "quantize", "bits": 4, "group_size": 32, "method": method, "symmetric": False}
     context, linears = quantize_in(matmul_model(100, 40, weight=weight), tmp_path, step)
     (linear,) = linears.values()
-    stored = context.quantized[linear.weight_key]
+    stored = context.layers.quantized[linear.weight_key]
     assert not stored.symmetric and stored.zero_points is not None
     assert (stored.q.dtype, stored.zero_points.dtype) == (ir.DataType.UINT8, ir.DataType.UINT8)
     assert tuple(stored.zero_points.shape) == tuple(stored.scales.shape) == (4, 40)

@@ -322,7 +322,7 @@ def bert_feeds(model: ir.Model, count: int = 6) -> list[dict[str, np.ndarray]]:
         ("sparsegpt-bf16", "SparseAMXMatMul"),
         ("sparsegpt-int8", "SparseAMXMatMul"),
         ("sparsegpt-int4", "SparseAMXMatMul"),
-        ("sparsegpt-int8-4x1", "VNNISpMM"),
+        ("sparse-encoder", "VNNISpMM"),
     ],
 )
 def test_recipes_give_models_that_run(tmp_path, recipe, op):

@@ -240,7 +240,7 @@ def quantize_in(
 
 def check_stored(context: PassContext, linear: Linear, original: np.ndarray, quantization: Quantization) -> None:
     """The layer's entry in the context is its weight, in the layout that the kernels' packers take."""
-    weight = context.quantized[linear.weight_key]
+    weight = context.layers.quantized[linear.weight_key]
     k, n = original.shape
     assert (weight.bits, weight.group_size) == (quantization.bits, quantization.group_size)
     assert (weight.q.dtype, tuple(weight.q.shape)) == (ir.DataType.INT8, (k, n))
@@ -256,7 +256,7 @@ def check_stored(context: PassContext, linear: Linear, original: np.ndarray, qua
 def test_what_the_next_passes_find(tmp_path, options, quantization):
     a, b = random_weight(100, 40), random_weight(40, 33, seed=1)
     context, linears = quantize_in(two_layers(a, b), tmp_path, {"name": "quantize", **options})
-    assert len(context.quantized) == 2
+    assert len(context.layers.quantized) == 2
     check_stored(context, linears["/a"], a, quantization)
     check_stored(context, linears["/b"], b, quantization)
 
@@ -291,7 +291,7 @@ def test_the_weight_keeps_the_type_of_its_layer(dtype):
 def test_layers_that_share_a_weight_are_quantized_together(tmp_path):
     weight = random_weight(20, 20)
     context, linears = quantize_in(two_layers(weight), tmp_path, {"name": "quantize"})
-    assert linears["/a"].weight_key == linears["/b"].weight_key and len(context.quantized) == 1
+    assert linears["/a"].weight_key == linears["/b"].weight_key and len(context.layers.quantized) == 1
     check_stored(context, linears["/a"], weight, INT8)
 
 
@@ -299,7 +299,7 @@ def test_a_layer_that_is_excluded_keeps_the_shared_weight(tmp_path):
     weight = random_weight(20, 20)
     context, linears = quantize_in(two_layers(weight), tmp_path, {"name": "quantize", "exclude": ["/b"]})
     check_stored(context, linears["/a"], weight, INT8)
-    assert linears["/b"].weight_key not in context.quantized
+    assert linears["/b"].weight_key not in context.layers.quantized
     np.testing.assert_array_equal(linears["/b"].matrix(), weight)
     layers = {layer.name: layer for layer in context.report.layers}
     assert (layers["/b"].status, layers["/b"].reason) == ("kept", "excluded from quantization")
@@ -349,7 +349,7 @@ def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path, monkeypat
     context, linears = quantize_in(two_layers(a, b), tmp_path, {"name": "quantize", "bits": 4})
     check_stored(context, linears["/a"], a, INT4[2])
     np.testing.assert_array_equal(linears["/b"].matrix(), b)
-    assert linears["/b"].weight_key not in context.quantized
+    assert linears["/b"].weight_key not in context.layers.quantized
     layer = next(layer for layer in context.report.layers if layer.name == "/b")
     assert (layer.status, layer.weight_bits) == ("kept", None)
     # First whether it is chosen at all, then with what is left after rounding.
@@ -374,7 +374,7 @@ def test_a_dry_run_reads_no_weight(tmp_path, monkeypatch):
     a, b = random_weight(20, 30), random_weight(30, 20)
     step = {"name": "quantize", "bits": 4, "exclude": ["/b"]}
     context, linears = quantize_in(two_layers(a, b), tmp_path, step, dry_run=True)
-    assert not context.quantized
+    assert not context.layers.quantized
     np.testing.assert_array_equal(linears["/a"].matrix(), a)
     found = [(layer.status, layer.weight_bits, layer.bytes_after) for layer in context.report.layers]
     assert found == [("quantized", 4, a.nbytes), ("kept", None, None)]

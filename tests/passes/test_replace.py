@@ -291,7 +291,7 @@ def test_patterns_that_match_nothing_are_noted():
     model = ir.to_proto(tiny.mlp(widths=(24, 40, 33), forms="matmul"))
     options = {
         "sparsity": 0.1,
-        "prune.exclude": ["*lm_head*", "/layer.1/*"],
+        "prune.exclude": ["heads", "/layer.1/*"],
         "replace.exclude": ["*none", "/layers.1/*"],
     }
     notes = optimize(model, options=options).notes

@@ -12,12 +12,12 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import Recipe, SessionError, VerificationError
 from ortolan.graph_passes.files import model_file
+from ortolan.graph_passes.measure.compare import error_of_most_rows, measure_errors
 from ortolan.graph_passes.operators import sparse_amx_matmul
 from ortolan.graph_passes.operators.replacement import LayerWeight, PackedTensor
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses
 from ortolan.graph_passes.passes.replace_packing import Packer
-from ortolan.graph_passes.passes.verify import error_of_most_rows, measure_errors
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED

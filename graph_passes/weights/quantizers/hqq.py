@@ -15,7 +15,7 @@ does not depend on the magnitude of W. Differences from the paper:
     share of that of round-to-nearest.
     Of all iterates, and round-to-nearest itself, each column takes the one with the least sum of squared errors (the
     paper stops by the mean of |error|): it is never worse than round-to-nearest by that sum. Choosing by sum |error|^p
-    cuts off outliers, and made the root of that sum 13 to 18 % larger on the layers of stories15M; this, 4 to 6 % less.
+    cuts off outliers, and is worse (docs/verification.md).
 """
 
 from __future__ import annotations

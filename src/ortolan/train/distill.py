@@ -93,10 +93,9 @@ def distill(
     batches = Batches(ids, batch_tokens, seed)
     original = {key: _stored(source, key) for key in names}
     bfloat16 = bool(torch.cpu._is_avx512_bf16_supported()) if bfloat16 is None else bfloat16
-    settings = {
-        "model": _digest(original), "texts": batches.digest, "sparsity": sparsity, "pattern": pattern, "steps": steps,
-        "rate": rate, "bfloat16": bfloat16, "layers": [weight.name for weight in weights],
-    }  # fmt: skip
+    settings: dict[str, Any] = {"model": _digest(original), "texts": batches.digest, "sparsity": sparsity}
+    settings |= {"pattern": pattern, "steps": steps, "rate": rate, "bfloat16": bfloat16}
+    settings["layers"] = [weight.name for weight in weights]
     state = (checkpoints.load(folder, settings) if resume else None) or checkpoints.State(settings)
     report = DistillReport(str(source.path), str(target), pattern, steps)
     report.original_score = None if evaluate is None or source.path is None else evaluate(source.path)
@@ -104,18 +103,20 @@ def distill(
         source.model, graph, weights, original, batches, state,
         pattern=units, target=sparsity, steps=steps, peak=rate, bfloat16=bfloat16,
     )  # fmt: skip
-    every = evaluate_every or max(1, steps // 20)
-    score = partial(_score, source, target.name, training, evaluate)
-    with _interruptible() as stopped:
-        finished = training.run(folder, every, score, stopped, progress or no_progress, tell)
-    if not finished:
-        raise KeyboardInterrupt
+    score, every = partial(_score, source, target.name, training, evaluate), evaluate_every or max(1, steps // 20)
+    _train(partial(training.run, folder, every, score, progress=progress or no_progress, tell=tell))
     arrays = training.arrays()
-    source.model.metadata_props[DISTILLED_KEY] = json.dumps({**settings, "tokens": state.tokens})
-    _write(source, arrays, target)
+    _write(source, arrays, target, settings | {"tokens": state.tokens})
     report.tokens, report.seconds, report.curve = state.tokens, state.seconds, state.curve
-    report.sparsity = {weight.linears[0].name: _share_of_zeros(arrays[weight.name]) for weight in weights}
+    report.sparsity = {one.linears[0].name: _share_of_zeros(arrays[one.name]) for one in weights}
     return report
+
+
+def _train(run: Callable[..., bool]) -> None:
+    """Raises KeyboardInterrupt where it was interrupted, once the checkpoint is written."""
+    with _interruptible() as stopped:
+        if not run(stopped=stopped):
+            raise KeyboardInterrupt
 
 
 def _read_pattern(pattern: str) -> Pattern:
@@ -137,8 +138,10 @@ def _score(source: ModelFile, name: str, training: Training, evaluate: Callable[
         return evaluate(path)
 
 
-def _write(source: ModelFile, arrays: Mapping[str, np.ndarray], target: Path) -> None:
+def _write(source: ModelFile, arrays: Mapping[str, np.ndarray], target: Path, settings: Mapping[str, Any]) -> None:
+    """settings: for the model's metadata."""
     write_back(source.model, arrays)
+    source.model.metadata_props[DISTILLED_KEY] = json.dumps(settings)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.ortolan-", dir=target.absolute().parent) as work:
         candidate = Path(work) / target.name
         write_model(source.model, candidate, lambda done, total: None)

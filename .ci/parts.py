@@ -1,0 +1,99 @@
+"""Runs parts of the Makefile side by side: parts.py PART ... [then PART ...]
+
+Parts behind `then` begin when all before it have ended. All run, also behind one that fails. Their lines are printed as
+they come, with the part in front. The last lines name what failed and what was skipped. Ends with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+AT_ONCE = 2
+# As pytest -ra, tests/conftest.py and .ci/extra print them.
+_SKIPPED = re.compile(r"SKIPPED \[(\d+)\] \S+?:(?:\d+:)? (.*)")
+_FAILED = ("FAILED ", "ERROR ")
+_NO_KERNELS = "kernels no test can run"
+_NOT_RUN = "NOT RUN: "
+_TOTAL = re.compile(r"=*\s*((?:\d+ \w+, )*\d+ \w+) in [\d.]+s.*")
+
+
+@dataclass
+class Part:
+    name: str
+    code: int = 0
+    seconds: float = 0.0
+    total: str = ""  # pytest's last line
+    not_run: str = ""  # why
+    skipped: Counter[str] = field(default_factory=Counter)
+    no_kernels: str = ""
+    failures: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        began = time.monotonic()
+        command = [os.environ.get("MAKE", "make"), "--no-print-directory", self.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(f"{self.name:8}| {line}", end="", flush=True)
+                self._read(line.strip())
+        self.code = process.returncode
+        self.seconds = time.monotonic() - began
+
+    def _read(self, line: str) -> None:
+        if found := _SKIPPED.fullmatch(line):
+            self.skipped[found[2]] += int(found[1])
+        elif line.startswith(_FAILED):
+            self.failures.append(line)
+        elif _NO_KERNELS in line:
+            self.no_kernels = line
+        elif line.startswith(_NOT_RUN):
+            self.not_run = line.removeprefix(_NOT_RUN)
+        elif found := _TOTAL.fullmatch(line):
+            self.total = found[1]
+
+    def __str__(self) -> str:
+        state = "FAILED" if self.code else "not run" if self.not_run else "passed"
+        return f"{self.name:8}  {state:7}  {self.seconds / 60:4.1f} min  {self.not_run or self.total}".rstrip()
+
+
+def groups(words: list[str]) -> list[list[Part]]:
+    found: list[list[Part]] = [[]]
+    for word in words:
+        if word == "then":
+            found.append([])
+        else:
+            found[-1].append(Part(word))
+    return found
+
+
+def main(words: list[str]) -> int:
+    began = time.monotonic()
+    parts: list[Part] = []
+    for group in groups(words):
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(Part.run, group))
+        parts += group
+    print()
+    for part in parts:
+        lines = [f"{count} skipped: {reason}" for reason, count in part.skipped.items()]
+        for line in lines + [part.no_kernels] * bool(part.no_kernels) + part.failures:
+            print(f"{part.name:8}  {line}")
+    for part in parts:
+        print(part)
+    failed = [part.name for part in parts if part.code]
+    not_run = [part.name for part in parts if part.not_run]
+    outcome = f"failed: {' '.join(failed)}" if failed else "passed"
+    minutes = (time.monotonic() - began) / 60
+    print(f"{outcome}, in {minutes:.1f} min" + (f"; NOT RUN: {' '.join(not_run)}" if not_run else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

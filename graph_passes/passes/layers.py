@@ -1,0 +1,62 @@
+"""What the passes of a run know of the linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.linear import Linear, NotLinear, layer_key, op_name
+from ..find.quantized_weight import QuantizedWeight
+from ..report.optimization import LayerReport
+from .replace_rule import LayerState
+
+
+@dataclass
+class Layers:
+    """By the output of their node (layer_key), not by a name: those of nodes need not be unique, and those of values
+    may be the same in both branches of an If."""
+
+    reports: dict[ir.Value, LayerReport] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)  # and of their weights, before any pass changed them
+    # Each layer's weight [k, n] before any pass changed it. The numbers stay in the model's file until it is called.
+    originals: dict[ir.Value, Callable[[], np.ndarray]] = field(default_factory=dict)
+    captured: dict[ir.Value, np.ndarray] = field(default_factory=dict)  # rows of inputs to each layer: [rows, k]
+    # Numbers of values that a pass ranges has recorded, by name.
+    activations: dict[str, np.ndarray] = field(default_factory=dict)
+    # Below which magnitude a layer's inputs count as zero, or why there is none; see activations.py.
+    thresholds: dict[ir.Value, float | str] = field(default_factory=dict)
+    quantized: dict[Hashable, QuantizedWeight] = field(default_factory=dict)  # by Linear.weight_key
+    # Of each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
+    rounding: dict[ir.Value, float] = field(default_factory=dict)
+    packed_weights: int = 0  # in all matrices that were packed so far
+    unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
+
+    def add(self, layer: Linear | NotLinear) -> None:
+        """Begins its report, and remembers its weight."""
+        key = layer_key(layer)
+        self.names.append(layer.name)
+        if isinstance(layer, Linear):
+            self.names += layer.weight_names
+            self.originals[key] = layer.matrix_as_it_is()
+            self.reports[key] = LayerReport(layer.name, layer.op, k=layer.k, n=layer.n, bytes_before=layer.stored_bytes)
+        else:
+            self.reports[key] = LayerReport(layer.name, op_name(layer.node), reason=layer.reason)
+
+    @property
+    def changed(self) -> bool:
+        """Whether there are layers that are pruned or quantized, and not replaced so far."""
+        return any(report.status in ("pruned", "quantized") for report in self.reports.values())
+
+    @property
+    def masked(self) -> bool:
+        """Whether inputs of some layer count as zero that are not."""
+        return any(threshold for threshold in self.thresholds.values() if isinstance(threshold, float))
+
+    def state(self, linear: Linear) -> LayerState:
+        """What the passes so far have made of the layer."""
+        key = layer_key(linear)
+        before = self.reports[key].bytes_before or 0
+        return LayerState(before, self.quantized.get(linear.weight_key), self.thresholds.get(key))

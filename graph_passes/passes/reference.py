@@ -1,0 +1,72 @@
+"""Answers of the pruned and quantized model, kept before its layers are replaced, for a pass verify to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+
+from ortolan.errors import VerificationError
+
+from ..measure.decoding import Decoded, calls_to_decode, decode
+from ..measure.feeds import Feeds
+from ..measure.sessions import run_session
+from .activations import masked_inputs
+from .context import PassContext, Reference
+
+
+def keep_reference(model: ir.Model, context: PassContext) -> None:
+    """Runs a model that is pruned, quantized or has thresholds, and whose layers are about to be replaced."""
+    changed = context.layers.changed or context.layers.masked
+    if not (changed or context.caches.prompt) or not context.plan.feeds_to_verify or context.reference is not None:
+        return
+    feeds = context.evidence.feeds_to_judge(context.plan.feeds_to_verify)
+    with (
+        masked_inputs(model, context.layers.thresholds, lambda wanted: context.new_name(model, wanted)),
+        context.evidence.open(model) as session,
+    ):
+        context.release()
+        context.reference = _run(session, feeds, context)
+
+
+def _run(session: Any, feeds: Sequence[Feeds], context: PassContext) -> Reference:
+    past = None if context.caches.prompt is None else context.caches.prompt.pruned_past()
+    who = "the model before its layers were replaced"
+    calls = calls_to_decode(feeds, context.caches.uses) if context.caches.uses else None
+    decoded = None
+    if calls is not None:
+        names = [output.name for output in session.get_outputs()]
+        with suppress(VerificationError):  # the model takes other shapes only
+            decoded = decode_calls(session, calls, context, names, who, VerificationError, past)
+    if context.caches.prompt is not None and past is not None:
+        feeds = [context.caches.prompt.in_front_of(one, past) for one in feeds]
+    return Reference([run_session(session, one, who, VerificationError) for one in feeds], decoded)
+
+
+def decode_calls(
+    session: Any,
+    calls: Sequence[Feeds],
+    context: PassContext,
+    names: Sequence[str],
+    who: str,
+    error_type: type[Exception],
+    past: Feeds | None = None,
+) -> Decoded:
+    """What a model answers to the calls of calls_to_decode, each with the caches that the one before has left.
+
+    names: of the original's outputs. The steps hold no other, and no caches.
+    who, error_type: see run_session.
+    past: the prompt's keys and values, which go in front of the calls of a model that it is not part of.
+    """
+    prompt = context.caches.prompt
+    if prompt is not None and past is not None:
+        calls = [prompt.in_front_of(calls[0], past), *map(prompt.counted_in, calls[1:])]
+    carried = {use.past: names.index(use.present) for use in context.caches.uses.values()}
+    added = {name: len(names) + number for number, name in enumerate(context.caches.exact_keys) if name in calls[0]}
+    decoded = decode(lambda feeds: run_session(session, feeds, who, error_type), calls, carried | added)
+    if prompt is not None and past is not None:
+        decoded = replace(decoded, prompt=prompt.cut_from(names, decoded.prompt))
+    return replace(decoded, steps=[answers[: len(names)] for answers in decoded.steps])

@@ -1,0 +1,26 @@
+"""Where the operator library lies."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from .errors import LibraryError
+
+LIBRARY_NAME = "libortolan_ops.so"
+
+
+def get_library_path() -> str:
+    """The path of libortolan_ops.so, for any ONNX Runtime host: Python, C, C++, Triton."""
+    # An editable install keeps the Python files in the source tree, and what was compiled beside the native module.
+    native = find_spec("ortolan._native")
+    package = find_spec("ortolan")
+    paths = [] if package is None else package.submodule_search_locations or []
+    folders = [*map(Path, paths), *([Path(native.origin).parent] if native and native.origin else [])]
+    for folder in folders:
+        if (folder / LIBRARY_NAME).is_file():
+            return str(folder / LIBRARY_NAME)
+    raise LibraryError(
+        f"{LIBRARY_NAME} is not in {' or '.join(map(str, folders))}; reinstall Ortolan "
+        "(in a source tree: pip install .)"
+    )
