@@ -9,7 +9,7 @@ import pytest
 from ortolan.benchmarks import BENCHMARKS, BenchOptions
 from ortolan.benchmarks import auto as benchmark
 from ortolan.errors import OrtolanError
-from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto import layer_times, trials
 from ortolan.models import tiny
 
 SHAPES = {"all-minilm-l6-v2": ((1, 8), (1, 3)), "stories15m": ((1, 1),)}
@@ -21,7 +21,7 @@ def tiny_models(monkeypatch, tmp_path):
     """Tiny models in the place of the real ones, and no time to measure them."""
     monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("ortolan.graph_passes.measure.timing._WARM_UP_SECONDS", 0.0)
-    for module, name in ((layer_times, "_SECONDS"), (search, "_SECONDS"), (benchmark, "_QUICK_SECONDS")):
+    for module, name in ((layer_times, "_SECONDS"), (trials, "_SECONDS"), (benchmark, "_QUICK_SECONDS")):
         monkeypatch.setattr(module, name, 0.0)
 
     def open_model(name, quick):
