@@ -68,11 +68,11 @@ def hand_made(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """built(precision): the folder that GenAI's builder makes of a small random Llama."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
 
     @cache
     def build(precision: str) -> Path:
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
         parent = tmp_path_factory.mktemp(precision)
         checkpoint, folder = write_llama(parent / "checkpoint"), parent / "model"
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
