@@ -17,7 +17,7 @@ from ortolan.graph_passes.passes.compress_cache import CompressCachePass
 from ortolan.graph_passes.weights.cache_format import CacheFormat, CacheUse, spread_of
 from ortolan.graph_passes.weights.quantizers.codebooks import learn_codebook
 
-from .test_compress_cache import EXACT, FORMS, LAYERS, compress, llama, prompt, recipe
+from .cached_llama import EXACT, FORMS, LAYERS, compress, llama, prompt, recipe
 
 Books = np.ndarray  # [kv_heads, head_dim / d_sub, 16, d_sub]
 

@@ -17,9 +17,9 @@ from ortolan.graph_passes.passes import fold_scales, quantize
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import get_model, tiny
 
+from .correlated import correlated
+from .quantized import quantize_in, recipe_of, weights_of
 from .small_models import branches_model, make_model, matmul_model, random_weight, relative_error, run
-from .test_quantize import quantize_in, recipe_of, weights_of
-from .test_quantizers import correlated
 
 FLOAT = TensorProto.FLOAT
 CALIBRATED = ["gptq", "awq"]
