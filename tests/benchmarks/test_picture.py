@@ -108,7 +108,7 @@ def tiny_models(monkeypatch, tmp_path) -> Path:
 
     def get_model(name, **_):
         kind = "encoder" if name == ENCODER else "decoder"
-        return ModelFiles(name, kind, tmp_path / f"{kind}.onnx", tokenizer)
+        return ModelFiles(name, tmp_path / f"{kind}.onnx", tokenizer, "CC0-1.0", kind)
 
     monkeypatch.setattr(benchmark, "get_model", get_model)
     rng = np.random.default_rng(0)
