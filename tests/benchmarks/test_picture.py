@@ -102,8 +102,8 @@ def tiny_models(monkeypatch, tmp_path) -> Path:
         "_TOKENS": 8,
     }.items():
         monkeypatch.setattr(benchmark, name, value)
-    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tiny.tiny_bert(hidden_size=64, vocab_size=30001), tmp_path / "encoder.onnx")
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json", truncation=None)
+    ir.save(tiny.tiny_bert(hidden_size=64, vocab_size=30001, max_position_embeddings=512), tmp_path / "encoder.onnx")
     ir.save(tiny.tiny_llama(hidden_size=64, vocab_size=128, attention="gqa", head_dim=16), tmp_path / "decoder.onnx")
 
     def get_model(name, **_):
