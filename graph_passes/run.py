@@ -53,7 +53,8 @@ def plan(recipe: Recipe, context: PassContext) -> Steps:
 def transform(steps: Steps, context: PassContext) -> None:
     """Runs the passes in order. The onnx-ir pass manager wraps errors; what reaches the caller is an OrtolanError."""
     try:
-        ir.passes.PassManager(steps.transforms, steps=1)(context.source.model)
+        if steps.transforms:
+            ir.passes.PassManager(steps.transforms, steps=1)(context.source.model)
     except (ir.passes.PassError, ir.passes.InvariantError) as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OrtolanError):

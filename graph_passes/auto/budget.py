@@ -16,6 +16,7 @@ from ..report.optimization import OutputDeviation
 
 DEFAULT_COSINE = 0.99
 DEFAULT_PERPLEXITY = 0.01
+_LARGEST = 700.0  # of which exp is a number
 Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name
 Budget = float | str | Mapping[str, float] | Callable[[Run, Run], bool]
 
@@ -88,7 +89,7 @@ class Limit:
         errors: of its outputs against the original's. before, after: run the models; needed if needs_runs.
         """
         if self.kind == _COSINE:
-            worst = min(errors, key=lambda error: error.cosine, default=None)
+            worst = min(errors, key=lambda error: -math.inf if math.isnan(error.cosine) else error.cosine, default=None)
             if worst is None:
                 return False, "no output that can be compared"
             return worst.cosine >= self.number, f"cosine {worst.cosine:.5f} ({worst.name})"
@@ -120,7 +121,7 @@ def perplexity_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> tuple[fl
     """By what share perplexity is higher, and the standard error of that, from the differences token by token: of few
     tokens it says little. Raises CalibrationError."""
     differences = _cross_entropies(after, feeds) - _cross_entropies(before, feeds)
-    rise = math.exp(differences.mean())
+    rise = _exp(float(differences.mean()))
     error = float(differences.std(ddof=1)) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
     return rise - 1, rise * error
 
@@ -131,8 +132,15 @@ def divergence_rise(before: Run, after: Run, feeds: Sequence[Feeds]) -> float:
     divergences = []
     for one in feeds:
         exact, found = (_log_probabilities(run(one)[_LOGITS]) for run in (before, after))
-        divergences.append((np.exp(exact) * (exact - found)).sum(axis=-1).reshape(-1))
-    return math.exp(float(np.concatenate(divergences).mean())) - 1
+        with np.errstate(invalid="ignore"):  # of tokens that are out of the question for both
+            terms = np.where(exact > -np.inf, np.exp(exact) * (exact - found), 0.0)
+        divergences.append(terms.sum(axis=-1).reshape(-1))
+    return _exp(float(np.concatenate(divergences).mean())) - 1
+
+
+def _exp(number: float) -> float:
+    """Infinity where it is too large."""
+    return math.exp(number) if number < _LARGEST else math.inf
 
 
 def _log_probabilities(logits: np.ndarray) -> np.ndarray:

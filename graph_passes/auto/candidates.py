@@ -92,7 +92,7 @@ def make_recipe(
     recorded for each layer.
     """
     # Those that are fitted come first: so each is fitted to the inputs that it has in the original, whatever the others
-    # become, and once for all recipes (fitted.py).
+    # become, and once for all recipes (measure/fits.py).
     order = sorted((candidate for candidate, names in layers.items() if names), key=lambda one: not one.calibrated)
     globs = {candidate: list(map(escape, layers[candidate])) for candidate in order}
     steps: list[dict[str, Any]] = [{"name": "normalize"}]

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import onnx_ir as ir
+
 from ortolan.errors import CalibrationError, RecipeError, one_line
 from ortolan.progress import Progress, Stage
 
@@ -36,6 +38,7 @@ from .path import Step, make_path
 from .trials import Made, Trials, gain, time_models
 
 ENCODER_SHAPES = ((1, 128), (1, 16))
+_FEW_TOKENS = 16  # shorter ones are for models that take no more
 DECODER_SHAPES = ((1, 1),)  # one token behind a cache
 _PAST = 128  # tokens in that cache
 _FEEDS = 16  # on which the whole model is judged
@@ -72,6 +75,11 @@ def _read_shapes(shapes: Any) -> tuple[tuple[int, int], ...]:
     if not found:
         raise RecipeError(f"shapes is {shapes!r}, expected (batch, tokens) pairs such as [(1, 128), (1, 16)]")
     return tuple(dict.fromkeys(found))
+
+
+def default_shapes(model: ir.Model) -> list[tuple[int, int]]:
+    """(batch, tokens); shorter ones behind those to be fast at."""
+    return [*DECODER_SHAPES] if has_past(model) else [*ENCODER_SHAPES, (1, 8), (1, 4), (1, 1)]
 
 
 class Search:
@@ -120,23 +128,29 @@ class Search:
         return best
 
     def _find_shapes(self, source: ModelFile) -> list[Feeds]:
-        """Made-up feeds of the shapes, on which the original runs."""
-        chosen = self._settings.shapes or (DECODER_SHAPES if has_past(source.model) else ENCODER_SHAPES)
+        """Made-up feeds of the shapes, on which the original runs. Of the default ones, those that it takes; of fewer
+        tokens, where it takes none."""
         found: list[Feeds] = []
-        for batch, tokens in chosen:
+        problem = ""
+        for batch, tokens in self._settings.shapes or default_shapes(source.model):
             feeds = synthetic_feeds(source.model, Sizes(batch, tokens, _PAST))
             sizes = {name: array.shape for name, array in feeds.items()}
             if any(sizes == {name: array.shape for name, array in other.items()} for other in found):
                 continue  # the model has fixed dimensions
+            if self._settings.shapes is None and tokens < _FEW_TOKENS and found:
+                break
             try:
                 self._original.run(None, feeds)
             except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
-                raise CalibrationError(
-                    f"the original model does not run at shape {batch} x {tokens} (batch x tokens): "
-                    f"{one_line(error)}; give shapes=… that it takes"
-                ) from error
+                problem = f"the original model does not run at shape {batch} x {tokens} (batch x tokens): "
+                problem += f"{one_line(error)}; give ortolan.search shapes=… that it takes"
+                if self._settings.shapes is not None:
+                    raise CalibrationError(problem) from error
+                continue
             found.append(feeds)
             self.report.shapes.append((batch, tokens))
+        if not found:
+            raise CalibrationError(problem)
         return found
 
     def _within(self, path: Sequence[Step], trials: Trials) -> int:

@@ -124,10 +124,12 @@ class Trials:
 def new_context(evidence: Evidence, name: str, portable: bool) -> Iterator[PassContext]:
     """For a run of the model from its beginning, to a file `name` in a new folder. Packed weights go at the end."""
     folder = evidence.new_folder()
-    with TensorSpill(folder) as spill:
-        source = load_again(evidence.source)
-        yield PassContext(evidence, source, OptimizationReport(recipe={}), folder / name, spill, portable=portable)
-    (folder / "packed.bin").unlink(missing_ok=True)
+    try:
+        with TensorSpill(folder) as spill:
+            source = load_again(evidence.source)
+            yield PassContext(evidence, source, OptimizationReport(recipe={}), folder / name, spill, portable=portable)
+    finally:
+        (folder / "packed.bin").unlink(missing_ok=True)
 
 
 def load_again(source: ModelFile) -> ModelFile:

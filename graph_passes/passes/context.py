@@ -1,4 +1,4 @@
-"""What the passes of one run share, and how a recipe is run."""
+"""What the passes of one run share."""
 
 from __future__ import annotations
 

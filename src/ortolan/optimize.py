@@ -353,10 +353,15 @@ class _Run:
             return
         context.progress(Stage.TOKENIZER, 0, 1)
         add_text_input(context.source.model, self.text, self.wordpiece, self._probes)
-        for file in (context.candidate, data_path(context.candidate)):  # of the model without a tokenizer
-            file.unlink(missing_ok=True)
-        _write(context)
+        # Its weights may lie in the file that it takes the place of.
+        written = context.evidence.new_folder() / context.candidate.name
+        write_model(context.source.model, written, context.telling(Stage.WRITE))
         context.release()
+        for new, old in ((written, context.candidate), (data_path(written), data_path(context.candidate))):
+            old.unlink(missing_ok=True)
+            if new.exists():
+                os.replace(new, old)
+        context.source.model = load_model(context.candidate).model
         check_text_model(context.candidate, self.text, self.wordpiece)
 
 

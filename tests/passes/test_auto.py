@@ -454,3 +454,13 @@ def test_weights_are_fitted_once(inject: Callable[..., Any], monkeypatch: pytest
     assert found == again
     assert again.search is not None
     assert [layer.error for layer in found.search.layers] == [layer.error for layer in again.search.layers]
+
+
+def test_a_model_of_few_positions_is_measured_at_what_it_takes(inject: Callable[..., Any]) -> None:
+    inject(FAST_INT4, 5.0)
+    model = ir.to_proto(tiny.tiny_bert(max_position_embeddings=12))
+    found = ortolan.search(model, budget=0.5)
+    assert found.search is not None
+    assert found.search.shapes == [(1, 8)]
+    with pytest.raises(CalibrationError, match="does not run at shape 1 x 16"):
+        ortolan.search(model, shapes=[(1, 8), (1, 16)])

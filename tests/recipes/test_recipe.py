@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
+import onnx_ir as ir
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import ortolan
 from ortolan import Recipe, RecipeError
 from ortolan.graph_passes.recipe import parse_setting
 from ortolan.graph_passes.registry import PASSES
+from ortolan.models import tiny
 
 from .forms import NAMED
 
@@ -267,3 +270,9 @@ def test_numbers_of_numpy():
     for value in (np.float32("nan"), np.bool_(True), np.ones(1)):
         with pytest.raises(RecipeError, match="sparsity is"):
             NAMED["sparse-bf16"].with_options({"sparsity": value})
+
+
+def test_a_recipe_that_only_verifies_runs(tmp_path):
+    recipe = ortolan.Recipe.from_dict({"name": "check", "pass": [{"name": "verify", "seconds": 0.0}]})
+    report = ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), recipe=recipe)
+    assert all(error.relative_l2 == 0 for error in report.output_error)

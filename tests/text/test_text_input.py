@@ -12,6 +12,10 @@ import pytest
 
 import ortolan
 from ortolan import LibraryError, ModelError, TextInput
+from ortolan.graph_passes.auto import layer_times, search
+from ortolan.graph_passes.auto.candidates import ORIGINAL
+from ortolan.graph_passes.files import model_file
+from ortolan.graph_passes.report.figures import Timing
 from ortolan.graph_passes.text.text_input import PROBES, add_text_input, tokenizer_model
 from ortolan.graph_passes.text.texts import feeds_of_texts
 from ortolan.graph_passes.text.wordpiece import load_tokenizer, read_wordpiece
@@ -234,3 +238,27 @@ def test_an_output_of_the_embeddings_name_and_too_few_positions(tmp_path):
     with pytest.raises(ortolan.VerificationError, match="up to 65 tokens"):
         ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "no.onnx", with_tokenizer=longer, **chosen)
     assert not (tmp_path / "no.onnx").exists()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_a_search_has_written_in_two_files_takes_texts(tmp_path, monkeypatch, in_memory):
+    """The weights lie in a file that the model with a tokenizer takes the place of."""
+    monkeypatch.setenv("ORTOLAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_file, "EMBED_LIMIT", 0)
+    monkeypatch.setattr(
+        layer_times, "measure", lambda case, matrix, forms: {ORIGINAL: 1.0} | {form.name: 0.5 for form in forms}
+    )
+    times = [Timing(10.0, 10.0)], [Timing(5.0, 5.0)]
+    monkeypatch.setattr(
+        search, "time_models", lambda _, paths, shapes: (times[0] * len(shapes), [times[1] * len(shapes)] * len(paths))
+    )
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
+    ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
+    text = TextInput(tokenizer, max_tokens=12)
+    output = None if in_memory else tmp_path / "fast.onnx"
+    report = ortolan.optimize_onnx(tmp_path / "model.onnx", output, with_tokenizer=text)
+    assert report.auto is not None and report.auto.changed
+    session = ortolan.create_session(report.model if in_memory else output)
+    (vectors,) = session.run(None, {"text": np.array(["the cat", "a b c"], object)})
+    expected = pooled(tmp_path / "model.onnx", tokenizer, ["the cat", "a b c"], "mean", True, 12)
+    assert ((vectors * expected).sum(axis=1) > 0.95).all()
