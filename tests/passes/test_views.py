@@ -14,10 +14,11 @@ from ortolan.graph_passes.find.views import View
 
 
 def factorizations(draw: st.DrawFn, size: int) -> list[int]:
-    """A shape of that many elements."""
+    """A shape of that many elements, and of 8 dimensions at most: Dimensions gives up beyond 16."""
     shape = []
     while size > 1:
-        factor = draw(st.sampled_from([one for one in range(1, size + 1) if size % one == 0]))
+        factors = [one for one in range(1, size + 1) if size % one == 0] if len(shape) < 6 else [size]
+        factor = draw(st.sampled_from(factors))
         shape.append(factor)
         size //= factor
     return [*shape, *([1] if draw(st.booleans()) else [])] or [1]
