@@ -43,7 +43,7 @@ DECODER_SHAPES = ((1, 1),)  # one token behind a cache
 _PAST = 128  # tokens in that cache
 _FEEDS = 16  # on which the whole model is judged
 _FINEST = 16  # bisection stops at steps of the path's length divided by this
-_GAIN = 1.02  # a model that is less than this much faster, in the mean over the shapes, is not worth an error
+_GAIN = 1.05  # a model that is less than this much faster, in the mean over the shapes, is not worth an error
 
 Shapes = Sequence[tuple[int, int]]
 
