@@ -92,6 +92,7 @@ $(VENV)/.created:
 	touch $@
 
 build/testing-wheel/.built: $(VENV)/.created $(SOURCES)
+	rm -rf build/testing-wheel
 	$(PIP) wheel $(NATIVE)=ON -w build/testing-wheel .
 	touch $@
 

@@ -9,7 +9,7 @@ import numpy as np
 from ortolan.errors import VerificationError
 
 from ..measure.compare import array_of, error_of_most_rows, measure_errors
-from ..measure.decoding import check_same_contents, without
+from ..measure.decoding import check_same_contents, without, without_padding
 from ..measure.feeds import Feeds, Outputs
 from ..measure.sessions import open_quietly, run_session
 from ..report.optimization import OutputDeviation
@@ -37,6 +37,8 @@ def verify_portable(
     for feeds, answers in calls:
         alone = run_session(portable, feeds, "the optimized model without the library", VerificationError)
         pair = [without(one[: len(names)], hidden) for one in (alone, answers)]
+        if context.caches.rounding:
+            pair = [without_padding(feeds, one) for one in pair]
         for error in measure_errors(names, *([one] for one in pair)):
             if error.name not in found or error.relative_l2 > found[error.name].relative_l2:
                 found[error.name] = error

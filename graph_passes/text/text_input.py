@@ -209,6 +209,22 @@ class _Nodes:
 
 def _tokenize(nodes: _Nodes, wordpiece: WordPiece, most: int, texts: ir.Value) -> tuple[ir.Value, ir.Value]:
     """input_ids and attention_mask, int64 [batch, tokens], as long as the longest text's."""
+    loop = _each_text(nodes, wordpiece, most, texts)
+    batch = nodes.op("Squeeze", nodes.op("Shape", texts), nodes.ints(0))
+    all_ids, counts = nodes.many("Loop", 2, batch, nodes.constant(np.array(True)), body=loop)
+    # Special tokens are always there; named here for a batch of no text.
+    longest = nodes.largest(nodes.op("Concat", nodes.ints(2), nodes.op("Reshape", counts, nodes.ints(-1)), axis=0))
+    all_ids = nodes.op("Reshape", all_ids, nodes.op("Concat", nodes.op("Shape", texts), nodes.ints(most), axis=0))
+    ids = nodes.op("Slice", all_ids, nodes.ints(0), longest, nodes.ints(1))
+    positions = nodes.op(
+        "Range", nodes.constant(np.int64(0)), nodes.op("Squeeze", longest, nodes.ints(0)), nodes.constant(np.int64(1))
+    )
+    before_end = nodes.op("Less", positions, nodes.op("Reshape", counts, nodes.ints(-1, 1)))
+    return ids, nodes.op("Cast", before_end, to=ir.DataType.INT64.value)
+
+
+def _each_text(nodes: _Nodes, wordpiece: WordPiece, most: int, texts: ir.Value) -> ir.Graph:
+    """The body of a Loop over the texts: the ids of one, int64 [most], and their count, int64 [1]."""
     model, becomes = character_model(wordpiece)
     first, last = replacements(wordpiece)
     clean = _replace(nodes, texts, first)
@@ -233,7 +249,24 @@ def _tokenize(nodes: _Nodes, wordpiece: WordPiece, most: int, texts: ir.Value) -
     made = body.op("Gather", table, body.op("Concat", characters, space, axis=0), axis=0)
     joined = body.text_op("StringJoin", made, body.texts(""), body.ints(0))
     words = _replace(body, joined, last)
-    ids = body.many(
+    ids = _ids_of_words(body, wordpiece, most, words)
+    count = body.op("Shape", ids)
+    room = body.op("Concat", body.ints(0), body.op("Sub", body.ints(most), count), axis=0)
+    padded = body.op("Pad", ids, room, body.constant(np.int64(wordpiece.pad_id)))
+    again = body.op("Identity", goes_on)
+    loop = ir.Graph([number, goes_on], [again, padded, count], nodes=body.nodes, name="each_text")
+    for value, dtype, shape in (
+        (again, ir.DataType.BOOL, []),
+        (padded, ir.DataType.INT64, [most]),
+        (count, ir.DataType.INT64, [1]),
+    ):
+        value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
+    return loop
+
+
+def _ids_of_words(nodes: _Nodes, wordpiece: WordPiece, most: int, words: ir.Value) -> ir.Value:
+    """int64 [tokens], at most `most`."""
+    return nodes.many(
         "BertTokenizer",
         3,
         words,
@@ -251,28 +284,6 @@ def _tokenize(nodes: _Nodes, wordpiece: WordPiece, most: int, texts: ir.Value) -
         suffix_indicator=wordpiece.prefix,
         max_length=most,
     )[0]
-    count = body.op("Shape", ids)
-    room = body.op("Concat", body.ints(0), body.op("Sub", body.ints(most), count), axis=0)
-    padded = body.op("Pad", ids, room, body.constant(np.int64(wordpiece.pad_id)))
-    again = body.op("Identity", goes_on)
-    loop = ir.Graph([number, goes_on], [again, padded, count], nodes=body.nodes, name="each_text")
-    for value, dtype, shape in (
-        (again, ir.DataType.BOOL, []),
-        (padded, ir.DataType.INT64, [most]),
-        (count, ir.DataType.INT64, [1]),
-    ):
-        value.type, value.shape = ir.TensorType(dtype), ir.Shape(shape)
-    batch = nodes.op("Squeeze", nodes.op("Shape", texts), nodes.ints(0))
-    all_ids, counts = nodes.many("Loop", 2, batch, nodes.constant(np.array(True)), body=loop)
-    # Special tokens are always there; named here for a batch of no text.
-    longest = nodes.largest(nodes.op("Concat", nodes.ints(2), nodes.op("Reshape", counts, nodes.ints(-1)), axis=0))
-    all_ids = nodes.op("Reshape", all_ids, nodes.op("Concat", nodes.op("Shape", texts), nodes.ints(most), axis=0))
-    ids = nodes.op("Slice", all_ids, nodes.ints(0), longest, nodes.ints(1))
-    positions = nodes.op(
-        "Range", nodes.constant(np.int64(0)), nodes.op("Squeeze", longest, nodes.ints(0)), nodes.constant(np.int64(1))
-    )
-    before_end = nodes.op("Less", positions, nodes.op("Reshape", counts, nodes.ints(-1, 1)))
-    return ids, nodes.op("Cast", before_end, to=ir.DataType.INT64.value)
 
 
 def _replace(nodes: _Nodes, texts: ir.Value, replacements: Sequence[tuple[str, str]]) -> ir.Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .test_sparse_amx_matmul import check
+from .emulated import check
 
 # Rows of a call: 3 and 12 of one sequence, 69 (64 and 5) of 23; the last chunk of 530 tokens is shorter than the other.
 CHECK_CALLS = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .emulator import run_python
+from .emulated import check
 
 CHECK_SHAPES = """
 import numpy as np
@@ -138,11 +138,6 @@ for m in (1, 3, 4, 20, 300):
         assert (emulator.count("tdpbf16ps") > 0) == (m >= 4)
         assert emulator.live_threads_with_config() == 0
 """
-
-
-def check(code: str) -> None:
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
 
 
 def test_shapes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .test_sparse_amx_matmul import check
+from .emulated import check
 
 CHECK_SHAPES = """
 import numpy as np

@@ -21,6 +21,7 @@ from ortolan.graph_passes.text.texts import (
 from ortolan.models import tiny
 
 from ..passes.small_models import matmul_model
+from .word_tokenizer import write_tokenizer
 
 RECIPE = {"name": "r", "pass": [{"name": "normalize"}, {"name": "prune", "method": "wanda"}]}
 
@@ -30,21 +31,6 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % 50 for letter in text]
-
-
-def write_tokenizer(path: Path) -> Path:
-    """A tokenizer.json of whole words, with a control token in front of each text."""
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[CLS]": 1, "[UNK]": 2, "one": 3, "two": 4, "three": 5}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
-    )
-    tokenizer.enable_padding(length=16)
-    tokenizer.enable_truncation(2)
-    tokenizer.save(str(path))
-    return path
 
 
 @pytest.fixture

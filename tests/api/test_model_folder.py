@@ -19,7 +19,7 @@ from ortolan.graph_passes.files import model_file, model_folder
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
-from .test_optimize import digests
+from .digests import digests
 
 FAST = {"verify.seconds": 0.0}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from ortolan.models import tiny
 from ortolan.progress import Stage
 
 from ..recipes.forms import NAMED
+from .digests import digests
 
 FAST = {"seconds": 0.0}
 
@@ -43,14 +43,6 @@ def bert_with_data(tmp_path) -> Path:
     folder.mkdir()
     ir.save(tiny.tiny_bert(), folder / "bert.onnx", external_data="bert.data", size_threshold_bytes=0)
     return folder / "bert.onnx"
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def bert_feeds(rows: int = 2, length: int = 9) -> dict[str, np.ndarray]:

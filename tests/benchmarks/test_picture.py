@@ -102,13 +102,13 @@ def tiny_models(monkeypatch, tmp_path) -> Path:
         "_TOKENS": 8,
     }.items():
         monkeypatch.setattr(benchmark, name, value)
-    tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tiny.tiny_bert(hidden_size=64, vocab_size=30001), tmp_path / "encoder.onnx")
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json", truncation=None)
+    ir.save(tiny.tiny_bert(hidden_size=64, vocab_size=30001, max_position_embeddings=512), tmp_path / "encoder.onnx")
     ir.save(tiny.tiny_llama(hidden_size=64, vocab_size=128, attention="gqa", head_dim=16), tmp_path / "decoder.onnx")
 
     def get_model(name, **_):
         kind = "encoder" if name == ENCODER else "decoder"
-        return ModelFiles(name, kind, tmp_path / f"{kind}.onnx", tokenizer)
+        return ModelFiles(name, tmp_path / f"{kind}.onnx", tokenizer, "CC0-1.0", kind)
 
     monkeypatch.setattr(benchmark, "get_model", get_model)
     rng = np.random.default_rng(0)

@@ -19,8 +19,8 @@ from ortolan.cli import app
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece
+from .other_packages import NEEDS as OTHER_PACKAGES
 from .pages import ROOT, blocks, pages, run_bash
-from .test_hook_pages import NEEDS as OTHER_PACKAGES
 
 # Pages whose blocks run as they stand, and the modules that they need.
 PAGES: dict[str, tuple[str, ...]] = {

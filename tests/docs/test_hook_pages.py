@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 
 from ..hooks.folders import WORDS, write_bert, write_llama
+from .other_packages import NEEDS
 from .pages import blocks, run_bash, run_python
-
-NEEDS: dict[str, dict[str, str | None]] = {  # modules, and the oldest version
-    "optimum.md": {"optimum.onnxruntime": None},
-    "genai.md": {"onnxruntime_genai": None, "torch": None, "transformers": None},
-    "transformers.md": {"transformers": "5.23", "torch": None},
-}
 
 
 @pytest.mark.parametrize("name", NEEDS)

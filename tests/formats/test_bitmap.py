@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
-from ..ops.single_node import Packed, runnable_kernels, sparse_weight, to_bf16
+from ..ops.single_node import runnable_kernels, sparse_weight, to_bf16
+from .bitmaps import malformed, mutate
 
 
 def test_layout_of_a_small_matrix() -> None:
@@ -84,88 +85,11 @@ def test_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
         _native.pack_bitmap(np.zeros(shape, np.float32))
 
 
-def packed_example(dense: bool = False) -> tuple[Packed, int, int]:
-    k, n = 70, 40
-    return _native.pack_bitmap(sparse_weight(np.random.default_rng(1), k, n, 0.5), dense), k, n
-
-
-def malformed() -> dict[str, tuple[Packed, int, int, str]]:
-    """Name -> (tensors, k, n, what the message must say)."""
-    (masks, values, offsets), k, n = packed_example()
-    (none, every, no_offsets), _, _ = packed_example(dense=True)
-    popcount = masks.copy()
-    popcount[1, 0, 0] ^= 1
-    outside = masks.copy()
-    outside[2, 0, 3] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
-    too_deep = masks.copy()
-    too_deep[0, 2, 16] |= 1  # input 72 of 70
-    beyond, falling, not_zero, negative = offsets.copy(), offsets.copy(), offsets.copy(), offsets.copy()
-    beyond[-1] += 1
-    falling[1], falling[2] = offsets[2], offsets[1]
-    not_zero[0] = 1
-    negative[1] = -5
-    huge = offsets.copy()
-    huge[1] = np.iinfo(np.int64).max
-    return {
-        "masks short": ((masks[:, :, :60].copy(), values, offsets), k, n, "masks hold .* expected"),
-        "values short": ((masks, values[:-1].copy(), offsets), k, n, "offsets.*padding"),
-        "values long": ((masks, np.append(values, values[:1]), offsets), k, n, "values hold .* expected"),
-        "values empty": ((masks, values[:0].copy(), offsets), k, n, "offsets"),
-        "offsets short": ((masks, values, offsets[:-1].copy()), k, n, "offsets hold .* expected"),
-        "offsets empty": ((masks, values, offsets[:0].copy()), k, n, "offsets hold 0"),
-        "offsets beyond": ((masks, values, beyond), k, n, "offsets"),
-        "offsets falling": ((masks, values, falling), k, n, "less than the one before"),
-        "offsets not from zero": ((masks, values, not_zero), k, n, "offsets.0. is 1"),
-        "offsets negative": ((masks, values, negative), k, n, "less than the one before"),
-        "offsets huge": ((masks, values, huge), k, n, "offsets"),
-        "popcount": ((popcount, values, offsets), k, n, "panel 1 have .* bits set"),
-        "bits outside of the columns": ((outside, values, offsets), k, n, "outside"),
-        "bits outside of the inputs": ((too_deep, values, offsets), k, n, "outside"),
-        "k zero": ((masks, values, offsets), 0, n, "k and n"),
-        "n negative": ((masks, values, offsets), k, -1, "k and n"),
-        "k huge": ((masks, values, offsets), 2**62, n, "k and n"),
-        "other k": ((masks, values, offsets), 200, n, "masks hold"),
-        "masks empty, offsets not": ((none, every, offsets), k, n, "masks hold 0 bytes, expected"),
-        "offsets empty, masks not": ((masks, every, no_offsets), k, n, "offsets hold 0 entries, expected"),
-        "values of a bitmap without it": ((none, values, no_offsets), k, n, "values hold .* expected 4608"),
-        "dense values short": ((none, every[:-1].copy(), no_offsets), k, n, "values hold 4607 .* expected 4608"),
-        "dense values long": ((none, np.append(every, every[:1]), no_offsets), k, n, "4609 entries, expected 4608"),
-        "dense values empty": ((none, every[:0].copy(), no_offsets), k, n, "values hold 0 entries, expected 4608"),
-        "dense with other k": ((none, every, no_offsets), 200, n, "values hold 4608 entries, expected 10752"),
-        "dense with k zero": ((none, every, no_offsets), 0, n, "k and n"),
-        "dense with k huge": ((none, every, no_offsets), 2**62, 2**62, "k and n"),
-    }
-
-
 @pytest.mark.parametrize("case", malformed())
 def test_malformed_tensors_are_refused(case: str) -> None:
     tensors, k, n, message = malformed()[case]
     with pytest.raises(ValueError, match=message):
         _native.unpack_bitmap(*tensors, k, n)
-
-
-def mutate(rng: np.random.Generator, packed: Packed, k: int, n: int) -> tuple[Packed, int, int]:
-    """One to three random changes: flipped bytes, edited offsets, cut, grown or swapped tensors, other k and n."""
-    masks, values, offsets = (a.copy() for a in packed)
-    for _ in range(rng.integers(1, 4)):
-        match rng.integers(0, 8):
-            case 0 if masks.size:
-                masks.reshape(-1)[rng.integers(masks.size)] ^= rng.integers(1, 256, dtype=np.uint8)
-            case 1 if values.size:
-                values[rng.integers(values.size)] = rng.integers(0, 2**16)
-            case 2 if offsets.size:
-                offsets[rng.integers(offsets.size)] += rng.integers(-40, 41)
-            case 3 if offsets.size:
-                offsets[rng.integers(offsets.size)] = rng.integers(-(2**63), 2**63 - 1)
-            case 4:
-                values = values[: rng.integers(0, values.size + 1)].copy()
-            case 5:
-                offsets = rng.choice(np.append(offsets, 0), rng.integers(0, offsets.size + 2))
-            case 6:
-                masks = masks.reshape(-1)[: rng.integers(0, masks.size + 1)].copy()
-            case _:
-                k, n = int(k + rng.integers(-40, 41)), int(n + rng.integers(-20, 21))
-    return (masks, values, offsets), k, n
 
 
 @pytest.mark.parametrize("dense", [False, True])

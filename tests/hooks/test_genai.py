@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +65,28 @@ def hand_made(folder: Path) -> Path:
     return folder
 
 
-def built(folder: Path, precision: str) -> Path:
-    """What GenAI's builder makes of a small random Llama."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    checkpoint = write_llama(folder.with_name("checkpoint"))
-    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
-    options = ["-p", precision, "-e", "cpu", "-c", folder.with_name("cache"), "--extra_options", "int4_block_size=32"]
-    done = subprocess.run([*builder, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """built(precision): the folder that GenAI's builder makes of a small random Llama."""
+
+    @cache
+    def build(precision: str) -> Path:
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        parent = tmp_path_factory.mktemp(precision)
+        checkpoint, folder = write_llama(parent / "checkpoint"), parent / "model"
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
+        options = ["-p", precision, "-e", "cpu", "-c", parent / "cache", "--extra_options", "int4_block_size=32"]
+        done = subprocess.run([*builder, *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return folder
+
+    return build
 
 
 @pytest.fixture(params=["hand_made", "fp32", "int4"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return hand_made(tmp_path / "model") if request.param == "hand_made" else built(tmp_path / "model", request.param)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, built: Callable[[str], Path]) -> Path:
+    return hand_made(tmp_path / "model") if request.param == "hand_made" else built(request.param)
 
 
 @pytest.fixture
@@ -114,8 +123,8 @@ def test_exact_settings_generate_the_same_tokens(folder: Path, tmp_path: Path, s
     assert generate(tmp_path / "fast", share_buffer) == expected
 
 
-def test_adopted_layers_generate(tmp_path: Path) -> None:
-    folder = built(tmp_path / "model", "int4")
+def test_adopted_layers_generate(tmp_path: Path, built: Callable[[str], Path]) -> None:
+    folder = built("int4")
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
     assert report.recipe["name"] == "adopt"
     # Both round activations to int8, by different sums: tokens agree until a step on an edge.

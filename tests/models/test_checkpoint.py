@@ -17,7 +17,7 @@ from ortolan.models.gguf import read_gguf
 from ortolan.models.llama import LlamaConfig, build_llama
 from ortolan.models.manifest import ManifestError, find_entry
 
-from .test_gguf import CONFIG, TOKENS, write
+from .gguf_file import CONFIG, TOKENS, write
 
 safetensors = pytest.importorskip("safetensors.numpy")
 

@@ -23,9 +23,9 @@ from .single_node import (
     sparse_weight,
     with_constants,
 )
-from .test_vnni_spmm_op import LayerNorm, node_model
-from .test_w4a8_matmul_op import node_model as w4a8_node_model
+from .vnni_spmm_node import LayerNorm, node_model
 from .w4a8 import GroupLayer
+from .w4a8_node import node_model as w4a8_node_model
 
 K, N = 40, 22
 

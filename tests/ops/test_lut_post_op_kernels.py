@@ -7,31 +7,10 @@ import pytest
 
 from ortolan import _testing
 
+from .lut_tables import ENTRY_TYPES, X_TYPES, assert_same_bits, expected, random_codes, random_table
 from .single_node import at_odd_address
 
-X_TYPES = (np.uint8, np.int8, np.uint16, np.int16)
-ENTRY_TYPES = (np.uint8, np.int8, np.uint16, np.int16, np.float32)
 KERNELS = [row["name"] for row in _testing.lut_post_op_kernels() if row["runs_here"]]
-
-
-def random_table(rng: np.random.Generator, entries: int, dtype: type) -> np.ndarray:
-    """Any bits: of float32, NaNs with payloads as well."""
-    return np.frombuffer(rng.bytes(entries * np.dtype(dtype).itemsize), dtype)
-
-
-def random_codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    limits = np.iinfo(dtype)
-    return rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
-
-
-def expected(x: np.ndarray, table: np.ndarray) -> np.ndarray:
-    answer: np.ndarray = table[x.view(f"u{x.itemsize}")]
-    return answer
-
-
-def assert_same_bits(y: np.ndarray, other: np.ndarray) -> None:
-    assert y.dtype == other.dtype and y.shape == other.shape
-    np.testing.assert_array_equal(y.view(f"u{y.itemsize}"), other.view(f"u{y.itemsize}"))
 
 
 def test_the_last_kernel_runs_anywhere() -> None:

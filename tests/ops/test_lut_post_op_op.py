@@ -12,8 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortolan.graph_passes.passes.fuse_lut import lut_post_op_function
 
-from .single_node import session
-from .test_lut_post_op_kernels import (
+from .lut_tables import (
     ENTRY_TYPES,
     X_TYPES,
     assert_same_bits,
@@ -21,6 +20,7 @@ from .test_lut_post_op_kernels import (
     random_codes,
     random_table,
 )
+from .single_node import session
 
 
 def node_model(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
+from .cache_function import Both, all_uses_of, uses_of
 from .cached_attention import Call, Decoder, Setup, node_model, run_shared
 from .single_node import session
-from .test_nomad_cache_function import Both, all_uses_of, uses_of
 
 CALLS = (7, 1, 1, 3, 18, 2, 1, 33, 1)  # tokens; ends of blocks within calls and between them
 NODE = "NoMADAttention node 'attention'"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .attention import LOWEST
+from .cache_function import Both, all_uses_of
 from .cached_attention import Decoder, Setup, declare_ranks, node_model, run_shared
 from .single_node import session
-from .test_nomad_cache_function import Both, all_uses_of
 
 CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1, 4, 12, 2, 1)  # tokens; 56 in all
 kinds = pytest.mark.parametrize("kind", ["codes", "codes_float"])

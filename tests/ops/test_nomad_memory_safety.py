@@ -11,10 +11,10 @@ from onnx import TensorProto, helper
 
 from ortolan import _testing
 
+from .attention_node import node_model as attention_model
 from .cached_attention import HIDDEN, Decoder, Setup, node_model
 from .isa_process import check_with_isa
 from .single_node import save_at_odd_places, session, with_constants
-from .test_nomad_attention_op import node_model as attention_model
 
 HUGE = 2**44
 

@@ -10,10 +10,10 @@ import pytest
 from ortolan.errors import ModelError
 from ortolan.graph_passes.passes.prompt import prune_prompt
 
+from .cache_function import Both
 from .cached_attention import Decoder, Setup, node_model, run_shared
 from .isa_process import check_with_isa, each_isa
 from .single_node import session
-from .test_nomad_cache_function import Both
 
 CALLS = (7, 1, 3, 4, 1, 33, 2)
 kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])

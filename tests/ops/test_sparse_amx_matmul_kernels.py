@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
+from .linear_sizes import DIMENSIONS, SPARSITIES, M
 from .single_node import (
     assert_matmul_close,
     assert_same_bits,
@@ -18,9 +19,6 @@ from .single_node import (
     to_bf16,
 )
 
-M = (1, 2, 3, 7, 16, 33)
-DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 288, 384, 1000)
-SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)
 # Dense storage is the same work at any of them.
 DENSE_SPARSITIES = (0.0, 0.5)
 

@@ -14,10 +14,10 @@ import pytest
 from ortolan import _native
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
-from ..formats.test_bitmap import malformed, mutate
+from ..formats.bitmaps import malformed, mutate
 from .isa_process import check_with_isa, each_isa, run_with_isa
+from .linear_sizes import DIMENSIONS, SPARSITIES, M
 from .single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
-from .test_sparse_amx_matmul_kernels import DIMENSIONS, SPARSITIES, M
 
 
 def function(opset: int = 17) -> onnx.FunctionProto:

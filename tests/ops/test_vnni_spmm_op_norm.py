@@ -15,11 +15,11 @@ from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.vnni_spmm_function import INPUTS, Uses
 
 from .block_sparse import BlockSparseLayer
+from .damages import TENSOR_DAMAGES, damage_attribute, damage_inputs
+from .linear_kinds import RESIDUALS
 from .single_node import session
-from .test_sparse_amx_matmul_op_fuzz import TENSOR_DAMAGES, damage_attribute, damage_inputs
-from .test_sparse_amx_matmul_op_kinds import RESIDUALS
-from .test_vnni_spmm_op import LayerNorm, node_model
-from .test_vnni_spmm_op_hidden import Mlp
+from .vnni_spmm_mlp import Mlp
+from .vnni_spmm_node import LayerNorm, node_model
 
 EVERYTHING = Uses(residual=True, norm=True, x_range=True, hidden=True)
 both = pytest.mark.parametrize("library", [True, False])

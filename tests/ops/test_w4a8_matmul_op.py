@@ -2,87 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
-from ortolan import _native
 from ortolan.graph_passes.find.epilogue import Activation
-from ortolan.graph_passes.operators.w4a8_matmul_function import Uses, w4a8_matmul_function
 
+from .linear_kinds import RESIDUALS, apply
 from .single_node import session
-from .test_sparse_amx_matmul_op_kinds import RESIDUALS, apply
 from .w4a8 import GroupLayer
-
-
-def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.FunctionProto:
-    proto: onnx.FunctionProto = ir.to_proto(w4a8_matmul_function(opset, uses, unpack_once))
-    return proto
-
-
-def node_model(
-    layer: GroupLayer,
-    bias: np.ndarray | None = None,
-    rank: int = 2,
-    uses: Uses | None = None,
-    opset: int = 17,
-    residual: Sequence[int] | None = None,
-    activation: Activation = Activation.NONE,
-    unpack_once: bool = True,
-    gated_columns: int = 0,
-) -> onnx.ModelProto:
-    """One W4A8MatMul node "linear" with its function: input x [d0, …, k], output y. residual: the shape of an input."""
-    k, n = layer.q.shape
-    tensors = {"weights": _native.pack_int4_group(layer.q), "scales": layer.packed_scales}
-    if layer.scales.dtype == np.float16:
-        tensors["scales"] = tensors["scales"].view(np.float16)
-    tensors["bias"] = np.zeros(n, np.float32) if bias is None else bias
-    inputs = ["x", "weights", "scales", "bias"]
-    leading = [f"d{i}" for i in range(rank - 1)]
-    graph_inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])]
-    if residual is not None:
-        graph_inputs.append(helper.make_tensor_value_info("residual", TensorProto.FLOAT, list(residual)))
-        inputs.append("residual")
-    if layer.zero_points is not None:
-        if residual is None:
-            tensors["none"] = np.zeros(1, np.float32)
-            inputs.append("none")
-        tensors["zero_points"] = _native.pack_group_rows(layer.zero_points)
-        inputs.append("zero_points")
-    uses = uses or Uses(
-        layer.zero_points is not None, frozenset({activation}), residual is not None, gated_columns != 0
-    )
-    node = helper.make_node(
-        "W4A8MatMul",
-        inputs,
-        ["y"],
-        "linear",
-        domain="ai.ortolan",
-        k=k,
-        n=n,
-        format_version=1,
-        group_size=layer.group,
-        activation=int(activation),
-        gated_columns=gated_columns,
-    )
-    shape = [*leading, gated_columns or n] if residual is None else None
-    graph = helper.make_graph(
-        [node],
-        "single",
-        graph_inputs,
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(array, name) for name, array in tensors.items()],
-    )
-    return helper.make_model(
-        graph,
-        functions=[function(uses, opset, unpack_once)],
-        ir_version=8,
-        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
-    )
+from .w4a8_node import node_model
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

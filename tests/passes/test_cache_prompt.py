@@ -19,8 +19,8 @@ from ortolan.graph_passes.passes.prompt import prune_prompt
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
+from .cached_llama import EXACT, LAYERS, VOCABULARY, llama
 from .small_models import op_types
-from .test_compress_cache import EXACT, LAYERS, VOCABULARY, llama
 
 FORMS = ("standard", "gqa")
 IDS = np.random.default_rng(1).integers(0, VOCABULARY, 70)

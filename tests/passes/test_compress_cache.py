@@ -4,102 +4,36 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
 import ortolan
-from ortolan import OptimizationReport, Recipe, _native
+from ortolan import Recipe, _native
 from ortolan.errors import CalibrationError, RecipeError
 from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.models import tiny
 
+from .cached_llama import (
+    EXACT,
+    FORMS,
+    LAYERS,
+    VOCABULARY,
+    Decoding,
+    compress,
+    decode,
+    distance,
+    llama,
+    prompt,
+    recipe,
+    session,
+)
 from .small_models import op_types
-
-FORMS = ("standard", "gqa")
-EXACT = {"keys": "float32", "values": "float32"}
-SIZES = {"head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
-VOCABULARY = tiny.TINY_LLAMA.vocab_size
-LAYERS = tiny.TINY_LLAMA.num_hidden_layers
-Arrays = dict[str, np.ndarray]
-
-
-def recipe(*others: dict[str, Any], **options: Any) -> Recipe:
-    steps = [{"name": "normalize"}, {"name": "compress_cache", **options}, *others, {"name": "verify", "seconds": 0.0}]
-    return Recipe.from_dict({"name": "c", "pass": steps})
-
-
-def llama(attention: str, **overrides: Any) -> onnx.ModelProto:
-    return ir.to_proto(tiny.tiny_llama(attention=attention, **{**SIZES, **overrides}))
-
-
-def compress(
-    model: onnx.ModelProto, calibration: list[Arrays] | None = None, **options: Any
-) -> tuple[onnx.ModelProto, OptimizationReport]:
-    report = ortolan.optimize_onnx(
-        model, recipe=recipe(**options), calibration=calibration or [prompt(model, seed=seed) for seed in (5, 6)]
-    )
-    assert report.model is not None
-    return report.model, report
-
-
-def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    return ortolan.create_session(model.SerializeToString())
-
-
-def prompt(model: onnx.ModelProto, batch: int = 2, tokens: int = 50, seed: int = 0) -> Arrays:
-    """Feeds with an empty cache."""
-    ids = np.random.default_rng(seed).integers(0, VOCABULARY, (batch, tokens))
-    return Decoding(model, ids).feeds(0, tokens)
-
-
-class Decoding:
-    """Feeds for one call after another. mask: 0 for padding, [batch, tokens]."""
-
-    def __init__(self, model: onnx.ModelProto, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
-        self.ids, self.mask = ids, np.ones_like(ids) if mask is None else mask
-        self.names = [value.name for value in model.graph.input]
-        self.caches: Arrays = {}
-        for value in model.graph.input:
-            if value.name.startswith("past_key_values"):
-                shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-                dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-                # As many tokens as exact keys are of; else none.
-                self.caches[value.name] = np.zeros((len(ids), *shape[1:]), dtype)
-
-    def feeds(self, begin: int, end: int) -> Arrays:
-        given = {"input_ids": self.ids[:, begin:end], "attention_mask": self.mask[:, :end]}
-        given["position_ids"] = np.maximum(np.cumsum(self.mask, axis=1) - 1, 0)[:, begin:end]
-        return {name: given[name] for name in self.names if name in given} | self.caches
-
-    def run(self, model: onnx.ModelProto, cuts: Sequence[int]) -> Iterator[np.ndarray]:
-        """The logits of calls that end at each of the cuts."""
-        runner = session(model)
-        names = [output.name for output in runner.get_outputs()]
-        begin = 0
-        for end in cuts:
-            outputs = dict(zip(names, runner.run(None, self.feeds(begin, end)), strict=True))
-            self.caches = {name: outputs[name.replace("past_key_values", "present")] for name in self.caches}
-            yield outputs["logits"]
-            begin = end
-
-
-def decode(
-    model: onnx.ModelProto, cuts: Sequence[int] = (70, 71, 72, 80, 81), mask: np.ndarray | None = None
-) -> np.ndarray:
-    """The logits of two sequences, a prompt and single tokens and several, [batch, tokens, vocabulary]."""
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, cuts[-1]))
-    return np.concatenate(list(Decoding(model, ids, mask).run(model, cuts)), axis=1)
-
-
-def distance(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -14,7 +14,7 @@ from ortolan.errors import RecipeError
 from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.graph_passes.weights.cache_format import CacheFormat
 
-from .test_compress_cache import (
+from .cached_llama import (
     FORMS,
     LAYERS,
     VOCABULARY,

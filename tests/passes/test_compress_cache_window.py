@@ -13,7 +13,7 @@ import ortolan
 from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.graph_passes.weights.cache_format import ExactKeys
 
-from .test_compress_cache import FORMS, LAYERS, VOCABULARY, Decoding, compress, decode, distance, llama, recipe, session
+from .cached_llama import FORMS, LAYERS, VOCABULARY, Decoding, compress, decode, distance, llama, recipe, session
 
 CUTS = (70, 71, 72, 73, 74)
 

@@ -9,22 +9,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from scipy.special import erf
 
 from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilogue
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
+from .epilogues import WEIGHTS, K, N, Writer, gelu_torch, run_unoptimized
 from .small_models import make_model, random_weight
 
 FLOAT = TensorProto.FLOAT
-K, N = 12, 10
-WEIGHTS = {"W": random_weight(K, N), "b": random_weight(N, seed=1)}
 
 FORMULAS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
     Activation.NONE: lambda x: x,
@@ -33,68 +31,6 @@ FORMULAS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
     Activation.GELU_TANH: lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     Activation.SILU: lambda x: x / (1 + np.exp(-x)),
 }
-
-
-class Writer:
-    """Writes the nodes behind the layer y = x W + b.
-
-    `choose(n)` picks 0 .. n - 1: the order of the operands of each Add and Mul, and how each number is stored.
-    """
-
-    def __init__(self, choose: Callable[[int], int] = lambda n: 0, dtype: type = np.float32) -> None:
-        self.choose = choose
-        self.dtype = dtype
-        self.nodes = [helper.make_node("Gemm", ["x", "W", "b"], ["y"], name="layer")]
-        self.weights = {name: array.astype(dtype) for name, array in WEIGHTS.items()}
-        self.inputs: dict[str, tuple[int, list[int | str]]] = {}
-        self.opset = 20
-
-    @property
-    def type(self) -> int:
-        return helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype))
-
-    def node(self, op: str, *operands: str | float, domain: str = "", **attributes: object) -> str:
-        names = [value if isinstance(value, str) else self.number(value) for value in operands]
-        if op in ("Add", "Mul") and self.choose(2):
-            names.reverse()
-        if op == "Swish":
-            self.opset = 24
-        output = f"v{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op, names, [output], name=f"node_{output}", domain=domain, **attributes))
-        return output
-
-    def number(self, value: float) -> str:
-        name, stored = f"c{len(self.nodes)}", self.choose(4)
-        array = np.array([value] if stored == 1 else value, self.dtype)
-        if stored < 2:
-            name = f"{name}_{len(self.weights)}"
-            self.weights[name] = array
-            return name
-        self.nodes.append(helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array)))
-        if stored == 2:
-            return name
-        self.nodes.append(helper.make_node("Identity", [name], [f"{name}_same"]))
-        return f"{name}_same"
-
-    def input(self, name: str, *shape: int | str) -> str:
-        self.inputs[name] = (self.type, list(shape))
-        return name
-
-    def model(self, *outputs: str, rank: int = 2) -> onnx.ModelProto:
-        return make_model(
-            self.nodes,
-            {"x": (self.type, ["batch", K]), **self.inputs},
-            {name: (self.type, [f"{name}_{axis}" for axis in range(rank)]) for name in outputs},
-            self.weights,
-            opset=self.opset,
-            domains={"com.microsoft": 1, "com.example": 1},
-        )
-
-
-# TorchScript and dynamo, then the order of ORT's and tf2onnx's examples, then 0.5 (1 + erf) first.
-def gelu_torch(w: Writer, x: str) -> str:
-    gate = w.node("Add", w.node("Erf", w.node("Div", x, math.sqrt(2))), 1.0)
-    return w.node("Mul", w.node("Mul", x, gate), 0.5)
 
 
 def gelu_half_x(w: Writer, x: str) -> str:
@@ -189,14 +125,6 @@ def find(model: onnx.ModelProto | ir.Model) -> Epilogue:
 def finds_nothing(model: onnx.ModelProto) -> bool:
     found = find(model)
     return found.activation == Activation.NONE and not found.nodes and found.residual is None
-
-
-def run_unoptimized(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """As the nodes stand: ORT's own fusions would hide what they compute."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
 
 
 def some_x(rows: int = 64) -> np.ndarray:

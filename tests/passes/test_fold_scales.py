@@ -11,15 +11,15 @@ from onnx import TensorProto, helper
 import ortolan
 from ortolan import CalibrationError, ModelError, NothingToReplaceError, RecipeError
 from ortolan.graph_passes.find.linear import linears_in
-from ortolan.graph_passes.measure import layer_inputs
+from ortolan.graph_passes.measure import layer_inputs, recorder
 from ortolan.graph_passes.measure.recorder import _as_outputs
-from ortolan.graph_passes.passes import calibrate, fold_scales, quantize
+from ortolan.graph_passes.passes import fold_scales, quantize
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import get_model, tiny
 
+from .correlated import correlated
+from .quantized import quantize_in, recipe_of, weights_of
 from .small_models import branches_model, make_model, matmul_model, random_weight, relative_error, run
-from .test_quantize import quantize_in, recipe_of, weights_of
-from .test_quantizers import correlated
 
 FLOAT = TensorProto.FLOAT
 CALIBRATED = ["gptq", "awq"]
@@ -184,7 +184,7 @@ def test_awq_and_gptq_are_better_than_nearest_in_a_llama(symmetric):
 @pytest.mark.parametrize("hessian_bytes", [1 << 29, 1])
 def test_gptq_sees_all_rows_of_all_feeds(monkeypatch, hessian_bytes):
     monkeypatch.setattr(layer_inputs, "_HESSIAN_BYTES", hessian_bytes)
-    monkeypatch.setattr(calibrate, "_HESSIAN_ROWS", 37)
+    monkeypatch.setattr(recorder, "_HESSIAN_ROWS", 37)
     seen = []
     monkeypatch.setattr(
         quantize,

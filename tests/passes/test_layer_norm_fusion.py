@@ -20,8 +20,8 @@ from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
+from .epilogues import gelu_torch, run_unoptimized
 from .small_models import make_model, op_types, optimize, random_weight, relative_error, run
-from .test_epilogue_fusion import gelu_torch, run_unoptimized
 
 FLOAT = TensorProto.FLOAT
 K, N = 12, 40

@@ -22,8 +22,8 @@ from ortolan.graph_passes.find.lut import (
     make_table,
 )
 
+from .lut_chains import CHAINS, NUMBERS, all_codes, answers, between, code_model, node
 from .small_models import make_model
-from .test_fuse_lut import CHAINS, NUMBERS, all_codes, answers, between, code_model, node
 
 OPSETS = {"": 21}
 

@@ -11,8 +11,8 @@ import pytest
 import ortolan
 from ortolan import Recipe
 
+from .attention_graphs import B, Graph, H, S, W
 from .small_models import op_types, random_weight, relative_error, run
-from .test_fuse_attention import B, Graph, H, S, W
 
 OPS = {"VNNISpMM": 8, "SparseAMXMatMul": 8, "W4A8MatMul": 4}
 

@@ -22,11 +22,11 @@ from ortolan.graph_passes.weights.quantizers.hessian import damped
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
+from .correlated import correlated
 from .int8_layers import MICROSOFT, Int8Layer, sparse_numbers
+from .quantized import recipe_of, weights_of
 from .small_models import branches_model, make_model, matmul_model, op_types, random_weight, relative_error, run
-from .test_pruners import block_zeros
-from .test_quantize import recipe_of, weights_of
-from .test_quantizers import correlated
+from .zero_blocks import block_zeros
 
 FLOAT = TensorProto.FLOAT
 FIXED = {"method": "sparsegpt", "damping": 0.01}

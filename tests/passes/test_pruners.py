@@ -18,8 +18,9 @@ from ortolan.graph_passes.weights.quantizers.gptq import gptq_of
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize
 from ortolan.graph_passes.weights.quantizers.hessian import damped
 
+from .correlated import correlated
 from .small_models import random_weight
-from .test_quantizers import correlated
+from .zero_blocks import block_zeros
 
 UNSTRUCTURED, BLOCKS = Pattern(), Pattern(4)
 HALF = Pattern(1, 2, 4)
@@ -28,11 +29,6 @@ HALF = Pattern(1, 2, 4)
 def loss(hessian: np.ndarray, weight: np.ndarray, values: np.ndarray) -> float:
     difference = weight.astype(np.float64) - values
     return float(np.vdot(difference, hessian @ difference))
-
-
-def block_zeros(values: np.ndarray) -> int:
-    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % 4)))
-    return int(np.count_nonzero(~padded.reshape(len(values), -1, 4).any(axis=2)))
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

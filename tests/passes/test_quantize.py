@@ -11,46 +11,30 @@ import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 import ortolan
-from ortolan import ModelError, OptimizationReport, Recipe, RecipeError
+from ortolan import ModelError, OptimizationReport, RecipeError
 from ortolan.graph_passes.files.model_file import load_model
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor
-from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.passes import quantize as quantize_module
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.plan import Plan
 from ortolan.graph_passes.passes.replace_rule import LayerState
-from ortolan.graph_passes.run import plan, transform
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
 from ortolan.models import tiny
 
+from .quantized import INT4, INT8, quantize_in, recipe_of, spread, weights, weights_of
 from .small_models import make_model, matmul_model, random_weight, relative_error, run
 
 FLOAT = TensorProto.FLOAT
-INT8 = Quantization(8, None)
-INT4 = [Quantization(4, size) for size in (32, 64, 128)]
 BOUND = 0.5 * (1 + 2**-16)  # of |W - scale q| / scale
-
-
-def recipe_of(*steps: dict) -> Recipe:
-    return Recipe.from_dict({"name": "r", "pass": [{"name": "normalize"}, *steps]})
 
 
 def optimize(model: onnx.ModelProto, **options) -> OptimizationReport:
     return ortolan.optimize_onnx(model, recipe=recipe_of({"name": "quantize", **options}))
-
-
-def weights_of(report: OptimizationReport) -> dict[str, np.ndarray]:
-    return {tensor.name: numpy_helper.to_array(tensor) for tensor in report.model.graph.initializer}
-
-
-def spread(scales: np.ndarray, quantization: Quantization, k: int) -> np.ndarray:
-    """One scale for each weight, as float64."""
-    return np.repeat(scales.astype(np.float64), quantization.group_size or k, axis=0)[:k]
 
 
 def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
@@ -67,20 +51,6 @@ def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
         scales = scales.astype(ml_dtypes.bfloat16)
     scales = scales.astype(np.float64)
     return (np.rint(parts / np.where(scales, scales, 1)) * scales).reshape(-1, n)[:k]
-
-
-@st.composite
-def weights(draw) -> np.ndarray:
-    """Columns of very different magnitudes, with zeros anywhere and whole columns or groups of them."""
-    k, n = draw(st.integers(1, 150)), draw(st.integers(1, 6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    low, high = sorted(draw(st.tuples(*[st.floats(-45, 38.5)] * 2)))
-    values = rng.standard_normal((k, n)) * 10 ** (low + (high - low) * rng.random(n))
-    if draw(st.booleans()):  # and inside of a column
-        values *= 10.0 ** rng.uniform(-8, 0, (k, n))
-    values[rng.random((k, n)) < draw(st.sampled_from([0.0, 0.5, 0.97, 1.0]))] = 0
-    largest = np.finfo(np.float32).max
-    return np.clip(values, -largest, largest).astype(np.float32)
 
 
 @settings(deadline=None, max_examples=300)
@@ -217,25 +187,6 @@ def two_layers(a: np.ndarray, b: np.ndarray | None = None) -> onnx.ModelProto:
         {"y": (FLOAT, ["batch", (a if b is None else b).shape[1]])},
         {"A": a} | ({} if b is None else {"B": b}),
     )
-
-
-def quantize_in(
-    model: onnx.ModelProto, folder, *steps: dict, dry_run: bool = False
-) -> tuple[PassContext, dict[str, Linear]]:
-    """What a recipe of these passes leaves in the context, and the model's layers after it."""
-    source = load_model(model)
-    recipe = recipe_of(*steps)
-    with TensorSpill(folder) as spill:
-        context = PassContext(
-            Evidence(source, folder),
-            source,
-            OptimizationReport(recipe.to_dict()),
-            folder / "model.onnx",
-            spill,
-            dry_run=dry_run,
-        )
-        transform(plan(recipe, context), context)
-    return context, {linear.name: linear for linear in linears_in(source.model)}
 
 
 def check_stored(context: PassContext, linear: Linear, original: np.ndarray, quantization: Quantization) -> None:

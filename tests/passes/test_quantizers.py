@@ -17,19 +17,11 @@ from ortolan.graph_passes.weights.quantizers.grid import Quantization, Rounded, 
 from ortolan.graph_passes.weights.quantizers.hessian import choose_order, damped, inverse_factor
 from ortolan.graph_passes.weights.quantizers.hqq import half_quadratic
 
+from .correlated import correlated
+from .quantized import INT4, INT8, spread, weights
 from .small_models import random_weight, relative_error
-from .test_quantize import INT4, INT8, spread, weights
 
 ASYMMETRIC = [Quantization(4, size, symmetric=False) for size in (32, 64, 128)]
-
-
-def correlated(rows: int, k: int, correlation: float = 0.99, seed: int = 0) -> np.ndarray:
-    """Inputs of which neighbours are alike: x_j = correlation x_{j-1} + noise, each of variance 1."""
-    noise = np.random.default_rng(seed).standard_normal((rows, k))
-    x = noise.copy()
-    for j in range(1, k):
-        x[:, j] = correlation * x[:, j - 1] + np.sqrt(1 - correlation**2) * noise[:, j]
-    return x.astype(np.float32)
 
 
 def output_error(x: np.ndarray, weight: np.ndarray, rounded: Rounded, quantization: Quantization) -> float:

@@ -13,8 +13,8 @@ import ortolan
 from ortolan.graph_passes.measure.sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
 
 from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, sparse_numbers
+from .qlinear_chain import chain_of_qlinear
 from .small_models import make_model, relative_error
-from .test_stored_int8 import chain_of_qlinear
 
 FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
 

@@ -13,9 +13,9 @@ from ortolan import _native
 from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
+from ..ops.linear_kinds import GROUPS, attributes, packed, scales, uses
 from ..ops.quantized import Layer
 from ..ops.single_node import session, sparse_amx_matmul_model, sparse_weight
-from ..ops.test_sparse_amx_matmul_op_kinds import GROUPS, attributes, packed, scales, uses
 from .small_models import relative_error
 
 ALL = Uses(frozenset({16, 8, 4}), True, frozenset(Activation), True)

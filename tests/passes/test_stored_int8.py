@@ -17,6 +17,7 @@ from ortolan.graph_passes.find.linear import Linear, NotLinear, find_linears
 
 from ..recipes.forms import NAMED
 from .int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, adopt, optimize, outputs, packed_numbers, sparse_numbers
+from .qlinear_chain import chain_of_qlinear
 from .small_models import make_model, op_types, relative_error, run
 
 FORMS = [*DYNAMIC, *FIXED, *ROUNDED]
@@ -150,20 +151,6 @@ def test_layers_that_share_their_input():
     x = layer.inputs()
     first, second = run(report.model, {"x": x}, library=True)
     np.testing.assert_array_equal(first, second)
-
-
-def chain_of_qlinear(second: str = "qlinear") -> tuple[Int8Layer, onnx.ModelProto]:
-    """The second layer's input exists in 8 bits only."""
-    layer = Int8Layer(second, q=sparse_numbers(24, 24))
-    quantize, linear, dequantize = layer.nodes()
-    again = onnx.NodeProto.FromString(linear.SerializeToString())
-    again.name, again.input[0], again.output[0] = "second", "yq", "zq"
-    again.input[1:3] = ["y_scale", "y_zero"]
-    dequantize.input[0] = "zq"
-    model = layer.model()
-    del model.graph.node[:]
-    model.graph.node.extend([quantize, linear, again, dequantize])
-    return layer, model
 
 
 @pytest.mark.parametrize("form", ROUNDED)

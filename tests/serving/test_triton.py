@@ -40,7 +40,7 @@ def read_config(folder: Path):
 def encoder(tmp_path) -> Path:
     model = tiny.tiny_bert(vocab_size=256)
     ir.save(model, tmp_path / "plain.onnx")
-    ortolan.optimize_onnx(tmp_path / "plain.onnx", tmp_path / "encoder.onnx", options={"sparsity": 0.3})
+    ortolan.optimize_onnx(tmp_path / "plain.onnx", tmp_path / "encoder.onnx", weights="bf16", sparsity=0.3)
     return tmp_path / "encoder.onnx"
 
 
@@ -82,7 +82,7 @@ def test_texts_have_no_dimension_but_the_batch(tmp_path, encoder):
     pytest.importorskip("onnxruntime_extensions")
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
     model = tmp_path / "text.onnx"
-    ortolan.optimize_onnx(tmp_path / "plain.onnx", model, with_tokenizer=TextInput(tokenizer), options={"sparsity": 0})
+    ortolan.optimize_onnx(tmp_path / "plain.onnx", model, weights="bf16", with_tokenizer=TextInput(tokenizer))
     with pytest.raises(ModelError, match="libortextensions"):
         write_repository(model, tmp_path / "repo")
     library = tmp_path / "libortextensions.so"

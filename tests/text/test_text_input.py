@@ -224,7 +224,7 @@ def test_an_output_of_the_embeddings_name_and_too_few_positions(tmp_path):
     model.graph.outputs.append(other.outputs[0])
     ir.save(model, tmp_path / "model.onnx")
     write_wordpiece(tmp_path / "tokenizer.json")
-    chosen = {"options": {"sparsity": 0.3, "seconds": 0.0}}
+    chosen = {"weights": "bf16", "sparsity": 0.3, "options": {"seconds": 0.0}}
     text = ortolan.TextInput(tmp_path / "tokenizer.json", max_tokens=64)
     ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", with_tokenizer=text, **chosen)
     session = ortolan.create_session(tmp_path / "fast.onnx")

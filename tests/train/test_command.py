@@ -13,7 +13,7 @@ from ortolan.cli import app
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
-from ..api.test_calibration_texts import write_tokenizer
+from ..api.word_tokenizer import write_tokenizer
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ortolan import ModelError, OutputError, RecipeError
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.models import tiny
 
-from .test_parts import Letters
+from .letters import Letters
 
 torch = pytest.importorskip("torch")
 

@@ -25,12 +25,9 @@ from ortolan.train.student import (
     write_back,
 )
 
+from .letters import Letters
+
 RNG = np.random.default_rng(0)
-
-
-class Letters:
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) % 50 for letter in text]
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,10 @@
+"""Checks in a process of its own, under the emulator."""
+
+from __future__ import annotations
+
+from .emulator import run_python
+
+
+def check(code: str) -> None:
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,65 @@
+"""Models of one NoMADAttention node without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+
+from ortolan.graph_passes.operators.nomad_attention_function import Uses, nomad_attention_function
+
+
+def node_model(
+    num_heads: int,
+    kv_num_heads: int = 0,
+    packed: bool = False,
+    mask: bool | np.ndarray = True,
+    opset: int = 17,
+    uses: Uses | None = None,
+    shapes: dict[str, Sequence[int | str]] | None = None,
+    mask_rank: int = 4,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """One NoMADAttention node with its function. mask: an input, or a constant. Inputs have the names of the op's."""
+    names = ["query", "mask" if mask is not False else "", *([] if packed else ["key", "value"])]
+    while not names[-1]:
+        names.pop()
+    initializers = [numpy_helper.from_array(mask, "mask")] if isinstance(mask, np.ndarray) else []
+    shapes = {name: [f"{name}{axis}" for axis in range(mask_rank if name == "mask" else 3)] for name in names} | (
+        shapes or {}
+    )
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[name])
+        for name in names
+        if name and not (name == "mask" and initializers)
+    ]
+    attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32} | attributes
+    flags = [attributes[name] == 1 for name in ("causal", "zero_hidden_rows")]
+    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags)
+    node = helper.make_node(
+        "NoMADAttention",
+        names,
+        ["y"],
+        "attention",
+        domain="ai.ortolan",
+        num_heads=num_heads,
+        kv_num_heads=kv_num_heads,
+        **attributes,
+    )
+    graph = helper.make_graph(
+        [node],
+        "single",
+        inputs,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["y0", "y1", "y2"])],
+        initializers,
+    )
+    return helper.make_model(
+        graph,
+        functions=[ir.to_proto(nomad_attention_function(opset, uses))],
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
+    )

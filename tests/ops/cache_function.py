@@ -1,0 +1,62 @@
+"""Kernel and function of NoMADAttention with a cache, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.graph_passes.operators.nomad_cache_function import CacheUses, nomad_cache_function
+
+from .cached_attention import Call, Setup, node_model
+from .single_node import session
+
+
+def uses_of(setup: Setup) -> CacheUses:
+    """No more than a node needs."""
+    return CacheUses(
+        d_sub=setup.d_sub if setup.codes else 0,
+        int8_values=setup.int8_values,
+        packed=setup.packed,
+        by_heads=setup.by_heads,
+        mask=setup.mask,
+        grouped=setup.heads != setup.kv_heads,
+        causal=setup.causal,
+        zero_hidden_rows=setup.zero_hidden_rows,
+        lengths=setup.lengths,
+        rotary=bool(setup.rotary),
+        equal_rows=setup.width > 0,
+        exact_keys=setup.slots > 0,
+        prompt=setup.prompt > 0,
+    )
+
+
+def all_uses_of(setup: Setup) -> CacheUses:
+    """What a model of all kinds of nodes needs, of one kind of cache."""
+    return dataclasses.replace(
+        uses_of(setup),
+        d_sub=4 if setup.codes else 0,
+        mask=True,
+        grouped=True,
+        causal=True,
+        zero_hidden_rows=True,
+        lengths=True,
+    )
+
+
+class Both:
+    """Our kernel and the function's body, on the same calls."""
+
+    def __init__(self, setup: Setup, uses: CacheUses | None = None, opset: int = 17) -> None:
+        self.setup = setup
+        self.model = node_model(setup, [ir.to_proto(nomad_cache_function(opset, uses or uses_of(setup)))], opset=opset)
+        self.kernel = session(self.model)
+        self.body = session(self.model, library=False)
+
+    def check(self, call: Call, exact: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Each within its bounds, with the same caches. exact: see Call.check, of the kernel."""
+        ours, body = (one.run(None, call.feeds) for one in (self.kernel, self.body))
+        call.check(ours, exact)
+        call.check(body, exact=True)
+        return ours, body

@@ -1,0 +1,9 @@
+"""Sizes and shares of zeros at which kernels of linear layers are tested."""
+
+from __future__ import annotations
+
+M = (1, 2, 3, 7, 16, 33)
+
+DIMENSIONS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 288, 384, 1000)
+
+SPARSITIES = (0.0, 0.3, 0.5, 0.9, 1.0)

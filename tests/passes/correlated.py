@@ -1,0 +1,14 @@
+"""Inputs of which neighbours are alike."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def correlated(rows: int, k: int, correlation: float = 0.99, seed: int = 0) -> np.ndarray:
+    """Inputs of which neighbours are alike: x_j = correlation x_{j-1} + noise, each of variance 1."""
+    noise = np.random.default_rng(seed).standard_normal((rows, k))
+    x = noise.copy()
+    for j in range(1, k):
+        x[:, j] = correlation * x[:, j - 1] + np.sqrt(1 - correlation**2) * noise[:, j]
+    return x.astype(np.float32)

@@ -1,0 +1,21 @@
+"""Layers of 8-bit numbers in a row."""
+
+from __future__ import annotations
+
+import onnx
+
+from .int8_layers import Int8Layer, sparse_numbers
+
+
+def chain_of_qlinear(second: str = "qlinear") -> tuple[Int8Layer, onnx.ModelProto]:
+    """The second layer's input exists in 8 bits only."""
+    layer = Int8Layer(second, q=sparse_numbers(24, 24))
+    quantize, linear, dequantize = layer.nodes()
+    again = onnx.NodeProto.FromString(linear.SerializeToString())
+    again.name, again.input[0], again.output[0] = "second", "yq", "zq"
+    again.input[1:3] = ["y_scale", "y_zero"]
+    dequantize.input[0] = "zq"
+    model = layer.model()
+    del model.graph.node[:]
+    model.graph.node.extend([quantize, linear, again, dequantize])
+    return layer, model
