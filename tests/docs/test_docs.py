@@ -33,12 +33,12 @@ PAGES: dict[str, tuple[str, ...]] = {
     "formats.md": (),
     "long-context.md": ("tokenizers",),
     "methods.md": ("tokenizers",),
-    "quantized-models.md": (),
     "quickstart.md": (),
     "recipes.md": (),
     "serving.md": ("onnxruntime_extensions",),
     "sparse-training.md": ("tokenizers", "torch"),
 }
+WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "quantized-models.md", "text.md", "triton.md")
 WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 
 
@@ -115,7 +115,7 @@ def folder(models, tmp_path, monkeypatch) -> Path:
 
 def test_every_page_with_code_is_run():
     with_code = {page for page in pages() if {"bash", "python"} & {language for language, _ in blocks(page)}}
-    assert with_code == {*PAGES, *OTHER_PACKAGES, "cpp.md", "text.md", "triton.md"}  # which have tests of their own
+    assert with_code == {*PAGES, *OTHER_PACKAGES, *WITH_TESTS_OF_THEIR_OWN}
 
 
 def test_blocks_that_do_not_run_are_of_known_kinds():
@@ -132,6 +132,15 @@ def test_the_page_runs(page, folder):
     for module in PAGES[page]:
         pytest.importorskip(module, reason=f"docs/{page} needs {module}, and was not run")
     run_page(page, folder)
+
+
+def test_quantized_and_sparse_models_become_our_operators(folder):
+    run_page("quantized-models.md", folder)
+    nodes = [node.op_type for node in onnx.load(folder / "fast.onnx").graph.node]
+    assert "VNNISpMM" in nodes
+    assert "W4A8MatMul" in [
+        node.op_type for node in onnx.load(folder / "model_folder.ortolan" / "model.onnx").graph.node
+    ]
 
 
 def test_the_readme_is_short():
