@@ -4,7 +4,7 @@ python -m ortolan.benchmarks.picture --sts sts-dev.csv --text FILE --output FILE
 python -m ortolan.benchmarks.picture --from FILE.json --output FILE.svg
 
 What was measured lies beside the picture in a JSON file of its name, from which --from draws it again. Drawn twice, a
-picture has the same bytes. --text is scored from its beginning; lines from its second half are calibrated on.
+picture has the same bytes. --text is scored from its beginning; sentences of its second half are calibrated on.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _BLOCK, _ACCURACY = 32, 4  # of MatMulNBits: the fastest level
 _TOKENS = 128  # of a sentence, and in front of what is decoded
 _SECONDS, _ROUNDS, _DECODED = 20.0, 5, 32  # spent on timing
 _SCORED, _WINDOW = 4081, 256  # tokens
-_CALIBRATED = 32  # lines
-_LEAST_LINE = 80  # characters
+_CALIBRATED = 256  # sentences
+_LEAST_SENTENCE = 60  # characters
 _LINE, _LETTER = 11.0, 5.4  # of a name in the picture: its height, and the width of a letter
 
 
@@ -226,12 +226,20 @@ def measure_decoder(text: Path, texts: Sequence[str], threads: int, folder: Path
     return found
 
 
-def calibration_lines(text: Path) -> list[str]:
-    """Lines of the second half that are sentences rather than headings."""
+def calibration_sentences(text: Path) -> list[str]:
+    """Of the second half, from lines that are no headings."""
     lines = [line.strip() for line in text.read_text(encoding="utf-8").splitlines()]
-    found = [line for line in lines[len(lines) // 2 :] if len(line) >= _LEAST_LINE and not line.startswith("=")]
+    found = [
+        sentence.strip()
+        for line in lines[len(lines) // 2 :]
+        if not line.startswith("=")
+        for sentence in line.split(" . ")
+        if len(sentence) >= _LEAST_SENTENCE
+    ]
     if not found:
-        raise OrtolanError(f"{text} has no line of {_LEAST_LINE} characters in its second half; give a longer text")
+        raise OrtolanError(
+            f"{text} has no sentence of {_LEAST_SENTENCE} characters in its second half; give a longer text"
+        )
     return found[:_CALIBRATED]
 
 
@@ -308,8 +316,11 @@ def _name_points(plot: Any, points: Sequence[Point]) -> None:
 
 def measure(sts: Path, text: Path, threads: int, note: str, say: Say) -> Picture:
     """Everything, in some ten minutes."""
-    picture = Picture(shlex.join(["python", "-m", "ortolan.benchmarks.picture", *sys.argv[1:]]), threads, note)
-    texts = calibration_lines(text)
+    # Names of files, not where they lie on one machine.
+    options = {"--sts": sts.name, "--text": text.name, "--threads": str(threads), "--output": "speed-and-quality.svg"}
+    command = ["python", "-m", "ortolan.benchmarks.picture", *(word for pair in options.items() for word in pair)]
+    picture = Picture(shlex.join(command), threads, note)
+    texts = calibration_sentences(text)
     with tempfile.TemporaryDirectory(prefix="ortolan-", ignore_cleanup_errors=True) as folder:
         picture.models.append(measure_encoder(sts, texts, threads, Path(folder), say))
         picture.models.append(measure_decoder(text, texts, threads, Path(folder), say))

@@ -141,7 +141,7 @@ def test_a_form_that_cannot_be_made_is_left_out(tiny_models, monkeypatch):
 
     monkeypatch.setattr(benchmark, "make_matmul_nbits", fail)
     monkeypatch.setattr(benchmark, "FORMS", {DECODER: {}})
-    texts = benchmark.calibration_lines(tiny_models / "text.txt")
+    texts = benchmark.calibration_sentences(tiny_models / "text.txt")
     found = benchmark.measure_decoder(tiny_models / "text.txt", texts, 1, tiny_models, lambda line: None)
     assert [point.form for point in found.points] == [FP32, benchmark.INT8]
     assert found.left_out == ["MatMulNBits 4 bit: no such thing"]
