@@ -62,7 +62,7 @@ optimum: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py docs/test_hook_pages.py
 
 genai: build/testing-wheel/.built
-	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py 'docs/test_docs.py::test_the_page_runs[sparse-training.md]' train
+	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
 
 ray: build/testing-wheel/.built
 	.ci/extra ray serve serving docs/test_serving_page.py
