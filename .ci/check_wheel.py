@@ -7,7 +7,7 @@ import zipfile
 
 _NEEDED = ("ortolan/libortolan_ops.so", "ortolan/_native.")
 _FOREIGN_NAME = "ortolan/_testing"
-_FOREIGN_TEXT = b"ORTOLAN_ASSUME_AMX"
+_FOREIGN_TEXT = b"ORTOLAN_ASSUME_"
 
 
 def problems(wheel: str) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 
 from ortolan import _native, _testing
 
-# What AMX kernels use besides tiles. The emulator knows tile instructions only, and itself is made of AVX2.
+# What AMX kernels use besides tiles. The emulator knows tile instructions and those of AVX-VNNI, and itself is made of
+# AVX2.
 AMX_KERNELS, AMX_EMULATOR = "avx512bf16", "avx2"
 _REASON = "for lack of instructions: "
 
@@ -48,4 +49,4 @@ def _kernels() -> Iterable[tuple[str, _testing.KernelInfo]]:
 
 def _runs(feature_set: str) -> bool:
     """By the CPU, or by the emulator on it."""
-    return cpu_has(AMX_KERNELS if feature_set == "amx" else feature_set)
+    return cpu_has({"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}.get(feature_set, feature_set))

@@ -50,10 +50,10 @@ bool RequestAmxPermission() {
 #endif
 }
 
-// For tests, which run AMX code under an emulator.
-bool AssumeAmx() {
+// For tests, which run what the CPU lacks under an emulator: whether this variable of the environment is 1.
+bool Assumed([[maybe_unused]] const char* variable) {
 #if defined(ORTOLAN_TESTING)
-  const char* assume = std::getenv("ORTOLAN_ASSUME_AMX");
+  const char* assume = std::getenv(variable);
   return assume != nullptr && std::strcmp(assume, "1") == 0;
 #else
   return false;
@@ -64,7 +64,7 @@ bool HasAmx(const CpuidResult& leaf7, uint64_t xcr0) {
   constexpr uint64_t kTileState = uint64_t{3} << 17;
   constexpr uint32_t kBf16TileInt8 = Bit(22) | Bit(24) | Bit(25);
   if (HasBits(leaf7.edx, kBf16TileInt8) && HasBits(xcr0, kTileState)) return RequestAmxPermission();
-  return AssumeAmx();
+  return Assumed("ORTOLAN_ASSUME_AMX");
 }
 
 Features Detect() {
@@ -83,7 +83,7 @@ Features Detect() {
   const bool lzcnt = HasBits(extended1.ecx, Bit(5));
   if (!HasBits(xcr0, kYmmState) || !fma_f16c_popcnt || !bmi_avx2 || !lzcnt) return {};
   uint32_t bits = kAvx2;
-  if (HasBits(leaf7_1.eax, Bit(4))) bits |= kAvxVnni;
+  if (HasBits(leaf7_1.eax, Bit(4)) || Assumed("ORTOLAN_ASSUME_AVXVNNI")) bits |= kAvxVnni;
 
   constexpr uint64_t kZmmState = 0xe6;
   constexpr uint32_t kFDqBwVl = Bit(16) | Bit(17) | Bit(30) | Bit(31);

@@ -50,8 +50,9 @@ struct NamedFeatureSet {
 std::span<const NamedFeatureSet> FeatureSets();
 
 // What this CPU and operating system allow (CPUID, XGETBV, getauxval; for AMX also arch_prctl). Asked once.
-// In test builds alone (ORTOLAN_TESTING), ORTOLAN_ASSUME_AMX=1 adds kAmx on a CPU with AVX512-BF16. AMX code then needs
-// the emulator of tests/amx in the process: without it the first tile instruction ends the process.
+// In test builds alone (ORTOLAN_TESTING), ORTOLAN_ASSUME_AMX=1 adds kAmx on a CPU with AVX512-BF16, and
+// ORTOLAN_ASSUME_AVXVNNI=1 kAvxVnni on one with AVX2. Their code then needs the emulator of tests/amx in the process:
+// without it the first instruction that the CPU lacks ends the process.
 Features DetectedFeatures();
 
 // What kernels may use: DetectedFeatures(), but none outside of the set that the environment variable ORTOLAN_ISA

@@ -316,7 +316,7 @@ struct avx2 : Vectors<avx2, avx2_types> {
   }
   static constexpr bool kGathersBytes = false;
 
- private:
+ protected:
   static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
   static __m128i Load64(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
   // sums + the sums of pairs of words. By hand: gcc 12 makes a tree of the sums, whose products then spill.

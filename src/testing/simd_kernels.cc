@@ -281,9 +281,11 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
     ORTOLAN_TRY("InterleaveRows2", DotRows<S, 2>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
     ORTOLAN_TRY("PackRows1", DotPackedRows<S, 1>(x.ints, number, b, As<int32_t>(out)));
     ORTOLAN_TRY("PackRows2", DotPackedRows<S, 2>(x.ints, number, b, As<int32_t>(out)));
-    if constexpr (S::kGathersBytes) {
+    if constexpr (S::kLanes == 16) {
       ORTOLAN_TRY("InterleaveRows4", DotRows<S, 4>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
       ORTOLAN_TRY("PackRows4", DotPackedRows<S, 4>(x.ints, number, b, As<int32_t>(out)));
+    }
+    if constexpr (S::kGathersBytes) {
       ORTOLAN_TRY("GatherBytes", Gather<S>(a, b, x.number, out));
     }
   }

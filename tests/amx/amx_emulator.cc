@@ -1,9 +1,10 @@
-// AMX without AMX hardware, for tests on x86-64 Linux: a SIGILL handler that runs the tile instructions.
+// AMX and AVX-VNNI without hardware, for tests on x86-64 Linux: a SIGILL handler that runs the tile instructions, and
+// VPDPBUSD of 256 bits in VEX form.
 //
 // It runs LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD, TILELOADDT1, TILESTORED, TDPBF16PS, TDPBSSD, TDPBSUD,
-// TDPBUSD and TDPBUUD as the Intel 64 Software Developer's Manual defines them. What the CPU answers with a fault
-// prints one line, "amx emulator: <instruction> at <address>: <reason>", and aborts. Every other SIGILL goes to the
-// handler that was there before.
+// TDPBUSD, TDPBUUD and VPDPBUSD as the Intel 64 Software Developer's Manual defines them. What the CPU answers with a
+// fault prints one line, "amx emulator: <instruction> at <address>: <reason>", and aborts. Every other SIGILL goes to
+// the handler that was there before.
 //
 // A thread's tiles live in a slot of a fixed pool from LDTILECFG to TILERELEASE, so that nothing is allocated here and
 // only a pointer is thread-local: a library loaded late finds little room in the static TLS block.
@@ -41,12 +42,13 @@ enum Kind : int {
   kTdpbsud,
   kTdpbusd,
   kTdpbuud,
+  kVpdpbusd,
   kKinds,
 };
 
-constexpr const char* kNames[kKinds] = {"ldtilecfg", "sttilecfg",   "tilerelease", "tilezero",
-                                        "tileloadd", "tileloaddt1", "tilestored",  "tdpbf16ps",
-                                        "tdpbssd",   "tdpbsud",     "tdpbusd",     "tdpbuud"};
+constexpr const char* kNames[kKinds] = {"ldtilecfg",   "sttilecfg",  "tilerelease", "tilezero", "tileloadd",
+                                        "tileloaddt1", "tilestored", "tdpbf16ps",   "tdpbssd",  "tdpbsud",
+                                        "tdpbusd",     "tdpbuud",    "vpdpbusd"};
 
 constexpr int kTiles = 8;
 constexpr int kMaxRows = 16;
@@ -82,9 +84,9 @@ struct sigaction previous_action;
 
 struct Instruction {
   Kind kind = kKinds;
-  int tile = 0;          // that is loaded, stored, zeroed, or C
+  int tile = 0;          // that is loaded, stored, zeroed, or C; of vpdpbusd these three are vector registers
   int a = 0;             // of a product
-  int b = 0;             // of a product
+  int b = 0;             // of a product, -1 where it is in memory
   uint64_t address = 0;  // of the memory operand
   int64_t stride = 0;    // of a load or store
   const uint8_t* begin = nullptr;
@@ -201,6 +203,23 @@ bool DecodeMemory(const mcontext_t& context, const Vex& vex, int mod, int rm, bo
   return true;
 }
 
+// The rest of a product of vectors, from ModRM on.
+bool DecodeVectorProduct(const mcontext_t& context, const Vex& vex, bool fs, const uint8_t* at, Instruction* out) {
+  if (vex.prefix != 1) return false;
+  const uint8_t modrm = *at++;
+  const int mod = modrm >> 6;
+  out->kind = kVpdpbusd;
+  out->tile = ((modrm >> 3) & 7) | vex.reg_high;
+  out->a = vex.vvvv;
+  out->b = (modrm & 7) | vex.base_high;
+  if (mod != 3) {
+    if (!DecodeMemory(context, vex, mod, modrm & 7, false, fs, at, out)) return false;
+    out->b = -1;
+  }
+  out->end = at;
+  return true;
+}
+
 // False: not an instruction of this file. Reads no byte behind it.
 bool Decode(const mcontext_t& context, Instruction* out) {
   const uint8_t* at = reinterpret_cast<const uint8_t*>(context.gregs[REG_RIP]);
@@ -208,16 +227,18 @@ bool Decode(const mcontext_t& context, Instruction* out) {
   bool fs = false;
   for (; *at == 0x2e || *at == 0x36 || *at == 0x3e || *at == 0x26 || *at == 0x64; ++at) fs |= *at == 0x64;
 
-  // Three-byte VEX, map 0F38, 128 bits, W0. R, X, B and vvvv are stored inverted.
+  // Three-byte VEX, map 0F38, W0; of 128 bits, or 256 for vectors. R, X, B and vvvv are stored inverted.
   if (*at++ != 0xc4) return false;
   const uint8_t byte1 = *at++;
   if ((byte1 & 0x1f) != 2) return false;
   const uint8_t byte2 = *at++;
-  if ((byte2 & 0x84) != 0) return false;
+  if ((byte2 & 0x80) != 0) return false;
+  const bool is_256 = (byte2 & 0x04) != 0;
   const Vex vex = {byte1 & 0x80 ? 0 : 8, byte1 & 0x40 ? 0 : 8, byte1 & 0x20 ? 0 : 8, 15 - ((byte2 >> 3) & 15),
                    byte2 & 3};
 
   const uint8_t opcode = *at++;
+  if (is_256) return opcode == 0x50 && DecodeVectorProduct(context, vex, fs, at, out);
   if (opcode != 0x49 && opcode != 0x4b && opcode != 0x5c && opcode != 0x5e) return false;
   const uint8_t modrm = *at++;
   const int mod = modrm >> 6;
@@ -486,7 +507,61 @@ void LoadOrStore(const Instruction& instruction) {
   }
 }
 
-void Run(const Instruction& instruction) {
+// A vector register of 256 bits in the state that the handler returns to: Intel's manual, XSAVE, standard format.
+class VectorRegister {
+ public:
+  VectorRegister(const mcontext_t& machine, int number)
+      : state_(reinterpret_cast<uint8_t*>(machine.fpregs)),
+        present_(reinterpret_cast<uint64_t*>(state_ + 512)),
+        low_(state_ + kLow + 16 * number),
+        high_(state_ + kHigh + 16 * number) {}
+  // A part that is absent has its initial value, zero.
+  void Load(uint8_t* to) const {
+    memset(to, 0, 32);
+    if ((*present_ & 2) != 0) memcpy(to, low_, 16);
+    if ((*present_ & 4) != 0) memcpy(to + 16, high_, 16);
+  }
+  // Of the register's parts. The other registers of a part that was absent become zero, which they were.
+  void Store(const uint8_t* from) {
+    if ((*present_ & 2) == 0) memset(state_ + kLow, 0, 256);
+    if ((*present_ & 4) == 0) memset(state_ + kHigh, 0, 256);
+    *present_ |= 6;
+    memcpy(low_, from, 16);
+    memcpy(high_, from + 16, 16);
+  }
+
+ private:
+  static constexpr int kLow = 160;   // of register 0
+  static constexpr int kHigh = 576;  // the upper 128 bits
+
+  uint8_t* state_;
+  uint64_t* present_;  // of the header: a bit for each part of the state
+  uint8_t* low_;
+  uint8_t* high_;
+};
+
+void MultiplyVectors(const Instruction& instruction, const mcontext_t& machine) {
+  uint8_t a[32], b[32], c[32];
+  VectorRegister sums(machine, instruction.tile);
+  sums.Load(c);
+  VectorRegister(machine, instruction.a).Load(a);
+  if (instruction.b < 0) {
+    memcpy(b, reinterpret_cast<const void*>(instruction.address), sizeof(b));
+  } else {
+    VectorRegister(machine, instruction.b).Load(b);
+  }
+  for (int lane = 0; lane < 8; ++lane) {
+    uint32_t sum;
+    memcpy(&sum, c + 4 * lane, sizeof(sum));
+    for (int i = 4 * lane; i < 4 * lane + 4; ++i) {
+      sum += static_cast<uint32_t>(static_cast<int32_t>(a[i]) * static_cast<int32_t>(static_cast<int8_t>(b[i])));
+    }
+    memcpy(c + 4 * lane, &sum, sizeof(sum));
+  }
+  sums.Store(c);
+}
+
+void Run(const Instruction& instruction, const mcontext_t& machine) {
   switch (instruction.kind) {
     case kLdtilecfg:
       return Configure(instruction);
@@ -509,6 +584,8 @@ void Run(const Instruction& instruction) {
     case kTileloaddt1:
     case kTilestored:
       return LoadOrStore(instruction);
+    case kVpdpbusd:
+      return MultiplyVectors(instruction, machine);
     default:
       return Multiply(instruction);
   }
@@ -534,7 +611,7 @@ void OnIllegalInstruction(int signal_number, siginfo_t* info, void* context) {
   Instruction instruction;
   // si_code > 0: from the CPU, not from kill() or raise().
   if (info->si_code > 0 && Decode(machine, &instruction)) {
-    Run(instruction);
+    Run(instruction, machine);
     counts[instruction.kind].fetch_add(1, std::memory_order_relaxed);
     machine.gregs[REG_RIP] = static_cast<greg_t>(reinterpret_cast<uint64_t>(instruction.end));
   } else {

@@ -1,11 +1,11 @@
-"""AMX for tests: the CPU's own, or the emulator of amx_emulator.cc.
+"""AMX and AVX-VNNI for tests: the CPU's own, or the emulator of amx_emulator.cc.
 
     with amx() as emulator:         # None where the CPU has AMX
         …                           # tile instructions run in this process, in every thread
 
 Kernels are chosen by CPU features, which are found once a process: `ORTOLAN_ASSUME_AMX=1` must be in the environment
 before ortolan._native first looks. run_python starts a process that has it, and AMX, from the beginning. AMX kernels
-use AVX-512 besides, which has no emulator.
+use AVX-512 besides, which has no emulator. run_avxvnni does the same for AVX-VNNI.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from ortolan import _native
 
@@ -45,6 +47,7 @@ INSTRUCTIONS = (
     "tdpbsud",
     "tdpbusd",
     "tdpbuud",
+    "vpdpbusd",
 )
 
 
@@ -55,8 +58,12 @@ def cpu_has_amx() -> bool:
     return (
         cpuinfo.exists()
         and {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpuinfo.read_text().split())
-        and "amx" in _native.cpu_info()["detected_features"]
+        and "amx" in detected_features()
     )
+
+
+def detected_features() -> list[str]:
+    return list(_native.cpu_info()["detected_features"])
 
 
 def mode() -> str:
@@ -160,6 +167,8 @@ def load_shim() -> ctypes.CDLL:
     for name in ("load", "load_stream", "store", "load_by_form"):
         getattr(shim, f"shim_{name}").argtypes = [number, address, stride]
     shim.shim_load_without_base.restype = ctypes.c_bool
+    shim.shim_dot_quads.argtypes = [number, address, address, address]
+    shim.shim_dot_quads.restype = ctypes.c_bool
     shim.shim_multiply_local.argtypes = [address, address]
     shim.shim_multiply_under_mxcsr.argtypes = [number, ctypes.c_uint]
     shim.shim_multiply_under_mxcsr.restype = ctypes.c_uint
@@ -202,12 +211,31 @@ def run_python(code: str, timeout: float = 300, **environment: str) -> subproces
     Skips the test where the CPU lacks what AMX kernels use besides.
     """
     instructions.require(instructions.AMX_KERNELS, "an AMX kernel, besides emulated tiles,")
+    return _run_assuming("ORTOLAN_ASSUME_AMX", code, timeout, environment)
+
+
+def run_avxvnni(code: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own that has AVX-VNNI, and uses no more: ORTOLAN_ISA=avxvnni.
+
+    The emulator runs it where the CPU has none. Skips the test where that cannot run either.
+    """
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    instructions.require(instructions.AMX_EMULATOR, "the emulator of AVX-VNNI")
+    return _run_assuming("ORTOLAN_ASSUME_AVXVNNI", code, timeout, {"ORTOLAN_ISA": "avxvnni"})
+
+
+def _run_assuming(
+    assume: str, code: str, timeout: float, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """The prelude takes over SIGILL unless the CPU has AMX: then it has AVX-VNNI too."""
     prelude = "from tests.amx import emulator as _amx\n_context = _amx.amx()\nemulator = _context.__enter__()\n"
     inherited = {name: value for name, value in os.environ.items() if name != "ORTOLAN_ISA"}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, "-c", prelude + code],
-        env=inherited | {"ORTOLAN_ASSUME_AMX": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment,
+        env=inherited | {assume: "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment,
         capture_output=True,
         text=True,
         timeout=timeout,

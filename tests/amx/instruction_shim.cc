@@ -233,6 +233,36 @@ EXPORT void shim_multiply_same_a_b() { __asm__ volatile(".byte 0xc4, 0xe2, 0x72,
 EXPORT void shim_multiply_same_c_a() { __asm__ volatile(".byte 0xc4, 0xe2, 0x6b, 0x5e, 0xc0"); }  // tmm0, tmm0, tmm2
 EXPORT void shim_multiply_same_c_b() { __asm__ volatile(".byte 0xc4, 0xe2, 0x79, 0x5e, 0xc1"); }  // tmm0, tmm1, tmm0
 
+// VPDPBUSD of AVX-VNNI: c [8] += a [32] x b [32], with b in a low register, in a high one, or in memory (by base
+// and index), or with high sums; registers 0 and 15 must come through unchanged. False where they do not.
+EXPORT __attribute__((target("avx2"))) bool shim_dot_quads(int form, int32_t* c, const uint8_t* a, const int8_t* b) {
+  __asm__ volatile(
+      "vmovdqu (%0), %%ymm1\n\tvmovdqu (%1), %%ymm9\n\tvmovdqu (%2), %%ymm2\n\tvmovdqu (%2), %%ymm10\n\t"
+      "vpcmpeqd %%ymm0, %%ymm0, %%ymm0\n\tvpabsd %%ymm0, %%ymm15\n\tvmovdqu %%ymm1, %%ymm14"
+      :
+      : "r"(c), "r"(a), "r"(b)
+      : "xmm0", "xmm1", "xmm2", "xmm9", "xmm10", "xmm14", "xmm15");
+  const int64_t index = 8;
+  if (form == 0) __asm__ volatile("%{vex%} vpdpbusd %%ymm2, %%ymm9, %%ymm1" : : : "xmm1");
+  if (form == 1) __asm__ volatile("%{vex%} vpdpbusd %%ymm10, %%ymm9, %%ymm1" : : : "xmm1");
+  if (form == 2) __asm__ volatile("%{vex%} vpdpbusd -32(%0,%1,4), %%ymm9, %%ymm1" : : "r"(b), "r"(index) : "xmm1");
+  if (form == 3) {
+    __asm__ volatile("vmovdqu %%ymm14, %%ymm13\n\t%{vex%} vpdpbusd %%ymm10, %%ymm9, %%ymm13\n\tvmovdqu %%ymm13, %%ymm1"
+                     :
+                     :
+                     : "xmm1", "xmm13");
+  }
+  int32_t zero[8], fifteen[8];
+  __asm__ volatile("vmovdqu %%ymm1, (%0)\n\tvmovdqu %%ymm0, (%1)\n\tvmovdqu %%ymm15, (%2)"
+                   :
+                   : "r"(c), "r"(zero), "r"(fifteen)
+                   : "memory");
+  for (int i = 0; i < 8; ++i) {
+    if (zero[i] != -1 || fifteen[i] != 1) return false;
+  }
+  return true;
+}
+
 EXPORT void shim_undefined_instruction() { __asm__ volatile("ud2"); }
 
 // A product between stores to its operands and loads of its result, in one function that the compiler may reorder:

@@ -69,7 +69,7 @@ def test_columns_define_no_weak_symbols() -> None:
     """A weak (inline) function compiled for AVX-512 may be the copy that the linker keeps for every CPU."""
     columns = {path: column for path in compiled() if (column := column_of(path)) is not None}
     if platform.machine() == "x86_64":
-        assert {"avx2", "avx512", "avx512bf16", "amx"} <= set(columns.values())
+        assert {"avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx"} <= set(columns.values())
     for path in columns:
         weak = [line for line in nm(path, "--defined-only") if line[-2] in "WVu"]
         assert not weak, f"{path}: {weak}"

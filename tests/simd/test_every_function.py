@@ -29,7 +29,8 @@ def own_functions(column: str) -> set[str]:
     functions = set()
     for struct, header in ((column, column), ("Vectors", "vectors")):
         text = (ROOT / "ops" / "simd" / f"{header}.h").read_text()
-        vectors = text[re.search(rf"^struct {struct}\b", text, re.MULTILINE).start() :].split("\n private:")[0]
+        start = re.search(rf"^struct {struct}\b", text, re.MULTILINE).start()
+        vectors = re.split(r"\n (?:private|protected):", text[start:])[0]
         function = r"^  (?:\[\[.*\]\] )?static (?!constexpr)[\w:<> ]*[ &](\w+)\("
         functions |= set(re.findall(function, vectors, re.MULTILINE))
     return functions
