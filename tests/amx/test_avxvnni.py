@@ -33,7 +33,8 @@ def test_the_vocabulary() -> None:
 import os, sys
 os.chdir({str(ROOT / "tests")!r})
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler", "simd", "-k", "avxvnni"]))
+plugins = [f"-pno:{{name}}" for name in ("cacheprovider", "xdist", "faulthandler")]
+sys.exit(pytest.main(["-q", *plugins, "simd", "-k", "avxvnni"]))
 """
     done = emulator.run_avxvnni(code)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
