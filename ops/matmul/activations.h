@@ -17,9 +17,13 @@ namespace {
 
 constexpr int kFourRows = 4;
 
-// Rows of x whose sums fit half of the registers: a block.
+// Rows of x whose sums fit so many of the registers: a block.
 template <typename Simd>
-constexpr int kRowBlock = Simd::kRegisters * Simd::kLanes >= 32 ? Simd::kRegisters * Simd::kLanes / 32 : 1;
+constexpr int RowsWithSumsIn(int registers) {
+  return registers * Simd::kLanes >= 16 ? static_cast<int>(registers * Simd::kLanes / 16) : 1;
+}
+template <typename Simd>
+constexpr int kHalfOfRegisters = RowsWithSumsIn<Simd>(Simd::kRegisters / 2);
 
 // Of sums of 16 columns that one row of x is spread over.
 template <typename Simd>
@@ -39,12 +43,13 @@ class Activations {
     }
   }
 
-  template <typename Sums>
-  Sums MultiplyAdd(const Sums& sums, const typename Weights::Row& weights, int row, int i) const {
+  // part: of a row of weights, Weights::Part<kPart>.
+  template <int kPart, typename Sums, typename Part>
+  Sums MultiplyAdd(const Sums& sums, const Part& part, int row, int i) const {
     if constexpr (kHeld > 0) {
-      if (i < kHeld) return Weights::MultiplyAddHeld(sums, weights, held_[i], row);
+      if (i < kHeld) return Weights::MultiplyAddHeld(sums, part, held_[i], row);
     }
-    return Weights::MultiplyAdd(sums, weights, x_ + Weights::kRowInputs * (kFourRows * i + row));
+    return Weights::template MultiplyAddPart<kPart>(sums, part, x_ + Weights::kRowInputs * (kFourRows * i + row));
   }
 
  private:

@@ -15,8 +15,10 @@ struct LoopOf {
   template <typename Weights>
   using Loop = PanelLoop<Simd, Weights>;
   // Rows of x in a block, and those whose activations lie together.
-  static constexpr int64_t kBlockRows = kRowBlock<Simd>;
-  static constexpr int64_t kPackedRows = kBlockRows;
+  template <typename Weights>
+  static constexpr int64_t kBlockRows = Weights::kRowBlock;
+  template <typename Weights>
+  static constexpr int64_t kPackedRows = kBlockRows<Weights>;
   static constexpr int64_t kPanelsTogether = 1;
   static constexpr int64_t kSpeed = 1;
   static void Pad(void*, int64_t, int64_t) {}
@@ -28,7 +30,9 @@ struct LoopOf<Column> {
   using Simd = WithTiles<Column>;
   template <typename Weights>
   using Loop = AmxLoop<Simd, Weights>;
+  template <typename>
   static constexpr int64_t kBlockRows = kAmxRowTile;
+  template <typename>
   static constexpr int64_t kPackedRows = 1;
   static constexpr int64_t kPanelsTogether = kAmxPanels;
   static constexpr int64_t kSpeed = 8;
@@ -46,7 +50,8 @@ struct ColumnFunctions {
 
   static int64_t PackedRowBytes(const MatMulWeight& w) { return Dense::PackedRowBytes(static_cast<const Weight&>(w)); }
   static void Pack(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
-    Dense::PackRows(static_cast<const Weight&>(w), x, x_row_bytes, m, LoopOf<Simd>::kPackedRows, packed);
+    Dense::PackRows(static_cast<const Weight&>(w), x, x_row_bytes, m, LoopOf<Simd>::template kPackedRows<Dense>,
+                    packed);
     LoopOf<Simd>::Pad(packed, m, PackedRowBytes(w));
   }
   static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
@@ -57,8 +62,9 @@ struct ColumnFunctions {
     }
   }
 
-  static_assert(kMostRowBlock % LoopOf<Simd>::kBlockRows == 0);
-  static constexpr MatMulFunctions kAll{.row_block = LoopOf<Simd>::kBlockRows,
+  static constexpr int64_t kBlockRows = LoopOf<Simd>::template kBlockRows<Dense>;
+  static_assert(kBlockRows <= kMostRowBlock);
+  static constexpr MatMulFunctions kAll{.row_block = kBlockRows,
                                         .most_inputs = Dense::kMostInputs,
                                         .packed_row_bytes = &PackedRowBytes,
                                         .pack = &Pack,

@@ -88,7 +88,7 @@ struct MatMulKernel : MatMulFunctions {
   int64_t least_rows;  // from how many rows of x on it is the best of those that the CPU has
 };
 
-// Every row_block divides it.
+// No row_block is larger.
 inline constexpr int64_t kMostRowBlock = 64;
 
 // The rows of <kind>_kernels.inc that this build has, best first; the last one runs on any CPU.

@@ -113,10 +113,11 @@ void LinearPlan::MultiplyHidden(Host& host, const MatMulKernel& kernel, int64_t 
   args.bias = layer_.hidden_bias;
   const int64_t x_row_bytes = kernel.packed_row_bytes(*layer_.hidden);
   const int64_t next_row_bytes = kernel.packed_row_bytes(*layer_.w);
-  ForEachPiece(host, kernel, m, layer_.row_chunk, BitmapPanels(layer_.hidden->n), layer_.hidden_panel_inputs,
+  const int64_t row_chunk = RowChunk(kernel);
+  ForEachPiece(host, kernel, m, row_chunk, BitmapPanels(layer_.hidden->n), layer_.hidden_panel_inputs,
                [&](int64_t row, int64_t panel, int64_t panel_end) {
-                 kernel.multiply_hidden({RowsOf(args, row, layer_.row_chunk, x_row_bytes), next + row * next_row_bytes},
-                                        panel, panel_end);
+                 kernel.multiply_hidden({RowsOf(args, row, row_chunk, x_row_bytes), next + row * next_row_bytes}, panel,
+                                        panel_end);
                });
 }
 
@@ -131,18 +132,19 @@ void LinearPlan::Multiply(Host& host, const MatMulKernel& kernel, const LinearCa
   args.y_row_bytes = YRowBytes();
   const int64_t row_bytes = kernel.packed_row_bytes(*layer_.w);
   const int64_t panels = BitmapPanels(layer_.Columns());
+  const int64_t row_chunk = RowChunk(kernel);
   // Of each chunk of rows, the panels that are done: whoever does the last one normalizes the rows. With one thread
   // they are still in the cache, and other threads need not be called once more.
-  std::vector<std::atomic<int64_t>> done(static_cast<size_t>(normalizes ? Chunks(call.m, layer_.row_chunk) : 0));
+  std::vector<std::atomic<int64_t>> done(static_cast<size_t>(normalizes ? Chunks(call.m, row_chunk) : 0));
   const auto piece = [&](int64_t row, int64_t panel, int64_t panel_end) {
-    const MatMulArgs rows = RowsOf(args, row, layer_.row_chunk, row_bytes);
+    const MatMulArgs rows = RowsOf(args, row, row_chunk, row_bytes);
     MultiplyPiece(kernel, rows, call, row, panel, panel_end);
     if (!normalizes) return;
-    std::atomic<int64_t>& of_chunk = done[static_cast<size_t>(row / layer_.row_chunk)];
+    std::atomic<int64_t>& of_chunk = done[static_cast<size_t>(row / row_chunk)];
     const int64_t count = panel_end - panel;
     if (of_chunk.fetch_add(count, std::memory_order_acq_rel) + count == panels) NormalizeRows(rows.y, rows.m);
   };
-  ForEachPiece(host, kernel, call.m, layer_.row_chunk, panels, layer_.panel_inputs * (IsGated() ? 2 : 1), piece);
+  ForEachPiece(host, kernel, call.m, row_chunk, panels, layer_.panel_inputs * (IsGated() ? 2 : 1), piece);
 }
 
 void LinearPlan::MultiplyPiece(const MatMulKernel& kernel, const MatMulArgs& rows, const LinearCall& call, int64_t row,

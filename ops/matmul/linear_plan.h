@@ -31,8 +31,8 @@ struct LinearLayer {
   const MatMulWeight* w = nullptr;
   std::span<const MatMulKernel> kernels;  // those of w's kind
   int64_t panel_inputs = 0;               // inputs that a panel holds: what a row of it costs
-  // Rows of a piece of work, a multiple of kMostRowBlock, at most kMostRowChunk. A chunk of rows expands a panel anew,
-  // so it must be long; it is short enough for many threads to share a wide X.
+  // Rows of a piece of work, kMostRowBlock … kMostRowChunk; whole row blocks of the kernel. A chunk of rows expands a
+  // panel anew, so it must be long; it is short enough for many threads to share a wide X.
   int64_t row_chunk = kMostRowChunk;
   int64_t gated_columns = 0;
   Activation activation = Activation::kNone;
@@ -97,6 +97,7 @@ class LinearPlan {
 
   bool IsGated() const { return layer_.gated_columns != 0; }
   int64_t YRowBytes() const { return layer_.Columns() * static_cast<int64_t>(sizeof(float)); }
+  int64_t RowChunk(const MatMulKernel& kernel) const { return layer_.row_chunk / kernel.row_block * kernel.row_block; }
   const MatMulWeight& FirstWeight() const { return layer_.hidden != nullptr ? *layer_.hidden : *layer_.w; }
 
   LinearLayer layer_;

@@ -14,7 +14,10 @@
 //     Sums, Zero, AddChains, LoadSums, StoreSums
 //                                of 16 columns and one group
 //     StartSpan, EndSpan         around the products of a span
-//     MultiplyAdd, kMostHeld, …  see activations.h
+//     kRowBlock                  rows of x that are multiplied at once
+//     kParts, Part<p>(row), MultiplyAddPart<p>
+//                                a row of weights, part by part: where registers are few they hold one part
+//     MultiplyAdd, kMostHeld, …  all parts; see activations.h
 //     kOneRowChains, kMostChains
 //                                chains of sums, for one row and for two or three
 //     kFetchOneRow               see one_row.h
@@ -41,7 +44,7 @@ class PanelLoop {
   using Activation = typename Weights::Activation;
   using Layer = ortolan::Layer<Weights>;
   using Panel = ortolan::Panel<Simd, Weights>;
-  static constexpr int kBlock = kRowBlock<Simd>;
+  static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
 
  public:
@@ -70,7 +73,7 @@ class PanelLoop {
   static constexpr int64_t kBufferRows = 256;
   static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
-  static constexpr int64_t kMostRows = 256;
+  static constexpr int64_t kMostRows = 256 / kBlock * kBlock;
 
   // Few rows of x, i … i+kRows-1: each row of weights is expanded into registers and used at once. A function of its
   // own for each number of rows: in the company of the others it would lack registers, and compile for minutes.
@@ -141,12 +144,22 @@ class PanelLoop {
 #pragma GCC unroll 4
     for (int row = 0; row < kFourRows; ++row) {
       const auto weights = next(four + row);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        sums[r][row % kChains] = activations.MultiplyAdd(sums[r][row % kChains], weights, row, r);
-      }
+      MultiplyPart<0, kRows>(sums, activations, weights, row);
+      if constexpr (Weights::kParts == 2) MultiplyPart<1, kRows>(sums, activations, weights, row);
     }
     x += Activations<Weights, kRows>::kElements;
+  }
+
+  template <int kPart, int kRows, int kChains>
+  __attribute__((always_inline)) static void MultiplyPart(Sums (&sums)[kRows][kChains],
+                                                          const Activations<Weights, kRows>& activations,
+                                                          const typename Weights::Row& weights, int row) {
+    const auto part = Weights::template Part<kPart>(weights);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      Sums& sum = sums[r][row % kChains];
+      sum = activations.template MultiplyAdd<kPart>(sum, part, row, r);
+    }
   }
 
   struct alignas(64) Waiting {

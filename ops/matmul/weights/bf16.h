@@ -18,35 +18,34 @@ struct Bf16Products {
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
   using Activation = float;
-  struct Row {
-    Floats even, odd;
-  };
-  static constexpr int64_t kStoredBytes = 128;
+  using Row = typename Columns::Bytes;
+  static constexpr int64_t kStoredBytes = 64;
+  // Six rows of 16 columns on AVX2: a product waits four cycles for the last sum, and two begin in each.
+  static constexpr int kRowBlock = Simd::kRegisters == 16 ? RowsWithSumsIn<Simd>(12) : kHalfOfRegisters<Simd>;
 
   static void Round(const float* x, int64_t left, float* to) {
     for (int64_t l = 0; l < kTileInputs; l += Simd::kLanes) {
       Simd::Store(to + l, Simd::RoundToBf16(Simd::LoadSome(x + l, left - l)));
     }
   }
-  static Row FromBytes(const typename Columns::Bytes& bytes) {
-    return {Columns::template Of<Floats>([&](int i) { return Simd::EvenBf16(bytes.at[i]); }),
-            Columns::template Of<Floats>([&](int i) { return Simd::OddBf16(bytes.at[i]); })};
-  }
-  static void StoreRow(const Row& weights, uint8_t* to) {
-    Columns::Store(reinterpret_cast<float*>(to), weights.even);
-    Columns::Store(reinterpret_cast<float*>(to) + kPanelColumns, weights.odd);
-  }
-  static Row LoadRow(const uint8_t* from) {
-    const float* in = reinterpret_cast<const float*>(from);
-    return {Columns::Load(in), Columns::Load(in + kPanelColumns)};
-  }
+  static Row FromBytes(const Row& bytes) { return bytes; }
+  static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
+  static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
 
+  // Even inputs, then odd ones.
+  static constexpr int kParts = 2;
+  template <int kPart>
+  static Floats Part(const Row& weights) {
+    return Columns::template Of<Floats>(
+        [&](int i) { return kPart == 0 ? Simd::EvenBf16(weights.at[i]) : Simd::OddBf16(weights.at[i]); });
+  }
+  template <int kPart>
+  static Floats MultiplyAddPart(const Floats& sums, const Floats& part, const float* pair) {
+    const auto x = Simd::Set(pair[kPart]);
+    return Columns::template Of<Floats>([&](int i) { return Simd::MultiplyAdd(x, part.at[i], sums.at[i]); });
+  }
   static Floats MultiplyAdd(const Floats& sums, const Row& weights, const float* pair) {
-    const auto even = Simd::Set(pair[0]);
-    const auto odd = Simd::Set(pair[1]);
-    return Columns::template Of<Floats>([&](int i) {
-      return Simd::MultiplyAdd(odd, weights.odd.at[i], Simd::MultiplyAdd(even, weights.even.at[i], sums.at[i]));
-    });
+    return MultiplyAddPart<1>(MultiplyAddPart<0>(sums, Part<0>(weights), pair), Part<1>(weights), pair);
   }
   static constexpr int kMostHeld = 0;
   struct Held {};
@@ -61,6 +60,7 @@ struct Bf16Products<Simd> {
   using Activation = uint16_t;
   using Row = typename Columns::Bytes;
   static constexpr int64_t kStoredBytes = 64;
+  static constexpr int kRowBlock = kHalfOfRegisters<Simd>;
 
   static void Round(const float* x, int64_t left, uint16_t* to) {
     for (int64_t l = 0; l < kTileInputs; l += 2 * Simd::kLanes) {
@@ -76,6 +76,15 @@ struct Bf16Products<Simd> {
   static Floats MultiplyAdd(const Floats& sums, const Row& weights, const uint16_t* pair) {
     const auto x = Simd::RepeatQuad(pair);
     return Columns::template Of<Floats>([&](int i) { return Simd::DotBf16(sums.at[i], weights.at[i], x); });
+  }
+  static constexpr int kParts = 1;
+  template <int kPart>
+  static const Row& Part(const Row& weights) {
+    return weights;
+  }
+  template <int kPart>
+  static Floats MultiplyAddPart(const Floats& sums, const Row& weights, const uint16_t* pair) {
+    return MultiplyAdd(sums, weights, pair);
   }
   static constexpr int kMostHeld = 4;
   using Held = typename Simd::Bytes;
@@ -96,7 +105,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kStoredTiles = kDense;
   static constexpr bool kHasGroups = false;
-  static constexpr bool kBuffered = true;
+  static constexpr bool kBuffered = true;  // dense too: both storages add in one order
   static constexpr Fetch kFetchOneRow = kDense ? Fetch::kNone : Fetch::kMultiply;
   static constexpr int kRowInputs = 2;
   static constexpr int kOneRowChains = kMostOneRowChains<Simd>;

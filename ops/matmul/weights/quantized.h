@@ -18,6 +18,7 @@ struct ByteProducts {
   using Row = typename Columns::Bytes;
   using Sums = typename Columns::Ints;
   static constexpr int kRowInputs = 4;
+  static constexpr int kRowBlock = kHalfOfRegisters<Simd>;
   static constexpr int64_t kStoredBytes = 64;
   static constexpr int64_t kMostInputs = kInt8Bitmap.max_k;
   static constexpr uint32_t kBias = kInt4 ? Simd::kNibbleBias : Simd::kInt8Bias;
@@ -50,6 +51,15 @@ struct ByteProducts {
   }
   static Sums MultiplyAdd(const Sums& sums, const Row& weights, const int8_t* quad) {
     return Dot(sums, weights, Simd::RepeatQuad(quad));
+  }
+  static constexpr int kParts = 1;
+  template <int kPart>
+  static const Row& Part(const Row& weights) {
+    return weights;
+  }
+  template <int kPart>
+  static Sums MultiplyAddPart(const Sums& sums, const Row& weights, const int8_t* quad) {
+    return MultiplyAdd(sums, weights, quad);
   }
   // Beside 16 registers of sums.
   static constexpr int kMostHeld = (Simd::kRegisters - 16) / 4;
