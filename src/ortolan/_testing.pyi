@@ -17,6 +17,12 @@ def simd(column: str, function: str, *arrays: NDArray[Any], number: int = 0) -> 
     None: the column has no such function (src/testing/simd_kernels.cc lists all that it can call).
     """
 
+def peak(column: str, product: str, rounds: int) -> int:
+    """Products of a column, "MultiplyAdd", "DotInt8" or "DotNibbles", with all operands in registers.
+
+    Returns how many multiply-adds these were. Raises ValueError for other names and columns that this CPU cannot run.
+    """
+
 class KernelInfo(TypedDict):
     name: str
     isa: str

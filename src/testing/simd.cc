@@ -6,10 +6,11 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)        \
-  namespace column {                  \
-  extern const int64_t kSimdLanes;    \
-  bool RunSimd(const SimdCall& call); \
+#define ORTOLAN_KERNEL(column)                           \
+  namespace column {                                     \
+  extern const int64_t kSimdLanes;                       \
+  bool RunSimd(const SimdCall& call);                    \
+  int64_t RunPeak(const char* product, int64_t rounds);  \
   }
 #include "simd_kernels.inc"
 #undef ORTOLAN_KERNEL
@@ -18,7 +19,7 @@ namespace {
 
 const std::vector<SimdColumn>& SimdColumns() {
   static const std::vector<SimdColumn> columns = {
-#define ORTOLAN_KERNEL(column) {#column, feature_set::column, column::kSimdLanes, column::RunSimd},
+#define ORTOLAN_KERNEL(column) {#column, feature_set::column, column::kSimdLanes, column::RunSimd, column::RunPeak},
 #include "simd_kernels.inc"
 #undef ORTOLAN_KERNEL
   };
@@ -34,13 +35,25 @@ py::dict LanesOfColumns() {
   return lanes;
 }
 
+const SimdColumn& ColumnHere(const std::string& name) {
+  const auto has_name = [&](const SimdColumn& column) { return column.name == name; };
+  const auto column = std::ranges::find_if(SimdColumns(), has_name);
+  Require(column != SimdColumns().end() && DetectedFeatures().Has(column->needs), "no column ", name, " here");
+  return *column;
+}
+
+// Runs products with all operands in registers; how many multiply-adds these were.
+int64_t Peak(const std::string& column, const std::string& product, int64_t rounds) {
+  const int64_t done = ColumnHere(column).peak(product.c_str(), rounds);
+  Require(done > 0 || rounds <= 0, "no product ", product);
+  return done;
+}
+
 // The bytes of the arguments lie at the beginning of as much memory as the result has; that is 0xEE where nothing is
 // written. None: the column has no such function.
 std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& function, const py::args& arrays,
                                    int64_t number) {
-  const auto has_name = [&](const SimdColumn& column) { return column.name == name; };
-  const auto column = std::ranges::find_if(SimdColumns(), has_name);
-  Require(column != SimdColumns().end() && DetectedFeatures().Has(column->needs), "no column ", name, " here");
+  const SimdColumn& column = ColumnHere(name);
   SimdCall call;
   call.function = function.c_str();
   call.number = number;
@@ -58,7 +71,7 @@ std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& f
   Array<uint8_t> result(SimdCall::kBytes);
   call.out = result.mutable_data();
   std::memset(call.out, 0xEE, SimdCall::kBytes);
-  if (!column->run(call)) return std::nullopt;
+  if (!column.run(call)) return std::nullopt;
   return result;
 }
 
@@ -66,6 +79,7 @@ std::optional<Array<uint8_t>> Simd(const std::string& name, const std::string& f
 
 void BindSimd(py::module_& module) {
   module.def("simd_lanes", &LanesOfColumns);
+  module.def("peak", &Peak, py::arg("column"), py::arg("product"), py::arg("rounds"));
   module.def("simd", &Simd, py::arg("column"), py::arg("function"), py::arg("number") = 0);
 }
 

@@ -21,6 +21,7 @@ struct SimdColumn {
   Features needs;
   int64_t lanes;
   bool (*run)(const SimdCall&);  // false: the column has no such function
+  int64_t (*peak)(const char* product, int64_t rounds);
 };
 
 }  // namespace ortolan

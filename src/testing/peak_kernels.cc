@@ -1,0 +1,63 @@
+// As many products a second as a column's vectors can make with all operands in registers: the yardstick of kernels that
+// multiply many rows.
+#include "simd/column.h"
+#include "simd_call.h"
+
+namespace ortolan {
+namespace {
+
+// Sums that do not wait for each other; two registers hold the operands, and one is left for what a product needs.
+constexpr int kSums = Simd::kRegisters == 32 ? 16 : 12;
+
+// The register may hold anything from here on: the compiler must not move products out of the loop.
+template <typename Register>
+[[gnu::always_inline]] inline void Forget(Register& a) {
+  if constexpr (Simd::kLanes == 1) {
+    __asm__ volatile("" : "+m"(a));
+  } else if constexpr (Simd::kRegisters == 32) {
+    __asm__ volatile("" : "+v"(a));
+  } else {
+    __asm__ volatile("" : "+x"(a));
+  }
+}
+
+template <typename Sum, typename Operand, typename Product>
+[[gnu::noinline]] void Repeat(int64_t rounds, Sum zero, Operand a, Operand b, const Product& product) {
+  Sum sums[kSums];
+  for (Sum& sum : sums) sum = zero;
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) {
+      Forget(b);
+      sums[i] = product(sums[i], a, b);
+    }
+  }
+  for (Sum& sum : sums) Forget(sum);
+}
+
+}  // namespace
+
+namespace ORTOLAN_COLUMN {
+
+int64_t RunPeak(const char* product, int64_t rounds) {
+  const int64_t floats = rounds * kSums * Simd::kLanes;
+  if (__builtin_strcmp(product, "MultiplyAdd") == 0) {
+    const auto one = Simd::Set(1.0f);
+    Repeat(rounds, Simd::Set(0.0f), one, one,
+           [](auto sums, auto a, auto b) { return Simd::MultiplyAdd(a, b, sums); });
+    return floats;
+  }
+  const auto a = Simd::SetBytes(3), b = Simd::SetBytes(5);
+  if (__builtin_strcmp(product, "DotInt8") == 0) {
+    Repeat(rounds, Simd::SetInt(0), a, b, [](auto sums, auto x, auto y) { return Simd::DotInt8(sums, x, y); });
+    return 4 * floats;
+  }
+  if (__builtin_strcmp(product, "DotNibbles") == 0) {
+    Repeat(rounds, Simd::SetInt(0), a, b, [](auto sums, auto x, auto y) { return Simd::DotNibbles(sums, x, y); });
+    return 4 * floats;
+  }
+  return 0;
+}
+
+}  // namespace ORTOLAN_COLUMN
+}  // namespace ortolan
