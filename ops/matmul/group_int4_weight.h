@@ -28,11 +28,20 @@
 
 namespace ortolan {
 
+// Inputs of a group, or all of a smaller one, whose products may be added up in words of 16 bits, inputs 0 and 1 of
+// each quad in one word, 2 and 3 in the other: 32 x 8 x 127 fits.
+inline constexpr int64_t kInt4ChunkInputs = 64;
+
 struct GroupInt4Weight : MatMulWeight {
   Int4GroupView view;  // has passed ValidateInt4Group
 
-  // k padded to whole tiles, three numbers a group; a multiple of 64.
-  int64_t PackedRowBytes() const { return kInt4Bitmap.PaddedK(k) + (12 * ScaleRows(k, view.group) + 63) / 64 * 64; }
+  int64_t ChunkInputs() const { return view.group < kInt4ChunkInputs ? view.group : kInt4ChunkInputs; }
+  // k padded to whole tiles, two numbers a group and one a chunk; a multiple of 64.
+  int64_t PackedRowBytes() const {
+    const int64_t padded_k = kInt4Bitmap.PaddedK(k);
+    const int64_t numbers = 2 * ScaleRows(k, view.group) + padded_k / ChunkInputs();
+    return padded_k + (4 * numbers + 63) / 64 * 64;
+  }
 };
 
 }  // namespace ortolan

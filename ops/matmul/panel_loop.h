@@ -13,7 +13,9 @@
 //                                a row, ready to multiply
 //     Sums, Zero, AddChains, LoadSums, StoreSums
 //                                of 16 columns and one group
-//     StartSpan, EndSpan         around the products of a span
+//     StartSpan, EndSpan         around the products of a span; or, where kNarrowChunks, around those of a chunk, which
+//                                is kChunkSpans spans of a group or fewer: sums begin as StartChunk(chunk, row) of
+//                                Numbers, and Widen(sums) or AddWide(wide, sums) ends them
 //     kRowBlock                  rows of x that are multiplied at once
 //     kParts, Part<p>(row), MultiplyAddPart<p>
 //                                a row of weights, part by part: where registers are few they hold one part
@@ -53,19 +55,11 @@ class PanelLoop {
     if (args.m == 1) {
       return WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
     }
-    for (int64_t row = 0; row < args.m; row += kMostRows) {
-      const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
-      for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const Panel p(layer, part, panel);
-        if (Weights::kBuffered && part.m > kBlock) {
-          if constexpr (Weights::kBuffered) Buffered(p);
-          continue;
-        }
-        int64_t i = 0;
-        for (; i + kBlock <= part.m; i += kBlock) Fused<kBlock>(p, i);
-        WithRowCount<kBlock - 1>(part.m - i, [&]<int kRows>() { Fused<kRows>(p, i); });
-      }
+    // Sums of groups of one span need no loop around them.
+    if constexpr (Weights::kNarrowChunks) {
+      if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
     }
+    RunRows<false>(layer, args, panel_begin, panel_end);
   }
 
  private:
@@ -75,9 +69,26 @@ class PanelLoop {
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
   static constexpr int64_t kMostRows = 256 / kBlock * kBlock;
 
+  template <bool kOneSpan>
+  static void RunRows(const Layer& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    for (int64_t row = 0; row < args.m; row += kMostRows) {
+      const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
+      for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        const Panel p(layer, part, panel);
+        if (Weights::kBuffered && part.m > kBlock) {
+          if constexpr (Weights::kBuffered) Buffered<kOneSpan>(p);
+          continue;
+        }
+        int64_t i = 0;
+        for (; i + kBlock <= part.m; i += kBlock) Fused<kOneSpan, kBlock>(p, i);
+        WithRowCount<kBlock - 1>(part.m - i, [&]<int kRows>() { Fused<kOneSpan, kRows>(p, i); });
+      }
+    }
+  }
+
   // Few rows of x, i … i+kRows-1: each row of weights is expanded into registers and used at once. A function of its
   // own for each number of rows: in the company of the others it would lack registers, and compile for minutes.
-  template <int kRows>
+  template <bool kOneSpan, int kRows>
   __attribute__((noinline)) static void Fused(const Panel& p, int64_t i) {
     if constexpr (kRows == 1) {
       return WithOneRow<Simd>(p.layer, [&]<typename OneRow>() { OneRow::Row(p, i); });
@@ -92,21 +103,23 @@ class PanelLoop {
       Floats totals[kRows];
       for (int r = 0; r < kRows; ++r) totals[r] = Columns::Set(0.0f);
       int64_t span = 0;
+      Chunks chunks(layer, 0);
       for (int64_t group = 0; group < layer.groups; ++group) {
         Sums sums[kRows][kChains];
-        for (int r = 0; r < kRows; ++r) {
-          sums[r][0] = numbers.Start(group, r);
-          for (int c = 1; c < kChains; ++c) sums[r][c] = Weights::Zero();
+        if constexpr (!Weights::kNarrowChunks) {
+          for (int r = 0; r < kRows; ++r) {
+            sums[r][0] = numbers.Start(group, r);
+            for (int c = 1; c < kChains; ++c) sums[r][c] = Weights::Zero();
+          }
         }
         const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
-        for (; span < end; ++span) {
+        SumSpans<kOneSpan, kRows, kChains>(numbers, sums, span, end, chunks, [&](Sums(&span_sums)[kRows][kChains]) {
           stream.template StartSpan<Fetch::kMultiply>();
-          const auto next = [&](int row) {
+          MultiplySpan<kRows, kChains>(span_sums, x, [&](int row) {
             return Weights::FromBytes(stream.template Next<Fetch::kMultiply, kOddTimes16>(row));
-          };
-          MultiplySpan<kRows, kChains>(sums, x, next);
+          });
           stream.EndSpan();
-        }
+        });
         const auto scales = p.scales.Of(group);
         for (int r = 0; r < kRows; ++r) {
           Sums sum = sums[r][0];
@@ -119,23 +132,59 @@ class PanelLoop {
     }
   }
 
+  // Chunks of a panel, from that of a span on. Counted: a division costs as much as half a span.
+  struct Chunks {
+    Chunks(const Layer& layer, int64_t span)
+        : spans(layer.group_spans < kChunkSpans ? layer.group_spans : kChunkSpans),
+          next(Weights::kNarrowChunks ? span / spans : 0) {}
+    int64_t spans;  // of a chunk, at most
+    int64_t next;
+  };
+
+  // Adds the products of the spans `span` … end-1 of a group to sums: multiply(sums) does it for one span. Where there
+  // are chunks, sums begin here.
+  template <bool kOneSpan, int kRows, int kChains, typename Numbers, typename Multiply>
+  __attribute__((always_inline)) static void SumSpans(const Numbers& numbers, Sums (&sums)[kRows][kChains],
+                                                      int64_t& span, int64_t end, Chunks& chunks,
+                                                      const Multiply& multiply) {
+    Sums part[kRows][kChains];
+    if constexpr (kOneSpan) {
+      for (int r = 0; r < kRows; ++r) part[r][0] = numbers.StartChunk(span, r);
+      multiply(part);
+      for (int r = 0; r < kRows; ++r) sums[r][0] = Weights::Widen(part[r][0]);
+      ++span;
+    } else if constexpr (Weights::kNarrowChunks) {
+      for (bool first = true; span < end; first = false, ++chunks.next) {
+        for (int r = 0; r < kRows; ++r) part[r][0] = numbers.StartChunk(chunks.next, r);
+        const int64_t chunk_end = end - span < chunks.spans ? end : span + chunks.spans;
+        for (; span < chunk_end; ++span) multiply(part);
+        for (int r = 0; r < kRows; ++r) {
+          sums[r][0] = first ? Weights::Widen(part[r][0]) : Weights::AddWide(sums[r][0], part[r][0]);
+        }
+      }
+    } else {
+      for (; span < end; ++span) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int c = 0; c < kChains; ++c) part[r][c] = Weights::StartSpan(sums[r][c]);
+        }
+        multiply(part);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int c = 0; c < kChains; ++c) sums[r][c] = Weights::EndSpan(sums[r][c], part[r][c]);
+        }
+      }
+    }
+  }
+
   // A span of weights, next(row), times kRows rows of x, which it moves on. Few rows: all of the span is unrolled.
   template <int kRows, int kChains, typename Next>
   __attribute__((always_inline)) static void MultiplySpan(Sums (&sums)[kRows][kChains], const Activation*& x,
                                                           const Next& next) {
-    Sums span_sums[kRows][kChains];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < kChains; ++c) span_sums[r][c] = Weights::StartSpan(sums[r][c]);
-    }
     ForEach<(kRows <= 4 && Columns::kRegisters <= 4)>(
-        kSpanRows, kFourRows, [&](int four) { MultiplyFour<kRows, kChains>(span_sums, four, x, next); });
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int c = 0; c < kChains; ++c) sums[r][c] = Weights::EndSpan(sums[r][c], span_sums[r][c]);
-    }
+        kSpanRows, kFourRows, [&](int four) { MultiplyFour<kRows, kChains>(sums, four, x, next); });
   }
   template <int kRows, int kChains, typename Next>
   __attribute__((always_inline)) static void MultiplyFour(Sums (&sums)[kRows][kChains], int four, const Activation*& x,
@@ -169,6 +218,7 @@ class PanelLoop {
   // Many rows of x: expand some rows of weights once, let all rows of x pass over them, go on with the next. The sums
   // of 16 columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the
   // cache.
+  template <bool kOneSpan>
   static void Buffered(const Panel& p) {
     alignas(64) uint8_t buffer[kBufferRows * Weights::kStoredBytes];
     Waiting waiting;
@@ -185,41 +235,49 @@ class PanelLoop {
         stream.EndSpan();
       }
       int64_t i = 0;
-      for (; i + kBlock <= p.args.m; i += kBlock) ExpandedRows<kBlock>(p, buffer, first, end, i, waiting);
+      for (; i + kBlock <= p.args.m; i += kBlock) ExpandedRows<kOneSpan, kBlock>(p, buffer, first, end, i, waiting);
       WithRowCount<kBlock - 1>(p.args.m - i,
-                               [&]<int kRows>() { ExpandedRows<kRows>(p, buffer, first, end, i, waiting); });
+                               [&]<int kRows>() { ExpandedRows<kOneSpan, kRows>(p, buffer, first, end, i, waiting); });
     }
   }
 
   // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.
-  template <int kRows>
+  template <bool kOneSpan, int kRows>
   __attribute__((noinline)) static void ExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end,
                                                      int64_t i, Waiting& waiting) {
     const Layer& layer = p.layer;
     const auto numbers = p.template NumbersOf<kRows>(i);
     const Activation* x = p.X(i) + first * kSpanInputs * kRows;
     const auto next = [&](int row) { return Weights::LoadRow(buffer + row * Weights::kStoredBytes); };
-    for (int64_t span = first; span < end;) {
-      const int64_t group = Weights::kHasGroups ? span / layer.group_spans : 0;
+    if (Weights::kHasGroups && first == 0) {
+      for (int r = 0; r < kRows; ++r) {
+        Columns::Store(reinterpret_cast<float*>(waiting.at[i + r]), Columns::Set(0.0f));
+      }
+    }
+    Chunks chunks(layer, first);
+    int64_t group = Weights::kHasGroups ? first / layer.group_spans : 0;
+    for (int64_t span = first; span < end; ++group) {
       // Behind the last group nothing is stored.
       if (Weights::kHasGroups && group == layer.groups) break;
       const int64_t group_end = Weights::kHasGroups && end - span > layer.group_spans ? span + layer.group_spans : end;
       Sums sums[kRows][1];
+      if constexpr (!Weights::kNarrowChunks) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const bool start = Weights::kHasGroups || first == 0;
-        sums[r][0] = start ? numbers.Start(group, r) : Weights::LoadSums(waiting.at[i + r]);
+        for (int r = 0; r < kRows; ++r) {
+          const bool start = Weights::kHasGroups || first == 0;
+          sums[r][0] = start ? numbers.Start(group, r) : Weights::LoadSums(waiting.at[i + r]);
+        }
       }
-      for (; span < group_end; ++span, buffer += kSpanRows * Weights::kStoredBytes) {
-        MultiplySpan<kRows, 1>(sums, x, next);
-      }
+      SumSpans<kOneSpan, kRows, 1>(numbers, sums, span, group_end, chunks, [&](Sums(&span_sums)[kRows][1]) {
+        MultiplySpan<kRows, 1>(span_sums, x, next);
+        buffer += kSpanRows * Weights::kStoredBytes;
+      });
       if constexpr (Weights::kHasGroups) {
         const auto scales = p.scales.Of(group);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           float* total = reinterpret_cast<float*>(waiting.at[i + r]);
-          const Floats before = group == 0 ? Columns::Set(0.0f) : Columns::Load(total);
-          Columns::Store(total, numbers.Add(before, sums[r][0], scales, group, r));
+          Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][0], scales, group, r));
         }
       } else {
 #pragma GCC unroll 16

@@ -42,11 +42,17 @@ void PackRowBlocks(const float* x, int64_t x_row_bytes, int64_t m, int64_t row_b
   }
 }
 
+// The sum of quantized inputs, and that of inputs 2 and 3 of each quad, where a column asks for it.
+struct InputSums {
+  int32_t all;
+  int32_t upper;
+};
+
 // Quantizes inputs begin … end-1, multiples of 16, of row i of k inputs: zero from k on, and all if the factor is 0.
-// They go to their places in a block of `rows` rows in the order of activations.h. Returns their sum.
+// They go to their places in a block of `rows` rows in the order of activations.h. Returns their sums.
 template <typename Simd>
-int32_t QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, float factor, char* block, int64_t rows,
-                       int64_t i) {
+InputSums QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, float factor, char* block, int64_t rows,
+                         int64_t i) {
   constexpr int64_t kFourQuads = 16;
   const int64_t quantized = factor != 0.0f ? k : 0;
   typename Simd::Int sums = Simd::SetInt(0);
@@ -59,7 +65,12 @@ int32_t QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, fl
       sums = Simd::AddInt(sums, rounded);
     }
   }
-  return Simd::SumOfIntLanes(sums);
+  if constexpr (!Simd::kNarrowNibbleSums) {
+    return {Simd::SumOfIntLanes(sums), 0};
+  } else {
+    alignas(64) static constexpr int32_t kUpper[] = {0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1};
+    return {Simd::SumOfIntLanes(sums), Simd::SumOfIntLanes(Simd::AndInt(sums, Simd::LoadInt(kUpper)))};
+  }
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// As many products a second as a column's vectors can make with all operands in registers: the yardstick of kernels that
-// multiply many rows.
+// As many products a second as a column's vectors can make with all operands in registers: the yardstick of kernels
+// that multiply many rows.
 #include "simd/column.h"
 #include "simd_call.h"
 
@@ -43,8 +43,7 @@ int64_t RunPeak(const char* product, int64_t rounds) {
   const int64_t floats = rounds * kSums * Simd::kLanes;
   if (__builtin_strcmp(product, "MultiplyAdd") == 0) {
     const auto one = Simd::Set(1.0f);
-    Repeat(rounds, Simd::Set(0.0f), one, one,
-           [](auto sums, auto a, auto b) { return Simd::MultiplyAdd(a, b, sums); });
+    Repeat(rounds, Simd::Set(0.0f), one, one, [](auto sums, auto a, auto b) { return Simd::MultiplyAdd(a, b, sums); });
     return floats;
   }
   const auto a = Simd::SetBytes(3), b = Simd::SetBytes(5);

@@ -6,11 +6,11 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column)                           \
-  namespace column {                                     \
-  extern const int64_t kSimdLanes;                       \
-  bool RunSimd(const SimdCall& call);                    \
-  int64_t RunPeak(const char* product, int64_t rounds);  \
+#define ORTOLAN_KERNEL(column)                          \
+  namespace column {                                    \
+  extern const int64_t kSimdLanes;                      \
+  bool RunSimd(const SimdCall& call);                   \
+  int64_t RunPeak(const char* product, int64_t rounds); \
   }
 #include "simd_kernels.inc"
 #undef ORTOLAN_KERNEL

@@ -120,6 +120,7 @@ struct Bf16Weights : Bf16Products<Simd> {
     return BitmapPaddedK(w.k) * static_cast<int64_t>(sizeof(typename Products::Activation));
   }
 
+  static constexpr bool kNarrowChunks = false;
   static Sums StartSpan(const Sums& sums) { return sums; }
   static Sums EndSpan(const Sums&, const Sums& span_sums) { return span_sums; }
   static Sums Zero() { return Columns::Set(0.0f); }

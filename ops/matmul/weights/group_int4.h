@@ -8,19 +8,22 @@
 namespace ortolan {
 namespace {
 
-// What stands behind the q of r packed rows: three numbers for each group of each row.
+// What stands behind the q of r packed rows: for each of them
 //     scales      f32 [groups][r]   NaN for a group that is not finite, whose q are zero
-//     starts      i32 [groups][r]   - kNibbleBias (sum of q): where sums begin, to end as those of q (w - 8)
 //     minus_sums  i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 127, an int16
+//     starts      i32 [groups][r]   - kNibbleBias (sum of q): where sums begin, to end as those of q (w - 8)
+//                 or, where a column adds nibbles up in 16 bits, i16 [chunks][r][2]: the same of inputs 0 and 1 of the
+//                 quads of a chunk (group_int4_weight.h), and of 2 and 3. What words lose on the way they have again at
+//                 the end, for that fits.
 struct GroupNumbers {
   GroupNumbers(const void* end_of_q, int64_t numbers)
       : scales(static_cast<const float*>(end_of_q)),
-        starts(reinterpret_cast<const int32_t*>(scales + numbers)),
-        minus_sums(starts + numbers) {}
+        minus_sums(reinterpret_cast<const int32_t*>(scales + numbers)),
+        starts(minus_sums + numbers) {}
 
   const float* scales;
-  const int32_t* starts;
   const int32_t* minus_sums;
+  const int32_t* starts;
 };
 
 template <typename Simd>
@@ -30,7 +33,15 @@ struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
   using Floats = typename Columns::Floats;
   using Ints = typename Columns::Ints;
   static constexpr bool kDense = true;
-  static constexpr bool kBuffered = false;
+  // Where few rows of x are multiplied at once, taking nibbles apart costs as much as some of them.
+  static constexpr bool kBuffered = Simd::kRegisters == 16 && Simd::kLanes > 1;
+  static constexpr bool kNarrowChunks = Simd::kNarrowNibbleSums;
+
+  static Ints Widen(const Ints& words) { return AddWide(Columns::SetInt(0), words); }
+  static Ints AddWide(const Ints& sums, const Ints& words) {
+    const auto ones = Simd::SetInt(0x00010001);
+    return Columns::template Of<Ints>([&](int i) { return Simd::DotPair(sums.at[i], words.at[i], ones); });
+  }
 
   struct Stream : Int4Stream<Simd, Storage::kDense> {
     Stream(const Weight& w, int64_t panel, const PrefetchDistances& ahead)
@@ -81,7 +92,12 @@ struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
   struct Numbers : GroupNumbers {
     Numbers(const void* end_of_q, int64_t groups) : GroupNumbers(end_of_q, groups * kRows) {}
 
-    Ints Start(int64_t group, int row) const { return Columns::SetInt(starts[group * kRows + row]); }
+    Ints Start(int64_t group, int row) const {
+      const int64_t at = group * kRows + row;
+      constexpr int32_t kBias = Simd::kNibbleBias;
+      return Columns::SetInt(kNarrowChunks ? kBias * minus_sums[at] : starts[at]);
+    }
+    Ints StartChunk(int64_t chunk, int row) const { return Columns::SetInt(starts[chunk * kRows + row]); }
     Floats Add(const Floats& total, Ints sums, const GroupScales& of, int64_t group, int row) const {
       const int64_t at = group * kRows + row;
       if (of.has_zero_points) {
@@ -95,6 +111,14 @@ struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
     Floats End(const Floats& total, int) const { return total; }
   };
 
+  // Where the words of a chunk begin.
+  static int32_t Words(const InputSums& sums) {
+    constexpr uint32_t kBias = Simd::kNibbleBias;
+    const uint32_t low = 0 - kBias * static_cast<uint32_t>(sums.all - sums.upper);
+    const uint32_t high = 0 - kBias * static_cast<uint32_t>(sums.upper);
+    return static_cast<int32_t>((low & 0xffff) | high << 16);
+  }
+
   // In a block of r rows
   //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
   //     GroupNumbers
@@ -105,17 +129,24 @@ struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
     const int64_t groups = ScaleRows(w.k, group);
     const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
       float* scales = reinterpret_cast<float*>(block + rows * padded_k);
-      int32_t* starts = reinterpret_cast<int32_t*>(scales + groups * rows);
-      int32_t* minus_sums = starts + groups * rows;
+      int32_t* minus_sums = reinterpret_cast<int32_t*>(scales + groups * rows);
+      int32_t* starts = minus_sums + groups * rows;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = g * group;
         const int64_t length = w.k - begin < group ? w.k - begin : group;
         const RowScale scale = ScaleOf<Simd>(row + begin, length);
         // The last group ends with the padding.
         const int64_t end = g + 1 == groups ? padded_k : begin + group;
-        const int32_t sum = QuantizeInputs<Simd>(row, w.k, begin, end, scale.factor, block, rows, i);
+        const int64_t part = kNarrowChunks ? w.ChunkInputs() : end - begin;
+        int32_t sum = 0;
+        for (int64_t from = begin; from < end; from += part) {
+          const int64_t to = end - from < part ? end : from + part;
+          const InputSums sums = QuantizeInputs<Simd>(row, w.k, from, to, scale.factor, block, rows, i);
+          sum += sums.all;
+          const int64_t at = (kNarrowChunks ? from / part : g) * rows + i;
+          starts[at] = kNarrowChunks ? Words(sums) : -static_cast<int32_t>(Simd::kNibbleBias) * sums.all;
+        }
         scales[g * rows + i] = scale.scale;
-        starts[g * rows + i] = -static_cast<int32_t>(Simd::kNibbleBias) * sum;
         minus_sums[g * rows + i] = -sum;
       }
     };

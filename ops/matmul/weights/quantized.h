@@ -30,6 +30,7 @@ struct ByteProducts {
   static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
   static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
 
+  static constexpr bool kNarrowChunks = false;
   static constexpr bool kFreeSpans = !kInt4 || !Simd::kNarrowNibbleSums;
   static Sums StartSpan(const Sums& sums) {
     if constexpr (kFreeSpans) return sums;
@@ -108,7 +109,7 @@ struct RowQuantized : ByteProducts<Simd, kInt4> {
       for (int64_t g = 0; g < groups; ++g) {
         // The last group ends with the padding.
         const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
-        const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale.factor, block, rows, i);
+        const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale.factor, block, rows, i).all;
         starts[g * rows + i] = 0 - Products::kBias * static_cast<uint32_t>(sum);
       }
     };
