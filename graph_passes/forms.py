@@ -98,6 +98,10 @@ class Form(PassOptions):
             if self.sparsity is None or abs(share - self.sparsity) > _SAME:
                 found = "not given" if self.sparsity is None else f"{self.sparsity:g}"
                 raise RecipeError(f"sparsity is {found}, but pattern {self.pattern!r} makes it {share:g}; give that")
+        if self.pattern == UNSTRUCTURED and self.sparsity is None and self.weights != "int4":
+            raise RecipeError(
+                "pattern is 'unstructured', but sparsity is not given; give that, or leave the pattern out"
+            )
         if self.pattern == BLOCKS and self.weights not in (None, "int8"):
             raise RecipeError(f"weights is {self.weights!r}, expected 'int8' with pattern {BLOCKS!r}; leave it out")
 

@@ -79,6 +79,8 @@ def test_names() -> None:
         ({"sparsity": "half"}, "sparsity is 'half', expected"),
         ({"sparsity": 0.5, "pattern": "4:2"}, "pattern is '4:2', expected 'unstructured', '4x1', or 'N:M'"),
         ({"pattern": "2:4"}, "sparsity is not given, but pattern '2:4' makes it 0.5; give that"),
+        ({"pattern": "unstructured"}, "pattern is 'unstructured', but sparsity is not given"),
+        ({"pattern": "unstructured", "weights": "int8"}, "pattern is 'unstructured', but sparsity is not given"),
         ({"sparsity": 0.3, "pattern": "2:4"}, "sparsity is 0.3, but pattern '2:4' makes it 0.5; give that"),
         ({"pattern": "4x1", "weights": "int4"}, "weights is 'int4', expected 'int8' with pattern '4x1'"),
         ({"method": "gptq"}, "method is 'gptq', which rounds to whole numbers, but weights is None"),
