@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +20,7 @@ from ..measure.sessions import open_quietly
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 from ..weights.quantizers.fixed_range import FixedRange
 from ..weights.quantizers.grid import Quantization
-from .nodes import constant_value
+from .nodes import constant_value, in_order
 
 _OPSET = 17
 
@@ -58,6 +58,7 @@ class Replacement(abc.ABC):
     """A layer and its epilogue (ops/matmul/linear_plan.h) by an operator of ours, its weight packed ahead of time."""
 
     op_type: ClassVar[str]
+    input_names: ClassVar[Sequence[str]]  # of the operator, in order
     # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
     normalizes = False
     # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
@@ -90,11 +91,11 @@ class Replacement(abc.ABC):
         """The size of what `pack` returns for `stored` weights that are not zero. What hangs on where they are may be
         estimated, to some per cent."""
 
-    @abc.abstractmethod
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
         """The inputs of the node, in order."""
+        return in_order(self.input_names, {"X": x, **packed, "bias": bias, "residual": residual})
 
     @abc.abstractmethod
     def attributes(

@@ -15,7 +15,7 @@ from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .nodes import fill_missing, in_order, input_of, nodes_of
+from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .sparse_amx_matmul_function import INPUTS, OP_TYPE, TILE_ROWS, Uses, row_inputs, sparse_amx_matmul_function
 
@@ -41,6 +41,7 @@ class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
 
     op_type = OP_TYPE
+    input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if isinstance(quantization, StoredInt4):
@@ -85,11 +86,6 @@ class SparseAMXMatMul(Replacement):
         if _is_dense(k, n, stored, bits):
             return _dense_bytes(k, n, bits) + scales
         return _bitmap_bytes(k, n, stored, bits) + scales
-
-    def inputs(
-        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
-    ) -> list[ir.Value | None]:
-        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int

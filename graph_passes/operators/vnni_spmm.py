@@ -12,7 +12,7 @@ from ortolan import _native
 from ..find.constants import constant_tensor
 from ..find.epilogue import Activation
 from ..weights.quantizers.grid import Quantization
-from .nodes import fill_missing, in_order, input_of, nodes_of
+from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
@@ -28,6 +28,7 @@ class VNNISpMM(Replacement):
     row's own range or of a fixed one."""
 
     op_type = OP_TYPE
+    input_names = INPUTS
     normalizes = True
     takes_ranges = True
 
@@ -57,11 +58,6 @@ class VNNISpMM(Replacement):
         # Whole blocks; the last quad of a group is filled up, by half on the average.
         quads = stored / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored else 0
         return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
-
-    def inputs(
-        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
-    ) -> list[ir.Value | None]:
-        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int

@@ -13,7 +13,7 @@ from ..find.epilogue import Activation
 from ..find.stored_int4 import StoredInt4
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .nodes import fill_missing, in_order, input_of, nodes_of
+from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, TILE_INPUTS, Uses, w4a8_matmul_function
 
@@ -27,6 +27,7 @@ class W4A8MatMul(Replacement):
     """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
 
     op_type = OP_TYPE
+    input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 4:
@@ -60,11 +61,6 @@ class W4A8MatMul(Replacement):
         # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
         wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
         return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
-
-    def inputs(
-        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
-    ) -> list[ir.Value | None]:
-        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
