@@ -200,7 +200,7 @@ def test_some_layers_by_name() -> None:
     assert types["past_key_values.1.key"] == onnx.TensorProto.UINT8
     assert any(note.startswith("cache not compressed: excluded: '/model/layers.0") for note in report.notes)
     assert distance(decode(found, (30, 31, 32)), decode(model, (30, 31, 32))) < 0.02
-    with pytest.raises(NothingToReplaceError, match="can be compressed: .*layers.0.*: not selected"):
+    with pytest.raises(NothingToReplaceError, match=r"can be compressed: .*layers.0.*: not selected"):
         compress(model, select=["*layers.9*"])
 
 
@@ -308,7 +308,7 @@ def test_a_head_that_is_no_multiple_of_16() -> None:
 @pytest.mark.parametrize("options", [{}, EXACT])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_models_without_a_cache(options: dict[str, Any], dry_run: bool) -> None:
-    with pytest.raises(NothingToReplaceError, match="no attention of .* does not come from a cache"):
+    with pytest.raises(NothingToReplaceError, match=r"no attention of .* does not come from a cache"):
         ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(**options), dry_run=dry_run)
     with pytest.raises(NothingToReplaceError, match="holds no attention with a cache, so there is nothing to compress"):
         ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), recipe=recipe(**options), dry_run=dry_run)
