@@ -129,6 +129,11 @@ class Form(PassOptions):
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
 
     @property
+    def fuses_attention(self) -> bool:
+        """Whether attention without a cache becomes one operator, and its query, key and value layers another."""
+        return self.stored is not None and self.skipped_inputs is None and self.cache is None
+
+    @property
     def rounding(self) -> str:
         return next((one for one in self.method if one in ROUNDING), "rtn")
 
@@ -169,7 +174,7 @@ class Form(PassOptions):
         steps: list[Pass] = [{"name": "normalize"}]
         if self.stored is not None:
             steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
-        if self.pattern == BLOCKS:
+        if self.fuses_attention:
             steps.append({"name": "fuse_attention", "precision": "bf16"})
         if self.skipped_inputs is not None:
             steps.append({"name": "activations", "sparsity": self.skipped_inputs, "exclude": list(self.ignore)})

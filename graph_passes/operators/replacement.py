@@ -59,11 +59,9 @@ class Replacement(abc.ABC):
 
     op_type: ClassVar[str]
     input_names: ClassVar[Sequence[str]]  # of the operator, in order
-    # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
-    normalizes = False
     # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
     takes_ranges = False
-    # Whether the operator computes what follows a layer; if not, its bias is added behind it.
+    # Whether the operator computes what follows a layer (linear_function.py); if not, its bias is added behind it.
     has_epilogue = True
     # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
     masks_inputs = False
@@ -113,7 +111,7 @@ class Replacement(abc.ABC):
         """All attributes of a node with this weight; norm_epsilon: negative without a LayerNormalization."""
         k, n = weight.matrix.shape
         attributes = self.attributes(k, n, weight.quantized, activation, gated_columns)
-        if self.normalizes:
+        if self.has_epilogue:
             attributes.append(ir.AttrFloat32("norm_epsilon", norm_epsilon))
         if self.masks_inputs:
             attributes.append(ir.AttrFloat32("a_threshold", weight.x_threshold))

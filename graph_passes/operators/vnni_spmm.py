@@ -12,6 +12,7 @@ from ortolan import _native
 from ..find.constants import constant_tensor
 from ..find.epilogue import Activation
 from ..weights.quantizers.grid import Quantization
+from .linear_function import uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
@@ -29,7 +30,6 @@ class VNNISpMM(Replacement):
 
     op_type = OP_TYPE
     input_names = INPUTS
-    normalizes = True
     takes_ranges = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
@@ -113,10 +113,7 @@ def count_blocks(matrix: np.ndarray, outputs: int) -> int:
 
 def _uses(nodes: list[ir.Node]) -> Uses:
     return Uses(
-        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
-        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
-        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
-        norm=any(node.attributes["norm_epsilon"].as_float() >= 0 for node in nodes),
+        **uses_of_layers(nodes, INPUTS),
         own_ranges=any(not _has_range(node) for node in nodes),
         x_range=any(_has_range(node) for node in nodes),
         hidden=any(_has_hidden(node) for node in nodes),

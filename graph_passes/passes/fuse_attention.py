@@ -11,6 +11,7 @@ import onnx_ir as ir
 from ortolan.progress import Stage
 
 from ..find.attention import Attention, NotAttention, find_attentions
+from ..measure.feeds import has_past
 from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import fill_missing, nodes_of, put_function
 from ..operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
@@ -38,12 +39,14 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
     options: FuseAttentionOptions
 
     def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
+        if self.context.plan.replaces and has_past(model):
+            return []  # attention with a cache, which pass compress_cache is for
         return find_attentions(model.graph)
 
     def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
         if chosen:
             self.context.note(f"{len(chosen)} attention(s) {self.verb} {OP_TYPE}, products of {self.options.precision}")
-        elif not refused:
+        elif not refused and not self.context.plan.replaces:
             self.context.note("no attention was found: nothing to fuse")
         self.note_refused(refused)
 
