@@ -113,7 +113,6 @@ def test_report_as_json_and_text(bert, tmp_path):
         "50.0 %",
         "smaller",
         "of this, rounding",
-        "run time",
         "last_hidden_state",
     ):
         assert part in text
