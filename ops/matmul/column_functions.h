@@ -17,7 +17,6 @@ struct LoopOf {
   // Rows of x in a block, and those whose activations lie together.
   static constexpr int64_t kBlockRows = kRowBlock<Simd>;
   static constexpr int64_t kPackedRows = kBlockRows;
-  static constexpr int64_t kPanelsTogether = 1;
   static constexpr int64_t kSpeed = 1;
   static void Pad(void*, int64_t, int64_t) {}
 };
@@ -30,7 +29,6 @@ struct LoopOf<Column> {
   using Loop = AmxLoop<Simd, Weights>;
   static constexpr int64_t kBlockRows = kAmxRowTile;
   static constexpr int64_t kPackedRows = 1;
-  static constexpr int64_t kPanelsTogether = kAmxPanels;
   static constexpr int64_t kSpeed = 8;
   static void Pad(void* packed, int64_t m, int64_t row_bytes) { PadAmxRows(packed, m, row_bytes); }
 };
@@ -63,7 +61,7 @@ struct ColumnFunctions {
                                         .packed_row_bytes = &PackedRowBytes,
                                         .pack = &Pack,
                                         .multiply = &Multiply,
-                                        .panels_together = LoopOf<Simd>::kPanelsTogether,
+                                        .panels_together = LoopOf<Simd>::template Loop<Dense>::kPanelsTogether,
                                         .speed = LoopOf<Simd>::kSpeed};
 };
 

@@ -11,8 +11,8 @@
 // masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
 // which; masks and offsets without elements mean dense storage. bias and residual are optional, and scales for bf16,
 // where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
-// there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of the
-// norm: see matmul/linear_op.h.
+// there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of
+// the norm: see matmul/linear_op.h.
 #include <algorithm>
 #include <iterator>
 #include <span>
