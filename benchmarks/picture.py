@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -338,6 +339,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.output.suffix != ".svg":
         parser.error(f"--output: expected a name that ends in .svg, found {str(arguments.output)!r}")
+    if not os.access(arguments.output.parent, os.W_OK):  # asked before measuring, which takes long
+        parser.error(f"--output: expected a folder to write to, found {str(arguments.output.parent)!r}")
     for option in ("from",) if arguments.data else ("sts", "text"):
         path = arguments.data if option == "from" else getattr(arguments, option)
         if path is None or not path.is_file():

@@ -98,6 +98,10 @@ class Form(PassOptions):
             if self.sparsity is None or abs(share - self.sparsity) > _SAME:
                 found = "not given" if self.sparsity is None else f"{self.sparsity:g}"
                 raise RecipeError(f"sparsity is {found}, but pattern {self.pattern!r} makes it {share:g}; give that")
+        if self.pattern == UNSTRUCTURED and self.sparsity is None and self.weights != "int4":
+            raise RecipeError(
+                "pattern is 'unstructured', but sparsity is not given; give that, or leave the pattern out"
+            )
         if self.pattern == BLOCKS and self.weights not in (None, "int8"):
             raise RecipeError(f"weights is {self.weights!r}, expected 'int8' with pattern {BLOCKS!r}; leave it out")
 
@@ -123,6 +127,11 @@ class Form(PassOptions):
     def is_dense_int4(self) -> bool:
         """Whether layers become W4A8MatMul."""
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether attention without a cache becomes one operator, and its query, key and value layers another."""
+        return self.stored is not None and self.skipped_inputs is None and self.cache is None
 
     @property
     def rounding(self) -> str:
@@ -165,7 +174,7 @@ class Form(PassOptions):
         steps: list[Pass] = [{"name": "normalize"}]
         if self.stored is not None:
             steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
-        if self.pattern == BLOCKS:
+        if self.fuses_attention:
             steps.append({"name": "fuse_attention", "precision": "bf16"})
         if self.skipped_inputs is not None:
             steps.append({"name": "activations", "sparsity": self.skipped_inputs, "exclude": list(self.ignore)})

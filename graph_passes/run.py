@@ -45,9 +45,10 @@ def plan(recipe: Recipe, context: PassContext) -> Steps:
     """Makes the passes. Each may ask context.plan what the recipe is going to do to a layer, whatever their order."""
     context.plan = Plan(recipe.passes)
     passes = [PASSES[step.name](step.options, context) for step in recipe.passes]
-    verification = passes.pop() if passes and isinstance(passes[-1], VerifyPass) else None
-    assert verification is None or isinstance(verification, VerifyPass)
-    return Steps(recipe, passes, verification)
+    last = passes[-1] if passes else None
+    if isinstance(last, VerifyPass):
+        return Steps(recipe, passes[:-1], last)
+    return Steps(recipe, passes, None)
 
 
 def transform(steps: Steps, context: PassContext) -> None:

@@ -28,12 +28,12 @@ _SMOLLM2 = LlamaConfig(49152, 576, 1536, 8, 9, 3, rope_theta=100000.0)
 # By what a row is called.
 _ENCODERS: Mapping[str, Recipe] = {
     "int4": Recipe.of(weights="int4", ignore=()),
-    "sparse-int8": Recipe.of(weights="int8"),
-    "sparse-int8-4x1-static 80%": Recipe.of(sparsity=0.8, pattern="4x1").with_pass("ranges"),
+    "int8": Recipe.of(weights="int8"),
+    "4x1 80%, fixed ranges": Recipe.of(sparsity=0.8, pattern="4x1").with_pass("ranges"),
 }
 _DECODERS: Mapping[str, Recipe] = {
     "int4 g32": Recipe.of(weights="int4", group_size=32, ignore=()).with_options({"symmetric": True}),
-    "sparse-bf16 50%": Recipe.of(weights="bf16", sparsity=0.5),
+    "bf16 50%": Recipe.of(weights="bf16", sparsity=0.5),
     "long-context": Recipe.load("long-context"),
 }
 _CALIBRATION_TOKENS = 96

@@ -7,8 +7,8 @@
             much errors of that layer matter for the outputs (sensitivity.py)
     path    of the forms of a layer, those that save more time for more error; of all layers, the steps from one form to
             the next in the order of the time saved for each square of error, as errors of layers add up in squares
-    budget  how far along the path the whole model stays within the budget, on the feeds that were kept: all of it, else
-            by bisection
+    budget  how far along the path the whole model stays within the budget, on the feeds that were kept: by bisection,
+            from where the errors of the layers let it be expected
     time    the whole model against the original, at each shape, and with fused attention. Where it is no faster, the
             first half of the path is tried, and so on; if nothing is left, the model stays as it is.
 

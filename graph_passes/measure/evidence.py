@@ -55,7 +55,6 @@ class Evidence:
         self._every: int | None = None  # of the feeds that are held out
         self._rows: dict[tuple[str, int], np.ndarray] = {}
         self._answers: dict[int, tuple[Feeds, Outputs]] = {}  # of the original, by id of the feeds
-        self._searching = keeps_fits
         self._remembered: dict[Hashable, Any] = {}
         self._copies = self._runs = 0
 
@@ -74,11 +73,6 @@ class Evidence:
         return folder
 
     # ---- feeds -------------------------------------------------------------------------------------------------------
-
-    @property
-    def given(self) -> bool:
-        """Whether the user gave feeds, or some were made up already."""
-        return self._feeds is not None
 
     def feeds(self, session: Any = None) -> list[Feeds]:
         """Those to fit to: the user's without those that are held out, or made-up ones on which the original runs."""
@@ -128,7 +122,7 @@ class Evidence:
 
     def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What compute() gives, computed once a search. key: all that it depends on, beside the original."""
-        if not self._searching:
+        if self.fits is None:
             return compute()
         if key not in self._remembered:
             self._remembered[key] = compute()

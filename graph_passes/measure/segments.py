@@ -30,8 +30,6 @@ from .sessions import open_quietly
 
 _EMBEDDED = 1024  # bytes; smaller tensors stay in the model file, where shape inference can see them
 
-Take = Callable[[str, np.ndarray], None]
-
 
 class Segments:
     """The inputs of layers, in the order of the graph. Use it in a with statement: it keeps files in `folder`."""

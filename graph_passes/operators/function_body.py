@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
-
-from ..find.epilogue import Activation
 
 PANEL_COLUMNS = 16  # as in ops/formats
 
@@ -80,62 +78,3 @@ class FunctionBody:
         for number, value in others:
             chosen = self.op("Where", self.op("Equal", self.attribute(name), self.integer(number)), value, chosen)
         return chosen
-
-
-def end_of_layer(
-    body: FunctionBody,
-    product: ir.Value,
-    inputs: Mapping[str, ir.Value],
-    activations: Collection[Activation],
-    gated: bool,
-    residual: bool,
-) -> ir.Value:
-    """What ops/matmul/linear_plan.h makes of X W, for all nodes of a model: with those activations; gated: some of them
-    have gated_columns; residual: all have one."""
-    op = body.op
-    p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))
-    if gated:
-        # Where nothing is gated, the factors are ones behind all columns.
-        n, gated_columns = body.attribute("n"), body.attribute("gated_columns")
-        is_gated = op("Cast", gated_columns, to=ir.DataType.BOOL)
-        columns = op("Where", is_gated, gated_columns, n)
-        begin = op("Where", is_gated, op("Div", n, body.integer(2)), n)
-        ones = op("ConstantOfShape", op("Shape", p), value=ir.tensor(np.ones(1, np.float32)))
-        last = body.ints(-1)
-        end = op("Add", begin, columns)
-        factor = op("Slice", op("Concat", p, ones, axis=-1), body.vector(begin), body.vector(end), last)
-        p = op("Slice", p, body.ints(0), body.vector(columns), last)
-    y = body.by_attribute("activation", {int(kind): activate(body, p, kind) for kind in sorted(activations)})
-    if gated:
-        y = op("Mul", y, factor)
-    if residual:
-        y = op("Add", y, inputs["residual"])
-    y.name = "Y"
-    return y
-
-
-def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
-    """The function's input bias [n], or zeros where there is none; n is an attribute."""
-    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
-    zeros = ir.tensor(np.zeros(1, np.float32))
-    no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
-    return body.op(
-        "Reshape", body.op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, bias), body.ints(-1)
-    )
-
-
-def activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Value:
-    op = body.op
-    if activation == Activation.RELU:
-        return op("Relu", y)
-    if activation == Activation.SILU:
-        return op("Mul", y, op("Sigmoid", y))
-    if activation == Activation.GELU:
-        twice_phi = op("Add", op("Erf", op("Mul", y, body.number(0.5**0.5))), body.number(1))
-    elif activation == Activation.GELU_TANH:
-        cube = op("Mul", op("Mul", y, y), op("Mul", y, body.number(0.044715)))
-        inner = op("Mul", op("Add", y, cube), body.number((2 / np.pi) ** 0.5))
-        twice_phi = op("Add", op("Tanh", inner), body.number(1))
-    else:
-        return y
-    return op("Mul", op("Mul", y, body.number(0.5)), twice_phi)

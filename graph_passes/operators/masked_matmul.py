@@ -32,6 +32,7 @@ class MaskedMatMul(Replacement):
     """Y = X' W, X' being X without what is not above the layer's threshold. A bias is added behind."""
 
     op_type = OP_TYPE
+    input_names = INPUTS
     has_epilogue = False
     masks_inputs = True
 
@@ -73,7 +74,7 @@ class MaskedMatMul(Replacement):
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
         assert bias is None and residual is None
-        return in_order(INPUTS, {"A": x, **packed})
+        return in_order(self.input_names, {"A": x, **packed})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +20,7 @@ from ..measure.sessions import open_quietly
 from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 from ..weights.quantizers.fixed_range import FixedRange
 from ..weights.quantizers.grid import Quantization
-from .nodes import constant_value
+from .nodes import constant_value, in_order
 
 _OPSET = 17
 
@@ -58,11 +58,10 @@ class Replacement(abc.ABC):
     """A layer and its epilogue (ops/matmul/linear_plan.h) by an operator of ours, its weight packed ahead of time."""
 
     op_type: ClassVar[str]
-    # Whether the operator has the inputs norm_weight and norm_bias, and the attribute norm_epsilon.
-    normalizes = False
+    input_names: ClassVar[Sequence[str]]  # of the operator, in order
     # Whether the operator takes fixed ranges of its activations, and a hidden layer (hidden.py).
     takes_ranges = False
-    # Whether the operator computes what follows a layer; if not, its bias is added behind it.
+    # Whether the operator computes what follows a layer (linear_function.py); if not, its bias is added behind it.
     has_epilogue = True
     # Whether the operator applies thresholds to its inputs (activations.py): it has the attribute a_threshold.
     masks_inputs = False
@@ -90,11 +89,11 @@ class Replacement(abc.ABC):
         """The size of what `pack` returns for `stored` weights that are not zero. What hangs on where they are may be
         estimated, to some per cent."""
 
-    @abc.abstractmethod
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
     ) -> list[ir.Value | None]:
         """The inputs of the node, in order."""
+        return in_order(self.input_names, {"X": x, **packed, "bias": bias, "residual": residual})
 
     @abc.abstractmethod
     def attributes(
@@ -112,7 +111,7 @@ class Replacement(abc.ABC):
         """All attributes of a node with this weight; norm_epsilon: negative without a LayerNormalization."""
         k, n = weight.matrix.shape
         attributes = self.attributes(k, n, weight.quantized, activation, gated_columns)
-        if self.normalizes:
+        if self.has_epilogue:
             attributes.append(ir.AttrFloat32("norm_epsilon", norm_epsilon))
         if self.masks_inputs:
             attributes.append(ir.AttrFloat32("a_threshold", weight.x_threshold))

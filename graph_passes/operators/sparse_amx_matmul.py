@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,8 @@ from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .nodes import fill_missing, in_order, input_of, nodes_of
+from .linear_function import neutral_inputs_of_layer, uses_of_layers
+from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .sparse_amx_matmul_function import INPUTS, OP_TYPE, TILE_ROWS, Uses, row_inputs, sparse_amx_matmul_function
 
@@ -38,9 +39,11 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class SparseAMXMatMul(Replacement):
-    """Y = activation(X W + bias) + residual; X is rounded to bf16, or to int8 row by row for quantized weights."""
+    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to bf16, or row by row to
+    int8 for quantized weights."""
 
     op_type = OP_TYPE
+    input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if isinstance(quantization, StoredInt4):
@@ -86,11 +89,6 @@ class SparseAMXMatMul(Replacement):
             return _dense_bytes(k, n, bits) + scales
         return _bitmap_bytes(k, n, stored, bits) + scales
 
-    def inputs(
-        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
-    ) -> list[ir.Value | None]:
-        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
-
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
     ) -> list[ir.Attr]:
@@ -133,12 +131,11 @@ class SparseAMXMatMul(Replacement):
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n = node.attributes["n"].as_int()
             return {
-                "bias": np.zeros(n, np.float32),
-                "residual": np.zeros(1, np.float32),
+                **neutral_inputs_of_layer(n, node.attributes["gated_columns"].as_int()),
                 "scales": np.ones((-(-n // PANEL_COLUMNS), 1, PANEL_COLUMNS), np.float32),
             }
 
-        needed = {name for name, used in (("residual", uses.residual), ("scales", len(uses.weight_bits) > 1)) if used}
+        needed = uses.needed_inputs() | ({"scales"} if len(uses.weight_bits) > 1 else set())
         fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
@@ -183,9 +180,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
     return Uses(
         weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
         dense=any(_is_empty(input_of(node, INPUTS, "masks")) for node in nodes),
-        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
-        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
-        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        **uses_of_layers(nodes, INPUTS),
     )
 
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..find.epilogue import Activation
-from ..names import ORTOLAN_DOMAIN
-from .function_body import PANEL_COLUMNS, FunctionBody, end_of_layer
+from .function_body import PANEL_COLUMNS, FunctionBody
+from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
 
 OP_TYPE = "SparseAMXMatMul"
-INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales")
+INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales", *NORM_INPUTS)
 ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation", "gated_columns")
 
 # As in ops/formats/bitmap.h.
@@ -36,14 +35,11 @@ def row_inputs(weight_bits: int) -> int:
 
 
 @dataclass(frozen=True)
-class Uses:
+class Uses(LayerUses):
     """What the SparseAMXMatMul nodes of a model make use of."""
 
     weight_bits: frozenset[int] = frozenset({16})
     dense: bool = False
-    activations: frozenset[Activation] = frozenset({Activation.NONE})
-    residual: bool = False
-    gated: bool = False
 
 
 def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -53,15 +49,13 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     does, it keeps every intermediate result of every layer, 37 bytes a weight or more. False: the unpacking seems to
     depend on X, so it is done layer by layer in each run.
     """
-    inputs = {name: ir.val(name) for name in INPUTS}
+    inputs = {name: ir.val(name) for name in INPUTS if uses.norm or name not in NORM_INPUTS}
     body = FunctionBody(opset)
     k, n = body.attribute("k"), body.attribute("n")
     weight = _Weight(body, inputs, uses, k, n, None if unpack_once else inputs["X"]).matrix()
     product = _product(body, inputs["X"], weight, uses)
-    y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
-    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
-    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+    y = end_of_layer(body, product, inputs, uses)
+    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
 
 
 def unpacked_bitmap(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +12,8 @@ from ortolan import _native
 from ..find.constants import constant_tensor
 from ..find.epilogue import Activation
 from ..weights.quantizers.grid import Quantization
-from .nodes import fill_missing, in_order, input_of, nodes_of
+from .linear_function import uses_of_layers
+from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
@@ -28,7 +29,7 @@ class VNNISpMM(Replacement):
     row's own range or of a fixed one."""
 
     op_type = OP_TYPE
-    normalizes = True
+    input_names = INPUTS
     takes_ranges = True
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
@@ -57,11 +58,6 @@ class VNNISpMM(Replacement):
         # Whole blocks; the last quad of a group is filled up, by half on the average.
         quads = stored / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored else 0
         return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
-
-    def inputs(
-        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
-    ) -> list[ir.Value | None]:
-        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
@@ -117,10 +113,7 @@ def count_blocks(matrix: np.ndarray, outputs: int) -> int:
 
 def _uses(nodes: list[ir.Node]) -> Uses:
     return Uses(
-        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
-        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
-        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
-        norm=any(node.attributes["norm_epsilon"].as_float() >= 0 for node in nodes),
+        **uses_of_layers(nodes, INPUTS),
         own_ranges=any(not _has_range(node) for node in nodes),
         x_range=any(_has_range(node) for node in nodes),
         hidden=any(_has_hidden(node) for node in nodes),

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..find.epilogue import Activation
-from ..names import ORTOLAN_DOMAIN
-from .function_body import FunctionBody, end_of_layer
+from .function_body import FunctionBody
+from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function, neutral_inputs_of_layer
 
 OP_TYPE = "VNNISpMM"
 _LAYER = ("X", "values", "indices", "starts", "scales", "bias", "residual")
-_NORM = ("norm_weight", "norm_bias")
 _RANGE = ("x_scale", "x_zero_point")
 _HIDDEN = (
     "hidden_values",
@@ -32,7 +30,7 @@ _HIDDEN = (
     "table_y_scale",
     "table_y_zero_point",
 )
-INPUTS = (*_LAYER, *_NORM, *_RANGE, *_HIDDEN)
+INPUTS = (*_LAYER, *NORM_INPUTS, *_RANGE, *_HIDDEN)
 ATTRIBUTES = ("k", "n", "format_version", "activation", "gated_columns", "hidden_k")
 
 # As in ops/formats/block_sparse_4x1.h.
@@ -43,18 +41,14 @@ _SMALLEST_HALF_RANGE = 2.0**-100  # as in ops/matmul/block_sparse_weight.h
 
 
 @dataclass(frozen=True)
-class Uses:
+class Uses(LayerUses):
     """What the VNNISpMM nodes of a model make use of.
 
-    norm: some have a LayerNormalization. own_ranges: some quantize X row by row. x_range: some have x_scale and
+    own_ranges: some quantize X row by row. x_range: some have x_scale and
     x_zero_point. hidden: some have a hidden layer. plain: some have none. Nodes that lack what others have need inputs
     in its place: neutral_inputs.
     """
 
-    activations: frozenset[Activation] = frozenset({Activation.NONE})
-    residual: bool = False
-    gated: bool = False
-    norm: bool = False
     own_ranges: bool = True
     x_range: bool = False
     hidden: bool = False
@@ -62,23 +56,16 @@ class Uses:
 
     def needed_inputs(self) -> set[str]:
         """What all nodes must have."""
-        needed = {"residual"} if self.residual else set()
-        needed |= set(_NORM) if self.norm else set()
-        needed |= set(_RANGE) if self.x_range else set()
+        needed = super().needed_inputs() | (set(_RANGE) if self.x_range else set())
         return needed | set(_HIDDEN) if self.hidden else needed
 
 
 def neutral_inputs(k: int, n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
     """What stands for an input that a node of k inputs and n outputs does not have, where it must not be missing."""
-    columns = gated_columns or n
     one, nothing = np.ones((), np.float32), np.zeros(1, np.float32)
     none = np.zeros((), np.uint8)
     return {
-        "bias": np.zeros(n, np.float32),
-        "residual": nothing,
-        # Whole: ONNX Runtime makes one node of the formula and wants as many as there are columns.
-        "norm_weight": np.ones(columns, np.float32),
-        "norm_bias": np.zeros(columns, np.float32),
+        **neutral_inputs_of_layer(n, gated_columns),
         "x_scale": np.zeros((), np.float32),
         "x_zero_point": none,
         "hidden_values": np.zeros((0, GROUP_OUTPUTS, QUAD_INPUTS), np.int8),
@@ -103,26 +90,8 @@ def vnni_spmm_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.F
     if uses.hidden:
         x = _hidden_layer(body, inputs, x, k, uses, unpack_once)
     product = body.op("MatMul", x, _matrix(body, inputs, "", k, n, unpack_once))
-    y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
-    if uses.norm:
-        y.name = "sum"
-        y = _normalized(body, inputs, y)
-        y.name = "Y"
-    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
-    attributes.append(ir.Attr("norm_epsilon", ir.AttributeType.FLOAT, None))
-    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
-
-
-def _normalized(body: FunctionBody, inputs: dict[str, ir.Value], y: ir.Value) -> ir.Value:
-    """The LayerNormalization of y; y itself where norm_epsilon is -1."""
-    op = body.op
-    epsilon = body.float_attribute("norm_epsilon")
-    d = op("Sub", y, body.reduce_mean(y, -1))
-    variance = body.reduce_mean(op("Mul", d, d), -1)
-    z = op("Div", d, op("Sqrt", op("Add", variance, epsilon)))
-    z = op("Add", op("Mul", z, inputs["norm_weight"]), inputs["norm_bias"])
-    return op("Where", op("Less", epsilon, body.number(0)), y, z)
+    y = end_of_layer(body, product, inputs, uses)
+    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
 
 
 def _matrix(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +13,8 @@ from ..find.epilogue import Activation
 from ..find.stored_int4 import StoredInt4
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
-from .nodes import fill_missing, in_order, input_of, nodes_of
+from .linear_function import neutral_inputs_of_layer, uses_of_layers
+from .nodes import fill_missing, input_of, nodes_of
 from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, TILE_INPUTS, Uses, w4a8_matmul_function
 
@@ -24,9 +25,10 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class W4A8MatMul(Replacement):
-    """Y = activation(X W + bias) + residual; X is rounded to int8 group by group."""
+    """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to int8 group by group."""
 
     op_type = OP_TYPE
+    input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 4:
@@ -60,11 +62,6 @@ class W4A8MatMul(Replacement):
         # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
         wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
         return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
-
-    def inputs(
-        self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None
-    ) -> list[ir.Value | None]:
-        return in_order(INPUTS, {"X": x, **packed, "bias": bias, "residual": residual})
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
@@ -105,12 +102,11 @@ class W4A8MatMul(Replacement):
             n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()
             groups = -(-k // node.attributes["group_size"].as_int())
             return {
-                "bias": np.zeros(n, np.float32),
-                "residual": np.zeros(1, np.float32),
+                **neutral_inputs_of_layer(n, node.attributes["gated_columns"].as_int()),
                 "zero_points": np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), MIDDLE_ZERO_POINT, np.uint8),
             }
 
-        needed = {name for name, used in (("residual", uses.residual), ("zero_points", uses.zero_points)) if used}
+        needed = uses.needed_inputs() | ({"zero_points"} if uses.zero_points else set())
         fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
@@ -131,7 +127,5 @@ def _packed_scales(scales: np.ndarray) -> PackedTensor:
 def _uses(nodes: list[ir.Node]) -> Uses:
     return Uses(
         zero_points=any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
-        activations=frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
-        residual=any(input_of(node, INPUTS, "residual") is not None for node in nodes),
-        gated=any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        **uses_of_layers(nodes, INPUTS),
     )

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..find.epilogue import Activation
-from ..names import ORTOLAN_DOMAIN
-from .function_body import PANEL_COLUMNS, FunctionBody, end_of_layer
+from .function_body import PANEL_COLUMNS, FunctionBody
+from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
 
 OP_TYPE = "W4A8MatMul"
-INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points")
+INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS)
 ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation", "gated_columns")
 
 # As in ops/formats/int4_group.h.
@@ -28,24 +27,19 @@ _SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/group_int4_weight.h
 
 
 @dataclass(frozen=True)
-class Uses:
+class Uses(LayerUses):
     """What the W4A8MatMul nodes of a model make use of."""
 
     zero_points: bool = False
-    activations: frozenset[Activation] = frozenset({Activation.NONE})
-    residual: bool = False
-    gated: bool = False
 
 
 def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
     """The function for a model of this opset. unpack_once: see Replacement.function."""
-    inputs = {name: ir.val(name) for name in INPUTS}
+    inputs = {name: ir.val(name) for name in INPUTS if uses.norm or name not in NORM_INPUTS}
     body = FunctionBody(opset)
     product = body.op("MatMul", _rounded(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
-    y = end_of_layer(body, product, inputs, uses.activations, uses.gated, uses.residual)
-    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
-    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in ATTRIBUTES]
-    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+    y = end_of_layer(body, product, inputs, uses)
+    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:

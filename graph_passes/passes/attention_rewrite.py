@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
 import onnx_ir as ir
@@ -16,7 +17,7 @@ from ..find.constants import remove_dead
 from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import declare_operators
 from ..operators.nomad_attention_function import OP_TYPE
-from ..options import Globs, any_matches
+from ..options import Globs, PassOptions, any_matches, takes
 from .attention_mask import MaskSums
 from .context import RecipePass
 from .normalize import require_normalized
@@ -26,6 +27,13 @@ Match = TypeVar("Match", Attention, CachedAttention)
 Refused = Mapping[str, Sequence[str]]  # names of what is left alone, by the reason
 
 
+@dataclass(frozen=True)
+class AttentionOptions(PassOptions):
+    # By the name of the operator, or of the Softmax or of one of the two MatMuls.
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+
 class AttentionRewrite(RecipePass, Generic[Match]):
     """Replaces attentions of the model's main graph by one node each. Its passes say which ones, and what the node has
     besides query, key, value and mask."""
@@ -33,6 +41,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     pass_name: ClassVar[str]
     stage: ClassVar[Stage]
     refusal: ClassVar[str]  # what a note says of attentions that are left alone
+    options: AttentionOptions
 
     def requires(self, model: ir.Model) -> None:
         require_normalized(model, self.pass_name)
@@ -57,11 +66,6 @@ class AttentionRewrite(RecipePass, Generic[Match]):
             declare_operators(model)
             self.finish(model, nodes)
         return ir.passes.PassResult(model, modified=rewrites)
-
-    @property
-    @abc.abstractmethod
-    def patterns(self) -> tuple[Globs, Globs]:
-        """Options select and exclude: by the name of the operator, or of the Softmax or of one of the two MatMuls."""
 
     @abc.abstractmethod
     def find(self, model: ir.Model) -> Sequence[Match | NotAttention]:
@@ -122,7 +126,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     def _choose(self, model: ir.Model) -> tuple[list[Match], Refused]:
         chosen: list[Match] = []
         refused: dict[str, list[str]] = {}
-        select, exclude = self.patterns
+        select, exclude = self.options.select, self.options.exclude
         for match in self.find(model):
             self.context.layers.names += match.names
             if not any_matches(match.names, select):

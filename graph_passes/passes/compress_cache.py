@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ortolan.errors import ModelError, RecipeError
+from ortolan.errors import ModelError, NothingToReplaceError, RecipeError
 from ortolan.progress import Stage
 
 from ..find.attention import NotAttention, is_op
@@ -27,11 +27,11 @@ from ..operators.nodes import UNPACK_ONCE_LIMIT, fill_missing, in_order, new_ini
 from ..operators.nomad_attention_function import OP_TYPE
 from ..operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
 from ..operators.replacement import stored_tensor
-from ..options import Globs, PassOptions, takes
+from ..options import takes
 from ..report.optimization import CacheReport
 from ..weights.cache_format import CacheFormat, CacheUse, ExactKeys
 from ..weights.quantizers.codebooks import CENTROIDS
-from .attention_rewrite import AttentionRewrite, Refused
+from .attention_rewrite import AttentionOptions, AttentionRewrite, Refused
 from .cache_codebooks import learn_codebooks
 
 _CODES, _FLOAT, _INT8 = "codes", "float32", "int8"
@@ -47,7 +47,7 @@ _KEY_ROUNDING = {1: 0.1, 2: 0.2, 4: 0.3}
 
 
 @dataclass(frozen=True)
-class CompressCacheOptions(PassOptions):
+class CompressCacheOptions(AttentionOptions):
     keys: str = field(default=_CODES, metadata=takes("str", choices=(_CODES, _FLOAT)))
     values: str = field(default=_INT8, metadata=takes("str", choices=(_INT8, _FLOAT)))
     # Numbers of a key that share a 4-bit code: a key takes head_dim / d_sub / 2 bytes.
@@ -58,9 +58,6 @@ class CompressCacheOptions(PassOptions):
     # Caches of keys as wide as those of values, for hosts that make all alike, such as onnxruntime-genai.
     equal_rows: bool = field(default=False, metadata=takes("bool"))
     max_tokens: int = field(default=8192, metadata=takes("int", low=1))  # whose keys codebooks are learned from
-    # By the name of the operator, or of the Softmax or of one of the two MatMuls.
-    select: Globs = field(default=("*",), metadata=takes("globs"))
-    exclude: Globs = field(default=(), metadata=takes("globs"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,10 +84,6 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
     refusal = "cache not compressed"
     options_type = CompressCacheOptions
     options: CompressCacheOptions
-
-    @property
-    def patterns(self) -> tuple[Globs, Globs]:
-        return self.options.select, self.options.exclude
 
     def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
         found = find_cached_attentions(model.graph)
@@ -123,6 +116,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
                 f"a prompt must be in the cache of all attentions, but {names[0]!r} keeps its own: {reason}; give no "
                 "prompt, or select all of them"
             )
+        if not chosen and not context.plan.replaces:
+            raise NothingToReplaceError(_why_nothing(context.source.name, refused))
         if chosen and context.dry_run and context.evidence.made_up and self.options.keys == _CODES:
             context.note(
                 "pass 'compress_cache' needs calibration inputs (calibration=…): without them, a run is refused"
@@ -328,6 +323,14 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
             return
         put_function(model, nomad_cache_function(model.opset_imports[""], uses))
+
+
+def _why_nothing(name: str, refused: Refused) -> str:
+    """For the error, where the recipe changes nothing else."""
+    if not refused:
+        return f"{name} holds no attention with a cache, so there is nothing to compress"
+    reasons = "; ".join(f"{names[0]}: {reason}" for reason, names in list(refused.items())[:5])
+    return f"no attention of {name} has a cache that can be compressed: {reasons}"
 
 
 def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:

@@ -11,11 +11,12 @@ import onnx_ir as ir
 from ortolan.progress import Stage
 
 from ..find.attention import Attention, NotAttention, find_attentions
+from ..measure.feeds import has_past
 from ..names import ORTOLAN_DOMAIN
 from ..operators.nodes import fill_missing, nodes_of, put_function
 from ..operators.nomad_attention_function import INPUTS, OP_TYPE, nomad_attention_function, uses_of
-from ..options import Globs, PassOptions, takes
-from .attention_rewrite import AttentionRewrite, Refused
+from ..options import takes
+from .attention_rewrite import AttentionOptions, AttentionRewrite, Refused
 
 _PRECISION = {"f32": 32, "bf16": 16}
 # ||Y - exact|| / ||Y|| that an ordinary attention may have, for `verify`: what was measured is in docs/verification.md.
@@ -23,12 +24,9 @@ _ROUNDING = {"f32": 5e-6, "bf16": 5e-3}
 
 
 @dataclass(frozen=True)
-class FuseAttentionOptions(PassOptions):
+class FuseAttentionOptions(AttentionOptions):
     # bf16: products may be computed from bfloat16 where the CPU is faster at that.
     precision: str = field(default="f32", metadata=takes("str", choices=tuple(_PRECISION)))
-    # By the name of the operator, or of the Softmax or of one of the two MatMuls.
-    select: Globs = field(default=("*",), metadata=takes("globs"))
-    exclude: Globs = field(default=(), metadata=takes("globs"))
 
 
 class FuseAttentionPass(AttentionRewrite[Attention]):
@@ -40,17 +38,15 @@ class FuseAttentionPass(AttentionRewrite[Attention]):
     options_type = FuseAttentionOptions
     options: FuseAttentionOptions
 
-    @property
-    def patterns(self) -> tuple[Globs, Globs]:
-        return self.options.select, self.options.exclude
-
     def find(self, model: ir.Model) -> Sequence[Attention | NotAttention]:
+        if self.context.plan.replaces and has_past(model):
+            return []  # attention with a cache, which pass compress_cache is for
         return find_attentions(model.graph)
 
     def announce(self, chosen: Sequence[Attention], refused: Refused) -> None:
         if chosen:
             self.context.note(f"{len(chosen)} attention(s) {self.verb} {OP_TYPE}, products of {self.options.precision}")
-        elif not refused:
+        elif not refused and not self.context.plan.replaces:
             self.context.note("no attention was found: nothing to fuse")
         self.note_refused(refused)
 

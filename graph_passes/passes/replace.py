@@ -198,8 +198,7 @@ class ReplacePass(RecipePass):
         """What follows the layer and the operator computes as well. It computes on float32."""
         if not self._rule.fuses or linear.dtype != ir.DataType.FLOAT:
             return Epilogue(Activation.NONE, None, (), linear.output)
-        found = find_epilogue(linear.output, [factor.output for factor in factors])
-        return add_layer_norm(found, linear.n) if self._rule.replacement.normalizes else found
+        return add_layer_norm(find_epilogue(linear.output, [factor.output for factor in factors]), linear.n)
 
 
 def _between(mlp: Mlp) -> list[str]:

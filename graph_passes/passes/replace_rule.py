@@ -33,9 +33,9 @@ class ReplaceOptions(PassOptions):
     min_sparsity: float = field(default=0.0, metadata=takes("float", low=0.0, below=1.0))
     # Also layers whose packed weight is larger than what the file stores for it: small, dense or quantized ones.
     may_grow: bool = field(default=False, metadata=takes("bool"))
-    # Whether the operator also takes over the activation function, the residual Add and (VNNISpMM) the
-    # LayerNormalization behind a layer, a layer of the same input whose output is multiplied with that, and, if pass
-    # ranges has run, the layer behind the activation.
+    # Whether the operator also takes over the activation function, the residual Add and the LayerNormalization behind a
+    # layer, a layer of the same input whose output is multiplied with that, and, if pass ranges has run, the layer
+    # behind the activation.
     fuse: bool = field(default=True, metadata=takes("bool"))
     # Which layers round their inputs by fixed ranges, if pass ranges has run. Those of MLPs must, to be one operator;
     # the others are as fast with a range for each token, and more exact.

@@ -51,6 +51,8 @@ class AmxLoop {
   static constexpr bool kBf16 = Weights::kRowInputs == 2;
 
  public:
+  static constexpr int kPanelsTogether = kAmxPanels;
+
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const Layer layer(args);
     const int step_rows = StepRows(layer);

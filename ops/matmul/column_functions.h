@@ -19,7 +19,6 @@ struct LoopOf {
   static constexpr int64_t kBlockRows = Weights::kRowBlock;
   template <typename Weights>
   static constexpr int64_t kPackedRows = kBlockRows<Weights>;
-  static constexpr int64_t kPanelsTogether = 1;
   static constexpr int64_t kSpeed = 1;
   static void Pad(void*, int64_t, int64_t) {}
 };
@@ -34,7 +33,6 @@ struct LoopOf<Column> {
   static constexpr int64_t kBlockRows = kAmxRowTile;
   template <typename>
   static constexpr int64_t kPackedRows = 1;
-  static constexpr int64_t kPanelsTogether = kAmxPanels;
   static constexpr int64_t kSpeed = 8;
   static void Pad(void* packed, int64_t m, int64_t row_bytes) { PadAmxRows(packed, m, row_bytes); }
 };
@@ -69,7 +67,7 @@ struct ColumnFunctions {
                                         .packed_row_bytes = &PackedRowBytes,
                                         .pack = &Pack,
                                         .multiply = &Multiply,
-                                        .panels_together = LoopOf<Simd>::kPanelsTogether,
+                                        .panels_together = LoopOf<Simd>::template Loop<Dense>::kPanelsTogether,
                                         .speed = LoopOf<Simd>::kSpeed};
 };
 

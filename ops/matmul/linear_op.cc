@@ -63,7 +63,7 @@ void LinearOp::ReadAttributes(const OrtKernelInfo& info, LinearLayer& layer) {
                             kPanelColumns, ". ", kOptimizeAgain));
   }
   layer.gated_columns = gated;
-  if (IndexOf(inputs_, "norm_weight") < inputs_.size()) ReadNorm(info, layer);
+  ReadNorm(info, layer);
 }
 
 void LinearOp::ReadNorm(const OrtKernelInfo& info, LinearLayer& layer) {

@@ -19,9 +19,9 @@ struct LinearInput {
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 };
 
-// The inputs of a node, in order: X, the weight's, which must be there, then those that may be left out: bias, residual
-// and what else the room has. norm_weight and norm_bias, of a LayerNormalization, are constants [columns of Y]; they
-// count where the attribute norm_epsilon is not -1, nor missing.
+// The inputs of a node, in order: X, the weight's, which must be there, then those that may be left out: bias,
+// residual, norm_weight, norm_bias and what else the room has, in any order. norm_weight and norm_bias, of a
+// LayerNormalization, are constants [columns of Y]; they count where the attribute norm_epsilon is not -1, nor missing.
 using LinearInputs = std::span<const LinearInput>;
 
 // Where the input of this name is; their number if there is none.

@@ -50,6 +50,14 @@ class PanelLoop {
   static constexpr int kSpanRows = Layer::kSpanRows;
 
  public:
+  // Panels that half a block of rows is multiplied with at once, where dense storage is not expanded and a row of a
+  // panel is one register: a repeated activation then meets several weights. With one panel, the loads that repeat
+  // activations are the limit.
+  static constexpr int kPanelsTogether = Weights::kDense && !Weights::kBuffered && !Weights::kHasGroups &&
+                                                 Columns::kRegisters == 1 && Simd::kRegisters == 32
+                                             ? 3
+                                             : 1;
+
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     const Layer layer(args);
     if (args.m == 1) {
@@ -73,15 +81,22 @@ class PanelLoop {
   static void RunRows(const Layer& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     for (int64_t row = 0; row < args.m; row += kMostRows) {
       const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
-      for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-        const Panel p(layer, part, panel);
+      for (int64_t panel = panel_begin; panel < panel_end;) {
+        if constexpr (kPanelsTogether > 1) {
+          if (part.m >= kBlock && panel_end - panel >= kPanelsTogether) {
+            Wide({Panel(layer, part, panel), Panel(layer, part, panel + 1), Panel(layer, part, panel + 2)});
+            panel += kPanelsTogether;
+            continue;
+          }
+        }
+        const Panel p(layer, part, panel++);
         if (Weights::kBuffered && part.m > kBlock) {
           if constexpr (Weights::kBuffered) Buffered<kOneSpan>(p);
           continue;
         }
         int64_t i = 0;
         for (; i + kBlock <= part.m; i += kBlock) Fused<kOneSpan, kBlock>(p, i);
-        WithRowCount<kBlock - 1>(part.m - i, [&]<int kRows>() { Fused<kOneSpan, kRows>(p, i); });
+        LastRows<kOneSpan>(p, i);
       }
     }
   }
@@ -208,6 +223,64 @@ class PanelLoop {
     for (int r = 0; r < kRows; ++r) {
       Sums& sum = sums[r][row % kChains];
       sum = activations.template MultiplyAdd<kPart>(sum, part, row, r);
+    }
+  }
+
+  // The rows from i on, fewer than a block.
+  template <bool kOneSpan>
+  static void LastRows(const Panel& p, int64_t i) {
+    WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() { Fused<kOneSpan, kRows>(p, i); });
+  }
+
+  // Of a block of rows or more, with panels of one group.
+  struct Panels {
+    Panel at[3];
+  };
+  static void Wide(const Panels& panels) {
+    const int64_t m = panels.at[0].args.m;
+    int64_t i = 0;
+    for (; i + kBlock <= m; i += kBlock) {
+      WideRows(panels, i, 0);
+      WideRows(panels, i, kBlock / 2);
+    }
+    for (const Panel& p : panels.at) LastRows<false>(p, i);
+  }
+  // Half of the block that begins at row i: its rows from `first` on.
+  __attribute__((noinline)) static void WideRows(const Panels& panels, int64_t i, int first) {
+    constexpr int kRows = kBlock / 2;
+    const Panel& front = panels.at[0];
+    const auto numbers = front.template NumbersOf<kBlock>(i);
+    const Activation* x = front.X(i) + kFourRows * Weights::kRowInputs * first;
+    Stream streams[] = {front.stream, panels.at[1].stream, panels.at[2].stream};
+    Sums sums[kRows][kPanelsTogether];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = numbers.Start(0, first + r);
+    }
+    for (int64_t four = 0; four < front.layer.spans * kSpanRows; four += kFourRows) {
+#pragma GCC unroll 4
+      for (int row = 0; row < kFourRows; ++row) {
+        typename Weights::Row weights[kPanelsTogether];
+#pragma GCC unroll 4
+        for (int c = 0; c < kPanelsTogether; ++c) {
+          weights[c] = Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const auto repeated = Simd::RepeatQuad(x + Weights::kRowInputs * (kFourRows * r + row));
+#pragma GCC unroll 4
+          for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = Weights::Dot(sums[r][c], weights[c], repeated);
+        }
+      }
+      x += kFourRows * Weights::kRowInputs * kBlock;
+    }
+    for (int c = 0; c < kPanelsTogether; ++c) {
+      const auto scales = panels.at[c].scales.Of(0);
+      for (int r = 0; r < kRows; ++r) {
+        const Floats total = numbers.Add(Columns::Set(0.0f), sums[r][c], scales, 0, first + r);
+        panels.at[c].output.StoreWithBias(i + first + r, numbers.End(total, first + r));
+      }
     }
   }
 

@@ -1,15 +1,18 @@
 // ORT adapter of SparseAMXMatMul.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_plan.h)
+//     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
+//         (matmul/linear_plan.h)
 //
-//     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales
+//     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales,
+//     norm_weight and norm_bias float [columns of Y]
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
-//     group_size, activation, gated_columns
+//     group_size, activation, gated_columns, norm_epsilon
 //
 // masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
 // which; masks and offsets without elements mean dense storage. bias and residual are optional, and scales for bf16,
 // where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
-// there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.)
+// there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of
+// the norm: see matmul/linear_op.h.
 #include <algorithm>
 #include <iterator>
 #include <span>
@@ -43,7 +46,9 @@ class Kernel : public LinearOp {
                                             {"offsets", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
                                             {"bias"},
                                             {"residual"},
-                                            {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED}};
+                                            {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
+                                            {"norm_weight"},
+                                            {"norm_bias"}};
 
   explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
     ReadWeight(info);

@@ -1,13 +1,16 @@
 // ORT adapter of W4A8MatMul.
 //
-//     Y = activation(X W + bias) + residual, perhaps gated (matmul/linear_plan.h)
+//     Y = LayerNormalization(activation(X W + bias) + residual), or without the last of these, perhaps gated
+//         (matmul/linear_plan.h)
 //
-//     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8
+//     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8,
+//     norm_weight and norm_bias float [columns of Y]
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size,
-//     activation, gated_columns
+//     activation, gated_columns, norm_epsilon
 //
 // weights, scales and zero_points are initializers: formats/int4_group.h. bias, residual and zero_points are optional;
-// where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter).
+// where they must not be missing, they are zeros, one zero and 8 (see SparseAMXMatMul's adapter). Of the norm: see
+// matmul/linear_op.h.
 #include "matmul/group_int4_weight.h"
 #include "matmul/linear_op.h"
 #include "rooms.h"
@@ -24,7 +27,9 @@ class Kernel : public LinearOp {
                                             {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
                                             {"bias"},
                                             {"residual"},
-                                            {"zero_points", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8}};
+                                            {"zero_points", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},
+                                            {"norm_weight"},
+                                            {"norm_bias"}};
 
   explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
     const ConstantTensor weights = Constant(info, "weights");

@@ -322,6 +322,9 @@ class _Run:
         # Options are of the verification alone.
         made = replace(made, recipe=made.recipe.with_options(self.choice.options))
         self.report.recipe = made.recipe.to_dict()
+        if self.dry_run:
+            run_recipe(made.recipe, context)
+            return made.recipe, context
         return made.recipe, finish(made, context)
 
     def _transformed(self, context: PassContext) -> tuple[Recipe, PassContext]:

@@ -145,3 +145,14 @@ def test_a_form_that_cannot_be_made_is_left_out(tiny_models, monkeypatch):
     found = benchmark.measure_decoder(tiny_models / "text.txt", texts, 1, tiny_models, lambda line: None)
     assert [point.form for point in found.points] == [FP32, benchmark.INT8]
     assert found.left_out == ["MatMulNBits 4 bit: no such thing"]
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "measure", lambda *_: pytest.fail("it was measured"))
+    for name in ("sts.csv", "text.txt"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+    given = ["--sts", str(tmp_path / "sts.csv"), "--text", str(tmp_path / "text.txt")]
+    monkeypatch.setattr("sys.argv", ["picture", *given, "--output", str(tmp_path / "none" / "p.svg")])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "--output: expected a folder to write to" in capsys.readouterr().err

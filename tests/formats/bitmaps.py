@@ -14,25 +14,37 @@ def packed_example(dense: bool = False) -> tuple[Packed, int, int]:
     return _native.pack_bitmap(sparse_weight(np.random.default_rng(1), k, n, 0.5), dense), k, n
 
 
-def malformed() -> dict[str, tuple[Packed, int, int, str]]:
-    """Name -> (tensors, k, n, what the message must say)."""
-    (masks, values, offsets), k, n = packed_example()
-    (none, every, no_offsets), _, _ = packed_example(dense=True)
-    popcount = masks.copy()
-    popcount[1, 0, 0] ^= 1
-    outside = masks.copy()
-    outside[2, 0, 3] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
-    too_deep = masks.copy()
-    too_deep[0, 2, 16] |= 1  # input 72 of 70
-    beyond, falling, not_zero, negative = offsets.copy(), offsets.copy(), offsets.copy(), offsets.copy()
+def malformed_bf16() -> dict[str, tuple[Packed, int, int, str]]:
+    bitmap, k, n = packed_example()
+    dense, _, _ = packed_example(dense=True)
+    return malformed(bitmap, dense, k, n, row_bytes=4, too_many=2**62)
+
+
+def malformed(
+    bitmap: Packed, dense: Packed, k: int, n: int, row_bytes: int, too_many: int
+) -> dict[str, tuple[Packed, int, int, str]]:
+    """Name -> (tensors, k, n, what the message must say).
+
+    bitmap, dense: a weight [k, n] whose inputs and columns end inside a tile and a panel, of which panel 2 is the last.
+    row_bytes: of a mask. too_many: inputs that no weight has.
+    """
+    (masks, values, offsets), (none, every, no_offsets) = bitmap, dense
+    row_inputs = row_bytes * 8 // 16
+    popcount, outside, too_deep = masks.copy(), masks.copy(), masks.copy()
+    popcount[1, 0, : 2 * row_bytes] = 0  # two rows: those of int4 are counted apart, and the larger count is kept
+    outside[2, 0, row_bytes - 1] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
+    tile, inside = divmod(k, 16 * row_inputs)
+    row, place = divmod(inside, row_inputs)
+    too_deep[0, tile, row * row_bytes] |= 1 << place  # column 0 of an input k, behind the last
+    beyond, falling, not_zero, negative, huge = (offsets.copy() for _ in range(5))
     beyond[-1] += 1
     falling[1], falling[2] = offsets[2], offsets[1]
     not_zero[0] = 1
     negative[1] = -5
-    huge = offsets.copy()
     huge[1] = np.iinfo(np.int64).max
+    size = every.size
     return {
-        "masks short": ((masks[:, :, :60].copy(), values, offsets), k, n, "masks hold .* expected"),
+        "masks short": ((masks[:, :, :-4].copy(), values, offsets), k, n, "masks hold .* expected"),
         "values short": ((masks, values[:-1].copy(), offsets), k, n, "offsets.*padding"),
         "values long": ((masks, np.append(values, values[:1]), offsets), k, n, "values hold .* expected"),
         "values empty": ((masks, values[:0].copy(), offsets), k, n, "offsets"),
@@ -48,17 +60,17 @@ def malformed() -> dict[str, tuple[Packed, int, int, str]]:
         "bits outside of the inputs": ((too_deep, values, offsets), k, n, "outside"),
         "k zero": ((masks, values, offsets), 0, n, "k and n"),
         "n negative": ((masks, values, offsets), k, -1, "k and n"),
-        "k huge": ((masks, values, offsets), 2**62, n, "k and n"),
+        "k huge": ((masks, values, offsets), too_many, n, "k and n"),
         "other k": ((masks, values, offsets), 200, n, "masks hold"),
         "masks empty, offsets not": ((none, every, offsets), k, n, "masks hold 0 bytes, expected"),
         "offsets empty, masks not": ((masks, every, no_offsets), k, n, "offsets hold 0 entries, expected"),
-        "values of a bitmap without it": ((none, values, no_offsets), k, n, "values hold .* expected 4608"),
-        "dense values short": ((none, every[:-1].copy(), no_offsets), k, n, "values hold 4607 .* expected 4608"),
-        "dense values long": ((none, np.append(every, every[:1]), no_offsets), k, n, "4609 entries, expected 4608"),
-        "dense values empty": ((none, every[:0].copy(), no_offsets), k, n, "values hold 0 entries, expected 4608"),
-        "dense with other k": ((none, every, no_offsets), 200, n, "values hold 4608 entries, expected 10752"),
+        "values of a bitmap without it": ((none, values, no_offsets), k, n, f"values hold .* expected {size}"),
+        "dense values short": ((none, every[:-1].copy(), no_offsets), k, n, f"values hold {size - 1} .* {size}"),
+        "dense values long": ((none, np.append(every, every[:1]), no_offsets), k, n, f"{size + 1} .* {size}"),
+        "dense values empty": ((none, every[:0].copy(), no_offsets), k, n, f"values hold 0 .* expected {size}"),
+        "dense with other k": ((none, every, no_offsets), 200, n, f"values hold {size} .* expected"),
         "dense with k zero": ((none, every, no_offsets), 0, n, "k and n"),
-        "dense with k huge": ((none, every, no_offsets), 2**62, 2**62, "k and n"),
+        "dense with k huge": ((none, every, no_offsets), too_many, n, "k and n"),
     }
 
 

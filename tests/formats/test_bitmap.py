@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ortolan import _native, _testing
 
 from ..ops.single_node import runnable_kernels, sparse_weight, to_bf16
-from .bitmaps import malformed, mutate
+from .bitmaps import malformed_bf16, mutate
 
 
 def test_layout_of_a_small_matrix() -> None:
@@ -85,9 +85,9 @@ def test_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
         _native.pack_bitmap(np.zeros(shape, np.float32))
 
 
-@pytest.mark.parametrize("case", malformed())
+@pytest.mark.parametrize("case", malformed_bf16())
 def test_malformed_tensors_are_refused(case: str) -> None:
-    tensors, k, n, message = malformed()[case]
+    tensors, k, n, message = malformed_bf16()[case]
     with pytest.raises(ValueError, match=message):
         _native.unpack_bitmap(*tensors, k, n)
 

@@ -14,6 +14,7 @@ from ortolan import _native, _testing
 
 from ..ops.quantized import sparse_integers
 from ..ops.single_node import Packed
+from .bitmaps import malformed
 
 
 @dataclass(frozen=True)
@@ -134,59 +135,17 @@ def test_int4_refuses_other_weights(weight: int) -> None:
         INT4.pack(np.array([[0, weight]], np.int8))
 
 
-def malformed(form: Format) -> dict[str, tuple[Packed, int, int, str]]:
-    """Name -> (tensors, k, n, what the message must say)."""
+def cases(form: Format) -> dict[str, tuple[Packed, int, int, str]]:
     k, n = 133, 40
-    masks, values, offsets = form.pack(sparse_integers(np.random.default_rng(1), k, n, 0.5, form.bits))
-    none, every, no_offsets = form.pack(form.unpack(masks, values, offsets, k, n), dense=True)
-    popcount = masks.copy()
-    popcount[1, 0, :8] = popcount[1, 0, 8:16] = 0
-    outside = masks.copy()
-    outside[2, 0, 7] |= 0x80  # row 0, column 15 of panel 2, which has 8 columns
-    too_deep = masks.copy()
-    too_deep[0, 2, 8] |= 2  # input 133 of 133
-    beyond, falling, not_zero, negative = offsets.copy(), offsets.copy(), offsets.copy(), offsets.copy()
-    beyond[-1] += 1
-    falling[1], falling[2] = offsets[2], offsets[1]
-    not_zero[0] = 1
-    negative[1] = -5
-    huge = offsets.copy()
-    huge[1] = np.iinfo(np.int64).max
-    return {
-        "masks short": ((masks[:, :, :120].copy(), values, offsets), k, n, "masks hold .* expected"),
-        "values short": ((masks, values[:-1].copy(), offsets), k, n, "offsets.*padding"),
-        "values long": ((masks, np.append(values, values[:1]), offsets), k, n, "values hold .* expected"),
-        "values empty": ((masks, values[:0].copy(), offsets), k, n, "offsets"),
-        "offsets short": ((masks, values, offsets[:-1].copy()), k, n, "offsets hold .* expected"),
-        "offsets empty": ((masks, values, offsets[:0].copy()), k, n, "offsets hold 0"),
-        "offsets beyond": ((masks, values, beyond), k, n, "offsets"),
-        "offsets falling": ((masks, values, falling), k, n, "less than the one before"),
-        "offsets not from zero": ((masks, values, not_zero), k, n, "offsets.0. is 1"),
-        "offsets negative": ((masks, values, negative), k, n, "less than the one before"),
-        "offsets huge": ((masks, values, huge), k, n, "offsets"),
-        "popcount": ((popcount, values, offsets), k, n, "panel 1 have .* bits set"),
-        "bits outside of the columns": ((outside, values, offsets), k, n, "outside"),
-        "bits outside of the inputs": ((too_deep, values, offsets), k, n, "outside"),
-        "k zero": ((masks, values, offsets), 0, n, "k and n"),
-        "n negative": ((masks, values, offsets), k, -1, "k and n"),
-        "k huge": ((masks, values, offsets), 2**17 + 1, n, "k and n"),
-        "other k": ((masks, values, offsets), 200, n, "masks hold"),
-        "masks empty, offsets not": ((none, every, offsets), k, n, "masks hold 0 bytes, expected"),
-        "offsets empty, masks not": ((masks, every, no_offsets), k, n, "offsets hold 0 entries, expected"),
-        "values of a bitmap without it": ((none, values, no_offsets), k, n, "values hold .* expected"),
-        "dense values short": ((none, every[:-1].copy(), no_offsets), k, n, "values hold .* expected"),
-        "dense values long": ((none, np.append(every, every[:1]), no_offsets), k, n, "values hold .* expected"),
-        "dense values empty": ((none, every[:0].copy(), no_offsets), k, n, "values hold 0 entries, expected"),
-        "dense with other k": ((none, every, no_offsets), 200, n, "values hold .* expected"),
-        "dense with k zero": ((none, every, no_offsets), 0, n, "k and n"),
-        "dense with k huge": ((none, every, no_offsets), 2**17 + 1, n, "k and n"),
-    }
+    bitmap = form.pack(sparse_integers(np.random.default_rng(1), k, n, 0.5, form.bits))
+    dense = form.pack(form.unpack(*bitmap, k, n), dense=True)
+    return malformed(bitmap, dense, k, n, row_bytes=8, too_many=2**17 + 1)
 
 
 @each_format
-@pytest.mark.parametrize("case", malformed(INT8))
+@pytest.mark.parametrize("case", cases(INT8))
 def test_malformed_tensors_are_refused(form: Format, case: str) -> None:
-    tensors, k, n, message = malformed(form)[case]
+    tensors, k, n, message = cases(form)[case]
     with pytest.raises(ValueError, match=message):
         form.unpack(*tensors, k, n)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,14 @@ BITS = {"bf16": 16, "int8": 8, "int4 g32": 4, "int4 g64": 4, "int4 g128": 4}
 
 
 def uses(kind: str, dense: bool, activation: Activation = Activation.NONE, residual: bool = False) -> Uses:
-    return Uses(frozenset({BITS[kind]}), dense, frozenset({activation}), residual)
+    return Uses(frozenset({BITS[kind]}), dense, activations=frozenset({activation}), residual=residual)
 
 
-def attributes(kind: str, activation: Activation = Activation.NONE) -> dict[str, int]:
+def attributes(kind: str, activation: Activation = Activation.NONE) -> dict[str, Any]:
     group_size = GROUPS.get(kind) or 0
-    return {"weight_bits": BITS[kind], "group_size": group_size, "activation": int(activation), "gated_columns": 0}
+    return {"weight_bits": BITS[kind], "group_size": group_size, "activation": int(activation), "gated_columns": 0} | {
+        "norm_epsilon": -1.0
+    }
 
 
 def packed(layer: Layer, dense: bool) -> Packed:

@@ -54,7 +54,7 @@ def sparse_amx_matmul_model(
     opset: int = 17,
     scales: np.ndarray | None = None,
     residual: np.ndarray | Sequence[int] | None = None,
-    **attributes: int,
+    **attributes: float,
 ) -> onnx.ModelProto:
     """A model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n].
 

@@ -26,7 +26,7 @@ ROWS = (1, 5, 40, 300)
 def w4a8_model(rng: np.random.Generator, n: int, activation: Activation, gated: bool) -> onnx.ModelProto:
     layer = GroupLayer.random(rng, K, 2 * padded_columns(n), 32, scale=0.01)
     bias = rng.standard_normal(2 * padded_columns(n), dtype=np.float32)
-    uses = Uses(True, frozenset({activation, Activation.NONE}), gated=True)
+    uses = Uses(True, activations=frozenset({activation, Activation.NONE}), gated=True)
     return node_model(
         layer, bias, rank=3, uses=uses, activation=activation if gated else Activation.NONE, gated_columns=n * gated
     )

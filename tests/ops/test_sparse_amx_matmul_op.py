@@ -14,7 +14,7 @@ import pytest
 from ortolan import _native
 from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, sparse_amx_matmul_function
 
-from ..formats.bitmaps import malformed, mutate
+from ..formats.bitmaps import malformed_bf16, mutate
 from .isa_process import check_with_isa, each_isa, run_with_isa
 from .linear_sizes import DIMENSIONS, SPARSITIES, M
 from .single_node import assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
@@ -152,9 +152,9 @@ def creation_error(model: onnx.ModelProto) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", malformed())
+@pytest.mark.parametrize("case", malformed_bf16())
 def test_malformed_weights_are_refused_when_the_session_is_made(case: str) -> None:
-    tensors, k, n, _ = malformed()[case]
+    tensors, k, n, _ = malformed_bf16()[case]
     text = creation_error(sparse_amx_matmul_model(tensors, k, n))
     assert "'linear'" in text and ("w.masks" in text or "k and n" in text), text
 

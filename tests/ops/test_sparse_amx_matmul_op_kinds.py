@@ -314,7 +314,7 @@ def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> N
         node.output[:] = [renamed[name] for name in node.output]
         nodes.append(node)
         initializers += part.graph.initializer
-    everything = Uses(frozenset({16, 8, 4}), True, frozenset(Activation), True)
+    everything = Uses(frozenset({16, 8, 4}), True, activations=frozenset(Activation), residual=True)
     body = ir.to_proto(sparse_amx_matmul_function(opset, everything, unpack_once))
     shape = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["m", k]) for name in ("x", "y")]
     model = helper.make_model(

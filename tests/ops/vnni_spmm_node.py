@@ -69,9 +69,9 @@ def node_model(
     if uses is None:
         fixed = x_range is not None or hidden is not None
         uses = Uses(
-            frozenset({activation}),
-            residual is not None,
-            gated_columns != 0,
+            activations=frozenset({activation}),
+            residual=residual is not None,
+            gated=gated_columns != 0,
             norm=norm is not None,
             own_ranges=not fixed,
             x_range=fixed,

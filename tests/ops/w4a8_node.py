@@ -51,7 +51,10 @@ def node_model(
         tensors["zero_points"] = _native.pack_group_rows(layer.zero_points)
         inputs.append("zero_points")
     uses = uses or Uses(
-        layer.zero_points is not None, frozenset({activation}), residual is not None, gated_columns != 0
+        layer.zero_points is not None,
+        activations=frozenset({activation}),
+        residual=residual is not None,
+        gated=gated_columns != 0,
     )
     node = helper.make_node(
         "W4A8MatMul",
@@ -65,6 +68,7 @@ def node_model(
         group_size=layer.group,
         activation=int(activation),
         gated_columns=gated_columns,
+        norm_epsilon=-1.0,
     )
     shape = [*leading, gated_columns or n] if residual is None else None
     graph = helper.make_graph(

@@ -105,6 +105,21 @@ def test_takes_the_fastest_form_where_the_budget_allows(inject: Callable[..., An
     assert [layer.after_ms for layer in report.auto.layers] == [[0.2]] * LAYERS
 
 
+def test_a_dry_run_of_the_search_says_what_would_be_replaced(inject: Callable[..., Any], tmp_path: Path) -> None:
+    inject({"bf16": 0.8, "int8": 0.6}, 5.0)
+    onnx.save(chain(), tmp_path / "model.onnx")
+    report = ortolan.optimize_onnx(
+        tmp_path / "model.onnx", tmp_path / "out.onnx", recipe="auto", calibration=feeds(), dry_run=True
+    )
+    assert [(layer.status, layer.new_op) for layer in report.layers] == [("would replace", "SparseAMXMatMul")] * LAYERS
+    assert report.auto is not None
+    assert report.auto.changed
+    assert report.output is None
+    assert report.model is None
+    assert report.output_error == []
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "cache"}
+
+
 @pytest.mark.parametrize("budget", [0.9, 0.99, 0.997, 0.999, 0.9999])
 def test_never_over_budget(inject: Callable[..., Any], budget: float) -> None:
     inject(FAST_INT4, 5.0)

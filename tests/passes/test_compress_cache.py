@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 
 import ortolan
 from ortolan import Recipe, _native
-from ortolan.errors import CalibrationError, RecipeError
+from ortolan.errors import CalibrationError, NothingToReplaceError, RecipeError
 from ortolan.generate import Decoder, generate, shares_cache
 from ortolan.models import tiny
 
@@ -200,8 +200,8 @@ def test_some_layers_by_name() -> None:
     assert types["past_key_values.1.key"] == onnx.TensorProto.UINT8
     assert any(note.startswith("cache not compressed: excluded: '/model/layers.0") for note in report.notes)
     assert distance(decode(found, (30, 31, 32)), decode(model, (30, 31, 32))) < 0.02
-    nothing, report = compress(model, select=["*layers.9*"])
-    assert "NoMADAttention" not in op_types(nothing)
+    with pytest.raises(NothingToReplaceError, match=r"can be compressed: .*layers.0.*: not selected"):
+        compress(model, select=["*layers.9*"])
 
 
 def test_a_dry_run_changes_nothing_and_needs_no_calibration() -> None:
@@ -281,10 +281,13 @@ def hide_present(model: onnx.ModelProto) -> None:
 def test_what_is_not_known_is_left_alone(change: Callable[[onnx.ModelProto], None], reason: str, left: int) -> None:
     model = llama("gqa")
     change(model)
+    if left == LAYERS:
+        with pytest.raises(NothingToReplaceError, match=f": {reason}"):
+            ortolan.optimize_onnx(model, recipe=recipe(**EXACT), dry_run=True)
+        return
     report = ortolan.optimize_onnx(model, recipe=recipe(**EXACT), dry_run=True)
     assert any(note.startswith(f"cache not compressed: {reason}") for note in report.notes), report.notes
-    changed = sum(f"{LAYERS - left} attention(s) with a cache would" in note for note in report.notes)
-    assert changed == (1 if left < LAYERS else 0)
+    assert sum(f"{LAYERS - left} attention(s) with a cache would" in note for note in report.notes) == 1
 
 
 def test_attributes_that_ask_for_nothing_are_fine() -> None:
@@ -296,16 +299,24 @@ def test_attributes_that_ask_for_nothing_are_fine() -> None:
 
 def test_a_head_that_is_no_multiple_of_16() -> None:
     model = llama("standard", head_dim=8)
-    report = ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
-    assert "its heads are 8 wide, expected a multiple of 16" in report.notes[0]
+    with pytest.raises(NothingToReplaceError, match="its heads are 8 wide, expected a multiple of 16"):
+        ortolan.optimize_onnx(model, recipe=recipe(), dry_run=True)
     found, _ = compress(model, **EXACT)  # floats have no such limit
     np.testing.assert_allclose(decode(found), decode(model), atol=2e-5)
 
 
-def test_models_without_a_cache() -> None:
-    report = ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(), dry_run=True)
-    assert any("does not come from a cache" in note for note in report.notes)
-    report = ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), recipe=recipe(), dry_run=True)
+@pytest.mark.parametrize("options", [{}, EXACT])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_models_without_a_cache(options: dict[str, Any], dry_run: bool) -> None:
+    with pytest.raises(NothingToReplaceError, match=r"no attention of .* does not come from a cache"):
+        ortolan.optimize_onnx(ir.to_proto(tiny.tiny_bert()), recipe=recipe(**options), dry_run=dry_run)
+    with pytest.raises(NothingToReplaceError, match="holds no attention with a cache, so there is nothing to compress"):
+        ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), recipe=recipe(**options), dry_run=dry_run)
+
+
+def test_a_model_without_a_cache_whose_layers_are_replaced() -> None:
+    report = ortolan.optimize_onnx(ir.to_proto(tiny.mlp()), weights="int8", cache="float32")
+    assert report.replaced
     assert "no attention with a cache was found: nothing to compress" in report.notes
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from ortolan import OptimizationReport
+from ortolan import OptimizationReport, Recipe
 from ortolan.graph_passes.find.epilogue import Activation, Epilogue, find_epilogue
 from ortolan.graph_passes.find.layer_norm import add_layer_norm
 from ortolan.graph_passes.find.linear import linears_in
@@ -419,18 +419,27 @@ def test_a_layer_of_one_column_is_not_normalized() -> None:
     assert find(model).norm is None and find(model).residual is not None
 
 
-@pytest.mark.parametrize("recipe", ["sparse-bf16", "sparse-int8", "sparse-int4"])
-def test_other_operators_leave_it(recipe: str) -> None:
-    w = Writer()
-    report = optimize(w.model(operator(w, w.residual("y"))), recipe=recipe)
-    assert op_types(report.model)[-1] == "LayerNormalization"
-
-
 def test_without_fusion() -> None:
     w = Writer()
     model = w.model(operator(w, w.residual("y")))
     report = optimize(model, recipe=NAMED["sparse-int8-4x1"], options={"replace.fuse": False})
     assert op_types(report.model) == ["VNNISpMM", "Add", "LayerNormalization"]
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_every_operator_takes_it(weights: str) -> None:
+    """Also beside layers that have none."""
+    w = Writer()
+    w.weights["W2"] = random_weight(N, N, seed=5)
+    y = operator(w, w.residual("y"))
+    w.nodes.append(helper.make_node("MatMul", [y, "W2"], ["z"], name="second"))
+    model = w.model("z")
+    report = optimize(model, recipe=Recipe.of(weights=weights, ignore=()), options={"may_grow": True})
+    assert fused(report)[0] == ["residual", "layer norm"]
+    assert set(op_types(report.model)) == {"W4A8MatMul" if weights == "int4" else "SparseAMXMatMul"}
+    feeds = some_feeds(w)
+    for library in (True, False):
+        assert relative_error(run(model, feeds)[0], run(report.model, feeds, library)[0]) < 0.15
 
 
 @pytest.mark.parametrize("recipe", ["sparse-int8-4x1", "sparse-int8-4x1-static"])

@@ -18,7 +18,7 @@ from ..ops.quantized import Layer
 from ..ops.single_node import session, sparse_amx_matmul_model, sparse_weight
 from .small_models import relative_error
 
-ALL = Uses(frozenset({16, 8, 4}), True, frozenset(Activation), True)
+ALL = Uses(frozenset({16, 8, 4}), True, activations=frozenset(Activation), residual=True)
 
 
 @pytest.mark.parametrize("unpack_once", [True, False])

@@ -1,4 +1,4 @@
-"""The recipes of VNNISpMM on whole encoders: all linear layers, attentions and what follows them are replaced."""
+"""Forms of whole encoders: all linear layers, attentions and what follows them are replaced."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import ortolan
 from ortolan.models import tiny
 
+from ..ops.single_node import session
 from ..passes.small_models import op_types, relative_error, run
 from .forms import NAMED
 
@@ -53,6 +54,71 @@ def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
         for library in (True, False):
             (found,) = run(report.model, given, library)
             assert relative_error(expected[shown], found[shown]) < 0.05
+
+
+DENSE = {
+    "bf16": ("SparseAMXMatMul", 0.01, {"weights": "bf16"}),
+    "int8": ("SparseAMXMatMul", 0.05, {"weights": "int8"}),
+    "int4": ("W4A8MatMul", 0.3, {"weights": "int4", "group_size": 32}),
+}
+each_dense_form = pytest.mark.parametrize("form", DENSE)
+
+
+def dense(form: str, model: onnx.ModelProto) -> ortolan.OptimizationReport:
+    return ortolan.optimize_onnx(
+        model,
+        **DENSE[form][2],
+        ignore=(),
+        calibration=[feeds(model, 3, rows) for rows in (7, 20, 33)],
+        options={"may_grow": True, "verify.seconds": 0.0},
+    )
+
+
+@each_dense_form
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
+    op, tolerance, _ = DENSE[form]
+    model: onnx.ModelProto = ir.to_proto(MODELS[name](**SIZES))
+    report = dense(form, model)
+    assert {layer.status for layer in report.layers} == {"replaced"}
+    fused = Counter(part for layer in report.layers for part in layer.fused)
+    assert fused["residual"] == fused["layer norm"] == 4
+    assert fused["gelu"] == fused["key"] == fused["value"] == 2
+    left = Counter(op_types(report.model))
+    assert left["NoMADAttention"] == 2
+    assert left[op] == 2 * 4  # query, key and value; the attention's output; the MLP
+    assert left["LayerNormalization"] == 1  # of the embeddings
+    assert not {"MatMul", "Softmax", "Erf", "Reshape", "Gelu"} & set(left)
+    for batch, rows in ((1, 1), (1, 13), (3, 33)):
+        given = feeds(model, batch, rows)
+        shown = given["attention_mask"] == 1
+        (expected,) = run(model, given)
+        answers = [run(report.model, given, library)[0][shown] for library in (True, False)]
+        assert relative_error(expected[shown], answers[0]) < tolerance
+        # What kernels round otherwise than the functions may be rounded to another number once more.
+        assert relative_error(answers[0], answers[1]) < tolerance / 5
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "4x1"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_answers_depend_on_no_other_sentence_and_no_padding(form: str, threads: int) -> None:
+    """Of whole numbers. (A single row of bf16 is added up in another order.)"""
+    model: onnx.ModelProto = ir.to_proto(tiny.tiny_bert(**SIZES))
+    if form == "4x1":
+        options = {"sparsity": 0.0, "may_grow": True}
+        report = ortolan.optimize_onnx(model, recipe=NAMED["sparse-int8-4x1"], options=options)
+    else:
+        report = dense(form, model)
+    assert report.model is not None
+    encoder = session(report.model, threads=threads)
+    batch = feeds(model, 5, 45)
+    (together,) = encoder.run(None, batch)
+    for number, length in enumerate(batch["attention_mask"].sum(axis=1)):
+        alone = {name: ids[number : number + 1, :length] for name, ids in batch.items()}
+        padded = {name: np.pad(ids, ((0, 0), (0, 64 - length))) for name, ids in alone.items()}
+        for given in (alone, padded):
+            (found,) = encoder.run(None, given)
+            np.testing.assert_array_equal(found[0, :length], together[number, :length])
 
 
 ACTIVATIONS = {

@@ -190,7 +190,7 @@ def test_options_that_depend_on_each_other_are_changed_together(name, options):
         ({"sparsty": 0.5}, "has no option 'sparsty'; its options are: .*prune.sparsity.*did you mean 'sparsity'"),
         ({"verify.sparsity": 0.5}, "has no option 'verify.sparsity'"),
         ({"quantize.bits": 4}, "has no option 'quantize.bits'"),
-        ({"exclude": ["a"]}, "'exclude' is ambiguous .*: prune.exclude, replace.exclude"),
+        ({"exclude": ["a"]}, "'exclude' is ambiguous .*: fuse_attention.exclude, prune.exclude, replace.exclude"),
         ({"sparsity": 1.5}, "pass 'prune': sparsity is 1.5"),
         ({"": 1}, "has no option ''"),
         ({3: 1}, "has no option '3'"),

@@ -1,0 +1,129 @@
+"""What the operators of linear layers share as ONNX functions: all that follows X W (ops/matmul/linear_plan.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.epilogue import Activation
+from ..names import ORTOLAN_DOMAIN
+from .function_body import FunctionBody
+from .nodes import input_of
+
+NORM_INPUTS = ("norm_weight", "norm_bias")
+_EPSILON = "norm_epsilon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerUses:
+    """What the nodes of a model make use of behind X W. Nodes that lack what others have need inputs in its place:
+    neutral_inputs_of_layer."""
+
+    activations: frozenset[Activation] = frozenset({Activation.NONE})
+    residual: bool = False
+    gated: bool = False
+    norm: bool = False  # some have a LayerNormalization
+
+    def needed_inputs(self) -> set[str]:
+        """What all nodes must have."""
+        return ({"residual"} if self.residual else set()) | (set(NORM_INPUTS) if self.norm else set())
+
+
+def uses_of_layers(nodes: Sequence[ir.Node], input_names: Sequence[str]) -> dict[str, Any]:
+    """The fields of LayerUses, for nodes of an operator with these inputs."""
+    return {
+        "activations": frozenset(Activation(node.attributes["activation"].as_int()) for node in nodes),
+        "residual": any(input_of(node, input_names, "residual") is not None for node in nodes),
+        "gated": any(node.attributes["gated_columns"].as_int() != 0 for node in nodes),
+        "norm": any(node.attributes[_EPSILON].as_float() >= 0 for node in nodes),
+    }
+
+
+def neutral_inputs_of_layer(n: int, gated_columns: int = 0) -> dict[str, np.ndarray]:
+    """What stands for an input that a node with n columns of weights does not have, where it must not be missing."""
+    columns = gated_columns or n
+    return {
+        "bias": np.zeros(n, np.float32),
+        "residual": np.zeros(1, np.float32),
+        # Whole: ONNX Runtime makes one node of the formula and wants as many as there are columns.
+        "norm_weight": np.ones(columns, np.float32),
+        "norm_bias": np.zeros(columns, np.float32),
+    }
+
+
+def linear_function(
+    op_type: str, opset: int, body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value, attributes: Sequence[str]
+) -> ir.Function:
+    """attributes: those that are whole numbers."""
+    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
+    kinds = dict.fromkeys(attributes, ir.AttributeType.INT) | {_EPSILON: ir.AttributeType.FLOAT}
+    listed = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
+    return ir.Function(ORTOLAN_DOMAIN, op_type, graph=graph, attributes=listed)
+
+
+def end_of_layer(body: FunctionBody, product: ir.Value, inputs: Mapping[str, ir.Value], uses: LayerUses) -> ir.Value:
+    """What ops/matmul/linear_plan.h makes of X W, for all nodes of a model."""
+    op = body.op
+    p = op("Add", product, _bias_or_zeros(body, inputs["bias"]))
+    if uses.gated:
+        # Where nothing is gated, the factors are ones behind all columns.
+        n, gated_columns = body.attribute("n"), body.attribute("gated_columns")
+        is_gated = op("Cast", gated_columns, to=ir.DataType.BOOL)
+        columns = op("Where", is_gated, gated_columns, n)
+        begin = op("Where", is_gated, op("Div", n, body.integer(2)), n)
+        ones = op("ConstantOfShape", op("Shape", p), value=ir.tensor(np.ones(1, np.float32)))
+        last = body.ints(-1)
+        end = op("Add", begin, columns)
+        factor = op("Slice", op("Concat", p, ones, axis=-1), body.vector(begin), body.vector(end), last)
+        p = op("Slice", p, body.ints(0), body.vector(columns), last)
+    y = body.by_attribute("activation", {int(kind): activate(body, p, kind) for kind in sorted(uses.activations)})
+    if uses.gated:
+        y = op("Mul", y, factor)
+    if uses.residual:
+        y = op("Add", y, inputs["residual"])
+    if uses.norm:
+        y = _normalized(body, inputs, y)
+    y.name = "Y"
+    return y
+
+
+def _normalized(body: FunctionBody, inputs: Mapping[str, ir.Value], y: ir.Value) -> ir.Value:
+    """The LayerNormalization of y; y itself where norm_epsilon is -1."""
+    op = body.op
+    epsilon = body.float_attribute(_EPSILON)
+    d = op("Sub", y, body.reduce_mean(y, -1))
+    variance = body.reduce_mean(op("Mul", d, d), -1)
+    z = op("Div", d, op("Sqrt", op("Add", variance, epsilon)))
+    z = op("Add", op("Mul", z, inputs["norm_weight"]), inputs["norm_bias"])
+    return op("Where", op("Less", epsilon, body.number(0)), y, z)
+
+
+def _bias_or_zeros(body: FunctionBody, bias: ir.Value) -> ir.Value:
+    """The function's input bias [n], or zeros where there is none; n is an attribute."""
+    # Gemm's C may be missing and Add's input may not: this is the bias as a row, or zeros where there is none.
+    zeros = ir.tensor(np.zeros(1, np.float32))
+    no_rows = body.op("ConstantOfShape", body.shape(1, body.attribute("n")), value=zeros)
+    return body.op(
+        "Reshape", body.op("Gemm", body.constant(np.zeros((1, 1), np.float32)), no_rows, bias), body.ints(-1)
+    )
+
+
+def activate(body: FunctionBody, y: ir.Value, activation: Activation) -> ir.Value:
+    op = body.op
+    if activation == Activation.RELU:
+        return op("Relu", y)
+    if activation == Activation.SILU:
+        return op("Mul", y, op("Sigmoid", y))
+    if activation == Activation.GELU:
+        twice_phi = op("Add", op("Erf", op("Mul", y, body.number(0.5**0.5))), body.number(1))
+    elif activation == Activation.GELU_TANH:
+        cube = op("Mul", op("Mul", y, y), op("Mul", y, body.number(0.044715)))
+        inner = op("Mul", op("Add", y, cube), body.number((2 / np.pi) ** 0.5))
+        twice_phi = op("Add", op("Tanh", inner), body.number(1))
+    else:
+        return y
+    return op("Mul", op("Mul", y, body.number(0.5)), twice_phi)
