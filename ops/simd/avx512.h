@@ -256,6 +256,7 @@ struct avx512 : Vectors<avx512, avx512_types> {
   static __m512i DotInt8(__m512i sums, __m512i a, __m512i b) { return DotQuad(sums, a, b); }
 
   // Rows of bytes
+  using RowNumber = uint8_t;
   using Quads = __m512i;
   // Unpacks deal with 128 bits at a time: alone they interleave rows of 64 bytes, in an order of their own.
   template <int kVectors>
