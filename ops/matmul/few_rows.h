@@ -56,11 +56,12 @@ struct FewRows {
   struct PanelSums {
     Int of[kPanelParts][kTokens];
   };
-  [[gnu::always_inline]] static inline PanelSums SumPanel(const BlockSparseView& w, const uint8_t* x, int64_t panel) {
+  [[gnu::always_inline]] static inline PanelSums SumPanel(const BlockSparseView& w, const uint8_t* x, int64_t ahead,
+                                                          int64_t panel) {
     Int groups[kPanelGroups][Simd::template kRowSums<kTokens>] = {};
     const int64_t first = panel * kPanelGroups, left = w.Groups() - first;
     for (int64_t g = 0; g < (left < kPanelGroups ? left : kPanelGroups); ++g) {
-      SumRowsOfWords<Simd, kTokens>(w, first + g, RowAt(x, 0), groups[g]);
+      SumRowsOfWords<Simd, kTokens>(w, first + g, RowAt(x, 0), ahead, groups[g]);
     }
     PanelSums sums;
     for (int64_t p = 0; p < kPanelParts; ++p) {
@@ -70,11 +71,11 @@ struct FewRows {
   }
 
   [[gnu::noinline]] static void Multiply(const MatMulArgs& args, const uint8_t* x, int64_t first, int64_t count,
-                                         int64_t, int64_t panel_begin, int64_t panel_end) {
+                                         int64_t ahead, int64_t panel_begin, int64_t panel_end) {
     const BlockSparseView w = WeightOf<BlockSparseWeight>(args).view;
     const TokenRange* const ranges = RangesOf(x, w.k);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      const PanelSums sums = SumPanel(w, x, panel);
+      const PanelSums sums = SumPanel(w, x, ahead, panel);
       for (int64_t p = 0; p < kPanelParts; ++p) {
         const OutputScales<Simd> scales(args, panel * kPanelOutputs + p * kLanes);
         for (int64_t t = 0; t < count; ++t) {
@@ -85,12 +86,12 @@ struct FewRows {
   }
 
   [[gnu::noinline]] static void MultiplyHidden(const HiddenLayerArgs& args, const uint8_t* x, const Table& table,
-                                               uint8_t* next, int64_t, int64_t panel_begin, int64_t panel_end) {
+                                               uint8_t* next, int64_t ahead, int64_t panel_begin, int64_t panel_end) {
     const HiddenLayerWeight layer = WeightOf<HiddenLayerWeight>(args);
     const Float factor = Simd::Set(1.0f / layer.table_x.scale);
     const Float x_factor = Simd::Multiply(Simd::Set(layer.x_range.scale), factor);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      const PanelSums sums = SumPanel(layer.view, x, panel);
+      const PanelSums sums = SumPanel(layer.view, x, ahead, panel);
       for (int64_t p = 0; p < kPanelParts; ++p) {
         const int64_t output = panel * kPanelOutputs + p * kLanes, left = layer.n - output;
         const Float scales = Simd::Multiply(Simd::LoadSome(layer.scales + output, left), x_factor);

@@ -80,9 +80,10 @@ struct OutputScales {
   }
 };
 
-// The sums of four outputs from rows of words, of kTokens tokens each.
+// The sums of four outputs from rows of words, of kTokens tokens each. ahead: see TokenBlock::SumGroup.
 template <typename Simd, int kTokens>
 [[gnu::always_inline]] inline void SumRowsOfWords(const BlockSparseView& w, int64_t group, const int16_t* x,
+                                                  int64_t ahead,
                                                   typename Simd::Int (&total)[Simd::template kRowSums<kTokens>]) {
   typename Simd::Int sums[Simd::template kRowSums<kTokens>];
   for (typename Simd::Int& sum : sums) sum = Simd::SetInt(0);
@@ -92,10 +93,20 @@ template <typename Simd, int kTokens>
   // Bytes of indices, up to zero: one number is counted.
   constexpr int64_t kIndexBytes = 2 * kQuadInputs;
   for (int64_t at = (w.starts[group] - end) * kIndexBytes; at != 0; at += kIndexBytes) {
+    // Of few tokens weights are read faster than the hardware alone asks for them.
+    if constexpr (kTokens <= 4) __builtin_prefetch(values + kQuadBytes / kIndexBytes * at + ahead);
     const auto row = [&](int64_t i) {
-      uint16_t index;
-      __builtin_memcpy(&index, indices + at + 2 * i, sizeof(index));
-      return x + int64_t{index} * Simd::template kRowWords<kTokens>;
+      int64_t index;
+      if constexpr (kTokens == 1) {  // loads count: two indices come by one
+        uint32_t two;
+        __builtin_memcpy(&two, indices + at + i / 2 * 4, sizeof(two));
+        index = i % 2 == 0 ? two & 0xffff : two >> 16;
+      } else {
+        uint16_t one;
+        __builtin_memcpy(&one, indices + at + 2 * i, sizeof(one));
+        index = one;
+      }
+      return x + index * Simd::template kRowWords<kTokens>;
     };
     Simd::template DotRows<kTokens>(sums, {row(0), row(1), row(2), row(3)}, values + kQuadBytes / kIndexBytes * at);
   }
@@ -199,7 +210,7 @@ struct TokenBlock {
                                                      int64_t ahead, Int (&total)[kGroupOutputs][kVectors]) {
     if constexpr (kWords) {
       Int sums[Simd::template kRowSums<kWidth>];
-      SumRowsOfWords<Simd, kWidth>(w, group, RowAt(x, 0), sums);
+      SumRowsOfWords<Simd, kWidth>(w, group, RowAt(x, 0), ahead, sums);
       Simd::EndRowSums(sums, total);
     } else {
       const int8_t* values = w.Values(w.starts[group]);
