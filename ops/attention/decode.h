@@ -32,11 +32,11 @@
 //
 //     |error of y| <= (2^(2 E) - 1 + (T + 32) 2^-22) sum over j of p[j] |v[j]|
 //                     + 2^-11 max |v|, of float keys and values 2^-23 max |v|          tokens left out, see below
-//                     + 2^-16 T max p max |v|                                          int8 values only
+//                     + 2^-16 (1 + 2^-14) T max p max |v|                              int8 values only
 //
 // The tokens left out of a call weigh less than 2^-12 / (end - begin) of the heaviest one so far, or 2^-24 where keys
-// and values are floats: less than what rounding the sum takes. int8 values may be multiplied by weights of 16 bits, in
-// units of 2^-16 of the heaviest token times the largest scale of up to 128 tokens around.
+// and values are floats: less than what rounding the sum takes. int8 values may be multiplied by weights of 15 bits or
+// more, in units of 1 / 32767 or less of the heaviest token times the largest scale of up to 128 tokens around.
 //
 // NaN and Inf: a query head with a t, or a range of t, that is not finite has a sum of NaN, and so y / sum is NaN
 // (codes). Float32 keys follow IEEE 754: a score of -Inf weighs 0, one of +Inf or NaN makes the sum NaN. NaN and Inf

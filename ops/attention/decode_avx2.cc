@@ -82,6 +82,114 @@ struct Blocks {
       }
     }
   }
+
+  // The scales of a tile's tokens, in units of the largest / 32767; 0 outside of the range. Returns the unit.
+  static float UnitScales(const Int8Blocks& at, __m256* scales) {
+    const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
+    const __m256i from = Simd::SetInt(static_cast<int>(at.from) - 1), to = Simd::SetInt(static_cast<int>(at.to));
+    __m256i token = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i most = _mm256_setzero_si256();  // as integers: a NaN is more than any number
+    for (int64_t i = 0; i < kBlockVectors * at.blocks; ++i, token = Simd::AddInt(token, Simd::SetInt(8))) {
+      const uint8_t* stored = at.values + i / kBlockVectors * block_bytes + i % kBlockVectors * 8 * kValueScaleBytes;
+      const __m256i counts = _mm256_and_si256(_mm256_cmpgt_epi32(token, from), _mm256_cmpgt_epi32(to, token));
+      const __m256i scale = _mm256_and_si256(counts, Simd::BitsOf(Simd::LoadBf16(stored)));
+      most = Simd::MaxInt(most, scale);
+      scales[i] = Simd::FloatOf(scale);
+    }
+    const float largest = __builtin_bit_cast(float, Simd::MaxOfIntLanes(most));
+    const __m256 inverse = Simd::Set(largest > kLeastScale ? 32767 / largest : 0.0f);
+    for (int64_t i = 0; i < kBlockVectors * at.blocks; ++i) scales[i] = Simd::Multiply(scales[i], inverse);
+    return largest * (1.0f / 32767);
+  }
+
+  // The weights of a head times the scales, as numbers of 15 bits: of each four tokens 0, 2, 1, 3. Returns the unit.
+  static float PairWeights(const TileHead& head, int64_t blocks, const __m256* scales, float unit, uint8_t* parts) {
+    const __m256i pairs = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -128, -128, -128, -128, -128, -128, -128, -128));
+    const __m256 most = Simd::Set(head.most);
+    __m256 sum = Simd::Set(0.0f);
+    for (int64_t i = 0; i < kBlockVectors * blocks; ++i) {
+      const __m256 weight = Simd::Exp2(Simd::Subtract(Simd::Load(head.scores + 8 * i), most));
+      sum = Simd::Add(sum, weight);
+      const __m256i words = _mm256_shuffle_epi8(Simd::RoundToInt(Simd::Multiply(weight, scales[i])), pairs);
+      const __m256i in_order = _mm256_permute4x64_epi64(words, 0xD8);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(parts + 16 * i), _mm256_castsi256_si128(in_order));
+    }
+    const __m256 factor = Simd::Exp2(Simd::Set(head.most - head.maximum));
+    Simd::Store(head.sums, Simd::MultiplyAdd(sum, factor, Simd::Load(head.sums)));
+    return _mm256_cvtss_f32(factor) * unit;
+  }
+
+  // sums += weights a b, pairs of words. By hand: gcc 12 makes a tree of the sums, whose products then spill.
+  static void AddPairs(__m256i& sums, __m256i a, __m256i b) {
+    __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(a, b)));
+  }
+
+  // y += weights values, of numbers d …
+  template <int kHeads, int kVectors>
+  static void AddInt8Tile(const Int8Blocks& at, int64_t head, int64_t d, const float* steps) {
+    const int64_t block_bytes = kValueBlock * ValueRowBytes(at.head_dim);
+    const int64_t ahead = kDecodeTile / kValueBlock * block_bytes;  // of the next tile
+    const uint8_t* weights = at.parts + head * kPartBytes;
+    __m256i sum[kHeads][kVectors] = {};
+    const uint8_t* from = at.values + kValueBlock * kValueScaleBytes + 4 * d;
+    for (int64_t quad = 0; quad < kValueBlock / 4; ++quad, from += 4 * at.head_dim, weights += 8) {
+      // Blocks side by side: the memory system follows several rows better than one.
+      for (int64_t block = 0; block < at.blocks; ++block) {
+        const uint8_t* values = from + block * block_bytes;
+        if (head == 0) _mm_prefetch(reinterpret_cast<const char*>(values + ahead), _MM_HINT_T0);
+        // Tokens 0 and 2, and 1 and 3, as words.
+        __m256i even[kVectors], odd[kVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) {
+          const __m256i four = Simd::LoadBytes(values + 32 * i);
+          even[i] = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8);
+          odd[i] = _mm256_srai_epi16(four, 8);
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < kHeads; ++h) {
+          const uint8_t* weight = weights + h * kPartBytes + block * 2 * kValueBlock;
+          const __m256i first = Simd::RepeatQuad(weight), second = Simd::RepeatQuad(weight + 4);
+#pragma GCC unroll 4
+          for (int i = 0; i < kVectors; ++i) {
+            AddPairs(sum[h][i], even[i], first);
+            AddPairs(sum[h][i], odd[i], second);
+          }
+        }
+      }
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      const __m256 step = Simd::Set(steps[h]);
+      float* y = at.heads[head + h].y + d;
+      for (int i = 0; i < kVectors; ++i) {
+        Simd::Store(y + 8 * i, Simd::MultiplyAdd(Simd::ToFloat(sum[h][i]), step, Simd::Load(y + 8 * i)));
+      }
+    }
+  }
+
+  template <int kHeads>
+  static void AddInt8Heads(const Int8Blocks& at, int64_t head, const __m256* scales, float unit) {
+    float steps[kHeads];
+    for (int h = 0; h < kHeads; ++h) {
+      steps[h] = PairWeights(at.heads[head + h], at.blocks, scales, unit, at.parts + (head + h) * kPartBytes);
+    }
+    for (int64_t d = 0; d < at.head_dim; d += 16) AddInt8Tile<kHeads, 2>(at, head, d, steps);
+  }
+
+  static void AddInt8Blocks(const Int8Blocks& at, int64_t heads) {
+    __m256 scales[kDecodeTile / 8];
+    const float unit = UnitScales(at, scales);
+    int64_t head = 0;
+    for (; head + 4 <= heads; head += 4) AddInt8Heads<4>(at, head, scales, unit);
+    if (heads - head == 3) return AddInt8Heads<3>(at, head, scales, unit);
+    if (heads - head == 2) return AddInt8Heads<2>(at, head, scales, unit);
+    if (heads - head == 1) return AddInt8Heads<1>(at, head, scales, unit);
+  }
+
+ private:
+  static constexpr int64_t kBlockVectors = kValueBlock / 8;
+  static constexpr int64_t kPartBytes = 2 * kDecodeTile;
+  static constexpr float kLeastScale = 0x1p-100f;
 };
 
 }  // namespace

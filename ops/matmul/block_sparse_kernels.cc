@@ -1,5 +1,6 @@
 // Block-sparse weights over a column's vectors.
 #include "isa/tuning.h"
+#include "matmul/few_rows.h"
 #include "matmul/few_tokens.h"
 #include "simd/column.h"
 
@@ -27,6 +28,10 @@ void ForEachBlock(int64_t m, const Body& body) {
       if (left == 2) return run(FewTokens<Simd, 2>{});
       if (left == 3) return run(FewTokens<Simd, 3>{});
       if (left == 4) return run(FewTokens<Simd, 4>{});
+    } else if constexpr (Simd::kDotsFewRows) {
+      if (left == 1) return run(FewRows<Simd, 1>{});
+      if (left == 2) return run(FewRows<Simd, 2>{});
+      if (left <= 4) return run(FewRows<Simd, 4>{});
     }
     if constexpr (kLanes == 16) {
       if (left > 3 * kLanes) {
@@ -42,20 +47,20 @@ void ForEachBlock(int64_t m, const Body& body) {
   }
 }
 
-int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes(w.k); }
+int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes<Simd::RowNumber>(w.k); }
 
 void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
   ForEachBlock<Simd>(m, [&](auto block, int64_t first, int64_t count) {
     decltype(block)::Pack(AtByte(x, first * x_row_bytes), x_row_bytes, count, w.k, fixed,
-                          static_cast<uint8_t*>(packed) + first * PackedTokenBytes(w.k));
+                          static_cast<uint8_t*>(packed) + first * TokenBytes(w));
   });
 }
 
 void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   const int64_t ahead = ActiveTuning().ahead.sparse4x1;
   ForEachBlock<Simd>(args.m, [&](auto block, int64_t first, int64_t count) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(args.w->k);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * TokenBytes(*args.w);
     decltype(block)::Multiply(args, x, first, count, ahead, panel_begin, panel_end);
   });
 }
@@ -65,8 +70,8 @@ void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t pa
   const HiddenLayerWeight& layer = WeightOf<HiddenLayerWeight>(args);
   const Simd::ByteTable table(layer.table);
   ForEachBlock<Simd>(args.m, [&](auto block, int64_t first, int64_t) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * PackedTokenBytes(layer.k);
-    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes(layer.n);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + first * TokenBytes(layer);
+    uint8_t* next = static_cast<uint8_t*>(args.next) + first * PackedTokenBytes<Simd::RowNumber>(layer.n);
     decltype(block)::MultiplyHidden(args, x, table, next, ahead, panel_begin, panel_end);
     if (panel_begin == 0) decltype(block)::SetRanges(next, layer.n, layer.table_y);
   });

@@ -1,4 +1,5 @@
-// The portable kernel for block-sparse weights. A token is a row: q [k], then s and z behind the padding.
+// The portable kernel for block-sparse weights. A token is a row: q [k], then s and z behind the padding. Sums are
+// scaled and moved without rounding in between, as by the kernels with vectors: the answers have the same bits.
 #include <algorithm>
 #include <cmath>
 
@@ -8,13 +9,13 @@
 namespace ortolan {
 namespace {
 
-int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes(w.k); }
+int64_t TokenBytes(const MatMulWeight& w) { return PackedTokenBytes<uint8_t>(w.k); }
 
 void PackBlockSparse(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
   const int64_t k = w.k;
   const FixedRange* fixed = static_cast<const BlockSparseWeight&>(w).Fixed();
   uint8_t* out = static_cast<uint8_t*>(packed);
-  for (int64_t i = 0; i < m; ++i, out += PackedTokenBytes(k)) {
+  for (int64_t i = 0; i < m; ++i, out += PackedTokenBytes<uint8_t>(k)) {
     const float* row = AtByte(x, i * x_row_bytes);
     float least = 0.0f, most = 0.0f;
     bool finite = true;
@@ -35,7 +36,7 @@ void ForEachSum(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end, 
   const BlockSparseView& w = WeightOf<BlockSparseWeight>(args).view;
   const int64_t group_end = std::min(panel_end * kPanelGroups, w.Groups());
   for (int64_t i = 0; i < args.m; ++i) {
-    const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * PackedTokenBytes(w.k);
+    const uint8_t* x = static_cast<const uint8_t*>(args.x) + i * PackedTokenBytes<uint8_t>(w.k);
     const TokenRange range = LoadRowRange(x, w.k);
     for (int64_t group = panel_begin * kPanelGroups; group < group_end; ++group) {
       int32_t totals[kGroupOutputs] = {};
@@ -55,19 +56,19 @@ void ForEachSum(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end, 
 void MultiplyBlockSparse(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
   const float* scales = WeightOf<BlockSparseWeight>(args).scales;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
-    const float product = static_cast<float>(sum) * (range.scale * scales[j]);
-    args.Y(i, j / kPanelOutputs)[j % kPanelOutputs] = args.bias != nullptr ? product + args.bias[j] : product;
+    const float bias = args.bias != nullptr ? args.bias[j] : -0.0f;
+    args.Y(i, j / kPanelOutputs)[j % kPanelOutputs] = std::fma(static_cast<float>(sum), range.scale * scales[j], bias);
   });
 }
 
 void MultiplyHidden(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end) {
   const HiddenLayerWeight& w = WeightOf<HiddenLayerWeight>(args);
-  const int64_t row_bytes = PackedTokenBytes(w.n);
+  const int64_t row_bytes = PackedTokenBytes<uint8_t>(w.n);
   uint8_t* next = static_cast<uint8_t*>(args.next);
   const float factor = 1.0f / w.table_x.scale;
   ForEachSum(args, panel_begin, panel_end, [&](int64_t i, int64_t j, int32_t sum, const TokenRange& range) {
     const float bias = args.bias == nullptr ? 0.0f : args.bias[j] * factor;
-    const float number = static_cast<float>(sum) * (w.scales[j] * (range.scale * factor)) + bias;
+    const float number = std::fma(static_cast<float>(sum), w.scales[j] * (range.scale * factor), bias);
     next[i * row_bytes + j] = w.table[ToByte(number, w.table_x.zero_point)];
   });
   if (panel_begin > 0) return;

@@ -14,7 +14,8 @@
 // vector of sums.
 //
 // The inner sums are integers within int32 (255 x 128 x k, k at most 2^16), so they are exact; q, z and s are the same
-// on every CPU. What float32 adds to that (u = 2^-24, inner sums D):
+// on every CPU. The product is not rounded before the bias is added, so that y has the same bits on every CPU, too.
+// What float32 adds to that (u = 2^-24, inner sums D):
 //
 //     |y - exact| <= 4 u |D s_i scales[j]|  + u |y|                        and results below 2^-126
 //
@@ -33,7 +34,7 @@
 //     q'_ij = table[clamp(round(D_ij (s scales[j] / t) + bias[j] / t) + u, 0, 255)]           t, u: the range before it
 //
 // In float32 the argument of round is off by at most 8 2^-24 of the sum of its terms' magnitudes: next to the exact
-// formula the number is the same or, near a tie, one step away. Kernels agree with each other likewise.
+// formula the number is the same or, near a tie, one step away. Here, too, the bias is added to the unrounded product.
 #pragma once
 
 #include <cstdint>
@@ -59,9 +60,13 @@ struct BlockSparseWeight : MatMulWeight {
   const FixedRange* Fixed() const { return x_range.scale > 0.0f ? &x_range : nullptr; }
 };
 
-// Of a packed token of k numbers: k padded to two vectors, s and z; a multiple of 64.
+// Of a packed token of k numbers: k padded to two vectors of 64, s and z; a multiple of 64. Number: what a kernel keeps
+// for each, q in a byte or q - z in a word.
 inline constexpr int64_t PaddedInputs(int64_t k) { return (k + 127) / 128 * 128; }
-inline constexpr int64_t PackedTokenBytes(int64_t k) { return PaddedInputs(k) + 64; }
+template <typename Number>
+constexpr int64_t PackedTokenBytes(int64_t k) {
+  return PaddedInputs(k) * static_cast<int64_t>(sizeof(Number)) + 64;
+}
 
 // A hidden layer has an x_range.
 struct HiddenLayerWeight : BlockSparseWeight {

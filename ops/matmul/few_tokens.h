@@ -19,12 +19,12 @@ struct FewTokens {
   static_assert(kLanes == kPanelOutputs);
 
   static void SetRanges(uint8_t* rows, int64_t k, const FixedRange& fixed) {
-    for (int t = 0; t < kTokens; ++t) StoreRowRange(rows + t * PackedTokenBytes(k), k, RangeOfToken(fixed));
+    for (int t = 0; t < kTokens; ++t) StoreRowRange(rows + t * PackedTokenBytes<uint8_t>(k), k, RangeOfToken(fixed));
   }
 
   [[gnu::noinline]] static void Pack(const float* x, int64_t x_row_bytes, int64_t, int64_t k, const FixedRange* fixed,
                                      uint8_t* to) {
-    for (int t = 0; t < kTokens; ++t, to += PackedTokenBytes(k)) {
+    for (int t = 0; t < kTokens; ++t, to += PackedTokenBytes<uint8_t>(k)) {
       const float* row = AtByte(x, t * x_row_bytes);
       const TokenRange range = fixed != nullptr ? RangeOfToken(*fixed) : RangeOfToken<Simd>(row, k);
       for (int64_t l = 0; l < k; l += 4 * kLanes) {
@@ -60,7 +60,7 @@ struct FewTokens {
                                                          int64_t panel_end, const Store& store) {
     const BlockSparseWeight& weight = WeightOf<BlockSparseWeight>(args);
     const BlockSparseView& w = weight.view;
-    const int64_t row_bytes = PackedTokenBytes(w.k);
+    const int64_t row_bytes = PackedTokenBytes<uint8_t>(w.k);
     TokenRange ranges[kTokens];
     for (int t = 0; t < kTokens; ++t) ranges[t] = LoadRowRange(x + t * row_bytes, w.k);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
@@ -97,7 +97,7 @@ struct FewTokens {
   [[gnu::noinline]] static void MultiplyHidden(const HiddenLayerArgs& args, const uint8_t* x, const Table& table,
                                                uint8_t* next, int64_t, int64_t panel_begin, int64_t panel_end) {
     const HiddenLayerWeight& layer = WeightOf<HiddenLayerWeight>(args);
-    const int64_t row_bytes = PackedTokenBytes(layer.n);
+    const int64_t row_bytes = PackedTokenBytes<uint8_t>(layer.n);
     const Float factor = Simd::Set(1.0f / layer.table_x.scale);
     const Float x_factor = Simd::Multiply(Simd::Set(layer.x_range.scale), factor);
     const int32_t zero_point = layer.table_x.zero_point;

@@ -1,6 +1,7 @@
 // Blocks of tokens: how they are quantized, multiplied and stored, over a column's vectors. A block of kVectors vectors
-// is [k][kVectors kLanes] u8, then its Ranges. A vector holds the same four inputs of kLanes tokens, which are
-// multiplied with the four weights of an output, repeated. Included by *kernels.cc only; local to each.
+// is [k][kVectors kLanes] numbers, then its Ranges. The rows of four inputs are interleaved and multiplied with the
+// four weights of an output, repeated. Numbers are q as bytes or, where a column has no exact product of bytes, q - z
+// as words: then nothing is left to take off the sums. Included by *kernels.cc only; local to each.
 #pragma once
 
 #include "matmul/token_range.h"
@@ -51,6 +52,18 @@ template <typename Simd>
   return Simd::PackBytes(q, range.zero_point);
 }
 
+// Likewise clamp(round(x factor), -zero_point, 255 - zero_point) of 2 kLanes inputs, as words in the order of
+// Simd::StoreInputs.
+template <typename Simd>
+[[gnu::always_inline]] inline typename Simd::Int QuantizeToWords(const float* x, int64_t left,
+                                                                 const TokenRange& range) {
+  const auto number = [&](int64_t lane) {
+    const auto v = Simd::Multiply(Simd::LoadSome(x + lane, left - lane), Simd::Set(range.factor));
+    return Simd::RoundToInt(Simd::Min(v, Simd::Set(kMostBeforeRounding)));
+  };
+  return Simd::PackWords(number(0), number(Simd::kLanes), -range.zero_point, 255 - range.zero_point);
+}
+
 // What the sums of kLanes outputs, from `output` on, are scaled with and moved by.
 template <typename Simd>
 struct OutputScales {
@@ -67,6 +80,40 @@ struct OutputScales {
   }
 };
 
+// The sums of four outputs from rows of words, of kTokens tokens each. ahead: see TokenBlock::SumGroup.
+template <typename Simd, int kTokens>
+[[gnu::always_inline]] inline void SumRowsOfWords(const BlockSparseView& w, int64_t group, const int16_t* x,
+                                                  int64_t ahead,
+                                                  typename Simd::Int (&total)[Simd::template kRowSums<kTokens>]) {
+  typename Simd::Int sums[Simd::template kRowSums<kTokens>];
+  for (typename Simd::Int& sum : sums) sum = Simd::SetInt(0);
+  const int64_t end = w.starts[group + 1];
+  const int8_t* const values = w.Values(end);
+  const uint8_t* const indices = w.Indices(end);
+  // Bytes of indices, up to zero: one number is counted.
+  constexpr int64_t kIndexBytes = 2 * kQuadInputs;
+  for (int64_t at = (w.starts[group] - end) * kIndexBytes; at != 0; at += kIndexBytes) {
+    // Of few tokens weights are read faster than the hardware alone asks for them.
+    if constexpr (kTokens <= 4) __builtin_prefetch(values + kQuadBytes / kIndexBytes * at + ahead);
+    const auto row = [&](int64_t i) {
+      int64_t index;
+      if constexpr (kTokens == 1) {  // loads count: two indices come by one
+        uint32_t two;
+        __builtin_memcpy(&two, indices + at + i / 2 * 4, sizeof(two));
+        index = i % 2 == 0 ? two & 0xffff : two >> 16;
+      } else {
+        uint16_t one;
+        __builtin_memcpy(&one, indices + at + 2 * i, sizeof(one));
+        index = one;
+      }
+      return x + index * Simd::template kRowWords<kTokens>;
+    };
+    Simd::template DotRows<kTokens>(sums, {row(0), row(1), row(2), row(3)}, values + kQuadBytes / kIndexBytes * at);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < Simd::template kRowSums<kTokens>; ++i) total[i] = sums[i];
+}
+
 // Functions are not inlined: gcc 12 then keeps sums in memory.
 template <typename Simd, int kVectors>
 struct TokenBlock {
@@ -74,6 +121,8 @@ struct TokenBlock {
   using Int = typename Simd::Int;
   using Bytes = typename Simd::Bytes;
   using Table = typename Simd::ByteTable;
+  using Number = typename Simd::RowNumber;
+  static constexpr bool kWords = sizeof(Number) == 2;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kWidth = kVectors * kLanes;
   static constexpr int64_t kRegisterBytes = 4 * kLanes;
@@ -88,11 +137,15 @@ struct TokenBlock {
       minus_zeros[i] = -range.zero_point;
     }
   };
+  static Number* RowAt(uint8_t* block, int64_t input) { return reinterpret_cast<Number*>(block) + input * kWidth; }
+  static const Number* RowAt(const uint8_t* block, int64_t input) {
+    return reinterpret_cast<const Number*>(block) + input * kWidth;
+  }
   static Ranges* RangesOf(uint8_t* block, int64_t k) {
-    return reinterpret_cast<Ranges*>(block + PaddedInputs(k) * kWidth);
+    return reinterpret_cast<Ranges*>(RowAt(block, PaddedInputs(k)));
   }
   static const Ranges* RangesOf(const uint8_t* block, int64_t k) {
-    return reinterpret_cast<const Ranges*>(block + PaddedInputs(k) * kWidth);
+    return reinterpret_cast<const Ranges*>(RowAt(block, PaddedInputs(k)));
   }
   static void SetRanges(uint8_t* block, int64_t k, const FixedRange& fixed) {
     for (int64_t i = 0; i < kWidth; ++i) RangesOf(block, k)->Set(i, RangeOfToken(fixed));
@@ -108,6 +161,27 @@ struct TokenBlock {
                                    : TokenRange{0.0f, 0.0f, 0};
       RangesOf(block, k)->Set(i, ranges[i]);
     }
+    if constexpr (kWords) {
+      PackWords(x, x_row_bytes, count, k, ranges, block);
+    } else {
+      PackBytes(x, x_row_bytes, count, k, ranges, block);
+    }
+  }
+
+  static void PackWords(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, const TokenRange* ranges,
+                        uint8_t* block) {
+    for (int64_t l = 0; l < k; l += 2 * kLanes) {
+      Int words[kWidth];
+      for (int64_t i = 0; i < kWidth; ++i) {
+        words[i] =
+            i < count ? QuantizeToWords<Simd>(AtByte(x, i * x_row_bytes) + l, k - l, ranges[i]) : Simd::SetInt(0);
+      }
+      Simd::template StoreInputs<kWidth>(words, RowAt(block, l));
+    }
+  }
+
+  static void PackBytes(const float* x, int64_t x_row_bytes, int64_t count, int64_t k, const TokenRange* ranges,
+                        uint8_t* block) {
     for (int64_t l = 0; l < k; l += kRegisterBytes) {
       Bytes quads[kLanes][kVectors];
       for (int v = 0; v < kVectors; ++v) {
@@ -134,25 +208,31 @@ struct TokenBlock {
   // memory, which the hardware alone asks too late.
   [[gnu::always_inline]] static inline void SumGroup(const BlockSparseView& w, int64_t group, const uint8_t* x,
                                                      int64_t ahead, Int (&total)[kGroupOutputs][kVectors]) {
-    const int8_t* values = w.Values(w.starts[group]);
-    const int8_t* end = w.Values(w.starts[group + 1]);
-    const uint8_t* indices = w.Indices(w.starts[group]);
-    for (; values != end; values += kQuadBytes, indices += 2 * kQuadInputs) {
-      __builtin_prefetch(values + ahead);
-      __builtin_prefetch(indices + ahead / 2);
-      uint64_t bits;
-      __builtin_memcpy(&bits, indices, sizeof(bits));
-      const uint8_t* const rows[4] = {
-          x + (bits & 0xffff) * kWidth,
-          x + (bits >> 16 & 0xffff) * kWidth,
-          x + (bits >> 32 & 0xffff) * kWidth,
-          x + (bits >> 48) * kWidth,
-      };
-      typename Simd::Quads tokens[kVectors];
-      Simd::InterleaveRows(rows, tokens);
-      const typename Simd::QuadWeights weights(values);
+    if constexpr (kWords) {
+      Int sums[Simd::template kRowSums<kWidth>];
+      SumRowsOfWords<Simd, kWidth>(w, group, RowAt(x, 0), ahead, sums);
+      Simd::EndRowSums(sums, total);
+    } else {
+      const int8_t* values = w.Values(w.starts[group]);
+      const int8_t* end = w.Values(w.starts[group + 1]);
+      const uint8_t* indices = w.Indices(w.starts[group]);
+      for (; values != end; values += kQuadBytes, indices += 2 * kQuadInputs) {
+        __builtin_prefetch(values + ahead);
+        __builtin_prefetch(indices + ahead / 2);
+        uint64_t bits;
+        __builtin_memcpy(&bits, indices, sizeof(bits));
+        const uint8_t* const rows[4] = {
+            x + (bits & 0xffff) * kWidth,
+            x + (bits >> 16 & 0xffff) * kWidth,
+            x + (bits >> 32 & 0xffff) * kWidth,
+            x + (bits >> 48) * kWidth,
+        };
+        typename Simd::Quads tokens[kVectors];
+        Simd::InterleaveRows(rows, tokens);
+        const typename Simd::QuadWeights weights(values);
 #pragma GCC unroll 4
-      for (int o = 0; o < kGroupOutputs; ++o) Simd::DotQuadWeights(total[o], tokens, weights, o);
+        for (int o = 0; o < kGroupOutputs; ++o) Simd::DotQuadWeights(total[o], tokens, weights, o);
+      }
     }
   }
 
@@ -189,8 +269,11 @@ struct TokenBlock {
       for (int64_t i = 0; i < kLanes; ++i) {
         const int64_t token = v * kLanes + i;
         if (token >= count) break;
-        const Int zero = Simd::MultiplyInt(Simd::SetInt(ranges.minus_zeros[token]), weight_sums);
-        scales.Store(y, Simd::AddInt(of[i], zero), ranges.scales[token]);
+        Int sums = of[i];
+        if constexpr (!kWords) {
+          sums = Simd::AddInt(sums, Simd::MultiplyInt(Simd::SetInt(ranges.minus_zeros[token]), weight_sums));
+        }
+        scales.Store(y, sums, ranges.scales[token]);
         y = reinterpret_cast<float*>(reinterpret_cast<char*>(y) + row_bytes);
       }
     }
@@ -260,6 +343,7 @@ struct TokenBlock {
     const int32_t* const weight_sums = layer.sums;
     const float *const scales = layer.scales, *const biases = args.bias;
     const int32_t x_zero_point = layer.x_range.zero_point, zero_point = layer.table_x.zero_point;
+    const int32_t next_zero_point = layer.table_y.zero_point;
     const float factor = 1.0f / layer.table_x.scale;
     const float x_factor = layer.x_range.scale * factor;
     const int64_t group_end = panel_end * kPanelGroups < w.Groups() ? panel_end * kPanelGroups : w.Groups();
@@ -268,7 +352,7 @@ struct TokenBlock {
       Int total[kGroupOutputs][kVectors];
 #pragma GCC unroll 4
       for (int o = 0; o < kGroupOutputs; ++o) {
-        const Int zero = Simd::SetInt(-x_zero_point * weight_sums[output + o]);
+        const Int zero = Simd::SetInt(kWords ? 0 : -x_zero_point * weight_sums[output + o]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) total[o][v] = zero;
       }
@@ -284,8 +368,13 @@ struct TokenBlock {
           const float bias = biases == nullptr ? 0.0f : biases[j] * factor;
           Round(total[o + i], scales[j] * x_factor, bias, numbers + i * kVectors);
         }
-        const Bytes bytes = Simd::template PackRows<kVectors>(numbers, zero_point);
-        Simd::StoreBytes(next + (output + o) * kWidth, Simd::Lookup256(table, bytes));
+        if constexpr (kWords) {
+          const Bytes bytes = Simd::Lookup256(table, Simd::PackBytes(numbers, zero_point));
+          Simd::template StoreRows<kVectors>(RowAt(next, output + o), bytes, next_zero_point);
+        } else {
+          const Bytes bytes = Simd::template PackRows<kVectors>(numbers, zero_point);
+          Simd::StoreBytes(RowAt(next, output + o), Simd::Lookup256(table, bytes));
+        }
       }
     }
   }

@@ -226,41 +226,123 @@ struct avx2 : Vectors<avx2, avx2_types> {
   }
   static __m256i EndNibbleSums(__m256i sums, __m256i narrow) { return AddPairs(sums, narrow); }
 
-  // Rows of bytes
-  // vpmaddubsw saturates on sums of u8 x int8: inputs 0 and 1, and 2 and 3, as words.
-  struct Quads {
-    __m256i pairs[2];
-  };
-  template <int kVectors>
-  static void InterleaveRows(const uint8_t* const (&rows)[4], Quads (&quads)[kVectors]) {
+  // Rows of words: vpmaddubsw saturates on sums of u8 x int8, vpmaddwd is exact.
+  using RowNumber = int16_t;
+  static constexpr bool kDotsFewRows = true;
+  template <int kTokens>
+  static constexpr int kRowWords = kTokens == 1 ? 2 : kTokens;
+  // Of 16 tokens, the halves of an interleaved row are tokens 0 … 3 and 8 … 11: rows have the middle quarters swapped.
+  template <int kTokens>
+  static constexpr int TokenAt(int place) {
+    return kTokens == 16 ? (place & 3) | (place & 4) << 1 | (place & 8) >> 1 : place;
+  }
+  static __m256i PackWords(__m256i a, __m256i b, int32_t least, int32_t most) {
+    const __m256i words = _mm256_max_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(static_cast<int16_t>(least)));
+    return _mm256_min_epi16(words, _mm256_set1_epi16(static_cast<int16_t>(most)));
+  }
+  template <int kTokens>
+  static void StoreInputs(const __m256i (&tokens)[kTokens], int16_t* to) {
+    if constexpr (kTokens == 1) {
+      StoreInt(to, _mm256_unpacklo_epi16(tokens[0], tokens[0]));
+      StoreInt(to + 16, _mm256_unpackhi_epi16(tokens[0], tokens[0]));
+    } else if constexpr (kTokens == 2) {
+      StoreInt(to, _mm256_unpacklo_epi16(tokens[0], tokens[1]));
+      StoreInt(to + 16, _mm256_unpackhi_epi16(tokens[0], tokens[1]));
+    } else if constexpr (kTokens == 4) {
+      StoreFourTokens(to, _mm256_unpacklo_epi16(tokens[0], tokens[1]), _mm256_unpacklo_epi16(tokens[2], tokens[3]));
+      StoreFourTokens(to + 32, _mm256_unpackhi_epi16(tokens[0], tokens[1]),
+                      _mm256_unpackhi_epi16(tokens[2], tokens[3]));
+    } else {
+      for (int place = 0; place < kTokens; place += 8) StoreEightTokens<kTokens>(tokens, place, to);
+    }
+  }
+
+  // Of 16 tokens two registers an output. Of 8 the products of inputs 0 and 1 in the lower halves, of 2 and 3 in the
+  // upper ones, of tokens 0 … 3 and then 4 … 7. Of 4, outputs 0 and 2, then 1 and 3. Of 2, all of them; of 1 likewise,
+  // of inputs 0 and 1, then 2 and 3.
+  template <int kTokens>
+  static constexpr int kRowSums = kTokens >= 8   ? 8
+                                  : kTokens == 4 ? 2
+                                                 : 1;
+  template <int kTokens>
+  [[gnu::always_inline]] static void DotRows(__m256i (&sums)[kRowSums<kTokens>], const int16_t* const (&rows)[4],
+                                             const int8_t* weights) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weights));
+    if constexpr (kTokens == 16) {
+      alignas(32) int32_t pairs[8];  // of words
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), _mm256_cvtepi8_epi16(bytes));
 #pragma GCC unroll 2
-    for (int p = 0; p < 2; ++p) {
-      const uint8_t *const a = rows[2 * p], *const b = rows[2 * p + 1];
-      if constexpr (kVectors == 2) {
-        const __m128i first = Load128(a), second = Load128(b);
-        quads[0].pairs[p] = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(first, second));
-        quads[1].pairs[p] = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(first, second));
+      for (int p = 0; p < 2; ++p) {
+        const __m256i a = LoadInt(rows[2 * p]), b = LoadInt(rows[2 * p + 1]);
+        const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+        for (int o = 0; o < 4; ++o) {
+          const __m256i weight = RepeatStored(pairs[2 * o + p]);
+          AddProducts(sums[2 * o], low, weight);
+          AddProducts(sums[2 * o + 1], high, weight);
+        }
+      }
+    } else if constexpr (kTokens == 8) {
+      const __m128i by_pair = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+      const __m256i words = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, by_pair));
+      const __m256i even = Halves(rows[0], rows[2]), odd = Halves(rows[1], rows[3]);
+      const __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
+      AddEightTokens<0>(sums, low, high, words);
+      AddEightTokens<1>(sums, low, high, words);
+      AddEightTokens<2>(sums, low, high, words);
+      AddEightTokens<3>(sums, low, high, words);
+    } else {
+      const __m256i words = _mm256_cvtepi8_epi16(bytes);
+      const auto row = [&](int i) {
+        int64_t tokens = 0;
+        __builtin_memcpy(&tokens, rows[i], 2 * kRowWords<kTokens>);
+        return kTokens == 4 ? _mm256_set1_epi64x(tokens) : _mm256_set1_epi32(static_cast<int>(tokens));
+      };
+      const __m256i first = _mm256_unpacklo_epi16(row(0), row(1)), second = _mm256_unpacklo_epi16(row(2), row(3));
+      if constexpr (kTokens == 4) {
+        AddProducts(sums[0], first, _mm256_shuffle_epi32(words, 0x00));
+        AddProducts(sums[1], first, _mm256_shuffle_epi32(words, 0xAA));
+        AddProducts(sums[0], second, _mm256_shuffle_epi32(words, 0x55));
+        AddProducts(sums[1], second, _mm256_shuffle_epi32(words, 0xFF));
+      } else if constexpr (kTokens == 2) {
+        AddProducts(sums[0], first, _mm256_shuffle_epi32(words, 0xA0));
+        AddProducts(sums[0], second, _mm256_shuffle_epi32(words, 0xF5));
       } else {
-        const __m128i first = Load64(a), second = Load64(b);
-        quads[0].pairs[p] = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(first, second));
+        AddProducts(sums[0], _mm256_blend_epi32(first, second, 0xAA), words);
       }
     }
   }
   template <int kVectors>
-  static void DeinterleaveRows(const __m256i (&quads)[kVectors], __m256i (&rows)[kVectors]) {
-    const __m256i bytes =
-        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    if constexpr (kVectors == 2) {
-      const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
-      const __m256i a = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[0], bytes), order);
-      const __m256i b = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[1], bytes), order);
-      rows[0] = _mm256_unpacklo_epi64(a, b);
-      rows[1] = _mm256_unpackhi_epi64(a, b);
-    } else {
-      const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-      rows[0] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[0], bytes), order);
+  static void EndRowSums(const __m256i (&sums)[8], __m256i (&of)[4][kVectors]) {
+#pragma GCC unroll 4
+    for (int o = 0; o < 4; ++o) {
+      const __m256i a = sums[2 * o], b = sums[2 * o + 1];
+      if constexpr (kVectors == 2) {
+        of[o][0] = a, of[o][1] = b;
+      } else {
+        of[o][0] = AddInt(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+      }
     }
   }
+  template <int kTokens>
+  static void EndFewSums(const __m256i (&a)[kRowSums<kTokens>], const __m256i (&b)[kRowSums<kTokens>],
+                         __m256i (&of)[kTokens]) {
+    const auto in_order = [](__m256i sums) { return _mm256_permute4x64_epi64(sums, 0xD8); };
+    if constexpr (kTokens == 1) {
+      of[0] = in_order(_mm256_hadd_epi32(a[0], b[0]));
+    } else if constexpr (kTokens == 2) {
+      of[0] = in_order(BitsOf(_mm256_shuffle_ps(FloatOf(a[0]), FloatOf(b[0]), 0x88)));
+      of[1] = in_order(BitsOf(_mm256_shuffle_ps(FloatOf(a[0]), FloatOf(b[0]), 0xDD)));
+    } else {
+      const __m256i a_low = _mm256_unpacklo_epi32(a[0], a[1]), a_high = _mm256_unpackhi_epi32(a[0], a[1]);
+      const __m256i b_low = _mm256_unpacklo_epi32(b[0], b[1]), b_high = _mm256_unpackhi_epi32(b[0], b[1]);
+      of[0] = in_order(_mm256_unpacklo_epi64(a_low, b_low));
+      of[1] = in_order(_mm256_unpackhi_epi64(a_low, b_low));
+      of[2] = in_order(_mm256_unpacklo_epi64(a_high, b_high));
+      of[3] = in_order(_mm256_unpackhi_epi64(a_high, b_high));
+    }
+  }
+
   static __m256i PackBytes(const __m256i (&numbers)[4], int32_t offset) {
     const __m256i words = _mm256_set1_epi16(static_cast<int16_t>(offset));
     const __m256i low = _mm256_adds_epi16(_mm256_packs_epi32(numbers[0], numbers[1]), words);
@@ -269,26 +351,12 @@ struct avx2 : Vectors<avx2, avx2_types> {
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
   }
   template <int kVectors>
-  static __m256i PackRows(const __m256i (&numbers)[4], int32_t offset) {
-    return PackBytes(numbers, offset);
-  }
-
-  struct QuadWeights {
-    alignas(32) int32_t pairs[8];  // of words
-    explicit QuadWeights(const int8_t* values) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), _mm256_cvtepi8_epi16(bytes));
-    }
-  };
-  template <int kVectors>
-  static void DotQuadWeights(__m256i (&sums)[kVectors], const Quads (&quads)[kVectors], const QuadWeights& weights,
-                             int output) {
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; ++p) {
-      const __m256i weight = _mm256_set1_epi32(weights.pairs[2 * output + p]);
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sums[v] = DotPair(sums[v], quads[v].pairs[p], weight);
-    }
+  static void StoreRows(int16_t* to, __m256i bytes, int32_t zero) {
+    if constexpr (kVectors == 2) bytes = _mm256_shuffle_epi32(bytes, 0xD8);  // see TokenAt
+    const __m256i zeros = _mm256_set1_epi16(static_cast<int16_t>(zero));
+    const auto words = [&](__m128i half) { return _mm256_sub_epi16(_mm256_cvtepu8_epi16(half), zeros); };
+    StoreInt(to, words(_mm256_castsi256_si128(bytes)));
+    StoreInt(to + 16, words(_mm256_extracti128_si256(bytes, 1)));
   }
 
   // Tables
@@ -319,6 +387,65 @@ struct avx2 : Vectors<avx2, avx2_types> {
  protected:
   static __m128i Load128(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
   static __m128i Load64(const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); }
+  // The eight words at each of two places.
+  static __m256i Halves(const int16_t* low, const int16_t* high) {
+    const __m128i both[] = {_mm_loadu_si128(reinterpret_cast<const __m128i*>(low)),
+                            _mm_loadu_si128(reinterpret_cast<const __m128i*>(high))};
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(both[0]), both[1], 1);
+  }
+  // From memory, by hand: gcc 12 takes what was just stored from the register, by shuffles.
+  static __m256i RepeatStored(const int32_t& pair) {
+    __m256i repeated;
+    __asm__("vpbroadcastd %1, %0" : "=x"(repeated) : "m"(pair));
+    return repeated;
+  }
+  // By hand: see AddPairs.
+  static void AddProducts(__m256i& sums, __m256i words, __m256i weights) {
+    __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(words, weights)));
+  }
+  template <int kOutput>
+  static void AddEightTokens(__m256i (&sums)[8], __m256i low, __m256i high, __m256i words) {
+    const __m256i weight = _mm256_shuffle_epi32(words, 0x55 * kOutput);
+    AddProducts(sums[2 * kOutput], low, weight);
+    AddProducts(sums[2 * kOutput + 1], high, weight);
+  }
+  // Pairs of words of tokens 0 and 1, 2 and 3, of inputs 0 … 3 and, in the upper half, 4 … 7.
+  static void StoreFourTokens(int16_t* to, __m256i first, __m256i second) {
+    const __m256i low = _mm256_unpacklo_epi32(first, second), high = _mm256_unpackhi_epi32(first, second);
+    StoreInt(to, _mm256_permute2x128_si256(low, high, 0x20));
+    StoreInt(to + 16, _mm256_permute2x128_si256(low, high, 0x31));
+  }
+  // Those at eight places of the rows, of 16 inputs.
+  template <int kTokens>
+  static void StoreEightTokens(const __m256i (&tokens)[kTokens], int place, int16_t* to) {
+    __m256i a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      const __m256i one = tokens[TokenAt<kTokens>(place + i)], next = tokens[TokenAt<kTokens>(place + i + 1)];
+      a[i] = _mm256_unpacklo_epi16(one, next);
+      a[i + 1] = _mm256_unpackhi_epi16(one, next);
+    }
+    // a[i], a[i + 2]: of inputs 0 … 3 (and 4 … 7), a[i + 1], a[i + 3]: 8 … 11, of four tokens.
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        b[i + 2 * j] = _mm256_unpacklo_epi32(a[i + j], a[i + j + 2]);
+        b[i + 2 * j + 1] = _mm256_unpackhi_epi32(a[i + j], a[i + j + 2]);
+      }
+    }
+    // b[i]: two inputs of four tokens.
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const int input = i < 2 ? 2 * i : 8 + 2 * (i - 2);
+      StoreHalves(to + input * kTokens + place, 4 * kTokens, _mm256_unpacklo_epi64(b[i], b[i + 4]));
+      StoreHalves(to + (input + 1) * kTokens + place, 4 * kTokens, _mm256_unpackhi_epi64(b[i], b[i + 4]));
+    }
+  }
+  static void StoreHalves(int16_t* to, int64_t apart, __m256i a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + apart), _mm256_extracti128_si256(a, 1));
+  }
   // sums + the sums of pairs of words. By hand: gcc 12 makes a tree of the sums, whose products then spill.
   static __m256i AddPairs(__m256i sums, __m256i words) {
     __asm__("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(words, _mm256_set1_epi16(1))));

@@ -223,6 +223,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512i EndNibbleSums(__m512i sums, __m512i narrow) { return AddPairs(sums, narrow); }
 
   // Rows of bytes
+  using RowNumber = uint8_t;
   using Quads = __m512i;
   // Unpacks deal with 128 bits at a time: alone they interleave rows of 64 bytes, in an order of their own.
   template <int kVectors>

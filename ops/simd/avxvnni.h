@@ -27,6 +27,8 @@ struct avxvnni : avx2 {
   static __m256i EndNibbleSums(__m256i, __m256i sums) { return sums; }
 
   // Rows of bytes
+  using RowNumber = uint8_t;
+  static constexpr bool kDotsFewRows = false;
   using Quads = __m256i;
   template <int kVectors>
   static void InterleaveRows(const uint8_t* const (&rows)[4], __m256i (&quads)[kVectors]) {
@@ -41,6 +43,25 @@ struct avxvnni : avx2 {
       const __m128i cd = _mm_unpacklo_epi8(Load64(rows[2]), Load64(rows[3]));
       quads[0] = _mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd));
     }
+  }
+  template <int kVectors>
+  static void DeinterleaveRows(const __m256i (&quads)[kVectors], __m256i (&rows)[kVectors]) {
+    const __m256i bytes =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    if constexpr (kVectors == 2) {
+      const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+      const __m256i a = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[0], bytes), order);
+      const __m256i b = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[1], bytes), order);
+      rows[0] = _mm256_unpacklo_epi64(a, b);
+      rows[1] = _mm256_unpackhi_epi64(a, b);
+    } else {
+      const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+      rows[0] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(quads[0], bytes), order);
+    }
+  }
+  template <int kVectors>
+  static __m256i PackRows(const __m256i (&numbers)[4], int32_t offset) {
+    return PackBytes(numbers, offset);
   }
   struct QuadWeights {
     const int8_t* of;

@@ -86,14 +86,28 @@
 //                                                     of each of the parts, one behind the other, where these were
 //                                                     looked up by the dealt bytes of a
 //
-// Rows of bytes, four at a time: quad i is byte i of each of the rows, which are v kLanes bytes long. A column may like
-// the bytes of a row in another order: its own, which these functions agree on.
+// Rows of numbers, one of each token, four at a time: RowNumber is uint8_t or int16_t. Of bytes: quad i is byte i of
+// each of the rows, which are v kLanes bytes long. A column may like the bytes of a row in another order: its own,
+// which these functions agree on.
 //
 //     InterleaveRows(rows, Quads (&quads)[v])         Quads: kLanes quads of unsigned bytes, ready for products
 //     DeinterleaveRows(Bytes (&quads)[v], Bytes (&rows)[v])      the inverse: the rows one behind the other
 //     PackRows<v>(Int (&numbers)[4], offset)          PackBytes: 4 / v rows, one behind the other
 //     DotQuadWeights(Int (&sums)[v], Quads (&quads)[v], QuadWeights, o)   sums plus the dot products of quads with
 //                                                     quad o of QuadWeights(p), 16 signed bytes; exact
+//
+// Of words, whose products with signed bytes are exact: rows of n = kLanes or 2 kLanes words; where kDotsFewRows also
+// of 1, 2 and 4 tokens, kRowWords<n> words each, for one token stands twice. Orders are again the column's own, of
+// words in a row and of the kRowSums<n> registers of sums of four outputs:
+//
+//     PackWords(Int a, b, least, most)      2 kLanes inputs of a token, cut off: for StoreInputs
+//     StoreInputs<n>(Int (&tokens)[n], to)  their 2 kLanes rows, one behind the other
+//     StoreRows<v>(to, Bytes, zero)         4 / v rows of v kLanes bytes, less `zero`
+//     DotRows<n>(Int (&sums)[kRowSums<n>], rows, weights)        sums plus the products of four rows with 16 signed
+//                                           bytes, four of each output
+//     EndRowSums(Int (&sums)[…], Int (&of)[4][v])                by output, then token: n is v kLanes
+//     EndFewSums<n>(Int (&a)[…], (&b)[…], Int (&of)[n])          by token, n 1, 2 or 4: the outputs of a, then those of
+//     b
 //
 // Where kGathersBytes:
 //

@@ -125,6 +125,8 @@ struct Vectors : Types {
   static Int DotNibbles(Int sums, Bytes a, Bytes b) { return Column::DotInt8(sums, a, b); }
   static Int EndNibbleSums(Int, Int sums) { return sums; }
 
+  static constexpr bool kDotsFewRows = false;
+
   // Lists of the bits that are set in a mask.
   template <typename Number>
   static int64_t ListBits(uint64_t bits, Number first, Number* list) {

@@ -166,6 +166,53 @@ void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weight
   DotStoredRows<S, kVectors>(stored, weights, zeros, out);
 }
 
+// 2 kLanes inputs of kTokens tokens, cut off at +-250, as rows: the sums of products of inputs 0 … 3 with 16 weights,
+// by output and token or, of few tokens, by token and output, where a second group has the weights' last 16.
+template <typename S, int kTokens>
+void DotWordRows(const int32_t* inputs, const int8_t* weights, int32_t* out) {
+  constexpr int64_t kRow = S::template kRowWords<kTokens>;
+  typename S::Int tokens[kTokens];
+  for (int t = 0; t < kTokens; ++t) {
+    const int32_t* const from = inputs + t * 2 * S::kLanes;
+    tokens[t] = S::PackWords(S::LoadInt(from), S::LoadInt(from + S::kLanes), -250, 250);
+  }
+  int16_t rows[2 * S::kLanes * kRow];
+  S::template StoreInputs<kTokens>(tokens, rows);
+  // Any four inputs may meet: those that are 5 apart do.
+  const int16_t* const four[4] = {rows, rows + 5 * kRow, rows + 10 * kRow, rows + 15 * kRow};
+  typename S::Int sums[2][S::template kRowSums<kTokens>] = {};
+  for (int i = 0; i < 2; ++i) S::template DotRows<kTokens>(sums[i], four, weights + 16 * i);
+  if constexpr (kTokens < S::kLanes) {
+    typename S::Int of[kTokens];
+    S::template EndFewSums<kTokens>(sums[0], sums[1], of);
+    for (int t = 0; t < kTokens; ++t) S::StoreInt(out + t * S::kLanes, of[t]);
+  } else {
+    constexpr int kVectors = kTokens / S::kLanes;
+    typename S::Int of[4][kVectors];
+    S::EndRowSums(sums[0], of);
+    for (int o = 0; o < 4; ++o) {
+      for (int v = 0; v < kVectors; ++v) S::StoreInt(out + (o * kVectors + v) * S::kLanes, of[o][v]);
+    }
+  }
+}
+
+// A register of bytes as rows of words, less `zero`: what weights that pick one row after the other find in them.
+template <typename S, int kVectors>
+void DotStoredWords(const uint8_t* bytes, int32_t zero, int32_t* out) {
+  constexpr int kTokens = kVectors * S::kLanes, kRows = 4 / kVectors;
+  int16_t stored[4 * S::kLanes];
+  S::template StoreRows<kVectors>(stored, S::LoadBytes(bytes), zero);
+  const auto row = [&](int i) { return stored + i % kRows * kTokens; };
+  const int16_t* const rows[4] = {row(0), row(1), row(2), row(3)};
+  const int8_t identity[] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1};
+  typename S::Int sums[S::template kRowSums<kTokens>] = {}, of[4][kVectors];
+  S::template DotRows<kTokens>(sums, rows, identity);
+  S::EndRowSums(sums, of);
+  for (int i = 0; i < kRows; ++i) {
+    for (int v = 0; v < kVectors; ++v) S::StoreInt(out + (i * kVectors + v) * S::kLanes, of[i][v]);
+  }
+}
+
 template <typename S>
 void TransposeInt(const int32_t* from, int32_t* to) {
   typename S::Int rows[S::kLanes];
@@ -276,6 +323,16 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("RoundToBf16", S::Store(x.out, S::RoundToBf16(S::Load(x.a))));
   ORTOLAN_TRY("PackBf16", S::StoreBytes(out, S::PackBf16(S::Load(x.a), S::Load(x.b))));
   ORTOLAN_TRY("DotBf16", S::Store(x.out, S::DotBf16(S::Load(x.c), S::LoadBytes(a), S::LoadBytes(b))));
+  if constexpr (S::kDotsFewRows) {
+    const auto* const weights = reinterpret_cast<const int8_t*>(b);
+    ORTOLAN_TRY("DotRows1", DotWordRows<S, 1>(x.ints, weights, As<int32_t>(out)));
+    ORTOLAN_TRY("DotRows2", DotWordRows<S, 2>(x.ints, weights, As<int32_t>(out)));
+    ORTOLAN_TRY("DotRows4", DotWordRows<S, 4>(x.ints, weights, As<int32_t>(out)));
+    ORTOLAN_TRY("DotRows8", DotWordRows<S, 8>(x.ints, weights, As<int32_t>(out)));
+    ORTOLAN_TRY("DotRows16", DotWordRows<S, 16>(x.ints, weights, As<int32_t>(out)));
+    ORTOLAN_TRY("StoreRows1", DotStoredWords<S, 1>(a, number, As<int32_t>(out)));
+    ORTOLAN_TRY("StoreRows2", DotStoredWords<S, 2>(a, number, As<int32_t>(out)));
+  }
   if constexpr (requires { typename S::Quads; }) {
     ORTOLAN_TRY("InterleaveRows1", DotRows<S, 1>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));
     ORTOLAN_TRY("InterleaveRows2", DotRows<S, 2>(a, b, reinterpret_cast<const int32_t*>(c), As<int32_t>(out)));

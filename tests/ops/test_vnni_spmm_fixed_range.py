@@ -48,6 +48,15 @@ def test_numbers_beyond_the_range(kernel: str, m: int) -> None:
     np.testing.assert_array_equal(y, np.tile(np.array([77.5, -50, 77.5, -50, 77.5, 77.5], np.float32), (m, 1)))
 
 
+@pytest.mark.parametrize("kernel", KERNELS[:-1])
+def test_a_hidden_layer_of_the_same_bits_as_the_portable_kernel(kernel: str) -> None:
+    rng = np.random.default_rng(3)
+    hidden = HiddenLayer.random(rng, 300, 170, 0.8)
+    for m in (*range(1, 20), 33, 70):
+        x = rng.standard_normal((m, 300), dtype=np.float32)
+        np.testing.assert_array_equal(hidden.run(x, kernel), hidden.run(x, KERNELS[-1]))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sparsity", [0.0, 0.8, 1.0])
 def test_a_hidden_layer(kernel: str, sparsity: float) -> None:

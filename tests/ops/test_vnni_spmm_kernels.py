@@ -28,6 +28,18 @@ def test_shapes(kernel: str, sparsity: float) -> None:
                 layer.check(layer.multiply(x, bias, kernel), x, bias)
 
 
+@pytest.mark.parametrize("kernel", KERNELS[:-1])
+def test_the_same_bits_as_the_portable_kernel(kernel: str) -> None:
+    """With a bias, too: the product is not rounded before it is added."""
+    rng = np.random.default_rng(9)
+    layer = BlockSparseLayer.random(rng, 200, 66, 0.8)
+    bias = rng.standard_normal(66, dtype=np.float32) * 100
+    for m in (*range(1, 20), 33, 70):
+        x = rng.standard_normal((m, 200), dtype=np.float32)
+        expected = layer.multiply(x, bias, KERNELS[-1]).view(np.int32)
+        np.testing.assert_array_equal(layer.multiply(x, bias, kernel).view(np.int32), expected)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_many_rows(kernel: str) -> None:
     rng = np.random.default_rng(1)

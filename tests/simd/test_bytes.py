@@ -166,6 +166,31 @@ def test_packed_rows(column: str, function: str) -> None:
     np.testing.assert_array_equal(found[: 4 * vectors * lanes], np.clip(numbers + 100, 0, 255))
 
 
+# ---- Rows of words
+
+
+@each_of(["DotRows1", "DotRows2", "DotRows4", "DotRows8", "DotRows16"])
+def test_rows_of_words(column: str, function: str) -> None:
+    """Inputs of tokens to rows, of which four meet weights."""
+    lanes, tokens = LANES[column], int(function.removeprefix("DotRows"))
+    for seed in range(3):
+        inputs = random_bytes(seed, tokens * 2 * lanes, np.int16).astype(np.int32).reshape(tokens, -1) // 64
+        weights = random_bytes(seed, 32, np.int8)
+        if seed == 0:
+            inputs[:], weights[:] = 250, -128
+        found = raw(column, function, inputs, weights).view(np.int32)
+        outputs = quads(weights) @ np.clip(inputs, -250, 250)[:, [0, 5, 10, 15]].T
+        expected = outputs.T if tokens < lanes else outputs[:4]
+        np.testing.assert_array_equal(found[: expected.size], expected.reshape(-1))
+
+
+@each_of(["StoreRows1", "StoreRows2"])
+def test_rows_of_words_from_bytes(column: str, function: str) -> None:
+    bytes_ = random_bytes(0, 4 * LANES[column])
+    found = raw(column, function, bytes_, number=130).view(np.int32)
+    np.testing.assert_array_equal(found[: len(bytes_)], bytes_.astype(np.int32) - 130)
+
+
 @columns_with("GatherBytes")
 @pytest.mark.parametrize("count", [1, 3, 16])
 def test_gathered_bytes(column: str, count: int) -> None:

@@ -19,6 +19,11 @@ PARTS = {
     "SomeLanes": "LoadSome",
     "DeinterleaveRows": "InterleaveRows",
     "DotQuadWeights": "InterleaveRows",
+    "TokenAt": "DotRows",
+    "PackWords": "DotRows",
+    "StoreInputs": "DotRows",
+    "EndRowSums": "DotRows",
+    "EndFewSums": "DotRows",
     "StartNibbleSums": "DotNibbles",
     "EndNibbleSums": "DotNibbles",
 }
