@@ -104,7 +104,7 @@ Tuning FindRow() {
 Tuning FindTuning() {
   Tuning tuning = FindRow();
   // A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
-  if (!ActiveFeatures().Has(feature_set::avx512)) tuning.masked.most_panel_rows = 0;
+  if (!ActiveFeatures().Has(feature_set::avx512bw)) tuning.masked.most_panel_rows = 0;
   return tuning;
 }
 
