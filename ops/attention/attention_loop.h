@@ -24,8 +24,8 @@ namespace {
 template <int kRegisters, int64_t kLanes>
 struct AttentionTiles {
   static constexpr int kVectors = 2;           // of a block of rows
-  static constexpr int kValueRows[] = {8, 4};  // rows of a tile of y, by its vectors of values
-  static constexpr int kScoreKeys[] = {8, 4};  // keys of a tile of scores, by its vectors of rows
+  static constexpr int kValueRows[] = {8, 6};  // rows of a tile of y, by its vectors of values
+  static constexpr int kScoreKeys[] = {8, 6};  // keys of a tile of scores, by its vectors of rows
 };
 template <int64_t kLanes>
 struct AttentionTiles<32, kLanes> {
@@ -267,6 +267,9 @@ class AttentionLoop {
     for (int i = 0; i < kTileVectors; ++i) most[i] = Simd::Load(block.most + i * kLanes);
     int64_t key = 0;
     for (; key + kTileKeys <= keys; key += kTileKeys) ScoreTile<kTileVectors, kTileKeys, kFilled>(block, key, most);
+    if constexpr (constexpr int kRest = kKeys % kTileKeys; kRest > 1) {
+      for (; key + kRest <= keys; key += kRest) ScoreTile<kTileVectors, kRest, kFilled>(block, key, most);
+    }
     for (; key < keys; ++key) ScoreTile<kTileVectors, 1, kFilled>(block, key, most);
 
     Float sum[kTileVectors];
@@ -296,43 +299,52 @@ class AttentionLoop {
     for (int i = 0; i < kTileVectors; ++i) Simd::Store(block.sum + i * kLanes, sum[i]);
   }
 
-  // out = out correction + probabilities values, kTileVectors vectors of values from `d` on. kFirst: out is not made
-  // yet.
+  // out = out correction + probabilities values, of kTileRows rows from `row` on, kTileVectors vectors of values from
+  // `d` on. kFirst: out is not made yet.
+  template <int kTileRows, int kTileVectors, bool kFirst>
+  void AddValuesTile(const Block& block, int64_t row, int64_t units, int64_t d) const {
+    float* out = block.out + row * padded_dim_ + d;
+    Float sum[kTileRows][kTileVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+      [[maybe_unused]] const Float correction = Simd::Set(block.correction[row + r]);
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) {
+        sum[r][i] = Simd::Set(0.0f);
+        if constexpr (!kFirst) sum[r][i] = Simd::Multiply(Simd::Load(out + r * padded_dim_ + i * kLanes), correction);
+      }
+    }
+    const float* probabilities = scores_ + row;
+    const float* values = values_ + d;
+    for (int64_t j = 0; j < units; ++j, probabilities += kRows, values += padded_dim_) {
+      Float value[kTileVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) value[i] = Simd::Load(values + i * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        const Float probability = Simd::Set(probabilities[r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) sum[r][i] = Simd::MultiplyAddUnits(value[i], probability, sum[r][i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) Simd::Store(out + r * padded_dim_ + i * kLanes, sum[r][i]);
+    }
+  }
+
+  // The same of all rows.
   template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
-    constexpr int kTileRows = Tiles::kValueRows[kTileVectors - 1];
-    static_assert(kLanes % kTileRows == 0);
+    constexpr int kTileRows = Tiles::kValueRows[kTileVectors - 1], kRest = kRows % kTileRows;
     const int64_t units = (keys + kUnit - 1) / kUnit;
-    for (int64_t row = 0; row < block.rows; row += kTileRows) {
-      float* out = block.out + row * padded_dim_ + d;
-      Float sum[kTileRows][kTileVectors];
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) {
-        [[maybe_unused]] const Float correction = Simd::Set(block.correction[row + r]);
-#pragma GCC unroll 4
-        for (int i = 0; i < kTileVectors; ++i) {
-          sum[r][i] = Simd::Set(0.0f);
-          if constexpr (!kFirst) sum[r][i] = Simd::Multiply(Simd::Load(out + r * padded_dim_ + i * kLanes), correction);
-        }
-      }
-      const float* probabilities = scores_ + row;
-      const float* values = values_ + d;
-      for (int64_t j = 0; j < units; ++j, probabilities += kRows, values += padded_dim_) {
-        Float value[kTileVectors];
-#pragma GCC unroll 4
-        for (int i = 0; i < kTileVectors; ++i) value[i] = Simd::Load(values + i * kLanes);
-#pragma GCC unroll 16
-        for (int r = 0; r < kTileRows; ++r) {
-          const Float probability = Simd::Set(probabilities[r]);
-#pragma GCC unroll 4
-          for (int i = 0; i < kTileVectors; ++i) sum[r][i] = Simd::MultiplyAddUnits(value[i], probability, sum[r][i]);
-        }
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kTileVectors; ++i) Simd::Store(out + r * padded_dim_ + i * kLanes, sum[r][i]);
-      }
+    int64_t row = 0;
+    for (; row < block.rows && row + kTileRows <= kRows; row += kTileRows) {
+      AddValuesTile<kTileRows, kTileVectors, kFirst>(block, row, units, d);
+    }
+    if constexpr (kRest > 0) {
+      if (row < block.rows) AddValuesTile<kRest, kTileVectors, kFirst>(block, row, units, d);
     }
   }
 

@@ -46,14 +46,23 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
     for (int j = 0; j < kBlocks; ++j) tile[i][j] = Block::Load(sums + i * kNumberColumns + j * kBlockColumns);
   }
   for (int64_t l = 0; l < a.columns; ++l, panel += kNumberColumns) {
-    Simd::Float values[kRows];
+    if constexpr (kOneRegister) {
+      Simd::Float values[kRows];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) values[i] = Simd::Set(from[i][l]);
+      for (int i = 0; i < kRows; ++i) values[i] = Simd::Set(from[i][l]);
 #pragma GCC unroll 8
-    for (int j = 0; j < kBlocks; ++j) {
-      const Floats block = Block::Kept(Block::Load(panel + j * kBlockColumns));
+      for (int j = 0; j < kBlocks; ++j) {
+        const Floats block = Block::Kept(Block::Load(panel + j * kBlockColumns));
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) tile[i][j] = Block::MultiplyAdd(values[i], block, tile[i][j]);
+        for (int i = 0; i < kRows; ++i) tile[i][j] = Block::MultiplyAdd(values[i], block, tile[i][j]);
+      }
+    } else {  // fewer registers: rows one after another
+      static_assert(kBlocks == 1);
+      const Floats block = Block::Kept(Block::Load(panel));
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        tile[i][0] = Block::MultiplyAdd(Block::Kept(Simd::Set(from[i][l])), block, tile[i][0]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -66,7 +75,7 @@ void AddTile(const FloatRows& a, int64_t row, const float* panel, float* sums) {
 // As many blocks at a time as have their sums in registers, for a few rows.
 void MultiplyPanel(const FloatRows& a, const float* panel, int64_t blocks, float* sums) {
   TakeAll<kOneRegister ? 8 : 1>(0, blocks, [&]<int kBlocks>(int64_t first) {
-    constexpr int kRows = kOneRegister ? (kBlocks > 4 ? 3 : 6) : (Block::kRegisters == 2 ? 4 : 2);
+    constexpr int kRows = kOneRegister ? (kBlocks > 4 ? 3 : 6) : (Block::kRegisters == 2 ? 6 : 2);
     const float* from = panel + first * kBlockColumns;
     float* to = sums + first * kBlockColumns;
     int64_t i = 0;

@@ -150,52 +150,66 @@ inline void StoreSum(const TileArgs& args, int64_t row, const Floats& sum) {
   }
 }
 
-// kBlocks x 16 rows of a tile by a panel. A register holds 16 rows of an input, and a number of B is multiplied with
-// all of them: for each load there are kColumns x kBlocks / (kColumns + kBlocks) products, where a register of a block
-// of B would leave one. sums of a few columns at a time; y is brought into rows at the end.
-template <int kBlocks>
-void MultiplyTileBlocks(const TileArgs& args) {
-  constexpr int kColumns = kOneRegister ? 8 : 4;  // whose sums are in registers
-  constexpr int kRows = kBlocks * kBlockColumns;
-  constexpr int64_t kRowBytes = kBlockColumns * static_cast<int64_t>(sizeof(float));
-  alignas(64) float rows[kRows][kBlockColumns];
-  for (int64_t i = 0; i < args.rows; ++i) __builtin_prefetch(AtByte(args.y, i * args.y_row_bytes), 1);
-  for (int column = 0; column < kBlockColumns; column += kColumns) {
-    Floats sums[kColumns][kBlocks];
+// Sums of kBlocks x 16 rows of a tile and kColumns columns of a panel, from `first` on, to `columns`. A register holds
+// rows of an input, and a number of B is multiplied with all of them: for each load there are more products than a
+// register of a block of B would leave.
+template <int kColumns, int kBlocks>
+void SumColumns(const TileArgs& args, int first, float (&columns)[kBlocks][kBlockColumns][kBlockColumns]) {
+  Floats sums[kColumns][kBlocks];
+#pragma GCC unroll 8
+  for (int j = 0; j < kColumns; ++j) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::Set(0.0f);
+  }
+  const float* block = args.values + first;
+  const auto add = [&](uint64_t input) __attribute__((always_inline)) {
+    const float* from = args.tile + input * kTileRows;
+    Floats a[kBlocks];
+#pragma GCC unroll 4
+    for (int r = 0; r < kBlocks; ++r) a[r] = Block::Kept(Block::Load(from + r * kBlockColumns));
 #pragma GCC unroll 8
     for (int j = 0; j < kColumns; ++j) {
+      const auto b = Block::Kept(Simd::Set(block[j]));
 #pragma GCC unroll 4
-      for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::Set(0.0f);
+      for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::MultiplyAdd(b, a[r], sums[j][r]);
     }
-    const float* block = args.values + column;
-    const auto add = [&](uint64_t input) __attribute__((always_inline)) {
-      const float* from = args.tile + input * kTileRows;
-      Floats a[kBlocks];
+    block += kBlockColumns;
+  };
+  // Two inputs a load: a load of an index costs as much as one of a vector.
+  for (int64_t q = 0; q < args.count; q += 2) {
+    uint64_t pair;
+    __builtin_memcpy(&pair, args.inputs + q, sizeof(pair));
+    add(pair & 0xffffffffu);
+    add(pair >> 32);
+  }
 #pragma GCC unroll 4
-      for (int r = 0; r < kBlocks; ++r) a[r] = Block::Kept(Block::Load(from + r * kBlockColumns));
+  for (int r = 0; r < kBlocks; ++r) {
 #pragma GCC unroll 8
-      for (int j = 0; j < kColumns; ++j) {
-        const auto b = Block::Kept(Simd::Set(block[j]));
-#pragma GCC unroll 4
-        for (int r = 0; r < kBlocks; ++r) sums[j][r] = Block::MultiplyAdd(b, a[r], sums[j][r]);
-      }
-      block += kBlockColumns;
-    };
-    // Two inputs a load: a load of an index costs as much as one of a vector.
-    for (int64_t q = 0; q < args.count; q += 2) {
-      uint64_t pair;
-      __builtin_memcpy(&pair, args.inputs + q, sizeof(pair));
-      add(pair & 0xffffffffu);
-      add(pair >> 32);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kBlocks; ++r) {
-      alignas(64) float columns[kColumns][kBlockColumns];
-#pragma GCC unroll 8
-      for (int j = 0; j < kColumns; ++j) Block::Store(columns[j], sums[j][r]);
-      for (int j = 0; j < kColumns; j += 4) {
-        Block::Transpose4(columns[j], kRowBytes, &rows[r * kBlockColumns][column + j], kRowBytes);
-      }
+    for (int j = 0; j < kColumns; ++j) Block::Store(columns[r][first + j], sums[j][r]);
+  }
+}
+
+// kBlocks x 16 rows of a tile by a panel, a few columns at a time, whose sums fit the registers; y is brought into rows
+// at the end.
+template <int kBlocks>
+void MultiplyTileBlocks(const TileArgs& args) {
+  constexpr int kRows = kBlocks * kBlockColumns;
+  constexpr int64_t kRowBytes = kBlockColumns * static_cast<int64_t>(sizeof(float));
+  alignas(64) float columns[kBlocks][kBlockColumns][kBlockColumns];
+  alignas(64) float rows[kRows][kBlockColumns];
+  for (int64_t i = 0; i < args.rows; ++i) __builtin_prefetch(AtByte(args.y, i * args.y_row_bytes), 1);
+  if constexpr (kOneRegister) {
+    for (int column = 0; column < kBlockColumns; column += 8) SumColumns<8>(args, column, columns);
+  } else if constexpr (Block::kRegisters == 2) {
+    SumColumns<6>(args, 0, columns);
+    SumColumns<6>(args, 6, columns);
+    SumColumns<4>(args, 12, columns);
+  } else {
+    for (int column = 0; column < kBlockColumns; column += 4) SumColumns<4>(args, column, columns);
+  }
+  for (int r = 0; r < kBlocks; ++r) {
+    for (int j = 0; j < kBlockColumns; j += 4) {
+      Block::Transpose4(columns[r][j], kRowBytes, &rows[r * kBlockColumns][j], kRowBytes);
     }
   }
   for (int64_t i = 0; i < args.rows; ++i) StoreSum(args, i, Block::Load(rows[i]));
