@@ -26,6 +26,7 @@ _BF16 = 16  # weight_bits
 _PADDING_BYTES = 64
 # Of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
+_MOST_INPUTS_WITH_ZERO_POINTS = 1 << 16  # as kMostInputsWithZeroPoints in ops/matmul/bitmap_weight.h
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
 
 # Below this sparsity dense storage is faster, by weight_bits. Measured: README of ops/sparse_amx_matmul.
@@ -40,7 +41,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 class SparseAMXMatMul(Replacement):
     """Y = activation(X W + bias) + residual, or the LayerNormalization of that; X is rounded to bf16, or row by row to
-    int8 for quantized weights."""
+    int8 for quantized weights: with zero points for int8 ones."""
 
     op_type = OP_TYPE
     input_names = INPUTS
@@ -100,6 +101,7 @@ class SparseAMXMatMul(Replacement):
             "group_size": 0 if quantization is None or quantization.group_size is None else quantization.group_size,
             "activation": int(activation),
             "gated_columns": gated_columns,
+            "x_zero_points": int(_has_zero_points(k, quantization)),
         }
         return [ir.AttrInt64(name, number) for name, number in numbers.items()]
 
@@ -113,10 +115,13 @@ class SparseAMXMatMul(Replacement):
             bound: np.ndarray = _BF16_ROUNDING * product + lost
             return bound
         # Half a step of each x (ops/matmul/bitmap_weight.h).
-        half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
+        if weight.quantized.bits == 8 and k <= _MOST_INPUTS_WITH_ZERO_POINTS:
+            half_steps = (np.maximum(x.max(axis=1), 0) - np.minimum(x.min(axis=1), 0))[:, None] / 508
+        else:
+            half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         # The scale of x times that of w.
-        lost = _SMALLEST_NORMAL * 127 * 127 * k
+        lost = _SMALLEST_NORMAL * 254 * 127 * k
         return steps + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
@@ -145,6 +150,11 @@ class SparseAMXMatMul(Replacement):
 def weight_bits(quantization: Quantization | None) -> int:
     """Of a stored weight: 16 is bf16."""
     return _BF16 if quantization is None else quantization.bits
+
+
+def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
+    """Whether each row of x is quantized with a zero point: where kernels can, as that is more exact."""
+    return weight_bits(quantization) == 8 and k <= _MOST_INPUTS_WITH_ZERO_POINTS
 
 
 def _bitmap(masks: np.ndarray, values: PackedTensor, offsets: np.ndarray) -> dict[str, PackedTensor]:
@@ -180,6 +190,9 @@ def _uses(nodes: list[ir.Node]) -> Uses:
     return Uses(
         weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
         dense=any(_is_empty(input_of(node, INPUTS, "masks")) for node in nodes),
+        x_zero_points=frozenset(
+            node.attributes["x_zero_points"].as_int() for node in nodes if node.attributes["weight_bits"].as_int() == 8
+        ),
         **uses_of_layers(nodes, INPUTS),
     )
 

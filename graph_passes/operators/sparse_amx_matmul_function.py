@@ -20,13 +20,13 @@ from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_functi
 
 OP_TYPE = "SparseAMXMatMul"
 INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales", *NORM_INPUTS)
-ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation", "gated_columns")
+ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation", "gated_columns", "x_zero_points")
 
 # As in ops/formats/bitmap.h.
 TILE_ROWS = 16
 INT4_BIAS = 8
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h
+_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h, also of half a range
 
 
 def row_inputs(weight_bits: int) -> int:
@@ -36,10 +36,14 @@ def row_inputs(weight_bits: int) -> int:
 
 @dataclass(frozen=True)
 class Uses(LayerUses):
-    """What the SparseAMXMatMul nodes of a model make use of."""
+    """What the SparseAMXMatMul nodes of a model make use of.
+
+    x_zero_points: of the nodes with int8 weights, the attribute.
+    """
 
     weight_bits: frozenset[int] = frozenset({16})
     dense: bool = False
+    x_zero_points: frozenset[int] = frozenset({0})
 
 
 def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -189,6 +193,33 @@ class _Weight:
         return op("Gather", rows, op("Min", groups, last))
 
 
+def _row_maximum(body: FunctionBody, x: ir.Value) -> ir.Value:
+    # ONNX Runtime's reductions leave an x of no rows as wide as it was: the Slice is for that alone.
+    return body.op("Slice", body.reduce_max(x, -1), body.ints(0), body.ints(1), body.ints(-1))
+
+
+def _without_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...]:
+    """The numbers of int8 that rows are rounded to, as floats, and the scale of each row."""
+    op = body.op
+    largest = op("Max", _row_maximum(body, op("Abs", x)), body.number(_SMALLEST_MAXIMUM))
+    q = op("Round", op("Mul", x, op("Div", body.number(127), largest)))
+    return q, op("Div", largest, body.number(127))
+
+
+def _with_zero_points(body: FunctionBody, x: ir.Value) -> tuple[ir.Value, ...]:
+    """Likewise, less the zero point of each row."""
+    op = body.op
+    zero, half = body.number(0), body.number(0.5)
+    most = op("Max", _row_maximum(body, x), zero)
+    minus_least = op("Max", _row_maximum(body, op("Neg", x)), zero)
+    half_range = op("Add", op("Mul", most, half), op("Mul", minus_least, half))
+    half_range = op("Max", half_range, body.number(_SMALLEST_MAXIMUM))
+    factor = op("Div", body.number(127), half_range)
+    steps_to_most = op("Sub", body.number(254), op("Round", op("Mul", minus_least, factor)))
+    q = op("Min", op("Round", op("Mul", x, factor)), steps_to_most)
+    return q, op("Div", half_range, body.number(127))
+
+
 def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Value:
     """X W with X rounded to bf16, or row by row to int8 with a scale."""
     op = body.op
@@ -196,18 +227,21 @@ def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Val
     if 16 in uses.weight_bits:
         rounded[16] = op("Cast", op("Cast", x, to=ir.DataType.BFLOAT16), to=ir.DataType.FLOAT)
         scales[16] = body.number(1)
-    if uses.weight_bits != {16}:
-        # ONNX Runtime's reductions leave an x of no rows as wide as it was: the Slice is for that alone.
-        most = op("Slice", body.reduce_max(op("Abs", x), -1), body.ints(0), body.ints(1), body.ints(-1))
-        largest = op("Max", most, body.number(_SMALLEST_MAXIMUM))
-        q = op("Round", op("Mul", x, op("Div", body.number(127), largest)))
-        scale = op("Div", largest, body.number(127))
-        rounded[8] = rounded[4] = q
-        scales[8] = scales[4] = scale
+    if 4 in uses.weight_bits or (8 in uses.weight_bits and 0 in uses.x_zero_points):
+        rounded[8], scales[8] = rounded[4], scales[4] = _without_zero_points(body, x)
+    if 8 in uses.weight_bits and 1 in uses.x_zero_points:
+        found = _with_zero_points(body, x)
+        if 0 in uses.x_zero_points:
+            plain = rounded[8], scales[8]
+            pairs = zip(plain, found, strict=True)
+            found = tuple(body.by_attribute("x_zero_points", dict(enumerate(pair))) for pair in pairs)
+        rounded[8], scales[8] = found
     if uses.weight_bits == {16}:
         return op("MatMul", rounded[16], w)
-    if 16 not in uses.weight_bits:
+    if uses.weight_bits == {8} or (uses.weight_bits == {4, 8} and uses.x_zero_points == {0}):
         return op("Mul", op("MatMul", rounded[8], w), scales[8])
+    if uses.weight_bits == {4}:
+        return op("Mul", op("MatMul", rounded[4], w), scales[4])
     kinds = sorted(uses.weight_bits)
     x = body.by_attribute("weight_bits", {bits: rounded[bits] for bits in kinds})
     return op("Mul", op("MatMul", x, w), body.by_attribute("weight_bits", {bits: scales[bits] for bits in kinds}))

@@ -142,6 +142,31 @@ void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride) {
   Unpack<kInt8Bitmap>(view, q, row_stride, [&](int64_t, int64_t) { return static_cast<int8_t>(*value++); });
 }
 
+std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view) {
+  std::vector<int32_t> sums(static_cast<size_t>(BitmapPanels(view.n) * kPanelColumns));
+  const int64_t rows = kInt8Bitmap.Tiles(view.k) * kTileRows;
+  for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
+    const uint8_t* masks = view.PanelMasks(kInt8Bitmap, panel);
+    const uint8_t* value = view.PanelValues(kInt8Bitmap, panel);
+    uint32_t of_places[kInt8Bitmap.RowBits()] = {};
+    for (int64_t row = 0; row < rows; ++row) {
+      if (view.IsDense()) {
+        for (uint32_t& sum : of_places) sum += static_cast<uint32_t>(static_cast<int8_t>(*value++));
+        continue;
+      }
+      uint64_t mask = LoadMask(masks + row * kInt8Bitmap.RowMaskBytes(), kInt8Bitmap);
+      for (; mask != 0; mask &= mask - 1) {
+        of_places[__builtin_ctzll(mask)] += static_cast<uint32_t>(static_cast<int8_t>(*value++));
+      }
+    }
+    for (int64_t i = 0; i < kInt8Bitmap.RowBits(); ++i) {
+      int32_t& sum = sums[static_cast<size_t>(panel * kPanelColumns + i / kInt8Bitmap.row_inputs)];
+      sum = static_cast<int32_t>(static_cast<uint32_t>(sum) + of_places[i]);
+    }
+  }
+  return sums;
+}
+
 QuantizedBitmapMatrix PackBitmapInt4(const int8_t* q, int64_t row_stride, int64_t k, int64_t n, Storage storage) {
   size_t next[2] = {};  // byte of the even rows' and of the odd rows' stream
   return Pack<kInt4Bitmap, QuantizedBitmapMatrix>(

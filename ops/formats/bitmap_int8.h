@@ -38,4 +38,7 @@ QuantizedBitmapMatrix PackBitmapInt8(const int8_t* q, int64_t row_stride, int64_
 // Writes the dense matrix, row-major [k, n]. The view must have passed ValidateBitmap with kInt8Bitmap.
 void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride);
 
+// The sum of each column of the same, [panels][16]; modulo 2^32.
+std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view);
+
 }  // namespace ortolan

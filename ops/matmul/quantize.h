@@ -4,12 +4,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "matmul/extremes.h"
+
 namespace ortolan {
 namespace {
 
 struct RowScale {
   float factor;  // of x, before rounding; 0 if one of them is not finite
-  float scale;   // of q
+  float scale;   // of q - zero_point
+  int32_t zero_point;
 };
 
 template <typename Simd>
@@ -21,11 +24,22 @@ RowScale ScaleOf(const float* x, int64_t k) {
   }
   const int32_t bits = Simd::MaxOfIntLanes(most);
   constexpr int32_t kInfinity = 0x7f800000;
-  if (bits >= kInfinity) return {0.0f, __builtin_nanf("")};
+  if (bits >= kInfinity) return {0.0f, __builtin_nanf(""), 0};
   float largest;
   std::memcpy(&largest, &bits, sizeof(largest));
   if (largest < 0x1p-100f) largest = 0x1p-100f;
-  return {127.0f / largest, largest / 127.0f};
+  return {127.0f / largest, largest / 127.0f, 0};
+}
+
+// With a zero point: -127 stands for the least of a row, or 0, and 127 for the most.
+template <typename Simd>
+RowScale ScaleWithZeroPoint(const float* x, int64_t k) {
+  const Extremes extremes = ExtremesOf<Simd>(x, k);
+  if (!extremes.finite) return {0.0f, __builtin_nanf(""), 0};
+  float half = extremes.most * 0.5f - extremes.least * 0.5f;
+  if (half < 0x1p-100f) half = 0x1p-100f;
+  const float factor = 127.0f / half;
+  return {factor, half / 127.0f, static_cast<int32_t>(__builtin_nearbyintf(-extremes.least * factor)) - 127};
 }
 
 // Packed rows are blocks of row_block rows, the last of which may have fewer. Calls pack(row, block, rows, i) for each
@@ -48,19 +62,23 @@ struct InputSums {
   int32_t upper;
 };
 
-// Quantizes inputs begin … end-1, multiples of 16, of row i of k inputs: zero from k on, and all if the factor is 0.
-// They go to their places in a block of `rows` rows in the order of activations.h. Returns their sums.
+// Quantizes inputs begin … end-1, multiples of 16, of row i of k inputs: the zero point from k on, and all if the
+// factor is 0. They go to their places in a block of `rows` rows in the order of activations.h. Returns their sums.
 template <typename Simd>
-InputSums QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, float factor, char* block, int64_t rows,
-                         int64_t i) {
+InputSums QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, const RowScale& scale, char* block,
+                         int64_t rows, int64_t i) {
   constexpr int64_t kFourQuads = 16;
-  const int64_t quantized = factor != 0.0f ? k : 0;
+  const int64_t quantized = scale.factor != 0.0f ? k : 0;
+  const auto factor = Simd::Set(scale.factor);
+  const auto most = Simd::Set(static_cast<float>(127 - scale.zero_point));
+  const auto zero_point = Simd::SetInt(scale.zero_point);
   typename Simd::Int sums = Simd::SetInt(0);
   int8_t* to = reinterpret_cast<int8_t*>(block) + begin * rows + kFourQuads * i;
   for (int64_t l = begin; l < end; l += kFourQuads, to += kFourQuads * rows) {
     for (int64_t lane = 0; lane < kFourQuads; lane += Simd::kLanes) {
       const auto value = Simd::LoadSome(x + l + lane, quantized - l - lane);
-      const auto rounded = Simd::RoundToInt(Simd::Multiply(value, Simd::Set(factor)));
+      const auto steps = Simd::RoundToInt(Simd::Min(Simd::Multiply(value, factor), most));
+      const auto rounded = Simd::AddInt(steps, zero_point);
       Simd::StoreInt8(to + lane, rounded);
       sums = Simd::AddInt(sums, rounded);
     }

@@ -4,6 +4,7 @@
 // as words: then nothing is left to take off the sums. Included by *kernels.cc only; local to each.
 #pragma once
 
+#include "matmul/extremes.h"
 #include "matmul/token_range.h"
 #include "simd/at_byte.h"
 
@@ -12,28 +13,8 @@ namespace {
 
 template <typename Simd>
 TokenRange RangeOfToken(const float* x, int64_t k) {
-  using Float = typename Simd::Float;
-  constexpr int kChains = 4;  // that do not wait for each other
-  const Float zero = Simd::Set(0.0f);
-  Float least[kChains] = {zero, zero, zero, zero}, most[kChains] = {zero, zero, zero, zero};
-  Float nan[kChains] = {zero, zero, zero, zero};
-  const auto add = [&](int i, Float v) {
-    least[i] = Simd::Min(v, least[i]);
-    most[i] = Simd::Max(v, most[i]);
-    nan[i] = Simd::MultiplyAdd(v, zero, nan[i]);  // NaN from Inf or NaN on
-  };
-  int64_t l = 0;
-  for (; l + kChains * Simd::kLanes <= k; l += kChains * Simd::kLanes) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kChains; ++i) add(i, Simd::Load(x + l + i * Simd::kLanes));
-  }
-  for (; l < k; l += Simd::kLanes) add(0, Simd::LoadSome(x + l, k - l));
-  for (int i = 1; i < kChains; ++i) {
-    least[0] = Simd::Min(least[0], least[i]);
-    most[0] = Simd::Max(most[0], most[i]);
-    nan[0] = Simd::Add(nan[0], nan[i]);
-  }
-  return RangeOfToken(-Simd::MaxOfLanes(Simd::Abs(least[0])), Simd::MaxOfLanes(most[0]), !Simd::HasNan(nan[0]));
+  const Extremes extremes = ExtremesOf<Simd>(x, k);
+  return RangeOfToken(extremes.least, extremes.most, extremes.finite);
 }
 
 // clamp(round(x factor) + zero_point, 0, 255) of 4 kLanes inputs, of which `left` exist; behind them the zero point.

@@ -6,16 +6,18 @@
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales,
 //     norm_weight and norm_bias float [columns of Y]
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
-//     group_size, activation, gated_columns, norm_epsilon
+//     group_size, activation, gated_columns, norm_epsilon, x_zero_points
 //
 // masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
 // which; masks and offsets without elements mean dense storage. bias and residual are optional, and scales for bf16,
 // where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
 // there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of
-// the norm: see matmul/linear_op.h.
+// the norm: see matmul/linear_op.h. x_zero_points 1, for int8 weights: rows of X are quantized with a zero point each
+// (matmul/bitmap_weight.h); 0, or none: without.
 #include <algorithm>
 #include <iterator>
 #include <span>
+#include <vector>
 
 #include "matmul/bitmap_weight.h"
 #include "matmul/linear_op.h"
@@ -53,6 +55,7 @@ class Kernel : public LinearOp {
   explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
     ReadWeight(info);
     ReadScales(info);
+    ReadZeroPoints(info);
     LinearLayer layer;
     layer.w = &w_;
     layer.kernels = kind_->kernels();
@@ -107,8 +110,21 @@ class Kernel : public LinearOp {
     }
   }
 
+  void ReadZeroPoints(const OrtKernelInfo& info) {
+    const int64_t zero_points = IntAttributeOr(info, "x_zero_points", 0);
+    if (zero_points == 0) return;
+    if (zero_points != 1 || kind_->layout != &kInt8Bitmap || w_.k > kMostInputsWithZeroPoints) {
+      throw OpError(ErrorText(node(), ": x_zero_points is ", zero_points, " with ", w_.k, " inputs and ",
+                              kind_->layout->value_bits, "-bit weights, expected 0, or 1 with int8 weights of at most ",
+                              kMostInputsWithZeroPoints, " inputs. ", kOptimizeAgain));
+    }
+    column_sums_ = SumsOfColumnsInt8(w_.view);
+    w_.column_sums = column_sums_.data();
+  }
+
   const Kind* kind_ = nullptr;
   AlignedConstant<int64_t> offsets_;
+  std::vector<int32_t> column_sums_;
   BitmapWeight w_;
 };
 

@@ -81,10 +81,11 @@ def sparse_amx_matmul_int8(
     n: int,
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
+    x_zero_points: bool = False,
 ) -> NDArray[np.float32]:
     """y [m, n] = x [m, k] quantized row by row @ (W * scales) + bias on one thread, by the named or best kernel.
 
-    scales are [panels, 1, 16], as pack_scales makes them.
+    scales are [panels, 1, 16], as pack_scales makes them. x_zero_points: each row of x is quantized with a zero point.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 

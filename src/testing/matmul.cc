@@ -54,8 +54,13 @@ template <typename Format, typename Scale>
 Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastArray<float>& x,
                              const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
                              const Array<int64_t>& offsets, const Array<Scale>& scales, int64_t group, int64_t k,
-                             int64_t n, const Bias& bias, const KernelName& name) {
-  const BitmapWeight w{{k, n}, CheckedBitmap<Format>(masks, values, offsets, k, n), group, scales.data()};
+                             int64_t n, const Bias& bias, const KernelName& name, bool x_zero_points = false) {
+  BitmapWeight w{{k, n}, CheckedBitmap<Format>(masks, values, offsets, k, n), group, scales.data(), nullptr};
+  std::vector<int32_t> sums;
+  if (x_zero_points) {
+    sums = SumsOfColumnsInt8(w.view);
+    w.column_sums = sums.data();
+  }
   const int64_t panels = BitmapPanels(n);
   const int64_t groups = ScaleRows(k, group);
   Require(
@@ -66,8 +71,9 @@ Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastAr
 
 Array<float> SparseAmxMatMulInt8(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<int8_t>& values,
                                  const Array<int64_t>& offsets, const Array<float>& scales, int64_t k, int64_t n,
-                                 const Bias& bias, const KernelName& name) {
-  return QuantizedMatMul<Int8Format>(Int8Kernels(), x, masks, values, offsets, scales, kWholeColumn, k, n, bias, name);
+                                 const Bias& bias, const KernelName& name, bool x_zero_points) {
+  return QuantizedMatMul<Int8Format>(Int8Kernels(), x, masks, values, offsets, scales, kWholeColumn, k, n, bias, name,
+                                     x_zero_points);
 }
 
 Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint8_t>& values,
@@ -173,7 +179,8 @@ void BindMatMul(py::module_& module) {
              py::arg("bias") = py::none(), py::arg("kernel") = py::none());
   module.def("sparse_amx_matmul_int8", &SparseAmxMatMulInt8, py::arg("x"), py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales").noconvert(), py::arg("k"),
-             py::arg("n"), py::arg("bias") = py::none(), py::arg("kernel") = py::none());
+             py::arg("n"), py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+             py::arg("x_zero_points") = false);
   module.def("sparse_amx_matmul_int4", &SparseAmxMatMulInt4, py::arg("x"), py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales").noconvert(),
              py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("bias") = py::none(),

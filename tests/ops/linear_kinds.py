@@ -27,7 +27,8 @@ def uses(kind: str, dense: bool, activation: Activation = Activation.NONE, resid
 def attributes(kind: str, activation: Activation = Activation.NONE) -> dict[str, Any]:
     group_size = GROUPS.get(kind) or 0
     return {"weight_bits": BITS[kind], "group_size": group_size, "activation": int(activation), "gated_columns": 0} | {
-        "norm_epsilon": -1.0
+        "norm_epsilon": -1.0,
+        "x_zero_points": 0,
     }
 
 

@@ -23,10 +23,17 @@ def sparse_integers(rng: np.random.Generator, k: int, n: int, sparsity: float, b
     return q
 
 
-def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """q int64 [m, k] and s float32 [m, 1]; s is NaN and q zero for rows that are not finite."""
+def quantize_rows(x: np.ndarray, zero_points: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """q int64 [m, k], less the zero point of its row if there are any, and s float32 [m, 1]; s is NaN and q zero for
+    rows that are not finite."""
     finite = np.isfinite(x).all(axis=1, keepdims=True)
     x = np.where(finite, x, np.float32(0))
+    if zero_points:
+        most, least = x.max(axis=1, keepdims=True, initial=0), x.min(axis=1, keepdims=True, initial=0)
+        half = np.maximum(most * np.float32(0.5) - least * np.float32(0.5), np.float32(2.0**-100))
+        factor = np.float32(127) / half
+        q = np.minimum(np.rint(x * factor), 254 - np.rint(-least * factor)).astype(np.int64)
+        return q, np.where(finite, half / np.float32(127), np.float32(np.nan))
     largest = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(2.0**-100))
     q = np.rint(x * (np.float32(127) / largest)).astype(np.int64)
     return q, np.where(finite, largest / np.float32(127), np.float32(np.nan))
@@ -40,6 +47,7 @@ class Layer:
     scales: np.ndarray
     group: int | None
     packed: Packed
+    zero_points: bool = False  # of rows of x; int8 only
 
     @classmethod
     def random(
@@ -56,6 +64,10 @@ class Layer:
         """The same layer in dense storage."""
         pack = _native.pack_bitmap_int8 if self.group is None else _native.pack_bitmap_int4
         return replace(self, packed=pack(self.weights, dense=True))
+
+    def kinds(self) -> list[Layer]:
+        """The layer, and the one of the same weights for rows of x with zero points, if kernels have it."""
+        return [self] if self.group is not None else [self, replace(self, zero_points=True)]
 
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
         return self.multiply_packed(x, self.packed, self.packed_scales(), bias, kernel)
@@ -75,7 +87,9 @@ class Layer:
     ) -> np.ndarray:
         k, n = self.weights.shape
         if self.group is None:
-            return _testing.sparse_amx_matmul_int8(x, *packed, scales, k, n, bias=bias, kernel=kernel)
+            return _testing.sparse_amx_matmul_int8(
+                x, *packed, scales, k, n, bias=bias, kernel=kernel, x_zero_points=self.zero_points
+            )
         return _testing.sparse_amx_matmul_int4(x, *packed, scales, self.group, k, n, bias=bias, kernel=kernel)
 
     def dense(self) -> np.ndarray:
@@ -85,7 +99,7 @@ class Layer:
 
     def expect(self, x: np.ndarray, bias: np.ndarray | None = None) -> Expected:
         """The product of the quantized rows, and of x itself, with the bounds of the contract."""
-        q, s = quantize_rows(x)
+        q, s = quantize_rows(x, self.zero_points)
         s64, added = s.astype(np.float64), 0.0 if bias is None else bias.astype(np.float64)
         dense, whole = self.dense(), self.weights.astype(np.float64)
         exact = s64 * (q @ dense) + added

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,20 +32,20 @@ def test_shapes(kernel: str, group: int | None, n: int) -> None:
     rng = np.random.default_rng(n)
     for k in DIMENSIONS:
         for sparsity in SPARSITIES:
-            layer = Layer.random(rng, k, n, sparsity, group)
-            dense = layer.stored_dense()
             x = rng.standard_normal((max(M), k), dtype=np.float32)
             bias = rng.standard_normal(n, dtype=np.float32)
-            expected = layer.expect(x)
-            for m in M:
-                y = layer.multiply(x[:m], kernel=kernel)
-                expected.check(y, m)
+            for layer in Layer.random(rng, k, n, sparsity, group).kinds():
+                dense = layer.stored_dense()
+                expected = layer.expect(x)
+                for m in M:
+                    y = layer.multiply(x[:m], kernel=kernel)
+                    expected.check(y, m)
+                    if sparsity in DENSE_SPARSITIES:
+                        assert_same_bits(dense.multiply(x[:m], kernel=kernel), y)
+                y = layer.multiply(x, bias, kernel)
+                layer.check(y, x, bias)
                 if sparsity in DENSE_SPARSITIES:
-                    assert_same_bits(dense.multiply(x[:m], kernel=kernel), y)
-            y = layer.multiply(x, bias, kernel)
-            layer.check(y, x, bias)
-            if sparsity in DENSE_SPARSITIES:
-                assert_same_bits(dense.multiply(x, bias, kernel), y)
+                    assert_same_bits(dense.multiply(x, bias, kernel), y)
 
 
 @each_kernel
@@ -55,6 +57,7 @@ def test_shapes(kernel: str, group: int | None, n: int) -> None:
     sparsity=st.floats(0, 1),
     group=st.sampled_from(GROUPS),
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e12, 1e30]),
+    shift=st.sampled_from([0.0, -3.0, 20.0]),
     with_bias=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -66,16 +69,17 @@ def test_any_shape(
     sparsity: float,
     group: int | None,
     scale: float,
+    shift: float,
     with_bias: bool,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    layer = Layer.random(rng, k, n, sparsity, group, scale=1e-3)
-    x = rng.standard_normal((m, k), dtype=np.float32) * np.float32(scale)
+    x = (rng.standard_normal((m, k), dtype=np.float32) + np.float32(shift)) * np.float32(scale)
     bias = rng.standard_normal(n, dtype=np.float32) if with_bias else None
-    y = layer.stored_dense().multiply(x, bias, kernel)
-    layer.check(y, x, bias)
-    assert_same_bits(layer.multiply(x, bias, kernel), y)
+    for layer in Layer.random(rng, k, n, sparsity, group, scale=1e-3).kinds():
+        y = layer.stored_dense().multiply(x, bias, kernel)
+        layer.check(y, x, bias)
+        assert_same_bits(layer.multiply(x, bias, kernel), y)
 
 
 @each_kernel
@@ -98,11 +102,11 @@ def test_tensors_at_odd_addresses(kernel: str, group: int | None, dense: bool, m
 def test_many_rows(kernel: str, group: int | None, m: int) -> None:
     """More rows than a kernel keeps sums of."""
     rng = np.random.default_rng(m)
-    layer = Layer.random(rng, 1100, 37, 0.5, group)
     x = rng.standard_normal((m, 1100), dtype=np.float32)
-    y = layer.multiply(x, kernel=kernel)
-    layer.check(y, x)
-    assert_same_bits(layer.stored_dense().multiply(x, kernel=kernel), y)
+    for layer in Layer.random(rng, 1100, 67, 0.5, group).kinds():
+        y = layer.multiply(x, kernel=kernel)
+        layer.check(y, x)
+        assert_same_bits(layer.stored_dense().multiply(x, kernel=kernel), y)
 
 
 @each_kernel
@@ -116,15 +120,27 @@ def test_rounds_activations_to_nearest_even(kernel: str) -> None:
 
 
 @each_kernel
+def test_zero_points_of_rows(kernel: str) -> None:
+    """Of a row above zero, one below it, one of both signs, and a single number; -127 and 127 stand for the ends."""
+    x = np.array([[254, 0, 1, 100.5], [-254, -1.5, -3, -100.5], [-54, 200, 1.5, 2.5], [0, 0, 127, 0]], np.float32)
+    packed = _native.pack_bitmap_int8(np.eye(4, dtype=np.int8))
+    ones = np.ones((1, 1, 16), np.float32)
+    y = _testing.sparse_amx_matmul_int8(x, *packed, ones, 4, 4, kernel=kernel, x_zero_points=True)
+    expected = [[254, 0, 1, 100], [-254, -2, -3, -100], [-54, 200, 2, 2], [0, 0, 127, 0]]
+    np.testing.assert_array_equal(y, expected)
+
+
+@each_kernel
 @each_group
 @pytest.mark.parametrize("m", [1, 3, 20])
 def test_rows_that_are_zero_tiny_huge_or_not_finite(kernel: str, group: int | None, m: int) -> None:
     """Each such row keeps to itself; zeros give the bias, NaN and Inf give NaN in all of a row."""
     k, n = 300, 40
     rng = np.random.default_rng(m)
-    layer = Layer.random(rng, k, n, 0.5, group, scale=1e-4)
+    layers = Layer.random(rng, k, n, 0.5, group, scale=1e-4).kinds()
     bias = rng.standard_normal(n, dtype=np.float32)
-    for special in (0.0, 1e-45, 1e-38, 1e-30, 1e36, 3e38, np.inf, -np.inf, np.nan):
+    specials = (0.0, 1e-45, 1e-38, 1e-30, 1e36, 3e38, -3e38, np.inf, -np.inf, np.nan)
+    for special, layer in itertools.product(specials, layers):
         x = rng.standard_normal((m, k), dtype=np.float32)
         x[m // 2] = 0
         x[m // 2, 7] = special
@@ -158,13 +174,28 @@ def test_the_largest_sums_are_exact(kernel: str, group: int | None) -> None:
 
 
 @each_kernel
+def test_the_largest_sums_with_zero_points_are_exact(kernel: str) -> None:
+    """2^16 inputs that are 254 steps away from their zero point, which is at one end."""
+    k, n = 2**16, 17
+    for weight in (-128, 127):
+        q = np.full((k, n), weight, np.int8)
+        layer = Layer(q, np.ones((1, n), np.float32), None, _native.pack_bitmap_int8(q), zero_points=True)
+        for m in (1, 5, 17):
+            x = np.full((m, k), 254, np.float32)
+            x[m // 2] *= -1
+            expected = np.full((m, n), np.float32(254 * weight * k))
+            expected[m // 2] *= -1
+            np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), expected)
+
+
+@each_kernel
 @each_group
 def test_rows_do_not_depend_on_their_neighbours(kernel: str, group: int | None) -> None:
     k, n = 1100, 48
     rng = np.random.default_rng(3)
-    layer = Layer.random(rng, k, n, 0.5, group)
+    layers = Layer.random(rng, k, n, 0.5, group).kinds()
     row = rng.standard_normal((1, k), dtype=np.float32)
-    for m in (2, 5, 16, 37):
+    for m, layer in itertools.product((2, 5, 16, 37), [*layers, *(layer.stored_dense() for layer in layers)]):
         others = rng.standard_normal((m, k), dtype=np.float32)
         others[0] = others[-1] = row
         y = layer.multiply(others, kernel=kernel)
@@ -179,12 +210,12 @@ def test_integer_sums_do_not_depend_on_the_kernel(group: int | None) -> None:
     k, n, m = 700, 50, 9
     rng = np.random.default_rng(4)
     random = Layer.random(rng, k, n, 0.5, group)
-    layer = Layer(random.weights, np.ones_like(random.scales), group, random.packed)
     x = rng.standard_normal((m, k), dtype=np.float32)
-    q, s = quantize_rows(x)
-    expected = (q @ layer.weights.astype(np.int64)).astype(np.float32) * s
-    for kernel in runnable_int8_kernels():
-        np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), expected)
+    for layer in Layer(random.weights, np.ones_like(random.scales), group, random.packed).kinds():
+        q, s = quantize_rows(x, layer.zero_points)
+        expected = (q @ layer.weights.astype(np.int64)).astype(np.float32) * s
+        for kernel in runnable_int8_kernels():
+            np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), expected)
 
 
 def test_stored_zeros_are_zeros() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -26,7 +27,7 @@ def function(uses: Uses, opset: int = 17) -> onnx.FunctionProto:
 
 def assert_close_to_float_sums(y: np.ndarray, x: np.ndarray, layer: Layer, bias: np.ndarray | None) -> None:
     """The product of the quantized rows, by float32 sums in any order."""
-    q, s = quantize_rows(x)
+    q, s = quantize_rows(x, layer.zero_points)
     added = np.zeros(y.shape[1]) if bias is None else bias.astype(np.float64)
     bound = (len(layer.weights) + 8) * U * (s * (np.abs(q) @ np.abs(layer.dense())) + np.abs(added))
     assert y.shape == (len(x), len(added))
@@ -53,6 +54,37 @@ def test_quantized_weights(group: int | None, dense: bool) -> None:
                 x = rng.standard_normal((m, k), dtype=np.float32)
                 layer.check(kernel.run(None, {"x": x})[0], x, bias)
                 assert_close_to_float_sums(inlined.run(None, {"x": x})[0], x, layer, bias)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("others", [False, True])
+def test_rows_with_zero_points(others: bool, dense: bool) -> None:
+    """others: the function also serves nodes without, and of other weights."""
+    rng = np.random.default_rng(2)
+    needed = Uses(frozenset({8}), dense, frozenset({1}))
+    if others:
+        needed = Uses(frozenset({16, 8, 4}), True, frozenset({0, 1}))
+    for k, n in ((1, 1), (70, 40), (385, 50)):
+        layer = replace(Layer.random(rng, k, n, 0.3, None), zero_points=True)
+        model = sparse_amx_matmul_model(
+            packed(layer, dense), k, n, np.ones(n, np.float32), functions=(function(needed),), scales=scales(layer),
+            **attributes("int8") | {"x_zero_points": 1},
+        )  # fmt: skip
+        onnx.checker.check_model(model)
+        kernel, inlined = session(model), session(model, library=False)
+        for m in (1, 3, 17, 70):
+            x = rng.standard_normal((m, k), dtype=np.float32) + 1
+            layer.check(kernel.run(None, {"x": x})[0], x, np.ones(n, np.float32))
+            assert_close_to_float_sums(inlined.run(None, {"x": x})[0], x, layer, np.ones(n, np.float32))
+
+
+@pytest.mark.parametrize(("kind", "k", "value"), [("int4 g32", 70, 1), ("int8", 70, 2), ("int8", 2**16 + 1, 1)])
+def test_zero_points_that_kernels_have_not_are_refused(kind: str, k: int, value: int) -> None:
+    layer = Layer.random(np.random.default_rng(0), k, 3, 0.5, GROUPS[kind])
+    given = attributes(kind) | {"x_zero_points": value}
+    model = sparse_amx_matmul_model(packed(layer, False), k, 3, scales=scales(layer), **given)
+    with pytest.raises(Exception, match=f"'linear': x_zero_points is {value} with {k} inputs and .*, expected 0, or 1"):
+        session(model)
 
 
 @pytest.mark.parametrize("library", [True, False])

@@ -141,7 +141,7 @@ struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
         int32_t sum = 0;
         for (int64_t from = begin; from < end; from += part) {
           const int64_t to = end - from < part ? end : from + part;
-          const InputSums sums = QuantizeInputs<Simd>(row, w.k, from, to, scale.factor, block, rows, i);
+          const InputSums sums = QuantizeInputs<Simd>(row, w.k, from, to, scale, block, rows, i);
           sum += sums.all;
           const int64_t at = (kNarrowChunks ? from / part : g) * rows + i;
           starts[at] = kNarrowChunks ? Words(sums) : -static_cast<int32_t>(Simd::kNibbleBias) * sums.all;

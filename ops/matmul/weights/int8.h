@@ -29,6 +29,7 @@ struct Int8Weights : RowQuantized<Simd, false> {
   using Weight = BitmapWeight;
   using Stream = Int8Stream<Simd, kStorage>;
   using Floats = typename Columns::Floats;
+  using Ints = typename Columns::Ints;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kStoredTiles = kDense;
   static constexpr bool kHasGroups = false;
@@ -39,18 +40,28 @@ struct Int8Weights : RowQuantized<Simd, false> {
 
   static int64_t Group(const Weight&) { return kWholeColumn; }
 
+  struct OfPanel {
+    Floats scales;
+    const int32_t* column_sums;  // 16 of them, or null
+  };
   struct Scales {
     Scales(const Weight& w, int64_t panel, int64_t)
-        : scales(Columns::Load(reinterpret_cast<const float*>(w.Scales(panel, 0)))) {}
-    Floats Of(int64_t) const { return scales; }
-    Floats scales;
+        : of{Columns::Load(reinterpret_cast<const float*>(w.Scales(panel, 0))),
+             w.column_sums == nullptr ? nullptr : w.column_sums + panel * kPanelColumns} {}
+    const OfPanel& Of(int64_t) const { return of; }
+    OfPanel of;
   };
   template <int kRows>
   struct Numbers : RowNumbers<Simd, kRows> {
     using RowNumbers<Simd, kRows>::RowNumbers;
-    Floats Add(const Floats&, const typename Columns::Ints& sums, const Floats& weight_scales, int64_t, int row) const {
-      return Columns::Multiply(Columns::ToFloat(sums),
-                               Columns::Multiply(weight_scales, Columns::Set(this->scales[row])));
+    Floats Add(const Floats&, const Ints& sums, const OfPanel& of, int64_t, int row) const {
+      const Floats scale = Columns::Multiply(of.scales, Columns::Set(this->scales[row]));
+      if (of.column_sums == nullptr) return Columns::Multiply(Columns::ToFloat(sums), scale);
+      const Ints weights = Columns::LoadInt(of.column_sums);
+      const auto minus_zero_point = Simd::SetInt(this->starts[kRows + row]);
+      const Ints exact = Columns::template Of<Ints>(
+          [&](int i) { return Simd::AddInt(sums.at[i], Simd::MultiplyInt(weights.at[i], minus_zero_point)); });
+      return Columns::Multiply(Columns::ToFloat(exact), scale);
     }
     Floats End(const Floats& total, int) const { return total; }
   };

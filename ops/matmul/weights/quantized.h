@@ -74,6 +74,7 @@ struct ByteProducts {
 // What stands behind the q of kRows packed rows, of activations quantized row by row.
 //     scales  f32 [r]            NaN for a row that is not finite, whose q are zero
 //     starts  i32 [groups][r]    - (bias of the weights) x (sum of q over the group): where sums begin
+//     minus_zero_points  i32 [r]  of int8 weights
 template <typename Simd, int kRows>
 struct RowNumbers {
   using Columns = simd::Columns<Simd>;
@@ -104,12 +105,13 @@ struct RowQuantized : ByteProducts<Simd, kInt4> {
     const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
       float* scales = reinterpret_cast<float*>(block + rows * padded_k);
       uint32_t* starts = reinterpret_cast<uint32_t*>(scales + rows);
-      const RowScale scale = ScaleOf<Simd>(row, w.k);
+      const RowScale scale = w.column_sums == nullptr ? ScaleOf<Simd>(row, w.k) : ScaleWithZeroPoint<Simd>(row, w.k);
       scales[i] = scale.scale;
+      if constexpr (!kInt4) starts[rows + i] = static_cast<uint32_t>(-scale.zero_point);
       for (int64_t g = 0; g < groups; ++g) {
         // The last group ends with the padding.
         const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
-        const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale.factor, block, rows, i).all;
+        const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale, block, rows, i).all;
         starts[g * rows + i] = 0 - Products::kBias * static_cast<uint32_t>(sum);
       }
     };
