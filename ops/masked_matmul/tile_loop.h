@@ -198,18 +198,23 @@ void MultiplyTileBlocks(const TileArgs& args) {
   alignas(64) float columns[kBlocks][kBlockColumns][kBlockColumns];
   alignas(64) float rows[kRows][kBlockColumns];
   for (int64_t i = 0; i < args.rows; ++i) __builtin_prefetch(AtByte(args.y, i * args.y_row_bytes), 1);
-  if constexpr (kOneRegister) {
-    for (int column = 0; column < kBlockColumns; column += 8) SumColumns<8>(args, column, columns);
-  } else if constexpr (Block::kRegisters == 2) {
+  const auto bring_into_rows = [&](int first, int end) {
+    for (int r = 0; r < kBlocks; ++r) {
+      for (int j = first; j < end; j += 4) {
+        Block::Transpose4(columns[r][j], kRowBytes, &rows[r * kBlockColumns][j], kRowBytes);
+      }
+    }
+  };
+  if constexpr (Block::kRegisters == 2) {
     SumColumns<6>(args, 0, columns);
     SumColumns<6>(args, 6, columns);
     SumColumns<4>(args, 12, columns);
+    bring_into_rows(0, kBlockColumns);
   } else {
-    for (int column = 0; column < kBlockColumns; column += 4) SumColumns<4>(args, column, columns);
-  }
-  for (int r = 0; r < kBlocks; ++r) {
-    for (int j = 0; j < kBlockColumns; j += 4) {
-      Block::Transpose4(columns[r][j], kRowBytes, &rows[r * kBlockColumns][j], kRowBytes);
+    constexpr int kColumns = kOneRegister ? 8 : 4;
+    for (int column = 0; column < kBlockColumns; column += kColumns) {
+      SumColumns<kColumns>(args, column, columns);
+      bring_into_rows(column, column + kColumns);
     }
   }
   for (int64_t i = 0; i < args.rows; ++i) StoreSum(args, i, Block::Load(rows[i]));
