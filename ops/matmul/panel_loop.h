@@ -19,10 +19,12 @@
 //     kRowBlock                  rows of x that are multiplied at once
 //     kParts, Part<p>(row), MultiplyAddPart<p>
 //                                a row of weights, part by part: where registers are few they hold one part
-//     MultiplyAdd, kMostHeld, …  all parts; see activations.h
+//     MultiplyAdd, kMostHeld, kInputsTogether, …
+//                                all parts; see activations.h
 //     kOneRowChains, kMostChains
 //                                chains of sums, for one row and for two or three
 //     kFetchOneRow               see one_row.h
+//     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
 //     Scales                     of a panel: Of(group), Prefetch(groups)
 //     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;
 //                                Add(total, sums, scales, group, row), a total with a group's sums; End(total, row)
@@ -48,6 +50,7 @@ class PanelLoop {
   using Panel = ortolan::Panel<Simd, Weights>;
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
+  static constexpr int kTogether = kRowsTogether<Weights>;
 
  public:
   // Panels that half a block of rows is multiplied with at once, where dense storage is not expanded and a row of a
@@ -59,20 +62,37 @@ class PanelLoop {
                                              : 1;
 
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    const Layer layer(args);
-    if (args.m == 1) {
-      return WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    using FewRows = FewRowsKindOf<Weights>;
+    if constexpr (FewRows::kMostRows > 1) {
+      if (args.m <= FewRows::kMostRows) {
+        return PanelLoop<Simd, typename FewRows::Type>::Run(args, panel_begin, panel_end);
+      }
     }
-    // Sums of groups of one span need no loop around them.
-    if constexpr (Weights::kNarrowChunks) {
-      if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
+    if constexpr (FewRows::kMostRows < kAnyRows) {
+      if (args.m == 1 && RunOneRow<typename FewRows::Type>(args, panel_begin, panel_end)) return;
+      const Layer layer(args);
+      // Sums of groups of one span need no loop around them.
+      if constexpr (Weights::kNarrowChunks) {
+        if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
+      }
+      RunRows<false>(layer, args, panel_begin, panel_end);
     }
-    RunRows<false>(layer, args, panel_begin, panel_end);
   }
 
  private:
+  // Whether it has: a kind may refuse a row.
+  template <typename Kind>
+  static bool RunOneRow(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const ortolan::Layer<Kind> layer(args);
+    if constexpr (requires { Kind::TakesRow(args.x, layer.padded_k); }) {
+      if (!Kind::TakesRow(args.x, layer.padded_k)) return false;
+    }
+    WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    return true;
+  }
+
   // Expanded rows kept while all rows of x pass over them: half of a 32 KB L1 cache or less, and whole groups.
-  static constexpr int64_t kBufferRows = 256;
+  static constexpr int64_t kBufferRows = Weights::kRowInputs <= 4 ? 256 : 128;
   static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
   static constexpr int64_t kMostRows = 256 / kBlock * kBlock;
@@ -199,14 +219,14 @@ class PanelLoop {
   __attribute__((always_inline)) static void MultiplySpan(Sums (&sums)[kRows][kChains], const Activation*& x,
                                                           const Next& next) {
     ForEach<(kRows <= 4 && Columns::kRegisters <= 4)>(
-        kSpanRows, kFourRows, [&](int four) { MultiplyFour<kRows, kChains>(sums, four, x, next); });
+        kSpanRows, kTogether, [&](int four) { MultiplyFour<kRows, kChains>(sums, four, x, next); });
   }
   template <int kRows, int kChains, typename Next>
   __attribute__((always_inline)) static void MultiplyFour(Sums (&sums)[kRows][kChains], int four, const Activation*& x,
                                                           const Next& next) {
     const Activations<Weights, kRows> activations(x);
 #pragma GCC unroll 4
-    for (int row = 0; row < kFourRows; ++row) {
+    for (int row = 0; row < kTogether; ++row) {
       const auto weights = next(four + row);
       MultiplyPart<0, kRows>(sums, activations, weights, row);
       if constexpr (Weights::kParts == 2) MultiplyPart<1, kRows>(sums, activations, weights, row);

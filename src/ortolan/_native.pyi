@@ -69,7 +69,7 @@ def pack_bitmap_int4(
     """
 
 def pack_two_four_int4(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """2:4 storage of q [k, n], -8 to 7: masks [panels, tiles, 128] (places), values [panels * tiles * 256], offsets [0].
+    """2:4 storage of q [k, n], -8 to 7: masks [panels, tiles, 128], values [panels * tiles * 256], offsets [0].
 
     Raises ValueError as pack_bitmap_int4 and pack_two_four do.
     """
