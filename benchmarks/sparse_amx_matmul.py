@@ -1,8 +1,8 @@
 """SparseAMXMatMul in ORT sessions on the layers of Llama 3 8B (SparAMX, Table 2), against dense layers elsewhere.
 
-One measurement is one weight kind, shape, batch (m) and number of threads: Ortolan at every sparsity and in dense
-storage, and every peer (side_by_side.py). Projections of equal shape are one layer here: their random weights differ
-in nothing that takes time.
+One measurement is one weight kind, shape, batch (m) and number of threads: Ortolan at every sparsity, in dense storage
+and, where half of the weights are to be zero, in 2:4 storage, and every peer (side_by_side.py). Projections of equal
+shape are one layer here: their random weights differ in nothing that takes time.
 
 Peers, by kind:
 
@@ -18,6 +18,7 @@ The dense peer of the summary is the fastest of DENSE_PEERS: of the same precisi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 
 import ml_dtypes
@@ -52,6 +53,7 @@ SPARSITY = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BATCH = (1, 2, 4, 8, 16, 32)
 GROUP_SIZE = 128
 
+_TWO_FOUR = 0.5  # of a weight in 2:4 storage is zero
 _LEVELS = 2**16  # of the random number that decides at which sparsity a weight goes
 
 
@@ -87,7 +89,7 @@ def _kinds(options: BenchOptions) -> tuple[str, ...]:
 
 
 def _notes(kinds: Sequence[str], group_size: int) -> list[str]:
-    notes = [f"storage: bitmap, or dense with every weight stored. {STREAM_NOTE}"]
+    notes = [f"storage: bitmap, 2:4 (two of each four inputs stored), or dense with every weight stored. {STREAM_NOTE}"]
     if "int4" in kinds:
         notes.append(f"int4: groups of {group_size}, ORT's and Ortolan's.")
     if "bf16" in kinds and not dense_peers.has_torch():
@@ -110,10 +112,10 @@ def _prepare(kind: str, shape: Shape, sparsity: Sequence[float], group_size: int
     # Behind torch, whose threads go on spinning for some milliseconds, the run that takes longest.
     peers["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
     comparisons = []
-    for storage, share in sorted(ours):  # rows by sparsity, dense storage last
+    for storage, share in sorted(ours):  # rows by sparsity, dense storage last but for 2:4
         case = {"kind": kind, "storage": storage, "sparsity": share}
         against = {name: name for name in peers}
-        if storage == "bitmap":
+        if storage != "dense":
             against["ortolan_dense"] = _name("dense", 0.0)
         comparisons.append(Comparison(case, _name(storage, share), against))
     return Setup({_name(*key): candidate for key, candidate in ours.items()} | peers, comparisons)
@@ -127,15 +129,26 @@ def _name(storage: str, sparsity: float) -> str:
 def _ours(
     rng: np.random.Generator, kind: str, k: int, n: int, sparsity: Sequence[float], group_size: int
 ) -> Iterator[tuple[tuple[str, float], Candidate]]:
-    """One weight in dense storage, then pruned more and more."""
+    """One weight in dense storage, then pruned more and more; and pruned to 2:4 where half of it is to be zero."""
     weight = dense_peers.random_floats(rng, k, n) if kind == "bf16" else _random_integers(rng, kind, k, n)
     groups = -(-k // group_size) if kind == "int4" else 1
     scales = rng.random((groups, n), dtype=np.float32)
     fate = rng.integers(0, _LEVELS, (k, n), dtype=np.uint16)
-    yield ("dense", 0.0), ort_candidate(our_node(kind, weight, scales, group_size, dense=True), k, n)
+    yield ("dense", 0.0), ort_candidate(our_node(kind, weight, scales, group_size, Storage.DENSE), k, n)
+    if _TWO_FOUR in sparsity:
+        node = our_node(kind, _two_of_four(weight, fate), scales, group_size, Storage.TWO_FOUR)
+        yield ("2:4", _TWO_FOUR), ort_candidate(node, k, n)
     for share in sorted(set(sparsity)):
         np.copyto(weight, 0, where=fate < share * _LEVELS)
-        yield ("bitmap", share), ort_candidate(our_node(kind, weight, scales, group_size, dense=False), k, n)
+        yield ("bitmap", share), ort_candidate(our_node(kind, weight, scales, group_size, Storage.BITMAP), k, n)
+
+
+def _two_of_four(weight: np.ndarray, fate: np.ndarray) -> np.ndarray:
+    """weight [k, n] with zeros in place of the two of each four inputs of a column that fate puts first."""
+    rows = -len(weight) % 4
+    quads = np.pad(fate, ((0, rows), (0, 0))).reshape(-1, 4, weight.shape[1])
+    kept = np.argsort(np.argsort(quads, axis=1, kind="stable"), axis=1) >= 2
+    return np.where(kept.reshape(-1, weight.shape[1])[: len(weight)], weight, np.zeros_like(weight))
 
 
 def _random_integers(rng: np.random.Generator, kind: str, k: int, n: int) -> np.ndarray:
@@ -146,23 +159,30 @@ def _random_integers(rng: np.random.Generator, kind: str, k: int, n: int) -> np.
     return q
 
 
-def our_node(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: int, *, dense: bool) -> Node:
+class Storage(Enum):
+    """How a weight is packed. TWO_FOUR: it must be 2:4 sparse."""
+
+    BITMAP = "bitmap"
+    DENSE = "dense"
+    TWO_FOUR = "2:4"
+
+
+def our_node(kind: str, weight: np.ndarray, scales: np.ndarray, group_size: int, storage: Storage) -> Node:
     """The operator on a weight [k, n], float32 (bf16) or int8, and scales [1 or groups, n] unless bf16."""
     k, n = weight.shape
+    suffix = "" if kind == "bf16" else f"_{kind}"
+    if storage == Storage.TWO_FOUR:
+        masks, values, offsets = getattr(_native, f"pack_two_four{suffix}")(weight)
+    else:
+        masks, values, offsets = getattr(_native, f"pack_bitmap{suffix}")(weight, dense=storage == Storage.DENSE)
     attributes = {"k": k, "n": n, "format_version": 1}
     constants: list[np.ndarray | None]
     if kind == "bf16":
-        masks, values, offsets = _native.pack_bitmap(weight, dense=dense)
         constants = [masks, values.view(ml_dtypes.bfloat16), offsets]
     elif kind == "int8":
-        constants = [
-            *_native.pack_bitmap_int8(weight, dense=dense),
-            None,
-            None,
-            _native.pack_scales(scales, bf16=False),
-        ]
+        constants = [masks, values, offsets, None, None, _native.pack_scales(scales, bf16=False)]
     else:
         packed_scales = _native.pack_scales(scales, bf16=True).view(ml_dtypes.bfloat16)
-        constants = [*_native.pack_bitmap_int4(weight, dense=dense), None, None, packed_scales]
+        constants = [masks, values, offsets, None, None, packed_scales]
         attributes["group_size"] = group_size
     return Node(OP, constants, "ai.ortolan", attributes)

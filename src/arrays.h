@@ -13,6 +13,7 @@
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
 #include "formats/block_sparse_4x1.h"
+#include "formats/two_four.h"
 #include "ort/error_text.h"
 
 namespace py = pybind11;
@@ -34,27 +35,33 @@ void Require(bool holds, const Parts&... parts) {
 
 inline void RequireNoProblem(const std::string& problem) { Require(problem.empty(), problem); }
 
-// bf16, int8 and int4 in a bitmap differ in the types that NumPy shows, a layout and two functions.
-template <typename WeightArray, typename ValueType, const BitmapLayout& layout, auto pack, auto unpack>
+// bf16, int8 and int4 in a bitmap differ in the types that NumPy shows, a layout and some functions.
+template <typename WeightArray, typename ValueType, const BitmapLayout& layout, auto pack, auto unpack,
+          auto pack_two_four, auto unpack_two_four>
 struct BitmapFormat {
   using Weights = WeightArray;
   using Value = ValueType;
   static constexpr const BitmapLayout& kLayout = layout;
   static constexpr auto kPack = pack;
   static constexpr auto kUnpack = unpack;
+  static constexpr auto kPackTwoFour = pack_two_four;
+  static constexpr auto kUnpackTwoFour = unpack_two_four;
 };
 using Bf16Format =
     BitmapFormat<CastArray<float>, uint16_t, kBf16Bitmap, &PackBitmap,
-                 [](const BitmapView& view, float* w, int64_t row_stride) { UnpackBitmap(view, w, row_stride); }>;
-using Int8Format = BitmapFormat<Array<int8_t>, int8_t, kInt8Bitmap, &PackBitmapInt8, &UnpackBitmapInt8>;
-using Int4Format = BitmapFormat<Array<int8_t>, uint8_t, kInt4Bitmap, &PackBitmapInt4, &UnpackBitmapInt4>;
+                 [](const BitmapView& view, float* w, int64_t row_stride) { UnpackBitmap(view, w, row_stride); },
+                 &PackTwoFour, &UnpackTwoFour>;
+using Int8Format = BitmapFormat<Array<int8_t>, int8_t, kInt8Bitmap, &PackBitmapInt8, &UnpackBitmapInt8,
+                                &PackTwoFourInt8, &UnpackTwoFourInt8>;
+using Int4Format = BitmapFormat<Array<int8_t>, uint8_t, kInt4Bitmap, &PackBitmapInt4, &UnpackBitmapInt4,
+                                &PackTwoFourInt4, &UnpackTwoFourInt4>;
 
 // The one way from Python arrays to a view that kernels may use.
 template <typename Format>
 BitmapView CheckedBitmap(const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
                          const Array<int64_t>& offsets, int64_t k, int64_t n) {
   const BitmapClaim claim{k, n, masks.data(), masks.size(), values.size(), offsets.data(), offsets.size()};
-  RequireNoProblem(ValidateBitmap(claim, Format::kLayout));
+  RequireNoProblem(ValidateStored(claim, Format::kLayout));
   return claim.View(reinterpret_cast<const uint8_t*>(values.data()));
 }
 

@@ -47,21 +47,41 @@ template <typename Format>
 constexpr const char* kNameOf = Format::kLayout.value_bits == 16 ? "w" : "q";
 
 template <typename Format>
-py::tuple PackBitmapArray(const typename Format::Weights& w, bool dense) {
+void CheckWeights(const typename Format::Weights& w) {
   CheckMatrix(kNameOf<Format>, w, Format::kLayout.max_k);
   if constexpr (Format::kLayout.value_bits == 4) CheckNumbers(w, -kInt4Bias, 15 - kInt4Bias);
-  const int64_t k = w.shape(0);
-  const int64_t n = w.shape(1);
-  const auto packed =
-      WithoutGil([&] { return Format::kPack(w.data(), n, k, n, dense ? Storage::kDense : Storage::kBitmap); });
-  // [panels, tiles, bytes of a tile]; [0] if the storage is dense.
+}
+
+// masks [panels, tiles, bytes of a tile], or [0]; values; offsets.
+template <typename Format, typename Packed>
+py::tuple ToTuple(const Packed& packed, int64_t k, int64_t n) {
   std::vector<py::ssize_t> shape{BitmapPanels(n), Format::kLayout.Tiles(k), Format::kLayout.TileMaskBytes()};
-  if (dense) shape = {0};
+  if (packed.masks.empty()) shape = {0};
   Array<uint8_t> masks(std::move(shape));
-  if (!dense) std::memcpy(masks.mutable_data(), packed.masks.data(), static_cast<size_t>(masks.nbytes()));
+  if (!packed.masks.empty()) {
+    std::memcpy(masks.mutable_data(), packed.masks.data(), static_cast<size_t>(masks.nbytes()));
+  }
   Array<typename Format::Value> values(static_cast<py::ssize_t>(packed.values.size()));
   std::memcpy(values.mutable_data(), packed.values.data(), static_cast<size_t>(values.nbytes()));
   return py::make_tuple(masks, values, ToArray(packed.offsets));
+}
+
+template <typename Format>
+py::tuple PackBitmapArray(const typename Format::Weights& w, bool dense) {
+  CheckWeights<Format>(w);
+  const int64_t k = w.shape(0);
+  const int64_t n = w.shape(1);
+  const Storage storage = dense ? Storage::kDense : Storage::kBitmap;
+  return ToTuple<Format>(WithoutGil([&] { return Format::kPack(w.data(), n, k, n, storage); }), k, n);
+}
+
+template <typename Format>
+py::tuple PackTwoFourArray(const typename Format::Weights& w) {
+  CheckWeights<Format>(w);
+  const int64_t k = w.shape(0);
+  const int64_t n = w.shape(1);
+  RequireNoProblem(WithoutGil([&] { return CheckTwoFour(w.data(), n, k, n); }));
+  return ToTuple<Format>(WithoutGil([&] { return Format::kPackTwoFour(w.data(), n, k, n); }), k, n);
 }
 
 template <typename Format>
@@ -71,15 +91,21 @@ auto UnpackBitmapArray(const Array<uint8_t>& masks, const Array<typename Format:
   typename Format::Weights w({k, n});
   auto* out = w.mutable_data();
   py::gil_scoped_release release;
-  Format::kUnpack(view, out, n);
+  if (view.StoredAs() == Storage::kTwoFour) {
+    Format::kUnpackTwoFour(view, out, n);
+  } else {
+    Format::kUnpack(view, out, n);
+  }
   return w;
 }
 
 template <typename Format>
-void DefineBitmap(py::module_& module, const char* name) {
-  module.def(("pack_" + std::string(name)).c_str(), &PackBitmapArray<Format>, py::arg(kNameOf<Format>),
+void DefineBitmap(py::module_& module, const std::string& suffix) {
+  module.def(("pack_bitmap" + suffix).c_str(), &PackBitmapArray<Format>, py::arg(kNameOf<Format>),
              py::arg("dense") = false, "[k, n] as masks u8 [panels, tiles, bytes], values, offsets i64.");
-  module.def(("unpack_" + std::string(name)).c_str(), &UnpackBitmapArray<Format>, py::arg("masks").noconvert(),
+  module.def(("pack_two_four" + suffix).c_str(), &PackTwoFourArray<Format>, py::arg(kNameOf<Format>),
+             "[k, n], 2:4 sparse, as masks u8 [panels, tiles, bytes], values, offsets i64 [0].");
+  module.def(("unpack_bitmap" + suffix).c_str(), &UnpackBitmapArray<Format>, py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"),
              "The dense [k, n] matrix. Raises ValueError if the tensors are malformed.");
 }
@@ -146,9 +172,9 @@ Array<int8_t> UnpackBlockSparseArray(const Array<int8_t>& values, const Array<ui
 }  // namespace
 
 void BindPackedWeights(py::module_& module) {
-  DefineBitmap<Bf16Format>(module, "bitmap");
-  DefineBitmap<Int8Format>(module, "bitmap_int8");
-  DefineBitmap<Int4Format>(module, "bitmap_int4");
+  DefineBitmap<Bf16Format>(module, "");
+  DefineBitmap<Int8Format>(module, "_int8");
+  DefineBitmap<Int4Format>(module, "_int4");
   module.def("pack_scales", &PackScalesArray, py::arg("scales"), py::arg("bf16"),
              "Scales [groups, n] as [panels, groups, 16]: float32, or bf16 bits (u16) rounded to nearest even.");
   module.def("pack_int4_group", &PackInt4GroupArray, py::arg("q").noconvert(),

@@ -80,7 +80,8 @@ def sparse_layer(kind: str, k: int, n: int, sparsity: float | None) -> Layer:
         weight[rng.random((k, n), dtype=np.float32) < sparsity] = 0
     groups = -(-k // _GROUP_SIZE) if kind == "int4" else 1
     scales = rng.random((groups, n), dtype=np.float32)
-    return layer_of(sparse_amx_matmul.our_node(kind, weight, scales, _GROUP_SIZE, dense=sparsity is None))
+    storage = sparse_amx_matmul.Storage.DENSE if sparsity is None else sparse_amx_matmul.Storage.BITMAP
+    return layer_of(sparse_amx_matmul.our_node(kind, weight, scales, _GROUP_SIZE, storage))
 
 
 def group_layer(k: int, n: int, group_size: int, zero_points: bool) -> Layer:

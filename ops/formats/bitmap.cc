@@ -144,13 +144,15 @@ void UnpackBitmapInt8(const BitmapView& view, int8_t* q, int64_t row_stride) {
 
 std::vector<int32_t> SumsOfColumnsInt8(const BitmapView& view) {
   std::vector<int32_t> sums(static_cast<size_t>(BitmapPanels(view.n) * kPanelColumns));
-  const int64_t rows = kInt8Bitmap.Tiles(view.k) * kTileRows;
+  const Storage storage = view.StoredAs();
+  // In 2:4 storage half of the weights stand in rows whose columns are those of dense ones.
+  const int64_t rows = kInt8Bitmap.Tiles(view.k) * kTileRows / (storage == Storage::kTwoFour ? 2 : 1);
   for (int64_t panel = 0; panel < BitmapPanels(view.n); ++panel) {
     const uint8_t* masks = view.PanelMasks(kInt8Bitmap, panel);
     const uint8_t* value = view.PanelValues(kInt8Bitmap, panel);
     uint32_t of_places[kInt8Bitmap.RowBits()] = {};
     for (int64_t row = 0; row < rows; ++row) {
-      if (view.IsDense()) {
+      if (storage != Storage::kBitmap) {
         for (uint32_t& sum : of_places) sum += static_cast<uint32_t>(static_cast<int8_t>(*value++));
         continue;
       }

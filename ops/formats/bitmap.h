@@ -29,6 +29,8 @@
 //     offsets  i64 [0]
 //     bytes    2 a weight; less than the bitmap's where fewer than one weight in 16 is zero
 //
+// two_four.h is a third storage, of matrices that are 2:4 sparse: masks without offsets.
+//
 // bitmap_int8.h and bitmap_int4.h are the same idea with smaller values: rows of k-quads, so tiles of 64 inputs.
 // BitmapLayout says what differs.
 #pragma once
@@ -39,7 +41,7 @@
 
 namespace ortolan {
 
-enum class Storage { kBitmap, kDense };
+enum class Storage { kBitmap, kDense, kTwoFour };
 
 inline constexpr int64_t kPanelColumns = 16;
 inline constexpr int64_t kTileRows = 16;
@@ -61,6 +63,8 @@ struct BitmapLayout {
   constexpr int64_t EntryBytes() const { return value_bits == 16 ? 2 : 1; }
   // Entries of a tile in dense storage.
   constexpr int64_t TileEntries() const { return kTileRows * RowBits() * value_bits / 8 / EntryBytes(); }
+  // In 2:4 storage, which holds two of four.
+  constexpr int64_t TwoFourTileEntries() const { return TileEntries() / 2; }
   // Entries behind the last one of a bitmap. They let a kernel load 64 bytes at any position.
   constexpr int64_t Padding() const { return 64 / EntryBytes(); }
 };
@@ -79,21 +83,33 @@ inline constexpr int64_t BitmapPaddedK(int64_t k) { return kBf16Bitmap.PaddedK(k
 struct BitmapView {
   int64_t k = 0;
   int64_t n = 0;
-  const uint8_t* masks = nullptr;    // [panels][tiles][16] masks: u32 for bf16, u64 for int8 and int4; null: dense
-  const uint8_t* values = nullptr;   // [offsets[panels] + padding] entries; dense: [panels][tiles][TileEntries()]
-  const int64_t* offsets = nullptr;  // [panels + 1], in entries; null: dense
+  const uint8_t* masks = nullptr;    // [panels][tiles][16] masks: u32 for bf16, u64 for int8 and int4; null: dense;
+                                     // 2:4: [panels][tiles][TileMaskBytes()], places
+  const uint8_t* values = nullptr;   // [offsets[panels] + padding] entries; dense and 2:4: [panels][tiles][entries]
+  const int64_t* offsets = nullptr;  // [panels + 1], in entries; null: dense or 2:4
 
   constexpr bool IsDense() const { return masks == nullptr; }
+  constexpr Storage StoredAs() const {
+    return IsDense() ? Storage::kDense : offsets == nullptr ? Storage::kTwoFour : Storage::kBitmap;
+  }
   // Where the masks of a panel begin; null if the storage is dense.
   constexpr const uint8_t* PanelMasks(const BitmapLayout& layout, int64_t panel) const {
     return IsDense() ? nullptr : masks + panel * layout.Tiles(k) * layout.TileMaskBytes();
   }
   constexpr const uint8_t* PanelValues(const BitmapLayout& layout, int64_t panel) const {
-    return values + (IsDense() ? panel * layout.Tiles(k) * layout.TileEntries() : offsets[panel]) * layout.EntryBytes();
+    return values + FirstEntry(layout, panel) * layout.EntryBytes();
+  }
+
+ private:
+  constexpr int64_t FirstEntry(const BitmapLayout& layout, int64_t panel) const {
+    const Storage storage = StoredAs();
+    if (storage == Storage::kBitmap) return offsets[panel];
+    const int64_t tiles = panel * layout.Tiles(k);
+    return tiles * (storage == Storage::kDense ? layout.TileEntries() : layout.TwoFourTileEntries());
   }
 };
 
-// masks and offsets are empty if the storage is dense.
+// masks and offsets are empty if the storage is dense, offsets if it is 2:4.
 template <typename MaskType, typename Value>
 struct PackedBitmap {
   using Mask = MaskType;
@@ -105,11 +121,11 @@ struct PackedBitmap {
 using BitmapMatrix = PackedBitmap<uint32_t, uint16_t>;
 
 // Rounds w, row-major [k, n] floats with rows `row_stride` floats apart, to bf16 and packs what is not zero after
-// rounding (dense: all; zeros are +0). Needs 1 <= k, n <= kMaxDimension.
+// rounding (dense: all; zeros are +0). Needs 1 <= k, n <= kMaxDimension, and another storage than 2:4.
 BitmapMatrix PackBitmap(const float* w, int64_t row_stride, int64_t k, int64_t n, Storage storage = Storage::kBitmap);
 
 // Writes the dense matrix [k, n], rows `row_stride` and columns `column_stride` floats apart. The view must have passed
-// ValidateBitmap, or be some of the panels of one that has.
+// ValidateBitmap, or be some of the panels of one that has; it is not 2:4.
 void UnpackBitmap(const BitmapView& view, float* w, int64_t row_stride, int64_t column_stride = 1);
 
 // What an untrusted file says, before anything is read through a pointer: the counts are those of the tensors found.
@@ -124,9 +140,11 @@ struct BitmapClaim {
 
   // Neither masks nor offsets.
   bool IsDense() const { return mask_bytes == 0 && offset_count == 0; }
-  // Of a claim that ValidateBitmap has passed. (Where a tensor is empty, its address says nothing.)
+  // Masks, no offsets.
+  bool IsTwoFour() const { return mask_bytes != 0 && offset_count == 0; }
+  // Of a claim that has been validated. (Where a tensor is empty, its address says nothing.)
   BitmapView View(const uint8_t* values) const {
-    return {k, n, IsDense() ? nullptr : masks, values, IsDense() ? nullptr : offsets};
+    return {k, n, mask_bytes == 0 ? nullptr : masks, values, offset_count == 0 ? nullptr : offsets};
   }
 };
 
@@ -134,7 +152,8 @@ struct BitmapClaim {
 // Checks sizes, offsets (start at 0, never fall, stay inside), the entries that each panel's masks need against its
 // offsets, and that no bit stands outside of the k x n matrix; of dense storage the number of values. Never reads past
 // the given counts. What dense storage holds outside of the matrix is not looked at: in a file that breaks the format
-// it may spoil results (an Inf there makes NaN), and nothing else.
+// it may spoil results (an Inf there makes NaN), and nothing else. 2:4 storage is refused: ValidateStored of two_four.h
+// takes all three.
 std::string ValidateBitmap(const BitmapClaim& claim, const BitmapLayout& layout = kBf16Bitmap);
 
 }  // namespace ortolan

@@ -17,6 +17,10 @@ namespace {
 
 constexpr int kFourRows = 4;
 
+// Rows of weights whose activations lie side by side: four, or fewer that hold as many inputs.
+template <typename Weights>
+constexpr int kRowsTogether = Weights::kInputsTogether / Weights::kRowInputs;
+
 // Rows of x whose sums fit so many of the registers: a block.
 template <typename Simd>
 constexpr int RowsWithSumsIn(int registers) {
@@ -35,11 +39,11 @@ class Activations {
   using Activation = typename Weights::Activation;
 
  public:
-  static constexpr int64_t kElements = kFourRows * Weights::kRowInputs * kRows;
+  static constexpr int64_t kElements = Weights::kInputsTogether * kRows;
 
   explicit Activations(const Activation* x) : x_(x) {
     if constexpr (kHeld > 0) {
-      for (int i = 0; i < kHeld; ++i) held_[i] = Weights::Hold(x + kFourRows * Weights::kRowInputs * i);
+      for (int i = 0; i < kHeld; ++i) held_[i] = Weights::Hold(x + Weights::kInputsTogether * i);
     }
   }
 
@@ -49,7 +53,8 @@ class Activations {
     if constexpr (kHeld > 0) {
       if (i < kHeld) return Weights::MultiplyAddHeld(sums, part, held_[i], row);
     }
-    return Weights::template MultiplyAddPart<kPart>(sums, part, x_ + Weights::kRowInputs * (kFourRows * i + row));
+    const Activation* const x = x_ + Weights::kInputsTogether * i + Weights::kRowInputs * row;
+    return Weights::template MultiplyAddPart<kPart>(sums, part, x);
   }
 
  private:

@@ -1,4 +1,4 @@
-// Weights in the bitmap formats, bf16, int8 or int4, sparse or dense (SparAMX, sections 4.2 to 4.4), and what the
+// Weights in the bitmap formats, bf16, int8 or int4, sparse, dense or 2:4 (SparAMX, sections 4.2 to 4.4), and what the
 // kernels compute with them.
 //
 // bf16:
@@ -53,7 +53,8 @@ namespace ortolan {
 inline constexpr int64_t kMostInputsWithZeroPoints = int64_t{1} << 16;
 
 struct BitmapWeight : MatMulWeight {
-  BitmapView view;  // has passed ValidateBitmap with its layout; bitmap or dense storage, with equal results
+  BitmapView view;  // has passed ValidateStored with its layout; any storage, with equal results (bf16: but for the
+                    // order of its sums)
   int64_t group = kWholeColumn;  // int4: 32, 64 or 128
   // [panels][ScaleRows(k, group)][16] float (int8) or bf16 (int4), at any address; bf16: null
   const void* scales = nullptr;

@@ -39,10 +39,10 @@ struct LoopOf<Column> {
 
 using LoopSimd = LoopOf<Simd>::Simd;
 
-// Dense, Sparse: a kind of weight (panel_loop.h) where Dense::IsDense(w), and where not; both take the same packed x.
-// Beside what the loops ask for, a kind gives kMostInputs, and PackRows, which packs rows of x in blocks of some (the
-// last one may have fewer).
-template <typename Dense, typename Sparse = Dense>
+// Dense, Sparse, TwoFour: the kinds of weight (panel_loop.h) of the storages that Dense::StorageOf(w) can name; all
+// take the same packed x. Beside what the loops ask for, a kind gives kMostInputs, and PackRows, which packs rows of x
+// in blocks of some (the last one may have fewer).
+template <typename Dense, typename Sparse = Dense, typename TwoFour = Dense>
 struct ColumnFunctions {
   using Weight = typename Dense::Weight;
 
@@ -53,10 +53,13 @@ struct ColumnFunctions {
     LoopOf<Simd>::Pad(packed, m, PackedRowBytes(w));
   }
   static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    if (Dense::IsDense(WeightOf<Weight>(args))) {
-      LoopOf<Simd>::template Loop<Dense>::Run(args, panel_begin, panel_end);
-    } else {
-      LoopOf<Simd>::template Loop<Sparse>::Run(args, panel_begin, panel_end);
+    switch (Dense::StorageOf(WeightOf<Weight>(args))) {
+      case Storage::kDense:
+        return LoopOf<Simd>::template Loop<Dense>::Run(args, panel_begin, panel_end);
+      case Storage::kBitmap:
+        return LoopOf<Simd>::template Loop<Sparse>::Run(args, panel_begin, panel_end);
+      case Storage::kTwoFour:
+        return LoopOf<Simd>::template Loop<TwoFour>::Run(args, panel_begin, panel_end);
     }
   }
 
@@ -71,10 +74,11 @@ struct ColumnFunctions {
                                         .speed = LoopOf<Simd>::kSpeed};
 };
 
-// Those for a weight in a bitmap, or dense.
+// Those for a weight in any storage of the bitmap formats.
 template <template <typename, Storage> typename Weights>
 constexpr MatMulFunctions kBitmapFunctions =
-    ColumnFunctions<Weights<LoopSimd, Storage::kDense>, Weights<LoopSimd, Storage::kBitmap>>::kAll;
+    ColumnFunctions<Weights<LoopSimd, Storage::kDense>, Weights<LoopSimd, Storage::kBitmap>,
+                    Weights<LoopSimd, Storage::kTwoFour>>::kAll;
 
 }  // namespace
 }  // namespace ortolan

@@ -35,6 +35,15 @@ constexpr int64_t kSpanInputs = 32;
 // Most spans of a group whose sums of nibbles times bytes fit 16 bits: group_int4_weight.h.
 constexpr int64_t kChunkSpans = kInt4ChunkInputs / kSpanInputs;
 
+// The kind of weight that kMostRows rows of x or fewer are multiplied with, if it is another: it takes the same packed
+// x.
+template <typename Weights>
+struct FewRowsKindOf {
+  using Type = Weights;
+  static constexpr int64_t kMostRows = 1;
+};
+constexpr int64_t kAnyRows = INT64_MAX;
+
 // What all panels of a call have in common.
 template <typename Weights>
 struct Layer {

@@ -19,10 +19,12 @@
 //     kRowBlock                  rows of x that are multiplied at once
 //     kParts, Part<p>(row), MultiplyAddPart<p>
 //                                a row of weights, part by part: where registers are few they hold one part
-//     MultiplyAdd, kMostHeld, …  all parts; see activations.h
+//     MultiplyAdd, kMostHeld, kInputsTogether, …
+//                                all parts; see activations.h
 //     kOneRowChains, kMostChains
 //                                chains of sums, for one row and for two or three
 //     kFetchOneRow               see one_row.h
+//     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
 //     Scales                     of a panel: Of(group), Prefetch(groups)
 //     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;
 //                                Add(total, sums, scales, group, row), a total with a group's sums; End(total, row)
@@ -48,31 +50,47 @@ class PanelLoop {
   using Panel = ortolan::Panel<Simd, Weights>;
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
+  static constexpr int kTogether = kRowsTogether<Weights>;
 
  public:
-  // Panels that half a block of rows is multiplied with at once, where dense storage is not expanded and a row of a
+  // Panels that half a block of rows is multiplied with at once, where quads of weights have no groups and a row of a
   // panel is one register: a repeated activation then meets several weights. With one panel, the loads that repeat
   // activations are the limit.
-  static constexpr int kPanelsTogether = Weights::kDense && !Weights::kBuffered && !Weights::kHasGroups &&
-                                                 Columns::kRegisters == 1 && Simd::kRegisters == 32
-                                             ? 3
-                                             : 1;
+  static constexpr int kPanelsTogether =
+      Weights::kRowInputs == 4 && !Weights::kHasGroups && Columns::kRegisters == 1 && Simd::kRegisters == 32 ? 3 : 1;
 
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    const Layer layer(args);
-    if (args.m == 1) {
-      return WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    using FewRows = FewRowsKindOf<Weights>;
+    if constexpr (FewRows::kMostRows > 1) {
+      if (args.m <= FewRows::kMostRows) {
+        return PanelLoop<Simd, typename FewRows::Type>::Run(args, panel_begin, panel_end);
+      }
     }
-    // Sums of groups of one span need no loop around them.
-    if constexpr (Weights::kNarrowChunks) {
-      if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
+    if constexpr (FewRows::kMostRows < kAnyRows) {
+      if (args.m == 1 && RunOneRow<typename FewRows::Type>(args, panel_begin, panel_end)) return;
+      const Layer layer(args);
+      // Sums of groups of one span need no loop around them.
+      if constexpr (Weights::kNarrowChunks) {
+        if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
+      }
+      RunRows<false>(layer, args, panel_begin, panel_end);
     }
-    RunRows<false>(layer, args, panel_begin, panel_end);
   }
 
  private:
+  // Whether it has: a kind may refuse a row.
+  template <typename Kind>
+  static bool RunOneRow(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const ortolan::Layer<Kind> layer(args);
+    if constexpr (requires { Kind::TakesRow(args.x, layer.padded_k); }) {
+      if (!Kind::TakesRow(args.x, layer.padded_k)) return false;
+    }
+    WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    return true;
+  }
+
   // Expanded rows kept while all rows of x pass over them: half of a 32 KB L1 cache or less, and whole groups.
-  static constexpr int64_t kBufferRows = 256;
+  static constexpr int64_t kBufferRows = Weights::kRowInputs <= 4 ? 256 : 128;
   static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
   // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
   static constexpr int64_t kMostRows = 256 / kBlock * kBlock;
@@ -83,7 +101,9 @@ class PanelLoop {
       const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
       for (int64_t panel = panel_begin; panel < panel_end;) {
         if constexpr (kPanelsTogether > 1) {
-          if (part.m >= kBlock && panel_end - panel >= kPanelsTogether) {
+          // Expanded for one block alone, weights are best used from the registers.
+          const bool wide = Weights::kBuffered ? part.m > kBlock : part.m >= kBlock;
+          if (wide && panel_end - panel >= kPanelsTogether) {
             Wide({Panel(layer, part, panel), Panel(layer, part, panel + 1), Panel(layer, part, panel + 2)});
             panel += kPanelsTogether;
             continue;
@@ -199,14 +219,14 @@ class PanelLoop {
   __attribute__((always_inline)) static void MultiplySpan(Sums (&sums)[kRows][kChains], const Activation*& x,
                                                           const Next& next) {
     ForEach<(kRows <= 4 && Columns::kRegisters <= 4)>(
-        kSpanRows, kFourRows, [&](int four) { MultiplyFour<kRows, kChains>(sums, four, x, next); });
+        kSpanRows, kTogether, [&](int four) { MultiplyFour<kRows, kChains>(sums, four, x, next); });
   }
   template <int kRows, int kChains, typename Next>
   __attribute__((always_inline)) static void MultiplyFour(Sums (&sums)[kRows][kChains], int four, const Activation*& x,
                                                           const Next& next) {
     const Activations<Weights, kRows> activations(x);
 #pragma GCC unroll 4
-    for (int row = 0; row < kFourRows; ++row) {
+    for (int row = 0; row < kTogether; ++row) {
       const auto weights = next(four + row);
       MultiplyPart<0, kRows>(sums, activations, weights, row);
       if constexpr (Weights::kParts == 2) MultiplyPart<1, kRows>(sums, activations, weights, row);
@@ -232,40 +252,75 @@ class PanelLoop {
     WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() { Fused<kOneSpan, kRows>(p, i); });
   }
 
+  struct alignas(64) Waiting {
+    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of the one group
+  };
+
   // Of a block of rows or more, with panels of one group.
   struct Panels {
     Panel at[3];
   };
   static void Wide(const Panels& panels) {
+    if constexpr (Weights::kBuffered) return WideBuffered(panels);
+    const int64_t spans = panels.at[0].layer.spans;
     const int64_t m = panels.at[0].args.m;
     int64_t i = 0;
     for (; i + kBlock <= m; i += kBlock) {
-      WideRows(panels, i, 0);
-      WideRows(panels, i, kBlock / 2);
+      for (int first = 0; first < kBlock; first += kBlock / 2) {
+        Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+        WideRows(panels, 0, spans, i, first, nullptr, [&](int c, int64_t, int row) {
+          return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
+        });
+      }
     }
     for (const Panel& p : panels.at) LastRows<false>(p, i);
   }
-  // Half of the block that begins at row i: its rows from `first` on.
-  __attribute__((noinline)) static void WideRows(const Panels& panels, int64_t i, int first) {
+  // Buffered, of several panels.
+  static void WideBuffered(const Panels& panels) {
+    alignas(64) uint8_t buffer[kPanelsTogether][kBufferRows * Weights::kStoredBytes];
+    Waiting waiting[kPanelsTogether];
+    Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+    const int64_t spans = panels.at[0].layer.spans;
+    const int64_t m = panels.at[0].args.m;
+    for (int64_t begin = 0; begin < spans; begin += kBufferSpans) {
+      const int64_t end = spans - begin < kBufferSpans ? spans : begin + kBufferSpans;
+      for (int c = 0; c < kPanelsTogether; ++c) Expand(streams[c], end - begin, buffer[c]);
+      const auto next = [&](int c, int64_t four, int row) {
+        return Weights::LoadRow(buffer[c] + (four + row) * Weights::kStoredBytes);
+      };
+      int64_t i = 0;
+      for (; i + kBlock <= m; i += kBlock) {
+        WideRows(panels, begin, end, i, 0, waiting, next);
+        WideRows(panels, begin, end, i, kBlock / 2, waiting, next);
+      }
+      for (int c = 0; c < kPanelsTogether; ++c) {
+        LastExpandedRows<false>(panels.at[c], buffer[c], begin, end, i, waiting[c]);
+      }
+    }
+  }
+  // Spans begin … end-1 times half of the block that begins at row i: its rows from `first` on. next(panel, rows of
+  // weights since begin, row): the next row of a panel. Sums that have not come to the end wait.
+  template <typename Next>
+  __attribute__((noinline)) static void WideRows(const Panels& panels, int64_t begin, int64_t end, int64_t i, int first,
+                                                 Waiting* waiting, const Next& next) {
     constexpr int kRows = kBlock / 2;
     const Panel& front = panels.at[0];
     const auto numbers = front.template NumbersOf<kBlock>(i);
-    const Activation* x = front.X(i) + kFourRows * Weights::kRowInputs * first;
-    Stream streams[] = {front.stream, panels.at[1].stream, panels.at[2].stream};
+    const Activation* x = front.X(i) + begin * kSpanInputs * kBlock + kFourRows * Weights::kRowInputs * first;
     Sums sums[kRows][kPanelsTogether];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = numbers.Start(0, first + r);
+      for (int c = 0; c < kPanelsTogether; ++c) {
+        sums[r][c] = begin == 0 ? numbers.Start(0, first + r) : Weights::LoadSums(waiting[c].at[i + first + r]);
+      }
     }
-    for (int64_t four = 0; four < front.layer.spans * kSpanRows; four += kFourRows) {
+    for (int64_t four = 0; four < (end - begin) * kSpanRows; four += kFourRows) {
 #pragma GCC unroll 4
       for (int row = 0; row < kFourRows; ++row) {
         typename Weights::Row weights[kPanelsTogether];
 #pragma GCC unroll 4
-        for (int c = 0; c < kPanelsTogether; ++c) {
-          weights[c] = Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
-        }
+        for (int c = 0; c < kPanelsTogether; ++c) weights[c] = next(c, four, row);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const auto repeated = Simd::RepeatQuad(x + Weights::kRowInputs * (kFourRows * r + row));
@@ -278,15 +333,15 @@ class PanelLoop {
     for (int c = 0; c < kPanelsTogether; ++c) {
       const auto scales = panels.at[c].scales.Of(0);
       for (int r = 0; r < kRows; ++r) {
+        if (end < front.layer.spans) {
+          Weights::StoreSums(waiting[c].at[i + first + r], sums[r][c]);
+          continue;
+        }
         const Floats total = numbers.Add(Columns::Set(0.0f), sums[r][c], scales, 0, first + r);
         panels.at[c].output.StoreWithBias(i + first + r, numbers.End(total, first + r));
       }
     }
   }
-
-  struct alignas(64) Waiting {
-    uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of the one group
-  };
 
   // Many rows of x: expand some rows of weights once, let all rows of x pass over them, go on with the next. The sums
   // of 16 columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the
@@ -298,20 +353,30 @@ class PanelLoop {
     Stream stream = p.stream;
     for (int64_t first = 0; first < p.layer.spans; first += kBufferSpans) {
       const int64_t end = p.layer.spans - first < kBufferSpans ? p.layer.spans : first + kBufferSpans;
-      uint8_t* out = buffer;
-      for (int64_t span = first; span < end; ++span) {
-        stream.template StartSpan<Fetch::kExpand>();
-#pragma GCC unroll 8
-        for (int row = 0; row < kSpanRows; ++row, out += Weights::kStoredBytes) {
-          Weights::StoreRow(Weights::FromBytes(stream.template Next<Fetch::kExpand, false>(row)), out);
-        }
-        stream.EndSpan();
-      }
+      Expand(stream, end - first, buffer);
       int64_t i = 0;
       for (; i + kBlock <= p.args.m; i += kBlock) ExpandedRows<kOneSpan, kBlock>(p, buffer, first, end, i, waiting);
-      WithRowCount<kBlock - 1>(p.args.m - i,
-                               [&]<int kRows>() { ExpandedRows<kOneSpan, kRows>(p, buffer, first, end, i, waiting); });
+      LastExpandedRows<kOneSpan>(p, buffer, first, end, i, waiting);
     }
+  }
+
+  static void Expand(Stream& stream, int64_t spans, uint8_t* out) {
+    for (int64_t span = 0; span < spans; ++span) {
+      stream.template StartSpan<Fetch::kExpand>();
+#pragma GCC unroll 8
+      for (int row = 0; row < kSpanRows; ++row, out += Weights::kStoredBytes) {
+        Weights::StoreRow(Weights::FromBytes(stream.template Next<Fetch::kExpand, false>(row)), out);
+      }
+      stream.EndSpan();
+    }
+  }
+
+  // The rows from i on, fewer than a block.
+  template <bool kOneSpan>
+  static void LastExpandedRows(const Panel& p, const uint8_t* buffer, int64_t first, int64_t end, int64_t i,
+                               Waiting& waiting) {
+    WithRowCount<kBlock - 1>(p.args.m - i,
+                             [&]<int kRows>() { ExpandedRows<kOneSpan, kRows>(p, buffer, first, end, i, waiting); });
   }
 
   // Spans first … end-1, which are in the buffer, times rows i … i+kRows-1.

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "simd/at_byte.h"
+#include "simd/spread_control.h"
 #include "simd/vectors.h"
 
 namespace ortolan::simd {
@@ -136,6 +137,9 @@ struct avx2 : Vectors<avx2, avx2_types> {
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
   }
 
+  static __m256 RepeatFour(const float* from) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)); }
+  static __m256 PickFloats(__m256 four, __m256i index) { return _mm256_permutevar_ps(four, index); }
+
   // Floats from and to bytes.
   static __m256 LoadBf16(const uint8_t* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -207,6 +211,26 @@ struct avx2 : Vectors<avx2, avx2_types> {
       return _mm_shuffle_epi8(Load128(stored + 2 * __builtin_popcountll(mask & before)), Load128(control));
     };
     return _mm256_set_m128i(eight(first + 8), eight(first));
+  }
+  static __m256i RepeatEight(const void* from) {
+    return _mm256_broadcastq_epi64(Load64(static_cast<const uint8_t*>(from)));
+  }
+  static __m256i PickBytes(__m256i eight, __m256i places) { return _mm256_shuffle_epi8(eight, places); }
+  template <int kHalf>
+  static __m256i SpreadBytes(__m256i a, __m256i places) {
+    const __m256i numbers = _mm256_maddubs_epi16(places, _mm256_set1_epi16(0x0102));
+    const __m256i number = kHalf == 0 ? numbers : _mm256_srli_epi32(numbers, 16);  // in the lowest bits
+    const __m256i table = LoadBytes(kSpreadControl.control[0]);
+    const __m256i quad = _mm256_add_epi8(LoadBytes(kSpreadControl.quad), SetBytes(2 * kHalf));
+    return _mm256_shuffle_epi8(a, _mm256_add_epi8(_mm256_permutevar8x32_epi32(table, number), quad));
+  }
+  // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
+  template <int kHalf>
+  static __m256i SpreadWords(__m256i a, __m256i places) {
+    const __m256i here = _mm256_set1_epi32((2 * kHalf + 1) << 16 | 2 * kHalf);
+    const auto swap = [](__m256i b) { return _mm256_or_si256(_mm256_slli_epi32(b, 16), _mm256_srli_epi32(b, 16)); };
+    return _mm256_or_si256(_mm256_and_si256(a, _mm256_cmpeq_epi16(places, here)),
+                           _mm256_and_si256(swap(a), _mm256_cmpeq_epi16(swap(places), here)));
   }
 
   // Dot products of bytes. There is no exact product of unsigned and signed bytes: the sums of two may saturate. |a| as

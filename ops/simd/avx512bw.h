@@ -8,6 +8,7 @@
 
 #include "simd/at_byte.h"
 #include "simd/avx2.h"
+#include "simd/spread_control.h"
 #include "simd/vectors.h"
 
 namespace ortolan::simd {
@@ -124,6 +125,8 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
   static __m512 SwapPairs(__m512 a) { return _mm512_permute_ps(a, 0xB1); }
   static __m512 SubtractAdd(__m512 a, __m512 b) { return _mm512_mask_sub_ps(_mm512_add_ps(a, b), 0x5555, a, b); }
   static __m512 Lookup16(const float* table, __m512i index) { return _mm512_permutexvar_ps(index, Load(table)); }
+  static __m512 RepeatFour(const float* from) { return _mm512_broadcast_f32x4(_mm_loadu_ps(from)); }
+  static __m512 PickFloats(__m512 four, __m512i index) { return _mm512_permutevar_ps(four, index); }
 
   // Floats from and to bytes.
   static __m512 LoadBf16(const uint8_t* from) {
@@ -200,6 +203,26 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
       default:
         return _mm512_shuffle_epi32(a, _MM_PERM_DDDD);
     }
+  }
+  static __m512i RepeatEight(const void* from) {
+    return _mm512_broadcastq_epi64(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+  }
+  static __m512i PickBytes(__m512i eight, __m512i places) { return _mm512_shuffle_epi8(eight, places); }
+  template <int kHalf>
+  static __m512i SpreadBytes(__m512i a, __m512i places) {
+    const __m512i numbers = _mm512_maddubs_epi16(places, _mm512_set1_epi16(0x0102));
+    const __m512i number = kHalf == 0 ? numbers : _mm512_srli_epi32(numbers, 16);  // in the lowest bits
+    const __m512i table = LoadBytes(kSpreadControl.control[0]);
+    const __m512i quad = _mm512_add_epi8(LoadBytes(kSpreadControl.quad), SetBytes(2 * kHalf));
+    return _mm512_shuffle_epi8(a, _mm512_add_epi8(_mm512_permutexvar_epi32(number, table), quad));
+  }
+  // Places ascend, so that each word can only go to one place of each half: its own or, swapped, the other's.
+  template <int kHalf>
+  static __m512i SpreadWords(__m512i a, __m512i places) {
+    const __m512i here = _mm512_set1_epi32((2 * kHalf + 1) << 16 | 2 * kHalf);
+    const __mmask32 own = _mm512_cmpeq_epi16_mask(places, here);
+    const __mmask32 other = _mm512_cmpeq_epi16_mask(_mm512_rol_epi32(places, 16), here);
+    return _mm512_mask_mov_epi16(_mm512_maskz_mov_epi16(own, a), other, _mm512_rol_epi32(a, 16));
   }
 
   // Dot products of bytes, as in avx2.h: |a| and b with the sign of a.
@@ -312,9 +335,7 @@ struct avx512bw : Vectors<avx512bw, avx512_types> {
     const __mmask64 bits[] = {_mm512_test_epi8_mask(bytes, SetBytes(0x10)),
                               _mm512_test_epi8_mask(bytes, SetBytes(0x20)),
                               _mm512_test_epi8_mask(bytes, SetBytes(0x40)), _mm512_movepi8_mask(bytes)};
-#pragma GCC unroll 4
     for (int bit = 0; bit < 4; ++bit) {
-#pragma GCC unroll 8
       for (int r = 0; r < 8 >> bit; ++r) found[r] = _mm512_mask_blend_epi8(bits[bit], found[2 * r], found[2 * r + 1]);
     }
     return found[0];

@@ -36,6 +36,7 @@
 //     Float SwapPairs(a)                              lanes 1, 0, 3, 2, …
 //     Float SubtractAdd(a, b)                         a - b in even lanes, a + b in odd ones
 //     Float Lookup16(const float*, Int index)         of 16 floats, by the low 4 bits of each index
+//     Float PickFloats(RepeatFour(const float*), Int index)      of four floats, by the low 2 bits of each index
 // From and to bytes:
 //     Float LoadBf16(const uint8_t*), LoadF16, LoadInt8           kLanes numbers, at any address
 //     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
@@ -67,6 +68,14 @@
 //     ExpandBytesElse(fill, mask, p, first) the byte `fill` elsewhere
 //     ExpandWords(mask, p, first)           values of 2 bytes; each of the three may load 64 bytes from p
 //     RepeatQuad(p)                         four bytes
+//     PickBytes(RepeatEight(p), places)     for each place, 0 … 7, the byte that is there of the eight at p
+//     PickWords(RepeatEight(p), places)     where kDotBf16: for each word the one of the four at p that its lowest two
+//                                           bits name
+//     SpreadBytes<half>(a, places)          of each quad of a the bytes 2 half and 2 half + 1, moved to the places of
+//     the
+//                                           quad, 0 … 3, that the same bytes of `places` name; these ascend. Zero
+//                                           elsewhere
+//     SpreadWords<half>(a, places)          of each pair of words the places 2 half and 2 half + 1 of four, likewise
 //     Repeat16(p), RepeatQuad(a, which)     where kRegisters is 32: 16 bytes; of each 16 a quad, in its 16
 //
 //     DotInt8(Int sums, Bytes a, Bytes b)   sums + the dot products of quads, exact; a is int8 + kInt8Bias, modulo

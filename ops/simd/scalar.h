@@ -53,6 +53,11 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
   static void Transpose(float (&)[1]) {}
   static float LoadStrided(const float* from, int64_t) { return Load(from); }
+  struct Four {
+    float at[4];
+  };
+  static Four RepeatFour(const float* from) { return Get<Four>(from); }
+  static float PickFloats(const Four& four, uint32_t index) { return four.at[index & 3]; }
   static float Lookup16(const float* table, uint32_t index) { return table[index & 15]; }
 
   // Floats from and to bytes.
@@ -113,6 +118,21 @@ struct scalar : Vectors<scalar, scalar_types> {
   static uint32_t ExpandWords(uint64_t mask, const uint8_t* stored, int first) {
     return Expand<uint16_t>(uint16_t{0}, mask, stored, first);
   }
+  using Eight = uint64_t;
+  static uint64_t RepeatEight(const void* from) { return Get<uint64_t>(from); }
+  static uint32_t PickBytes(uint64_t eight, uint32_t places) {
+    uint32_t picked = 0;
+    for (int i = 0; i < 32; i += 8) picked |= static_cast<uint32_t>((eight >> (8 * ((places >> i) & 7))) & 0xff) << i;
+    return picked;
+  }
+  template <int kHalf>
+  static uint32_t SpreadBytes(uint32_t a, uint32_t places) {
+    return static_cast<uint32_t>(Spread<8>(a >> (16 * kHalf), places >> (16 * kHalf)));
+  }
+  template <int kHalf>
+  static uint32_t SpreadWords(uint32_t a, uint32_t places) {
+    return static_cast<uint32_t>(Spread<16>(a, places) >> (32 * kHalf));
+  }
   static constexpr uint32_t kInt8Bias = 0;
   // A function of its own: a panel has sixteen in each row, and gcc 12 takes a minute for all of them in one.
   [[gnu::noinline]] static uint32_t DotInt8(uint32_t sums, uint32_t a, uint32_t b) {
@@ -123,6 +143,12 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
 
  private:
+  // Two numbers to their places of four.
+  template <int kBits>
+  [[gnu::noinline]] static uint64_t Spread(uint32_t a, uint32_t places) {
+    constexpr uint64_t kAll = (uint64_t{1} << kBits) - 1;
+    return (a & kAll) << (kBits * (places & 3)) | ((a >> kBits) & kAll) << (kBits * ((places >> kBits) & 3));
+  }
   template <typename T>
   static T Get(const void* from) {
     T value;

@@ -109,6 +109,8 @@ struct Vectors : Types {
   }
 
   // Bytes.
+  using Eight = Bytes;  // eight bytes, and
+  using Four = Float;   // four floats, as often as they fit
   static Bytes LoadBytes(const uint8_t* from) { return Column::LoadInt(from); }
   static Bytes RepeatQuad(const void* from) {
     int32_t quad;

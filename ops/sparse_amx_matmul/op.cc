@@ -9,7 +9,8 @@
 //     group_size, activation, gated_columns, norm_epsilon, x_zero_points
 //
 // masks, values, offsets and scales are initializers: formats/bitmap.h and its like. The element type of values says
-// which; masks and offsets without elements mean dense storage. bias and residual are optional, and scales for bf16,
+// which; masks and offsets without elements mean dense storage, offsets without
+// elements alone 2:4. bias and residual are optional, and scales for bf16,
 // where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
 // there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of
 // the norm: see matmul/linear_op.h. x_zero_points 1, for int8 weights: rows of X are quantized with a zero point each
@@ -19,6 +20,7 @@
 #include <span>
 #include <vector>
 
+#include "formats/two_four.h"
 #include "matmul/bitmap_weight.h"
 #include "matmul/linear_op.h"
 #include "rooms.h"
@@ -83,7 +85,7 @@ class Kernel : public LinearOp {
                             values.count,
                             offsets_.data(),
                             offsets.count};
-    CheckWeight({&masks, &values, &offsets}, ValidateBitmap(claim, layout), node());
+    CheckWeight({&masks, &values, &offsets}, ValidateStored(claim, layout), node());
     w_ = {{claim.k, claim.n}, claim.View(static_cast<const uint8_t*>(values.data))};
   }
 

@@ -27,10 +27,18 @@ def pack_bitmap(
     Raises ValueError unless w is a matrix of 1 to 2^28 rows and columns.
     """
 
+def pack_two_four(w: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.int64]]:
+    """Round w [k, n] to bf16 and pack two weights of each four inputs of a column (2:4 storage).
+
+    masks [panels, tiles, 64] (places), values [panels * tiles * 256] (bf16 bits), offsets [0].
+    Raises ValueError as pack_bitmap does, and where more than two of four weights are not zero after rounding: it
+    names the first such inputs and their column.
+    """
+
 def unpack_bitmap(
     masks: NDArray[np.uint8], values: NDArray[np.uint16], offsets: NDArray[np.int64], k: int, n: int
 ) -> NDArray[np.float32]:
-    """The dense [k, n] matrix. Raises ValueError if the tensors are malformed."""
+    """The dense [k, n] matrix, from any storage. Raises ValueError if the tensors are malformed."""
 
 def pack_bitmap_int8(
     q: NDArray[np.int8], dense: bool = False
@@ -38,6 +46,12 @@ def pack_bitmap_int8(
     """Pack q [k, n]: masks [panels, tiles, 128], values, offsets [panels + 1]; dense as in pack_bitmap.
 
     Raises ValueError unless q is a matrix of 1 to 2^17 rows and 1 to 2^28 columns.
+    """
+
+def pack_two_four_int8(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.int8], NDArray[np.int64]]:
+    """2:4 storage of q [k, n]: masks [panels, tiles, 128] (places), values [panels * tiles * 512], offsets [0].
+
+    Raises ValueError as pack_bitmap_int8 and pack_two_four do.
     """
 
 def unpack_bitmap_int8(
@@ -52,6 +66,12 @@ def pack_bitmap_int4(
 
     dense as in pack_bitmap.
     Raises ValueError for other values, and unless q is a matrix of 1 to 2^17 rows and 1 to 2^28 columns.
+    """
+
+def pack_two_four_int4(q: NDArray[np.int8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+    """2:4 storage of q [k, n], -8 to 7: masks [panels, tiles, 128], values [panels * tiles * 256], offsets [0].
+
+    Raises ValueError as pack_bitmap_int4 and pack_two_four do.
     """
 
 def unpack_bitmap_int4(

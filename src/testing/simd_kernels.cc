@@ -92,6 +92,7 @@ bool RunBetweenLanes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("LoadTwice", S::Store(x.out, S::LoadTwice(x.a)));
   ORTOLAN_TRY("SwapPairs", S::Store(x.out, S::SwapPairs(S::Load(x.a))));
   ORTOLAN_TRY("SubtractAdd", S::Store(x.out, S::SubtractAdd(S::Load(x.a), S::Load(x.b))));
+  ORTOLAN_TRY("PickFloats", S::Store(x.out, S::PickFloats(S::RepeatFour(x.a), S::LoadInt(x.b))));
   ORTOLAN_TRY("Lookup16", S::Store(x.out, S::Lookup16(x.a, S::LoadInt(x.b))));
   ORTOLAN_TRY("LoadBf16", S::Store(x.out, S::LoadBf16(x.bytes)));
   ORTOLAN_TRY("LoadInt8", S::Store(x.out, S::LoadInt8(x.bytes)));
@@ -295,6 +296,12 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("HighNibbles", S::StoreBytes(out, S::HighNibbles(S::LoadBytes(a))));
   ORTOLAN_TRY("RepeatQuad", S::StoreBytes(out, S::RepeatQuad(a)));
   ORTOLAN_TRY("Repeat16", S::StoreBytes(out, S::Repeat16(a)));
+  ORTOLAN_TRY("PickBytes", S::StoreBytes(out, S::PickBytes(S::RepeatEight(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("PickWords", S::StoreBytes(out, S::PickWords(S::RepeatEight(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("SpreadBytes0", S::StoreBytes(out, S::template SpreadBytes<0>(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("SpreadBytes1", S::StoreBytes(out, S::template SpreadBytes<1>(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("SpreadWords0", S::StoreBytes(out, S::template SpreadWords<0>(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("SpreadWords1", S::StoreBytes(out, S::template SpreadWords<1>(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("RepeatQuadOf16", S::StoreBytes(out, S::RepeatQuad(S::LoadBytes(a), number)));
   ORTOLAN_TRY("ExpandBytes", S::StoreBytes(out, S::ExpandBytes(mask, a, first)));
   ORTOLAN_TRY("ExpandBytesElse", S::StoreBytes(out, S::ExpandBytesElse(0x85, mask, a, first)));

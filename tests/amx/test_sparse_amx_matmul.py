@@ -26,6 +26,30 @@ for k in (1, 31, 33, 100, 544, 1000):
                     assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="amx"), y)
 """
 
+# 2:4 storage is expanded to the same tiles as a bitmap. One row runs avx512bf16's own kernel.
+CHECK_TWO_FOUR = """
+import numpy as np
+from ortolan import _native, _testing
+from tests.ops.single_node import assert_matmul_close, assert_same_bits, to_bf16
+from tests.ops.two_four import BF16
+rng = np.random.default_rng(8)
+for k, n in ((1, 1), (33, 17), (100, 40), (1000, 16)):
+    w, bias = BF16.random(rng, k, n), rng.standard_normal(n, dtype=np.float32)
+    packed, bitmap = _native.pack_two_four(w), _native.pack_bitmap(w)
+    x = rng.standard_normal((17, k), dtype=np.float32)
+    for m in (1, 17):
+        y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, bias=bias, kernel="amx")
+        assert_same_bits(y, _testing.sparse_amx_matmul(x[:m], *bitmap, k, n, bias=bias, kernel="amx"))
+    for m in (1, 3, 17):
+        y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, bias=bias, kernel="avx512bf16")
+        assert_matmul_close(y, x[:m], w, bias)
+    x[0, k // 2] = np.inf
+    with np.errstate(invalid="ignore"):
+        expected = to_bf16(x[:1]) @ to_bf16(w)
+    y = _testing.sparse_amx_matmul(x[:1], *packed, k, n, kernel="avx512bf16")
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+"""
+
 # Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
 CHECK_BITS = """
 import ml_dtypes
@@ -138,6 +162,10 @@ for m in (1, 3, 4, 20, 300):
         assert (emulator.count("tdpbf16ps") > 0) == (m >= 4)
         assert emulator.live_threads_with_config() == 0
 """
+
+
+def test_two_four() -> None:
+    check(CHECK_TWO_FOUR)
 
 
 def test_shapes() -> None:

@@ -38,6 +38,27 @@ for group in (None, 32, 64, 128):
         assert_same_bits(odd, y)
 """
 
+# 2:4 storage is expanded to tiles: the answers are those of dense storage.
+CHECK_TWO_FOUR = """
+import numpy as np
+from tests.ops.quantized import Layer
+from tests.ops.single_node import assert_same_bits, at_odd_address
+from tests.ops.two_four import two_of_four
+rng = np.random.default_rng(8)
+for group in (None, 32, 64, 128):
+    for k, n in ((1, 1), (33, 17), (160, 40), (1100, 16)):
+        random = Layer.random(rng, k, n, 0.1, group)
+        layer = Layer.two_four(two_of_four(rng, random.weights), random.scales, group)
+        bias, x = rng.standard_normal(n, dtype=np.float32), rng.standard_normal((17, k), dtype=np.float32)
+        for m in (1, 17):
+            y = layer.multiply(x[:m], bias, "amx")
+            layer.check(y, x[:m], bias)
+            assert_same_bits(layer.stored_dense().multiply(x[:m], bias, "amx"), y)
+        masks, values, offsets = layer.packed
+        packed = (at_odd_address(masks), at_odd_address(values), offsets)
+        assert_same_bits(layer.multiply_packed(x, packed, at_odd_address(layer.packed_scales()), bias, "amx"), y)
+"""
+
 # The same bits as the portable kernel: integer sums are exact, and with scales of one so are the float ones.
 CHECK_BITS = """
 import numpy as np
@@ -87,6 +108,10 @@ for group in (None, 32, 64, 128):
 
 def test_shapes() -> None:
     check(CHECK_SHAPES)
+
+
+def test_two_four() -> None:
+    check(CHECK_TWO_FOUR)
 
 
 def test_bits_are_those_of_the_portable_kernel() -> None:

@@ -13,8 +13,10 @@ from ortolan.benchmarks.side_by_side import shapes_to_measure
 from ortolan.errors import OrtolanError
 from ortolan.graph_passes.report.figures import Timing
 
+from ..ops.two_four import two_of_four
+
 TORCH = ["torch_bf16"] if dense_peers.has_torch() else []
-# Of Ortolan's bitmap with one row of x; dense storage has all of these but ortolan_dense.
+# Of Ortolan's bitmap and of 2:4 storage with one row of x; dense storage has all of these but ortolan_dense.
 PEERS = {
     "bf16": [*TORCH, "ort_matmul_fp32", "ortolan_dense", "stream_read"],
     "int8": [
@@ -56,10 +58,10 @@ def test_every_kind_meets_its_peers(small_layers, kind):
         (None, 1, m, storage, sparsity): [
             peer
             for peer in PEERS[kind]
-            if peer not in without or (m == 1 if peer == "stream_read" else storage == "bitmap")
+            if peer not in without or (m == 1 if peer == "stream_read" else storage != "dense")
         ]
         for m in (1, 5)
-        for storage, sparsity in (("bitmap", 0.5), ("bitmap", 0.7), ("dense", 0.0))
+        for storage, sparsity in (("2:4", 0.5), ("bitmap", 0.5), ("bitmap", 0.7), ("dense", 0.0))
     }
     assert result.summary == []  # the paper's layers have one
 
@@ -71,7 +73,9 @@ def test_layers_of_one_shape_are_measured_once_and_summed_up_by_name(small_layer
     assert {key[0] for key in found} == {"k, v", "q"}
     assert all(("ortolan_1_thread" in peers) == (key[1] == 2) for key, peers in found.items())
     summary = {(row.threads, row.case["m"], row.case["storage"]): row for row in result.summary}
-    assert sorted(summary) == [(t, m, storage) for t in (1, 2) for m in (1, 2) for storage in ("bitmap", "dense")]
+    assert sorted(summary) == [
+        (t, m, storage) for t in (1, 2) for m in (1, 2) for storage in ("2:4", "bitmap", "dense")
+    ]
     row = summary[2, 1, "bitmap"]
     assert list(row.ratios) == ["q", "k", "v"]
     assert row.ratios["k"] == row.ratios["v"]
@@ -90,7 +94,7 @@ def test_without_torch_the_dense_peer_of_bf16_is_our_own(small_layers, monkeypat
     options = BenchOptions((1,), True, None, (0.5,), ("q",), (2,), ("bf16",))
     result = sparse_amx_matmul.run(options)
     assert {row.peer for row in result.rows} == {"ort_matmul_fp32", "ortolan_dense"}
-    assert [row.case["storage"] for row in result.summary] == ["bitmap"]
+    assert [row.case["storage"] for row in result.summary] == ["2:4", "bitmap"]
     assert "torch is not installed" in " ".join(result.notes)
     assert "torch" not in result.versions
 
@@ -133,7 +137,7 @@ def test_an_interrupt_keeps_what_was_measured(small_layers, monkeypatch):
     result = sparse_amx_matmul.run(options)
     assert result.interrupted
     assert {row.case["layer"] for row in result.rows} == {"q"}
-    assert [list(row.ratios) for row in result.summary] == [["q"], ["q"]]
+    assert [list(row.ratios) for row in result.summary] == [["q"], ["q"], ["q"]]
     assert json.loads(result.to_json())["interrupted"] is True
     calls[:] = [()]
     with pytest.raises(KeyboardInterrupt):  # nothing to keep
@@ -212,7 +216,7 @@ def test_the_summary_is_printed_behind_the_rows():
 # --- the candidates ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", ["bitmap", "dense"])
+@pytest.mark.parametrize("storage", sparse_amx_matmul.Storage)
 @pytest.mark.parametrize("kind", PEERS)
 def test_our_node_computes_the_product(kind, storage):
     """On integers and powers of two, which no rounding changes: all kinds are exact."""
@@ -221,11 +225,13 @@ def test_our_node_computes_the_product(kind, storage):
     x = rng.integers(-100, 100, (5, k)).astype(np.float32)
     x[:, 0] = 127  # the scale of a row is 1
     weight = rng.integers(-7, 8, (k, n), dtype=np.int8)
+    if storage == sparse_amx_matmul.Storage.TWO_FOUR:
+        weight = two_of_four(rng, weight)
     groups = {"bf16": 1, "int8": 1, "int4": -(-k // group)}[kind]
     scales = np.exp2(rng.integers(-3, 3, (groups, n))).astype(np.float32)
     exact = weight * np.repeat(scales, group if kind == "int4" else k, axis=0)[:k]
     given = exact if kind == "bf16" else weight
-    node = sparse_amx_matmul.our_node(kind, given, scales, group, dense=storage == "dense")
+    node = sparse_amx_matmul.our_node(kind, given, scales, group, storage)
     session, _keep = layers_session([node], k, n, 1)
     np.testing.assert_array_equal(session.run(None, {"x": x})[0], x @ exact)
 

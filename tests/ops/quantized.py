@@ -60,6 +60,12 @@ class Layer:
             scales = to_bf16(scales)
         return cls(q, scales, group, _native.pack_bitmap_int8(q) if group is None else _native.pack_bitmap_int4(q))
 
+    @classmethod
+    def two_four(cls, weights: np.ndarray, scales: np.ndarray, group: int | None) -> Layer:
+        """A layer of weights that are 2:4 sparse, in 2:4 storage."""
+        pack = _native.pack_two_four_int8 if group is None else _native.pack_two_four_int4
+        return cls(weights, scales, group, pack(weights))
+
     def stored_dense(self) -> Layer:
         """The same layer in dense storage."""
         pack = _native.pack_bitmap_int8 if self.group is None else _native.pack_bitmap_int4

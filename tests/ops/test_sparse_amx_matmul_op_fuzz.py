@@ -25,18 +25,26 @@ from .damages import (
 from .linear_kinds import GROUPS, apply, attributes, packed, scales
 from .quantized import Layer
 from .single_node import save_at_odd_places, session, sparse_amx_matmul_model, sparse_weight
+from .two_four import two_of_four
 
 KINDS = ["bf16", *GROUPS]
 
 
-def valid_model(rng: np.random.Generator, kind: str, dense: bool) -> onnx.ModelProto:
+STORAGES = ["bitmap", "dense", "2:4"]
+
+
+def valid_model(rng: np.random.Generator, kind: str, storage: str) -> onnx.ModelProto:
     """A node with everything: bias, residual, scales, activation."""
     k, n = int(rng.integers(1, 150)), int(rng.integers(1, 50))
     if kind == "bf16":
-        weight, weight_scales = _native.pack_bitmap(sparse_weight(rng, k, n, rng.random()), dense), None
+        w, weight_scales = sparse_weight(rng, k, n, rng.random()), None
+        two_four = storage == "2:4"
+        weight = _native.pack_two_four(two_of_four(rng, w)) if two_four else _native.pack_bitmap(w, storage == "dense")
     else:
         layer = Layer.random(rng, k, n, rng.random(), GROUPS[kind])
-        weight, weight_scales = packed(layer, dense), scales(layer)
+        weight, weight_scales = packed(layer, storage == "dense"), scales(layer)
+        if storage == "2:4":
+            weight = Layer.two_four(two_of_four(rng, layer.weights), layer.scales, layer.group).packed
     chosen = attributes(kind, Activation(rng.integers(5)))
     bias = rng.standard_normal(n, dtype=np.float32) if rng.random() < 0.7 else None
     residual = rng.standard_normal((3, n), dtype=np.float32) if rng.random() < 0.7 else None
@@ -55,13 +63,13 @@ def damage(rng: np.random.Generator, model: onnx.ModelProto) -> None:
             TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_models_give_an_error_or_an_answer(kind: str, dense: bool) -> None:
-    rng = np.random.default_rng([KINDS.index(kind), dense])
+def test_damaged_models_give_an_error_or_an_answer(kind: str, storage: str) -> None:
+    rng = np.random.default_rng([KINDS.index(kind), STORAGES.index(storage)])
     refused = answered = 0
     for _ in range(300):
-        model = valid_model(rng, kind, dense)
+        model = valid_model(rng, kind, storage)
         k = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
         damage(rng, model)
         try:
@@ -145,8 +153,8 @@ def test_x_without_axes_is_refused() -> None:
 def test_tensors_at_odd_places_of_a_file(kind: str, tmp_path: Path) -> None:
     """External data need not be aligned, and the operator gets what is mapped."""
     rng = np.random.default_rng(2)
-    for dense in (False, True):
-        model = valid_model(rng, kind, dense)
+    for storage in STORAGES:
+        model = valid_model(rng, kind, storage)
         k = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
         x = rng.standard_normal((3, k), dtype=np.float32)
         (expected,) = session(model).run(None, {"x": x})

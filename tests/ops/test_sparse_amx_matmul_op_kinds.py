@@ -18,6 +18,7 @@ from ortolan.graph_passes.operators.sparse_amx_matmul_function import Uses, spar
 from .linear_kinds import GROUPS, RESIDUALS, apply, attributes, packed, scales, uses
 from .quantized import Layer, quantize_rows
 from .single_node import Packed, U, assert_matmul_close, session, sparse_amx_matmul_model, sparse_weight
+from .two_four import two_of_four
 
 
 def function(uses: Uses, opset: int = 17) -> onnx.FunctionProto:
@@ -360,3 +361,37 @@ def test_one_function_for_layers_that_differ(opset: int, unpack_once: bool) -> N
     kernel, inlined = (session(model, library=library).run(None, {"x": x})[0] for library in (True, False))
     # A number near the middle of two steps may be rounded up by one and down by the other.
     assert np.linalg.norm(kernel - inlined) <= 0.02 * np.linalg.norm(kernel)
+
+
+@pytest.mark.parametrize("kind", ["bf16", *GROUPS])
+@pytest.mark.parametrize("m", [1, 5])
+def test_two_four_storage(kind: str, m: int) -> None:
+    """The operator recognizes it by its tensors, and answers as with dense storage."""
+    k, n = 300, 40
+    rng = np.random.default_rng(m)
+    x, bias = rng.standard_normal((m, k), dtype=np.float32), rng.standard_normal(n, dtype=np.float32)
+    if kind == "bf16":
+        w = two_of_four(rng, rng.standard_normal((k, n), dtype=np.float32))
+        y = session(sparse_amx_matmul_model(_native.pack_two_four(w), k, n, bias)).run(None, {"x": x})[0]
+        assert_matmul_close(y, x, w, bias)
+        return
+    random = Layer.random(rng, k, n, 0.1, GROUPS[kind])
+    layer = Layer.two_four(two_of_four(rng, random.weights), random.scales, random.group)
+
+    def answer(weight: Packed) -> np.ndarray:
+        model = sparse_amx_matmul_model(weight, k, n, bias, scales=scales(layer), **attributes(kind))
+        return session(model).run(None, {"x": x})[0]
+
+    y = answer(layer.packed)
+    layer.check(y, x, bias)
+    np.testing.assert_array_equal(y, answer(layer.stored_dense().packed))
+
+
+def test_places_that_do_not_ascend_are_refused() -> None:
+    masks, values, offsets = _native.pack_two_four_int8(np.zeros((64, 16), np.int8))
+    masks[0, 0, :2] = 0
+    model = sparse_amx_matmul_model(
+        (masks, values, offsets), 64, 16, scales=np.ones((1, 1, 16), np.float32), **attributes("int8")
+    )
+    with pytest.raises(Exception, match=r"linear.*w\.masks.*do not ascend"):
+        session(model)

@@ -56,6 +56,51 @@ def test_repeated_parts_of_16_bytes(column: str) -> None:
         np.testing.assert_array_equal(stored_bytes(column, "RepeatQuadOf16", a, number=which), expected)
 
 
+@columns_with("PickBytes")
+def test_picked_bytes(column: str) -> None:
+    a = random_bytes(0, 64)
+    places = random_bytes(1, 4 * LANES[column]) & 7
+    np.testing.assert_array_equal(stored_bytes(column, "PickBytes", a, places), a[places])
+
+
+@columns_with("PickWords")
+def test_picked_words(column: str) -> None:
+    a = random_bytes(0, 4, np.uint16)
+    places = random_bytes(1, 2 * LANES[column], np.uint16)
+    np.testing.assert_array_equal(stored_bytes(column, "PickWords", a, places).view(np.uint16), a[places & 3])
+
+
+PAIRS_OF_PLACES = np.array([(a, b) for b in range(4) for a in range(b)])
+
+
+@each_of(["SpreadBytes0", "SpreadBytes1"])
+def test_spread_bytes(column: str, function: str) -> None:
+    quads, half = LANES[column], int(function[-1])
+    a = random_bytes(0, 4 * quads)
+    rng = np.random.default_rng(1)
+    for first in range(len(PAIRS_OF_PLACES)):
+        places = PAIRS_OF_PLACES[(first + rng.integers(0, 6, 2 * quads)) % 6].astype(np.uint8)
+        places[0] = PAIRS_OF_PLACES[first]
+        expected = np.zeros((quads, 4), np.uint8)
+        of_half = slice(2 * half, 2 * half + 2)
+        np.put_along_axis(
+            expected, places.reshape(quads, 4)[:, of_half].astype(np.int64), a.reshape(quads, 4)[:, of_half], axis=1
+        )
+        np.testing.assert_array_equal(stored_bytes(column, function, a, places.reshape(-1)), expected.reshape(-1))
+
+
+@each_of(["SpreadWords0", "SpreadWords1"])
+def test_spread_words(column: str, function: str) -> None:
+    pairs, half = LANES[column], int(function[-1])
+    a = random_bytes(0, 2 * pairs, np.uint16)
+    for first in range(len(PAIRS_OF_PLACES)):
+        places = np.roll(np.resize(PAIRS_OF_PLACES, (max(pairs, 6), 2)), -first, axis=0)[:pairs]
+        expected = np.zeros((pairs, 4), np.uint16)
+        np.put_along_axis(expected, places, a.reshape(pairs, 2), axis=1)
+        found = stored_bytes(column, function, a, places.astype(np.uint16).reshape(-1)).view(np.uint16)
+        np.testing.assert_array_equal(found.reshape(pairs, 2), expected[:, 2 * half : 2 * half + 2])
+
+
 MASKS = [0, 1, 1 << 63, 2**64 - 1, 0xAAAAAAAAAAAAAAAA, 0x00FF00FF0F0F3355, 0x8000000100000001]
 
 

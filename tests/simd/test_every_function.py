@@ -26,6 +26,8 @@ PARTS = {
     "EndFewSums": "DotRows",
     "StartNibbleSums": "DotNibbles",
     "EndNibbleSums": "DotNibbles",
+    "RepeatEight": "PickBytes",
+    "RepeatFour": "PickFloats",
 }
 
 

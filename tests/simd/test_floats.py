@@ -177,6 +177,12 @@ def test_lookup_16(column: str) -> None:
         np.testing.assert_array_equal(one(column, "Lookup16", table, some), table[some & 15])
 
 
+@columns_with("PickFloats")
+def test_picked_floats(column: str) -> None:
+    four, index = numbers(0, 4), np.random.default_rng(1).integers(0, 2**32, LANES[column], np.uint32)
+    np.testing.assert_array_equal(one(column, "PickFloats", four, index), four[index & 3])
+
+
 # ---- From and to bytes
 
 

@@ -7,7 +7,7 @@
 
 #include "matmul/activations.h"
 #include "matmul/quantize.h"
-#include "matmul/weights/bitmap_stream.h"
+#include "matmul/weights/two_four.h"
 
 namespace ortolan {
 namespace {
@@ -18,6 +18,7 @@ struct Bf16Products {
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
   using Activation = float;
+  static constexpr int kInputsTogether = 8;
   using Row = typename Columns::Bytes;
   static constexpr int64_t kStoredBytes = 64;
   // Six rows of 16 columns on AVX2: a product waits four cycles for the last sum, and two begin in each.
@@ -58,6 +59,7 @@ struct Bf16Products<Simd> {
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
   using Activation = uint16_t;
+  static constexpr int kInputsTogether = 8;
   using Row = typename Columns::Bytes;
   static constexpr int64_t kStoredBytes = 64;
   static constexpr int kRowBlock = kHalfOfRegisters<Simd>;
@@ -100,7 +102,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   using Products = Bf16Products<Simd>;
   using Columns = simd::Columns<Simd>;
   using Weight = BitmapWeight;
-  using Stream = BitmapStream<Simd, kStorage, kBf16Bitmap>;
+  using Stream = typename StreamOf<Simd, kStorage, kBf16Bitmap>::Type;
   using Sums = typename Columns::Floats;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kStoredTiles = kDense;
@@ -113,7 +115,7 @@ struct Bf16Weights : Bf16Products<Simd> {
 
   static constexpr int64_t kMostInputs = kBf16Bitmap.max_k;
 
-  static bool IsDense(const Weight& w) { return w.view.IsDense(); }
+  static Storage StorageOf(const Weight& w) { return w.view.StoredAs(); }
   static int64_t PaddedK(const Weight& w) { return BitmapPaddedK(w.k); }
   static int64_t Group(const Weight&) { return kWholeColumn; }
   static int64_t PackedRowBytes(const Weight& w) {
@@ -162,6 +164,64 @@ struct Bf16Weights : Bf16Products<Simd> {
     };
     PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);
   }
+};
+
+// Four activations meet two weights of each column.
+template <typename Simd, typename Kind>
+struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
+  using Columns = simd::Columns<Simd>;
+  using Activation = typename Kind::Activation;
+  using Sums = typename Kind::Sums;
+  using Row = typename TwoFourRow<Simd, Kind>::Row;
+
+  struct Stream : TwoFourRows<Simd, kBf16Bitmap> {
+    using TwoFourRows<Simd, kBf16Bitmap>::TwoFourRows;
+
+    template <Fetch kFetch, bool kOddTimes16>
+    Row Next(int row) {
+      return {this->template Weights<kFetch, kOddTimes16>(row), this->Places()};
+    }
+    void EndSpan() {}
+  };
+
+  static Sums MultiplyAdd(const Sums& sums, const Row& row, const float* x) {
+    const auto four = Simd::RepeatFour(x);
+    return Columns::template Of<Sums>([&](int i) {
+      const auto even = Simd::PickFloats(four, row.places.at[i]);
+      const auto odd = Simd::PickFloats(four, Simd::template ShiftRightInt<16>(row.places.at[i]));
+      return Simd::MultiplyAdd(odd, Simd::OddBf16(row.weights.at[i]),
+                               Simd::MultiplyAdd(even, Simd::EvenBf16(row.weights.at[i]), sums.at[i]));
+    });
+  }
+  static Sums MultiplyAdd(const Sums& sums, const Row& row, const uint16_t* x) {
+    const auto eight = Simd::RepeatEight(x);
+    return Columns::template Of<Sums>(
+        [&](int i) { return Simd::DotBf16(sums.at[i], row.weights.at[i], Simd::PickWords(eight, row.places.at[i])); });
+  }
+
+  // Not one that holds an Inf or a NaN: where no weight is stored it would meet none, and leave no NaN behind.
+  static bool TakesRow(const void* x, int64_t padded_k) {
+    const Activation* const row = static_cast<const Activation*>(x);
+    if constexpr (Simd::kDotBf16) {
+      constexpr uint16_t kExponent = 0x7f80;
+      bool finite = true;
+      for (int64_t l = 0; l < padded_k; ++l) finite &= (row[l] & kExponent) != kExponent;
+      return finite;
+    } else {
+      auto nans = Simd::Set(0.0f);
+      for (int64_t l = 0; l < padded_k; l += Simd::kLanes) {
+        const auto some = Simd::Load(row + l);
+        nans = Simd::Add(nans, Simd::Subtract(some, some));
+      }
+      return !Simd::HasNan(nans);
+    }
+  }
+};
+
+template <typename Simd>
+struct FewRowsKindOf<Bf16Weights<Simd, Storage::kTwoFour>> {
+  using Type = TwoFourBf16Row<Simd, Bf16Weights<Simd, Storage::kTwoFour>>;
+  static constexpr int64_t kMostRows = 1;
 };
 
 }  // namespace

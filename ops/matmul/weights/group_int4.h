@@ -48,7 +48,7 @@ struct GroupInt4Weights : Int4Products<Simd, ByteProducts<Simd, true>> {
         : Int4Stream<Simd, Storage::kDense>(nullptr, w.view.PanelWeights(panel), 0, ahead) {}
   };
 
-  static bool IsDense(const Weight&) { return true; }
+  static Storage StorageOf(const Weight&) { return Storage::kDense; }
   static int64_t Group(const Weight& w) { return w.view.group; }
   static int64_t PackedRowBytes(const Weight& w) { return w.PackedRowBytes(); }
 

@@ -4,6 +4,7 @@
 
 #include "formats/bitmap_int4.h"
 #include "matmul/weights/quantized.h"
+#include "matmul/weights/two_four.h"
 
 namespace ortolan {
 namespace {
@@ -109,6 +110,28 @@ struct Int4Products : Products {
   }
 };
 
+// The stream of a bitmap weight.
+template <typename Simd, Storage kStorage>
+struct StoredInt4 : Int4Stream<Simd, kStorage> {
+  StoredInt4(const BitmapWeight& w, int64_t panel, const PrefetchDistances& ahead)
+      : Int4Stream<Simd, kStorage>(w.view.PanelMasks(kInt4Bitmap, panel), w.view.PanelValues(kInt4Bitmap, panel),
+                                   SpanBytes(w, panel), ahead) {}
+};
+template <typename Simd>
+struct StoredInt4<Simd, Storage::kTwoFour> : TwoFourStream<Simd, kInt4Bitmap> {
+  using Columns = simd::Columns<Simd>;
+  using Bytes = typename Columns::Bytes;
+  using TwoFourStream<Simd, kInt4Bitmap>::TwoFourStream;
+
+  template <Fetch kFetch, bool kOddTimes16>
+  Bytes Next(int row) {
+    const Bytes nibbles = TwoFourStream<Simd, kInt4Bitmap>::template Next<kFetch, kOddTimes16>(row);
+    if constexpr (Simd::kNibbleBias != 0) return nibbles;
+    const auto bias = Simd::SetBytes(kInt4Bias);
+    return Columns::template Of<Bytes>([&](int i) { return Simd::SubtractBytes(nibbles.at[i], bias); });
+  }
+};
+
 template <typename Simd, Storage kStorage>
 struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   using Columns = simd::Columns<Simd>;
@@ -116,12 +139,11 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   using Floats = typename Columns::Floats;
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kBuffered = !kDense;
-
-  struct Stream : Int4Stream<Simd, kStorage> {
-    Stream(const Weight& w, int64_t panel, const PrefetchDistances& ahead)
-        : Int4Stream<Simd, kStorage>(w.view.PanelMasks(kInt4Bitmap, panel), w.view.PanelValues(kInt4Bitmap, panel),
-                                     SpanBytes(w, panel), ahead) {}
-  };
+  // Chains would hold odd rows times 16, which 2:4 storage has only for one row of x.
+  static constexpr bool kOneChain = Simd::kNarrowNibbleSums || kStorage == Storage::kTwoFour;
+  static constexpr int kOneRowChains = kOneChain ? 1 : kMostOneRowChains<Simd>;
+  static constexpr int kMostChains = kOneChain ? 1 : 2;
+  using Stream = StoredInt4<Simd, kStorage>;
 
   static int64_t Group(const Weight& w) { return w.group; }
 
@@ -147,6 +169,12 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
     }
     Floats End(const Floats& total, int row) const { return Columns::Multiply(total, Columns::Set(this->scales[row])); }
   };
+};
+
+template <typename Simd>
+struct FewRowsKindOf<Int4Weights<Simd, Storage::kTwoFour>> {
+  using Type = TwoFourBiasedRow<Simd, Int4Weights<Simd, Storage::kTwoFour>, kInt4Bitmap>;
+  static constexpr int64_t kMostRows = Simd::kNarrowNibbleSums ? 4 : 1;
 };
 
 }  // namespace

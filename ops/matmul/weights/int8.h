@@ -2,14 +2,15 @@
 #pragma once
 
 #include "matmul/weights/quantized.h"
+#include "matmul/weights/two_four.h"
 
 namespace ortolan {
 namespace {
 
 // Weights as they are stored, or plus the bias that products ask for.
 template <typename Simd, Storage kStorage>
-struct Int8Stream : BitmapStream<Simd, kStorage, kInt8Bitmap> {
-  using Stored = BitmapStream<Simd, kStorage, kInt8Bitmap>;
+struct Int8Stream : StreamOf<Simd, kStorage, kInt8Bitmap>::Type {
+  using Stored = typename StreamOf<Simd, kStorage, kInt8Bitmap>::Type;
   using Columns = simd::Columns<Simd>;
   using Bytes = typename Columns::Bytes;
   using Stored::Stored;
@@ -65,6 +66,19 @@ struct Int8Weights : RowQuantized<Simd, false> {
     }
     Floats End(const Floats& total, int) const { return total; }
   };
+};
+
+template <typename Simd>
+struct FewRowsKindOf<Int8Weights<Simd, Storage::kTwoFour>> {
+  using Type = TwoFourBiasedRow<Simd, Int8Weights<Simd, Storage::kTwoFour>, kInt8Bitmap>;
+  static constexpr int64_t kMostRows = 1;
+};
+// A product of signed bytes, without a bias, is several instructions: half of them are worth a shuffle.
+template <typename Simd>
+  requires(Simd::kInt8Bias == 0)
+struct FewRowsKindOf<Int8Weights<Simd, Storage::kTwoFour>> {
+  using Type = TwoFourByteRow<Simd, Int8Weights<Simd, Storage::kTwoFour>, kInt8Bitmap>;
+  static constexpr int64_t kMostRows = kAnyRows;
 };
 
 }  // namespace

@@ -15,6 +15,7 @@ template <typename Simd, bool kInt4>
 struct ByteProducts {
   using Columns = simd::Columns<Simd>;
   using Activation = int8_t;
+  static constexpr int kInputsTogether = 16;
   using Row = typename Columns::Bytes;
   using Sums = typename Columns::Ints;
   static constexpr int kRowInputs = 4;
@@ -95,7 +96,7 @@ struct RowQuantized : ByteProducts<Simd, kInt4> {
   using Weight = BitmapWeight;
   using Products = ByteProducts<Simd, kInt4>;
 
-  static bool IsDense(const Weight& w) { return w.view.IsDense(); }
+  static Storage StorageOf(const Weight& w) { return w.view.StoredAs(); }
   static int64_t PackedRowBytes(const Weight& w) { return w.QuantizedRowBytes(); }
 
   static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
