@@ -4,7 +4,7 @@
     bitmap    a bit a weight, and the weights that are not zero
     2:4       of each four inputs of an output two weights, and their places (ops/formats/two_four.h)
 
-All of them give the same answers, to the bit. They differ in size and speed, and in which CPUs are fast with them.
+The weights are the same in all of them. They differ in size and speed, and in which CPUs are fast with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BF16 = 16  # weight_bits
 DENSE_BELOW = {BF16: 0.07, 8: 0.11, 4: 0.3}
 # As in ops/formats/: bytes behind the last value of a bitmap format.
 _PADDING_BYTES = 64
-# 2:4 storage takes fewer instructions than a bitmap: it may be larger by so much.
+# 2:4 storage is fast on every CPU, where a bitmap may meet one that is not: it may be larger by so much.
 _TWO_FOUR_GROWTH = 1.25
 _CHUNK = 256  # quads of inputs
 

@@ -42,7 +42,7 @@ def note_slow_bitmaps(context: PassContext) -> None:
     if slow:
         layers = f"{len(slow)} layers are bitmaps" if len(slow) > 1 else f"layer {slow[0].name!r} is a bitmap"
         context.note(
-            f"{layers} of int{slow[0].weight_bits} weights, which are small, but slower than dense ones on this CPU "
+            f"{layers} of int{slow[0].weight_bits} weights, which are small, but no faster than dense ones on this CPU "
             "(it has no AVX-512 VBMI); what is pruned with pattern='2:4' is fast here"
         )
 
