@@ -240,6 +240,16 @@ def test_options_of_another_operator(name: str) -> None:
         Recipe.from_dict({"name": "r", "pass": [{"name": "replace", "op": "W4A8MatMul", name: value}]})
 
 
+def test_inspect_knows_the_pattern() -> None:
+    model = two_layers(half(96, 64), random_weight(64, 48, seed=1))
+    assert [layer.weight_format for layer in ortolan.inspect_onnx(model).linears] == ["FLOAT, 2:4", "FLOAT"]
+    ((tiny_one,), (zero,)) = (
+        ortolan.inspect_onnx(matmul_model(2, 3, weight=weight)).linears
+        for weight in (random_weight(2, 3), np.zeros((2, 3), np.float32))
+    )
+    assert (tiny_one.weight_format, zero.weight_format) == ("FLOAT", "FLOAT, 2:4")
+
+
 # --- stored numbers ---------------------------------------------------------------------------------------------------
 
 
