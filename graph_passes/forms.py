@@ -1,7 +1,8 @@
 """A form: what layers become, apart from how its numbers are found. And the passes that make it.
 
     weights     bf16, int8 or int4; of int4, group_size inputs share a scale
-    sparsity    the share of weights that is pruned, by pattern: unstructured, 4x1 (blocks of four outputs) or N:M
+    sparsity    the share of weights that is pruned, by pattern: unstructured, 4x1 (blocks of four outputs) or N:M.
+                The patterns 4x1 and 2:4 alone are for weights that have such zeros already
     method      how weights are rounded (rtn, gptq, awq, hqq) and pruned (magnitude, wanda, sparsegpt)
     cache       of attention with a KV cache: 4-bit key codes, or floats
     ignore      layers that are not part of it
@@ -29,6 +30,7 @@ PRUNING = ("magnitude", "wanda", "sparsegpt")
 METHODS = (*ROUNDING, *PRUNING)
 CACHES = ("codes", "float32")
 BLOCKS = "4x1"
+TWO_FOUR = "2:4"
 UNSTRUCTURED = "unstructured"
 _BITS = {"int8": 8, "int4": 4}
 _SAME = 1e-3  # shares of N:M need not be written with more digits
@@ -95,7 +97,8 @@ class Form(PassOptions):
             )
         if pattern is not None and pattern.of:
             share = 1 - pattern.kept / pattern.of
-            if self.sparsity is None or abs(share - self.sparsity) > _SAME:
+            already = self.sparsity is None and self.pattern == TWO_FOUR
+            if not already and (self.sparsity is None or abs(share - self.sparsity) > _SAME):
                 found = "not given" if self.sparsity is None else f"{self.sparsity:g}"
                 raise RecipeError(f"sparsity is {found}, but pattern {self.pattern!r} makes it {share:g}; give that")
         if self.pattern == UNSTRUCTURED and self.sparsity is None and self.weights != "int4":
@@ -157,6 +160,8 @@ class Form(PassOptions):
         if self.sparsity is not None:
             unit = "" if self.pattern in (None, UNSTRUCTURED) else f" {self.pattern}"
             words.append(f"prune {self.sparsity:.0%}{unit} by {self.pruning}")
+        elif self.pattern == TWO_FOUR:
+            words.append("layers that are 2:4 sparse already")
         if self.stored is not None:
             groups = f" in groups of {self.group_size or 128}" if self.stored == "int4" else ""
             how = f" by {self.rounding}" if self.stored in _BITS and not self.prunes_and_rounds else ""
@@ -226,10 +231,17 @@ class Form(PassOptions):
         if self.skipped_inputs is not None:
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
-        if not self.is_dense_int4:
-            return [{"name": "replace", "op": "SparseAMXMatMul"}]
+        if not self.is_dense_int4 and self.pattern != TWO_FOUR:
+            # Who asks for zeros gets the smaller file.
+            stored = {} if self.sparsity is None else {"storage": "small"}
+            return [{"name": "replace", "op": "SparseAMXMatMul", **stored}]
         ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
-        return [{"name": "replace", "op": "W4A8MatMul"}, *ignored]
+        if self.is_dense_int4:
+            return [{"name": "replace", "op": "W4A8MatMul"}, *ignored]
+        step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
+        if self.sparsity is None and self.stored in _BITS:
+            step["keep_numbers"] = True
+        return [step, *ignored]
 
 
 # What callers choose a form by.
@@ -269,12 +281,14 @@ AUTO = "auto"  # the recipe that is found by measurement
 ADOPT: Mapping[str, Any] = {
     "name": "adopt",
     "description": "Weights that the model stores already: 4-bit ones (W4A8MatMul), sparse int8 ones (VNNISpMM), "
-    "taken over as they are",
+    "2:4 sparse ones of both (SparseAMXMatMul), taken over as they are",
     "pass": [
         {"name": "normalize"},
         {"name": "calibrate"},
         # Of blocks of four outputs and one input. ONNX Runtime's own int8 kernels are faster on what is less sparse.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": 0.5},
+        # A weight of one or two inputs has the pattern without a zero.
+        {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_numbers": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "verify"},
     ],

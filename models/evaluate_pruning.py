@@ -44,6 +44,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "int4": [_INT4],
     "sparsegpt, then int4": [{"name": "prune", "method": "sparsegpt"}, _INT4],
     "sparsegpt+repair, then int4": [{"name": "prune", "method": "sparsegpt", "repair": True}, _INT4],
+    "sparsegpt with int8": [{"name": "prune", "method": "sparsegpt", "weight_bits": 8}],
     "sparsegpt with int4": [{"name": "prune", "method": "sparsegpt", "weight_bits": 4, "weight_group_size": 128}],
 }
 DEFAULT_VARIANTS = ("dense", "magnitude", "wanda", "sparsegpt")

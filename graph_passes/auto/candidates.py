@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..operators.sparse_amx_matmul_storage import BF16, bitmaps_are_fast
+from ..passes.prune_options import SAME_SHARE
 from ..recipe import Recipe
 
 NAME = "auto"
@@ -26,20 +28,28 @@ class Candidate:
     calibrated: bool = False  # fits weights to the calibration feeds
 
     @property
+    def needs_two_four(self) -> bool:
+        """Whether it is for weights that are 2:4 sparse already."""
+        return not self.prune and self.replace.get("storage") == "2:4"
+
+    @property
     def timing(self) -> str:
         return self.timed_as or self.name
 
 
 _INT4 = {"bits": 4, "group_size": 128, "symmetric": False}
 _INT4_32 = _INT4 | {"group_size": 32}
+_INT4_SYMMETRIC = {"bits": 4, "group_size": 128}
 _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
 ROWS = 256  # of inputs to each layer, on which its error is measured
 HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
 _BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
+_TWO_FOUR = {"storage": "2:4"}
 
 # By error, the smallest first: a form that is not faster than those before it is not looked at any further.
-# Zeros that a weight holds already are stored by no form of SparseAMXMatMul and VNNISpMM.
+# Zeros that a weight holds already are stored by no form of VNNISpMM, and by none of SparseAMXMatMul where this CPU is
+# fast without them, or the weight is 2:4 sparse.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("bf16", "SparseAMXMatMul"),
     Candidate("int8", "SparseAMXMatMul", quantize=_INT8),
@@ -48,26 +58,52 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("int4/32", "W4A8MatMul", quantize=_INT4_32),
     Candidate("int4 gptq", "W4A8MatMul", quantize=_INT4 | _GPTQ, timed_as="int4", calibrated=True),
     Candidate("int4", "W4A8MatMul", quantize=_INT4),
+    # Of weights that are 2:4 sparse already.
+    Candidate(
+        "int4 2:4 gptq",
+        "SparseAMXMatMul",
+        quantize=_INT4_SYMMETRIC | _GPTQ,
+        replace=_TWO_FOUR,
+        timed_as="int4 2:4",
+        calibrated=True,
+    ),
+    Candidate("int4 2:4", "SparseAMXMatMul", quantize=_INT4_SYMMETRIC, replace=_TWO_FOUR),
 )
 # Only where the user asks for a sparsity.
 PRUNED: tuple[Candidate, ...] = (
     Candidate("pruned bf16", "SparseAMXMatMul", prune={"pattern": "unstructured"}),
     Candidate("pruned int8", "SparseAMXMatMul", quantize=_INT8, prune={"pattern": "unstructured"}),
+    Candidate("pruned int8 2:4", "SparseAMXMatMul", quantize=_INT8, prune={"pattern": "2:4"}, replace=_TWO_FOUR),
+    Candidate(
+        "pruned int4 2:4", "SparseAMXMatMul", quantize=_INT4_SYMMETRIC, prune={"pattern": "2:4"}, replace=_TWO_FOUR
+    ),
     Candidate("pruned int8 4x1", "VNNISpMM", quantize=_INT8, prune={"pattern": "4x1"}, replace=_BLOCKS),
 )
 
 
 def candidates_for(calibrated: bool, sparsity: float | None) -> list[Candidate]:
-    """The table without what the user's data do not allow. calibrated: whether feeds were given."""
+    """The table without what the user's data do not allow, and what this CPU is slow with. calibrated: whether feeds
+    were given."""
     found = [candidate for candidate in CANDIDATES if calibrated or not candidate.calibrated]
     # Rounded to nearest, a weight is as fast as one that is fitted, and worse.
     fitted = {candidate.timed_as for candidate in found}
     found = [candidate for candidate in found if candidate.name not in fitted]
+    if sparsity is None:
+        return found
     method = "sparsegpt" if calibrated else "magnitude"
-    for one in PRUNED if sparsity is not None else ():
-        prune: dict[str, Any] = {"method": method, "sparsity": sparsity, "inputs": "original", **one.prune}
-        found.append(Candidate(one.name, one.op, one.quantize, prune, one.replace))
+    for one in PRUNED:
+        if _is_possible(one, sparsity):
+            prune: dict[str, Any] = {"method": method, "sparsity": sparsity, "inputs": "original", **one.prune}
+            found.append(Candidate(one.name, one.op, one.quantize, prune, one.replace))
     return found
+
+
+def _is_possible(pruned: Candidate, sparsity: float) -> bool:
+    """Whether this CPU is fast with zeros of the form's pattern, and the pattern leaves so many."""
+    pattern = pruned.prune["pattern"]
+    if pattern == "unstructured":
+        return bitmaps_are_fast(pruned.quantize.get("bits", BF16))
+    return pattern != "2:4" or abs(sparsity - 0.5) <= SAME_SHARE
 
 
 def for_timing(candidate: Candidate) -> Candidate:

@@ -31,6 +31,7 @@ from ..files.spill import TensorSpill
 from ..measure.evidence import Evidence
 from ..measure.sessions import open_to_time
 from ..measure.timing import interleave, last_level_cache_bytes
+from ..operators.sparse_amx_matmul_storage import beyond_two_four
 from ..passes.context import PassContext
 from ..report.optimization import OptimizationReport
 from ..run import plan, transform
@@ -55,11 +56,13 @@ class LayerCase:
     sparsity: float  # of single weights
     block_sparsity: float  # of blocks of four outputs and one input
     copies: int  # of weights that are read in turn
+    two_four: bool = False  # of each four inputs of an output, two weights at most are not zero
 
     @property
     def key(self) -> str:
         text = f"{self.rows}x{self.k}x{self.n} {self.dtype}{' bias' if self.bias else ''}"
-        return f"{text} zeros {self.sparsity:.2f} {self.block_sparsity:.2f} copies {self.copies}"
+        pattern = " 2:4" if self.two_four else ""
+        return f"{text} zeros {self.sparsity:.2f} {self.block_sparsity:.2f}{pattern} copies {self.copies}"
 
 
 def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weights_of_model: int) -> LayerCase:
@@ -71,7 +74,7 @@ def case_of(matrix: np.ndarray, rows: int, dtype: ir.DataType, bias: bool, weigh
     copies = max(1, min(enough, _MOST_COPIES, _MOST_BYTES // sizes))
     return LayerCase(
         k, n, rows, dtype.name, bias, _rounded(1 - np.count_nonzero(matrix) / matrix.size),
-        _rounded(1 - np.count_nonzero(blocks) / blocks.size), copies,
+        _rounded(1 - np.count_nonzero(blocks) / blocks.size), copies, not beyond_two_four(matrix),
     )  # fmt: skip
 
 
@@ -91,7 +94,8 @@ class LayerTimes:
         self, case: LayerCase, matrix: Callable[[], np.ndarray], candidates: Sequence[Candidate]
     ) -> dict[str, float]:
         """By Candidate.timing, and ORIGINAL; forms that the layer cannot have are left out."""
-        wanted = list({candidate.timing: for_timing(candidate) for candidate in candidates}.values())
+        able = [candidate for candidate in candidates if case.two_four or not candidate.needs_two_four]
+        wanted = list({candidate.timing: for_timing(candidate) for candidate in able}.values())
         # Only times that were taken in turn can be compared, so those of other forms are another entry.
         key = f"{case.key}: {', '.join(map(_entry, wanted))}"
         times = self._read().get(self._machine, {}).get(key)

@@ -15,7 +15,7 @@ from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .masked_matmul_function import INPUTS, NO_MASK, NO_SCALE, OP_TYPE, masked_matmul_function
 from .nodes import fill_missing, in_order, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
 
 # Of the operator; its kernel refuses any other.
 _FORMAT_VERSION = 1
@@ -65,7 +65,7 @@ class MaskedMatMul(Replacement):
         bf16 = np.ascontiguousarray(weight.matrix).astype(ml_dtypes.bfloat16)
         return {"B": PackedTensor(bf16.view(np.uint16), ir.DataType.BFLOAT16)}
 
-    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+    def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         if quantization is not None:
             return k * n + 4 * n
         return (4 if self._is_float else 2) * k * n

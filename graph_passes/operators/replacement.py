@@ -40,6 +40,19 @@ def stored_tensor(spill: TensorSpill, name: str, packed: PackedTensor) -> ir.Ten
     return spill.add(name, packed.array, packed.dtype)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a packed weight holds of a matrix: how many numbers, and whether they are 2:4 sparse, that is, at most two
+    of each four inputs of an output have a weight."""
+
+    count: int
+    beyond_two_four: str = "its weights are not 2:4 sparse"  # or where they are not; "": they are
+
+    @property
+    def is_two_four(self) -> bool:
+        return not self.beyond_two_four
+
+
 # By the name of the operator's input.
 PackedWeight = Mapping[str, PackedTensor]
 
@@ -67,6 +80,10 @@ class Replacement(abc.ABC):
     masks_inputs = False
     # How weights that are not quantized are stored, where the operator has a choice.
     weights = "bf16"
+    # How the operator lays out weights, where it has a choice; None: as suits them.
+    storage: str | None = None
+    # Whether the operator takes only numbers of 4 or 8 bits, also those that the model stores, where it has a choice.
+    keeps_numbers = False
 
     @abc.abstractmethod
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
@@ -76,18 +93,30 @@ class Replacement(abc.ABC):
         """Why the operator cannot hold these weights, which are not quantized, if it cannot."""
         return None
 
-    def stored_weights(self, matrix: np.ndarray) -> int:
-        """How many weights the packed weight of this matrix holds, by which it is sparse or not."""
-        return int(np.count_nonzero(matrix))
+    def why_not_numbers(self, quantized: QuantizedWeight) -> str | None:
+        """Why the operator cannot hold these numbers, which the model stores, if it cannot."""
+        return None
+
+    def stored_weights(self, matrix: np.ndarray) -> Stored:
+        """What the packed weight of this matrix holds, by which it is sparse or not."""
+        return Stored(int(np.count_nonzero(matrix)))
 
     @abc.abstractmethod
     def pack(self, weight: LayerWeight) -> PackedWeight:
         """The constant inputs that hold W."""
 
     @abc.abstractmethod
-    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
-        """The size of what `pack` returns for `stored` weights that are not zero. What hangs on where they are may be
-        estimated, to some per cent."""
+    def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
+        """The size of what `pack` returns. What hangs on where weights are that are not zero may be estimated, to some
+        per cent."""
+
+    def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str | None:
+        """The name of the storage that `pack` chooses, where the operator has several."""
+        return None
+
+    def storage_of(self, packed: Mapping[str, ir.TensorProtocol]) -> str | None:
+        """The name of the storage of a packed weight, where the operator has several."""
+        return None
 
     def inputs(
         self, x: ir.Value, packed: Mapping[str, ir.Value], bias: ir.Value | None, residual: ir.Value | None

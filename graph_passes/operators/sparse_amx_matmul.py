@@ -1,9 +1,10 @@
-"""SparseAMXMatMul: bf16, int8 or int4 weights as a bitmap and their non-zeros, or dense (ops/formats/bitmap.h)."""
+"""SparseAMXMatMul: bf16, int8 or int4 weights, dense, as a bitmap and their non-zeros, or 2:4."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -11,26 +12,38 @@ from ortolan import _native
 
 from ..find.constants import constant_tensor
 from ..find.epilogue import Activation
+from ..find.quantized_weight import QuantizedWeight
 from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
 from .linear_function import neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
-from .sparse_amx_matmul_function import INPUTS, OP_TYPE, TILE_ROWS, Uses, row_inputs, sparse_amx_matmul_function
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
+from .sparse_amx_matmul_function import INPUTS, OP_TYPE, Uses, sparse_amx_matmul_function
+from .sparse_amx_matmul_storage import (
+    BF16,
+    BITMAP,
+    DENSE,
+    TWO_FOUR,
+    choose_storage,
+    storage_bytes,
+    storage_of,
+    stored_in,
+)
 
-_BF16 = 16  # weight_bits
-
-# As in ops/formats/: bytes behind the last value of a bitmap format.
-_PADDING_BYTES = 64
 # Of the packed tensors; the kernel refuses any other.
 _FORMAT_VERSION = 1
 _MOST_INPUTS_WITH_ZERO_POINTS = 1 << 16  # as kMostInputsWithZeroPoints in ops/matmul/bitmap_weight.h
+_Pack = Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]]  # masks, values, offsets
+_PACK: Mapping[int, _Pack] = {BF16: _native.pack_bitmap, 8: _native.pack_bitmap_int8, 4: _native.pack_bitmap_int4}
+_PACK_TWO_FOUR: Mapping[int, _Pack] = {
+    BF16: _native.pack_two_four,
+    8: _native.pack_two_four_int8,
+    4: _native.pack_two_four_int4,
+}
+_VALUES = {BF16: ir.DataType.BFLOAT16, 8: ir.DataType.INT8, 4: ir.DataType.UINT8}
 _LARGEST_BF16 = float(np.uint32(0x7F7F0000).view(np.float32))
-
-# Below this sparsity dense storage is faster, by weight_bits. Measured: README of ops/sparse_amx_matmul.
-DENSE_BELOW = {_BF16: 0.07, 8: 0.11, 4: 0.3}
 
 # Of float32 arithmetic, as a share of |x| |W|: 2^-8 for each x and each w in bf16; any order of sums.
 _BF16_ROUNDING = 1.2 * 2**-7
@@ -47,9 +60,10 @@ class SparseAMXMatMul(Replacement):
     input_names = INPUTS
 
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
-        if isinstance(quantization, StoredInt4):
-            return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
-        if isinstance(quantization, StoredInt8):  # it would round activations also where a recipe promises bf16 ones
+        # It would round activations also where a recipe promises bf16 ones.
+        if isinstance(quantization, StoredInt4 | StoredInt8) and not self.keeps_numbers:
+            if quantization.bits == 4:
+                return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
             return "is stored in int8, which SparseAMXMatMul does not take over; give pattern='4x1'"
         if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
@@ -61,34 +75,55 @@ class SparseAMXMatMul(Replacement):
             return None
         return "holds NaN, infinity or numbers beyond bfloat16"
 
-    def pack(self, weight: LayerWeight) -> PackedWeight:
-        k, n = weight.matrix.shape
-        quantized = weight.quantized
-        if quantized is None:
-            dense = _is_dense(k, n, int(np.count_nonzero(weight.matrix)), _BF16)
-            masks, values, offsets = _native.pack_bitmap(np.ascontiguousarray(weight.matrix), dense=dense)
-            return _bitmap(masks, PackedTensor(values, ir.DataType.BFLOAT16), offsets)
-        q, scales = quantized.q.numpy(), quantized.scales.numpy()
-        dense = _is_dense(k, n, int(np.count_nonzero(q)), quantized.bits)
+    def why_not_numbers(self, quantized: QuantizedWeight) -> str | None:
         if quantized.bits == 8:
-            masks, int8, offsets = _native.pack_bitmap_int8(q, dense=dense)
-            packed = _bitmap(masks, PackedTensor(int8, ir.DataType.INT8), offsets)
-            packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=False), ir.DataType.FLOAT)
+            return None
+        scales = quantized.scales.numpy().astype(np.float32)
+        if np.array_equal(scales, scales.astype(ml_dtypes.bfloat16).astype(np.float32)):
+            return None
+        return "has scales that are no bfloat16 numbers, and SparseAMXMatMul has no others for 4 bits"
+
+    def stored_weights(self, matrix: np.ndarray) -> Stored:
+        return stored_in(matrix)
+
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        quantized = weight.quantized
+        matrix = np.ascontiguousarray(weight.matrix if quantized is None else quantized.q.numpy())
+        k, n = matrix.shape
+        storage = self.foreseen_storage(k, n, self.stored_weights(matrix), quantized)
+        bits = weight_bits(quantized)
+        if storage == TWO_FOUR:
+            masks, values, offsets = _PACK_TWO_FOUR[bits](matrix)
         else:
-            masks, nibbles, offsets = _native.pack_bitmap_int4(q, dense=dense)
-            packed = _bitmap(masks, PackedTensor(nibbles, ir.DataType.UINT8), offsets)
-            packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=True), ir.DataType.BFLOAT16)
-        del q, scales
-        quantized.release()
+            masks, values, offsets = _PACK[bits](matrix, dense=storage == DENSE)
+        packed = {
+            "masks": PackedTensor(masks, ir.DataType.UINT8),
+            "values": PackedTensor(values, _VALUES[bits]),
+            "offsets": PackedTensor(offsets, ir.DataType.INT64),
+        }
+        del matrix
+        if quantized is not None:
+            scales = quantized.scales.numpy()
+            if bits == 8:
+                packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=False), ir.DataType.FLOAT)
+            else:
+                packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=True), ir.DataType.BFLOAT16)
+            del scales
+            quantized.release()
         return packed
 
-    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+    def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         bits = weight_bits(quantization)
         groups = 1 if quantization is None or quantization.group_size is None else -(-k // quantization.group_size)
-        scales = {_BF16: 0, 8: 4, 4: 2}[bits] * -(-n // PANEL_COLUMNS) * groups * PANEL_COLUMNS
-        if _is_dense(k, n, stored, bits):
-            return _dense_bytes(k, n, bits) + scales
-        return _bitmap_bytes(k, n, stored, bits) + scales
+        scales = {BF16: 0, 8: 4, 4: 2}[bits] * -(-n // PANEL_COLUMNS) * groups * PANEL_COLUMNS
+        storage = self.foreseen_storage(k, n, stored, quantization)
+        return storage_bytes(k, n, stored.count, bits, storage) + scales
+
+    def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str:
+        return choose_storage(k, n, stored, weight_bits(quantization), self.storage)
+
+    def storage_of(self, packed: Mapping[str, ir.TensorProtocol]) -> str:
+        return storage_of(packed["masks"].size, packed["offsets"].size)
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
@@ -149,7 +184,7 @@ class SparseAMXMatMul(Replacement):
 
 def weight_bits(quantization: Quantization | None) -> int:
     """Of a stored weight: 16 is bf16."""
-    return _BF16 if quantization is None else quantization.bits
+    return BF16 if quantization is None else quantization.bits
 
 
 def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
@@ -157,39 +192,13 @@ def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
     return weight_bits(quantization) == 8 and k <= _MOST_INPUTS_WITH_ZERO_POINTS
 
 
-def _bitmap(masks: np.ndarray, values: PackedTensor, offsets: np.ndarray) -> dict[str, PackedTensor]:
-    return {
-        "masks": PackedTensor(masks, ir.DataType.UINT8),
-        "values": values,
-        "offsets": PackedTensor(offsets, ir.DataType.INT64),
-    }
-
-
-def _is_dense(k: int, n: int, stored: int, bits: int) -> bool:
-    """Whether dense storage is the faster one, and not much larger: it needs no masks, but stores all of a tile."""
-    larger = _dense_bytes(k, n, bits) > 1.1 * _bitmap_bytes(k, n, stored, bits)
-    return 1 - stored / (k * n) < DENSE_BELOW[bits] and not larger
-
-
-def _padded_weights(k: int, n: int, bits: int) -> int:
-    tile_inputs = TILE_ROWS * row_inputs(bits)
-    return -(-n // PANEL_COLUMNS) * PANEL_COLUMNS * -(-k // tile_inputs) * tile_inputs
-
-
-def _dense_bytes(k: int, n: int, bits: int) -> int:
-    return _padded_weights(k, n, bits) * bits // 8
-
-
-def _bitmap_bytes(k: int, n: int, stored: int, bits: int) -> int:
-    # int4: two streams side by side, as long as the longer one; at random positions they differ little.
-    masks, offsets = _padded_weights(k, n, bits) // 8, 8 * (-(-n // PANEL_COLUMNS) + 1)
-    return masks + -(-stored * bits // 8) + _PADDING_BYTES + offsets
-
-
 def _uses(nodes: list[ir.Node]) -> Uses:
+    storages = {_storage_of_node(node) for node in nodes}
     return Uses(
         weight_bits=frozenset(node.attributes["weight_bits"].as_int() for node in nodes),
-        dense=any(_is_empty(input_of(node, INPUTS, "masks")) for node in nodes),
+        dense=DENSE in storages,
+        bitmap=BITMAP in storages,
+        two_four=TWO_FOUR in storages,
         x_zero_points=frozenset(
             node.attributes["x_zero_points"].as_int() for node in nodes if node.attributes["weight_bits"].as_int() == 8
         ),
@@ -197,6 +206,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
     )
 
 
-def _is_empty(value: ir.Value | None) -> bool:
-    tensor = constant_tensor(value)
-    return tensor is not None and tensor.size == 0
+def _storage_of_node(node: ir.Node) -> str:
+    masks, offsets = (constant_tensor(input_of(node, INPUTS, name)) for name in ("masks", "offsets"))
+    assert masks is not None and offsets is not None
+    return storage_of(masks.size, offsets.size)

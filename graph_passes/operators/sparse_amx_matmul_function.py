@@ -4,12 +4,14 @@ It uses only operators that mean the same from opset 13 on (but for ReduceMax), 
 formats of the weight are specified in ops/formats/bitmap.h and its like.
 
 A function sees its node's attributes, not which of its inputs are there or what types they have. So it holds what the
-layers of one model need (Uses), and where they differ it computes both and takes one by an attribute. Whatever it then
-computes for a layer in vain must be valid all the same: indices are kept in bounds, and numbers of another type cast.
+layers of one model need (Uses), and where they differ it computes both and takes one by an attribute, or, of storages,
+by the sizes of masks and offsets. Whatever it then computes for a layer in vain must be valid all the same: indices are
+kept in bounds, and numbers of another type cast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,13 @@ ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activati
 # As in ops/formats/bitmap.h.
 TILE_ROWS = 16
 INT4_BIAS = 8
+
+# As in ops/formats/two_four.h: of each quad of inputs two weights are stored; a span is 8 quads of 16 columns.
+QUAD = 4
+QUAD_STORED = 2
+_SPAN_QUADS = 8
+_SPAN_BYTES = 64  # of masks
+_SPAN_SLOTS = _SPAN_QUADS * PANEL_COLUMNS * QUAD_STORED
 
 _SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/bitmap_weight.h, also of half a range
 
@@ -43,7 +52,14 @@ class Uses(LayerUses):
 
     weight_bits: frozenset[int] = frozenset({16})
     dense: bool = False
+    bitmap: bool = True
+    two_four: bool = False
     x_zero_points: frozenset[int] = frozenset({0})
+
+    @property
+    def differ(self) -> bool:
+        """Whether some layers of the model lie in 2:4 storage, and some in another."""
+        return self.two_four and (self.bitmap or self.dense)
 
 
 def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
@@ -97,18 +113,20 @@ class _Weight:
         self._zero = body.integer(0)
         if seems_to_depend_on is not None:
             self._zero = body.op("Min", body.op("Size", seems_to_depend_on), self._zero)
-        self._row_inputs = body.by_attribute(
-            "weight_bits", {bits: body.integer(row_inputs(bits)) for bits in sorted(uses.weight_bits)}
-        )
+        self._is_two_four = self._find_storage() if uses.differ else None
+        inputs_of_rows = self._of_bits(lambda bits: body.integer(row_inputs(bits)))
+        self._tile_inputs = body.op("Mul", inputs_of_rows, body.integer(TILE_ROWS))
+        # In 2:4 storage, rows are quads.
+        self._row_inputs = self._by_storage(body.integer(QUAD), inputs_of_rows)
         self._panels = body.divided_up(self._n, body.integer(PANEL_COLUMNS))
-        self._row_weights = body.op("Mul", self._row_inputs, body.integer(PANEL_COLUMNS))
+        # Four rows together: int4 formats store two rows, or two quads of rows, in the same bytes.
+        self._by_fours = body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, self._row_inputs)
 
     def matrix(self) -> ir.Value:
         """W [k, n], scales included."""
         body, op = self._body, self._body.op
-        # Panel, tile, row, column, input of the row -> input, column.
-        by_tiles = body.shape(self._panels, -1, TILE_ROWS, PANEL_COLUMNS, self._row_inputs)
-        matrix_order = op("Transpose", op("Reshape", self._in_tile_order(), by_tiles), perm=[1, 2, 4, 0, 3])
+        # Panel, rows of its tiles, column, input of the row -> input, column.
+        matrix_order = op("Transpose", self._in_tile_order(), perm=[1, 2, 3, 5, 0, 4])
         padded_n = op("Mul", self._panels, body.integer(PANEL_COLUMNS))
         padded = op("Reshape", matrix_order, body.shape(-1, padded_n))
         if self._uses.weight_bits != {16}:
@@ -116,64 +134,136 @@ class _Weight:
         return op("Slice", padded, body.ints(0, 0), body.shape(self._k, self._n))
 
     def _in_tile_order(self) -> ir.Value:
-        """The weights as float32, zero where none is stored: [panels, pairs of rows, 2, weights of a row].
-
-        The number of bits before a bit says which value stands there. (NonZero and ScatterElements would do as well,
-        but ONNX Runtime does not precompute operators of unknown output size.)
-        """
-        body, op = self._body, self._body.op
-        flat = op("Cast", self._bits(), to=ir.DataType.INT32)
-        by_pairs = body.shape(self._panels, -1, 2, self._row_weights)
-        stored = op("Reshape", flat, by_pairs)
-        places = {}
-        if self._uses.weight_bits != {4}:
-            places[16] = places[8] = op("Reshape", op("CumSum", flat, body.integer(0), exclusive=1), by_pairs)
-        if 4 in self._uses.weight_bits:
-            places[4] = self._int4_places(stored)
+        """The weights as float32, zero where none is stored: [panels, fours of rows, 2, 2, 16, inputs of a row]."""
+        body, op, uses = self._body, self._body.op, self._uses
+        mask_bytes = self._mask_bytes()
+        found = [self._two_four(mask_bytes)] if uses.two_four else []
+        found += [self._bitmap(mask_bytes)] if uses.bitmap or uses.dense else []
+        stored, places = map(self._by_storage, *found) if uses.differ else found[0]
+        values = self._values_at(places)
         weights = {}
-        values = self._values_at(self._by_bits(places))
-        if self._uses.weight_bits != {4}:
+        if uses.weight_bits != {4}:
             weights[16] = weights[8] = op("Cast", values, to=ir.DataType.FLOAT)
-        if 4 in self._uses.weight_bits:
-            shifts = body.constant(np.array([[0], [4]], np.uint8))  # low nibbles in even rows, high ones in odd rows
+        if 4 in uses.weight_bits:
+            # Low nibbles in even rows, high ones in odd rows; a row of 2:4 storage is two quads.
+            of_quads = body.constant(np.array([0, 4], np.uint8).reshape(2, 1, 1, 1))
+            shifts = self._by_storage(of_quads, body.constant(np.array([0, 4], np.uint8).reshape(2, 1, 1)))
             shifted = op("BitShift", op("Cast", values, to=ir.DataType.UINT8), shifts, direction="RIGHT")
             nibbles = op("Mod", shifted, body.constant(np.array(16, np.uint8)))
             weights[4] = op("Sub", op("Cast", nibbles, to=ir.DataType.FLOAT), body.number(INT4_BIAS))
         return op("Where", op("Cast", stored, to=ir.DataType.BOOL), self._by_bits(weights), body.number(0))
 
-    def _by_bits(self, values: dict[int, ir.Value]) -> ir.Value:
+    def _of_bits(self, make: Callable[[int], ir.Value]) -> ir.Value:
+        """What is made for the layer's weight_bits."""
+        return self._by_bits({bits: make(bits) for bits in sorted(self._uses.weight_bits)})
+
+    def _by_bits(self, values: Mapping[int, ir.Value]) -> ir.Value:
         used = {bits: values[bits] for bits in sorted(self._uses.weight_bits)}
         return used.popitem()[1] if len(set(used.values())) == 1 else self._body.by_attribute("weight_bits", used)
 
-    def _bits(self) -> ir.Value:
-        """Whether each weight is stored, uint8, in the order of the format."""
+    def _find_storage(self) -> ir.Value:
+        """Whether the layer is stored 2:4: it has masks, and no offsets."""
         body, op = self._body, self._body.op
-        # Lowest bit first: mask bit i of a row is bit i % 8 of byte i // 8.
-        mask_bytes = op("Unsqueeze", self._inputs["masks"], body.ints(-1))
-        shifts = op("Cast", op("Add", body.ints(*range(8)), self._zero), to=ir.DataType.UINT8)
-        shifted = op("BitShift", mask_bytes, shifts, direction="RIGHT")
-        bits = op("Reshape", op("Mod", shifted, body.constant(np.array(2, np.uint8))), body.ints(-1))
+        has_masks = op("Greater", op("Size", self._inputs["masks"]), body.integer(0))
+        return op("And", has_masks, op("Equal", op("Size", self._inputs["offsets"]), body.integer(0)))
+
+    def _by_storage(self, two_four: ir.Value, others: ir.Value) -> ir.Value:
+        if self._is_two_four is None:
+            return two_four if self._uses.two_four else others
+        return self._body.op("Where", self._is_two_four, two_four, others)
+
+    def _mask_bytes(self) -> ir.Value:
+        """One axis; of dense storage, masks in which all bits are set."""
+        body, op = self._body, self._body.op
+        masks = op("Reshape", self._inputs["masks"], body.ints(-1))
         if not self._uses.dense:
-            return bits
-        tiles = body.divided_up(self._k, op("Mul", self._row_inputs, body.integer(TILE_ROWS)))
-        panel_weights = op("Mul", op("Mul", tiles, body.integer(TILE_ROWS)), self._row_weights)
-        missing = op("Sub", op("Mul", self._panels, panel_weights), op("Size", bits))
-        ones = op("ConstantOfShape", body.vector(missing), value=ir.tensor(np.ones(1, np.uint8)))
-        return op("Concat", bits, ones, axis=0)
+            return masks
+        tiles = op("Mul", self._panels, body.divided_up(self._k, self._tile_inputs))
+        weights = op("Mul", op("Mul", tiles, self._tile_inputs), body.integer(PANEL_COLUMNS))
+        missing = op("Sub", op("Div", weights, body.integer(8)), op("Size", masks))
+        ones = op("ConstantOfShape", body.vector(missing), value=ir.tensor(np.full(1, 255, np.uint8)))
+        return op("Concat", masks, ones, axis=0)
+
+    def _bits(self, mask_bytes: ir.Value, bits: int) -> ir.Value:
+        """So many bits of each byte after the other, the lowest first, on an axis behind those of mask_bytes."""
+        body, op = self._body, self._body.op
+        shifts = op("Cast", op("Add", body.ints(*range(0, 8, bits)), self._zero), to=ir.DataType.UINT8)
+        shifted = op("BitShift", op("Unsqueeze", mask_bytes, body.ints(-1)), shifts, direction="RIGHT")
+        return op("Mod", shifted, body.constant(np.array(2**bits, np.uint8)))
+
+    def _bitmap(self, mask_bytes: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Whether each weight is stored, uint8, and the place of its value, int32, both in tile order.
+
+        Mask bit i of a row is bit i % 8 of byte i // 8. The number of bits before a bit says which value stands there.
+        (NonZero and ScatterElements would do as well, but ONNX Runtime does not precompute operators of unknown output
+        size.)
+        """
+        body, op = self._body, self._body.op
+        bits = op("Reshape", self._bits(mask_bytes, 1), body.ints(-1))
+        flat = op("Cast", bits, to=ir.DataType.INT32)
+        places = {}
+        if self._uses.weight_bits != {4}:
+            before = op("CumSum", flat, body.integer(0), exclusive=1)
+            places[16] = places[8] = op("Reshape", before, self._by_fours)
+        if 4 in self._uses.weight_bits:
+            places[4] = self._int4_places(op("Reshape", flat, self._by_fours))
+        return op("Reshape", bits, self._by_fours), self._by_bits(places)
 
     def _int4_places(self, stored: ir.Value) -> ir.Value:
         """The byte of each weight: even and odd rows of a panel are two streams side by side, from the same start."""
         body, op = self._body, self._body.op
-        streams = op("Transpose", stored, perm=[0, 2, 1, 3])
+        streams = op("Transpose", stored, perm=[0, 3, 1, 2, 4, 5])
         one_axis = op("Reshape", streams, body.shape(self._panels, 2, -1))
         before = op("CumSum", one_axis, body.integer(2), exclusive=1)
         panel_bytes = body.reduce_max(body.reduce_max(op("Add", before, one_axis), 2), 1)
         places = op("Add", before, op("CumSum", panel_bytes, body.integer(0), exclusive=1))
-        return op("Transpose", op("Reshape", places, op("Shape", streams)), perm=[0, 2, 1, 3])
+        return op("Transpose", op("Reshape", places, op("Shape", streams)), perm=[0, 2, 3, 1, 4, 5])
+
+    def _two_four(self, mask_bytes: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """As _bitmap, of 2:4 storage (ops/formats/two_four.h), whose tile order is that of quads."""
+        body, op = self._body, self._body.op
+        inputs = self._slot_inputs(mask_bytes)
+        quad = body.constant(np.arange(QUAD, dtype=np.int32))
+        first, second = (
+            op("Equal", op("Slice", inputs, body.ints(slot), body.ints(slot + 1), body.ints(-1)), quad)
+            for slot in range(QUAD_STORED)
+        )
+        spans = op("Div", op("Size", mask_bytes), body.integer(_SPAN_BYTES))
+        span = op("Reshape", op("Range", body.integer(0), spans, body.integer(1)), body.ints(-1, 1, 1))
+        values_of_span = self._of_bits(lambda bits: body.integer(_SPAN_SLOTS if bits != 4 else _SPAN_SLOTS // 2))
+        first_slots = self._of_bits(lambda bits: body.constant(_first_slots(bits)))
+        of_span = op("Add", op("Mul", span, values_of_span), first_slots)
+        place = op("Reshape", op("Cast", of_span, to=ir.DataType.INT32), self._quads_by_fours(1))
+        next_place = op("Add", place, body.constant(np.array(1, np.int32)))
+        stored, places = (
+            op("Cast", op("Or", first, second), to=ir.DataType.UINT8),
+            op("Where", second, next_place, place),
+        )
+        if not self._uses.differ or 16 not in self._uses.weight_bits:
+            return stored, places
+        # For a bf16 layer of another storage, rows of which hold two inputs.
+        return op("Reshape", stored, self._by_fours), op("Reshape", places, self._by_fours)
+
+    def _slot_inputs(self, mask_bytes: ir.Value) -> ir.Value:
+        """Which input of its quad each slot holds, int32 [panels, fours of quads, 2, 2, 16, slots]."""
+        body, op = self._body, self._body.op
+        # Of each column: in bf16 slots, halves of the rows, rows; otherwise quads of a row, slots, rows.
+        by_columns = op("Reshape", mask_bytes, body.ints(-1, PANEL_COLUMNS, 2, 2))
+        inputs = op("Cast", self._bits(by_columns, 2), to=ir.DataType.INT32)
+        by_quads: dict[int, ir.Value] = {}
+        for kinds, order in (({16}, [0, 3, 4, 1, 2]), ({8, 4}, [0, 4, 2, 1, 3])):
+            if used := kinds & self._uses.weight_bits:
+                ordered = op("Transpose", inputs, perm=order)
+                by_quads |= dict.fromkeys(used, op("Reshape", ordered, self._quads_by_fours(QUAD_STORED)))
+        return self._by_bits(by_quads)
+
+    def _quads_by_fours(self, numbers: int) -> ir.Value:
+        """The shape of so many numbers for each quad."""
+        return self._body.shape(self._panels, -1, 2, 2, PANEL_COLUMNS, numbers)
 
     def _values_at(self, places: ir.Value) -> ir.Value:
         body, values = self._body, self._inputs["values"]
-        if len(self._uses.weight_bits) > 1:
+        if len(self._uses.weight_bits) > 1 or self._uses.differ:
             last = body.op("Sub", body.op("Shape", values), body.integer(1))  # ONNX Runtime's Size takes no bf16
             places = body.op("Min", places, body.op("Cast", last, to=ir.DataType.INT32))
         return body.op("Gather", values, places)
@@ -245,3 +335,13 @@ def _product(body: FunctionBody, x: ir.Value, w: ir.Value, uses: Uses) -> ir.Val
     kinds = sorted(uses.weight_bits)
     x = body.by_attribute("weight_bits", {bits: rounded[bits] for bits in kinds})
     return op("Mul", op("MatMul", x, w), body.by_attribute("weight_bits", {bits: scales[bits] for bits in kinds}))
+
+
+def _first_slots(weight_bits: int) -> np.ndarray:
+    """Where the values of each quad of a span begin, of those that the span has: int64 [quads, 16]."""
+    quad, column = np.mgrid[:_SPAN_QUADS, :PANEL_COLUMNS].astype(np.int64)
+    places: np.ndarray = (quad * PANEL_COLUMNS + column) * QUAD_STORED
+    if weight_bits != 16:  # a row is two quads; of int4, two rows share their bytes
+        row = quad // 2 if weight_bits == 8 else quad // 4
+        places = ((row * PANEL_COLUMNS + column) * 2 + quad % 2) * QUAD_STORED
+    return places

@@ -14,7 +14,7 @@ from ..find.epilogue import Activation
 from ..weights.quantizers.grid import Quantization
 from .linear_function import uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
 # Of the packed tensors; the kernel refuses any other.
@@ -37,8 +37,8 @@ class VNNISpMM(Replacement):
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
         return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM" if k > _MOST_INPUTS else None
 
-    def stored_weights(self, matrix: np.ndarray) -> int:
-        return count_blocks(matrix, GROUP_OUTPUTS)
+    def stored_weights(self, matrix: np.ndarray) -> Stored:
+        return Stored(count_blocks(matrix, GROUP_OUTPUTS))
 
     def pack(self, weight: LayerWeight) -> PackedWeight:
         quantized = weight.quantized
@@ -53,10 +53,10 @@ class VNNISpMM(Replacement):
             "scales": PackedTensor(scales, ir.DataType.FLOAT),
         }
 
-    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+    def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         groups = -(-n // GROUP_OUTPUTS)
         # Whole blocks; the last quad of a group is filled up, by half on the average.
-        quads = stored / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored else 0
+        quads = stored.count / (GROUP_OUTPUTS * QUAD_INPUTS) + groups / 2 if stored.count else 0
         return round(quads * (GROUP_OUTPUTS + 2) * QUAD_INPUTS) + 8 * (groups + 1) + 4 * n
 
     def attributes(

@@ -15,7 +15,7 @@ from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
 from .linear_function import neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
 from .w4a8_matmul_function import INPUTS, MIDDLE_ZERO_POINT, OP_TYPE, TILE_INPUTS, Uses, w4a8_matmul_function
 
 # Of the packed tensors; the kernel refuses any other.
@@ -53,7 +53,7 @@ class W4A8MatMul(Replacement):
         quantized.release()
         return packed
 
-    def packed_bytes(self, k: int, n: int, stored: int, quantization: Quantization | None) -> int:
+    def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         if quantization is None or quantization.group_size is None:
             return 4 * k * n  # why_not refuses it
         panels = -(-n // PANEL_COLUMNS)

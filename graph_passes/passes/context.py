@@ -18,6 +18,7 @@ from ..find.linear import Linear, find_linears, layer_key
 from ..measure.decoding import Decoded
 from ..measure.evidence import Evidence
 from ..measure.feeds import Outputs
+from ..operators.replacement import Stored
 from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
 from .caches import Caches
@@ -67,8 +68,9 @@ class PassContext:
     def layer(self, linear: Linear) -> LayerReport:
         return self.layers.reports[layer_key(linear)]
 
-    def gains(self, linear: Linear, stored: int) -> bool:
-        """Whether a layer is worth pruning to so many weights: some pass replaces it then, or the recipe has none."""
+    def gains(self, linear: Linear, stored: Stored) -> bool:
+        """Whether a layer is worth changing so that this is stored: some pass replaces it then, or the recipe has
+        none."""
         return self.plan.gains(linear, stored, self.layers.state(linear))
 
     def telling(self, stage: Stage) -> Callable[[int, int], None]:

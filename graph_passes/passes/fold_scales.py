@@ -20,6 +20,7 @@ from ..find.constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
 from ..find.linear import Linear, layer_key, linears_in, op_name
 from ..measure.recorder import InputRecorder
 from ..operators.nodes import new_initializer
+from ..operators.sparse_amx_matmul_storage import stored_in
 from ..weights.quantizers.awq import search_scales
 from ..weights.quantizers.grid import Quantization
 from .context import PassContext
@@ -120,8 +121,8 @@ def _why_not(
     for group in groups:
         if any(linear.x is not value for linear in group.linears):
             return "layers with other inputs share the weight"
-        nonzero = int(np.count_nonzero(group.linears[0].matrix()))
-        if not all(context.gains(linear, nonzero) for linear in group.linears):
+        stored = stored_in(group.linears[0].matrix())
+        if not all(context.gains(linear, stored) for linear in group.linears):
             return "a layer that takes them may not be replaced"
         context.release()
     return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..find.linear import Linear
+from ..operators.replacement import Stored
 from ..options import PassOptions
 from ..weights.quantizers.grid import Quantization
 from .activations_options import ActivationsOptions
@@ -59,8 +60,13 @@ class Plan:
         """Whether a step activations chooses a threshold for the layer's input."""
         return any(one.takes(linear) for one in self._activations)
 
-    def gains(self, linear: Linear, stored: int, state: LayerState) -> bool:
-        """Whether a layer is worth changing, so that so many of its weights are stored: a step replaces it then, or the
+    def prunes_to_two_four(self, linear: Linear) -> bool:
+        """Whether a step prunes the layer so that it is 2:4 sparse."""
+        pruning = (one for one in self._quantizing if isinstance(one, PruneOptions))
+        return any(one.units.is_two_four and linear.is_chosen(one.select, one.exclude) for one in pruning)
+
+    def gains(self, linear: Linear, stored: Stored, state: LayerState) -> bool:
+        """Whether a layer is worth changing, so that this is stored of its weight: a step replaces it then, or the
         recipe replaces none."""
         return not self._rules or any(
             rule.why_not(linear, stored, self.foreseen(linear, state, rule)) is None for rule in self._rules

@@ -24,6 +24,7 @@ from ..find.linear import Linear
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, too_wide
 from ..find.stored_int8 import StoredInt8
 from ..measure.fits import Fit
+from ..operators.replacement import Stored
 from ..weights.pruners.masks import BLOCK_OUTPUTS, Pattern, keep_in_groups
 from ..weights.quantizers.grid import Rounded
 from .context import RecipePass
@@ -88,7 +89,8 @@ class PrunePass(RecipePass):
             return False
         zeros = group.pattern.zeros(linear.k, linear.n, group.sparsity or 0.0)
         kept = round((1 - zeros / group.pattern.units(linear.k, linear.n)) * group.weight.size)
-        group.linears = [linear for linear in group.linears if self.context.gains(linear, kept)]
+        stored = Stored(kept, "") if group.pattern.is_two_four else Stored(kept)
+        group.linears = [linear for linear in group.linears if self.context.gains(linear, stored)]
         for linear in group.linears:
             self.context.layer(linear).sparsity = 1 - kept / group.weight.size
         return bool(group.linears)
@@ -139,7 +141,7 @@ class PrunePass(RecipePass):
                 # A key of 0 is a weight that was zero before.
                 zeros = max(tally.zeros, tally.below + own_ties)
                 kept = round((1 - zeros / score.size) * group.weight.size)
-                group.linears = [linear for linear in group.linears if self.context.gains(linear, kept)]
+                group.linears = [linear for linear in group.linears if self.context.gains(linear, Stored(kept))]
                 for linear in group.linears:
                     self.context.layer(linear).sparsity = zeros / score.size
                 if group.linears and zeros > tally.zeros:

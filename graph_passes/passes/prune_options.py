@@ -13,7 +13,7 @@ from ..weights.pruners.masks import MOST_OF_GROUP, Pattern
 from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 
 _METHODS = ("magnitude", "wanda", "sparsegpt")
-_SAME = 1e-3  # shares of N:M need not be written with more digits
+SAME_SHARE = 1e-3  # shares of N:M need not be written with more digits
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PruneOptions(PassOptions):
             found = f"scope is {self.scope!r}" if self.scope != "layer" else "layers is given"
             raise RecipeError(f"{found}, but with pattern {self.pattern!r} all layers have one sparsity; leave it out")
         share = 1 - pattern.kept / pattern.of if pattern.of else self.sparsity
-        if abs(share - self.sparsity) > _SAME:
+        if abs(share - self.sparsity) > SAME_SHARE:
             raise RecipeError(
                 f"sparsity is {self.sparsity:g}, but pattern {self.pattern!r} makes it {share:g}; set sparsity to that"
             )

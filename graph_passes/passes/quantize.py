@@ -33,6 +33,7 @@ from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
 from ..measure.fits import Fit, Fits
 from ..measure.layer_inputs import LayerInputs, inputs_as_it_is
+from ..operators.sparse_amx_matmul_storage import stored_in
 from ..weights.quantizers.gptq import choose_damping, gptq
 from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
 from ..weights.quantizers.hqq import half_quadratic
@@ -179,7 +180,9 @@ def put_quantized(
     """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
     first = group.linears[0]
     weight = _spill(context, group.weight_name, rounded, quantization)
-    stored = int(np.count_nonzero(weight.matrix()) if rounded.zero_points is not None else np.count_nonzero(rounded.q))
+    numbers = rounded.q if rounded.zero_points is None else weight.matrix()
+    stored = stored_in(numbers)
+    del numbers
     group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
     if not group.linears:
         return
@@ -187,7 +190,7 @@ def put_quantized(
     context.layers.quantized[dataclasses.replace(first, weight_value=value).weight_key] = weight
     for linear in group.linears:
         layer = context.layer(linear)
-        layer.sparsity, layer.weight_bits = (rounded.q.size - stored) / rounded.q.size, quantization.bits
+        layer.sparsity, layer.weight_bits = (rounded.q.size - stored.count) / rounded.q.size, quantization.bits
         layer.output_error = _output_error(context, linear, weight, quantization)
 
 

@@ -32,7 +32,7 @@ from .normalize import require_normalized
 from .reference import keep_reference
 from .replace_joins import Joins
 from .replace_nodes import put_node
-from .replace_notes import note_adopted, note_apart, note_copies, note_stored_twice, why_nothing
+from .replace_notes import note_adopted, note_apart, note_copies, note_slow_bitmaps, note_stored_twice, why_nothing
 from .replace_packing import Packer, Target
 from .replace_rule import ReplaceOptions, ReplaceRule
 
@@ -81,6 +81,7 @@ class ReplacePass(RecipePass):
             if not context.dry_run:
                 fold_back(model, context.layers.unified)
         note_copies(context, self._packer.copies)
+        note_slow_bitmaps(context)
         if not context.dry_run and nodes_of(model, self.options.op):
             self._finish(model)
         return ir.passes.PassResult(model, modified=not context.dry_run)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from ..find.constants import stored_bytes
 from ..find.linear import Linear
+from ..operators.sparse_amx_matmul_storage import BITMAP, bitmaps_are_fast
 from ..report.figures import human_bytes
 from .context import PassContext
 
@@ -29,6 +30,21 @@ def _note_adopted(context: PassContext, adopted: Sequence[Linear], bits: int, ro
             "errors against it are smaller than what this rounding costs"
         )
     context.note(text)
+
+
+def note_slow_bitmaps(context: PassContext) -> None:
+    """Tells of bitmaps that this CPU is slower with than with dense weights."""
+    slow = [
+        layer
+        for layer in context.report.layers
+        if layer.storage == BITMAP and layer.weight_bits is not None and not bitmaps_are_fast(layer.weight_bits)
+    ]
+    if slow:
+        layers = f"{len(slow)} layers are bitmaps" if len(slow) > 1 else f"layer {slow[0].name!r} is a bitmap"
+        context.note(
+            f"{layers} of int{slow[0].weight_bits} weights, which are small, but no faster than dense ones on this CPU "
+            "(it has no AVX-512 VBMI); what is pruned with pattern='2:4' is fast here"
+        )
 
 
 def note_apart(context: PassContext, reasons: Mapping[Linear, str]) -> None:

@@ -100,9 +100,12 @@ class Packer:
             context.layers.packed_weights += weight.matrix.size
         packed = self._packed[key]
         measure_packed(context, self._replacement, linears, weight, packed)
-        sizes = [value.const_value.nbytes for value in packed.values() if value.const_value is not None]
+        tensors = {part: value.const_value for part, value in packed.items() if value.const_value is not None}
+        storage = self._replacement.storage_of(tensors)
         for linear in linears:
-            context.layer(linear).bytes_after = sum(sizes) // len(linears)
+            layer = context.layer(linear)
+            layer.bytes_after = sum(tensor.nbytes for tensor in tensors.values()) // len(linears)
+            layer.storage = storage
         return packed
 
     def _pack_hidden(self, hidden: HiddenLayer) -> dict[str, ir.Value]:

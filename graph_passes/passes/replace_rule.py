@@ -11,8 +11,10 @@ from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
 from ..operators.masked_matmul import MaskedMatMul
 from ..operators.masked_matmul_function import OP_TYPE as MASKED_MATMUL
-from ..operators.replacement import Replacement
+from ..operators.replacement import Replacement, Stored
 from ..operators.sparse_amx_matmul import SparseAMXMatMul
+from ..operators.sparse_amx_matmul_function import OP_TYPE as SPARSE_AMX_MATMUL
+from ..operators.sparse_amx_matmul_storage import SMALL, TWO_FOUR
 from ..operators.vnni_spmm import VNNISpMM
 from ..operators.w4a8_matmul import W4A8MatMul
 from ..options import Globs, PassOptions, takes
@@ -42,6 +44,11 @@ class ReplaceOptions(PassOptions):
     fixed_ranges: str = field(default="mlp", metadata=takes("str", choices=("mlp", "all")))
     # MaskedMatMul: how weights that are not quantized are stored; None: bf16.
     weights: str | None = field(default=None, metadata=takes("str", choices=("bf16", "float32"), none=True))
+    # SparseAMXMatMul: "2:4" takes only layers that are 2:4 sparse, "small" stores bitmaps also where this CPU is slower
+    # with them than with dense weights; None: what is fast on this CPU (operators/sparse_amx_matmul_storage.py).
+    storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
+    # SparseAMXMatMul: takes only layers of 4 or 8 bits, also those that the model stores, number by number.
+    keep_numbers: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
 
@@ -49,6 +56,11 @@ class ReplaceOptions(PassOptions):
         super().__post_init__()
         if self.weights is not None and self.op != MASKED_MATMUL:
             raise RecipeError(f"weights is {self.weights!r}, which only op = {MASKED_MATMUL!r} has; leave it out")
+        for name, default in (("storage", None), ("keep_numbers", False)):
+            if getattr(self, name) != default and self.op != SPARSE_AMX_MATMUL:
+                raise RecipeError(
+                    f"{name} is {getattr(self, name)!r}, which only op = {SPARSE_AMX_MATMUL!r} has; leave it out"
+                )
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class ReplaceRule:
         self.replacement = REPLACEMENTS[options.op]()
         if options.weights is not None:
             self.replacement.weights = options.weights
+        self.replacement.storage, self.replacement.keeps_numbers = options.storage, options.keep_numbers
         self.fuses = options.fuse and self.replacement.has_epilogue
 
     def is_chosen(self, linear: Linear) -> bool:
@@ -84,19 +97,23 @@ class ReplaceRule:
         """How the numbers are quantized that the operator takes over; None: they are floats."""
         return self.stored_numbers(linear) if state.quantized is None else state.quantized
 
-    def packed_bytes(self, linear: Linear, stored: int, state: LayerState) -> int:
-        """About, of a weight of which so many numbers are stored."""
+    def packed_bytes(self, linear: Linear, stored: Stored, state: LayerState) -> int:
+        """About, of a weight of which this is stored."""
         return self.replacement.packed_bytes(linear.k, linear.n, stored, self.quantization(linear, state))
 
-    def why_not(self, linear: Linear, stored: int, state: LayerState) -> str | None:
-        """Why a layer with this many non-zero weights is left as it is, if it is."""
+    def why_not(self, linear: Linear, stored: Stored, state: LayerState) -> str | None:
+        """Why a layer of whose weight this is stored is left as it is, if it is."""
         if not linear.matches(self.options.select):
             return "not selected"
         if linear.matches(self.options.exclude):
             return "excluded from replacement"
         if problem := self._why_not_masked(state.threshold):
             return problem
-        sparsity = 1 - stored / (linear.k * linear.n)
+        if self.options.storage == TWO_FOUR and not stored.is_two_four:
+            return f"{stored.beyond_two_four}, expected 2 of 4 at most; give sparsity=0.5, which prunes to that"
+        if self.options.keep_numbers and self.quantization(linear, state) is None:
+            return 'it is not quantized; put [[pass]] name = "quantize" before this one, or leave keep_numbers out'
+        sparsity = 1 - stored.count / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self.packed_bytes(linear, stored, state)

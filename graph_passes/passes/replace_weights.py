@@ -10,7 +10,8 @@ import onnx_ir as ir
 from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
 from ..find.stored_int4 import StoredInt4
-from ..operators.replacement import LayerWeight
+from ..find.stored_int8 import StoredInt8
+from ..operators.replacement import LayerWeight, Stored
 from ..weights.quantizers.fixed_range import FixedRange, choose_range
 from ..weights.quantizers.grid import Quantization
 from .context import PassContext
@@ -37,9 +38,10 @@ class AcceptedWeights:
         if not self._rule.is_chosen(linear):
             # What another pass says, tells more than that this one does not select the layer.
             if layer.reason is None or linear.matches(self._rule.options.select):
-                layer.reason = self._rule.why_not(linear, 0, state)
+                layer.reason = self._rule.why_not(linear, Stored(0, ""), state)
             return None
         quantization = self._rule.quantization(linear, state)
+        layer.storage = None
         if isinstance(quantization, StoredInt4):
             quantization.check_scales()
         matrix = linear.matrix()
@@ -50,10 +52,15 @@ class AcceptedWeights:
             return None
         layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
         stored = replacement.stored_weights(matrix)
-        layer.reason = self._rule.why_not(linear, stored, state)
-        if layer.reason:
+        if self._context.dry_run and self._context.plan.prunes_to_two_four(linear):
+            stored = Stored(stored.count, "")
+        if reason := self._rule.why_not(linear, stored, state):
+            if layer.reason is None or not self._context.plan.keeps_numbers(linear):
+                layer.reason = reason
             return None
+        layer.reason = None
         layer.bytes_after = self._rule.packed_bytes(linear, stored, state)
+        layer.storage = replacement.foreseen_storage(linear.k, linear.n, stored, quantization)
         quantized = quantization if isinstance(quantization, QuantizedWeight) else None
         threshold = state.threshold if isinstance(state.threshold, float) else 0.0
         return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
@@ -70,6 +77,8 @@ class AcceptedWeights:
             return f"{problem} (it is stored in 4 bits, but {linear.int4})"
         if problem and isinstance(linear.int8, str):
             return f"{problem} (it is stored in 8 bits, but {linear.int8})"
+        if problem is None and isinstance(quantization, StoredInt4 | StoredInt8):
+            problem = self._rule.replacement.why_not_numbers(quantization)
         if problem or quantization is not None:
             return problem
         return self._rule.replacement.why_not_matrix(matrix)

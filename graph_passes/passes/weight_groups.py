@@ -14,6 +14,7 @@ from ..find.linear import Linear
 from ..find.node_checks import node_input
 from ..find.stored_int4 import BIAS_INPUT, is_matmul_nbits
 from ..find.stored_int8 import dynamic_source, layer_input, remove_unused_dynamic, stored_inputs
+from ..operators.replacement import Stored
 from ..options import WORDS, Globs
 from ..report.optimization import LayerStatus
 from ..weights.pruners.masks import Pattern
@@ -116,7 +117,7 @@ def group_layers(
             continue
         if linear.matches(exclude):
             context.layer(linear).reason = f"excluded from {doing}"
-        elif context.gains(linear, 0):
+        elif context.gains(linear, Stored(0, "")):
             groups.setdefault(linear.weight_key, WeightGroup([])).linears.append(linear)
     return list(groups.values())
 

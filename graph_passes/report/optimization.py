@@ -44,7 +44,14 @@ class LayerReport:
     threshold: float | None = None  # inputs whose magnitude is not above it count as zero
     density: float | None = None  # the share of the inputs that is above it, on the calibration feeds
     weight_bits: int | None = None  # of a quantized weight: 8 or 4
+    storage: str | None = None  # of a weight in SparseAMXMatMul: "dense", "bitmap" or "2:4"
     fused: list[str] = field(default_factory=list)  # what the new operator computes as well: "gelu", "residual", …
+
+    @property
+    def weights(self) -> str:
+        """For people: "int8", "2:4 int8", "bf16", …; "" where nothing has changed."""
+        kind = f"int{self.weight_bits}" if self.weight_bits else "bf16" if self.new_op else ""
+        return f"2:4 {kind}" if kind and self.storage == "2:4" else kind
 
     @property
     def growth(self) -> int:
@@ -150,8 +157,8 @@ class OptimizationReport:
         layers = Table(title=title, title_justify="left")
         layers.add_column("layer", overflow="fold")
         layers.add_column("op")
-        quantized = any(layer.weight_bits for layer in self.layers)
-        if quantized:
+        special = any(layer.weight_bits or layer.storage == "2:4" for layer in self.layers)
+        if special:
             layers.add_column("weights")
         masked = any(layer.threshold is not None for layer in self.layers)
         inputs = ("threshold", "density") if masked else ()
@@ -169,11 +176,7 @@ class OptimizationReport:
             cells = [
                 layer.name,
                 layer.op,
-                *(
-                    [f"int{layer.weight_bits}" if layer.weight_bits else "bf16" if layer.new_op else ""]
-                    if quantized
-                    else []
-                ),
+                *([layer.weights] if special else []),
                 f"{layer.k} x {layer.n}",
                 _percent(layer.sparsity),
                 *([_number(layer.threshold), _percent(layer.density)] if masked else []),

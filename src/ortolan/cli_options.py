@@ -68,7 +68,10 @@ Sparsity = Annotated[
 ]
 Pattern = Annotated[
     str | None,
-    typer.Option(help="What is pruned: unstructured (if not given), 4x1 (blocks; int8; for encoders), or N:M as 2:4."),
+    typer.Option(
+        help="What is pruned: unstructured (if not given), 4x1 (blocks; int8; for encoders), or N:M as 2:4. "
+        "Alone, 4x1 and 2:4 take weights that have such zeros already."
+    ),
 ]
 Method = Annotated[
     list[str] | None,

@@ -22,6 +22,7 @@ from ortolan.graph_passes.find.quantized_forms import unify_quantized
 from ortolan.graph_passes.names import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY
 from ortolan.graph_passes.operators import sparse_amx_matmul_function as sparse
 from ortolan.graph_passes.operators import w4a8_matmul_function as w4a8
+from ortolan.graph_passes.operators.sparse_amx_matmul_storage import BITMAP, DENSE, TWO_FOUR, storage_of, stored_in
 from ortolan.graph_passes.passes import fuse_lut as lut
 from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
 from ortolan.graph_passes.report.figures import human_bytes
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 
 _REPLACED = "already replaced"
+_LEAST_TWO_FOUR = 0.4  # zeros, as a share
+_STORAGES = {DENSE: "dense ", BITMAP: "bitmap + ", TWO_FOUR: "2:4 "}
 _KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of values
 
 
@@ -56,7 +59,8 @@ class LinearInfo:
     k: int | None = None
     n: int | None = None
     weight_bytes: int | None = None
-    # FLOAT, FLOAT16, …; where Ortolan packed it "bitmap + int8", "dense int4, groups of 128", …
+    # FLOAT, FLOAT16, …, with ", 2:4" behind it where the weights are 2:4 sparse; where Ortolan packed it
+    # "bitmap + int8", "2:4 int8", "dense int4, groups of 128", …
     weight_format: str | None = None
     sparsity: float | None = None
     replaceable: bool = False
@@ -180,6 +184,10 @@ def _inspect(file: ModelFile) -> Inspection:
     for found in find_linears(graph_model):
         if isinstance(found, Linear):
             matrix = found.matrix()
+            stored = stored_in(matrix)
+            sparsity = 1 - stored.count / matrix.size
+            # One or two inputs have the pattern without a zero.
+            pattern = ", 2:4" if stored.is_two_four and sparsity >= _LEAST_TWO_FOUR else ""
             result.linears.append(
                 LinearInfo(
                     found.name,
@@ -187,8 +195,8 @@ def _inspect(file: ModelFile) -> Inspection:
                     found.k,
                     found.n,
                     found.stored_bytes,
-                    found.stored_type,
-                    1 - int(np.count_nonzero(matrix)) / matrix.size,
+                    found.stored_type + pattern,
+                    sparsity,
                     result.optimized is None,
                 )
             )
@@ -231,10 +239,12 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
     masks, values = constants.get("masks"), constants.get("values")
     kind = _KINDS.get(values.dtype) if values is not None else None
     if masks is not None and values is not None and kind is not None:
-        storage = "dense " if masks.size == 0 else "bitmap + "
-        info.weight_format = storage + kind + (f", groups of {group_size}" if group_size else "")
+        offsets = constants.get("offsets")
+        storage = storage_of(masks.size, 0 if offsets is None else offsets.size)
+        info.weight_format = _STORAGES[storage] + kind + (f", groups of {group_size}" if group_size else "")
         if info.k and info.n:
-            info.sparsity = 1 - _count_stored(masks.numpy(), values.numpy(), kind) / (info.k * info.n)
+            stored = _count_bits(masks) if storage == BITMAP else _count_numbers(values.numpy(), kind)
+            info.sparsity = 1 - stored / (info.k * info.n)
     # Where other layers have scales, those of bf16 are ones and no part of the weight.
     return ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
 
@@ -245,10 +255,12 @@ def _describe_w4a8(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol],
     return ["weights", "scales", "zero_points"]
 
 
-def _count_stored(masks: np.ndarray, values: np.ndarray, kind: str) -> int:
-    """The weights that are not zero."""
-    if masks.size:
-        return int.from_bytes(masks.tobytes(), "little").bit_count()
+def _count_bits(masks: ir.TensorProtocol) -> int:
+    return int.from_bytes(masks.numpy().tobytes(), "little").bit_count()
+
+
+def _count_numbers(values: np.ndarray, kind: str) -> int:
+    """Those that are not zero."""
     if kind == "int4":
         return int(
             np.count_nonzero(values % 16 != sparse.INT4_BIAS) + np.count_nonzero(values // 16 != sparse.INT4_BIAS)

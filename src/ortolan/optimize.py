@@ -113,7 +113,8 @@ def optimize_onnx(
     group_size: of int4, the inputs that share a scale: 32, 64 or 128 (None).
     sparsity: the share of weights to prune, above 0 and below 1. None: nothing is pruned.
     pattern: what is pruned: "unstructured" (None), single weights; "4x1", blocks of four outputs, which become int8,
-        attention being fused as well; or all but N of M inputs, such as "2:4", whose sparsity must be given too.
+        attention being fused as well; or all but N of M inputs, such as "2:4", whose sparsity must be given too. "4x1"
+        and "2:4" without sparsity prune nothing: they are for weights that have such zeros already.
     method: how weights are rounded: "rtn" (None), to nearest, "gptq", "awq" or "hqq"; and pruned: by "magnitude"
         (None), "wanda" or "sparsegpt"; or one of each: ("wanda", "gptq"). "sparsegpt" alone also rounds int8 and int4
         weights, making up for both errors at once. gptq, awq, wanda and sparsegpt want calibration data.

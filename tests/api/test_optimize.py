@@ -102,6 +102,7 @@ def test_report_as_json_and_text(bert, tmp_path):
         "threshold": None,
         "density": None,
         "weight_bits": None,
+        "storage": "bitmap",
         "fused": ["key", "value"],
     }
     assert 0 < layer["bytes_after"] < 4 * 48 * 48 / 2 and 0.1 < layer["output_error"] < 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,23 +65,32 @@ def run_line(line: str, folder: Path) -> None:
     assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
-def write_sparse(model: ir.Model, path: Path) -> None:
-    """The model with four of five blocks of its linear layers zero."""
+def blocks_of_five(array: np.ndarray) -> np.ndarray:
+    """One of five blocks of four outputs and an input."""
+    mask = np.random.default_rng(0).random((array.shape[0], -(-array.shape[1] // 4))) < 0.2
+    return np.repeat(mask, 4, axis=1)[:, : array.shape[1]]
+
+
+def two_of_four(array: np.ndarray) -> np.ndarray:
+    """The first and the last of four inputs."""
+    return (np.isin(np.arange(len(array)) % 4, (0, 3)))[:, None]
+
+
+def write_sparse(model: ir.Model, path: Path, keep: Callable[[np.ndarray], np.ndarray]) -> None:
+    """The model with what is kept of the weights [k, n] of its linear layers."""
     proto = ir.to_proto(model)
-    rng = np.random.default_rng(0)
     for tensor in proto.graph.initializer:
         array = onnx.numpy_helper.to_array(tensor)
         if array.ndim == 2 and not {"embeddings", "pooler"} & set(tensor.name.split(".")):
-            mask = rng.random((array.shape[0], -(-array.shape[1] // 4))) < 0.2
-            kept = array * np.repeat(mask, 4, axis=1)[:, : array.shape[1]]
-            tensor.CopyFrom(onnx.numpy_helper.from_array(kept.astype(array.dtype), tensor.name))
+            kept = (array * keep(array)).astype(array.dtype)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(kept, tensor.name))
     onnx.save(proto, path)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """model.onnx, an encoder; fast.onnx and sparse.onnx, made of it; decoder.onnx; tokenizer.json, which goes with them
-    all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder."""
+    """model.onnx, an encoder; fast.onnx, sparse.onnx and 2of4.onnx, made of it; decoder.onnx; tokenizer.json, which
+    goes with them all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder."""
     folder = tmp_path_factory.mktemp("models")
     write_wordpiece(folder / "tokenizer.json")
     rng = np.random.default_rng(0)
@@ -89,7 +99,8 @@ def models(tmp_path_factory) -> Path:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 8000, "max_position_embeddings": 128}
     encoder = tiny.tiny_bert(**sizes)
     ir.save(encoder, folder / "model.onnx")
-    write_sparse(encoder, folder / "sparse.onnx")
+    write_sparse(encoder, folder / "sparse.onnx", blocks_of_five)
+    write_sparse(encoder, folder / "2of4.onnx", two_of_four)
     ortolan.optimize_onnx(folder / "model.onnx", folder / "fast.onnx", weights="int8")
     ir.save(tiny.tiny_llama(hidden_size=64, vocab_size=128), folder / "decoder.onnx")
     for name in ("model_folder", "genai_folder"):
@@ -141,6 +152,9 @@ def test_quantized_and_sparse_models_become_our_operators(folder):
     assert "W4A8MatMul" in [
         node.op_type for node in onnx.load(folder / "model_folder.ortolan" / "model.onnx").graph.node
     ]
+    for kind in ("bf16", "int8", "int4"):
+        formats = [layer.weight_format for layer in ortolan.inspect_onnx(folder / f"{kind}.onnx").linears]
+        assert sum((found or "").startswith(f"2:4 {kind}") for found in formats) >= 8
 
 
 def test_the_readme_is_short():

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
-from ortolan import Recipe
+from ortolan import Recipe, _native
 from ortolan.errors import CalibrationError, RecipeError
 from ortolan.graph_passes.auto import layer_times, path, search
 from ortolan.graph_passes.auto.budget import Limit, perplexity, perplexity_rise
@@ -321,6 +321,37 @@ def test_a_sparsity_adds_pruned_forms(inject: Callable[..., Any]) -> None:
     assert report.auto is not None
     assert {layer.chosen for layer in report.auto.layers} == {"pruned bf16"}
     assert all(layer.sparsity == pytest.approx(0.5, abs=0.01) for layer in report.layers)
+
+
+def test_what_a_cpu_is_slow_with_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitmaps of int8 weights, without an instruction that expands them."""
+    names = {}
+    for isa in ("avx2", "avx512"):
+        monkeypatch.setattr(_native, "cpu_info", lambda isa=isa: {"features": ["scalar", "avx2", isa]})
+        for sparsity in (None, 0.5, 0.6):
+            names[isa, sparsity] = {one.name for one in candidates_for(True, sparsity) if "pruned" in one.name}
+    assert names["avx2", None] == names["avx512", None] == set()
+    assert names["avx2", 0.6] == {"pruned bf16", "pruned int8 4x1"}
+    assert names["avx512", 0.6] == names["avx2", 0.6] | {"pruned int8"}
+    for isa in ("avx2", "avx512"):
+        assert names[isa, 0.5] == names[isa, 0.6] | {"pruned int8 2:4", "pruned int4 2:4"}
+
+
+@pytest.mark.parametrize("name", ["int8", "int4 2:4", "pruned int8 2:4"])
+def test_two_four(inject: Callable[..., Any], name: str) -> None:
+    """Weights that are 2:4 sparse are stored so; others are pruned to it only where that is asked for."""
+    calls = inject({name: 0.2}, 5.0)
+    model, prunes = chain(), name.startswith("pruned")
+    if not prunes:
+        for tensor in model.graph.initializer:
+            array = numpy_helper.to_array(tensor).copy()
+            array[0::4], array[3::4] = 0, 0
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    report = auto(model, budget=0.01, sparsity=0.5 if prunes else None)
+    assert report.auto is not None
+    assert all(case.two_four != prunes and (" 2:4 " in case.key) != prunes for case in calls)
+    assert {layer.chosen.removesuffix(" gptq") for layer in report.auto.layers} == {name}
+    assert all(layer.storage == "2:4" for layer in report.layers)
 
 
 def test_recipes_select_layers_by_name() -> None:

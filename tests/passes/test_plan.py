@@ -10,6 +10,7 @@ import pytest
 import ortolan
 from ortolan import Recipe
 from ortolan.graph_passes.find.linear import Linear, linears_in
+from ortolan.graph_passes.operators.replacement import Stored
 from ortolan.graph_passes.passes.plan import Plan
 from ortolan.graph_passes.passes.replace_rule import LayerState
 from ortolan.graph_passes.weights.quantizers.grid import Quantization
@@ -39,24 +40,25 @@ def untouched(linear: Linear) -> LayerState:
 def test_an_empty_plan_gains_from_everything() -> None:
     plan = plan_of({"name": "prune"})
     assert not plan.replaces and plan.feeds_to_verify == 0
-    assert all(plan.gains(linear, 0, untouched(linear)) for linear in layers())
+    assert all(plan.gains(linear, Stored(0), untouched(linear)) for linear in layers())
 
 
 def test_gains_follow_the_options_of_replace() -> None:
     first, second = layers()
     plan = plan_of({"name": "replace", "select": ["/layers.0/*"], "min_sparsity": 0.5})
-    dense, half = first.k * first.n, first.k * first.n // 2
+    dense, half = Stored(first.k * first.n), Stored(first.k * first.n // 2)
     assert [plan.gains(first, stored, untouched(first)) for stored in (dense, half)] == [False, True]
-    assert not plan.gains(second, 0, untouched(second))
+    assert not plan.gains(second, Stored(0), untouched(second))
     both = plan_of(
         {"name": "replace", "select": ["/layers.0/*"], "min_sparsity": 0.5}, {"name": "replace", "may_grow": True}
     )
-    assert both.gains(first, dense, untouched(first)) and both.gains(second, second.k * second.n, untouched(second))
+    assert both.gains(first, dense, untouched(first))
+    assert both.gains(second, Stored(second.k * second.n), untouched(second))
 
 
 def test_what_is_packed_may_not_be_larger_than_what_the_file_stores() -> None:
-    (first, _), stored = layers(), 256 * 320
-    small = LayerState(bytes_before=stored)  # an int8 weight would be
+    (first, _), stored = layers(), Stored(256 * 320)
+    small = LayerState(bytes_before=stored.count)  # an int8 weight would be
     assert not plan_of({"name": "replace"}).gains(first, stored, small)
     assert plan_of({"name": "replace"}).gains(first, stored, untouched(first))
     assert plan_of({"name": "replace", "may_grow": True}).gains(first, stored, small)
@@ -79,9 +81,12 @@ def test_a_threshold_is_foreseen_where_one_is_chosen_and_applied() -> None:
         {"name": "activations", "sparsity": 0.5, "select": ["/layers.0/*"]}, {"name": "replace", "op": "MaskedMatMul"}
     )
     assert plan.applies_thresholds
-    assert [plan.gains(linear, linear.k * linear.n, untouched(linear)) for linear in (first, second)] == [True, False]
+    assert [plan.gains(linear, Stored(linear.k * linear.n), untouched(linear)) for linear in (first, second)] == [
+        True,
+        False,
+    ]
     refused = LayerState(first.stored_bytes, threshold="its input lies in a subgraph")
-    assert not plan.gains(first, first.k * first.n, refused)
+    assert not plan.gains(first, Stored(first.k * first.n), refused)
 
 
 def test_what_the_steps_do_to_the_whole_model() -> None:

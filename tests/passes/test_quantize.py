@@ -19,6 +19,7 @@ from ortolan.graph_passes.files.model_file import load_model
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.find.linear import Linear, linears_in
 from ortolan.graph_passes.find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor
+from ortolan.graph_passes.operators.replacement import Stored
 from ortolan.graph_passes.passes import quantize as quantize_module
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.plan import Plan
@@ -292,9 +293,9 @@ def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path, monkeypat
     a, b = random_weight(20, 30), random_weight(30, 20)
     asked = []
 
-    def gains(self: Plan, linear: Linear, stored: int, state: LayerState) -> bool:
-        asked.append((linear.name, stored))
-        return linear.name != "/b" or not stored
+    def gains(self: Plan, linear: Linear, stored: Stored, state: LayerState) -> bool:
+        asked.append((linear.name, stored.count))
+        return linear.name != "/b" or not stored.count
 
     monkeypatch.setattr(Plan, "gains", gains)
     context, linears = quantize_in(two_layers(a, b), tmp_path, {"name": "quantize", "bits": 4})

@@ -122,7 +122,7 @@ def test_a_kernel_and_a_body_that_disagree(monkeypatch, tmp_path):
         function = right(opset, uses, unpack_once)
         for node in function:
             if node.op_type == "Transpose":
-                node.attributes["perm"] = ir.AttrInt64s("perm", [1, 4, 2, 0, 3])
+                node.attributes["perm"] = ir.AttrInt64s("perm", [1, 3, 2, 5, 0, 4])
         return function
 
     monkeypatch.setattr(sparse_amx_matmul, "sparse_amx_matmul_function", wrong)

@@ -42,6 +42,11 @@ class Pattern:
             return None
         return cls(1, int(match[1]), int(match[2]))
 
+    @property
+    def is_two_four(self) -> bool:
+        """Whether of inputs 4 i to 4 i + 3 at most two are kept."""
+        return self.of in (2, 4) and 4 // self.of * self.kept <= 2
+
     def units(self, k: int, n: int) -> int:
         return k * -(-n // self.outputs)
 
