@@ -62,9 +62,9 @@ def test_quantized_weights(group: int | None, dense: bool) -> None:
 def test_rows_with_zero_points(others: bool, dense: bool) -> None:
     """others: the function also serves nodes without, and of other weights."""
     rng = np.random.default_rng(2)
-    needed = Uses(frozenset({8}), dense, frozenset({1}))
+    needed = Uses(frozenset({8}), dense, x_zero_points=frozenset({1}))
     if others:
-        needed = Uses(frozenset({16, 8, 4}), True, frozenset({0, 1}))
+        needed = Uses(frozenset({16, 8, 4}), True, x_zero_points=frozenset({0, 1}))
     for k, n in ((1, 1), (70, 40), (385, 50)):
         layer = replace(Layer.random(rng, k, n, 0.3, None), zero_points=True)
         model = sparse_amx_matmul_model(
