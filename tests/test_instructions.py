@@ -24,5 +24,9 @@ def test_skips_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_emulated_kernels_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "cpu_info", lambda: {"detected_features": ["scalar", "avx2", "avx512", "avx512bf16"]})
+    monkeypatch.setattr(
+        _native,
+        "cpu_info",
+        lambda: {"detected_features": ["scalar", "avx2", "avx512bw", "avx512vnni", "avx512", "avx512bf16"]},
+    )
     assert instructions.summary([]) == []
