@@ -54,8 +54,10 @@ lint: $(VENV)/.installed
 	$(BIN)/python .ci/native_facts.py
 
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
+# A small quarantine: with thousands of sessions the default one takes many gigabytes.
+ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
 asan: build/asan-site/.installed
-	cd tests && ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	cd tests && ASAN_OPTIONS=$(ASAN_OPTIONS) LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=../build/asan-site $(PYTEST) formats ops amx -p no:cacheprovider --parameter-sets 6
 
 optimum: build/testing-wheel/.built
