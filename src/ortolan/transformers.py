@@ -19,7 +19,7 @@ from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.passes.compress_cache import CompressCacheOptions
 
 from .choice import read_choice
-from .errors import ModelError, RecipeError
+from .errors import ModelError, NothingToReplaceError, RecipeError
 from .optimize import optimize_onnx
 from .session import register
 
@@ -85,6 +85,8 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
 
     export_format = FORMAT
     config_class = OrtolanConfig
+    # While components of a model that generates are exported: why the recipe left some of them as they were.
+    _unchanged: list[NothingToReplaceError] | None = None
 
     def export_program(
         self, model: Any, sample_inputs: MutableMapping[str, Any], config: OrtolanConfig
@@ -95,32 +97,42 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
             source, target = (Path(work.name) / name for name in ("exported.onnx", "model.onnx"))
             OnnxExporter.save_program(exported, source)
             del exported
-            report = optimize_onnx(
-                source,
-                target,
-                recipe=config.recipe,
-                calibration=config.calibration,
-                tokenizer=config.tokenizer,
-                options=config.options,
-                portable=config.portable,
-                **config.form(),
-            )
-            for file in OnnxExporter.program_files(source.name):
-                (source.parent / file).unlink(missing_ok=True)
-            program = self.load_program(target)
+            try:
+                report = optimize_onnx(
+                    source,
+                    target,
+                    recipe=config.recipe,
+                    calibration=config.calibration,
+                    tokenizer=config.tokenizer,
+                    options=config.options,
+                    portable=config.portable,
+                    **config.form(),
+                )
+            except NothingToReplaceError as error:
+                if self._unchanged is None:
+                    raise
+                self._unchanged.append(error)
+                program, report = self.load_program(source), None
+            else:
+                for file in OnnxExporter.program_files(source.name):
+                    (source.parent / file).unlink(missing_ok=True)
+                program = self.load_program(target)
         except BaseException:
             work.cleanup()
             raise
         # Large weights stay in the file, which the session maps; it goes with the program.
         weakref.finalize(program, work.cleanup)
-        program.meta[REPORT_KEY] = report
+        if report is not None:
+            program.meta[REPORT_KEY] = report
         return program, metadata
 
     def export_for_generation(
         self, model: Any, sample_inputs: MutableMapping[str, Any], config: Any, **options: Any
     ) -> ExportedModel:
         """As OnnxExporter does. Raises RecipeError where a component is to read compressed caches that no other gives:
-        'prefill' reads none, and gives floats, so that generation must begin with 'decode', on several tokens."""
+        'prefill' reads none, and gives floats, so that generation must begin with 'decode', on several tokens. A
+        component in which the recipe finds nothing to replace stays as it was exported, without a report; where that
+        is all of them, NothingToReplaceError is raised."""
         if not isinstance(config, Mapping) and _compresses_caches(config):
             raise RecipeError(
                 "the recipe compresses caches, but component 'prefill' reads none, and gives floats to 'decode'; give "
@@ -136,7 +148,14 @@ class OrtolanExporter(OnnxExporter):  # type: ignore[misc]
                         "multi_token_decode=True, and begin with 'decode' and ortolan.transformers.empty_cache; or set "
                         'options keys and values to "float32"'
                     )
-        return super().export_for_generation(model, sample_inputs, config, **options)
+        self._unchanged = []
+        try:
+            exported = super().export_for_generation(model, sample_inputs, config, **options)
+            if len(self._unchanged) == len(exported.components):
+                raise self._unchanged[0]
+        finally:
+            self._unchanged = None
+        return exported
 
     @classmethod
     def save_program(cls, program: ir.Model, path: str | Path) -> None:

@@ -186,11 +186,20 @@ def test_exact_settings_generate_the_same_tokens(llama: Any) -> None:
     config = OrtolanConfig(dynamic=True, recipe="long-context", options=options)
     exported = OrtolanExporter().export_for_generation(model, inputs, config, multi_token_decode=True)
     assert "NoMADAttention" in ops(exported.components["decode"].program)
+    # 'prefill' has no cache: it stays as it was exported.
+    assert "NoMADAttention" not in ops(exported.components["prefill"].program)
     expected = without_cache(model, inputs, 12)
     for first in ("prefill", "decode"):
         assert (generate(exported, inputs, 12, first) == expected).all()
     with pytest.raises(ortolan.ModelError, match="reads no caches of known shapes: its inputs are input_ids"):
         empty_cache(exported.runners["prefill"])
+
+
+def test_a_recipe_that_finds_nothing_in_any_component_is_refused(llama: Any) -> None:
+    options = FAST | {"keys": "float32", "values": "float32", "select": ["absent*"]}
+    config = OrtolanConfig(dynamic=True, recipe="long-context", options=options)
+    with pytest.raises(ortolan.NothingToReplaceError, match="not selected"):
+        OrtolanExporter().export_for_generation(*llama, config, multi_token_decode=True)
 
 
 def reader(*inputs: tuple[str, str]) -> Any:
