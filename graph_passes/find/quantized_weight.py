@@ -22,26 +22,29 @@ def too_wide(k: int) -> str:
 
 @dataclass(frozen=True)
 class QuantizedWeight(Quantization):
-    """W = scales (q - zero_points), [k, n]. The numbers lie in a file; whoever reads them calls release()."""
+    """W = scales (q - zero_points), or scales q + minimums, [k, n]. The numbers lie in a file; whoever reads them calls
+    release()."""
 
-    q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); with zero points uint8, 0 … 15
+    q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); not symmetric: uint8, 0 … 15
     scales: ir.TensorProtocol  # float32 or, of a model that stores such, float16 [groups, n]
-    zero_points: ir.TensorProtocol | None = None  # uint8 [groups, n], 0 … 15; None: symmetric
+    zero_points: ir.TensorProtocol | None = None  # uint8 [groups, n], 0 … 15; symmetric, or with minimums: None
+    minimums: ir.TensorProtocol | None = None  # float32 [groups, n]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "symmetric", self.zero_points is None)
+        object.__setattr__(self, "symmetric", self.zero_points is None and self.minimums is None)
+        object.__setattr__(self, "minimum", self.minimums is not None)
 
     def matrix(self) -> np.ndarray:
-        """scales (q - zero_points) as float32 [k, n]; what would overflow is infinite."""
-        zero_points = None if self.zero_points is None else self.zero_points.numpy()
-        weights = dequantize(Rounded(self.q.numpy(), self.scales.numpy(), zero_points), self.group_size)
-        del zero_points
+        """What the numbers stand for, float32 [k, n]; what would overflow is infinite."""
+        zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
+        weights = dequantize(Rounded(self.q.numpy(), self.scales.numpy(), zero_points, minimums), self.group_size)
+        del zero_points, minimums
         self.release()
         return weights
 
     def release(self) -> None:
         """Unmaps the numbers."""
-        tensors = (self.q, self.scales, self.zero_points)
+        tensors = (self.q, self.scales, self.zero_points, self.minimums)
         release_maps([tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)])
 
 

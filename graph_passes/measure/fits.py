@@ -18,6 +18,7 @@ from ..files.model_file import release_maps
 from ..files.spill import TensorSpill
 from ..weights.quantizers.grid import Rounded
 
+_WEIGHTS = "weights"
 _TYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8}
 
 
@@ -44,22 +45,22 @@ class Fits:
     def read(self, key: Hashable) -> Fit:
         """What keep() was given."""
         stored = self._known[key]
-        arrays = [np.array(tensor.numpy()) for tensor in stored.tensors]
-        release_maps(stored.tensors)
-        if len(arrays) == 1:
-            return Fit(arrays[0], stored.rows, stored.error)
-        return Fit(Rounded(arrays[0], arrays[1], arrays[2] if len(arrays) == 3 else None), stored.rows, stored.error)
+        arrays = {part: np.array(tensor.numpy()) for part, tensor in stored.tensors.items()}
+        release_maps(list(stored.tensors.values()))
+        if _WEIGHTS in arrays:
+            return Fit(arrays[_WEIGHTS], stored.rows, stored.error)
+        offsets = (arrays.get(part) for part in ("zero_points", "minimums"))
+        return Fit(Rounded(arrays["q"], arrays["scales"], *offsets), stored.rows, stored.error)
 
     def keep(self, key: Hashable, fit: Fit) -> None:
         """Raises OutputError where the file cannot be written."""
-        parts: list[np.ndarray | None] = [fit.weights] if isinstance(fit.weights, np.ndarray) else []
-        if isinstance(fit.weights, Rounded):
-            parts = [fit.weights.q, fit.weights.scales, fit.weights.zero_points]
-        tensors = [
-            self._spill.add(f"{len(self._known)}.{number}", part, _TYPES[part.dtype.name])
-            for number, part in enumerate(parts)
+        weights = fit.weights
+        parts = vars(weights) if isinstance(weights, Rounded) else {_WEIGHTS: weights}
+        tensors = {
+            name: self._spill.add(f"{len(self._known)}.{name}", part, _TYPES[part.dtype.name])
+            for name, part in parts.items()
             if part is not None
-        ]
+        }
         self._known[key] = _Stored(tensors, fit.rows, fit.error)
 
     def close(self) -> None:
@@ -68,6 +69,6 @@ class Fits:
 
 @dataclass(frozen=True)
 class _Stored:
-    tensors: list[ir.ExternalTensor]  # the parts of Fit.weights
+    tensors: dict[str, ir.ExternalTensor]  # the parts of Fit.weights: those of Rounded, or _WEIGHTS
     rows: int
     error: float | None

@@ -85,8 +85,10 @@ def can_join(quantizations: Sequence[Quantization | None]) -> bool:
     return len(set(map(_kind, quantizations))) == 1
 
 
-def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool] | None:
-    return None if quantization is None else (quantization.bits, quantization.group_size, quantization.symmetric)
+def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, bool] | None:
+    if quantization is None:
+        return None
+    return quantization.bits, quantization.group_size, quantization.symmetric, quantization.minimum
 
 
 def join_weights(weights: Sequence[LayerWeight], spill: TensorSpill, name: str) -> LayerWeight:
@@ -107,7 +109,8 @@ def _join_quantized(parts: Sequence[QuantizedWeight], spill: TensorSpill, name: 
 
     q, scales = joined("q"), joined("scales")
     assert q is not None and scales is not None
-    whole = dataclasses.replace(parts[0], q=q, scales=scales, zero_points=joined("zero_points"))
+    zero_points, minimums = joined("zero_points"), joined("minimums")
+    whole = dataclasses.replace(parts[0], q=q, scales=scales, zero_points=zero_points, minimums=minimums)
     for part in parts:
         part.release()
     return whole

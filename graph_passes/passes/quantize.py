@@ -180,7 +180,7 @@ def put_quantized(
     """Gives the layers of the group their quantized weight, except those that no pass replace would gain from."""
     first = group.linears[0]
     weight = _spill(context, group.weight_name, rounded, quantization)
-    numbers = rounded.q if rounded.zero_points is None else weight.matrix()
+    numbers = rounded.q if quantization.symmetric else weight.matrix()
     stored = stored_in(numbers)
     del numbers
     group.linears = [linear for linear in group.linears if context.gains(linear, stored)]
@@ -197,13 +197,14 @@ def put_quantized(
 def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quantization) -> QuantizedWeight:
     add = context.spill.add
     q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
-    zeros = rounded.zero_points
+    zeros, minimums = rounded.zero_points, rounded.minimums
     return QuantizedWeight(
         quantization.bits,
         quantization.group_size,
         add(f"{name}.q", rounded.q, q_type),
         add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
         None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
+        None if minimums is None else add(f"{name}.minimums", minimums, ir.DataType.FLOAT),
     )
 
 

@@ -7,11 +7,13 @@ a group_size, a whole column. Of each group:
     symmetric 4    scale = max(bf16(max |W| / 7), 2^-126)                q = rint(W / scale), in -7 … 7
     asymmetric 4   scale = max(bf16((high - low) / 15), 2^-126)          q = clip(rint(W / scale) + zero, 0, 15)
                    zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
-    all W of a group zero: scale = 0, zero = 0, q = 0
+    minimum 4      scale = half((max W - min W) / 15)                    q = clip(rint((W - minimum) / scale), 0, 15)
+                   minimum = half(min W)
+    all W of a group zero: scale = 0, zero = 0, minimum = 0, q = 0
 
-A weight stands for scale (q - zero), with zero = 0 if symmetric. Zero is always among these numbers, so what was pruned
-stays zero. Arithmetic is float32; bf16() rounds to nearest even, so that scales are exact in bfloat16 and float32, and
-in float16 unless they leave its range.
+A weight stands for scale (q - zero), with zero = 0 if symmetric, or for scale q + minimum. But for minimums, zero is
+always among these numbers, so what was pruned stays zero. Arithmetic is float32; bf16() rounds to nearest even, so that
+scales are exact in bfloat16 and float32, and in float16 unless they leave its range.
 
     |W - scale (q - zero)| <= scale / 2 (1 + 2^-16)             symmetric
                            <= scale / 2 (1 + 2^-16) + scale / 17    asymmetric
@@ -45,6 +47,7 @@ class Quantization:
     bits: int
     group_size: int | None
     symmetric: bool = field(default=True, kw_only=True)  # False: each group also has a zero point; 4 bits only
+    minimum: bool = field(default=False, kw_only=True)  # not symmetric: it has a minimum in place of the zero point
 
     def rows(self, k: int) -> int:
         """The inputs of a group."""
@@ -56,32 +59,40 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Rounded:
-    """W = scales (q - zero_points), each group of rows with its row of scales."""
+    """W = scales (q - zero_points), or scales q + minimums, each group of rows with its row of scales."""
 
     q: np.ndarray  # [k, n]; int8, asymmetric: uint8
     scales: np.ndarray  # float32 [groups, n]
-    zero_points: np.ndarray | None  # uint8 [groups, n]; symmetric: None
+    zero_points: np.ndarray | None  # uint8 [groups, n]; symmetric, or with minimums: None
+    minimums: np.ndarray | None = None  # float32 [groups, n]
 
     @classmethod
     def empty(cls, k: int, n: int, quantization: Quantization) -> Rounded:
         shape = (quantization.groups(k), n)
         if quantization.symmetric:
             return cls(np.empty((k, n), np.int8), np.empty(shape, np.float32), None)
-        return cls(np.empty((k, n), np.uint8), np.empty(shape, np.float32), np.empty(shape, np.uint8))
+        q, scales = np.empty((k, n), np.uint8), np.empty(shape, np.float32)
+        if quantization.minimum:
+            return cls(q, scales, None, np.empty(shape, np.float32))
+        return cls(q, scales, np.empty(shape, np.uint8))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Of one group: the scale and zero point of each column."""
+    """Of one group: the scale, and the zero point or minimum, of each column."""
 
     bits: int
     scale: np.ndarray  # float32 [n]; 0 where all weights are
-    zero: np.ndarray | None  # float32 [n], whole numbers 0 … 15; symmetric: None
+    zero: np.ndarray | None  # float32 [n], whole numbers 0 … 15; symmetric, or with a minimum: None
+    minimum: np.ndarray | None = None  # float32 [n]
 
     def round(self, part: np.ndarray) -> np.ndarray:
         """q, as float32, for weights [rows, n] or [n]."""
-        q: np.ndarray = part / np.where(self.scale > 0, self.scale, 1)
+        above = part if self.minimum is None else part - self.minimum
+        q: np.ndarray = above / np.where(self.scale > 0, self.scale, 1)
         np.rint(q, out=q)
+        if self.minimum is not None:
+            return np.clip(q, 0, LEVELS, out=q)
         if self.zero is None:
             most = 2 ** (self.bits - 1) - 1
             return np.clip(q, -most, most, out=q)
@@ -91,17 +102,23 @@ class Grid:
     def weights(self, q: np.ndarray) -> np.ndarray:
         """What q stands for, float32."""
         result: np.ndarray = self.scale * (q if self.zero is None else q - self.zero)
-        return result
+        return result if self.minimum is None else result + self.minimum
 
     def store(self, into: Rounded, group: int, columns: slice = _ALL) -> None:
         into.scales[group, columns] = self.scale
         if into.zero_points is not None:
             into.zero_points[group, columns] = self.zero
+        if into.minimums is not None:
+            into.minimums[group, columns] = self.minimum
 
 
 def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     """The grid of a group, W float32 [rows, n], by its smallest and largest weights; see the top of this file."""
     low, high = part.min(axis=0), part.max(axis=0)
+    if quantization.minimum:
+        # Each divided first: their difference may be beyond float32.
+        scale = np.maximum(half(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
+        return Grid(quantization.bits, np.where(high > low, scale, 0), None, half(low))
     if quantization.symmetric:
         largest = np.maximum(high, -low)
         scale = largest / np.float32(2 ** (quantization.bits - 1) - 1)
@@ -153,7 +170,7 @@ def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:
 
 
 def dequantize(rounded: Rounded, group_size: int | None) -> np.ndarray:
-    """scales (q - zero_points) as float32 [k, n]; what would overflow is infinite."""
+    """scales (q - zero_points) or scales q + minimums as float32 [k, n]; what would overflow is infinite."""
     weights = np.empty(rounded.q.shape, np.float32)
     rows = group_size or len(rounded.q)
     with np.errstate(over="ignore"):
@@ -163,6 +180,8 @@ def dequantize(rounded: Rounded, group_size: int | None) -> np.ndarray:
             if rounded.zero_points is not None:
                 part -= rounded.zero_points[group]
             part *= rounded.scales[group]
+            if rounded.minimums is not None:
+                part += rounded.minimums[group]
     return weights
 
 
@@ -170,3 +189,13 @@ def bf16(array: np.ndarray) -> np.ndarray:
     """float32 rounded to bfloat16, nearest even, as float32 again."""
     rounded: np.ndarray = array.astype(ml_dtypes.bfloat16).astype(np.float32)
     return rounded
+
+
+def half(array: np.ndarray) -> np.ndarray:
+    """float32 rounded to float16, nearest even, as float32 again; to bfloat16 where float16 would lose more than that:
+    beyond its range, or among its subnormal numbers."""
+    with np.errstate(over="ignore"):
+        rounded: np.ndarray = array.astype(np.float16).astype(np.float32)
+    magnitude = np.abs(array)
+    fits = (magnitude == 0) | ((magnitude >= np.float32(2.0**-14)) & np.isfinite(rounded))
+    return np.where(fits, rounded, bf16(array))
