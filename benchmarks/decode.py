@@ -1,7 +1,10 @@
-"""A decoder, whole: tokens a second of prompt processing and of decoding, fp32 against 4-bit peers and recipes.
+"""A decoder, whole: tokens a second of prompt processing and of decoding, perplexity and size, fp32 against 4-bit peers
+and recipes.
 
 python -m ortolan.benchmarks.decode [--model smollm2-135m-instruct] [--threads 1] [--recipe [NAME]:KEY=VALUE,… …]
-    [--variant NAME=PATH …] [--profile]
+    [--variant NAME=PATH …] [--text FILE] [--profile]
+
+A variant is an ONNX file, a model's folder, or a GGUF file, which llama.cpp runs where llama-cpp-python is installed.
 """
 
 from __future__ import annotations
@@ -29,14 +32,21 @@ from ortolan.graph_passes.recipe import Recipe
 from ..errors import OrtolanError, RecipeError, VerificationError
 from ..generate import Decoder, read_head_size, shares_cache
 from ..models import get_model
+from ..models.evaluate import sample_texts, score_decoder
+from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx
 from ..session import create_session
+from .llama_cpp import AVAILABLE as LLAMA_CPP
+from .llama_cpp import LlamaCpp
 from .matmul_nbits import make_matmul_nbits
 from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
 # The first one stores what MatMulNBits g32 does; both, like the peers, also quantize the head.
+GGUF = ".gguf"
+WINDOW = 512  # tokens
+SAMPLED = 2048  # tokens of a text, where none is given
 RECIPES = ("int4:group_size=32,quantize.1.symmetric=true", "int4")
 
 
@@ -63,7 +73,7 @@ class Speed:
 
 
 def measure(
-    decoders: Mapping[str, Decoder], prompt: Sequence[int], decode_tokens: int, rounds: int
+    decoders: Mapping[str, Decoder | LlamaCpp], prompt: Sequence[int], decode_tokens: int, rounds: int
 ) -> dict[str, Speed]:
     """Times prompt and decode steps (greedy), the decoders in turn, after a round that does not count."""
     times: dict[str, list[list[float]]] = {name: [] for name in decoders}
@@ -135,6 +145,36 @@ def read_profile(path: str | Path, skip_runs: int) -> tuple[list[ProfileRow], fl
     return sorted(rows, key=lambda row: -row.microseconds), statistics.median(run["dur"] for run in runs)
 
 
+def open_variant(path: Path, threads: int, length: int) -> Decoder | LlamaCpp:
+    """length: of the prompt and what is decoded."""
+    if path.suffix == GGUF:
+        return LlamaCpp(path, threads, length)
+    return open_decoder(path, session_options(threads), length)
+
+
+def perplexity(path: Path, ids: Sequence[int]) -> float:
+    """Of a text, in windows of WINDOW tokens, each behind the first of the next one."""
+    decoder = (
+        LlamaCpp(path, 2, WINDOW, all_logits=True)
+        if path.suffix == GGUF
+        else Decoder(create_session(path, session_options(2)))
+    )
+    return score_decoder(decoder, ids, WINDOW, WINDOW - 1).perplexity
+
+
+def read_text(arguments: argparse.Namespace, original: Path, console: Console) -> list[int]:
+    """The tokens to score: of the text that was given, else drawn from the original model."""
+    files = get_model(arguments.model)
+    if arguments.text is None or files.tokenizer is None:
+        console.print(f"no --text was given: perplexity is of {SAMPLED} tokens drawn from the original")
+        start = 1 if files.tokenizer is None else load_tokenizer(files.tokenizer).start
+        texts = sample_texts(create_session(original, session_options(2)), start, SAMPLED, WINDOW)
+        return [token for text in texts for token in text]
+    text = arguments.text.read_text(encoding="utf-8")
+    tokens = arguments.text_tokens
+    return load_tokenizer(files.tokenizer).encode(text[: 16 * tokens])[:tokens]
+
+
 def open_decoder(path: Path, options: ort.SessionOptions, cache_length: int) -> Decoder:
     session = create_session(path, options)
     return Decoder(session, cache_length if shares_cache(path) else None, read_head_size(path))
@@ -173,9 +213,11 @@ def read_variant(text: str) -> tuple[str, Path]:
     return name, Path(path) / "model.onnx" if Path(path).is_dir() else Path(path)
 
 
-def speed_table(title: str, speeds: Mapping[str, Speed], variants: Mapping[str, Path], against: str) -> Table:
+def speed_table(
+    title: str, speeds: Mapping[str, Speed], variants: Mapping[str, Path], quality: Mapping[str, float], against: str
+) -> Table:
     table = Table(title=title, title_justify="left", caption=f"ratios: to {against}; tokens/s: best / median")
-    for column in ("", "MB", "prompt, tokens/s", "ratio", "decode, tokens/s", "ratio"):
+    for column in ("", "MB", "perplexity", "prompt, tokens/s", "ratio", "decode, tokens/s", "ratio"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     yardstick = speeds[against]
     for name, speed in speeds.items():
@@ -185,7 +227,7 @@ def speed_table(title: str, speeds: Mapping[str, Speed], variants: Mapping[str, 
             (speed.decode_rates, yardstick.decode_rates),
         ):
             cells += [f"{rates[0]:.1f} / {rates[1]:.1f}", f"{rates[0] / others[0]:.2f}x"]
-        table.add_row(name, f"{file_megabytes(variants[name]):.0f}", *cells)
+        table.add_row(name, f"{file_megabytes(variants[name]):.1f}", f"{quality[name]:.2f}", *cells)
     return table
 
 
@@ -218,8 +260,10 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="an ONNX file or a model's folder, timed too",
+        help="an ONNX file, a model's folder or a GGUF file, timed too",
     )
+    parser.add_argument("--text", type=Path, help="to measure perplexity with, UTF-8; else drawn from the model")
+    parser.add_argument("--text-tokens", type=int, default=8192, help="of the text, from its beginning")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--decode-tokens", type=int, default=64)
@@ -229,7 +273,11 @@ def main() -> None:
     arguments = parser.parse_args()
     for variant in arguments.variant:
         if not read_variant(variant)[1].is_file():
-            parser.error(f"--variant: expected NAME=PATH of an ONNX file, found {variant!r}")
+            parser.error(f"--variant: expected NAME=PATH of an ONNX or GGUF file, found {variant!r}")
+        if read_variant(variant)[1].suffix == GGUF and not LLAMA_CPP:
+            parser.error(f"--variant: {variant!r} needs llama.cpp; install it with: pip install llama-cpp-python")
+    if arguments.text and not arguments.text.is_file():
+        parser.error(f"--text: file {str(arguments.text)!r} does not exist")
     try:
         recipes = read_recipes(arguments.recipe, arguments.sparsity)
     except RecipeError as error:
@@ -241,10 +289,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         variants = make_variants(arguments, recipes, folder, console)
         cache_length = arguments.prompt_tokens + arguments.decode_tokens
-        decoders = {
-            name: open_decoder(path, session_options(arguments.threads), cache_length)
-            for name, path in variants.items()
-        }
+        text = read_text(arguments, next(iter(variants.values())), console)
+        quality = {name: perplexity(path, text) for name, path in variants.items()}
+        decoders = {name: open_variant(path, arguments.threads, cache_length) for name, path in variants.items()}
         vocabulary = min(decoder.vocabulary for decoder in decoders.values())
         prompt = np.random.default_rng(0).integers(0, vocabulary, arguments.prompt_tokens).tolist()
         speeds = measure(decoders, prompt, arguments.decode_tokens, arguments.rounds)
@@ -253,10 +300,12 @@ def main() -> None:
             f"decode {arguments.decode_tokens} tokens, {arguments.rounds} rounds"
         )
         against = next((name for name in variants if name.startswith("MatMulNBits g32")), next(iter(variants)))
-        console.print(speed_table(title, speeds, variants, against))
+        console.print(speed_table(title, speeds, variants, quality, against))
         if arguments.profile:
             del decoders
             for name, path in variants.items():
+                if path.suffix == GGUF:
+                    continue
                 rows, whole = profile_decode(
                     lambda options, p=path: open_decoder(p, options, cache_length),  # type: ignore[misc]
                     session_options(arguments.threads),

@@ -7,6 +7,7 @@ from .passes.cache_prompt import CachePromptPass
 from .passes.calibrate import CalibratePass
 from .passes.compress_cache import CompressCachePass
 from .passes.context import RecipePass
+from .passes.embeddings import EmbeddingsPass
 from .passes.fuse_attention import FuseAttentionPass
 from .passes.fuse_lut import FuseLutPass
 from .passes.normalize import NormalizePass
@@ -21,6 +22,7 @@ PASSES: dict[str, type[RecipePass]] = {
     "calibrate": CalibratePass,
     "prune": PrunePass,
     "quantize": QuantizePass,
+    "embeddings": EmbeddingsPass,
     "fuse_attention": FuseAttentionPass,
     "ranges": RangesPass,
     "activations": ActivationsPass,

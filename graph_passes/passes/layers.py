@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ..find.linear import Linear, NotLinear, layer_key, op_name
 from ..find.quantized_weight import QuantizedWeight
+from ..operators.embedding import StoredEmbedding
 from ..report.optimization import LayerReport
 from .replace_rule import LayerState
 
@@ -32,6 +33,7 @@ class Layers:
     # Of each replaced layer: ||Y - XW|| / ||XW|| with the weight W that was packed.
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
+    embeddings: list[StoredEmbedding] = field(default_factory=list)  # tables of words that pass embeddings has stored
     unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
 
     def add(self, layer: Linear | NotLinear) -> None:
@@ -47,8 +49,9 @@ class Layers:
 
     @property
     def changed(self) -> bool:
-        """Whether there are layers that are pruned or quantized, and not replaced so far."""
-        return any(report.status in ("pruned", "quantized") for report in self.reports.values())
+        """Whether tables of words are stored in few bits, or layers are pruned or quantized, and not replaced so far."""
+        pruned_or_quantized = any(report.status in ("pruned", "quantized") for report in self.reports.values())
+        return pruned_or_quantized or bool(self.embeddings)
 
     @property
     def masked(self) -> bool:

@@ -4,6 +4,7 @@ W is float32 [k, n], and finite. Groups are runs of group_size inputs of a colum
 a group_size, a whole column. Of each group:
 
     symmetric 8    scale = max(max |W| / 127, 2^-126)                    q = rint(W / scale), in -127 … 127
+                   of groups: half(scale)
     symmetric 4    scale = max(bf16(max |W| / 7), 2^-126)                q = rint(W / scale), in -7 … 7
     asymmetric 4   scale = max(bf16((high - low) / 15), 2^-126)          q = clip(rint(W / scale) + zero, 0, 15)
                    zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
@@ -124,6 +125,8 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
         scale = largest / np.float32(2 ** (quantization.bits - 1) - 1)
         if quantization.bits == 4:
             scale = bf16(scale)
+        elif quantization.group_size is not None:
+            scale = half(scale)
         return Grid(quantization.bits, np.where(largest > 0, np.maximum(scale, SMALLEST_SCALE), 0), None)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     # Each divided first: their difference may be beyond float32.
@@ -199,3 +202,10 @@ def half(array: np.ndarray) -> np.ndarray:
     magnitude = np.abs(array)
     fits = (magnitude == 0) | ((magnitude >= np.float32(2.0**-14)) & np.isfinite(rounded))
     return np.where(fits, rounded, bf16(array))
+
+
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """float16 if that holds all of the numbers, else as it is: float32."""
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float16)
+    return narrow if (narrow.astype(np.float32) == array).all() else array

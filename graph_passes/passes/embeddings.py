@@ -1,0 +1,103 @@
+"""Stores tables of words in 8 bits: a quarter of their size or half of it, for an error like that of int8 layers.
+
+Each row is rounded in groups of its numbers, whose scales are float16 as a rule, and read by standard operators
+(operators/embedding.py). Where a layer's weight holds the same numbers, that of a head which is tied to the table,
+pass replace lets the table go, and rows are read from the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import ModelError
+
+from ..find.embedding import Embedding, find_embeddings
+from ..operators.embedding import StoredEmbedding
+from ..operators.nodes import new_initializer
+from ..options import Globs, PassOptions, any_matches, takes
+from ..weights.quantizers.grid import GROUP_SIZES, Quantization, narrowed, round_to_nearest
+from .context import RecipePass
+from .normalize import require_normalized
+
+_BITS = 8
+_ROWS = 8192  # that are rounded at once
+
+
+@dataclass(frozen=True)
+class EmbeddingsOptions(PassOptions):
+    group_size: int = field(default=32, metadata=takes("int", choices=GROUP_SIZES))
+    # By the name of the operator, or of its table.
+    select: Globs = field(default=("*",), metadata=takes("globs"))
+    exclude: Globs = field(default=(), metadata=takes("globs"))
+
+
+class EmbeddingsPass(RecipePass):
+    """See the top of this file."""
+
+    options_type = EmbeddingsOptions
+    options: EmbeddingsOptions
+
+    def requires(self, model: ir.Model) -> None:
+        require_normalized(model, "embeddings")
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context, options = self.context, self.options
+        found = list[Embedding]()
+        for embedding in find_embeddings(model.graph):
+            names = (embedding.name, embedding.table_name)
+            context.layers.names += names
+            if any_matches(names, options.select) and not any_matches(names, options.exclude):
+                found.append(embedding)
+        for embedding in found:
+            doing = "would be stored" if context.dry_run else "is stored"
+            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups of {options.group_size}")
+            if not context.dry_run:
+                context.layers.embeddings.append(self._store(model, embedding))
+                context.release()
+        return ir.passes.PassResult(model, modified=bool(found) and not context.dry_run)
+
+    def _store(self, model: ir.Model, embedding: Embedding) -> StoredEmbedding:
+        context, group_size = self.context, self.options.group_size
+        table = embedding.table()
+        if not (np.isfinite(table.max()) and np.isfinite(table.min())):
+            raise ModelError(
+                f"word embedding {embedding.table_name!r} holds NaN or infinity, so it cannot be stored in int8; "
+                'export the model again, or leave it out: embeddings.exclude = ["*"]'
+            )
+
+        q, scales = _rounded(table, group_size)
+
+        def add(part: str, array: np.ndarray) -> ir.Value:
+            name = context.new_name(model, f"{embedding.table_name}.{part}")
+            return new_initializer(model.graph, context.spill.add(name, array, ir.DataType.from_numpy(array.dtype)))
+
+        stored = StoredEmbedding(
+            name=embedding.name,
+            ids=embedding.ids,
+            rows=embedding.rows,
+            width=embedding.width,
+            group_size=group_size,
+            rank=embedding.rank,
+            dtype=embedding.dtype,
+            q=add("q", q),
+            scales=add("scales", narrowed(scales)),
+            nodes=[embedding.node],
+        )
+        stored.read_rows(lambda wanted: context.new_name(model, wanted))
+        return stored
+
+
+def _rounded(table: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """q, int8 [rows, groups, group_size], with zeros behind the end of a row, and scales, float32 [rows, groups, 1]."""
+    (rows, width), quantization = table.shape, Quantization(_BITS, group_size)
+    groups = quantization.groups(width)
+    q = np.zeros((rows, groups * group_size), np.int8)
+    scales = np.empty((rows, groups), np.float32)
+    for start in range(0, rows, _ROWS):
+        part = slice(start, start + _ROWS)
+        rounded = round_to_nearest(np.ascontiguousarray(table[part].T), quantization)
+        q[part, :width], scales[part] = rounded.q.T, rounded.scales.T
+    return q.reshape(rows, groups, group_size), scales[:, :, None]
