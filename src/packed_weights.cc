@@ -132,9 +132,9 @@ Array<uint8_t> PackInt4GroupArray(const Array<uint8_t>& q) {
 }
 
 Array<uint8_t> UnpackInt4GroupArray(const Array<uint8_t>& weights, int64_t k, int64_t n) {
-  Require(
-      k >= 1 && n >= 1 && k <= kInt4Bitmap.max_k && n <= kMaxDimension && weights.size() == Int4GroupWeightBytes(k, n),
-      "weights of ", weights.size(), " bytes are not those of ", k, " x ", n);
+  Require(k >= 1 && n >= 1 && k <= kInt4Bitmap.max_k && n <= kMaxDimension &&
+              weights.size() == GroupWeightBytes(kInt4Bitmap, k, n),
+          "weights of ", weights.size(), " bytes are not those of ", k, " x ", n);
   Array<uint8_t> q({k, n});
   uint8_t* out = q.mutable_data();
   py::gil_scoped_release release;

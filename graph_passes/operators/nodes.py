@@ -66,7 +66,7 @@ def fill_missing(
 ) -> None:
     """Gives nodes the neutral constants of the inputs that are needed, or stand in front of one that they have.
 
-    Nodes of one graph share constants of the same name and shape.
+    Nodes of one graph share constants of the same name, shape and type.
     """
     made: dict[Hashable, ir.Value] = {}
     for node in nodes:
@@ -78,7 +78,7 @@ def fill_missing(
             index = names.index(name)
             if index >= count or node.inputs[index] is not None:
                 continue
-            key = (id(graph), name, array.shape)
+            key = (id(graph), name, array.shape, array.dtype)
             if key not in made:
                 made[key] = new_initializer(graph, ir.Tensor(array, name=new_name(f"no_{name}")))
             node.replace_input_with(index, made[key])

@@ -1,4 +1,4 @@
-"""W4A8MatMul: 4-bit weights in groups with scales and zero points (the format: ops/formats/int4_group.h)."""
+"""W4A8MatMul: 4-bit weights in groups, with zero points or minimums (the format: ops/formats/int4_group.h)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class W4A8MatMul(Replacement):
         quantized = weight.quantized
         assert quantized is not None
         q, scales = quantized.q.numpy(), quantized.scales.numpy()
-        if quantized.zero_points is None:
+        if quantized.symmetric:
             q = (q + np.int8(MIDDLE_ZERO_POINT)).view(np.uint8)
-        packed = {
-            "weights": PackedTensor(_native.pack_int4_group(np.ascontiguousarray(q)), ir.DataType.UINT8),
-            "scales": _packed_scales(scales),
-        }
+        packed = {"weights": PackedTensor(_native.pack_int4_group(np.ascontiguousarray(q)), ir.DataType.UINT8)}
+        if quantized.minimums is None:
+            (packed["scales"],) = _packed_floats(scales)
+        else:
+            packed["scales"], packed["minimums"] = _packed_floats(scales, quantized.minimums.numpy())
         if quantized.zero_points is not None:
             zero_points = _native.pack_group_rows(quantized.zero_points.numpy())
             packed["zero_points"] = PackedTensor(zero_points, ir.DataType.UINT8)
@@ -60,8 +61,9 @@ class W4A8MatMul(Replacement):
         weights = panels * PANEL_COLUMNS * -(-k // TILE_INPUTS) * TILE_INPUTS // 2
         groups = panels * PANEL_COLUMNS * -(-k // quantization.group_size)
         # The scales of our quantizers are float16 numbers as a rule, float32 ones that a model stores are not.
-        wide = isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT
-        return weights + groups * ((4 if wide else 2) + (0 if quantization.symmetric else 1))
+        scale = 4 if isinstance(quantization, StoredInt4) and quantization.scales.dtype == ir.DataType.FLOAT else 2
+        offset = scale if quantization.minimum else 0 if quantization.symmetric else 1
+        return weights + groups * (scale + offset)
 
     def attributes(
         self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
@@ -81,6 +83,11 @@ class W4A8MatMul(Replacement):
         assert weight.quantized is not None and weight.quantized.group_size is not None
         group = weight.quantized.group_size
         magnitude = np.abs(weight.matrix)
+        if weight.quantized.minimums is not None:
+            # What is added up: q - 8 and, for all inputs of a group, 8 scales and a minimum.
+            rows = np.abs(weight.quantized.scales.numpy()) * 16 + np.abs(weight.quantized.minimums.numpy())
+            magnitude = magnitude + np.repeat(rows, group, axis=0)[: len(magnitude)]
+            weight.quantized.release()
         product: np.ndarray = np.abs(x) @ magnitude
         steps = np.zeros_like(product)
         for start in range(0, len(magnitude), group):  # half a step of each x (ops/matmul/group_int4_weight.h)
@@ -101,31 +108,37 @@ class W4A8MatMul(Replacement):
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()
             groups = -(-k // node.attributes["group_size"].as_int())
+            middle = np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), MIDDLE_ZERO_POINT, np.uint8)
+            scales = input_of(node, INPUTS, "scales")
+            assert scales is not None and scales.dtype is not None
+            has_minimums = input_of(node, INPUTS, "minimums") is not None
             return {
                 **neutral_inputs_of_layer(n, node.attributes["gated_columns"].as_int()),
-                "zero_points": np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), MIDDLE_ZERO_POINT, np.uint8),
+                "zero_points": np.zeros(1, np.uint8) if has_minimums else middle,
+                "minimums": np.zeros(1, scales.dtype.numpy()),
             }
 
-        needed = uses.needed_inputs() | ({"zero_points"} if uses.zero_points else set())
-        fill_missing(nodes, INPUTS, needed, neutral, new_name)
+        fill_missing(nodes, INPUTS, uses.needed_inputs(), neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
         return w4a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
 
 
-def _packed_scales(scales: np.ndarray) -> PackedTensor:
-    """float16 where that loses nothing that matters: no scale under- or overflows; else float32."""
-    if scales.dtype == np.float32:
-        half = scales.astype(np.float16)
-        if (half.astype(np.float32) != scales).any():
-            return PackedTensor(_native.pack_group_rows(scales), ir.DataType.FLOAT)
-        scales = half
-    packed = _native.pack_group_rows(np.ascontiguousarray(scales).view(np.uint16))
-    return PackedTensor(packed.view(np.float16), ir.DataType.FLOAT16)
+def _packed_floats(*rows: np.ndarray) -> list[PackedTensor]:
+    """Scales, and minimums: float16 where that loses nothing of any of them, else float32."""
+    with np.errstate(over="ignore"):
+        halves = [array.astype(np.float16) for array in rows]
+    if any((half != array).any() for half, array in zip(halves, rows, strict=True)):
+        wide = [np.ascontiguousarray(array, np.float32) for array in rows]
+        return [PackedTensor(_native.pack_group_rows(array), ir.DataType.FLOAT) for array in wide]
+    packed = [_native.pack_group_rows(np.ascontiguousarray(half).view(np.uint16)) for half in halves]
+    return [PackedTensor(array.view(np.float16), ir.DataType.FLOAT16) for array in packed]
 
 
 def _uses(nodes: list[ir.Node]) -> Uses:
+    minimums = any(input_of(node, INPUTS, "minimums") is not None for node in nodes)
     return Uses(
-        zero_points=any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
+        zero_points=minimums or any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
+        minimums=minimums,
         **uses_of_layers(nodes, INPUTS),
     )

@@ -15,7 +15,7 @@ from .function_body import PANEL_COLUMNS, FunctionBody
 from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
 
 OP_TYPE = "W4A8MatMul"
-INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS)
+INPUTS = ("X", "weights", "scales", "bias", "residual", "zero_points", *NORM_INPUTS, "minimums")
 ATTRIBUTES = ("k", "n", "format_version", "group_size", "activation", "gated_columns")
 
 # As in ops/formats/int4_group.h.
@@ -23,19 +23,28 @@ ROW_INPUTS = 4
 TILE_INPUTS = 64
 MIDDLE_ZERO_POINT = 8
 
-_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/group_int4_weight.h
+_SMALLEST_MAXIMUM = 2.0**-100  # as in ops/matmul/group_weight.h
 
 
 @dataclass(frozen=True)
 class Uses(LayerUses):
     """What the W4A8MatMul nodes of a model make use of."""
 
-    zero_points: bool = False
+    zero_points: bool = False  # or minimums, beside which nodes have a zero point of 0
+    minimums: bool = False
+
+    def needed_inputs(self) -> set[str]:
+        offsets = {"zero_points"} if self.zero_points else set()
+        return super().needed_inputs() | offsets | ({"minimums"} if self.minimums else set())
+
+    def takes(self, name: str) -> bool:
+        """Whether the function has this input: all in front of one that is used."""
+        return self.minimums or ((name not in NORM_INPUTS or self.norm) and name != "minimums")
 
 
 def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir.Function:
     """The function for a model of this opset. unpack_once: see Replacement.function."""
-    inputs = {name: ir.val(name) for name in INPUTS if uses.norm or name not in NORM_INPUTS}
+    inputs = {name: ir.val(name) for name in INPUTS if uses.takes(name)}
     body = FunctionBody(opset)
     product = body.op("MatMul", _rounded(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
@@ -43,7 +52,7 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
-    """W [k, n]: scales (q - zero_points)."""
+    """W [k, n]: scales (q - zero_points) + minimums; a zero of one element is that for all."""
     op = body.op
     k, n = body.attribute("k"), body.attribute("n")
     panels = body.divided_up(n, body.integer(PANEL_COLUMNS))
@@ -61,6 +70,8 @@ def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_
 
     # [panels, groups, 16] -> a row for each input. Behind the last group, where no input is, any.
     def of_inputs(tensor: ir.Value) -> ir.Value:
+        if uses.minimums:
+            tensor = op("Expand", tensor, op("Shape", inputs["scales"]))
         by_groups = op("Transpose", op("Cast", tensor, to=ir.DataType.FLOAT), perm=[1, 0, 2])
         rows = op("Reshape", by_groups, body.shape(-1, padded_n))
         return op("Gather", rows, group)
@@ -72,6 +83,8 @@ def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_
     group = op("Min", group, op("Div", op("Sub", k, body.integer(1)), group_size))
     zero_points = of_inputs(inputs["zero_points"]) if uses.zero_points else body.number(MIDDLE_ZERO_POINT)
     padded = op("Mul", op("Sub", q, zero_points), of_inputs(inputs["scales"]))
+    if uses.minimums:
+        padded = op("Add", padded, of_inputs(inputs["minimums"]))
     return op("Slice", padded, body.ints(0, 0), body.shape(k, n))
 
 

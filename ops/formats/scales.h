@@ -20,7 +20,7 @@ namespace ortolan {
 // G where a group is a whole column: int8.
 inline constexpr int64_t kWholeColumn = 0;
 
-inline constexpr bool IsInt4Group(int64_t group) { return group == 32 || group == 64 || group == 128; }
+inline constexpr bool IsGroupSize(int64_t group) { return group == 32 || group == 64 || group == 128; }
 
 // Groups of k inputs.
 inline constexpr int64_t ScaleRows(int64_t k, int64_t group) {

@@ -39,38 +39,35 @@ struct LoopOf<Column> {
 
 using LoopSimd = LoopOf<Simd>::Simd;
 
-// Dense, Sparse, TwoFour: the kinds of weight (panel_loop.h) of the storages that Dense::StorageOf(w) can name; all
-// take the same packed x. Beside what the loops ask for, a kind gives kMostInputs, and PackRows, which packs rows of x
-// in blocks of some (the last one may have fewer).
-template <typename Dense, typename Sparse = Dense, typename TwoFour = Dense>
+// Kind, Others: the kinds of weight (panel_loop.h); the first that takes a weight multiplies it, the last one any that
+// is left. All take the same packed x. Beside what the loops ask for, a kind gives Takes(w), kMostInputs, and PackRows,
+// which packs rows of x in blocks of some (the last one may have fewer).
+template <typename Kind, typename... Others>
 struct ColumnFunctions {
-  using Weight = typename Dense::Weight;
+  using Weight = typename Kind::Weight;
 
-  static int64_t PackedRowBytes(const MatMulWeight& w) { return Dense::PackedRowBytes(static_cast<const Weight&>(w)); }
+  static int64_t PackedRowBytes(const MatMulWeight& w) { return Kind::PackedRowBytes(static_cast<const Weight&>(w)); }
   static void Pack(const MatMulWeight& w, const float* x, int64_t x_row_bytes, int64_t m, void* packed) {
-    Dense::PackRows(static_cast<const Weight&>(w), x, x_row_bytes, m, LoopOf<Simd>::template kPackedRows<Dense>,
-                    packed);
+    Kind::PackRows(static_cast<const Weight&>(w), x, x_row_bytes, m, LoopOf<Simd>::template kPackedRows<Kind>, packed);
     LoopOf<Simd>::Pad(packed, m, PackedRowBytes(w));
   }
   static void Multiply(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
-    switch (Dense::StorageOf(WeightOf<Weight>(args))) {
-      case Storage::kDense:
-        return LoopOf<Simd>::template Loop<Dense>::Run(args, panel_begin, panel_end);
-      case Storage::kBitmap:
-        return LoopOf<Simd>::template Loop<Sparse>::Run(args, panel_begin, panel_end);
-      case Storage::kTwoFour:
-        return LoopOf<Simd>::template Loop<TwoFour>::Run(args, panel_begin, panel_end);
+    if constexpr (sizeof...(Others) > 0) {
+      if (!Kind::Takes(WeightOf<Weight>(args))) {
+        return ColumnFunctions<Others...>::Multiply(args, panel_begin, panel_end);
+      }
     }
+    LoopOf<Simd>::template Loop<Kind>::Run(args, panel_begin, panel_end);
   }
 
-  static constexpr int64_t kBlockRows = LoopOf<Simd>::template kBlockRows<Dense>;
+  static constexpr int64_t kBlockRows = LoopOf<Simd>::template kBlockRows<Kind>;
   static_assert(kBlockRows <= kMostRowBlock);
   static constexpr MatMulFunctions kAll{.row_block = kBlockRows,
-                                        .most_inputs = Dense::kMostInputs,
+                                        .most_inputs = Kind::kMostInputs,
                                         .packed_row_bytes = &PackedRowBytes,
                                         .pack = &Pack,
                                         .multiply = &Multiply,
-                                        .panels_together = LoopOf<Simd>::template Loop<Dense>::kPanelsTogether,
+                                        .panels_together = LoopOf<Simd>::template Loop<Kind>::kPanelsTogether,
                                         .speed = LoopOf<Simd>::kSpeed};
 };
 

@@ -4,6 +4,7 @@
 namespace ortolan::ORTOLAN_COLUMN {
 
 extern const MatMulFunctions kGroupInt4;
-constexpr MatMulFunctions kGroupInt4 = ColumnFunctions<GroupInt4Weights<LoopSimd>>::kAll;
+constexpr MatMulFunctions kGroupInt4 =
+    ColumnFunctions<GroupInt4Weights<LoopSimd>, GroupInt4ZeroPoints<LoopSimd>, GroupInt4Minimums<LoopSimd>>::kAll;
 
 }  // namespace ortolan::ORTOLAN_COLUMN

@@ -2,7 +2,7 @@
 //
 // A kernel works on rows of x that its own pack function has rounded or quantized, and on a range of panels (16 columns
 // of W each). It allocates nothing and knows no threads. What it computes, and how exactly, is said where its kind of
-// weight is: bitmap_weight.h (bf16, int8, int4), group_int4_weight.h, block_sparse_weight.h.
+// weight is: bitmap_weight.h (bf16, int8, int4), group_weight.h, block_sparse_weight.h.
 //
 // A row of y depends on that row of x alone; neither rows nor panels depend on how they are divided.
 #pragma once

@@ -44,6 +44,10 @@ class LinearOp {
 
   const std::string& node() const { return node_; }
   bool Has(const OrtKernelInfo& info, const std::string& name) const { return HasInput(info, IndexOf(inputs_, name)); }
+  // Whether it has, and not the zero that stands for none.
+  bool IsThere(const OrtKernelInfo& info, const std::string& name) const {
+    return Has(info, name) && !IsConstantZero(info, IndexOf(inputs_, name));
+  }
   // A constant input, of its one type or one of these.
   ConstantTensor Constant(const OrtKernelInfo& info, const std::string& name) const;
   ConstantTensor Constant(const OrtKernelInfo& info, const std::string& name,

@@ -23,7 +23,7 @@ class OneRow {
   // One sum would wait for itself: several chains, added at the end. In int4 those of odd rows hold 16 times their
   // sums, which saves a shift of each row of weights.
   static constexpr int kChains = Weights::kOneRowChains;
-  static constexpr bool kOddTimes16 = Weights::kHasGroups && kChains > 1;
+  static constexpr bool kOddTimes16 = Weights::kNibbles && kChains > 1;
   static constexpr bool kUnroll = simd::Columns<Simd>::kRegisters <= 4;
   // Where nothing but one stream without gaps is read, the hardware's own prefetch is better; not so for int4.
   static constexpr Fetch kFetch = Weights::kFetchOneRow;

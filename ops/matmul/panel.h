@@ -5,7 +5,7 @@
 
 #include "formats/scales.h"
 #include "isa/tuning.h"
-#include "matmul/group_int4_weight.h"
+#include "matmul/group_weight.h"
 #include "matmul/kernel.h"
 #include "matmul/panel_output.h"
 
@@ -32,8 +32,8 @@ __attribute__((always_inline)) inline void ForEach(int count, int step, const Ea
 // A span: so many inputs of a panel, in any layout. The shortest group.
 constexpr int64_t kSpanInputs = 32;
 
-// Most spans of a group whose sums of nibbles times bytes fit 16 bits: group_int4_weight.h.
-constexpr int64_t kChunkSpans = kInt4ChunkInputs / kSpanInputs;
+// Most spans of a group whose sums of nibbles times bytes fit 16 bits: group_weight.h.
+constexpr int64_t kChunkSpans = kGroupChunkInputs / kSpanInputs;
 
 // The kind of weight that kMostRows rows of x or fewer are multiplied with, if it is another: it takes the same packed
 // x.

@@ -4,7 +4,7 @@
 // A kind of weight (weights/*.h) gives
 //     Weight, PaddedK, Group, PackedRowBytes
 //                                of args.w; group kWholeColumn: there is one
-//     kDense, kHasGroups
+//     kDense, kHasGroups, kNibbles
 //     kBuffered                  many rows of x pass over rows that were expanded once;
 //                                otherwise each block of rows takes the stored ones apart anew
 //     Stream                     the stored rows of a panel, and values, where it is:
@@ -130,7 +130,7 @@ class PanelLoop {
     } else {
       // With few rows, one sum a row would wait for itself: see OneRow.
       constexpr int kChains = kRows <= 3 ? Weights::kMostChains : 1;
-      constexpr bool kOddTimes16 = Weights::kHasGroups && kChains == 2;
+      constexpr bool kOddTimes16 = Weights::kNibbles && kChains == 2;
       const Layer& layer = p.layer;
       const auto numbers = p.template NumbersOf<kRows>(i);
       Stream stream = p.stream;

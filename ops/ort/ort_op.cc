@@ -76,8 +76,10 @@ bool IsEmptyConstant(const OrtKernelInfo& info, size_t index) {
 
 bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
   const ConstantTensor tensor = ConstantOrNone(info, index);
-  return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && tensor.shape.size() <= 1 && tensor.count == 1 &&
-         NumberIn<float>(tensor) == 0.0f;
+  if (tensor.shape.size() > 1 || tensor.count != 1) return false;
+  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return NumberIn<float>(tensor) == 0.0f;
+  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return NumberIn<uint16_t>(tensor) == 0;
+  return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 && NumberIn<uint8_t>(tensor) == 0;
 }
 
 bool IsConstant(const OrtKernelInfo& info, size_t index) {

@@ -182,8 +182,8 @@ class AlignedConstant {
   const T* data_ = nullptr;
 };
 
-// Whether the input is a constant number or vector of one element, a float 0: what stands for "nothing" in a sum. (Of
-// more dimensions it would still give the sum its own.)
+// Whether the input is a constant number or vector of one element, a 0 of float, float16 or u8: what stands for
+// "nothing" in a sum. (Of more dimensions it would still give the sum its own.)
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
 // Whether the input is a constant without elements: what stands for one that is left out.

@@ -92,7 +92,7 @@ class Kernel : public LinearOp {
   void ReadScales(const OrtKernelInfo& info) {
     w_.group = IntAttributeOr(info, "group_size", kWholeColumn);
     const bool is_int4 = kind_->layout == &kInt4Bitmap;
-    if (is_int4 ? !IsInt4Group(w_.group) : w_.group != kWholeColumn) {
+    if (is_int4 ? !IsGroupSize(w_.group) : w_.group != kWholeColumn) {
       throw OpError(ErrorText(node(), ": group_size is ", w_.group, ", expected ",
                               is_int4 ? "32, 64 or 128 for int4 weights" : "0 for weights that are not int4"));
     }

@@ -293,10 +293,11 @@ def w4a8_matmul(
     zero_points: NDArray[np.uint8] | None = None,
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
+    minimums: NDArray[Any] | None = None,
 ) -> NDArray[np.float32]:
     """y [m, n] = x [m, k] quantized group by group @ W + bias on one thread, by the named kernel or the best one.
 
-    scales [panels, groups, 16] are float32, or the bits of float16 as uint16.
+    scales and minimums [panels, groups, 16] are float32, or the bits of float16 as uint16.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 

@@ -250,9 +250,10 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
 
 
 def _describe_w4a8(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
-    zero_points = "zero_points" in constants
-    info.weight_format = f"int4, groups of {group_size}" + (", zero points" if zero_points else "")
-    return ["weights", "scales", "zero_points"]
+    # One number stands for none, where other layers have some.
+    offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
+    info.weight_format = f"int4, groups of {group_size}" + "".join(f", {name.replace('_', ' ')}" for name in offsets)
+    return ["weights", "scales", *offsets]
 
 
 def _count_bits(masks: ir.TensorProtocol) -> int:

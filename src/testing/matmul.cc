@@ -1,8 +1,8 @@
 // ortolan._testing: the kernels of SparseAMXMatMul, W4A8MatMul and VNNISpMM.
-#include "formats/int4_group.h"
+#include "formats/group.h"
 #include "matmul/bitmap_weight.h"
 #include "matmul/block_sparse_weight.h"
-#include "matmul/group_int4_weight.h"
+#include "matmul/group_weight.h"
 #include "testing.h"
 
 namespace ortolan {
@@ -79,26 +79,28 @@ Array<float> SparseAmxMatMulInt8(const CastArray<float>& x, const Array<uint8_t>
 Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint8_t>& values,
                                  const Array<int64_t>& offsets, const Array<uint16_t>& scales, int64_t group_size,
                                  int64_t k, int64_t n, const Bias& bias, const KernelName& name) {
-  Require(IsInt4Group(group_size), "group_size is ", group_size, ", expected 32, 64 or 128");
+  Require(IsGroupSize(group_size), "group_size is ", group_size, ", expected 32, 64 or 128");
   return QuantizedMatMul<Int4Format>(Int4Kernels(), x, masks, values, offsets, scales, group_size, k, n, bias, name);
 }
 
-// scales: float32, or the bits of float16.
+// scales and minimums: float32, or the bits of float16.
 template <typename Scale>
 Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights, const Array<Scale>& scales,
                         int64_t group_size, int64_t k, int64_t n, const std::optional<Array<uint8_t>>& zero_points,
-                        const Bias& bias, const KernelName& name) {
-  const uint8_t* const points = zero_points ? zero_points->data() : nullptr;
-  const int64_t point_count = zero_points ? zero_points->size() : 0;
-  RequireNoProblem(ValidateInt4Group({k, n, group_size, weights.size(), scales.size(), points, point_count}));
-  const Int4GroupView view{k,
-                           n,
-                           group_size,
-                           weights.data(),
-                           reinterpret_cast<const uint8_t*>(scales.data()),
-                           sizeof(Scale) == 4 ? ScaleType::kFloat32 : ScaleType::kFloat16,
-                           point_count > 0 ? points : nullptr};
-  return MatMul(GroupInt4Weight{{k, n}, view}, GroupInt4Kernels(), x, bias, name);
+                        const Bias& bias, const KernelName& name, const std::optional<Array<Scale>>& minimums) {
+  GroupView view{k, n, group_size, weights.data(), reinterpret_cast<const uint8_t*>(scales.data())};
+  view.scale_type = sizeof(Scale) == 4 ? ScaleType::kFloat32 : ScaleType::kFloat16;
+  GroupClaim claim{k, n, group_size, weights.size(), scales.size()};
+  if (zero_points) {
+    claim.zero_points = view.zero_points = zero_points->data();
+    claim.zero_point_count = zero_points->size();
+  }
+  if (minimums) {
+    view.minimums = reinterpret_cast<const uint8_t*>(minimums->data());
+    claim.minimum_count = minimums->size();
+  }
+  RequireNoProblem(ValidateGroups(kInt4Bitmap, claim));
+  return MatMul(GroupWeight{{k, n}, view}, GroupInt4Kernels(), x, bias, name);
 }
 
 // scale and zero_point of a range that is given; throws unless both are what kernels take.
@@ -188,7 +190,8 @@ void BindMatMul(py::module_& module) {
   const auto define_w4a8 = [&](auto* function) {
     module.def("w4a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),
                py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("zero_points").noconvert() = py::none(),
-               py::arg("bias") = py::none(), py::arg("kernel") = py::none());
+               py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
+               py::arg("minimums").noconvert() = py::none());
   };
   define_w4a8(&W4A8MatMul<float>);
   define_w4a8(&W4A8MatMul<uint16_t>);

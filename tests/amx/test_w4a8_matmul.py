@@ -13,18 +13,22 @@ rng = np.random.default_rng(5)
 for group in (32, 64, 128):
     for k in (1, 31, 33, 100, 160, 1100):
         for n in (1, 16, 17, 40, 64):
-            for zero_points in (False, True):
-                layer = GroupLayer.random(rng, k, n, group, half=bool(k % 2), zero_points=zero_points)
+            for offset in ("", "zero_points", "minimums"):
+                zero_points, minimums = offset == "zero_points", offset == "minimums"
+                layer = GroupLayer.random(
+                    rng, k, n, group, half=bool(k % 2), zero_points=zero_points, minimums=minimums
+                )
                 bias, x = rng.standard_normal(n, dtype=np.float32), rng.standard_normal((33, k), dtype=np.float32)
                 for m in (1, 7, 16, 17, 32, 33):
                     if k * n * m > 500_000:
                         continue  # a tile instruction takes 10 us under the emulator
                     b = bias if m % 2 else None
                     layer.check(layer.multiply(x[:m], b, "amx"), x[:m], b)
-    layer = GroupLayer.random(rng, 70, 20, group)
     x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
     x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
-    layer.check(layer.multiply(x, None, "amx"), x)
+    for minimums in (False, True):
+        layer = GroupLayer.random(rng, 70, 20, group, minimums=minimums)
+        layer.check(layer.multiply(x, None, "amx"), x)
 """
 
 # The same bits as the portable kernel: integer sums are exact, and with scales of powers of two and so few groups that
@@ -35,11 +39,11 @@ from tests.ops.single_node import assert_same_bits
 from tests.ops.w4a8 import GroupLayer
 rng = np.random.default_rng(6)
 for group in (32, 64, 128):
-    for zero_points in (False, True):
+    for offset in ("", "zero_points", "minimums"):
         k, n, m = 8 * group - 5, 40, 20
-        layer = GroupLayer.random(rng, k, n, group, zero_points=zero_points)
+        layer = GroupLayer.random(rng, k, n, group, zero_points=offset == "zero_points")
         powers = np.ldexp(np.float32(1), rng.integers(-2, 2, layer.scales.shape)).astype(np.float32)
-        layer = GroupLayer(layer.q, powers, layer.zero_points, group)
+        layer = GroupLayer(layer.q, powers, layer.zero_points, group, -4 * powers if offset == "minimums" else None)
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)
         x[:, ::group] = -127  # each group's scale is one
         y = layer.multiply(x, None, "amx")

@@ -20,17 +20,21 @@ def test_shapes(kernel: str, group: int) -> None:
     rng = np.random.default_rng(group)
     for k in (1, 33, 64, 65, 128, 200, 520):
         for n in (1, 16, 17, 50):
-            layer = GroupLayer.random(rng, k, n, group, half=bool(k % 2), zero_points=bool(n % 2))
             bias = rng.standard_normal(n, dtype=np.float32) if k % 3 else None
-            for m in (1, 2, 5, 8, 16, 33):
-                x = rng.standard_normal((m, k), dtype=np.float32)
-                layer.check(layer.multiply(x, bias, kernel), x, bias)
+            for minimums in (False, True):
+                layer = GroupLayer.random(
+                    rng, k, n, group, half=bool(k % 2), zero_points=bool(n % 2), minimums=minimums
+                )
+                for m in (1, 2, 5, 8, 16, 33):
+                    x = rng.standard_normal((m, k), dtype=np.float32)
+                    layer.check(layer.multiply(x, bias, kernel), x, bias)
 
 
+@pytest.mark.parametrize("minimums", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_many_rows(kernel: str) -> None:
+def test_many_rows(kernel: str, minimums: bool) -> None:
     rng = np.random.default_rng(1)
-    layer = GroupLayer.random(rng, 96, 33, 32)
+    layer = GroupLayer.random(rng, 96, 33, 32, minimums=minimums)
     x = rng.standard_normal((600, 96), dtype=np.float32)
     layer.check(layer.multiply(x, kernel=kernel), x)
 
@@ -43,12 +47,13 @@ def test_many_rows(kernel: str) -> None:
     group=st.sampled_from([32, 64, 128]),
     half=st.booleans(),
     zero_points=st.booleans(),
+    minimums=st.booleans(),
     magnitude=st.sampled_from([1e-20, 1.0, 1e15]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_layer(k, n, m, group, half, zero_points, magnitude, seed) -> None:
+def test_any_layer(k, n, m, group, half, zero_points, minimums, magnitude, seed) -> None:
     rng = np.random.default_rng(seed)
-    layer = GroupLayer.random(rng, k, n, group, half=half, zero_points=zero_points)
+    layer = GroupLayer.random(rng, k, n, group, half=half, zero_points=zero_points, minimums=minimums)
     x = (rng.standard_normal((m, k)) * magnitude).astype(np.float32)
     for kernel in KERNELS:
         layer.check(layer.multiply(x, kernel=kernel), x)
@@ -68,16 +73,67 @@ def test_largest_sums_are_exact(kernel: str) -> None:
         assert (layer.multiply(x, kernel=kernel) == 127 * 4096 * (q - zero)).all()
 
 
+@pytest.mark.parametrize("minimums", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_of_zeros_with_infinity_or_nan(kernel: str) -> None:
+def test_rows_of_zeros_with_infinity_or_nan(kernel: str, minimums: bool) -> None:
     rng = np.random.default_rng(2)
-    layer = GroupLayer.random(rng, 100, 20, 32)
+    layer = GroupLayer.random(rng, 100, 20, 32, minimums=minimums)
     bias = rng.standard_normal(20, dtype=np.float32)
     x = rng.standard_normal((4, 100), dtype=np.float32)
     x[0], x[1, 70], x[2, 3] = 0, np.inf, np.nan
     y = layer.multiply(x, bias, kernel)
     np.testing.assert_array_equal(y[0], bias)
     assert np.isnan(y[1:3]).all() and np.isfinite(y[3]).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("group", [32, 128])
+def test_minimums_of_integers_are_exact(kernel: str, group: int) -> None:
+    """Scales and minimums of powers of two, and x of whole numbers whose scale is one: no float sum rounds."""
+    rng = np.random.default_rng(6)
+    k, n = 5 * group - 7, 33
+    q = rng.integers(0, 16, (k, n), dtype=np.uint8)
+    shape = (5, n)
+    layer = GroupLayer(
+        q,
+        np.ldexp(np.float32(1), rng.integers(-2, 2, shape)).astype(np.float32),
+        None,
+        group,
+        np.ldexp(np.float32(-1), rng.integers(-2, 5, shape)).astype(np.float32),
+    )
+    x = rng.integers(-127, 128, (40, k)).astype(np.float32)
+    x[:, ::group] = -127
+    expected = (x.astype(np.float64) @ layer.matrix()).astype(np.float32)
+    for m in (1, 3, 40):
+        np.testing.assert_array_equal(layer.multiply(x[:m], kernel=kernel), expected[:m])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("half", [False, True])
+def test_minimums_of_no_finite_number(kernel: str, half: bool) -> None:
+    """They are for their columns alone."""
+    rng = np.random.default_rng(7)
+    layer = GroupLayer.random(rng, 100, 20, 32, half=half, minimums=True)
+    assert layer.minimums is not None
+    x = rng.standard_normal((6, 100), dtype=np.float32)
+    expected = layer.multiply(x, kernel=kernel)
+    layer.minimums[0, 3], layer.minimums[2, 5], layer.minimums[1, 18] = np.inf, np.nan, -np.inf
+    y = layer.multiply(x, kernel=kernel)
+    others = [j for j in range(20) if j not in (3, 5, 18)]
+    np.testing.assert_array_equal(y[:, others], expected[:, others])
+    assert np.isinf(y[:, [3, 18]]).all() and np.isnan(y[:, 5]).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_row_depends_on_itself_alone(kernel: str, group: int) -> None:
+    rng = np.random.default_rng(group)
+    for minimums in (False, True):
+        layer = GroupLayer.random(rng, 3 * group + 40, 50, group, minimums=minimums)
+        x = rng.standard_normal((40, 3 * group + 40), dtype=np.float32)
+        y = layer.multiply(x, kernel=kernel)
+        for rows in (slice(0, 1), slice(7, 9), slice(3, 20), slice(39, 40)):
+            np.testing.assert_array_equal(layer.multiply(x[rows], kernel=kernel), y[rows])
 
 
 def test_pack_and_unpack() -> None:
@@ -104,6 +160,14 @@ def test_the_order_is_that_of_dense_int4() -> None:
         ({"zero_points": np.zeros((3, 1, 16), np.uint8)}, "zero_points have 48 elements, expected 144 or none"),
         ({"zero_points": np.full((3, 3, 16), 16, np.uint8)}, "zero_points hold 16, expected 0 to 15"),
         ({"k": 0}, "k x n is 0 x 40"),
+        (
+            {"minimums": np.zeros((3, 3, 16), np.float32)},
+            "zero_points have 144 elements and minimums 144, expected one of them or neither",
+        ),
+        (
+            {"zero_points": None, "minimums": np.zeros((3, 1, 16), np.float32)},
+            "minimums have 48 elements, expected 144 or none",
+        ),
     ],
 )
 def test_malformed_weights_are_refused(change, message) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto
 
 from ortolan.graph_passes.find.epilogue import Activation
+from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
+from ortolan.graph_passes.operators.nodes import put_function
+from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
+from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
 
 from .linear_kinds import RESIDUALS, apply
 from .single_node import session
@@ -18,12 +23,14 @@ from .w4a8_node import node_model
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("zero_points", [True, False])
-def test_kernel_and_function_body_agree(group: int, zero_points: bool) -> None:
+@pytest.mark.parametrize("offset", ["", "zero_points", "minimums"])
+def test_kernel_and_function_body_agree(group: int, offset: str) -> None:
     """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
     rng = np.random.default_rng(group)
     for k, n in ((1, 1), (33, 17), (128, 16), (200, 40)):
-        layer = GroupLayer.random(rng, k, n, group, half=k % 2 == 0, zero_points=zero_points)
+        layer = GroupLayer.random(
+            rng, k, n, group, half=k % 2 == 0, zero_points=offset == "zero_points", minimums=offset == "minimums"
+        )
         bias = rng.standard_normal(n, dtype=np.float32)
         model = node_model(layer, bias)
         onnx.checker.check_model(model)
@@ -38,11 +45,49 @@ def test_kernel_and_function_body_agree(group: int, zero_points: bool) -> None:
 @pytest.mark.parametrize("unpack_once", [True, False])
 def test_function_body_serves_every_opset(opset: int, unpack_once: bool) -> None:
     rng = np.random.default_rng(opset)
-    layer = GroupLayer.random(rng, 100, 30, 32)
-    model = node_model(layer, opset=opset, unpack_once=unpack_once)
     x = rng.standard_normal((4, 100), dtype=np.float32)
-    for library in (True, False):
-        layer.check(session(model, library=library).run(None, {"x": x})[0], x, float_sums=not library)
+    for minimums in (False, True):
+        layer = GroupLayer.random(rng, 100, 30, 32, minimums=minimums)
+        model = node_model(layer, opset=opset, unpack_once=unpack_once)
+        for library in (True, False):
+            layer.check(session(model, library=library).run(None, {"x": x})[0], x, float_sums=not library)
+
+
+def joined(layers: Sequence[GroupLayer]) -> onnx.ModelProto:
+    """A node a layer, all of the same x, with what the operator gives each of them so that one function serves all."""
+    whole = node_model(layers[0])
+    del whole.functions[:], whole.graph.node[:], whole.graph.initializer[:], whole.graph.output[:]
+    for i, layer in enumerate(layers):
+        graph = node_model(layer).graph
+        for tensor in graph.initializer:
+            tensor.name = f"{tensor.name} {i}"
+        node = graph.node[0]
+        node.input[1:] = [f"{name} {i}" for name in node.input[1:]]
+        node.name, node.output[0], graph.output[0].name = f"linear {i}", f"y {i}", f"y {i}"
+        whole.graph.node.append(node)
+        whole.graph.initializer.extend(graph.initializer)
+        whole.graph.output.append(graph.output[0])
+    model = ir.from_proto(whole)
+    W4A8MatMul().fill_inputs(model, lambda name: name)
+    put_function(model, W4A8MatMul().function(model, 17, True))
+    proto: onnx.ModelProto = ir.to_proto(model)
+    return proto
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("minimums", [True, False])
+def test_one_function_for_all_kinds_of_groups(minimums: bool, half: bool, library: bool) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((3, 70), dtype=np.float32)
+    layers = [GroupLayer.random(rng, 70, 20, 32, half=half, zero_points=zero_points) for zero_points in (True, False)]
+    if minimums:
+        layers += [GroupLayer.random(rng, 70, 30, group, half=half, minimums=True) for group in (32, 64)]
+    model = joined(layers)
+    onnx.checker.check_model(model)
+    assert {len(node.input) for node in model.graph.node} == {9 if minimums else 6}
+    for layer, y in zip(layers, session(model, library=library).run(None, {"x": x}), strict=True):
+        layer.check(y, x, float_sums=not library)
 
 
 @pytest.mark.parametrize("library", [True, False])
@@ -105,6 +150,22 @@ def zero_point_out_of_range(node, tensors):
     tensors["zero_points"].raw_data = b"\x10" + tensors["zero_points"].raw_data[1:]
 
 
+@bad("zero_points have 96 elements and minimums 96, expected one of them or neither")
+def zero_points_and_minimums(node, tensors):
+    node.input.extend(["bias", "bias", "scales"])
+
+
+@bad("minimums 'zero_points' is uint8, expected float")
+def minimums_of_another_type(node, tensors):
+    node.input.extend(["bias", "bias", "zero_points"])
+
+
+@bad("minimums have 40 elements, expected 96 or none")
+def minimums_of_another_count(node, tensors):
+    node.input[5] = ""
+    node.input.extend(["bias", "bias", "bias"])
+
+
 @bad("weights hold 1024 bytes, expected 1536")
 def weights_cut_short(node, tensors):
     tensors["weights"].dims[0] = 2
@@ -133,10 +194,12 @@ def test_malformed_nodes_are_refused(name: str) -> None:
 
 def test_damaged_weights_never_crash() -> None:
     rng = np.random.default_rng(8)
-    model = node_model(GroupLayer.random(rng, 100, 20, 32))
-    original = model.SerializeToString()
-    for _ in range(300):
-        damaged = onnx.ModelProto.FromString(original)
+    originals = [
+        node_model(GroupLayer.random(rng, 100, 20, 32, minimums=minimums)).SerializeToString()
+        for minimums in (False, True)
+    ]
+    for i in range(500):
+        damaged = onnx.ModelProto.FromString(originals[i % 2])
         tensor = damaged.graph.initializer[rng.integers(len(damaged.graph.initializer))]
         data = bytearray(tensor.raw_data)
         if rng.random() < 0.5 and data:
@@ -154,3 +217,35 @@ def test_damaged_weights_never_crash() -> None:
             session(damaged).run(None, {"x": np.ones((2, 100), np.float32)})
         except Exception as error:
             assert str(error)
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_packed_minimums_have_the_type_of_the_scales(half: bool, exact: bool) -> None:
+    """float16 where both are, else both float32; the node's answer is x W."""
+    rng = np.random.default_rng(9)
+    layer = GroupLayer.random(rng, 100, 20, 32, half=True, minimums=True)
+    assert layer.minimums is not None
+    scales, minimums = layer.scales.astype(np.float32), layer.minimums.astype(np.float32)
+    if not exact:
+        minimums[1, 2] *= np.float32(1 + 2.0**-20)
+    weight = QuantizedWeight(
+        4,
+        32,
+        ir.tensor(layer.q),
+        ir.tensor(layer.scales if half else scales),
+        None,
+        ir.tensor(minimums),
+    )
+    whole = LayerWeight(weight.matrix(), weight)
+    packed = W4A8MatMul().pack(whole)
+    dtype = np.float16 if exact else np.float32
+    assert packed["scales"].array.dtype == packed["minimums"].array.dtype == dtype
+    if exact:
+        total = sum(tensor.array.nbytes for tensor in packed.values())
+        assert W4A8MatMul().packed_bytes(100, 20, Stored(0), weight) == total
+    x = rng.standard_normal((5, 100), dtype=np.float32)
+    tensors = {name: ir.Tensor(one.array, dtype=one.dtype, name=name) for name, one in packed.items()}
+    y = W4A8MatMul().run(x, tensors, whole)
+    GroupLayer(layer.q, scales, None, 32, minimums).check(y, x)
+    assert (np.abs(y - x @ whole.matrix) <= W4A8MatMul().rounding_bound(x, whole)).all()

@@ -30,12 +30,14 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class GroupLayer:
-    """q [k, n] 0 … 15, scales [groups, n] of float32 or float16, zero_points [groups, n] or None."""
+    """q [k, n] 0 … 15, scales [groups, n] of float32 or float16, zero_points [groups, n] or None, minimums
+    [groups, n] of the type of scales or None; not both."""
 
     q: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray | None
     group: int
+    minimums: np.ndarray | None = None
 
     @classmethod
     def random(
@@ -47,19 +49,25 @@ class GroupLayer:
         *,
         half: bool = False,
         zero_points: bool = True,
+        minimums: bool = False,
         scale: float = 1.0,
     ) -> GroupLayer:
+        """minimums: in the place of zero points."""
         shape = (-(-k // group), n)
         scales = (rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale
-        zeros = rng.integers(0, 16, shape, dtype=np.uint8) if zero_points else None
-        return cls(
-            rng.integers(0, 16, (k, n), dtype=np.uint8), scales.astype(np.float16 if half else np.float32), zeros, group
-        )
+        dtype = np.float16 if half else np.float32
+        zeros = rng.integers(0, 16, shape, dtype=np.uint8) if zero_points and not minimums else None
+        lows = (rng.uniform(-15, 15, shape) * scale).astype(dtype) if minimums else None
+        return cls(rng.integers(0, 16, (k, n), dtype=np.uint8), scales.astype(dtype), zeros, group, lows)
 
     @property
     def packed_scales(self) -> np.ndarray:
         """As the kernel takes them: float32, or the bits of float16."""
-        return _native.pack_group_rows(self.scales.view(np.uint16) if self.scales.itemsize == 2 else self.scales)
+        return _packed(self.scales)
+
+    @property
+    def packed_minimums(self) -> np.ndarray | None:
+        return None if self.minimums is None else _packed(self.minimums)
 
     @property
     def packed_zero_points(self) -> np.ndarray | None:
@@ -77,16 +85,30 @@ class GroupLayer:
             zero_points=self.packed_zero_points,
             bias=bias,
             kernel=kernel,
+            minimums=self.packed_minimums,
         )
 
     def matrix(self) -> np.ndarray:
         """W as float64 [k, n]."""
 
-        def of_inputs(rows: np.ndarray) -> np.ndarray:
-            return np.repeat(rows, self.group, axis=0)[: len(self.q)].astype(np.float64)
+        if self.minimums is not None:
+            return self.q * self._of_inputs(self.scales) + self._of_inputs(self.minimums)
+        return self._centered() * self._of_inputs(self.scales)
 
-        zeros = 8.0 if self.zero_points is None else of_inputs(self.zero_points)
-        return (self.q - zeros) * of_inputs(self.scales)
+    def _centered(self) -> np.ndarray:
+        return self.q - (8.0 if self.zero_points is None else self._of_inputs(self.zero_points))
+
+    def _of_inputs(self, rows: np.ndarray) -> np.ndarray:
+        return np.repeat(rows, self.group, axis=0)[: len(self.q)].astype(np.float64)
+
+    def _products(self, q: np.ndarray, g: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What is added up as floats for a group's columns of q: factors [m, inputs] and [inputs, n]."""
+        part = slice(g * self.group, min(len(self.q), (g + 1) * self.group))
+        scales = self.scales[g].astype(np.float64)
+        products = [(q, self._centered()[part] * scales)]
+        if self.minimums is not None:
+            products.append((q.sum(axis=1, keepdims=True), (self.minimums[g] + 8 * scales)[None]))
+        return products
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
         """y is the product of the quantized rows, and of x itself, within the bounds of the contract.
@@ -101,12 +123,13 @@ class GroupLayer:
         magnitude, steps = np.zeros((len(x), n)), np.zeros((len(x), n))
         for g in range(s.shape[1]):
             part = slice(g * self.group, min(k, (g + 1) * self.group))
-            product = s[:, g : g + 1].astype(np.float64) * (q[:, part] @ w[part])
-            exact += product
-            terms = s[:, g : g + 1].astype(np.float64) * (np.abs(q[:, part]) @ np.abs(w[part]))
-            magnitude += terms if float_sums else np.abs(product)
-            steps += s[:, g : g + 1].astype(np.float64) / 2 * (1 + 2.0**-14) * np.abs(w[part]).sum(axis=0)
-        count = k + 8 if float_sums else s.shape[1] + 4
+            of_x = s[:, g : g + 1].astype(np.float64)
+            exact += of_x * (q[:, part] @ w[part])
+            for a, b in self._products(q[:, part], g):
+                magnitude += of_x * (np.abs(a) @ np.abs(b) if float_sums else np.abs(a @ b))
+            steps += of_x / 2 * (1 + 2.0**-14) * np.abs(w[part]).sum(axis=0)
+        groups = s.shape[1] * (1 if self.minimums is None else 2)
+        count = k + 8 if float_sums else groups + 4
         rounding = count * U * (magnitude + (np.abs(added) if float_sums else 0)) + U * np.abs(exact) * 1.01
         rounding += SMALLEST * (1 + 15 * k)
         rows = np.isfinite(s).all(axis=1)
@@ -115,6 +138,10 @@ class GroupLayer:
         assert np.all(np.abs(y - exact)[rows] <= rounding[rows]), np.max((np.abs(y - exact) - rounding)[rows])
         ideal = x.astype(np.float64)[rows] @ w + added
         assert np.all(np.abs(y[rows] - ideal) <= (steps + rounding)[rows])
+
+
+def _packed(rows: np.ndarray) -> np.ndarray:
+    return _native.pack_group_rows(rows.view(np.uint16) if rows.itemsize == 2 else rows)
 
 
 def runnable_kernels() -> list[str]:

@@ -11,7 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortolan import _native
 from ortolan.graph_passes.find.epilogue import Activation
-from ortolan.graph_passes.operators.w4a8_matmul_function import Uses, w4a8_matmul_function
+from ortolan.graph_passes.operators.linear_function import NORM_INPUTS
+from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS, Uses, w4a8_matmul_function
 
 from .w4a8 import GroupLayer
 
@@ -34,24 +35,24 @@ def node_model(
 ) -> onnx.ModelProto:
     """One W4A8MatMul node "linear" with its function: input x [d0, …, k], output y. residual: the shape of an input."""
     k, n = layer.q.shape
-    tensors = {"weights": _native.pack_int4_group(layer.q), "scales": layer.packed_scales}
-    if layer.scales.dtype == np.float16:
-        tensors["scales"] = tensors["scales"].view(np.float16)
+    tensors = {"weights": _native.pack_int4_group(layer.q), "scales": layer.packed_scales.view(layer.scales.dtype)}
     tensors["bias"] = np.zeros(n, np.float32) if bias is None else bias
-    inputs = ["x", "weights", "scales", "bias"]
     leading = [f"d{i}" for i in range(rank - 1)]
     graph_inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])]
     if residual is not None:
         graph_inputs.append(helper.make_tensor_value_info("residual", TensorProto.FLOAT, list(residual)))
-        inputs.append("residual")
+    elif layer.zero_points is not None or layer.minimums is not None:
+        tensors["residual"] = np.zeros(1, np.float32)
     if layer.zero_points is not None:
-        if residual is None:
-            tensors["none"] = np.zeros(1, np.float32)
-            inputs.append("none")
         tensors["zero_points"] = _native.pack_group_rows(layer.zero_points)
-        inputs.append("zero_points")
+    if layer.minimums is not None:
+        tensors["zero_points"] = np.zeros(1, np.uint8)
+        tensors |= {name: np.ones(gated_columns or n, np.float32) for name in NORM_INPUTS}
+        tensors["minimums"] = layer.packed_minimums.view(layer.minimums.dtype)
+    inputs = ["x", *(name for name in INPUTS if name in tensors or (name == "residual" and residual is not None))]
     uses = uses or Uses(
-        layer.zero_points is not None,
+        "zero_points" in tensors,
+        "minimums" in tensors,
         activations=frozenset({activation}),
         residual=residual is not None,
         gated=gated_columns != 0,

@@ -107,6 +107,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kStoredTiles = kDense;
   static constexpr bool kHasGroups = false;
+  static constexpr bool kNibbles = false;
   static constexpr bool kBuffered = true;  // dense too: both storages add in one order
   static constexpr Fetch kFetchOneRow = kDense ? Fetch::kNone : Fetch::kMultiply;
   static constexpr int kRowInputs = 2;
@@ -115,7 +116,7 @@ struct Bf16Weights : Bf16Products<Simd> {
 
   static constexpr int64_t kMostInputs = kBf16Bitmap.max_k;
 
-  static Storage StorageOf(const Weight& w) { return w.view.StoredAs(); }
+  static bool Takes(const Weight& w) { return w.view.StoredAs() == kStorage; }
   static int64_t PaddedK(const Weight& w) { return BitmapPaddedK(w.k); }
   static int64_t Group(const Weight&) { return kWholeColumn; }
   static int64_t PackedRowBytes(const Weight& w) {

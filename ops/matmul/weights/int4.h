@@ -1,5 +1,5 @@
-// int4 weights as the loops read them: the stream that they share with weights in groups with zero points
-// (group_int4.h), and those of the bitmap format. Included by *int4_kernels.cc only; local to each.
+// int4 weights as the loops read them: the stream that they share with weights in groups (group_int4.h),
+// and those of the bitmap format. Included by *int4_kernels.cc only; local to each.
 #pragma once
 
 #include "formats/bitmap_int4.h"
@@ -145,6 +145,7 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   static constexpr int kMostChains = kOneChain ? 1 : 2;
   using Stream = StoredInt4<Simd, kStorage>;
 
+  static bool Takes(const Weight& w) { return w.view.StoredAs() == kStorage; }
   static int64_t Group(const Weight& w) { return w.group; }
 
   struct Scales {

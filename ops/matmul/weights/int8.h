@@ -39,6 +39,7 @@ struct Int8Weights : RowQuantized<Simd, false> {
   static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
   static constexpr int kMostChains = 2;
 
+  static bool Takes(const Weight& w) { return w.view.StoredAs() == kStorage; }
   static int64_t Group(const Weight&) { return kWholeColumn; }
 
   struct OfPanel {

@@ -13,6 +13,7 @@ namespace {
 
 template <typename Simd, bool kInt4>
 struct ByteProducts {
+  static constexpr bool kNibbles = kInt4;
   using Columns = simd::Columns<Simd>;
   using Activation = int8_t;
   static constexpr int kInputsTogether = 16;
@@ -96,7 +97,6 @@ struct RowQuantized : ByteProducts<Simd, kInt4> {
   using Weight = BitmapWeight;
   using Products = ByteProducts<Simd, kInt4>;
 
-  static Storage StorageOf(const Weight& w) { return w.view.StoredAs(); }
   static int64_t PackedRowBytes(const Weight& w) { return w.QuantizedRowBytes(); }
 
   static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,

@@ -15,7 +15,7 @@ from ..block_sparse import Range, quantize_tokens
 from ..quantized import quantize_rows
 from ..w4a8 import quantize_groups
 from . import numbers
-from .bounds import Product, float_product, integer_product
+from .bounds import Product, U, float_product, integer_product
 from .case import ROWS, Arrays, Case, bfloat16, one_node
 
 NONE, RELU, GELU, GELU_TANH, SILU = range(5)  # the attribute `activation`
@@ -158,11 +158,14 @@ def _rows_product(q: np.ndarray, scales: np.ndarray, group: int | None) -> Calla
     return lambda x: integer_product(*quantize_rows(x), q, scales, group)
 
 
-GROUP_INPUTS = ("x", "weights", "scales", "bias", "residual", "zero_points")
+GROUP_INPUTS = (
+    *("x", "weights", "scales", "bias", "residual", "zero_points"),
+    *("norm_weight", "norm_bias", "minimums"),
+)
 
 
 def group_weight(group: int, half: bool, zero_points: bool, k: int, n: int) -> Weight:
-    """W4A8MatMul's. half: float16 scales."""
+    """W4A8MatMul's, without minimums. half: float16 scales."""
     name = f"g{group} {'f16' if half else 'f32'}{' zero points' if zero_points else ''}"
     rng = numbers.generator(f"{name} {k} {n}")
     q = rng.integers(0, 16, (k, n)).astype(np.uint8)
@@ -191,6 +194,41 @@ def group_weight(group: int, half: bool, zero_points: bool, k: int, n: int) -> W
         True,
         lambda x: integer_product(*quantize_groups(x, group), centered, used, group),
     )
+
+
+def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
+    """W4A8MatMul's, with minimums."""
+    name = f"g{group} {'f16' if half else 'f32'} minimums"
+    rng = numbers.generator(f"{name} {k} {n}")
+    q = rng.integers(0, 16, (k, n)).astype(np.uint8)
+    q[0], q[:, -1] = 0, 15
+    shape = (-(-k // group), n)
+    dtype = np.float16 if half else np.float32
+    scales = numbers.scales(rng, shape, 11 if half else 24).astype(dtype)
+    minimums = (-7 * numbers.scales(rng, shape, 11 if half else 24)).astype(dtype)
+    constants: Arrays = {"weights": _native.pack_int4_group(q)}
+    for name_of, rows in (("scales", scales), ("minimums", minimums)):
+        packed = _native.pack_group_rows(rows.view(np.uint16) if half else rows)
+        constants[name_of] = packed.view(dtype)
+    # Nothing stands where an input is left out in the middle.
+    constants |= {"residual": np.zeros(1, np.float32), "zero_points": np.zeros(1, np.uint8)}
+    constants |= {"norm_weight": np.ones(n, np.float32), "norm_bias": np.zeros(n, np.float32)}
+
+    def product(x: np.ndarray) -> Product:
+        """Of nibbles less 8, and of a row of what is added to them a group, which meets the sums of its x."""
+        rounded, s = quantize_groups(x, group)
+        padded = np.zeros((len(x), shape[0] * group), np.int64)
+        padded[:, :k] = rounded
+        sums = padded.reshape(len(x), shape[0], group).sum(axis=2)
+        above = minimums.astype(np.float64) + 8 * scales.astype(np.float64)
+        ones = np.ones((shape[0], n), np.int64)
+        a = integer_product(rounded, s, q.astype(np.int64) - 8, scales, group)
+        b = integer_product(sums, s, ones, above, 1)
+        # Each says what its own sums lose; together they are twice as many.
+        return Product(a.value + b.value, 2 * (a.error + b.error) + U * np.abs(a.value + b.value))
+
+    attributes = {"group_size": group}
+    return Weight(name, "W4A8MatMul", GROUP_INPUTS, constants, attributes, k, n, True, product)
 
 
 BLOCK_INPUTS = (
@@ -284,6 +322,17 @@ def group_cases() -> Iterator[Case]:
     yield linear_case(group_weight(32, True, False, 2100, 330), BIAS, FEW_ROWS)
 
 
+def minimum_cases() -> Iterator[Case]:
+    for group in (32, 64, 128):
+        for half in (False, True):
+            for k, n, end in ((33, 17, End()), (130, 70, BIAS), (577, 161, End())):
+                yield linear_case(minimum_weight(group, half, k, n), end)
+    yield linear_case(minimum_weight(32, False, 1, 1), BIAS)
+    for end in (*ENDS, End("norm", bias=True, residual="m", norm=1e-5)):
+        yield linear_case(minimum_weight(32, True, 100, 96), end, FEW_ROWS)
+    yield linear_case(minimum_weight(32, True, 2100, 330), BIAS, FEW_ROWS)
+
+
 def block_cases() -> Iterator[Case]:
     for zeros in (0, 80, 90):
         for i, (k, n, _) in enumerate(SHAPES):
@@ -305,4 +354,5 @@ def block_cases() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     yield from bitmap_cases()
     yield from group_cases()
+    yield from minimum_cases()
     yield from block_cases()

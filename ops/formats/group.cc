@@ -1,0 +1,50 @@
+#include "formats/group.h"
+
+#include <algorithm>
+
+#include "ort/error_text.h"
+
+namespace ortolan {
+namespace {
+
+std::string ValidateZeroPoints(const GroupClaim& claim) {
+  // Their maximum: compilers make a loop of vectors of that.
+  uint8_t largest = 0;
+  for (int64_t i = 0; i < claim.zero_point_count; ++i) largest = std::max(largest, claim.zero_points[i]);
+  if (largest <= kLargestZeroPoint) return {};
+  return ErrorText("zero_points hold ", static_cast<int>(largest), ", expected 0 to ", kLargestZeroPoint);
+}
+
+}  // namespace
+
+std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) {
+  if (claim.k < 1 || claim.k > layout.max_k || claim.n < 1 || claim.n > kMaxDimension) {
+    return ErrorText("k x n is ", claim.k, " x ", claim.n, ", expected 1 to ", layout.max_k, " x 1 to ", kMaxDimension);
+  }
+  if (!IsGroupSize(claim.group)) return ErrorText("group_size is ", claim.group, ", expected 32, 64 or 128");
+  const int64_t panels = BitmapPanels(claim.n);
+  const int64_t groups = ScaleRows(claim.k, claim.group);
+  const int64_t bytes = GroupWeightBytes(layout, claim.k, claim.n);
+  if (claim.weight_bytes != bytes) {
+    return ErrorText("weights hold ", claim.weight_bytes, " bytes, expected ", bytes);
+  }
+  const int64_t expected = panels * groups * kPanelColumns;
+  if (claim.scale_count != expected) {
+    return ErrorText("scales have ", claim.scale_count, " elements, expected ", expected, " (", panels, " panels x ",
+                     groups, " groups x ", kPanelColumns, ")");
+  }
+  if (claim.zero_point_count != 0 && claim.minimum_count != 0) {
+    return ErrorText("zero_points have ", claim.zero_point_count, " elements and minimums ", claim.minimum_count,
+                     ", expected one of them or neither");
+  }
+  if (claim.minimum_count != 0 && claim.minimum_count != expected) {
+    return ErrorText("minimums have ", claim.minimum_count, " elements, expected ", expected, " or none");
+  }
+  if (claim.zero_point_count == 0) return {};
+  if (claim.zero_point_count != expected) {
+    return ErrorText("zero_points have ", claim.zero_point_count, " elements, expected ", expected, " or none");
+  }
+  return ValidateZeroPoints(claim);
+}
+
+}  // namespace ortolan
