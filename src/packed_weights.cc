@@ -3,6 +3,7 @@
 
 #include "arrays.h"
 #include "formats/int4_group.h"
+#include "formats/int8_group.h"
 #include "formats/scales.h"
 
 namespace ortolan {
@@ -131,14 +132,37 @@ Array<uint8_t> PackInt4GroupArray(const Array<uint8_t>& q) {
   return ToArray(packed, {BitmapPanels(n), kInt4Bitmap.Tiles(k) * kTileRows / 2, 64});
 }
 
+Array<int8_t> PackInt8GroupArray(const Array<int8_t>& q) {
+  CheckMatrix("q", q, kInt8Bitmap.max_k);
+  const int64_t k = q.shape(0);
+  const int64_t n = q.shape(1);
+  const QuantizedBitmapMatrix packed = WithoutGil([&] { return PackBitmapInt8(q.data(), n, k, n, Storage::kDense); });
+  Array<int8_t> weights({BitmapPanels(n), kInt8Bitmap.Tiles(k) * kTileRows, kPanelColumns, kInt8Bitmap.row_inputs});
+  std::memcpy(weights.mutable_data(), packed.values.data(), static_cast<size_t>(weights.nbytes()));
+  return weights;
+}
+
+// Throws unless k x n weights take so many bytes.
+void CheckGroupWeights(const BitmapLayout& layout, int64_t bytes, int64_t k, int64_t n) {
+  Require(k >= 1 && n >= 1 && k <= layout.max_k && n <= kMaxDimension && bytes == GroupWeightBytes(layout, k, n),
+          "weights of ", bytes, " bytes are not those of ", k, " x ", n);
+}
+
 Array<uint8_t> UnpackInt4GroupArray(const Array<uint8_t>& weights, int64_t k, int64_t n) {
-  Require(k >= 1 && n >= 1 && k <= kInt4Bitmap.max_k && n <= kMaxDimension &&
-              weights.size() == GroupWeightBytes(kInt4Bitmap, k, n),
-          "weights of ", weights.size(), " bytes are not those of ", k, " x ", n);
+  CheckGroupWeights(kInt4Bitmap, weights.size(), k, n);
   Array<uint8_t> q({k, n});
   uint8_t* out = q.mutable_data();
   py::gil_scoped_release release;
   UnpackInt4Group(weights.data(), k, n, out, n);
+  return q;
+}
+
+Array<int8_t> UnpackInt8GroupArray(const Array<int8_t>& weights, int64_t k, int64_t n) {
+  CheckGroupWeights(kInt8Bitmap, weights.size(), k, n);
+  Array<int8_t> q({k, n});
+  int8_t* out = q.mutable_data();
+  py::gil_scoped_release release;
+  UnpackInt8Group(reinterpret_cast<const uint8_t*>(weights.data()), k, n, out, n);
   return q;
 }
 
@@ -181,6 +205,10 @@ void BindPackedWeights(py::module_& module) {
              "Pack uint8 q [k, n] that holds 0 to 15: weights u8 [panels, pairs of rows, 64].");
   module.def("unpack_int4_group", &UnpackInt4GroupArray, py::arg("weights").noconvert(), py::arg("k"), py::arg("n"),
              "The uint8 [k, n] matrix of pack_int4_group.");
+  module.def("pack_int8_group", &PackInt8GroupArray, py::arg("q").noconvert(),
+             "Pack int8 q [k, n]: weights i8 [panels, rows, 16, 4].");
+  module.def("unpack_int8_group", &UnpackInt8GroupArray, py::arg("weights").noconvert(), py::arg("k"), py::arg("n"),
+             "The int8 [k, n] matrix of pack_int8_group.");
   module.def("pack_group_rows", &PackGroupRowsArray<float>, py::arg("rows").noconvert(),
              "Rows [groups, n] as [panels, groups, 16]: float32, u16 (bits of a 16-bit float) or u8.");
   module.def("pack_group_rows", &PackGroupRowsArray<uint16_t>, py::arg("rows").noconvert());

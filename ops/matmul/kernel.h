@@ -1,8 +1,8 @@
-// The kernels of the matmul family: y = x W + bias, W packed in one of five ways.
+// The kernels of the matmul family: y = x W + bias, W packed in one of six ways.
 //
 // A kernel works on rows of x that its own pack function has rounded or quantized, and on a range of panels (16 columns
 // of W each). It allocates nothing and knows no threads. What it computes, and how exactly, is said where its kind of
-// weight is: bitmap_weight.h (bf16, int8, int4), group_weight.h, block_sparse_weight.h.
+// weight is: bitmap_weight.h (bf16, int8, int4), group_weight.h (int4 and int8 in groups), block_sparse_weight.h.
 //
 // A row of y depends on that row of x alone; neither rows nor panels depend on how they are divided.
 #pragma once
@@ -96,6 +96,7 @@ std::span<const MatMulKernel> Bf16Kernels();
 std::span<const MatMulKernel> Int8Kernels();
 std::span<const MatMulKernel> Int4Kernels();
 std::span<const MatMulKernel> GroupInt4Kernels();
+std::span<const MatMulKernel> GroupInt8Kernels();
 std::span<const MatMulKernel> BlockSparseKernels();
 
 }  // namespace ortolan

@@ -5,9 +5,9 @@
 namespace ortolan {
 
 // What column_functions.h makes in the columns that the tables name.
-#define ORTOLAN_FEATURE_SET(column, features)                                 \
-  namespace column {                                                          \
-  extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kBlockSparse; \
+#define ORTOLAN_FEATURE_SET(column, features)                                             \
+  namespace column {                                                                      \
+  extern const MatMulFunctions kBf16, kInt8, kInt4, kGroupInt4, kGroupInt8, kBlockSparse; \
   }
 #include "isa/feature_sets.inc"
 #undef ORTOLAN_FEATURE_SET
@@ -38,6 +38,13 @@ std::span<const MatMulKernel> Int4Kernels() {
 std::span<const MatMulKernel> GroupInt4Kernels() {
   static const MatMulKernel kernels[] = {
 #include "matmul/group_int4_kernels.inc"
+  };
+  return kernels;
+}
+
+std::span<const MatMulKernel> GroupInt8Kernels() {
+  static const MatMulKernel kernels[] = {
+#include "matmul/group_int8_kernels.inc"
   };
   return kernels;
 }

@@ -32,7 +32,7 @@ class OneRow {
   static void Run(const Layer<Weights>& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     if constexpr (Weights::kHasGroups) {
       if constexpr (Weights::kDense) {
-        PrefetchLines(Stream(layer.weight, panel_begin, layer.ahead).values, layer.ahead.int4);
+        PrefetchLines(Stream(layer.weight, panel_begin, layer.ahead).values, Weights::OneRowAhead(layer.ahead));
       }
       for (int64_t ahead = 0; ahead < kPanelsOfScalesAhead; ++ahead) {
         typename Weights::Scales(layer.weight, panel_begin + ahead, layer.groups).Prefetch(layer.groups);

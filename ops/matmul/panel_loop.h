@@ -23,7 +23,7 @@
 //                                all parts; see activations.h
 //     kOneRowChains, kMostChains
 //                                chains of sums, for one row and for two or three
-//     kFetchOneRow               see one_row.h
+//     kFetchOneRow, OneRowAhead  see one_row.h
 //     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
 //     Scales                     of a panel: Of(group), Prefetch(groups)
 //     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;

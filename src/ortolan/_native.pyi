@@ -116,6 +116,12 @@ def pack_int4_group(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def unpack_int4_group(weights: NDArray[np.uint8], k: int, n: int) -> NDArray[np.uint8]:
     """The [k, n] matrix of pack_int4_group."""
 
+def pack_int8_group(q: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Pack q [k, n]: weights [panels, rows, 16, 4] (ops/formats/int8_group.h)."""
+
+def unpack_int8_group(weights: NDArray[np.int8], k: int, n: int) -> NDArray[np.int8]:
+    """The [k, n] matrix of pack_int8_group."""
+
 def pack_group_rows(rows: NDArray[Any]) -> NDArray[Any]:
     """Rows [groups, n] as [panels, groups, 16], columns beyond n zero: float32, uint16 or uint8."""
 

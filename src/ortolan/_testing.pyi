@@ -301,6 +301,21 @@ def w4a8_matmul(
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 
+def w8a8_matmul_kernels() -> list[KernelInfo]:
+    """The rows of the room's kernel table, best first."""
+
+def w8a8_matmul(
+    x: NDArray[Any],
+    weights: NDArray[np.int8],
+    scales: NDArray[Any],
+    group_size: int,
+    k: int,
+    n: int,
+    bias: NDArray[Any] | None = None,
+    kernel: str | None = None,
+) -> NDArray[np.float32]:
+    """The same with the weights of pack_int8_group."""
+
 def vnni_spmm_kernels() -> list[KernelInfo]:
     """The rows of the room's kernel table, best first."""
 

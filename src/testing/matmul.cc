@@ -1,4 +1,4 @@
-// ortolan._testing: the kernels of SparseAMXMatMul, W4A8MatMul and VNNISpMM.
+// ortolan._testing: the kernels of SparseAMXMatMul, W4A8MatMul, W8A8MatMul and VNNISpMM.
 #include "formats/group.h"
 #include "matmul/bitmap_weight.h"
 #include "matmul/block_sparse_weight.h"
@@ -103,6 +103,20 @@ Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights
   return MatMul(GroupWeight{{k, n}, view}, GroupInt4Kernels(), x, bias, name);
 }
 
+// scales: float32, or the bits of float16.
+template <typename Scale>
+Array<float> W8A8MatMul(const CastArray<float>& x, const Array<int8_t>& weights, const Array<Scale>& scales,
+                        int64_t group_size, int64_t k, int64_t n, const Bias& bias, const KernelName& name) {
+  const GroupView view{k,
+                       n,
+                       group_size,
+                       reinterpret_cast<const uint8_t*>(weights.data()),
+                       reinterpret_cast<const uint8_t*>(scales.data()),
+                       sizeof(Scale) == 4 ? ScaleType::kFloat32 : ScaleType::kFloat16};
+  RequireNoProblem(ValidateGroups(kInt8Bitmap, {k, n, group_size, weights.size(), scales.size()}));
+  return MatMul(GroupWeight{{k, n}, view}, GroupInt8Kernels(), x, bias, name);
+}
+
 // scale and zero_point of a range that is given; throws unless both are what kernels take.
 FixedRange CheckedRange(const char* name, float scale, int64_t zero_point) {
   Require(scale > 0.0f, name, "scale is ", scale, ", expected more than 0");
@@ -174,6 +188,7 @@ void BindMatMul(py::module_& module) {
   DefineKernelList(module, "sparse_amx_matmul", &Bf16Kernels);
   DefineKernelList(module, "sparse_amx_matmul_int8", &Int8Kernels);
   DefineKernelList(module, "w4a8_matmul", &GroupInt4Kernels);
+  DefineKernelList(module, "w8a8_matmul", &GroupInt8Kernels);
   DefineKernelList(module, "vnni_spmm", &BlockSparseKernels);
 
   module.def("sparse_amx_matmul", &SparseAmxMatMul, py::arg("x"), py::arg("masks").noconvert(),
@@ -193,6 +208,13 @@ void BindMatMul(py::module_& module) {
                py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
                py::arg("minimums").noconvert() = py::none());
   };
+  const auto define_w8a8 = [&](auto* function) {
+    module.def("w8a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),
+               py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("bias") = py::none(),
+               py::arg("kernel") = py::none());
+  };
+  define_w8a8(&W8A8MatMul<float>);
+  define_w8a8(&W8A8MatMul<uint16_t>);
   define_w4a8(&W4A8MatMul<float>);
   define_w4a8(&W4A8MatMul<uint16_t>);
   module.def("vnni_spmm", &VnniSpmm, py::arg("x"), py::arg("values").noconvert(), py::arg("indices").noconvert(),

@@ -7,7 +7,7 @@ from .emulated import check
 CHECK_SHAPES = """
 import numpy as np
 from ortolan import _native
-from tests.ops.w4a8 import GroupLayer
+from tests.ops.groups import GroupLayer
 assert _native.cpu_info()["isa"] == "amx"
 rng = np.random.default_rng(5)
 for group in (32, 64, 128):
@@ -36,7 +36,7 @@ for group in (32, 64, 128):
 CHECK_BITS = """
 import numpy as np
 from tests.ops.single_node import assert_same_bits
-from tests.ops.w4a8 import GroupLayer
+from tests.ops.groups import GroupLayer
 rng = np.random.default_rng(6)
 for group in (32, 64, 128):
     for offset in ("", "zero_points", "minimums"):
@@ -55,7 +55,7 @@ CHECK_ODD_ADDRESSES = """
 import numpy as np
 from ortolan import _native, _testing
 from tests.ops.single_node import assert_same_bits, at_odd_address
-from tests.ops.w4a8 import GroupLayer
+from tests.ops.groups import GroupLayer
 rng = np.random.default_rng(8)
 for half in (False, True):
     layer = GroupLayer.random(rng, 200, 40, 32, half=half)
@@ -77,7 +77,7 @@ for half in (False, True):
 # blocks of 4 tiles.
 CHECK_COUNTS = """
 import numpy as np
-from tests.ops.w4a8 import GroupLayer
+from tests.ops.groups import GroupLayer
 rng = np.random.default_rng(7)
 m, k, n = 40, 1216, 48
 row_tiles, panels = 3, 3
@@ -100,7 +100,7 @@ for group in (32, 64, 128):
 
 CHECK_DISPATCH = """
 import numpy as np
-from tests.ops.w4a8 import GroupLayer
+from tests.ops.groups import GroupLayer
 layer = GroupLayer.random(np.random.default_rng(9), 64, 16, 32)
 for m, uses_tiles in ((1, False), (15, False), (16, True)):
     if emulator is None:

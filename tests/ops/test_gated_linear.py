@@ -15,8 +15,8 @@ from ortolan.graph_passes.operators.w4a8_matmul_function import Uses
 
 from .linear_kinds import apply
 from .single_node import U, session, sparse_amx_matmul_model, sparse_weight
-from .w4a8 import GroupLayer
-from .w4a8_node import node_model
+from .groups import GroupLayer
+from .group_node import node_model
 
 K = 70
 # Rows: one; fewer than a block; more than a chunk of rows (256).

@@ -24,8 +24,8 @@ from .linear_kinds import GROUPS, RESIDUALS, attributes, packed, scales, uses
 from .quantized import Layer
 from .single_node import session, sparse_amx_matmul_model, sparse_weight
 from .vnni_spmm_node import LayerNorm
-from .w4a8 import GroupLayer
-from .w4a8_node import node_model
+from .groups import GroupLayer
+from .group_node import node_model
 
 KINDS = ["bf16", "int8", "int4 g32", "W4A8", "W4A8 zero points"]
 K, N = 90, 37

@@ -24,8 +24,8 @@ from .single_node import (
     with_constants,
 )
 from .vnni_spmm_node import LayerNorm, node_model
-from .w4a8 import GroupLayer
-from .w4a8_node import node_model as w4a8_node_model
+from .groups import GroupLayer
+from .group_node import node_model as group_node_model
 
 K, N = 40, 22
 
@@ -36,7 +36,7 @@ def sparse_model(rng: np.random.Generator) -> onnx.ModelProto:
 
 
 def w4a8_model(rng: np.random.Generator) -> onnx.ModelProto:
-    return w4a8_node_model(GroupLayer.random(rng, K, N, 32), rng.standard_normal(N, dtype=np.float32))
+    return group_node_model(GroupLayer.random(rng, K, N, 32), rng.standard_normal(N, dtype=np.float32))
 
 
 def vnni_model(rng: np.random.Generator) -> onnx.ModelProto:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
-from .w4a8 import GroupLayer, runnable_kernels
+from .groups import GroupLayer, runnable_kernels
 
 KERNELS = runnable_kernels()
 

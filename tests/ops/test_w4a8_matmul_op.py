@@ -18,8 +18,8 @@ from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
 
 from .linear_kinds import RESIDUALS, apply
 from .single_node import session
-from .w4a8 import GroupLayer
-from .w4a8_node import node_model
+from .groups import GroupLayer
+from .group_node import node_model
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

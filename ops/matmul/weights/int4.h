@@ -104,6 +104,9 @@ struct Int4Products : Products {
   static constexpr int kOneRowChains = Simd::kNarrowNibbleSums ? 1 : kMostOneRowChains<Simd>;
   static constexpr int kMostChains = Simd::kNarrowNibbleSums ? 1 : 2;
 
+  // How far ahead one row of x asks for weights that are all stored.
+  static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
+
   // Chains of odd rows hold 16 times their sums.
   static Sums DivideBy16(const Sums& sums) {
     return Columns::template Of<Sums>([&](int i) { return Simd::template ShiftRightSigned<4>(sums.at[i]); });

@@ -13,7 +13,7 @@ from ortolan import _native
 
 from ..block_sparse import Range, quantize_tokens
 from ..quantized import quantize_rows
-from ..w4a8 import quantize_groups
+from ..groups import quantize_groups
 from . import numbers
 from .bounds import Product, U, float_product, integer_product
 from .case import ROWS, Arrays, Case, bfloat16, one_node

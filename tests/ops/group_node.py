@@ -14,7 +14,7 @@ from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.linear_function import NORM_INPUTS
 from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS, Uses, w4a8_matmul_function
 
-from .w4a8 import GroupLayer
+from .groups import GroupLayer
 
 
 def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.FunctionProto:

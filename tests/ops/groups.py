@@ -1,4 +1,4 @@
-"""4-bit weights in groups, and a numpy oracle of their product."""
+"""Weights of 4 and of 8 bits in groups, and a numpy oracle of their product."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class GroupLayer:
-    """q [k, n] 0 … 15, scales [groups, n] of float32 or float16, zero_points [groups, n] or None, minimums
+    """q [k, n], uint8 0 … 15 or int8, scales [groups, n] of float32 or float16, zero_points [groups, n] or None, minimums
     [groups, n] of the type of scales or None; not both."""
 
     q: np.ndarray
@@ -50,15 +50,26 @@ class GroupLayer:
         half: bool = False,
         zero_points: bool = True,
         minimums: bool = False,
+        bits: int = 4,
         scale: float = 1.0,
     ) -> GroupLayer:
-        """minimums: in the place of zero points."""
+        """minimums: in the place of zero points. Of 8 bits there are neither."""
         shape = (-(-k // group), n)
         scales = (rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale
         dtype = np.float16 if half else np.float32
+        if bits == 8:
+            return cls(rng.integers(-128, 128, (k, n)).astype(np.int8), scales.astype(dtype), None, group)
         zeros = rng.integers(0, 16, shape, dtype=np.uint8) if zero_points and not minimums else None
         lows = (rng.uniform(-15, 15, shape) * scale).astype(dtype) if minimums else None
         return cls(rng.integers(0, 16, (k, n), dtype=np.uint8), scales.astype(dtype), zeros, group, lows)
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.q.dtype == np.int8 else 4
+
+    @property
+    def packed_weights(self) -> np.ndarray:
+        return _native.pack_int8_group(self.q) if self.bits == 8 else _native.pack_int4_group(self.q)
 
     @property
     def packed_scales(self) -> np.ndarray:
@@ -75,9 +86,11 @@ class GroupLayer:
 
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
         k, n = self.q.shape
+        if self.bits == 8:
+            return _testing.w8a8_matmul(x, self.packed_weights, self.packed_scales, self.group, k, n, bias, kernel)
         return _testing.w4a8_matmul(
             x,
-            _native.pack_int4_group(self.q),
+            self.packed_weights,
             self.packed_scales,
             self.group,
             k,
@@ -96,6 +109,8 @@ class GroupLayer:
         return self._centered() * self._of_inputs(self.scales)
 
     def _centered(self) -> np.ndarray:
+        if self.bits == 8:
+            return self.q.astype(np.float64)
         return self.q - (8.0 if self.zero_points is None else self._of_inputs(self.zero_points))
 
     def _of_inputs(self, rows: np.ndarray) -> np.ndarray:
@@ -131,7 +146,7 @@ class GroupLayer:
         groups = s.shape[1] * (1 if self.minimums is None else 2)
         count = k + 8 if float_sums else groups + 4
         rounding = count * U * (magnitude + (np.abs(added) if float_sums else 0)) + U * np.abs(exact) * 1.01
-        rounding += SMALLEST * (1 + 15 * k)
+        rounding += SMALLEST * (1 + 128 * k)
         rows = np.isfinite(s).all(axis=1)
         assert y.shape == exact.shape and y.dtype == np.float32
         assert np.isnan(y[~rows]).all()
@@ -144,6 +159,7 @@ def _packed(rows: np.ndarray) -> np.ndarray:
     return _native.pack_group_rows(rows.view(np.uint16) if rows.itemsize == 2 else rows)
 
 
-def runnable_kernels() -> list[str]:
+def runnable_kernels(bits: int = 4) -> list[str]:
     """Names of the table's rows that this CPU can run."""
-    return [row["name"] for row in _testing.w4a8_matmul_kernels() if row["runs_here"]]
+    rows = _testing.w8a8_matmul_kernels() if bits == 8 else _testing.w4a8_matmul_kernels()
+    return [row["name"] for row in rows if row["runs_here"]]

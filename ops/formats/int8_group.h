@@ -1,0 +1,36 @@
+// 8-bit weights in groups with scales, every weight stored.
+//
+// Of a group g of G inputs (formats/group.h, where scales are):
+//
+//     W[l, j] = scales[g, j] q[l, j]        q -128 … 127;   g = l / G
+//
+//     weights   i8 [panels, tiles * 16, 16, 4]   the dense storage of formats/bitmap_int8.h: panels of 16 columns; a
+//     row
+//               of a tile is 4 inputs of 16 columns, each column's side by side
+//
+//                                column 16p      column 16p + 1   …   column 16p + 15
+//     panel p, row r  64 bytes   q[4r … 4r+3]    q[4r … 4r+3]         q[4r … 4r+3]
+//
+//     tiles = ceil(k / 64);   outside of the k x n matrix: 0
+//     bytes = 1 a weight + (2 or 4) / G
+//
+// Output j is weights[j / 16, :, j % 16, :], so that one copy serves a layer and a table of rows that are gathered.
+#pragma once
+
+#include <cstdint>
+
+#include "formats/bitmap_int8.h"
+#include "formats/group.h"
+
+namespace ortolan {
+
+// The values of PackBitmapInt8(q, …, Storage::kDense) are the weights. Writes q, row-major [k, n].
+inline void UnpackInt8Group(const uint8_t* weights, int64_t k, int64_t n, int8_t* q, int64_t row_stride) {
+  BitmapView view;
+  view.k = k;
+  view.n = n;
+  view.values = weights;
+  UnpackBitmapInt8(view, q, row_stride);
+}
+
+}  // namespace ortolan

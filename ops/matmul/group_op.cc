@@ -1,0 +1,34 @@
+#include "matmul/group_op.h"
+
+namespace ortolan {
+
+GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs,
+                 const GroupKind& kind)
+    : LinearOp(info, op_type, format_version, inputs) {
+  const ConstantTensor weights = Constant(info, "weights");
+  const ConstantTensor scales =
+      Constant(info, "scales", {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16});
+  ConstantTensor zero_points, minimums;
+  if (IsThere(info, "zero_points")) zero_points = Constant(info, "zero_points");
+  if (IsThere(info, "minimums")) minimums = Constant(info, "minimums", {scales.type});
+  GroupView& view = w_.view;
+  view.k = w_.k = IntAttribute(info, "k", node());
+  view.n = w_.n = IntAttribute(info, "n", node());
+  view.group = IntAttribute(info, "group_size", node());
+  view.weights = static_cast<const uint8_t*>(weights.data);
+  view.scales = static_cast<const uint8_t*>(scales.data);
+  view.scale_type = scales.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? ScaleType::kFloat32 : ScaleType::kFloat16;
+  if (zero_points.count > 0) view.zero_points = static_cast<const uint8_t*>(zero_points.data);
+  if (minimums.count > 0) view.minimums = static_cast<const uint8_t*>(minimums.data);
+  CheckWeight({&weights, &scales, &zero_points, &minimums},
+              ValidateGroups(kind.layout, {view.k, view.n, view.group, weights.count, scales.count, view.zero_points,
+                                           zero_points.count, minimums.count}),
+              node());
+  LinearLayer layer;
+  layer.w = &w_;
+  layer.kernels = kind.kernels;
+  layer.panel_inputs = kind.layout.PaddedK(w_.k);
+  MakePlan(info, layer);
+}
+
+}  // namespace ortolan

@@ -1,0 +1,25 @@
+// What the adapters of W4A8MatMul and W8A8MatMul share: the weight in groups, read and checked once.
+#pragma once
+
+#include "matmul/group_weight.h"
+#include "matmul/linear_op.h"
+
+namespace ortolan {
+
+// The bits of a weight in groups: how its rows are laid out, and the kernels for it.
+struct GroupKind {
+  const BitmapLayout& layout;
+  std::span<const MatMulKernel> kernels;
+};
+
+class GroupOp : public LinearOp {
+ protected:
+  // inputs: weights and scales; perhaps zero_points and minimums.
+  GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs,
+          const GroupKind& kind);
+
+ private:
+  GroupWeight w_;
+};
+
+}  // namespace ortolan
