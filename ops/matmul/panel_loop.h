@@ -53,11 +53,11 @@ class PanelLoop {
   static constexpr int kTogether = kRowsTogether<Weights>;
 
  public:
-  // Panels that half a block of rows is multiplied with at once, where quads of weights have no groups and a row of a
-  // panel is one register: a repeated activation then meets several weights. With one panel, the loads that repeat
-  // activations are the limit.
-  static constexpr int kPanelsTogether =
-      Weights::kRowInputs == 4 && !Weights::kHasGroups && Columns::kRegisters == 1 && Simd::kRegisters == 32 ? 3 : 1;
+  // Panels that half a block of rows is multiplied with at once, where rows of weights are quads and take one register:
+  // a repeated activation then meets several weights. With one panel, the loads that repeat activations are the limit.
+  static constexpr bool kIsWide = Weights::kRowInputs == 4 && Columns::kRegisters == 1 && Simd::kRegisters == 32 &&
+                                  !(Weights::kHasGroups && (Weights::kBuffered || Weights::kNarrowChunks));
+  static constexpr int kPanelsTogether = kIsWide ? 3 : 1;
 
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     using FewRows = FewRowsKindOf<Weights>;
@@ -267,6 +267,10 @@ class PanelLoop {
     int64_t i = 0;
     for (; i + kBlock <= m; i += kBlock) {
       for (int first = 0; first < kBlock; first += kBlock / 2) {
+        if constexpr (Weights::kHasGroups) {
+          WideGroups(panels, i, first);
+          continue;
+        }
         Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
         WideRows(panels, 0, spans, i, first, nullptr, [&](int c, int64_t, int row) {
           return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
@@ -316,19 +320,7 @@ class PanelLoop {
       }
     }
     for (int64_t four = 0; four < (end - begin) * kSpanRows; four += kFourRows) {
-#pragma GCC unroll 4
-      for (int row = 0; row < kFourRows; ++row) {
-        typename Weights::Row weights[kPanelsTogether];
-#pragma GCC unroll 4
-        for (int c = 0; c < kPanelsTogether; ++c) weights[c] = next(c, four, row);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const auto repeated = Simd::RepeatQuad(x + Weights::kRowInputs * (kFourRows * r + row));
-#pragma GCC unroll 4
-          for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = Weights::Dot(sums[r][c], weights[c], repeated);
-        }
-      }
-      x += kFourRows * Weights::kRowInputs * kBlock;
+      WideFour(sums, x, [&](int c, int row) { return next(c, four, row); });
     }
     for (int c = 0; c < kPanelsTogether; ++c) {
       const auto scales = panels.at[c].scales.Of(0);
@@ -339,6 +331,71 @@ class PanelLoop {
         }
         const Floats total = numbers.Add(Columns::Set(0.0f), sums[r][c], scales, 0, first + r);
         panels.at[c].output.StoreWithBias(i + first + r, numbers.End(total, first + r));
+      }
+    }
+  }
+
+  // Four rows of weights of each panel, next(panel, row), times the rows of x, which it moves on.
+  template <int kRows, typename Next>
+  __attribute__((always_inline)) static void WideFour(Sums (&sums)[kRows][kPanelsTogether], const Activation*& x,
+                                                      const Next& next) {
+#pragma GCC unroll 4
+    for (int row = 0; row < kFourRows; ++row) {
+      typename Weights::Row weights[kPanelsTogether];
+#pragma GCC unroll 4
+      for (int c = 0; c < kPanelsTogether; ++c) weights[c] = next(c, row);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const auto repeated = Simd::RepeatQuad(x + Weights::kRowInputs * (kFourRows * r + row));
+#pragma GCC unroll 4
+        for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = Weights::Dot(sums[r][c], weights[c], repeated);
+      }
+    }
+    x += kFourRows * Weights::kRowInputs * kBlock;
+  }
+  // Panels with groups times half of the block that begins at row i: its rows from `first` on. Totals wait in the cache
+  // while registers hold sums.
+  __attribute__((noinline)) static void WideGroups(const Panels& panels, int64_t i, int first) {
+    constexpr int kRows = kBlock / 2;
+    const Layer& layer = panels.at[0].layer;
+    const auto numbers = panels.at[0].template NumbersOf<kBlock>(i);
+    const Activation* x = panels.at[0].X(i) + kFourRows * Weights::kRowInputs * first;
+    Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+    alignas(64) float totals[kPanelsTogether][kRows][kPanelColumns];
+    for (auto& of_panel : totals) {
+      for (auto& total : of_panel) Columns::Store(total, Columns::Set(0.0f));
+    }
+    int64_t span = 0;
+    for (int64_t group = 0; group < layer.groups; ++group) {
+      Sums sums[kRows][kPanelsTogether];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = numbers.Start(group, first + r);
+      }
+      const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
+      for (; span < end; ++span) {
+#pragma GCC unroll 2
+        for (int four = 0; four < kSpanRows; four += kFourRows) {
+          WideFour(sums, x, [&](int c, int row) {
+            return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(four + row));
+          });
+        }
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < kPanelsTogether; ++c) {
+        const auto scales = panels.at[c].scales.Of(group);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          float* const total = totals[c][r];
+          Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
+        }
+      }
+    }
+    for (int c = 0; c < kPanelsTogether; ++c) {
+      for (int r = 0; r < kRows; ++r) {
+        const Floats total = numbers.End(Columns::Load(totals[c][r]), first + r);
+        panels.at[c].output.StoreWithBias(i + first + r, total);
       }
     }
   }
