@@ -184,7 +184,7 @@ class Dimensions:
         width = int_attribute(node, "gated_columns", 0) or int_attribute(node, "n", 0) or int_attribute(node, "N", 0)
         if x is None or not width:
             return None
-        residual = node.inputs[4:5] if node.op_type == "W4A8MatMul" else node.inputs[5:6]
+        residual = node.inputs[4:5] if node.op_type in ("W4A8MatMul", "W8A8MatMul") else node.inputs[5:6]
         if node.domain != "ai.ortolan" or not residual or residual[0] is None:
             return *x[:-1], width
         return broadcast([(*x[:-1], width), self.shape(residual[0])], output)
@@ -401,6 +401,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "Gemm": Dimensions._gemm,
     "MatMulNBits": Dimensions._linear,
     "W4A8MatMul": Dimensions._linear,
+    "W8A8MatMul": Dimensions._linear,
     "SparseAMXMatMul": Dimensions._linear,
     "NoMADAttention": Dimensions._attention,
     "MultiHeadAttention": Dimensions._attention,

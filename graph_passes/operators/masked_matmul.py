@@ -15,7 +15,7 @@ from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .masked_matmul_function import INPUTS, NO_MASK, NO_SCALE, OP_TYPE, masked_matmul_function
 from .nodes import fill_missing, in_order, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 
 # Of the operator; its kernel refuses any other.
 _FORMAT_VERSION = 1
@@ -41,7 +41,7 @@ class MaskedMatMul(Replacement):
             return f"is stored in {quantization.bits} bits, which MaskedMatMul does not take over"
         if quantization is not None and quantization.bits != 8:
             return f"is quantized to {quantization.bits} bits, which MaskedMatMul does not take; set quantize.bits to 8"
-        return None
+        return why_not_groups(self.op_type, quantization)
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
         # NaN fails every comparison.

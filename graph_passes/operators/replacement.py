@@ -67,6 +67,15 @@ class LayerWeight:
     x_threshold: float = 0.0  # inputs whose magnitude is not above it count as zero, if the operator masks them
 
 
+def why_not_groups(op_type: str, quantization: Quantization | None) -> str | None:
+    """Why an operator with a scale a column does not take these 8-bit weights, if they are in groups."""
+    if quantization is None or quantization.bits != 8 or quantization.group_size is None:
+        return None
+    return (
+        f"is quantized to 8 bits in groups of {quantization.group_size}, which {op_type} does not take; W8A8MatMul does"
+    )
+
+
 class Replacement(abc.ABC):
     """A layer and its epilogue (ops/matmul/linear_plan.h) by an operator of ours, its weight packed ahead of time."""
 

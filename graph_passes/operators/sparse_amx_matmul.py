@@ -19,7 +19,7 @@ from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
 from .linear_function import neutral_inputs_of_layer, uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 from .sparse_amx_matmul_function import INPUTS, OP_TYPE, Uses, sparse_amx_matmul_function
 from .sparse_amx_matmul_storage import (
     BF16,
@@ -67,7 +67,7 @@ class SparseAMXMatMul(Replacement):
             return "is stored in int8, which SparseAMXMatMul does not take over; give pattern='4x1'"
         if quantization is not None and not quantization.symmetric:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
-        return None
+        return why_not_groups(self.op_type, quantization)
 
     def why_not_matrix(self, matrix: np.ndarray) -> str | None:
         # NaN fails every comparison.

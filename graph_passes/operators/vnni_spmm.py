@@ -14,7 +14,7 @@ from ..find.epilogue import Activation
 from ..weights.quantizers.grid import Quantization
 from .linear_function import uses_of_layers
 from .nodes import fill_missing, input_of, nodes_of
-from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored
+from .replacement import LayerWeight, PackedTensor, PackedWeight, Replacement, Stored, why_not_groups
 from .vnni_spmm_function import GROUP_OUTPUTS, INPUTS, OP_TYPE, QUAD_INPUTS, Uses, neutral_inputs, vnni_spmm_function
 
 # Of the packed tensors; the kernel refuses any other.
@@ -35,7 +35,9 @@ class VNNISpMM(Replacement):
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
-        return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM" if k > _MOST_INPUTS else None
+        if k > _MOST_INPUTS:
+            return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM"
+        return why_not_groups(self.op_type, quantization)
 
     def stored_weights(self, matrix: np.ndarray) -> Stored:
         return Stored(count_blocks(matrix, GROUP_OUTPUTS))

@@ -17,6 +17,7 @@ from ..operators.sparse_amx_matmul_function import OP_TYPE as SPARSE_AMX_MATMUL
 from ..operators.sparse_amx_matmul_storage import SMALL, TWO_FOUR
 from ..operators.vnni_spmm import VNNISpMM
 from ..operators.w4a8_matmul import W4A8MatMul
+from ..operators.w8a8_matmul import W8A8MatMul
 from ..options import Globs, PassOptions, takes
 from ..report.figures import human_bytes
 from ..weights.quantizers.grid import Quantization
@@ -25,6 +26,7 @@ REPLACEMENTS: dict[str, type[Replacement]] = {
     "SparseAMXMatMul": SparseAMXMatMul,
     "VNNISpMM": VNNISpMM,
     "W4A8MatMul": W4A8MatMul,
+    "W8A8MatMul": W8A8MatMul,
     "MaskedMatMul": MaskedMatMul,
 }
 

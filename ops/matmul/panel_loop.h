@@ -13,9 +13,10 @@
 //                                a row, ready to multiply
 //     Sums, Zero, AddChains, LoadSums, StoreSums
 //                                of 16 columns and one group
-//     StartSpan, EndSpan         around the products of a span; or, where kNarrowChunks, around those of a chunk, which
-//                                is kChunkSpans spans of a group or fewer: sums begin as StartChunk(chunk, row) of
-//                                Numbers, and Widen(sums) or AddWide(wide, sums) ends them
+//     StartSpan, EndSpan         around the products of a span, nothing where kFreeSpans; or, where kNarrowChunks,
+//     around
+//                                those of a chunk, which is kChunkSpans spans of a group or fewer: sums begin as
+//                                StartChunk(chunk, row) of Numbers, and Widen(sums) or AddWide(wide, sums) ends them
 //     kRowBlock                  rows of x that are multiplied at once
 //     kParts, Part<p>(row), MultiplyAddPart<p>
 //                                a row of weights, part by part: where registers are few they hold one part
@@ -56,7 +57,7 @@ class PanelLoop {
   // Panels that half a block of rows is multiplied with at once, where rows of weights are quads and take one register:
   // a repeated activation then meets several weights. With one panel, the loads that repeat activations are the limit.
   static constexpr bool kIsWide = Weights::kRowInputs == 4 && Columns::kRegisters == 1 && Simd::kRegisters == 32 &&
-                                  !(Weights::kHasGroups && (Weights::kBuffered || Weights::kNarrowChunks));
+                                  Weights::kFreeSpans && !(Weights::kHasGroups && Weights::kBuffered);
   static constexpr int kPanelsTogether = kIsWide ? 3 : 1;
 
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {

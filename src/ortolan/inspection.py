@@ -22,6 +22,7 @@ from ortolan.graph_passes.find.quantized_forms import unify_quantized
 from ortolan.graph_passes.names import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY
 from ortolan.graph_passes.operators import sparse_amx_matmul_function as sparse
 from ortolan.graph_passes.operators import w4a8_matmul_function as w4a8
+from ortolan.graph_passes.operators import w8a8_matmul_function as w8a8
 from ortolan.graph_passes.operators.sparse_amx_matmul_storage import BITMAP, DENSE, TWO_FOUR, storage_of, stored_in
 from ortolan.graph_passes.passes import fuse_lut as lut
 from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
@@ -39,6 +40,7 @@ _REPLACED = "already replaced"
 _LEAST_TWO_FOUR = 0.4  # zeros, as a share
 _STORAGES = {DENSE: "dense ", BITMAP: "bitmap + ", TWO_FOUR: "2:4 "}
 _KINDS = {ir.DataType.BFLOAT16: "bf16", ir.DataType.INT8: "int8", ir.DataType.UINT8: "int4"}  # by the type of values
+_INPUTS = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS, "W8A8MatMul": w8a8.INPUTS}
 
 
 @dataclass
@@ -217,14 +219,14 @@ def _packed_info(node: ir.Node) -> LinearInfo:
     gated_columns = numbers.get("gated_columns", 0)
     if gated_columns:
         info.n = 2 * gated_columns
-    inputs = {"SparseAMXMatMul": sparse.INPUTS, "W4A8MatMul": w4a8.INPUTS}.get(node.op_type)
+    inputs = _INPUTS.get(node.op_type)
     if inputs is None:
         tensors = [constant_tensor(value) for value in node.inputs[1:]]
         info.weight_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         return info
     by_name = dict(zip(inputs, node.inputs, strict=False))
     constants = {name: tensor for name, value in by_name.items() if (tensor := constant_tensor(value)) is not None}
-    describe = _describe_sparse if node.op_type == "SparseAMXMatMul" else _describe_w4a8
+    describe = _describe_sparse if node.op_type == "SparseAMXMatMul" else _describe_groups
     weight = describe(info, constants, numbers.get("group_size", 0))
     info.weight_bytes = sum(constants[name].nbytes for name in weight if name in constants)
     residual = by_name.get("residual")
@@ -249,10 +251,12 @@ def _describe_sparse(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol
     return ["masks", "values", "offsets", *(["scales"] if kind != "bf16" else [])]
 
 
-def _describe_w4a8(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
+def _describe_groups(info: LinearInfo, constants: Mapping[str, ir.TensorProtocol], group_size: int) -> list[str]:
     # One number stands for none, where other layers have some.
     offsets = [name for name in ("zero_points", "minimums") if name in constants and constants[name].size > 1]
-    info.weight_format = f"int4, groups of {group_size}" + "".join(f", {name.replace('_', ' ')}" for name in offsets)
+    weights = constants.get("weights")
+    kind = "int8" if weights is not None and weights.dtype == ir.DataType.INT8 else "int4"
+    info.weight_format = f"{kind}, groups of {group_size}" + "".join(f", {name.replace('_', ' ')}" for name in offsets)
     return ["weights", "scales", *offsets]
 
 

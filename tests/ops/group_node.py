@@ -1,4 +1,4 @@
-"""Models of one W4A8MatMul node."""
+"""Models of one W4A8MatMul or W8A8MatMul node."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ortolan import _native
 from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.linear_function import NORM_INPUTS
 from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS, Uses, w4a8_matmul_function
+from ortolan.graph_passes.operators.w8a8_matmul_function import w8a8_matmul_function
 
 from .groups import GroupLayer
 
 
-def function(uses: Uses, opset: int = 17, unpack_once: bool = True) -> onnx.FunctionProto:
-    proto: onnx.FunctionProto = ir.to_proto(w4a8_matmul_function(opset, uses, unpack_once))
+def function(uses: Uses, opset: int = 17, unpack_once: bool = True, bits: int = 4) -> onnx.FunctionProto:
+    make = w8a8_matmul_function if bits == 8 else w4a8_matmul_function
+    proto: onnx.FunctionProto = ir.to_proto(make(opset, uses, unpack_once))
     return proto
 
 
@@ -33,9 +35,9 @@ def node_model(
     unpack_once: bool = True,
     gated_columns: int = 0,
 ) -> onnx.ModelProto:
-    """One W4A8MatMul node "linear" with its function: input x [d0, …, k], output y. residual: the shape of an input."""
+    """One node "linear" with its function: input x [d0, …, k], output y. residual: the shape of an input."""
     k, n = layer.q.shape
-    tensors = {"weights": _native.pack_int4_group(layer.q), "scales": layer.packed_scales.view(layer.scales.dtype)}
+    tensors = {"weights": layer.packed_weights, "scales": layer.packed_scales.view(layer.scales.dtype)}
     tensors["bias"] = np.zeros(n, np.float32) if bias is None else bias
     leading = [f"d{i}" for i in range(rank - 1)]
     graph_inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*leading, k])]
@@ -58,7 +60,7 @@ def node_model(
         gated=gated_columns != 0,
     )
     node = helper.make_node(
-        "W4A8MatMul",
+        f"W{layer.bits}A8MatMul",
         inputs,
         ["y"],
         "linear",
@@ -81,7 +83,7 @@ def node_model(
     )
     return helper.make_model(
         graph,
-        functions=[function(uses, opset, unpack_once)],
+        functions=[function(uses, opset, unpack_once, layer.bits)],
         ir_version=8,
         opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("ai.ortolan", 1)],
     )

@@ -30,8 +30,8 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class GroupLayer:
-    """q [k, n], uint8 0 … 15 or int8, scales [groups, n] of float32 or float16, zero_points [groups, n] or None, minimums
-    [groups, n] of the type of scales or None; not both."""
+    """q [k, n], uint8 0 … 15 or int8, scales [groups, n] of float32 or float16, zero_points [groups, n] or None,
+    minimums [groups, n] of the type of scales or None; not both."""
 
     q: np.ndarray
     scales: np.ndarray

@@ -13,10 +13,10 @@ from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.joined import columns_of, join_columns, padded_columns
 from ortolan.graph_passes.operators.w4a8_matmul_function import Uses
 
+from .group_node import node_model
+from .groups import GroupLayer
 from .linear_kinds import apply
 from .single_node import U, session, sparse_amx_matmul_model, sparse_weight
-from .groups import GroupLayer
-from .group_node import node_model
 
 K = 70
 # Rows: one; fewer than a block; more than a chunk of rows (256).

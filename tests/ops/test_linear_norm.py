@@ -20,12 +20,12 @@ from ortolan.graph_passes.operators.sparse_amx_matmul_function import sparse_amx
 from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS as W4A8_INPUTS
 from ortolan.graph_passes.operators.w4a8_matmul_function import Uses as W4A8Uses
 
+from .group_node import node_model
+from .groups import GroupLayer
 from .linear_kinds import GROUPS, RESIDUALS, attributes, packed, scales, uses
 from .quantized import Layer
 from .single_node import session, sparse_amx_matmul_model, sparse_weight
 from .vnni_spmm_node import LayerNorm
-from .groups import GroupLayer
-from .group_node import node_model
 
 KINDS = ["bf16", "int8", "int4 g32", "W4A8", "W4A8 zero points"]
 K, N = 90, 37

@@ -13,6 +13,8 @@ from onnx import helper, numpy_helper
 from ortolan import _native
 
 from .block_sparse import BlockSparseLayer, HiddenLayer, Range
+from .group_node import node_model as group_node_model
+from .groups import GroupLayer
 from .isa_process import check_with_isa
 from .quantized import Layer
 from .single_node import (
@@ -24,8 +26,6 @@ from .single_node import (
     with_constants,
 )
 from .vnni_spmm_node import LayerNorm, node_model
-from .groups import GroupLayer
-from .group_node import node_model as group_node_model
 
 K, N = 40, 22
 

@@ -16,10 +16,10 @@ from ortolan.graph_passes.operators.nodes import put_function
 from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
 from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
 
+from .group_node import node_model
+from .groups import GroupLayer
 from .linear_kinds import RESIDUALS, apply
 from .single_node import session
-from .groups import GroupLayer
-from .group_node import node_model
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -124,6 +124,7 @@ struct Bf16Weights : Bf16Products<Simd> {
   }
 
   static constexpr bool kNarrowChunks = false;
+  static constexpr bool kFreeSpans = true;
   static Sums StartSpan(const Sums& sums) { return sums; }
   static Sums EndSpan(const Sums&, const Sums& span_sums) { return span_sums; }
   static Sums Zero() { return Columns::Set(0.0f); }

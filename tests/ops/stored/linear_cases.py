@@ -12,8 +12,8 @@ import numpy as np
 from ortolan import _native
 
 from ..block_sparse import Range, quantize_tokens
-from ..quantized import quantize_rows
 from ..groups import quantize_groups
+from ..quantized import quantize_rows
 from . import numbers
 from .bounds import Product, U, float_product, integer_product
 from .case import ROWS, Arrays, Case, bfloat16, one_node

@@ -1,0 +1,55 @@
+"""W8A8MatMul: 8-bit weights in groups, symmetric (the format: ops/formats/int8_group.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan import _native
+
+from ..weights.quantizers.grid import Quantization
+from .group_matmul import GROUP_SIZES, GroupMatMul, packed_floats
+from .linear_function import LayerUses, neutral_inputs_of_layer, uses_of_layers
+from .nodes import fill_missing, nodes_of
+from .replacement import LayerWeight, PackedTensor, PackedWeight
+from .w8a8_matmul_function import INPUTS, OP_TYPE, w8a8_matmul_function
+
+
+class W8A8MatMul(GroupMatMul):
+    op_type = OP_TYPE
+    input_names = INPUTS
+    bits = 8
+    largest = 128
+
+    def why_not(self, k: int, quantization: Quantization | None) -> str | None:
+        if quantization is None or quantization.bits != 8:
+            return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+        if quantization.group_size not in GROUP_SIZES:
+            found = f"groups of {quantization.group_size}" if quantization.group_size else "one group a column"
+            return f"is quantized in {found}, and W8A8MatMul has groups of 32, 64 and 128; set quantize.group_size"
+        return None if quantization.symmetric else "has zero points or minimums, which W8A8MatMul does not take"
+
+    def pack(self, weight: LayerWeight) -> PackedWeight:
+        quantized = weight.quantized
+        assert quantized is not None
+        (scales,) = packed_floats(quantized.scales.numpy())
+        weights = _native.pack_int8_group(np.ascontiguousarray(quantized.q.numpy()))
+        quantized.release()
+        return {"weights": PackedTensor(weights, ir.DataType.INT8), "scales": scales}
+
+    def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
+        nodes = nodes_of(model, OP_TYPE)
+
+        def neutral(node: ir.Node) -> dict[str, np.ndarray]:
+            return neutral_inputs_of_layer(node.attributes["n"].as_int(), node.attributes["gated_columns"].as_int())
+
+        fill_missing(nodes, INPUTS, _uses(nodes).needed_inputs(), neutral, new_name)
+
+    def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
+        return w8a8_matmul_function(opset, _uses(nodes_of(model, OP_TYPE)), unpack_once)
+
+
+def _uses(nodes: list[ir.Node]) -> LayerUses:
+    return LayerUses(**uses_of_layers(nodes, INPUTS))
