@@ -80,6 +80,7 @@ docs: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/ortolan bench sparse_amx_matmul
 	$(BIN)/ortolan bench w4a8_matmul
+	$(BIN)/ortolan bench w8a8_matmul
 
 wheel: $(VENV)/.created
 	$(PIP) wheel $(NATIVE)=OFF -w dist .

@@ -21,6 +21,7 @@ def _lazy(module: str) -> Callable[[BenchOptions, Progress], BenchResult]:
 BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "sparse_amx_matmul": _lazy("sparse_amx_matmul"),
     "w4a8_matmul": _lazy("w4a8_matmul"),
+    "w8a8_matmul": _lazy("w8a8_matmul"),
     "vnni_spmm": _lazy("vnni_spmm"),
     "lut_post_op": _lazy("lut_post_op"),
     "masked_matmul": _lazy("masked_matmul"),

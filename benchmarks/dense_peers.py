@@ -52,13 +52,17 @@ def ort_matmul_nbits(rng: np.random.Generator, k: int, n: int, bits: int, block_
 def matmul_nbits_node(
     q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None, block_size: int, accuracy_level: int
 ) -> Node:
-    """ORT MatMulNBits on 4-bit weights scales (q - zero_points): q u8 [k, n] 0 to 15, scales float32 [blocks, n],
-    zero_points u8 [blocks, n] 0 to 15, or None: 8."""
+    """ORT MatMulNBits on weights scales (q - zero_points): q [k, n], u8 0 to 15 or int8, scales float32 [blocks, n],
+    zero_points u8 [blocks, n] 0 to 15, or None: 8, and of int8 none."""
     k, n = q.shape
     blocks = len(scales)
     padded = np.zeros((n, blocks * block_size), np.uint8)
+    scales = np.ascontiguousarray(scales.T)
+    if q.dtype == np.int8:
+        padded[:, :k] = q.T.view(np.uint8) ^ 128
+        return _matmul_nbits(k, 8, block_size, accuracy_level, [padded.reshape(n, blocks, block_size), scales])
     padded[:, :k] = q.T
-    constants = [_nibbles(padded).reshape(n, blocks, block_size // 2), np.ascontiguousarray(scales.T)]
+    constants = [_nibbles(padded).reshape(n, blocks, block_size // 2), scales]
     if zero_points is not None:
         padded = np.zeros((n, blocks + blocks % 2), np.uint8)
         padded[:, :blocks] = zero_points.T

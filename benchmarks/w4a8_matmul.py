@@ -1,5 +1,7 @@
 """W4A8MatMul in ORT sessions on layers of Llama 3 8B, SmolLM2-135M and all-MiniLM-L6-v2, against ORT MatMulNBits.
 
+Weights of 8 bits: w8a8_matmul.py.
+
 One measurement is one shape, batch (m) and number of threads: Ortolan and its peers on the same random weights, in
 groups of every size, in the same rounds (side_by_side.py). Layers of equal shape are one here.
 
@@ -7,6 +9,7 @@ Kinds of weights:
 
     symmetric      scales (q - 8): what ORT GenAI's builder writes
     zero_points    scales (q - zero_points); by default of ZERO_POINT_LAYERS only
+    minimums       scales q + minimums, likewise; MatMulNBits has zero points in their place
 
 scales: float32, as in MatMulNBits, whose scales have the type of x; or float16, what W4A8MatMul stores where that loses
 nothing. Peers:
@@ -44,7 +47,7 @@ from .side_by_side import (
 )
 
 OP = "W4A8MatMul"
-KINDS = ("symmetric", "zero_points")
+KINDS = ("symmetric", "zero_points", "minimums")
 GROUP_SIZES = (32, 128)
 BATCH = (1, 16, 128)
 ROUNDS = 3
@@ -94,7 +97,8 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
     for kind, group_size in product(kinds, group_sizes):
         groups = (-(-k // group_size), n)
         scales = rng.random(groups, dtype=np.float32).astype(np.float16)
-        zero_points = rng.integers(0, 16, groups, dtype=np.uint8) if kind == "zero_points" else None
+        zero_points = None if kind == "symmetric" else rng.integers(0, 16, groups, dtype=np.uint8)
+        minimums = (rng.random(groups, dtype=np.float32) - 1).astype(np.float16) if kind == "minimums" else None
         of_these = f"{kind} {group_size}"
         peers = {}
         for level in (4, 0):
@@ -104,21 +108,36 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
         peers["ort_matmul_fp32"] = "ort_matmul_fp32"
         for dtype in SCALES:
             name = f"ortolan {dtype} {of_these}"
-            candidates[name] = ort_candidate(our_node(q, scales.astype(dtype), zero_points, group_size), k, n)
+            offsets = {"zero_points": zero_points} if minimums is None else {"minimums": minimums.astype(dtype)}
+            candidates[name] = ort_candidate(our_node(q, scales.astype(dtype), group_size, **offsets), k, n)
             case = {"kind": kind, "group_size": group_size, "scales": dtype}
             comparisons.append(Comparison(case, name, peers))
     candidates["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
     return Setup(candidates, comparisons)
 
 
-def our_node(q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None, group_size: int) -> Node:
-    """The operator on the weight scales (q - zero_points): q u8 [k, n] 0 to 15, scales float32 or float16 [groups, n],
-    zero_points u8 [groups, n] 0 to 15, or None: 8."""
+def our_node(
+    q: np.ndarray,
+    scales: np.ndarray,
+    group_size: int,
+    *,
+    zero_points: np.ndarray | None = None,
+    minimums: np.ndarray | None = None,
+) -> Node:
+    """The operator on the weight scales (q - zero_points) or scales q + minimums: q u8 [k, n] 0 to 15, scales float32
+    or float16 [groups, n], zero_points u8 [groups, n] 0 to 15, or None: 8; minimums of the type of scales."""
     k, n = q.shape
-    # Packed as bits: float16 is no type of the packer.
-    packed_scales = _native.pack_group_rows(scales.view(np.uint16) if scales.dtype == np.float16 else scales)
-    constants: list[np.ndarray | None] = [_native.pack_int4_group(q), packed_scales.view(scales.dtype)]
+    constants: list[np.ndarray | None] = [_native.pack_int4_group(q), packed_rows(scales)]
     if zero_points is not None:
         constants += [None, None, _native.pack_group_rows(zero_points)]
+    if minimums is not None:
+        constants += [None] * 5 + [packed_rows(minimums)]
     attributes = {"k": k, "n": n, "format_version": 1, "group_size": group_size}
     return Node(OP, constants, "ai.ortolan", attributes)
+
+
+def packed_rows(rows: np.ndarray) -> np.ndarray:
+    """float32 or float16 [groups, n] as [panels, groups, 16]."""
+    # Packed as bits: float16 is no type of the packer.
+    packed: np.ndarray = _native.pack_group_rows(rows.view(np.uint16) if rows.dtype == np.float16 else rows)
+    return packed.view(rows.dtype)

@@ -90,7 +90,7 @@ def group_layer(k: int, n: int, group_size: int, zero_points: bool) -> Layer:
     groups = (-(-k // group_size), n)
     scales = (rng.random(groups, dtype=np.float32) / 64).astype(np.float16)
     zeros = rng.integers(0, 16, groups, dtype=np.uint8) if zero_points else None
-    return layer_of(w4a8_matmul.our_node(q, scales, zeros, group_size))
+    return layer_of(w4a8_matmul.our_node(q, scales, group_size, zero_points=zeros))
 
 
 def block_layer(k: int, n: int, sparsity: float) -> Layer:

@@ -16,7 +16,16 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("sparse_amx_matmul", "w4a8_matmul", "vnni_spmm", "nomad_attention", "masked_matmul", "lut_post_op", "matmul")
+ROOMS = (
+    "sparse_amx_matmul",
+    "w4a8_matmul",
+    "w8a8_matmul",
+    "vnni_spmm",
+    "nomad_attention",
+    "masked_matmul",
+    "lut_post_op",
+    "matmul",
+)
 # The page's place in the site -> the file in the repository.
 ELSEWHERE = {
     "index.md": "README.md",

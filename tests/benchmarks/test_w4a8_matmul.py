@@ -70,7 +70,7 @@ def test_the_summary_is_by_model(short):
         assert "stream" not in line.others
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("up", {"symmetric", "zero_points"}), ("o", {"symmetric"})])
+@pytest.mark.parametrize(("name", "kinds"), [("up", set(KINDS)), ("o", {"symmetric"})])
 def test_some_layers_have_zero_points_unless_told_otherwise(short, monkeypatch, name, kinds):
     short({"up": (32, 16), "o": (32, 16)})
     monkeypatch.setattr("ortolan.benchmarks.side_by_side.SECONDS", 0.0)
@@ -99,7 +99,7 @@ def test_all_models_are_the_default():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "symmetric, zero_points"]),
+        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "symmetric, zero_points, minimums"]),
         (BenchOptions(group_size=100), ["--group-size", "100", "32, 64 or 128"]),
         (BenchOptions(sparsity=(0.5,)), ["--sparsity", "W4A8MatMul", "leave it out"]),
         (BenchOptions(cases=((1, 131073, 1),)), ["--shape", "131073", "131072"]),
@@ -127,7 +127,7 @@ def test_our_node_and_its_peers_compute_the_same_product(group_size, with_zero_p
     middle = np.full((groups, n), 8, np.uint8) if zero_points is None else zero_points
     centered = q.astype(np.float32) - np.repeat(middle, group_size, axis=0)[:k]
     exact = x @ (centered * np.repeat(scales, group_size, axis=0)[:k])
-    nodes = [our_node(q, scales.astype(dtype), zero_points, group_size) for dtype in SCALES]
+    nodes = [our_node(q, scales.astype(dtype), group_size, zero_points=zero_points) for dtype in SCALES]
     nodes += [matmul_nbits_node(q, scales, zero_points, group_size, level) for level in (4, 0)]
     session, _keep = layers_session(nodes, k, n, 1)
     for y in session.run(None, {"x": x}):
