@@ -13,7 +13,7 @@ namespace ortolan {
 struct PrefetchDistances {
   int64_t weights;         // bf16 and int8, dense or in a bitmap, and their masks, multiplied as they are read
   int64_t weight_blocks;   // the same, read a block at a time, or stored as tiles
-  int64_t int4;            // dense int4
+  int64_t int4;            // dense int4, and int8 in groups
   int64_t int4_bitmap;     // the values of an int4 bitmap
   int64_t int4_masks;      // its masks
   int64_t sparse4x1;       // values of 4x1 blocks; indices half as far

@@ -56,7 +56,8 @@ def test_its_kernels_are_chosen() -> None:
     code = """
 from ortolan import _native, _testing
 assert _native.cpu_info()["isa"] == "avxvnni", _native.cpu_info()
-for kernels in (_testing.w4a8_matmul_kernels, _testing.sparse_amx_matmul_int8_kernels, _testing.vnni_spmm_kernels):
+rooms = ("w4a8_matmul", "w8a8_matmul", "sparse_amx_matmul_int8", "vnni_spmm")
+for kernels in (getattr(_testing, f"{room}_kernels") for room in rooms):
     best = next(row for row in kernels() if row["isa"] in _native.cpu_info()["features"])
     assert best["name"] == "avxvnni", best
 """

@@ -35,6 +35,10 @@ def sparse_model(rng: np.random.Generator) -> onnx.ModelProto:
     return sparse_amx_matmul_model(packed, K, N, rng.standard_normal(N, dtype=np.float32))
 
 
+def w8a8_model(rng: np.random.Generator) -> onnx.ModelProto:
+    return group_node_model(GroupLayer.random(rng, K, N, 32, bits=8), rng.standard_normal(N, dtype=np.float32))
+
+
 def w4a8_model(rng: np.random.Generator) -> onnx.ModelProto:
     return group_node_model(GroupLayer.random(rng, K, N, 32), rng.standard_normal(N, dtype=np.float32))
 
@@ -58,7 +62,7 @@ def int8_model(rng: np.random.Generator) -> onnx.ModelProto:
     return sparse_amx_matmul_model(layer.packed, K, N, scales=layer.packed_scales(), residual=residual)
 
 
-MODELS = [sparse_model, int8_model, w4a8_model, vnni_model, hidden_model]
+MODELS = [sparse_model, int8_model, w4a8_model, w8a8_model, vnni_model, hidden_model]
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -16,14 +16,14 @@ struct Int8GroupRows : ByteProducts<Simd, false> {
   static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
   static constexpr int kMostChains = 2;
 
-  static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.weights; }
+  static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
 
   // Rows as they are stored, or plus the bias that products ask for.
   class Stream {
    public:
     Stream(const GroupWeight& w, int64_t panel, const PrefetchDistances& ahead)
         : values(w.view.weights + panel * kInt8Bitmap.Tiles(w.k) * kInt8Bitmap.TileEntries()),
-          ahead_(ahead.weights),
+          ahead_(ahead.int4),
           block_ahead_(ahead.weight_blocks) {}
 
     template <Fetch kFetch>

@@ -1,4 +1,4 @@
-"""Cases of the linear layers: SparseAMXMatMul, W4A8MatMul, VNNISpMM."""
+"""Cases of the linear layers: SparseAMXMatMul, W4A8MatMul, W8A8MatMul, VNNISpMM."""
 
 from __future__ import annotations
 
@@ -231,6 +231,31 @@ def minimum_weight(group: int, half: bool, k: int, n: int) -> Weight:
     return Weight(name, "W4A8MatMul", GROUP_INPUTS, constants, attributes, k, n, True, product)
 
 
+INT8_GROUP_INPUTS = ("x", "weights", "scales", "bias", "residual", "norm_weight", "norm_bias")
+
+
+def int8_group_weight(group: int, half: bool, k: int, n: int) -> Weight:
+    """W8A8MatMul's. half: float16 scales."""
+    name = f"g{group} {'f16' if half else 'f32'}"
+    rng = numbers.generator(f"{name} {k} {n} int8")
+    q = rng.integers(-128, 128, (k, n)).astype(np.int8)
+    q[0], q[:, -1] = -128, 127
+    dtype = np.float16 if half else np.float32
+    scales = numbers.scales(rng, (-(-k // group), n), 11 if half else 24).astype(dtype)
+    packed = _native.pack_group_rows(scales.view(np.uint16) if half else scales).view(dtype)
+    return Weight(
+        name,
+        "W8A8MatMul",
+        INT8_GROUP_INPUTS,
+        {"weights": _native.pack_int8_group(q), "scales": packed},
+        {"group_size": group},
+        k,
+        n,
+        True,
+        lambda x: integer_product(*quantize_groups(x, group), q.astype(np.int64), scales, group),
+    )
+
+
 BLOCK_INPUTS = (
     *("x", "values", "indices", "starts", "scales", "bias", "residual", "norm_weight", "norm_bias", "x_scale"),
     *("x_zero_point", "hidden_values", "hidden_indices", "hidden_starts", "hidden_scales", "hidden_bias", "table"),
@@ -322,6 +347,17 @@ def group_cases() -> Iterator[Case]:
     yield linear_case(group_weight(32, True, False, 2100, 330), BIAS, FEW_ROWS)
 
 
+def int8_group_cases() -> Iterator[Case]:
+    for group in (32, 64, 128):
+        for half in (False, True):
+            for k, n, end in ((33, 17, End()), (130, 70, BIAS), (577, 161, End())):
+                yield linear_case(int8_group_weight(group, half, k, n), end)
+    yield linear_case(int8_group_weight(32, False, 1, 1), BIAS)
+    for end in (*ENDS, End("norm", bias=True, residual="m", norm=1e-5)):
+        yield linear_case(int8_group_weight(32, True, 100, 96), end, FEW_ROWS)
+    yield linear_case(int8_group_weight(32, True, 2100, 330), BIAS, FEW_ROWS)
+
+
 def minimum_cases() -> Iterator[Case]:
     for group in (32, 64, 128):
         for half in (False, True):
@@ -355,4 +391,5 @@ def cases() -> Iterator[Case]:
     yield from bitmap_cases()
     yield from group_cases()
     yield from minimum_cases()
+    yield from int8_group_cases()
     yield from block_cases()
