@@ -14,7 +14,7 @@ MaskedMatMul, all others in SparseAMXMatMul.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ BLOCKS = "4x1"
 TWO_FOUR = "2:4"
 UNSTRUCTURED = "unstructured"
 _BITS = {"int8": 8, "int4": 4}
+EIGHT_BIT_GROUPS = 32  # of heads beside layers of 4 bits, and of word embeddings
 _SAME = 1e-3  # shares of N:M need not be written with more digits
 
 Pass = dict[str, Any]
@@ -174,11 +175,16 @@ class Form(PassOptions):
             words.append("a prompt in the model")
         return "; ".join(words) or "nothing"
 
-    def passes(self) -> list[Pass]:
-        """The passes of a recipe that makes this form."""
+    def passes(self, eight_bits: Sequence[str] = ()) -> list[Pass]:
+        """The passes of a recipe that makes this form. eight_bits: patterns of layers that take 8 bits as those it
+        ignores do, where the form is dense int4."""
+        if eight_bits:
+            return dataclasses.replace(self, ignore=(*self.ignore, *eight_bits)).passes()
         steps: list[Pass] = [{"name": "normalize"}]
         if self.stored is not None:
             steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
+        if self.is_dense_int4:
+            steps.append({"name": "embeddings"})
         if self.fuses_attention:
             steps.append({"name": "fuse_attention", "precision": "bf16"})
         if self.skipped_inputs is not None:
@@ -223,7 +229,8 @@ class Form(PassOptions):
             return [step]
         step["symmetric"] = False
         # What the first has left out, the second takes: it quantizes no layer again.
-        return [step, *([{"name": "quantize", "bits": 8}] if self.ignore else [])]
+        eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUPS}
+        return [step, *([eight] if self.ignore else [])]
 
     def _replace(self) -> list[Pass]:
         if self.pattern == BLOCKS:
@@ -235,9 +242,10 @@ class Form(PassOptions):
             # Who asks for zeros gets the smaller file.
             stored = {} if self.sparsity is None else {"storage": "small"}
             return [{"name": "replace", "op": "SparseAMXMatMul", **stored}]
-        ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
         if self.is_dense_int4:
-            return [{"name": "replace", "op": "W4A8MatMul"}, *ignored]
+            eight = {"name": "replace", "op": "W8A8MatMul"}
+            return [{"name": "replace", "op": "W4A8MatMul"}, *([eight] if self.ignore else [])]
+        ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
         step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
         if self.sparsity is None and self.stored in _BITS:
             step["keep_numbers"] = True

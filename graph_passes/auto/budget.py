@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +21,9 @@ _LARGEST = 700.0  # of which exp is a number
 Run = Callable[[Feeds], dict[str, np.ndarray]]  # run(feeds) gives a model's outputs by name
 Budget = float | str | Mapping[str, float] | Callable[[Run, Run], bool]
 
-_COSINE, _PERPLEXITY, _DIVERGENCE = "cosine", "perplexity", "divergence"
+_COSINE, _PERPLEXITY, _DIVERGENCE, _BYTES = "cosine", "perplexity", "divergence", "bytes"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"([0-9.]+(?:e[0-9]+)?) ?([KMG]?B|)", re.IGNORECASE)
 _LOGITS = "logits"
 _EXPECTED = (
     "a cosine of outputs such as 0.99; perplexity:0.02, by what share a decoder's perplexity may rise; or a function "
@@ -30,25 +33,29 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Limit:
-    """The smallest cosine of an output, the largest rise of perplexity, or what the user's function accepts."""
+    """The smallest cosine of an output, the largest rise of perplexity, the size of the files, or what the user's
+    function accepts."""
 
     kind: str
     number: float = 0.0
     accepts: Callable[[Run, Run], bool] | None = None
 
     @classmethod
-    def read(cls, budget: Budget) -> Limit:
-        """Raises RecipeError."""
+    def read(cls, budget: Budget, sizes: bool = False) -> Limit:
+        """sizes: whether it may be one of bytes. Raises RecipeError."""
         if callable(budget):
             return cls("function", accepts=budget)
         kind, number = _COSINE, budget
         if isinstance(budget, str):
             name, colon, text = budget.rpartition(":")
             kind = name if colon else _COSINE
-            try:
-                number = float(text)
-            except ValueError:
-                number = math.nan
+            if kind == _BYTES and sizes:
+                kind, number = _BYTES, _read_bytes(text)
+            else:
+                try:
+                    number = float(text)
+                except ValueError:
+                    number = math.nan
         elif isinstance(budget, Mapping) and len(budget) == 1:
             kind, number = next(iter(budget.items()))
         if isinstance(number, int | float) and not isinstance(number, bool):
@@ -56,7 +63,10 @@ class Limit:
                 return cls(kind, float(number))
             if kind == _PERPLEXITY and 0 <= number < math.inf:
                 return cls(kind, float(number))
-        raise RecipeError(f"budget is {budget!r}, expected {_EXPECTED}")
+            if kind == _BYTES and sizes and 0 < number < math.inf:
+                return cls(kind, float(number))
+        also = "; or bytes:100MB, the size of the files" if sizes else ""
+        raise RecipeError(f"budget is {budget!r}, expected {_EXPECTED}{also}")
 
     def __str__(self) -> str:
         if self.kind == _COSINE:
@@ -65,6 +75,8 @@ class Limit:
             return f"perplexity up by at most {100 * self.number:g} %"
         if self.kind == _DIVERGENCE:
             return f"perplexity of its own next tokens up by at most {100 * self.number:g} %"
+        if self.is_size:
+            return f"files of at most {self.number / 1e6:g} MB"
         return "accepted by the given function"
 
     @property
@@ -74,7 +86,20 @@ class Limit:
 
     @property
     def needs_runs(self) -> bool:
-        return self.kind != _COSINE
+        return self.kind not in (_COSINE, _BYTES)
+
+    @property
+    def is_size(self) -> bool:
+        return self.kind == _BYTES
+
+    def of_own_tokens(self) -> Limit:
+        """For inputs of which no next token is right: a limit of perplexity becomes one of the tokens that the original
+        would choose."""
+        return replace(self, kind=_DIVERGENCE) if self.kind == _PERPLEXITY else self
+
+    def judge_size(self, size: int) -> tuple[bool, str]:
+        """Whether files of so many bytes are within a limit of bytes, and what was found."""
+        return size <= self.number, f"{size / 1e6:.1f} MB"
 
     def outputs(self, names: Sequence[str]) -> list[str]:
         """Those that count."""
@@ -102,6 +127,12 @@ class Limit:
             return rise <= self.number, f"perplexity of its own next tokens {100 * rise:+.2f} %"
         rise, error = perplexity_rise(before, after, feeds)
         return rise + error <= self.number, f"perplexity {100 * rise:+.2f} ± {100 * error:.2f} %"
+
+
+def _read_bytes(text: str) -> float:
+    """ "100MB" or "1e8"; NaN for what is neither."""
+    found = _SIZE.fullmatch(text.strip())
+    return float(found[1]) * _UNITS[found[2].upper()] if found else math.nan
 
 
 def default_limit(model: ir.Model, calibrated: bool) -> Limit:

@@ -52,6 +52,33 @@ class LayerStudy:
             self._measure_sensitivities(context, [linear for linear in able if linear.name in rows], judged, outputs)
         self._measure_errors(forms)
 
+    def measure_errors_of(self, recipes: Mapping[str, Recipe], judged: Sequence[Feeds], limit: Limit) -> dict[str, str]:
+        """What errors of layers matter, and the error and the bytes that each recipe makes of them, as a form of its
+        name, where it quantizes them to fewer bits than others. Returns the name of each layer's input."""
+        with new_context(self._evidence, "model.onnx", portable=False) as context:
+            transform(plan(Recipe.from_dict(_NORMALIZE), context), context)
+            model = context.source.model
+            able = self._able(model, context.survey(model))
+            inputs = {linear.name: linear.x.name or "" for linear in able}
+            self._report.layers += [LayerChoice(linear.name, "its bits are given") for linear in able]
+            outputs = limit.outputs([value.name or "" for value in model.graph.outputs if value.dtype in _FLOATS])
+            self._measure_sensitivities(context, able, judged, outputs)
+        layers = {layer.name: layer for layer in self._report.layers if layer.name in inputs}
+        found: dict[str, dict[str, tuple[int | None, Form]]] = {}
+        for number, (name, recipe) in enumerate(recipes.items()):
+            self._progress(Stage.LAYER_ERRORS, number, len(recipes))
+            with new_context(self._evidence, "model.onnx", portable=False) as context:
+                transform(plan(recipe, context), context)
+            for layer in context.report.layers:
+                if layer.status == "replaced" and layer.name in layers:
+                    form = Form([], layer.output_error, layer.bytes_after)
+                    found.setdefault(layer.name, {})[name] = (layer.weight_bits, form)
+        self._progress(Stage.LAYER_ERRORS, len(recipes), len(recipes))
+        for layer_name, forms in found.items():
+            if len({bits for bits, _ in forms.values()}) == len(recipes):
+                layers[layer_name].forms = {name: form for name, (_, form) in forms.items()}
+        return inputs
+
     def _able(self, model: ir.Model, linears: Sequence[Linear]) -> list[Linear]:
         """Layers that can be chosen for; of the others the report says why not."""
         names = Counter(name for linear in linears for name in {linear.name, *linear.weight_names})

@@ -25,12 +25,14 @@ from ..passes.context import PassContext
 from ..recipe import Recipe
 from ..report.figures import Timing
 from ..report.optimization import OptimizationReport
-from ..report.search import Trial
+from ..report.search import Saves, Trial
 from ..run import Steps, plan, transform, verify, write
 from .budget import Limit, Run
 from .candidates import ROWS, Candidate, make_recipe
 from .path import Step, estimate
 
+# By layer, what it becomes; whether attention is fused; options of pass verify.
+RecipeOf = Callable[[Mapping[str, Candidate], bool, Mapping[str, Any]], Recipe]
 _SECONDS = 0.8  # for timing a whole model, at each shape
 
 
@@ -53,11 +55,20 @@ class Trials:
     """Makes models of the first so many steps of a path, each once, in folders of their own."""
 
     def __init__(
-        self, evidence: Evidence, limit: Limit, judged: Sequence[Feeds], name: str, progress: Progress
+        self,
+        evidence: Evidence,
+        limit: Limit,
+        judged: Sequence[Feeds],
+        name: str,
+        progress: Progress,
+        recipe_of: RecipeOf | None = None,
     ) -> None:
-        """judged: feeds on which models are judged. name: of the files that are written."""
+        """judged: feeds on which models are judged. name: of the files that are written. recipe_of: makes the recipe of
+        a choice, which may change a model without any step; None: layers without a choice stay as they are."""
         self._evidence, self._limit, self._judged = evidence, limit, judged
         self._name, self._progress = name, progress
+        self._recipe_of, self._always_changes = recipe_of or _recipe_of, recipe_of is not None
+        self._saves: Saves = "time" if recipe_of is None else "bytes"
         self._made: dict[tuple[int, bool], Made | None] = {}
         self.report: list[Trial] = []
 
@@ -72,29 +83,25 @@ class Trials:
         """The model with these first steps of the path, if it is within the budget."""
         key = (len(steps), attention)
         if key not in self._made:
-            self._made[key] = self._make(steps, attention) if steps or attention else None
+            changes = bool(steps) or attention or self._always_changes
+            self._made[key] = self._make(steps, attention) if changes else None
         return self._made[key]
 
     def _make(self, steps: Sequence[Step], attention: bool) -> Made | None:
         self._progress(Stage.TRY_MODELS, len(self.report), 0)
         choice = {step.layer: step.candidate for step in steps}
-        layers: dict[Candidate, list[str]] = {}
-        for name, candidate in choice.items():
-            layers.setdefault(candidate, []).append(name)
         feeds = {"feeds": len(self._judged)}
         # Times are taken of those within the budget, and the portable form is run of the best.
-        trial_recipe = make_recipe(
-            layers, attention=attention, rows=ROWS, verify={"seconds": 0.0, "portable": False, **feeds}
-        )
-        recipe = make_recipe(layers, attention=attention, rows=ROWS, verify=feeds)
+        trial_recipe = self._recipe_of(choice, attention, {"seconds": 0.0, "portable": False, **feeds})
+        recipe = self._recipe_of(choice, attention, feeds)
         with new_context(self._evidence, self._name, self._evidence.portable) as context:
             try:
                 within, found = self._run(replace(plan(trial_recipe, context), recipe=recipe), context)
             except (NothingToReplaceError, VerificationError) as error:
                 within, found = False, str(error)
-        trial = Trial(len(choice), attention, within, found, *estimate(steps))
+        trial = Trial(len(choice), attention, within, found, *estimate(steps), saves=self._saves)
         trial.cosine = min((error.cosine for error in context.report.output_error), default=None)
-        files = [file for file in (context.candidate, data_path(context.candidate)) if file.exists()]
+        files = _files(context)
         trial.bytes = sum(file.stat().st_size for file in files) or None
         self.report.append(trial)
         if not within:
@@ -108,6 +115,8 @@ class Trials:
         transform(steps, context)
         write(steps, context)
         verify(steps, context)
+        if self._limit.is_size:
+            return self._limit.judge_size(sum(file.stat().st_size for file in _files(context)))
         before = after = None
         if self._limit.needs_runs:
             before, after = self._original, _runs(open_quietly(context.candidate, context.source, library=True))
@@ -118,6 +127,18 @@ class Trials:
         names = [value.name or "" for value in self._evidence.source.model.graph.outputs]
         answers = zip(names, self._evidence.answers([feeds])[0], strict=True)
         return {name: answer for name, answer in answers if answer is not None}
+
+
+def _recipe_of(choice: Mapping[str, Candidate], attention: bool, verify: Mapping[str, Any]) -> Recipe:
+    layers: dict[Candidate, list[str]] = {}
+    for name, candidate in choice.items():
+        layers.setdefault(candidate, []).append(name)
+    return make_recipe(layers, attention=attention, rows=ROWS, verify=verify)
+
+
+def _files(context: PassContext) -> list[Path]:
+    """Those that were written."""
+    return [file for file in (context.candidate, data_path(context.candidate)) if file.exists()]
 
 
 @contextmanager

@@ -67,7 +67,8 @@ class GroupMatMul(Replacement):
             steps += half_steps * magnitude[start : start + group].sum(axis=0)
         # The scale of x times that of W, which multiplies a sum of q (w - zero point).
         lost = _SMALLEST_NORMAL * 127 * self.largest * len(magnitude)
-        return steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
+        bound: np.ndarray = steps * (1 + _FLOAT_ROUNDING) + _FLOAT_ROUNDING * product + lost
+        return bound
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
         """Of what is added up for each weight, [k, n]."""

@@ -56,7 +56,8 @@ class W4A8MatMul(GroupMatMul):
         # q - 8 and, for all inputs of a group, 8 scales and a minimum.
         rows = np.abs(quantized.scales.numpy()).astype(np.float32) * 16 + np.abs(quantized.minimums.numpy())
         quantized.release()
-        return whole + np.repeat(rows, quantized.group_size, axis=0)[: len(whole)]
+        found: np.ndarray = whole + np.repeat(rows, quantized.group_size, axis=0)[: len(whole)]
+        return found
 
     def fill_inputs(self, model: ir.Model, new_name: Callable[[str], str]) -> None:
         nodes = nodes_of(model, OP_TYPE)

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortolan import _native
 from ortolan.errors import ModelError
 
 from ..find.embedding import Embedding, find_embeddings
 from ..operators.embedding import StoredEmbedding
-from ..operators.nodes import new_initializer
+from ..operators.nodes import input_of, new_initializer, nodes_of
+from ..operators.w8a8_matmul_function import INPUTS, OP_TYPE
 from ..options import Globs, PassOptions, any_matches, takes
 from ..weights.quantizers.grid import GROUP_SIZES, Quantization, narrowed, round_to_nearest
-from .context import RecipePass
+from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
 _BITS = 8
@@ -88,6 +90,41 @@ class EmbeddingsPass(RecipePass):
         )
         stored.read_rows(lambda wanted: context.new_name(model, wanted))
         return stored
+
+
+def read_from_heads(model: ir.Model, context: PassContext) -> None:
+    """Tables that a W8A8MatMul of the main graph holds as well are read there, and not stored once more."""
+    for table in context.layers.embeddings:
+        for node in nodes_of(model, OP_TYPE):
+            sizes = [node.attributes[name].as_int() for name in ("k", "n", "group_size")]
+            if node.graph is not model.graph or sizes != [table.width, table.rows, table.group_size]:
+                continue
+            weights, scales = (input_of(node, INPUTS, name) for name in ("weights", "scales"))
+            if weights is not None and scales is not None and _is_weight(table, weights, scales):
+                table.read_packed(weights, scales, lambda wanted: context.new_name(model, wanted))
+                context.note(
+                    f"word embedding of {table.name!r} is read from the weight of {node.name!r}, its tied head"
+                )
+                break
+
+
+def _is_weight(table: StoredEmbedding, weights: ir.Value, scales: ir.Value) -> bool:
+    """Whether a packed weight holds the numbers of the table."""
+    q, own_scales = (_numbers(value).reshape(table.rows, -1) for value in (table.q, table.scales))
+    packed_scales = _numbers(scales)
+    if own_scales.dtype != packed_scales.dtype:
+        return False
+    columns = np.ascontiguousarray(own_scales.T)
+    columns = columns.view(np.uint16) if columns.dtype == np.float16 else columns
+    if _native.pack_group_rows(columns).tobytes() != packed_scales.tobytes():
+        return False
+    packed = _native.pack_int8_group(np.ascontiguousarray(q[:, : table.width].T))
+    return np.array_equal(packed.reshape(-1), _numbers(weights).reshape(-1))
+
+
+def _numbers(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
 
 
 def _rounded(table: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -49,7 +49,7 @@ class Layers:
 
     @property
     def changed(self) -> bool:
-        """Whether tables of words are stored in few bits, or layers are pruned or quantized, and not replaced so far."""
+        """Whether there are tables of words in few bits, or layers that are pruned or quantized, and not replaced."""
         pruned_or_quantized = any(report.status in ("pruned", "quantized") for report in self.reports.values())
         return pruned_or_quantized or bool(self.embeddings)
 

@@ -16,7 +16,7 @@ from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 class QuantizeOptions(PassOptions):
     method: str = field(default="rtn", metadata=takes("str", choices=("rtn", "gptq", "awq", "hqq")))
     bits: int = field(default=8, metadata=takes("int", choices=(4, 8)))
-    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits, which take no other.
+    # Inputs that share a scale; None: 128 with 4 bits, and all of a column with 8 bits.
     group_size: int | None = field(default=None, metadata=takes("int", choices=GROUP_SIZES, none=True))
     # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
     # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
@@ -31,11 +31,6 @@ class QuantizeOptions(PassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits == 8 and self.group_size is not None:
-            raise RecipeError(
-                f"group_size is {self.group_size}, expected none with bits = 8, which has one scale a column; "
-                "leave it out, or set bits = 4"
-            )
         if self.bits == 8 and not self.quantization.symmetric:
             found = "method is 'hqq'" if self.method == "hqq" else "symmetric is false"
             raise RecipeError(f"{found}, expected bits = 4 with it: weights of 8 bits have no zero points")
@@ -48,7 +43,8 @@ class QuantizeOptions(PassOptions):
     @property
     def quantization(self) -> Quantization:
         symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
-        return Quantization(self.bits, None if self.bits == 8 else self.group_size or 128, symmetric=symmetric)
+        group_size = self.group_size or (128 if self.bits == 4 else None)
+        return Quantization(self.bits, group_size, symmetric=symmetric)
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
         """How this step quantizes the layer, unless it keeps numbers that the model stores; None: it does not."""

@@ -28,6 +28,7 @@ from ..operators.nomad_attention_function import nomad_attention_function, uses_
 from ..operators.replacement import LayerWeight
 from ..options import PassOptions
 from .context import PassContext, RecipePass
+from .embeddings import read_from_heads
 from .normalize import require_normalized
 from .reference import keep_reference
 from .replace_joins import Joins
@@ -89,6 +90,7 @@ class ReplacePass(RecipePass):
     def _finish(self, model: ir.Model) -> None:
         """Gives all nodes of the operator what they need, and the model the operator's function."""
         context, replacement, opset = self.context, self._rule.replacement, model.opset_imports[""]
+        read_from_heads(model, context)
         replacement.fill_inputs(model, lambda wanted: context.new_name(model, wanted))
         declare_operators(model)
         if not context.portable:

@@ -145,7 +145,8 @@ def _draw_trade_off(figure: Any, auto: Mapping[str, Any] | None) -> bool:
     left, right = figure.subplots(1, 2)
     points = [{"time": 1.0, "error": 0.0}, *auto["path"]]
     left.plot([p["time"] for p in points], [p["error"] for p in points], color="0.6", marker=".", label="path")
-    left.set(xlabel="time of the layers alone, original = 1", ylabel="error, layers added up in squares")
+    label = {"time": "time of the layers alone, original = 1", "bytes": "bytes of the layers, 8 bits in all = 1"}
+    left.set(xlabel=label[auto["saves"]], ylabel="error, layers added up in squares")
     right.set(xlabel="size of the file, MB", ylabel="1 - cosine, of the worst output")
     for kind, color, marker, size in (
         ("over the budget", "tab:red", "x", 40),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .figures import Timing
+
+Saves = Literal["time", "bytes"]  # what a search saves
 
 
 @dataclass
@@ -14,6 +17,7 @@ class Form:
     milliseconds: list[float]  # by shape
     # ||XW - Y|| / ||XW|| for calibration inputs X and the operator's Y; None: not measured, as it is not fast enough
     error: float | None = None
+    bytes: int | None = None  # of the packed weight, where bytes are what is saved
 
 
 @dataclass
@@ -42,18 +46,20 @@ class Trial:
     attention: bool  # whether attention was fused
     within: bool
     found: str  # what the budget limits
-    time: float = 1.0  # of the layers alone, by the times of their forms; the original's is 1
+    # Of the layers alone, by the times of their forms, the original's being 1; or the bytes, those of 8 bits being 1.
+    time: float = 1.0
     error: float = 0.0  # of the outputs, as layers' errors and sensitivities have it, added up in squares
     cosine: float | None = None  # of the worst output against the original's
     bytes: int | None = None  # of the file
     chosen: bool = False
+    saves: Saves = "time"
 
     def __str__(self) -> str:
         size = "" if self.bytes is None else f", {self.bytes / 1e6:.1f} MB"
         attention = ", attention fused" if self.attention else ""
         verdict = "chosen" if self.chosen else "within the budget" if self.within else "over the budget"
         return (
-            f"{self.layers} layers{attention}: {self.found}; time of the layers {self.time:.2f}, estimated "
+            f"{self.layers} layers{attention}: {self.found}; {self.saves} of the layers {self.time:.2f}, estimated "
             f"error {self.error:.2g}{size}: {verdict}"
         )
 
@@ -81,6 +87,7 @@ class AutoReport:
     before: list[Timing] = field(default_factory=list)  # of the whole model, by shape
     after: list[Timing] = field(default_factory=list)
     measured: int = 0  # kinds of layers that were timed; the others' times were known
+    saves: Saves = "time"
 
     def lines(self) -> list[str]:
         """For people."""

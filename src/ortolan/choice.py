@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ortolan.graph_passes.forms import ADOPT, AUTO, CHOICES, PRESETS
+from ortolan.graph_passes.auto.bits import BitSettings
+from ortolan.graph_passes.auto.budget import Budget, Limit
+from ortolan.graph_passes.forms import ADOPT, AUTO, CHOICES, PRESETS, Form
 from ortolan.graph_passes.options import HEADS
 from ortolan.graph_passes.recipe import Recipe
 
@@ -18,10 +20,12 @@ _CACHED_PROMPT = "cached-prompt"
 
 @dataclass(frozen=True)
 class Choice:
-    """recipe: None: what the model is like decides, or, with `measured`, measurement. options: for the recipe that is
+    """recipe: None: what the model is like decides, or, with `measured`, measurement; of which layers take 4 bits and
+    which 8, with `bits`. options: for the recipe that is
     chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is."""
 
     recipe: Recipe | None
+    bits: BitSettings | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     measured: bool = False
     note: str = ""
@@ -54,8 +58,10 @@ def read_choice(
     form: Mapping[str, Any],
     options: Mapping[str, Any] | None,
     prompt: bool = False,
+    budget: Budget | None = None,
 ) -> Choice:
-    """form: the arguments of CHOICES as they were given. prompt: whether one was given. Raises RecipeError."""
+    """form: the arguments of CHOICES as they were given. prompt: whether one was given. budget: of mixed bits. Raises
+    RecipeError."""
     for name in form:
         if name not in CHOICES:
             raise TypeError(f"unexpected argument {name!r}; a form has: {', '.join(CHOICES)}")
@@ -63,6 +69,8 @@ def read_choice(
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise RecipeError(f'options is a {type(options).__name__}, expected a dict such as {{"sparsity": 0.7}}')
+    if budget is not None:
+        return _mixed_bits(recipe, choices, options, prompt, budget)
     if recipe is not None and not (isinstance(recipe, str) and (recipe == AUTO or recipe in PRESETS)):
         return Choice(_ready_made(recipe, choices, options, prompt))
     if recipe == AUTO:
@@ -76,7 +84,7 @@ def read_choice(
     if recipe is None and prompt and not choices:
         recipe = _CACHED_PROMPT
     if recipe == AUTO or (recipe is None and not choices):
-        return Choice(None, options, recipe == AUTO)
+        return Choice(None, options=options, measured=recipe == AUTO)
     if set(choices) == {"ignore"} and recipe is None:
         raise RecipeError(
             "ignore was given without a form, of which it says what is not part; give weights, sparsity or a preset too"
@@ -85,6 +93,22 @@ def read_choice(
         choices.setdefault("cache", "float32")
     chosen = Recipe.of(**choices) if recipe is None else Recipe.load(recipe, **choices)
     return Choice((chosen.with_prompt() if prompt else chosen).with_options(options))
+
+
+def _mixed_bits(
+    recipe: str | os.PathLike[str] | Recipe | None,
+    choices: Mapping[str, Any],
+    options: Mapping[str, Any],
+    prompt: bool,
+    budget: Budget,
+) -> Choice:
+    form = Form(**choices) if recipe is None else PRESETS["int4"].form if recipe == "int4" and not choices else Form()
+    if not form.is_dense_int4 or form.cache is not None or prompt:
+        raise RecipeError(
+            f"budget is {budget!r}, which chooses 4 or 8 bits for each layer; give weights='int4' with it, without "
+            "sparsity, pattern, cache or prompt; or call ortolan.search, which chooses among all dense forms"
+        )
+    return Choice(None, BitSettings(form, Limit.read(budget, sizes=True)), options).measuring()
 
 
 def _ready_made(

@@ -146,6 +146,14 @@ Budget = Annotated[
         "what share a decoder's perplexity may rise.",
     ),
 ]
+BitBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="LIMIT",
+        help="With int4: which layers take 8 bits is measured, within a cosine, perplexity:0.01, or bytes:100MB.",
+    ),
+]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from ortolan.graph_passes.auto.bits import BitSearch, BitSettings
 from ortolan.graph_passes.auto.budget import Budget
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
 from ortolan.graph_passes.auto.trials import Made, finish
@@ -84,6 +85,7 @@ def optimize_onnx(
     method: str | Sequence[str] | None = None,
     cache: str | None = None,
     ignore: str | Sequence[str] = HEADS,
+    budget: Budget | None = None,
     calibration: Calibration | None = None,
     tokenizer: Tokenizer | None = None,
     prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
@@ -122,6 +124,9 @@ def optimize_onnx(
     ignore: patterns of names of layers, or of their weights, that are neither pruned nor rounded to the form; "heads"
         stands for the usual names of heads. They become bf16, or int8 where the others are dense int4 or of pattern
         "4x1". (): none.
+    budget: with weights="int4": which layers take 8 bits in place of 4 is found by measurement, so that the model keeps
+        within it. What ortolan.search takes: a cosine, "perplexity:0.01", a function; the model gets as small as it
+        allows. Or "bytes:100MB", the size of the files; then the errors are as small as it allows.
     calibration: texts, or a .txt file of one text a line; or an .npz file, a dict of arrays, or an iterable of such
         dicts, named like the model's inputs: run to verify the result, to measure the error of layers, and by passes
         that fit weights or ranges to inputs. None: inputs are made up, where that will do. Beside input_ids, an empty
@@ -145,7 +150,7 @@ def optimize_onnx(
     """
     ids = None if prompt is None else read_prompt(prompt)
     form = (weights, group_size, sparsity, pattern, method, cache, ignore)
-    choice = read_choice(recipe, dict(zip(CHOICES, form, strict=True)), options, ids is not None)
+    choice = read_choice(recipe, dict(zip(CHOICES, form, strict=True)), options, ids is not None, budget)
     source = _load(model)
     text = TextInput(with_tokenizer) if isinstance(with_tokenizer, str | os.PathLike) else with_tokenizer
     run = _Run(
@@ -214,10 +219,16 @@ def _log(report: OptimizationReport) -> None:
     logger.info("%d of %d layers replaced", len(report.replaced), len(report.layers))
 
 
-def _search(evidence: Evidence, settings: AutoSettings, name: str, progress: Progress) -> tuple[Recipe, Made | None]:
+def _search(
+    evidence: Evidence, settings: AutoSettings | BitSettings, name: str, progress: Progress
+) -> tuple[Recipe, Made | None]:
     """The recipe that is found, and its model, which lies in the evidence's folder; without passes, and none, where the
     original is the best. name: of the model's file."""
-    search = Search(evidence, settings, name, progress=progress)
+    search: Search | BitSearch
+    if isinstance(settings, BitSettings):
+        search = BitSearch(evidence, settings, name, progress)
+    else:
+        search = Search(evidence, settings, name, progress=progress)
     made = search.run()
     logger.info("%s", search.report.outcome)
     if made is None:
@@ -227,7 +238,7 @@ def _search(evidence: Evidence, settings: AutoSettings, name: str, progress: Pro
 
 def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
     """The choice, with a recipe for a model that needs no measurement if it has none. Raises RecipeError."""
-    if choice.recipe is not None:
+    if choice.recipe is not None or choice.bits is not None:
         return choice
     stored = 0 if choice.measured else _count_stored(source)
     return choice.adopting(f"{stored} layers store few-bit weights") if stored else choice.measuring()
@@ -313,9 +324,8 @@ class _Run:
 
     def _searched(self, context: PassContext) -> tuple[Recipe, PassContext]:
         """The recipe that is found by measurement, and the run that has made its model."""
-        found, made = _search(
-            context.evidence, AutoSettings.read(None, None, None), context.candidate.name, context.progress
-        )
+        settings = AutoSettings.read(None, None, None) if self.choice.bits is None else self.choice.bits
+        found, made = _search(context.evidence, settings, context.candidate.name, context.progress)
         self.report.auto = found.search
         if made is None:
             self.report.recipe = found.to_dict()

@@ -113,10 +113,26 @@ def test_the_default_variants_are_in_4_bits_and_stay_in_their_folder(model, tmp_
     assert make_variants(arguments, recipes, tmp_path, Console(quiet=True)) == variants | {"mine": model}
 
 
+def test_perplexity_is_that_of_the_text(model):
+    ids = np.random.default_rng(0).integers(0, tiny.TINY_LLAMA.vocab_size, 40).tolist()
+    decoder = open_decoder(model, session_options(1), 64)
+    shifted = decoder.step(ids).astype(np.float64)
+    chances = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
+    expected = np.exp(-np.log(chances[np.arange(39), ids[1:]]).mean())
+    assert decode.perplexity(model, ids) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.skipif(decode.LLAMA_CPP, reason="llama-cpp-python is installed")
+def test_gguf_variants_need_llama_cpp(tmp_path):
+    with pytest.raises(OrtolanError, match="install it with: pip install llama-cpp-python"):
+        decode.open_variant(tmp_path / "model.gguf", 1, 8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--variant", "mine=none.onnx"), "expected NAME=PATH of an ONNX file, found 'mine=none.onnx'"),
+        (("--variant", "mine=none.onnx"), "expected NAME=PATH of an ONNX or GGUF file, found 'mine=none.onnx'"),
+        (("--text", "none.txt"), "--text: file 'none.txt' does not exist"),
         (("--recipe", "int5"), "--recipe: unknown recipe 'int5'"),
         (("--recipe", "int4:scope=layer"), "--recipe: recipe 'int4' has no option 'scope'"),
         (("--recipe", "int4:symmetric"), "--recipe: setting 'symmetric' is not of the form name=value"),

@@ -26,8 +26,12 @@ def option(recipe: Recipe, pass_name: str, name: str) -> object:
     [
         ({"weights": "bf16"}, ["fuse_attention", "replace"], "SparseAMXMatMul"),
         ({"weights": "int8"}, ["quantize", "fuse_attention", "replace"], "SparseAMXMatMul"),
-        ({"weights": "int4"}, ["quantize", "quantize", "fuse_attention", "replace", "replace"], "W4A8MatMul"),
-        ({"weights": "int4", "ignore": ()}, ["quantize", "fuse_attention", "replace"], "W4A8MatMul"),
+        (
+            {"weights": "int4"},
+            ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
+            "W4A8MatMul",
+        ),
+        ({"weights": "int4", "ignore": ()}, ["quantize", "embeddings", "fuse_attention", "replace"], "W4A8MatMul"),
         ({"sparsity": 0.5}, ["prune", "fuse_attention", "replace"], "SparseAMXMatMul"),
         (
             {"weights": "int8", "sparsity": 0.5, "pattern": "2:4"},
@@ -148,8 +152,8 @@ def test_auto_is_no_recipe_to_load() -> None:
 @pytest.mark.parametrize(
     ("choices", "bits", "op"),
     [
-        ({"weights": "int4"}, 8, "SparseAMXMatMul"),
-        ({"weights": "int4", "method": "gptq"}, 8, "SparseAMXMatMul"),
+        ({"weights": "int4"}, 8, "W8A8MatMul"),
+        ({"weights": "int4", "method": "gptq"}, 8, "W8A8MatMul"),
         ({"weights": "int4", "ignore": ()}, 4, "W4A8MatMul"),
         ({"weights": "int4", "ignore": "*nothing*"}, 4, "W4A8MatMul"),
         ({"weights": "int8"}, None, "SparseAMXMatMul"),

@@ -63,7 +63,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
-            "fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, verify",
+            "embeddings, fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
@@ -104,8 +104,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (QUANTIZE + "bits = 4.0", "bits is 4.0, expected one of 4, 8"),
         (QUANTIZE + "bits = true", "bits is True"),
         (QUANTIZE + "bits = 4\ngroup_size = 48", "group_size is 48, expected one of 32, 64, 128"),
-        (QUANTIZE + "bits = 8\ngroup_size = 128", "group_size is 128, expected none with bits = 8, .*; leave it out"),
-        (QUANTIZE + "group_size = 32", "group_size is 32, expected none with bits = 8"),
+        (QUANTIZE + "bits = 8\nsymmetric = false", "symmetric is false, expected bits = 4 with it"),
         (QUANTIZE + 'method = "obq"', "method is 'obq', expected one of 'rtn', 'gptq'"),
         (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
         (PRUNE + "layers = { a = 2.0 }", r"layers\['a'\] is 2.0, expected a number from 0 to below 1"),
@@ -136,8 +135,8 @@ def test_passes_in_the_wrong_order(names):
     before, after = names.split()
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
-        "normalize, calibrate, prune, quantize, fuse_attention, ranges, activations, cache_prompt, compress_cache, "
-        "replace, fuse_lut, verify"
+        "normalize, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, cache_prompt, "
+        "compress_cache, replace, fuse_lut, verify"
     )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
@@ -180,8 +179,8 @@ def test_with_options():
 def test_options_that_depend_on_each_other_are_changed_together(name, options):
     changed = NAMED[name].with_options(options)
     assert {option: option_of(changed, "quantize", option) for option in options} == options
-    with pytest.raises(RecipeError, match=r"pass 'quantize': group_size is 64, expected none with bits = 8"):
-        NAMED[name].with_options({"bits": 8, "group_size": 64})
+    with pytest.raises(RecipeError, match=r"pass 'quantize': symmetric is false, expected bits = 4"):
+        NAMED[name].with_options({"bits": 8, "symmetric": False})
 
 
 @pytest.mark.parametrize(

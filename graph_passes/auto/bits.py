@@ -1,0 +1,158 @@
+"""Mixed bits: which layers of an int4 form take 8 bits in its place, under a budget of error or of bytes.
+
+    error   ||XW - Y|| / ||XW|| of each layer in 4 bits and in 8, in one run of a recipe for each; times how much errors
+            of that layer matter for the outputs (sensitivity.py)
+    path    from 8 bits everywhere to 4: layers of one input together, those first that save the most bytes for the
+            square of error that they add, as errors of layers add up in squares
+    budget  of error: how far along the path the whole model stays within it, by bisection. Of bytes: as far as it takes
+
+What comes out is an ordinary recipe: that of the form, with these layers left to 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from ortolan.errors import VerificationError
+from ortolan.progress import Progress
+
+from ..forms import Form
+from ..measure.evidence import Evidence
+from ..recipe import Recipe
+from ..report.search import AutoReport, LayerChoice, PathPoint
+from .budget import Limit
+from .candidates import HELD_OUT, ROWS, Candidate, escape
+from .layer_study import LayerStudy
+from .layer_times import LayerTimes
+from .path import Step, estimate
+from .trials import Made, Trials
+
+_FEEDS = 16  # on which the whole model is judged
+_FINEST = 32  # bisection stops at steps of the path's length divided by this
+FOUR, EIGHT = Candidate("int4", "W4A8MatMul"), Candidate("int8", "W8A8MatMul")
+_OF_BITS = {4: FOUR, 8: EIGHT}
+
+
+@dataclass(frozen=True)
+class BitSettings:
+    """form: of dense int4 weights."""
+
+    form: Form
+    limit: Limit
+
+    def limit_for(self, evidence: Evidence) -> Limit:
+        """Of made-up inputs no next token is right: there the original's own next tokens count."""
+        return self.limit.of_own_tokens() if evidence.made_up else self.limit
+
+
+class BitSearch:
+    """Of one model. All files go into the folder of its evidence."""
+
+    def __init__(self, evidence: Evidence, settings: BitSettings, name: str, progress: Progress) -> None:
+        """name: of the model's file, as it is to be in the end."""
+        self._evidence, self._form, self._name, self._progress = evidence, settings.form, name, progress
+        evidence.feeds(evidence.open_original(timed=False))
+        self._limit = settings.limit_for(evidence)
+        self.report = AutoReport(str(self._limit), [], saves="bytes")
+
+    def run(self) -> Made:
+        """The smallest model within a budget of error, or the one of least error within a budget of bytes. Raises
+        VerificationError where there is none."""
+        evidence, report = self._evidence, self.report
+        evidence.hold_out(HELD_OUT)
+        judged = (evidence.held_out or evidence.feeds())[:_FEEDS]
+        study = LayerStudy(evidence, report, LayerTimes(), self._progress)
+        recipes = {FOUR.name: self._recipe((), None), EIGHT.name: self._recipe(("*",), None)}
+        inputs = study.measure_errors_of(recipes, judged, self._limit)
+        path = self._path(inputs)
+        trials = Trials(evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
+        report.trials = trials.report
+        best = _fewest_steps(path, trials) if self._limit.is_size else _most_steps(path, trials)
+        if best is None:
+            tried = min(trials.report, key=lambda trial: trial.error) if not self._limit.is_size else trials.report[-1]
+            bits = "4" if self._limit.is_size else "8"
+            raise VerificationError(
+                f"no choice of 4 and 8 bits is within the budget ({report.budget}): {bits} bits in all layers give "
+                f"{tried.found}; raise the budget, or give method='gptq' and calibration data"
+            )
+        self._conclude(best)
+        return best
+
+    def _path(self, inputs: Mapping[str, str]) -> list[list[Step]]:
+        """The layers of one input together. inputs: by layer, the name of its input."""
+        report = self.report
+        groups: dict[str, list[LayerChoice]] = {}
+        for layer in report.layers:
+            if {FOUR.name, EIGHT.name} <= layer.forms.keys():
+                groups.setdefault(inputs[layer.name], []).append(layer)
+        total = sum(layer.forms[EIGHT.name].bytes or 0 for group in groups.values() for layer in group)
+        path = [[_step(layer, total) for layer in group] for group in groups.values()]
+        path.sort(key=lambda steps: -sum(one.saved for one in steps) / max(sum(one.cost for one in steps), 1e-12))
+        steps = list(chain(*path))
+        report.path = [
+            PathPoint(step.layer, step.candidate.name, *estimate(steps[: number + 1]))
+            for number, step in enumerate(steps)
+        ]
+        self._able = [step.layer for step in steps]
+        return path
+
+    def _recipe_of_choice(self, choice: Mapping[str, Candidate], attention: bool, verify: Mapping[str, Any]) -> Recipe:
+        return self._recipe([escape(name) for name in self._able if name not in choice], verify)
+
+    def _recipe(self, eight: Sequence[str], verify: Mapping[str, Any] | None) -> Recipe:
+        """eight: patterns of layers that take 8 bits. verify: options of that pass; None: it is left out."""
+        steps = self._form.passes(eight)[:-1]
+        calibrate = {"name": "calibrate", "held_out": HELD_OUT, "max_rows": ROWS}
+        steps = [calibrate if step["name"] == "calibrate" else step for step in steps]
+        steps += [] if verify is None else [{"name": "verify", **verify}]
+        description = f"{self._form.describe()}; bits of each layer chosen by measurement"
+        return Recipe.from_dict({"name": "int4, mixed bits", "description": description, "pass": steps})
+
+    def _conclude(self, best: Made) -> None:
+        report = self.report
+        best.trial.chosen = report.changed = True
+        for layer in report.layers:
+            if layer.name in self._able:
+                form = FOUR if layer.name in best.choice else EIGHT
+                layer.chosen, layer.error = form.name, layer.forms[form.name].error
+                layer.reason = "chosen for its bytes and its error"
+        four = len(best.choice)
+        report.outcome = (
+            f"4 bits in {four} layers, 8 in {len(self._able) - four}; {best.trial.found}; budget: {report.budget}"
+        )
+
+
+def _step(layer: LayerChoice, total: int) -> Step:
+    """From 8 bits to 4."""
+    four, eight = layer.forms[FOUR.name], layer.forms[EIGHT.name]
+    matters = 1.0 if layer.sensitivity is None else layer.sensitivity
+    cost = ((four.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * matters**2
+    return Step(layer.name, FOUR, ((eight.bytes or 0) - (four.bytes or 0)) / max(total, 1), max(cost, 0.0))
+
+
+def _most_steps(path: Sequence[list[Step]], trials: Trials) -> Made | None:
+    """The model furthest along the path that the budget allows."""
+    best = trials.make([*chain(*path)], False)
+    if best is not None:
+        return best
+    low, high = 0, len(path)
+    best = trials.make([], False)
+    while best is not None and high - low > max(1, len(path) // _FINEST):
+        middle = (low + high) // 2
+        made = trials.make([*chain(*path[:middle])], False)
+        low, high, best = (low, middle, best) if made is None else (middle, high, made)
+    return best
+
+
+def _fewest_steps(path: Sequence[list[Step]], trials: Trials) -> Made | None:
+    """The first model along the path that is small enough."""
+    low, high = -1, len(path)
+    best = trials.make([*chain(*path)], False)
+    while best is not None and high - low > 1:
+        middle = (low + high) // 2
+        made = trials.make([*chain(*path[:middle])], False)
+        low, high, best = (middle, high, best) if made is None else (low, middle, made)
+    return best

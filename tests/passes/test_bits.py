@@ -1,0 +1,109 @@
+"""budget= with weights="int4": which layers take 8 bits in place of 4."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import ortolan
+from ortolan import Recipe
+from ortolan.errors import RecipeError, VerificationError
+from ortolan.graph_passes.auto.budget import Limit
+from ortolan.models import tiny
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    return ir.to_proto(tiny.tiny_llama(attention="gqa", hidden_size=64, intermediate_size=128, head_dim=16))
+
+
+def mixed(model: onnx.ModelProto, budget: Any, **options: Any) -> ortolan.OptimizationReport:
+    texts = {"input_ids": np.random.default_rng(0).integers(0, 90, (8, 24))}
+    given = {"calibration": [{"input_ids": row[None]} for row in texts["input_ids"]], **options}
+    return ortolan.optimize_onnx(model, weights="int4", group_size=32, budget=budget, **given)
+
+
+def bits(report: ortolan.OptimizationReport) -> Counter[int | None]:
+    return Counter(layer.weight_bits for layer in report.layers if layer.new_op)
+
+
+def size(report: ortolan.OptimizationReport) -> int:
+    assert report.model is not None
+    return int(report.model.ByteSize())
+
+
+def test_a_wide_budget_takes_4_bits_everywhere(model: onnx.ModelProto) -> None:
+    report = mixed(model, "0.5")
+    plain = ortolan.optimize_onnx(model, weights="int4", group_size=32)
+    assert bits(report) == bits(plain) and bits(report)[4] > 0
+    assert report.auto is not None and len(report.auto.trials) == 1
+    assert "8 in 0" in report.auto.outcome
+
+
+def test_a_narrow_budget_takes_8_bits_where_errors_matter(model: onnx.ModelProto) -> None:
+    wide, narrow = mixed(model, "0.5"), None
+    assert wide.auto is not None
+    cosine = wide.auto.trials[0].cosine
+    assert cosine is not None
+    narrow = mixed(model, f"{1 - (1 - cosine) / 2:.8f}")
+    assert bits(narrow)[8] > bits(wide)[8] and bits(narrow)[4] > 0
+    assert narrow.output_error and min(error.cosine for error in narrow.output_error) > cosine
+    assert size(wide) < size(narrow)
+    # Layers of one input share their bits, so that they can be one node.
+    ops = Counter(node.op_type for node in narrow.model.graph.node)  # type: ignore[union-attr]
+    assert ops["W4A8MatMul"] and ops["W8A8MatMul"]
+
+
+def test_a_budget_of_bytes_is_kept_with_as_little_error_as_it_allows(model: onnx.ModelProto) -> None:
+    least = size(mixed(model, "0.5"))
+    most = size(mixed(model, "bytes:1GB"))
+    assert least < most
+    report = mixed(model, f"bytes:{(least + most) // 2}")
+    # The report's own text may differ by some bytes.
+    assert least < size(report) <= (least + most) // 2 + 200
+    assert bits(report)[8] and bits(report)[4]
+    with pytest.raises(VerificationError, match=r"no choice of 4 and 8 bits is within the budget .* 4 bits in all"):
+        mixed(model, "bytes:10KB")
+
+
+def test_no_choice_is_good_enough(model: onnx.ModelProto) -> None:
+    with pytest.raises(VerificationError, match="8 bits in all layers give cosine"):
+        mixed(model, "1.0")
+
+
+def test_the_recipe_makes_the_model_again(model: onnx.ModelProto) -> None:
+    report = mixed(model, "perplexity:0.05")
+    again = ortolan.optimize_onnx(model, recipe=Recipe.from_dict(report.recipe))
+    assert bits(again) == bits(report)
+
+
+def test_without_calibration_the_own_next_tokens_count(model: onnx.ModelProto) -> None:
+    report = mixed(model, "perplexity:0.5", calibration=None)
+    assert report.auto is not None and "perplexity of its own next tokens" in report.auto.budget
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"weights": "int8"}, "give weights='int4' with it"),
+        ({"weights": "int4", "sparsity": 0.5}, "give weights='int4' with it, without"),
+        ({"recipe": "auto"}, "or call ortolan.search"),
+        ({"weights": "int4", "budget": "bytes:many"}, "budget is 'bytes:many', expected a cosine .* or bytes:100MB"),
+        ({"weights": "int4", "budget": "accuracy:1"}, "budget is 'accuracy:1', expected"),
+    ],
+)
+def test_what_a_budget_does_not_go_with(model: onnx.ModelProto, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        ortolan.optimize_onnx(model, **({"budget": "perplexity:0.01"} | arguments))
+
+
+@pytest.mark.parametrize("text, number", [("100MB", 1e8), ("1.5 gb", 1.5e9), ("2e6", 2e6), ("7", 7), ("3KB", 3000)])
+def test_sizes_are_read(text: str, number: float) -> None:
+    assert Limit.read(f"bytes:{text}", sizes=True) == Limit("bytes", number)
+    with pytest.raises(RecipeError, match="budget is 'bytes:"):
+        Limit.read(f"bytes:{text}")
