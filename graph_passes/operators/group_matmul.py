@@ -72,7 +72,8 @@ class GroupMatMul(Replacement):
 
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
         """Of what is added up for each weight, [k, n]."""
-        return np.abs(weight.matrix)
+        magnitude: np.ndarray = np.abs(weight.matrix)
+        return magnitude
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
         # A step of max|x| / 127 over sqrt 12, for groups whose largest number is three times their root mean square.
