@@ -22,7 +22,7 @@ from ortolan.errors import RecipeError
 
 from .options import HEADS, Globs, PassOptions, takes
 from .weights.pruners.masks import MOST_OF_GROUP, Pattern
-from .weights.quantizers.grid import GROUP_SIZES
+from .weights.quantizers.grid import EIGHT_BIT_GROUP, GROUP_SIZES
 
 WEIGHTS = ("bf16", "int8", "int4")
 ROUNDING = ("rtn", "gptq", "awq", "hqq")
@@ -33,7 +33,6 @@ BLOCKS = "4x1"
 TWO_FOUR = "2:4"
 UNSTRUCTURED = "unstructured"
 _BITS = {"int8": 8, "int4": 4}
-EIGHT_BIT_GROUPS = 32  # of heads beside layers of 4 bits, and of word embeddings
 _SAME = 1e-3  # shares of N:M need not be written with more digits
 
 Pass = dict[str, Any]
@@ -229,7 +228,7 @@ class Form(PassOptions):
             return [step]
         step["symmetric"] = False
         # What the first has left out, the second takes: it quantizes no layer again.
-        eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUPS}
+        eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUP}
         return [step, *([eight] if self.ignore else [])]
 
     def _replace(self) -> list[Pass]:

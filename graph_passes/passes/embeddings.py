@@ -20,7 +20,7 @@ from ..operators.embedding import StoredEmbedding
 from ..operators.nodes import input_of, new_initializer, nodes_of
 from ..operators.w8a8_matmul_function import INPUTS, OP_TYPE
 from ..options import Globs, PassOptions, any_matches, takes
-from ..weights.quantizers.grid import GROUP_SIZES, Quantization, narrowed, round_to_nearest
+from ..weights.quantizers.grid import EIGHT_BIT_GROUP, Quantization, narrowed, round_to_nearest
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
@@ -30,7 +30,6 @@ _ROWS = 8192  # that are rounded at once
 
 @dataclass(frozen=True)
 class EmbeddingsOptions(PassOptions):
-    group_size: int = field(default=32, metadata=takes("int", choices=GROUP_SIZES))
     # By the name of the operator, or of its table.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -55,14 +54,14 @@ class EmbeddingsPass(RecipePass):
                 found.append(embedding)
         for embedding in found:
             doing = "would be stored" if context.dry_run else "is stored"
-            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups of {options.group_size}")
+            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups of {EIGHT_BIT_GROUP}")
             if not context.dry_run:
                 context.layers.embeddings.append(self._store(model, embedding))
                 context.release()
         return ir.passes.PassResult(model, modified=bool(found) and not context.dry_run)
 
     def _store(self, model: ir.Model, embedding: Embedding) -> StoredEmbedding:
-        context, group_size = self.context, self.options.group_size
+        context = self.context
         table = embedding.table()
         if not (np.isfinite(table.max()) and np.isfinite(table.min())):
             raise ModelError(
@@ -70,7 +69,7 @@ class EmbeddingsPass(RecipePass):
                 'export the model again, or leave it out: embeddings.exclude = ["*"]'
             )
 
-        q, scales = _rounded(table, group_size)
+        q, scales = _rounded(table)
 
         def add(part: str, array: np.ndarray) -> ir.Value:
             name = context.new_name(model, f"{embedding.table_name}.{part}")
@@ -81,7 +80,7 @@ class EmbeddingsPass(RecipePass):
             ids=embedding.ids,
             rows=embedding.rows,
             width=embedding.width,
-            group_size=group_size,
+            group_size=EIGHT_BIT_GROUP,
             rank=embedding.rank,
             dtype=embedding.dtype,
             q=add("q", q),
@@ -127,14 +126,14 @@ def _numbers(value: ir.Value) -> np.ndarray:
     return value.const_value.numpy()
 
 
-def _rounded(table: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """q, int8 [rows, groups, group_size], with zeros behind the end of a row, and scales, float32 [rows, groups, 1]."""
-    (rows, width), quantization = table.shape, Quantization(_BITS, group_size)
+def _rounded(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """q, int8 [rows, groups, inputs of a group], with zeros behind the end of a row; scales, float32 [rows, groups, 1]."""
+    (rows, width), quantization = table.shape, Quantization(_BITS, EIGHT_BIT_GROUP)
     groups = quantization.groups(width)
-    q = np.zeros((rows, groups * group_size), np.int8)
+    q = np.zeros((rows, groups * EIGHT_BIT_GROUP), np.int8)
     scales = np.empty((rows, groups), np.float32)
     for start in range(0, rows, _ROWS):
         part = slice(start, start + _ROWS)
         rounded = round_to_nearest(np.ascontiguousarray(table[part].T), quantization)
         q[part, :width], scales[part] = rounded.q.T, rounded.scales.T
-    return q.reshape(rows, groups, group_size), scales[:, :, None]
+    return q.reshape(rows, groups, EIGHT_BIT_GROUP), scales[:, :, None]

@@ -34,6 +34,7 @@ import ml_dtypes
 import numpy as np
 
 GROUP_SIZES = (32, 64, 128)  # that operators have
+EIGHT_BIT_GROUP = 32  # of heads beside layers of 4 bits, and of word embeddings, which may be tied to them
 SMALLEST_SCALE = np.float32(2.0**-126)
 LEVELS = 15  # the largest q of an asymmetric weight
 _CHUNK = 1 << 22  # weights that are rounded at once
