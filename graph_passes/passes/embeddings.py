@@ -127,7 +127,7 @@ def _numbers(value: ir.Value) -> np.ndarray:
 
 
 def _rounded(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """q, int8 [rows, groups, inputs of a group], with zeros behind the end of a row; scales, float32 [rows, groups, 1]."""
+    """q, int8 [rows, groups, inputs of a group], zeros behind the end of a row; scales, float32 [rows, groups, 1]."""
     (rows, width), quantization = table.shape, Quantization(_BITS, EIGHT_BIT_GROUP)
     groups = quantization.groups(width)
     q = np.zeros((rows, groups * EIGHT_BIT_GROUP), np.int8)
