@@ -20,7 +20,8 @@ from ..errors import OrtolanError
 from .bert import BertConfig, build_bert
 from .fetch import Progress, fetch, working_folder
 from .gguf import read_gguf, read_gguf_tokenizer
-from .llama import AttentionForm, build_llama, read_llama2c
+from .llama import AttentionForm, build_llama
+from .llama2c import read_llama2c
 from .manifest import ManifestError, ModelEntry, find_entry
 from .mpnet import MpnetConfig, build_mpnet
 
@@ -197,6 +198,9 @@ def _save(source: _Source, folder: Path, attention: AttentionForm, path: Path, e
 
 def _builders_digest() -> str:
     folder = Path(__file__).parent
-    modules = ("graph_builder.py", "encoder.py", "bert.py", "mpnet.py", "gguf.py", "llama.py")
+    modules = (
+        *("graph_builder.py", "encoder.py", "bert.py", "mpnet.py", "gguf.py"),
+        *("llama.py", "llama_config.py", "llama_graph.py", "llama_gqa.py", "llama2c.py"),
+    )
     sources = b"".join((folder / module).read_bytes() for module in modules)
     return hashlib.sha256(sources).hexdigest()[:8]

@@ -19,7 +19,8 @@ from ..errors import OrtolanError
 from .catalog import safetensors_numpy
 from .fetch import Progress, fetch
 from .gguf import read_gguf, read_gguf_tokenizer
-from .llama import LlamaConfig, interleaved_to_half
+from .llama import interleaved_to_half
+from .llama_config import LlamaConfig
 from .manifest import ManifestError
 
 CHECKPOINTS = ("all-minilm-l6-v2", "smollm2-135m-instruct")

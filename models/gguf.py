@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import OrtolanError
 from .graph_builder import ModelBuildError
-from .llama import LlamaConfig
+from .llama_config import LlamaConfig
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

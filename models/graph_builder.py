@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,12 +22,15 @@ MICROSOFT_DOMAIN = "com.microsoft"  # ONNX Runtime's own operators
 
 Shape = tuple[int, ...]
 
+# Of a lazy tensor nothing is computed before the model is written.
+Weight = np.ndarray | ir.LazyTensor
+
 
 class ModelBuildError(OrtolanError):
     """Weights or a configuration from which no model can be built."""
 
 
-def check_weights(weights: Mapping[str, np.ndarray], expected: Mapping[str, Shape]) -> None:
+def check_weights(weights: Mapping[str, Weight], expected: Mapping[str, Shape]) -> None:
     """Raises ModelBuildError unless every expected weight is there in the expected shape. Others are ignored."""
     missing = [name for name in expected if name not in weights]
     if missing:
@@ -37,11 +40,37 @@ def check_weights(weights: Mapping[str, np.ndarray], expected: Mapping[str, Shap
             f"found names like {found}: check the prefix of the names and num_hidden_layers"
         )
     for name, shape in expected.items():
-        if tuple(weights[name].shape) != shape:
+        found_shape = tuple(weights[name].shape)
+        if found_shape != shape:
             raise ModelBuildError(
-                f"weight {name!r} has shape {tuple(weights[name].shape)}, expected {shape}; "
+                f"weight {name!r} has shape {found_shape}, expected {shape}; "
                 "does the configuration belong to these weights?"
             )
+
+
+def lazy_weight(compute: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.LazyTensor:
+    """A float32 weight of this shape, computed anew each time that somebody asks for its numbers."""
+    return ir.LazyTensor(
+        lambda: ir.Tensor(np.ascontiguousarray(compute(), np.float32)),
+        dtype=ir.DataType.FLOAT,
+        shape=ir.Shape(shape),
+    )
+
+
+def transposed(weight: Weight) -> Weight:
+    """Rows as columns."""
+    if isinstance(weight, np.ndarray):
+        return weight.T
+    return lazy_weight(lambda: weight.numpy().T, tuple(weight.shape)[::-1])
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """The rows of all, below each other."""
+    if all(isinstance(weight, np.ndarray) for weight in weights):
+        return np.concatenate(weights)
+    rows = sum(weight.shape[0] for weight in weights)
+    shape = (rows, *tuple(weights[0].shape)[1:])
+    return lazy_weight(lambda: np.concatenate([np.asarray(weight) for weight in weights]), shape)
 
 
 class GraphBuilder:
@@ -80,13 +109,16 @@ class GraphBuilder:
         array = np.asarray(value, dtype=None if isinstance(value, (np.ndarray, np.generic)) else np.int64)
         return self.node("Constant", value=ir.tensor(array))
 
-    def weight(self, name: str, array: np.ndarray) -> ir.Value:
+    def weight(self, name: str, weight: Weight) -> ir.Value:
         """Adds an initializer, once per name. The dtype is kept."""
         if name not in self._weights:
-            self._weights[name] = self._tape.initializer(ir.tensor(np.ascontiguousarray(array), name=name))
+            if isinstance(weight, np.ndarray):
+                weight = ir.tensor(np.ascontiguousarray(weight), name=name)
+            weight.name = name
+            self._weights[name] = self._tape.initializer(weight)
         return self._weights[name]
 
-    def linear(self, x: ir.Value, name: str, weight: np.ndarray, bias: np.ndarray | None = None) -> ir.Value:
+    def linear(self, x: ir.Value, name: str, weight: Weight, bias: Weight | None = None) -> ir.Value:
         """x @ weight.T + bias as MatMul and Add, in a module of its own.
 
         name: the path of the weights, e.g. "encoder.layer.0.output.dense"; the module is called like its last part.
@@ -94,7 +126,7 @@ class GraphBuilder:
         bias: [out].
         """
         with self.module(name.rpartition(".")[2]):
-            y = self.node("MatMul", x, self.weight(f"{name}.weight_t", weight.T))
+            y = self.node("MatMul", x, self.weight(f"{name}.weight_t", transposed(weight)))
             if bias is not None:
                 y = self.node("Add", self.weight(f"{name}.bias", bias), y)
         return y

@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from .bert import BertConfig, bert_weight_shapes, build_bert
 from .graph_builder import GraphBuilder, ModelBuildError, Shape, set_type, tensor_value
-from .llama import AttentionForm, LlamaConfig, build_llama, llama_weight_shapes
+from .llama import AttentionForm, build_llama
+from .llama_config import LlamaConfig, llama_weight_shapes
 from .mpnet import MpnetConfig, build_mpnet, mpnet_weight_shapes
 
 LinearForm = Literal["matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"]

@@ -14,7 +14,8 @@ import onnx_ir as ir
 from ortolan.graph_passes.recipe import Recipe
 
 from ...models.bert import BertConfig, bert_weight_shapes, build_bert
-from ...models.llama import LlamaConfig, build_llama, llama_weight_shapes
+from ...models.llama import build_llama
+from ...models.llama_config import LlamaConfig, llama_weight_shapes
 from ...models.tiny import TINY_BERT, TINY_LLAMA, random_weights
 from ...optimize import optimize_onnx
 from ..encoder import word_feeds

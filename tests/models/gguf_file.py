@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ortolan.models import tiny
-from ortolan.models.llama import llama_weight_shapes
+from ortolan.models.llama_config import llama_weight_shapes
 
 gguf = pytest.importorskip("gguf")
 

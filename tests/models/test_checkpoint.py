@@ -14,7 +14,8 @@ from ortolan.models import get_model
 from ortolan.models.bert import BertConfig, build_bert
 from ortolan.models.checkpoint import write_checkpoint, write_llama
 from ortolan.models.gguf import read_gguf
-from ortolan.models.llama import LlamaConfig, build_llama
+from ortolan.models.llama import build_llama
+from ortolan.models.llama_config import LlamaConfig
 from ortolan.models.manifest import ManifestError, find_entry
 
 from .gguf_file import CONFIG, TOKENS, write

@@ -10,8 +10,10 @@ import onnxruntime as ort
 import pytest
 
 from ortolan.models import tiny
-from ortolan.models.graph_builder import ModelBuildError
-from ortolan.models.llama import LlamaConfig, build_llama, llama_weight_shapes, read_llama2c
+from ortolan.models.graph_builder import ModelBuildError, lazy_weight
+from ortolan.models.llama import build_llama
+from ortolan.models.llama2c import read_llama2c
+from ortolan.models.llama_config import LlamaConfig, llama_weight_shapes
 
 
 class Decoder:
@@ -45,6 +47,7 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
     w = {name: array.astype(np.float64) for name, array in w.items()}
     size = config.head_size
     angles = np.arange(len(ids))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
+    angles = angles / np.array(config.rope_factors or [1.0])
 
     def norm(x, name):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w[name]
@@ -60,13 +63,23 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
         out[:, pairs[0]], out[:, pairs[1]] = turned.real, turned.imag
         return out
 
-    x = w["model.embed_tokens.weight"][ids]
+    def project(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def heads(x, name):
+        split = project(x, f"{name}_proj").reshape(len(ids), -1, size)
+        return (norm(split, f"{name}_norm.weight") if f"{name}_norm.weight" in w else split).swapaxes(0, 1)
+
+    def act(x):
+        if config.activation == "silu":
+            return x / (1 + np.exp(-x))
+        return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+    x = w["model.embed_tokens.weight"][ids] * config.embedding_scale
     for layer in range(config.num_hidden_layers):
         p = f"model.layers.{layer}"
         h = norm(x, f"{p}.input_layernorm.weight")
-        q, k, v = (
-            (h @ w[f"{p}.self_attn.{name}_proj.weight"].T).reshape(len(ids), -1, size).swapaxes(0, 1) for name in "qkv"
-        )
+        q, k, v = (heads(h, f"{p}.self_attn.{name}") for name in "qkv")
         group = config.num_attention_heads // config.num_key_value_heads
         contexts = []
         for head in range(config.num_attention_heads):
@@ -77,7 +90,7 @@ def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarr
         x = x + np.concatenate(contexts, axis=1) @ w[f"{p}.self_attn.o_proj.weight"].T
         h = norm(x, f"{p}.post_attention_layernorm.weight")
         gate, up = (h @ w[f"{p}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{p}.mlp.down_proj.weight"].T
+        x = x + (act(gate) * up) @ w[f"{p}.mlp.down_proj.weight"].T
     head = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
     return norm(x, "model.norm.weight") @ head.T
 
@@ -89,6 +102,10 @@ VARIANTS = {
     "interleaved": {"rope_style": "interleaved"},
     "untied": {"tie_word_embeddings": False},
     "odd": {"hidden_size": 40, "intermediate_size": 99, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "biased": {"qkv_bias": True},
+    "biased_interleaved": {"qkv_bias": True, "qk_norm": True, "rope_style": "interleaved"},
+    "qk_norm": {"qk_norm": True},
+    "gelu": {"activation": "gelu_tanh", "embedding_scale": 48**0.5},
     "wide_heads": {"head_dim": 18, "rope_theta": 500000.0, "rms_norm_eps": 1e-3},
 }
 
@@ -107,6 +124,40 @@ def test_equals_numpy(overrides, attention):
     ids = random_ids(2, 9)
     found = Decoder(build_llama(weights, config, attention=attention), config, batch=2).step(ids)
     np.testing.assert_allclose(found, [reference_llama(weights, config, row) for row in ids], atol=1e-4)
+
+
+def test_rope_factors():
+    config = replace(tiny.TINY_LLAMA, head_dim=16, rope_factors=(1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0))
+    weights = tiny.random_weights(llama_weight_shapes(config), seed=7)
+    ids = random_ids(1, 9)
+    for attention in ("standard", "gqa"):
+        found = Decoder(build_llama(weights, config, attention=attention), config).step(ids)
+        np.testing.assert_allclose(found[0], reference_llama(weights, config, ids[0]), atol=1e-4)
+    with pytest.raises(ModelBuildError, match="rope_factors are 3 numbers; expected 8"):
+        replace(config, rope_factors=(1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize("attention", ["standard", "gqa"])
+def test_lazy_weights_are_read_when_the_model_is_written(attention):
+    config = replace(tiny.TINY_LLAMA, head_dim=16, qkv_bias=True)
+    arrays = tiny.random_weights(llama_weight_shapes(config))
+    read = []
+
+    def lazy(name):
+        return lazy_weight(lambda: read.append(name) or arrays[name], arrays[name].shape)
+
+    weights = {name: lazy(name) for name in arrays}
+    model = build_llama(weights, config, attention=attention, one_table=True, separate_qkv=[1])
+    assert read == []
+    projections = [name for name in model.graph.initializers if name.endswith("_proj.weight_t")]
+    assert ("model.layers.0.self_attn.qkv_proj.weight_t" in projections) == (attention == "gqa")
+    assert "model.layers.1.self_attn.q_proj.weight_t" in projections
+    # The table is there once.
+    assert not any(name.startswith("lm_head") for name in model.graph.initializers)
+    ids = random_ids(1, 5)
+    found = Decoder(model, config).step(ids)
+    assert set(read) == set(arrays)
+    np.testing.assert_allclose(found[0], reference_llama(arrays, config, ids[0]), atol=1e-4)
 
 
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)

@@ -1,0 +1,136 @@
+"""The graph of a Llama decoder that ONNX Runtime's GenAI model builder writes for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph_builder import MICROSOFT_DOMAIN, Weight, stacked
+from .llama_config import LlamaConfig
+from .llama_graph import LlamaBuilder, rotary_frequencies
+
+
+class GroupQueryLlamaBuilder(LlamaBuilder):
+    """The graph that ONNX Runtime's GenAI model builder writes for CPUs: few nodes, most of them fused operators."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        config: LlamaConfig,
+        one_table: bool = False,
+        separate_qkv: Collection[int] = (),
+    ) -> None:
+        super().__init__(weights, config, one_table)
+        self.separate_qkv = range(config.num_hidden_layers) if config.qk_norm else separate_qkv
+
+    def decode(
+        self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+        graph, config = self.graph, self.config
+        with graph.module("attn_mask_reformat"):
+            lengths = self.lengths(attention_mask)
+        angles = np.arange(config.max_position_embeddings)[:, None] * rotary_frequencies(config)
+        rotation = [
+            self.graph.weight("cos_cache", np.cos(angles).astype(np.float32)),
+            self.graph.weight("sin_cache", np.sin(angles).astype(np.float32)),
+        ]
+        present: list[ir.Value] = []
+        # The last layer's output, still to be added to the hidden state: the next norm does both at once.
+        delta: ir.Value | None = None
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            with graph.module(f"layers.{layer}"):
+                with graph.module("input_layernorm"):
+                    normed, hidden = self.add_and_norm(hidden, delta, f"{prefix}.input_layernorm.weight")
+                with graph.module("self_attn"):
+                    attended, *cached = self.group_query_attention(
+                        normed, lengths, rotation, past[2 * layer : 2 * layer + 2], layer
+                    )
+                present += cached
+                with graph.module("post_attention_layernorm"):
+                    normed, hidden = self.add_and_norm(hidden, attended, f"{prefix}.post_attention_layernorm.weight")
+                delta = self.mlp(normed, prefix)
+        with graph.module("norm"):
+            hidden, _ = self.add_and_norm(hidden, delta, "model.norm.weight")
+        return hidden, present, []
+
+    def lengths(self, attention_mask: ir.Value) -> list[ir.Value]:
+        """What GroupQueryAttention wants of the mask, int32: the last key's index [batch], the number of keys."""
+        graph = self.graph
+        tokens = graph.node("ReduceSum", attention_mask, graph.constant([1]), keepdims=0)
+        last = graph.node("Cast", graph.node("Sub", tokens, graph.constant([1])), to=ir.DataType.INT32)
+        return [last, graph.node("Cast", graph.shape_of(attention_mask, 1), to=ir.DataType.INT32)]
+
+    def add_and_norm(self, hidden: ir.Value, delta: ir.Value | None, key: str) -> tuple[ir.Value, ir.Value]:
+        """The norm of hidden + delta, and the sum."""
+        graph, weight, epsilon = self.graph, self.weight(key), self.config.rms_norm_eps
+        if delta is None:
+            return graph.node("SimplifiedLayerNormalization", hidden, weight, axis=-1, epsilon=epsilon), hidden
+        normed = graph.node(
+            "SkipSimplifiedLayerNormalization",
+            hidden,
+            delta,
+            weight,
+            outputs=4,
+            domain=MICROSOFT_DOMAIN,
+            epsilon=epsilon,
+        )
+        _, mean, deviation, total = normed.producer().outputs  # type: ignore[union-attr]
+        mean.name = deviation.name = ""  # optional outputs that nobody wants
+        return normed, total
+
+    def group_query_attention(
+        self,
+        hidden: ir.Value,
+        lengths: list[ir.Value],
+        rotation: list[ir.Value],
+        past: list[ir.Value],
+        layer: int,
+    ) -> list[ir.Value]:
+        """The layer's output, present key and present value."""
+        graph, config, prefix = self.graph, self.config, f"model.layers.{layer}.self_attn"
+        separate = layer in self.separate_qkv
+        context = graph.node(
+            "GroupQueryAttention",
+            *(self.query_key_value(hidden, prefix) if separate else (self.packed_qkv(hidden, prefix), None, None)),
+            *past,
+            *lengths,
+            *rotation,
+            outputs=3,
+            domain=MICROSOFT_DOMAIN,
+            num_heads=config.num_attention_heads,
+            kv_num_heads=config.num_key_value_heads,
+            do_rotary=1,
+        )
+        _, key, value = context.producer().outputs  # type: ignore[union-attr]
+        return [self.linear(context, f"{prefix}.o_proj"), key, value]
+
+    def packed_qkv(self, hidden: ir.Value, prefix: str) -> ir.Value:
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        biases = [self.weights[f"{name}.bias"] for name in names] if self.config.qkv_bias else []
+        weight = stacked([self.weights[f"{name}.weight"] for name in names])
+        return self.graph.linear(hidden, f"{prefix}.qkv_proj", weight, stacked(biases) if biases else None)
+
+    def query_key_value(self, hidden: ir.Value, prefix: str) -> list[ir.Value]:
+        """[batch, sequence, heads * head_dim] each, query and key normed where the model does that."""
+        found = [self.linear(hidden, f"{prefix}.{part}_proj") for part in "qkv"]
+        if self.config.qk_norm:
+            for index, part in enumerate("qk"):
+                with self.graph.module(f"{part}_norm"):
+                    found[index] = self.norm_heads(found[index], f"{prefix}.{part}_norm.weight")
+        return found
+
+    def norm_heads(self, x: ir.Value, key: str) -> ir.Value:
+        graph, config = self.graph, self.config
+        heads = graph.node("Reshape", x, graph.constant([0, 0, -1, config.head_size]))
+        normed = graph.node(
+            "SimplifiedLayerNormalization", heads, self.weight(key), axis=-1, epsilon=config.rms_norm_eps
+        )
+        return graph.node("Reshape", normed, graph.constant([0, 0, -1]))
+
+    def activation(self, x: ir.Value) -> ir.Value:
+        if self.config.activation == "gelu_tanh":
+            return self.graph.node("FastGelu", x, domain=MICROSOFT_DOMAIN)
+        return super().activation(x)

@@ -1,0 +1,209 @@
+"""The graph of a Llama decoder in operators of ONNX alone, as Optimum exports it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from .graph_builder import MASKED, GraphBuilder, Weight, set_type, tensor_value
+from .llama_config import LlamaConfig
+
+_TABLE = "model.embed_tokens.weight"
+
+# x (1 + tanh(_GELU_SCALE (x + _GELU_CUBE x^3))) / 2
+_GELU_CUBE = np.float32(0.044715)
+_GELU_SCALE = np.float32(math.sqrt(2 / math.pi))
+
+
+def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians a position, of each rotated pair."""
+    frequencies = np.asarray(config.rope_theta ** (-np.arange(0, config.head_size, 2) / config.head_size))
+    return frequencies if config.rope_factors is None else frequencies / np.array(config.rope_factors)
+
+
+class LlamaBuilder:
+    def __init__(self, weights: Mapping[str, Weight], config: LlamaConfig, one_table: bool = False) -> None:
+        self.weights = weights
+        self.config = config
+        self.one_table = one_table and config.tie_word_embeddings
+        self.graph = GraphBuilder()
+
+    def build(self, name: str) -> ir.Model:
+        graph, config = self.graph, self.config
+        total = "past_sequence + sequence"
+        input_ids = tensor_value("input_ids", ir.DataType.INT64, ["batch", "sequence"])
+        attention_mask = tensor_value("attention_mask", ir.DataType.INT64, ["batch", total])
+        cache: list[int | str] = ["batch", config.num_key_value_heads, "past_sequence", config.head_size]
+        past = [
+            tensor_value(f"past_key_values.{layer}.{part}", ir.DataType.FLOAT, cache)
+            for layer in range(config.num_hidden_layers)
+            for part in ("key", "value")
+        ]
+        with graph.module("model"):
+            with graph.module("embed_tokens"):
+                embedded = graph.node("Gather", self.weight(_TABLE), input_ids, axis=0)
+                if config.embedding_scale != 1:
+                    embedded = graph.node("Mul", embedded, graph.constant(np.float32(config.embedding_scale)))
+            hidden, present, positions = self.decode(embedded, input_ids, attention_mask, past)
+        logits = self.head(hidden)
+
+        set_type(logits, ir.DataType.FLOAT, ["batch", "sequence", config.vocab_size])
+        cache[2] = total
+        outputs = {"logits": logits}
+        for before, value in zip(past, present, strict=True):
+            outputs[(before.name or "").replace("past_key_values", "present")] = set_type(
+                value, ir.DataType.FLOAT, cache
+            )
+        return graph.model(name, [input_ids, attention_mask, *positions, *past], outputs)
+
+    def decode(
+        self, hidden: ir.Value, input_ids: ir.Value, attention_mask: ir.Value, past: list[ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value], list[ir.Value]]:
+        """Embedded tokens -> normed hidden state; also the present cache, and the inputs that positions need."""
+        graph = self.graph
+        position_ids = tensor_value("position_ids", ir.DataType.INT64, ["batch", "sequence"])
+        mask = self.additive_mask(input_ids, attention_mask, past[0])
+        with graph.module("rotary_emb"):
+            rotation = self.rotation(position_ids)
+        present: list[ir.Value] = []
+        for layer in range(self.config.num_hidden_layers):
+            with graph.module(f"layers.{layer}"):
+                hidden, *cached = self.layer(hidden, mask, rotation, past[2 * layer : 2 * layer + 2], layer)
+            present += cached
+        with graph.module("norm"):
+            hidden = self.rms_norm(hidden, "model.norm.weight")
+        return hidden, present, [position_ids]
+
+    def head(self, hidden: ir.Value) -> ir.Value:
+        graph = self.graph
+        if self.one_table:
+            with graph.module("lm_head"):
+                return graph.node("MatMul", hidden, graph.node("Transpose", self.weight(_TABLE), perm=[1, 0]))
+        weight = _TABLE if self.config.tie_word_embeddings else "lm_head.weight"
+        return graph.linear(hidden, "lm_head", self.weights[weight])
+
+    def weight(self, key: str) -> ir.Value:
+        return self.graph.weight(key, self.weights[key])
+
+    def additive_mask(self, input_ids: ir.Value, attention_mask: ir.Value, past_key: ir.Value) -> ir.Value:
+        """float32 [batch, 1, sequence, past + sequence]: 0 where a query may attend to a key, MASKED elsewhere."""
+        graph = self.graph
+        past = graph.shape_of(past_key, 2)
+        total = graph.node("Add", past, graph.shape_of(input_ids, 1))
+        zero, one = graph.constant(0), graph.constant(1)
+        query_index = graph.unsqueeze(graph.node("Range", past, total, one), 1)
+        key_index = graph.unsqueeze(graph.node("Range", zero, total, one), 0)
+        causal = graph.node("LessOrEqual", key_index, query_index)
+        attend = graph.unsqueeze(graph.node("Cast", attention_mask, to=ir.DataType.BOOL), 1, 2)
+        allowed = graph.node("And", causal, attend)
+        return graph.node("Where", allowed, graph.constant(np.float32(0)), graph.constant(MASKED))
+
+    def rotation(self, position_ids: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """cos and sin of position * frequency, float32 [batch, 1, sequence, head_dim]; both halves are equal."""
+        graph, config = self.graph, self.config
+        frequencies = rotary_frequencies(config).astype(np.float32)
+        positions = graph.unsqueeze(graph.node("Cast", position_ids, to=ir.DataType.FLOAT), 1, 3)
+        angles = graph.node("Mul", positions, graph.constant(frequencies))
+        angles = graph.node("Concat", angles, angles, axis=-1)
+        return graph.node("Cos", angles), graph.node("Sin", angles)
+
+    def layer(
+        self,
+        hidden: ir.Value,
+        mask: ir.Value,
+        rotation: tuple[ir.Value, ir.Value],
+        past: list[ir.Value],
+        index: int,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        graph = self.graph
+        prefix = f"model.layers.{index}"
+        with graph.module("input_layernorm"):
+            normed = self.rms_norm(hidden, f"{prefix}.input_layernorm.weight")
+        with graph.module("self_attn"):
+            attended, key, value = self.attention(normed, mask, rotation, past, f"{prefix}.self_attn")
+        hidden = graph.node("Add", hidden, attended)
+        with graph.module("post_attention_layernorm"):
+            normed = self.rms_norm(hidden, f"{prefix}.post_attention_layernorm.weight")
+        return graph.node("Add", hidden, self.mlp(normed, prefix)), key, value
+
+    def mlp(self, normed: ir.Value, prefix: str) -> ir.Value:
+        graph = self.graph
+        with graph.module("mlp"):
+            gate = self.linear(normed, f"{prefix}.mlp.gate_proj")
+            with graph.module("act_fn"):
+                gate = self.activation(gate)
+            inner = graph.node("Mul", gate, self.linear(normed, f"{prefix}.mlp.up_proj"))
+            return self.linear(inner, f"{prefix}.mlp.down_proj")
+
+    def activation(self, x: ir.Value) -> ir.Value:
+        graph = self.graph
+        if self.config.activation == "silu":
+            return graph.node("Mul", x, graph.node("Sigmoid", x))
+        cube = graph.node("Mul", graph.node("Pow", x, graph.constant(np.float32(3))), graph.constant(_GELU_CUBE))
+        inner = graph.node("Mul", graph.node("Add", x, cube), graph.constant(_GELU_SCALE))
+        above = graph.node("Add", graph.node("Tanh", inner), graph.constant(np.float32(1)))
+        return graph.node("Mul", graph.node("Mul", x, above), graph.constant(np.float32(0.5)))
+
+    def attention(
+        self,
+        hidden: ir.Value,
+        mask: ir.Value,
+        rotation: tuple[ir.Value, ir.Value],
+        past: list[ir.Value],
+        prefix: str,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        graph, config = self.graph, self.config
+
+        def heads(part: str, count: int) -> ir.Value:
+            x = graph.split_heads(self.linear(hidden, f"{prefix}.{part}_proj"), count, config.head_size)
+            if config.qk_norm and part != "v":
+                with graph.module(f"{part}_norm"):
+                    x = self.rms_norm(x, f"{prefix}.{part}_norm.weight")
+            return graph.node("Transpose", x, perm=[0, 2, 1, 3])
+
+        query = self.rotate(heads("q", config.num_attention_heads), rotation)
+        key = self.rotate(heads("k", config.num_key_value_heads), rotation)
+        key = graph.node("Concat", past[0], key, axis=2)
+        value = graph.node("Concat", past[1], heads("v", config.num_key_value_heads), axis=2)
+
+        key_t = graph.node("Transpose", self.repeat_heads(key), perm=[0, 1, 3, 2])
+        scores = graph.node("MatMul", query, key_t)
+        scores = graph.node("Div", scores, graph.constant(np.float32(math.sqrt(config.head_size))))
+        scores = graph.node("Add", scores, mask)
+        context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), self.repeat_heads(value))
+        context = graph.node("Transpose", context, perm=[0, 2, 1, 3])
+        width = config.num_attention_heads * config.head_size
+        context = graph.node("Reshape", context, graph.constant([0, 0, width]))
+        return self.linear(context, f"{prefix}.o_proj"), key, value
+
+    def rotate(self, x: ir.Value, rotation: tuple[ir.Value, ir.Value]) -> ir.Value:
+        """x cos + (-second half, first half) sin."""
+        graph, half = self.graph, self.config.head_size // 2
+        cos, sin = rotation
+        last = np.iinfo(np.int64).max
+        first = graph.node("Slice", x, graph.constant([0]), graph.constant([half]), graph.constant([3]))
+        second = graph.node("Slice", x, graph.constant([half]), graph.constant([last]), graph.constant([3]))
+        turned = graph.node("Concat", graph.node("Neg", second), first, axis=-1)
+        return graph.node("Add", graph.node("Mul", x, cos), graph.node("Mul", turned, sin))
+
+    def repeat_heads(self, x: ir.Value) -> ir.Value:
+        """Grouped-query attention: repeats each key or value head for the query heads that share it."""
+        graph, config = self.graph, self.config
+        groups = config.num_attention_heads // config.num_key_value_heads
+        if groups == 1:
+            return x
+        x = graph.node("Expand", graph.unsqueeze(x, 2), graph.constant([1, 1, groups, 1, 1]))
+        return graph.node("Reshape", x, graph.constant([0, config.num_attention_heads, -1, config.head_size]))
+
+    def linear(self, x: ir.Value, name: str) -> ir.Value:
+        return self.graph.linear(x, name, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def rms_norm(self, x: ir.Value, key: str) -> ir.Value:
+        graph = self.graph
+        mean = graph.node("ReduceMean", graph.node("Pow", x, graph.constant(np.float32(2))), axes=[-1], keepdims=1)
+        root = graph.node("Sqrt", graph.node("Add", mean, graph.constant(np.float32(self.config.rms_norm_eps))))
+        normed = graph.node("Mul", x, graph.node("Div", graph.constant(np.float32(1)), root))
+        return graph.node("Mul", self.weight(key), normed)
