@@ -199,8 +199,9 @@ def _save(source: _Source, folder: Path, attention: AttentionForm, path: Path, e
 def _builders_digest() -> str:
     folder = Path(__file__).parent
     modules = (
-        *("graph_builder.py", "encoder.py", "bert.py", "mpnet.py", "gguf.py"),
+        *("graph_builder.py", "encoder.py", "bert.py", "mpnet.py"),
         *("llama.py", "llama_config.py", "llama_graph.py", "llama_gqa.py", "llama2c.py"),
+        *("gguf/header.py", "gguf/file.py", "gguf/model.py", "gguf/tokenizer.py"),
     )
     sources = b"".join((folder / module).read_bytes() for module in modules)
     return hashlib.sha256(sources).hexdigest()[:8]

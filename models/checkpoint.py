@@ -19,8 +19,8 @@ from ..errors import OrtolanError
 from .catalog import safetensors_numpy
 from .fetch import Progress, fetch
 from .gguf import read_gguf, read_gguf_tokenizer
+from .gguf.side_files import config_fields
 from .llama import interleaved_to_half
-from .llama_config import LlamaConfig
 from .manifest import ManifestError
 
 CHECKPOINTS = ("all-minilm-l6-v2", "smollm2-135m-instruct")
@@ -68,7 +68,7 @@ def write_llama(gguf: Path, target: Path) -> None:
     tokenizer = read_gguf_tokenizer(gguf)
     tokenizer.save(str(target / "tokenizer.json"))
     numbers = {f"{name}_id": tokenizer.token_to_id(token) for name, token in _SMOLLM2_TOKENS.items()}
-    _write_json(target / "config.json", {**_llama_fields(config), **numbers})
+    _write_json(target / "config.json", {**config_fields(config), **numbers})
     _write_json(target / "generation_config.json", numbers)
     _write_json(
         target / "tokenizer_config.json",
@@ -78,21 +78,6 @@ def write_llama(gguf: Path, target: Path) -> None:
             "model_max_length": config.max_position_embeddings,
         },
     )
-
-
-def _llama_fields(config: LlamaConfig) -> dict[str, Any]:
-    same = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings"),
-    )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{name: getattr(config, name) for name in same},
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-    }
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

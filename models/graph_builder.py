@@ -61,7 +61,7 @@ def transposed(weight: Weight) -> Weight:
     """Rows as columns."""
     if isinstance(weight, np.ndarray):
         return weight.T
-    return lazy_weight(lambda: weight.numpy().T, tuple(weight.shape)[::-1])
+    return lazy_weight(lambda: weight.numpy().T, weight.shape.numpy()[::-1])
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
@@ -112,10 +112,9 @@ class GraphBuilder:
     def weight(self, name: str, weight: Weight) -> ir.Value:
         """Adds an initializer, once per name. The dtype is kept."""
         if name not in self._weights:
-            if isinstance(weight, np.ndarray):
-                weight = ir.tensor(np.ascontiguousarray(weight), name=name)
-            weight.name = name
-            self._weights[name] = self._tape.initializer(weight)
+            tensor = ir.tensor(np.ascontiguousarray(weight)) if isinstance(weight, np.ndarray) else weight
+            tensor.name = name
+            self._weights[name] = self._tape.initializer(tensor)
         return self._weights[name]
 
     def linear(self, x: ir.Value, name: str, weight: Weight, bias: Weight | None = None) -> ir.Value:

@@ -1,7 +1,8 @@
-"""A small GGUF file."""
+"""Small GGUF files."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ortolan.models import tiny
@@ -12,17 +13,34 @@ gguf = pytest.importorskip("gguf")
 CONFIG = replace(
     tiny.TINY_LLAMA, hidden_size=64, intermediate_size=96, rope_style="interleaved", head_dim=16, rope_theta=1e5
 )
+_HALVES = replace(CONFIG, rope_style="half")
+FACTORS = (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0)
+
+# By the architecture's name in the file; "llama, …" are variants of that.
+CONFIGS = {
+    "llama": CONFIG,
+    "llama, untied": replace(CONFIG, tie_word_embeddings=False),
+    "llama, biases": replace(CONFIG, qkv_bias=True),
+    "llama, factors": replace(CONFIG, rope_factors=FACTORS),
+    "qwen2": replace(_HALVES, qkv_bias=True),
+    "qwen3": replace(_HALVES, qk_norm=True, head_dim=32, tie_word_embeddings=False),
+    "phi3": replace(_HALVES, tie_word_embeddings=False, num_key_value_heads=4),
+    "gemma": replace(_HALVES, activation="gelu_tanh", embedding_scale=8.0, head_dim=32, num_key_value_heads=1),
+}
 
 # Byte-level BPE writes a space as Ġ and a line break as Ċ.
 TOKENS = ["<|endoftext|>", "<|im_end|>", *"abcdeÃ©ĠĊ123", "ab", "Ġa", "Ġab", "12", "Ã©"]
-
+TYPES = [3, 3, *[1] * (len(TOKENS) - 2)]
 MERGES = ["a b", "Ġ a", "Ġ ab", "1 2", "Ã ©"]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -31,9 +49,22 @@ NAMES = {
 }
 
 
-def write(path, config=CONFIG, weights=None, metadata=None, pre="smollm", model="gpt2"):
+def write(
+    path,
+    config=CONFIG,
+    weights=None,
+    metadata=None,
+    pre="smollm",
+    model="gpt2",
+    architecture="llama",
+    kinds=("Q4_1",),
+    table="F32",
+    tensors=None,
+):
+    """Writes a file; returns the weights before they were quantized. kinds: types of the matrices, in turn; table: of
+    the embedding and the head. tensors: more of them, by their names in the file."""
     weights = weights or tiny.random_weights(llama_weight_shapes(config))
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -41,6 +72,7 @@ def write(path, config=CONFIG, weights=None, metadata=None, pre="smollm", model=
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
     writer.add_rope_dimension_count(config.head_size)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -49,24 +81,48 @@ def write(path, config=CONFIG, weights=None, metadata=None, pre="smollm", model=
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_merges(MERGES)
-    writer.add_token_types([3, 3, *[1] * (len(TOKENS) - 2)])
+    writer.add_token_types(TYPES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
     for key, value in (metadata or {}).items():
-        writer.add_string(key, value)
-    others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, array in weights.items():
-        path_of_module = name.removesuffix(".weight")
-        if path_of_module in others:
-            found = others[path_of_module]
-        else:
-            _, _, layer, module = path_of_module.split(".", 3)
-            found = f"blk.{layer}.{NAMES[module]}"
-        if array.ndim == 2 and name != "model.embed_tokens.weight":
-            packed = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q4_1)
-            writer.add_tensor(f"{found}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-        else:
-            writer.add_tensor(f"{found}.weight", array)
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    count = 0
+    for name, array in in_file(weights, architecture, config).items():
+        kind = "F32"
+        if array.ndim == 2:
+            is_table = name in ("token_embd.weight", "output.weight")
+            kind = table if is_table else kinds[count % len(kinds)]
+            count += not is_table
+        stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for name, array in (tensors or {}).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return weights
+
+
+def in_file(weights, architecture, config):
+    """The weights under the names of GGUF, packed as the architecture has them."""
+    others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    found = {}
+    for name, array in weights.items():
+        module, _, part = name.rpartition(".")
+        if module in others:
+            found[f"{others[module]}.{part}"] = array
+        else:
+            _, _, layer, module = module.split(".", 3)
+            found[f"blk.{layer}.{NAMES[module]}.{part}"] = array
+    if architecture == "phi3":
+        for layer in range(config.num_hidden_layers):
+            prefix = f"blk.{layer}"
+            parts = [found.pop(f"{prefix}.attn_{part}.weight") for part in "qkv"]
+            found[f"{prefix}.attn_qkv.weight"] = np.concatenate(parts)
+            gate, up = (found.pop(f"{prefix}.ffn_{part}.weight") for part in ("gate", "up"))
+            found[f"{prefix}.ffn_up.weight"] = np.concatenate([gate, up])
+    if config.rope_factors is not None:
+        found["rope_freqs.weight"] = np.array(config.rope_factors, np.float32)
+    return found

@@ -1,29 +1,50 @@
-"""Reading Llama models and their tokenizers from GGUF files that the package `gguf` wrote."""
+"""Reading decoders from GGUF files that the package `gguf` wrote; and from what is left of such files."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ortolan.models.gguf import read_gguf, read_gguf_tokenizer
+from ortolan.errors import OrtolanError
+from ortolan.models.gguf import read_gguf, read_gguf_tokenizer, read_model
 from ortolan.models.graph_builder import ModelBuildError
 from ortolan.models.llama import build_llama
-from ortolan.models.tokenizer import load_tokenizer
 
-from .gguf_file import CONFIG, TOKENS, gguf, write
+from .gguf_file import CONFIG, CONFIGS, FACTORS, gguf, write
+from .llama_reference import Decoder, reference_llama
 
-pytest.importorskip("tokenizers")
+IDS = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (1, 9))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_architectures(tmp_path, name):
+    config, architecture = CONFIGS[name], name.split(",")[0]
+    weights = write(tmp_path / "model.gguf", config, architecture=architecture, kinds=["F32"])
+    model = read_model(tmp_path / "model.gguf")
+    assert (model.config, model.architecture) == (config, architecture)
+    assert set(model.weights) == set(weights)
+    for key, array in weights.items():
+        np.testing.assert_array_equal(model.weights[key].floats(), array, err_msg=key)
+    # Both orders of rows are the same model.
+    halves = model.with_halves()
+    assert halves.config.rope_style == "half"
+    for found in (model, halves):
+        floats = {key: weight.floats() for key, weight in found.weights.items()}
+        logits = Decoder(build_llama(floats, found.config, attention="gqa"), found.config).step(IDS)
+        np.testing.assert_allclose(logits[0], reference_llama(weights, config, IDS[0]), atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_configuration_and_weights(tmp_path, tied):
+def test_quantized_weights(tmp_path, tied):
     config = replace(CONFIG, tie_word_embeddings=tied)
     weights = write(tmp_path / "model.gguf", config)
     found_config, found = read_gguf(tmp_path / "model.gguf")
     assert found_config == config
     assert set(found) == set(weights) and len(found) == len(weights)
     for name, array in weights.items():
-        if array.ndim == 1 or name == "model.embed_tokens.weight":
+        if array.ndim == 1 or name in ("model.embed_tokens.weight", "lm_head.weight"):
             np.testing.assert_array_equal(found[name], array, err_msg=name)
             continue
         # Q4_1: blocks of 32 along a row, 16 levels between its smallest and largest weight (kept as float16).
@@ -35,52 +56,121 @@ def test_configuration_and_weights(tmp_path, tied):
     build_llama(found, found_config)
 
 
-def test_other_models_are_refused(tmp_path):
+def test_a_window_of_attention_ends_the_positions(tmp_path):
+    write(tmp_path / "model.gguf", metadata={"llama.attention.sliding_window": 512})
+    model = read_model(tmp_path / "model.gguf")
+    assert model.config.max_position_embeddings == 512
+    assert "positions end at its 512 tokens, not at 2048" in model.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, r"scales its rotary frequencies \(yarn\)"),
+        ({"llama.expert_count": 8}, "llama.expert_count = 8"),
+        ({"llama.attention.value_length": 8}, "has values of 8 of 16 numbers"),
+        ({"llama.rope.dimension_count": 8}, "rotates 8 of 16 numbers"),
+        ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected a number"),
+        ({"llama.block_count": 3}, "weights are missing"),
+        ({"llama.embedding_length": 32}, "has shape"),
+    ],
+)
+def test_models_that_cannot_be_built(tmp_path, metadata, message):
     path = tmp_path / "model.gguf"
-    write(path, metadata={"llama.rope.scaling.type": "yarn"})
-    with pytest.raises(ModelBuildError, match=r"scales its rotary frequencies \(yarn\)"):
-        read_gguf(path)
+    write(path, metadata=metadata)
+    with pytest.raises(ModelBuildError, match=message):
+        model = read_model(path)
+        build_llama({key: weight.floats() for key, weight in model.weights.items()}, model.config)
+
+
+def test_tensors_that_nobody_reads(tmp_path):
+    write(tmp_path / "model.gguf", tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    with pytest.raises(ModelBuildError, match=r"holds 1 tensors that .* does not have here, such as 'blk.0.attn_sinks"):
+        read_model(tmp_path / "model.gguf")
+    write(tmp_path / "model.gguf", tensors={"rope_freqs.weight": np.array([*FACTORS[:7], 0], np.float32)})
+    with pytest.raises(ModelBuildError, match="numbers that are not above 0"):
+        read_model(tmp_path / "model.gguf")
+
+
+def test_other_files_are_refused(tmp_path):
     gpt = gguf.GGUFWriter(tmp_path / "gpt.gguf", "gpt2")
     gpt.write_header_to_file()
     gpt.write_kv_data_to_file()
     gpt.write_tensors_to_file()
     gpt.close()
-    with pytest.raises(ModelBuildError, match="architecture 'gpt2', expected 'llama'"):
+    with pytest.raises(ModelBuildError, match="architecture 'gpt2', expected one of 'llama', 'qwen2'"):
         read_gguf(tmp_path / "gpt.gguf")
+    path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model at all, but long enough for a header of one")
+    with pytest.raises(ModelBuildError, match="cannot be read as a GGUF file: it does not begin with 'GGUF'"):
+        read_gguf(path)
+    path.write_bytes(b"")
     with pytest.raises(ModelBuildError, match="cannot be read as a GGUF file"):
         read_gguf(path)
+    with pytest.raises(ModelBuildError, match="does not exist"):
+        read_gguf(tmp_path / "none.gguf")
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    write(tmp_path / "model.gguf")
-    read_gguf_tokenizer(tmp_path / "model.gguf").save(str(tmp_path / "tokenizer.json"))
-    return load_tokenizer(tmp_path / "tokenizer.json")
+def test_lengths_beyond_the_file(tmp_path):
+    """Each of them would keep the package gguf busy for ever, or make it read short arrays."""
+    path = tmp_path / "model.gguf"
+    magic = b"GGUF" + np.array([3], "<u4").tobytes()
+
+    def number(*values):
+        return np.array(values, "<u8").tobytes()
+
+    array_of_bytes = number(1) + b"k" + np.array([9, 0], "<u4").tobytes()
+    for content, message in (
+        (number(1 << 60, 0), "expected 65536 at most"),
+        (number(0, 1) + number(1 << 62), "a name in the metadata, which has 4611686018427387904 bytes"),
+        (number(0, 1) + array_of_bytes + number(1 << 60), "an array of 1152921504606846976 elements"),
+        (number(0, 1) + array_of_bytes + number(1 << 20), "it ends inside of b'k', which has 1048576 bytes"),
+        (number(0, 1) + number(1) + b"k" + np.array([9, 9], "<u4").tobytes() + number(1), "an array of unknown type 9"),
+        (number(1, 0) + number(1) + b"t" + np.array([9], "<u4").tobytes(), "tensor 't' has 9 axes"),
+        (
+            number(1, 0) + number(1) + b"t" + np.array([2], "<u4").tobytes() + number(1 << 40, 1 << 40)
+            + np.array([0], "<u4").tobytes() + number(0),
+            "tensor 't' ends at byte",
+        ),
+    ):  # fmt: skip
+        path.write_bytes(magic + content)
+        with pytest.raises(ModelBuildError, match=message):
+            read_gguf(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("ab", ["ab"]),
-        ("ab ab", ["ab", "Ġab"]),
-        ("a b", ["a", "Ġ", "b"]),
-        ("é", ["Ã©"]),
-        ("12", ["1", "2"]),  # each digit alone, though the vocabulary has both
-        ("<|endoftext|>ab\n", ["<|endoftext|>", "ab", "Ċ"]),
-    ],
-)
-def test_text_in_and_out(tokenizer, text, tokens):
-    assert tokenizer.encode(text) == [TOKENS.index(token) for token in tokens]
-    assert tokenizer.decode(tokenizer.encode(text)) == text.removeprefix("<|endoftext|>")
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write(path)
+    return path.read_bytes()
 
 
-def test_control_tokens(tokenizer):
-    assert tokenizer.start == 0
-    assert tokenizer.stop == {0, 1}
+def read_all(path):
+    """Whether the file is a model; nothing but an OrtolanError may tell that it is none."""
+    try:
+        model = read_model(path)
+        read_gguf_tokenizer(model.file)
+        build_llama({key: weight.floats() for key, weight in model.weights.items()}, model.config)
+    except OrtolanError:
+        return False
+    return True
 
 
-def test_other_tokenizers_are_refused(tmp_path):
-    write(tmp_path / "model.gguf", pre="llama-bpe")
-    with pytest.raises(ModelBuildError, match="splits text as 'llama-bpe'"):
-        read_gguf_tokenizer(tmp_path / "model.gguf")
+@settings(max_examples=60, deadline=None)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_files_that_are_cut_short(content, tmp_path_factory, share):
+    path = tmp_path_factory.mktemp("cut") / "model.gguf"
+    path.write_bytes(content[: int(len(content) * share)])
+    assert not read_all(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_files_with_other_bytes(content, tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("changed") / "model.gguf"
+    changed = bytearray(content)
+    header = content.index(b"blk.1.ffn_down.weight") + 200
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    read_all(path)

@@ -1,0 +1,6 @@
+"""GGUF files of Llama decoders: what they hold, as configuration, weights and tokenizer."""
+
+from .model import read_gguf, read_model
+from .tokenizer import read_gguf_tokenizer
+
+__all__ = ["read_gguf", "read_gguf_tokenizer", "read_model"]

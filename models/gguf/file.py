@@ -1,0 +1,150 @@
+"""A GGUF file, read by the package gguf; its tensors stay mapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import OrtolanError
+from ..graph_builder import ModelBuildError, Shape
+from .header import check_header
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+_CHUNK = 1 << 24  # numbers that are dequantized at once
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Rows of a tensor in the file, [out, in] or [n], perhaps in another order. Their numbers are read when asked for.
+
+    kind: the name of its type, such as "Q4_1". data: mapped; a row of the tensor is a row of it.
+    order: the tensor's rows, as this weight has them; None: all, as they are.
+    """
+
+    name: str
+    kind: str
+    shape: Shape
+    data: np.ndarray
+    order: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.data.nbytes // max(1, len(self.data)) * self.shape[0]
+
+    def rows(self, start: int, stop: int) -> StoredWeight:
+        return self.reordered(np.arange(start, stop))
+
+    def reordered(self, order: np.ndarray) -> StoredWeight:
+        """The rows of this weight that `order` names."""
+        order = order if self.order is None else self.order[order]
+        return StoredWeight(self.name, self.kind, (len(order), *self.shape[1:]), self.data, order)
+
+    def stored(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows as the file has them: bytes of blocks, or numbers."""
+        return self.data[start:stop] if self.order is None else self.data[self.order[start:stop]]
+
+    def floats(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """What the rows stand for, float32. Raises ModelBuildError for a type that gguf cannot read."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        try:
+            found = dequantize(self.stored(start, stop), GGMLQuantizationType[self.kind])
+        except NotImplementedError:
+            raise ModelBuildError(
+                f"tensor {self.name!r} is of type {self.kind}, which the package gguf cannot dequantize; give a file "
+                "of another quantization, such as Q4_K_M or Q8_0"
+            ) from None
+        return np.asarray(found, dtype=np.float32)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return self.floats().astype(dtype or np.float32, copy=False)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows may be floats at the same time."""
+        return max(1, _CHUNK // max(1, self.shape[-1] if len(self.shape) > 1 else 1))
+
+
+class GgufFile:
+    """path. metadata: all that is no array. weights: by their names in the file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises OrtolanError when the package gguf is missing, ModelBuildError for what is no GGUF file."""
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:
+            raise OrtolanError(
+                "reading this model needs the package 'gguf'; install it with: pip install 'ortolan[decoder]'"
+            ) from error
+        self.path = Path(path)
+        check_header(self.path)
+        try:
+            self._reader: GGUFReader = GGUFReader(self.path)
+            fields = self._reader.fields.items()
+            self.metadata: dict[str, Any] = {name: field.contents() for name, field in fields if len(field.types) == 1}
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+            raise ModelBuildError(f"{str(self.path)!r} cannot be read as a GGUF file: {error}") from error
+        self.weights: Mapping[str, StoredWeight] = {
+            tensor.name: StoredWeight(
+                tensor.name,
+                tensor.tensor_type.name,
+                tuple(int(side) for side in reversed(tensor.shape.tolist())),
+                tensor.data,
+            )
+            for tensor in self._reader.tensors
+        }
+
+    def has(self, key: str) -> bool:
+        """Whether the metadata has it, as an array or not."""
+        return key in self._reader.fields
+
+    def array(self, key: str) -> Sequence[Any]:
+        """An array of the metadata. Raises ModelBuildError unless there is one."""
+        if key not in self._reader.fields:
+            raise ModelBuildError(f"{self.path} has no metadata {key!r}; is it a GGUF file of a language model?")
+        try:
+            found = self._reader.fields[key].contents()
+        except (ValueError, IndexError) as error:
+            raise ModelBuildError(f"{self.path}: metadata {key!r} cannot be read: {error}") from error
+        if not isinstance(found, list):
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected an array")
+        return found
+
+    def whole(self, key: str, default: int | None = None, most: int = 1 << 24) -> int:
+        """A number of the metadata, 1 … most. Raises ModelBuildError."""
+        found = self._get(key, default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a number from 1 to {most}")
+        return found
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A float of the metadata, above 0 and finite. Raises ModelBuildError."""
+        found = self._get(key, default)
+        if not isinstance(found, int | float) or not 0 < found < float("inf"):
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a number above 0")
+        return found
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Raises ModelBuildError."""
+        found = self._get(key, default)
+        if not isinstance(found, str):
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is {found!r}, expected a text")
+        return found
+
+    def _get(self, key: str, default: Any) -> Any:
+        if key in self.metadata:
+            return self.metadata[key]
+        if self.has(key):
+            raise ModelBuildError(f"{self.path}: metadata {key!r} is an array, expected one value for all layers")
+        if default is None:
+            raise ModelBuildError(f"{self.path} has no metadata {key!r}; is it a GGUF file of a Llama model?")
+        return default

@@ -1,0 +1,138 @@
+"""Checks the header of a GGUF file before anybody reads it: every length against the bytes that are there.
+
+The package gguf trusts lengths: an array of 2^60 numbers in a short file would keep it busy for ever.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+from ..graph_builder import ModelBuildError
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_STRING, _ARRAY = 8, 9
+# Bytes of the other types of metadata, by their number in the file.
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_ALIGNMENT_KEY, _ALIGNMENT = b"general.alignment", 32
+_UINT32 = 4
+_MOST_AXES = 4
+_LARGEST_ALIGNMENT = 1 << 20
+# Larger ones would keep the reader busy for long; vocabularies have some 100,000.
+_MOST_ENTRIES = 1 << 16
+_MOST_ELEMENTS = 1 << 22
+
+
+class _Cursor:
+    """A place in the file, which never leaves it."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.place = data, 0
+
+    def skip(self, count: int, what: str) -> int:
+        """Goes on by so many bytes; returns where they begin."""
+        start = self.place
+        if count > len(self.data) - start:
+            raise _Malformed(f"it ends inside of {what}, which has {count} bytes at byte {start}")
+        self.place = start + count
+        return start
+
+    def number(self, form: str, what: str) -> int:
+        (value,) = struct.unpack_from(f"<{form}", self.data, self.skip(struct.calcsize(form), what))
+        return int(value)
+
+    def text(self, what: str) -> bytes:
+        length = self.number("Q", what)
+        start = self.skip(length, what)
+        return self.data[start : start + length]
+
+
+class _Malformed(Exception):
+    """Says what is wrong with the file."""
+
+
+def check_header(path: Path) -> None:
+    """Raises ModelBuildError unless path is a GGUF file all parts of which lie inside of it."""
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _check(_Cursor(data))
+    except FileNotFoundError:
+        raise ModelBuildError(f"file {str(path)!r} does not exist") from None
+    except OSError as error:
+        raise ModelBuildError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except (_Malformed, ValueError) as error:  # an empty file cannot be mapped
+        raise ModelBuildError(
+            f"{os.fspath(path)!r} cannot be read as a GGUF file: {error}; download it again"
+        ) from None
+
+
+def _check(cursor: _Cursor) -> None:
+    start = cursor.skip(len(_MAGIC), "the magic number")
+    if cursor.data[start : cursor.place] != _MAGIC:
+        raise _Malformed("it does not begin with 'GGUF'")
+    version = cursor.number("I", "the version")
+    if version not in _VERSIONS:
+        raise _Malformed(f"its version is {version}, expected 2 or 3 (little endian)")
+    tensors, pairs = cursor.number("Q", "the header"), cursor.number("Q", "the header")
+    if max(tensors, pairs) > _MOST_ENTRIES:
+        raise _Malformed(f"it has {tensors} tensors and {pairs} entries of metadata, expected {_MOST_ENTRIES} at most")
+    alignment = _ALIGNMENT
+    for _ in range(pairs):
+        key = cursor.text("a name in the metadata")
+        kind = cursor.number("I", f"{key!r}")
+        before = cursor.place
+        _skip_value(cursor, kind, f"{key!r}")
+        if key == _ALIGNMENT_KEY:
+            alignment = struct.unpack_from("<I", cursor.data, before)[0] if kind == _UINT32 else 0
+            if not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
+                raise _Malformed("its alignment is no power of two")
+    ends = [_tensor_end(cursor, alignment) for _ in range(tensors)]
+    begin = -(-cursor.place // alignment) * alignment
+    for name, end in ends:
+        if begin + end > len(cursor.data):
+            raise _Malformed(f"tensor {name!r} ends at byte {begin + end}, but the file has {len(cursor.data)} bytes")
+
+
+def _skip_value(cursor: _Cursor, kind: int, what: str) -> None:
+    if kind == _STRING:
+        cursor.text(what)
+    elif kind == _ARRAY:
+        inner, count = cursor.number("I", what), cursor.number("Q", what)
+        if count > _MOST_ELEMENTS:
+            raise _Malformed(f"{what} is an array of {count} elements, expected {_MOST_ELEMENTS} at most")
+        if inner == _STRING:
+            for _ in range(count):
+                cursor.text(what)
+        elif inner in _SIZES:
+            cursor.skip(_SIZES[inner] * count, what)
+        else:
+            raise _Malformed(f"{what} is an array of unknown type {inner}")
+    elif kind in _SIZES:
+        cursor.skip(_SIZES[kind], what)
+    else:
+        raise _Malformed(f"{what} is of unknown type {kind}")
+
+
+def _tensor_end(cursor: _Cursor, alignment: int) -> tuple[str, int]:
+    """The tensor's name, and where it ends, in bytes behind the header."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name = cursor.text("the name of a tensor").decode(errors="replace")
+    what = f"tensor {name!r}"
+    axes = cursor.number("I", what)
+    if not 1 <= axes <= _MOST_AXES:
+        raise _Malformed(f"{what} has {axes} axes, expected 1 to {_MOST_AXES}")
+    shape = [cursor.number("Q", what) for _ in range(axes)]
+    kind, offset = cursor.number("I", what), cursor.number("Q", what)
+    try:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (KeyError, ValueError):
+        raise _Malformed(f"{what} is of type {kind}, which this version of the package gguf does not know") from None
+    if 0 in shape or shape[0] % block or offset % alignment:
+        raise _Malformed(f"{what} has shape {shape} at offset {offset}, expected rows of {block} numbers, aligned")
+    count = 1
+    for side in shape:  # Python's numbers do not overflow
+        count *= side
+    return name, offset + count // block * size

@@ -1,0 +1,240 @@
+"""From a GGUF file to the configuration of a decoder and its weights under their Hugging Face names.
+
+llama.cpp's converter reorders the rows of q_proj and k_proj of architecture "llama" for interleaved rotation, packs
+nothing that Hugging Face does not pack, and has added the 1 to the norms of Gemma already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ..graph_builder import ModelBuildError
+from ..llama import interleaved_to_half, rotated_parts
+from ..llama_config import LlamaConfig, llama_weight_shapes
+from .file import GgufFile, StoredWeight
+
+_TABLE, _HEAD = "model.embed_tokens", "lm_head"
+# GGUF name -> Hugging Face name; of layers, what stands behind "blk.N.".
+_LAYER_WEIGHTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OTHER_WEIGHTS = {"token_embd": _TABLE, "output_norm": "model.norm", "output": _HEAD}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What the family's members differ in. hugging_face: the name of the class there."""
+
+    hugging_face: str
+    rope_style: Literal["half", "interleaved"] = "half"
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    scaled_embedding: bool = False
+    packed: bool = False  # query, key and value in one tensor, and gate and up in another
+
+
+ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", rope_style="interleaved"),  # and Mistral
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "phi3": _Architecture("Phi3ForCausalLM", packed=True),
+    "gemma": _Architecture("GemmaForCausalLM", activation="gelu_tanh", scaled_embedding=True),
+}
+
+# What the graph does not compute, behind the architecture's name; none of them in the metadata, or 0.
+_UNKNOWN = (
+    "expert_count",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "use_parallel_residual",
+)
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """weights: by Hugging Face's names; see llama_weight_shapes. architecture: as the file names it."""
+
+    file: GgufFile
+    architecture: str
+    config: LlamaConfig
+    weights: Mapping[str, StoredWeight]
+    notes: tuple[str, ...] = ()
+
+    def with_halves(self) -> GgufModel:
+        """The model whose rotated pairs are (i, i + head_dim / 2): the rows are read in another order."""
+        if self.config.rope_style == "half":
+            return self
+        weights = dict(self.weights)
+        for layer in range(self.config.num_hidden_layers):
+            for part in rotated_parts(self.config):
+                key = f"model.layers.{layer}.self_attn.{part}"
+                order = interleaved_to_half(np.arange(weights[key].shape[0]), self.config.head_size)
+                weights[key] = weights[key].reordered(order)
+        return replace(self, config=replace(self.config, rope_style="half"), weights=weights)
+
+
+class GgufWeights(Mapping[str, np.ndarray]):
+    """The weights under their Hugging Face names, dequantized to float32 when asked for."""
+
+    def __init__(self, weights: Mapping[str, StoredWeight]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._weights[name].floats()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def read_gguf(path: str | os.PathLike[str]) -> tuple[LlamaConfig, Mapping[str, np.ndarray]]:
+    """The configuration and the weights of a GGUF file, float32, dequantized one at a time; see read_model."""
+    model = read_model(path)
+    return model.config, GgufWeights(model.weights)
+
+
+def read_model(path: str | os.PathLike[str]) -> GgufModel:
+    """Reads a decoder of the Llama family, of any quantization that the package gguf can undo.
+
+    Raises OrtolanError when the package gguf is missing; ModelBuildError when the file is no GGUF file, is of another
+    architecture, or holds what build_llama does not compute.
+    """
+    file = GgufFile(path)
+    name = file.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelBuildError(
+            f"{path} holds a model of architecture {name!r}, expected one of {', '.join(map(repr, ARCHITECTURES))}"
+        )
+    architecture = ARCHITECTURES[name]
+    _refuse_unknown(file, name)
+    weights = {_hugging_face_name(key): weight for key, weight in file.weights.items()}
+    config, notes = _read_config(file, name, architecture, weights)
+    if architecture.packed:
+        weights = _unpacked(weights, config)
+    expected = llama_weight_shapes(config)
+    others = [weight.name for key, weight in weights.items() if key not in expected and key != _ROPE_FACTORS]
+    if others:
+        raise ModelBuildError(
+            f"{path} holds {len(others)} tensors that a decoder of architecture {name!r} does not have here, such as "
+            f"{others[0]!r}; such models cannot be built"
+        )
+    return GgufModel(file, name, config, {key: weights[key] for key in expected if key in weights}, notes)
+
+
+def _hugging_face_name(name: str) -> str:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"; names we do not know stay."""
+    parts = name.split(".")
+    if parts[0] == "blk" and len(parts) == 4 and parts[2] in _LAYER_WEIGHTS:
+        return f"model.layers.{parts[1]}.{_LAYER_WEIGHTS[parts[2]]}.{parts[3]}"
+    if len(parts) == 2 and parts[0] in _OTHER_WEIGHTS:
+        return f"{_OTHER_WEIGHTS[parts[0]]}.{parts[1]}"
+    return name
+
+
+def _refuse_unknown(file: GgufFile, name: str) -> None:
+    scaling = file.metadata.get(f"{name}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ModelBuildError(f"{file.path} scales its rotary frequencies ({scaling}); expected a model that does not")
+    for key in _UNKNOWN:
+        if found := file.metadata.get(f"{name}.{key}"):
+            raise ModelBuildError(f"{file.path} has {name}.{key} = {found!r}, which such graphs do not compute")
+
+
+def _read_config(
+    file: GgufFile, name: str, architecture: _Architecture, weights: Mapping[str, StoredWeight]
+) -> tuple[LlamaConfig, tuple[str, ...]]:
+    hidden, heads = file.whole(f"{name}.embedding_length"), file.whole(f"{name}.attention.head_count")
+    head_dim = file.whole(f"{name}.attention.key_length", max(1, hidden // heads))
+    for key, what in (("attention.value_length", "has values of"), ("rope.dimension_count", "rotates")):
+        if (found := file.whole(f"{name}.{key}", head_dim)) != head_dim:
+            raise ModelBuildError(f"{file.path} {what} {found} of {head_dim} numbers of a head, expected all")
+    if f"{_TABLE}.weight" not in weights:
+        raise ModelBuildError(f"{file.path} has no tensor 'token_embd.weight'; is it the first part of a split file?")
+    context, notes = file.whole(f"{name}.context_length"), list[str]()
+    window = file.metadata.get(f"{name}.attention.sliding_window")
+    if isinstance(window, int) and 0 < window < context:
+        notes.append(f"attention in a window is not built: positions end at its {window} tokens, not at {context}")
+        context = window
+    config = LlamaConfig(
+        vocab_size=weights[f"{_TABLE}.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=file.whole(f"{name}.feed_forward_length"),
+        num_hidden_layers=file.whole(f"{name}.block_count", most=4096),
+        num_attention_heads=heads,
+        num_key_value_heads=file.whole(f"{name}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        # Stored as float32: 1e-5 comes back as 9.999999747378752e-06.
+        rms_norm_eps=float(str(np.float32(file.positive(f"{name}.attention.layer_norm_rms_epsilon")))),
+        rope_theta=file.positive(f"{name}.rope.freq_base", 10000.0),
+        rope_style=architecture.rope_style,
+        tie_word_embeddings=f"{_HEAD}.weight" not in weights,
+        max_position_embeddings=context,
+        rope_factors=_rope_factors(weights),
+        qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
+        qk_norm="model.layers.0.self_attn.q_norm.weight" in weights,
+        activation=architecture.activation,
+        embedding_scale=hidden**0.5 if architecture.scaled_embedding else 1.0,
+    )
+    return config, tuple(notes)
+
+
+def _rope_factors(weights: Mapping[str, StoredWeight]) -> tuple[float, ...] | None:
+    """Of Llama 3.1 and later."""
+    if _ROPE_FACTORS not in weights:
+        return None
+    factors = weights[_ROPE_FACTORS].floats().ravel()
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelBuildError(f"tensor {_ROPE_FACTORS!r} holds numbers that are not above 0")
+    return tuple(factors.tolist())
+
+
+def _unpacked(weights: Mapping[str, StoredWeight], config: LlamaConfig) -> dict[str, StoredWeight]:
+    """Phi-3: rows of query, key and value from one tensor, and of gate and up from another."""
+    result = dict(weights)
+    query, key = (heads * config.head_size for heads in (config.num_attention_heads, config.num_key_value_heads))
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        packed = {
+            f"blk.{layer}.attn_qkv.weight": {
+                "self_attn.q_proj": query,
+                "self_attn.k_proj": key,
+                "self_attn.v_proj": key,
+            },
+            f"{prefix}.mlp.up_proj.weight": dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.intermediate_size),
+        }
+        for name, parts in packed.items():
+            if name not in result:
+                continue
+            whole, start = result.pop(name), 0
+            if whole.shape[0] != sum(parts.values()):
+                raise ModelBuildError(
+                    f"tensor {whole.name!r} has {whole.shape[0]} rows, expected {sum(parts.values())}, of "
+                    f"{' and '.join(parts)}"
+                )
+            for part, rows in parts.items():
+                result[f"{prefix}.{part}.weight"] = whole.rows(start, start + rows)
+                start += rows
+    return result

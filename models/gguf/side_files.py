@@ -1,0 +1,117 @@
+"""What stands beside a model in a folder for onnxruntime-genai, Optimum and transformers: configurations, as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..graph_builder import ModelBuildError
+from ..llama_config import LlamaConfig
+from .model import ARCHITECTURES, GgufModel
+from .tokenizer import TokenizerFacts
+
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def side_files(model: GgufModel, facts: TokenizerFacts, tokens: list[str]) -> dict[str, dict[str, Any]]:
+    """By file name: config.json, generation_config.json, tokenizer_config.json.
+
+    tokens: the vocabulary. Raises ModelBuildError where no token ends a text.
+    """
+    return {
+        "config.json": {**config_fields(model.config, model.architecture), **_token_ids(model, facts)},
+        "generation_config.json": _token_ids(model, facts),
+        "tokenizer_config.json": _tokenizer_fields(model.config, facts, tokens),
+    }
+
+
+def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str, Any]:
+    """What config.json tells of the model, without its tokens."""
+    same = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings"),
+    )
+    activation = _ACTIVATIONS[config.activation]
+    return {
+        "architectures": [ARCHITECTURES[architecture].hugging_face],
+        "model_type": architecture,
+        **{name: getattr(config, name) for name in same},
+        "head_dim": config.head_size,
+        "hidden_act": activation,
+        **({"hidden_activation": activation} if architecture == "gemma" else {}),
+        "torch_dtype": "float32",
+    }
+
+
+def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, library: str) -> dict[str, Any]:
+    """genai_config.json, for the graph that build_llama makes with attention="gqa", in a session with this library."""
+    config = model.config
+    return {
+        "model": {
+            **_token_ids(model, facts),
+            "context_length": config.max_position_embeddings,
+            "decoder": {
+                "session_options": {
+                    "log_id": "onnxruntime-genai",
+                    "provider_options": [],
+                    "custom_ops_library": library,
+                },
+                "filename": file_name,
+                "head_size": config.head_size,
+                "hidden_size": config.hidden_size,
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+                "num_attention_heads": config.num_attention_heads,
+                "num_hidden_layers": config.num_hidden_layers,
+                "num_key_value_heads": config.num_key_value_heads,
+            },
+            "type": model.architecture,
+            "vocab_size": config.vocab_size,
+        },
+        "search": {
+            "do_sample": False,
+            "max_length": config.max_position_embeddings,
+            "min_length": 0,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "past_present_share_buffer": True,
+            "repetition_penalty": 1.0,
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 1.0,
+        },
+    }
+
+
+def _token_ids(model: GgufModel, facts: TokenizerFacts) -> dict[str, Any]:
+    if not facts.ends:
+        raise ModelBuildError(f"{model.file.path} names no token that ends a text (tokenizer.ggml.eos_token_id)")
+    ends = facts.ends[0] if len(facts.ends) == 1 else list(facts.ends)
+    return {
+        "bos_token_id": facts.ends[0] if facts.bos is None else facts.bos,
+        "eos_token_id": ends,
+        "pad_token_id": facts.ends[0] if facts.padding is None else facts.padding,
+    }
+
+
+def _tokenizer_fields(config: LlamaConfig, facts: TokenizerFacts, tokens: list[str]) -> dict[str, Any]:
+    ids = {"bos": facts.bos, "eos": facts.eos, "unk": facts.unknown, "pad": facts.padding}
+    named = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
+    fields: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "add_bos_token": facts.adds_bos,
+        "add_eos_token": facts.adds_eos,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": config.max_position_embeddings,
+    }
+    return fields if facts.chat_template is None else {**fields, "chat_template": facts.chat_template}

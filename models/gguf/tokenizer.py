@@ -1,0 +1,256 @@
+"""The tokenizer of a GGUF file, as the package `tokenizers` has it.
+
+Byte-level BPE (tokenizer.ggml.model "gpt2"): the vocabulary, the merges, and by tokenizer.ggml.pre how text is split
+before. SentencePiece ("llama"): BPE whose merges follow from the scores of its pieces, with bytes for what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...errors import OrtolanError
+from ..graph_builder import ModelBuildError
+from .file import GgufFile
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+_PREFIX = "tokenizer.ggml."
+# In tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_SPACE = "▁"  # of SentencePiece
+
+_DIGIT = r"\p{N}"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LETTERS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+)
+
+
+@dataclass(frozen=True)
+class _Splitting:
+    """How byte-level BPE splits text: by the patterns, in turn.
+
+    whole_words: words of the vocabulary are tokens, whatever the merges. begins: a text begins with BOS.
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    begins: bool = False
+
+
+_LLAMA3 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}{{1,3}}|{_SIGNS}|{_SPACES}",), whole_words=True, begins=True)
+_TEKKEN = _Splitting(
+    (f"{_LETTERS}|{_DIGIT}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_SPACES}",), whole_words=True, begins=True
+)
+_QWEN2 = _Splitting((f"{_CONTRACTIONS}|{_WORDS}|{_DIGIT}|{_SIGNS}|{_SPACES}",))
+# By tokenizer.ggml.pre.
+_SPLITTINGS: Mapping[str, _Splitting] = {
+    # Of converters that did not know the tokenizer: llama.cpp's guess, which is what users of the file have seen.
+    "default": _Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
+    "gpt-2": _Splitting((_GPT2,)),
+    "smollm": _Splitting((_DIGIT, _GPT2)),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What tokenizer_config.json tells of a GGUF file's tokenizer. Ids are None where the file names none."""
+
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    padding: int | None
+    ends: tuple[int, ...]  # all tokens that end an answer, eos first
+    adds_bos: bool
+    adds_eos: bool
+    chat_template: str | None
+
+
+# Tokens that end a turn, which generation stops at though they may not be eos; as llama.cpp has them.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
+
+
+def read_tokenizer_facts(file: GgufFile) -> TokenizerFacts:
+    """Raises ModelBuildError."""
+    tokens = file.array(f"{_PREFIX}tokens")
+
+    def token(name: str) -> int | None:
+        found = file.metadata.get(f"{_PREFIX}{name}_token_id")
+        if found is None or found == 0xFFFFFFFF:  # -1: none
+            return None
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(tokens):
+            raise ModelBuildError(
+                f"{file.path}: metadata '{_PREFIX}{name}_token_id' is {found!r}, expected one of {len(tokens)} tokens"
+            )
+        return found
+
+    def flag(name: str, default: bool) -> bool:
+        return bool(file.metadata.get(f"{_PREFIX}{name}", default))
+
+    kinds = _token_types(file, len(tokens))
+    eos, turn = token("eos"), token("eot")
+    ends = [one for one in (eos, turn) if one is not None]
+    ends += [index for index, text in enumerate(tokens) if text in _TURN_ENDS and kinds[index] == _CONTROL]
+    template = file.metadata.get("tokenizer.chat_template")
+    byte_level = file.metadata.get(f"{_PREFIX}model") == "gpt2"
+    return TokenizerFacts(
+        bos=token("bos"),
+        eos=eos,
+        unknown=token("unknown"),
+        padding=token("padding"),
+        ends=tuple(dict.fromkeys(ends)),
+        adds_bos=flag("add_bos_token", _splitting(file).begins if byte_level else True),
+        adds_eos=flag("add_eos_token", False),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def read_gguf_tokenizer(path: str | os.PathLike[str] | GgufFile) -> Tokenizer:
+    """Builds the tokenizer described in a GGUF file's metadata; it adds the tokens at the ends that the file wants.
+
+    Raises OrtolanError when the packages `gguf` or `tokenizers` are missing; ModelBuildError when the file describes a
+    tokenizer of another kind.
+    """
+    file = path if isinstance(path, GgufFile) else GgufFile(path)
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise OrtolanError(
+            "text in and out needs the package 'tokenizers'; install it with: pip install 'ortolan[decoder]'"
+        ) from error
+    kind = file.text(f"{_PREFIX}model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelBuildError(
+            f"{file.path} has a tokenizer of kind {kind!r}; expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)"
+        )
+    tokens = _texts(file, "tokens")
+    if len(set(tokens)) != len(tokens):
+        raise ModelBuildError(f"{file.path}: its vocabulary has a token twice")
+    facts = read_tokenizer_facts(file)
+    try:
+        tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens, facts)
+        tokenizer.add_tokens(list(_added_tokens(tokens, _token_types(file, len(tokens)))))
+    except ModelBuildError:
+        raise
+    except Exception as error:  # what the package raises for merges of tokens that there are not
+        raise ModelBuildError(f"{file.path}: no tokenizer can be made of its vocabulary: {error}") from error
+    ends = [
+        (index, tokens[index])
+        for index, wanted in ((facts.bos, facts.adds_bos), (facts.eos, facts.adds_eos))
+        if wanted and index is not None
+    ]
+    if ends:
+        begins = facts.adds_bos and facts.bos is not None
+        before = [f"{tokens[facts.bos or 0]}:0"] if begins else []
+        after = [f"{tokens[facts.eos or 0]}:1"] if len(ends) > len(before) else []
+        single = [*before, "$A:0", *(end.replace(":1", ":0") for end in after)]
+        pair = [*single, *(one.replace(":0", ":1") for one in single)]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=single,
+            pair=[part.replace("$A:1", "$B:1") for part in pair],
+            special_tokens=[(t, i) for i, t in ends],
+        )
+    return tokenizer
+
+
+def _texts(file: GgufFile, name: str) -> list[str]:
+    found = file.array(_PREFIX + name)
+    if not found or not all(isinstance(one, str) for one in found):
+        raise ModelBuildError(f"{file.path}: metadata '{_PREFIX}{name}' is no array of texts")
+    return list(found)
+
+
+def _token_types(file: GgufFile, count: int) -> Sequence[int]:
+    found = file.array(f"{_PREFIX}token_type")
+    if len(found) != count:
+        raise ModelBuildError(f"{file.path}: its {count} tokens have {len(found)} types")
+    return found
+
+
+def _splitting(file: GgufFile) -> _Splitting:
+    name = file.text(f"{_PREFIX}pre", "default")
+    if name not in _SPLITTINGS:
+        raise ModelBuildError(
+            f"{file.path} has a tokenizer of kind 'gpt2' that splits text as {name!r}; expected one of "
+            f"{', '.join(map(repr, _SPLITTINGS))}"
+        )
+    return _SPLITTINGS[name]
+
+
+def _added_tokens(tokens: Sequence[str], kinds: Sequence[int]) -> Iterable[AddedToken]:
+    """Those that are found in a text before it is split."""
+    from tokenizers import AddedToken
+
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token:
+            yield AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    merges = []
+    for merge in _texts(file, "merges"):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise ModelBuildError(f"{file.path}: merge {merge!r} is not two tokens")
+        merges.append((left, right))
+    splitting = _splitting(file)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
+    # Not ByteLevel's own splitting as GPT-2 does: onnxruntime-genai splits in another way behind other patterns.
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, words])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(file: GgufFile, tokens: Sequence[str], facts: TokenizerFacts) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.array(f"{_PREFIX}scores")
+    if len(scores) != len(tokens) or not all(isinstance(score, float) for score in scores):
+        raise ModelBuildError(f"{file.path}: its {len(tokens)} tokens have {len(scores)} scores")
+    unknown = None if facts.unknown is None else tokens[facts.unknown]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = _merges_of_scores(vocabulary, scores, _token_types(file, len(tokens)))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = bool(file.metadata.get(f"{_PREFIX}add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_of_scores(
+    vocabulary: Mapping[str, int], scores: Sequence[float], kinds: Sequence[int]
+) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, that of the highest score first, as SentencePiece joins them."""
+    found = []
+    for piece, index in vocabulary.items():
+        if kinds[index] != _USER_DEFINED and kinds[index] != _CONTROL:
+            cuts = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+            pairs = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+            pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+            found += [(-scores[index], pair) for pair in pairs]
+    found.sort(key=lambda one: one[0])  # stable: of equal scores the earlier piece
+    return [pair for _, pair in found]

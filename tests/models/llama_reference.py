@@ -1,0 +1,86 @@
+"""An independent numpy Llama, and a runner of built ones."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from ortolan.models.llama_config import LlamaConfig
+
+
+class Decoder:
+    """Runs a model and keeps its cache."""
+
+    def __init__(self, model: ir.Model, config: LlamaConfig, batch: int = 1):
+        self.session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+        shape = (batch, config.num_key_value_heads, 0, config.head_size)
+        self.past = {
+            f"past_key_values.{layer}.{part}": np.zeros(shape, np.float32)
+            for layer in range(config.num_hidden_layers)
+            for part in ("key", "value")
+        }
+        self.mask = np.ones((batch, 0), np.int64)
+
+    def step(self, ids: np.ndarray, mask: np.ndarray | None = None, positions: np.ndarray | None = None) -> np.ndarray:
+        start = self.mask.shape[1]
+        self.mask = np.concatenate([self.mask, np.ones_like(ids) if mask is None else mask], axis=1)
+        if positions is None:
+            positions = np.broadcast_to(np.arange(start, self.mask.shape[1]), ids.shape)
+        feeds = {"input_ids": ids, "attention_mask": self.mask, "position_ids": positions, **self.past}
+        feeds = {value.name: feeds[value.name] for value in self.session.get_inputs()}
+        names = ["logits", *(name.replace("past_key_values", "present") for name in self.past)]
+        logits, *present = self.session.run(names, feeds)
+        self.past = dict(zip(self.past, present, strict=True))
+        return logits
+
+
+def reference_llama(w: dict[str, np.ndarray], config: LlamaConfig, ids: np.ndarray) -> np.ndarray:
+    """Logits of one sequence in float64, one head at a time, rotating complex numbers."""
+    w = {name: array.astype(np.float64) for name, array in w.items()}
+    size = config.head_size
+    angles = np.arange(len(ids))[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
+    angles = angles / np.array(config.rope_factors or [1.0])
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w[name]
+
+    def rotate(x):
+        out = np.empty_like(x)
+        pairs = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if config.rope_style == "interleaved"
+            else (slice(None, size // 2), slice(size // 2, None))
+        )
+        turned = (x[:, pairs[0]] + 1j * x[:, pairs[1]]) * np.exp(1j * angles)
+        out[:, pairs[0]], out[:, pairs[1]] = turned.real, turned.imag
+        return out
+
+    def project(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def heads(x, name):
+        split = project(x, f"{name}_proj").reshape(len(ids), -1, size)
+        return (norm(split, f"{name}_norm.weight") if f"{name}_norm.weight" in w else split).swapaxes(0, 1)
+
+    def act(x):
+        if config.activation == "silu":
+            return x / (1 + np.exp(-x))
+        return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+    x = w["model.embed_tokens.weight"][ids] * config.embedding_scale
+    for layer in range(config.num_hidden_layers):
+        p = f"model.layers.{layer}"
+        h = norm(x, f"{p}.input_layernorm.weight")
+        q, k, v = (heads(h, f"{p}.self_attn.{name}") for name in "qkv")
+        group = config.num_attention_heads // config.num_key_value_heads
+        contexts = []
+        for head in range(config.num_attention_heads):
+            scores = rotate(q[head]) @ rotate(k[head // group]).T / np.sqrt(size)
+            scores[np.triu_indices(len(ids), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            contexts.append(weights / weights.sum(-1, keepdims=True) @ v[head // group])
+        x = x + np.concatenate(contexts, axis=1) @ w[f"{p}.self_attn.o_proj.weight"].T
+        h = norm(x, f"{p}.post_attention_layernorm.weight")
+        gate, up = (h @ w[f"{p}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (act(gate) * up) @ w[f"{p}.mlp.down_proj.weight"].T
+    head = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return norm(x, "model.norm.weight") @ head.T
