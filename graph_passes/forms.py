@@ -301,6 +301,18 @@ ADOPT: Mapping[str, Any] = {
     ],
 }
 
+# For a model whose numbers are given beside it (PassContext.given), as a GGUF file has them.
+IMPORT: Mapping[str, Any] = {
+    "name": "import",
+    "description": "Weights of 4 bits (W4A8MatMul) and of 8 (W8A8MatMul), number by number",
+    "pass": [
+        {"name": "normalize"},
+        {"name": "embeddings"},
+        {"name": "replace", "op": "W4A8MatMul"},
+        {"name": "replace", "op": "W8A8MatMul"},
+    ],
+}
+
 # Recipes of earlier versions, and what they are called by now.
 _OLD: Mapping[str, Mapping[str, Any]] = {
     "sparse-bf16": {"weights": "bf16", "sparsity": 0.5},

@@ -69,10 +69,10 @@ def transform(steps: Steps, context: PassContext) -> None:
     _note_gainless(context)
 
 
-def write(steps: Steps, context: PassContext) -> None:
-    """The model as it is now, and what it was made by, to context.candidate."""
+def write(steps: Steps, context: PassContext, embed_limit: int | None = None) -> None:
+    """The model as it is now, and what it was made by, to context.candidate. embed_limit: see write_model."""
     context.source.model.metadata_props.update(_provenance(steps.recipe))
-    write_model(context.source.model, context.candidate, context.telling(Stage.WRITE))
+    write_model(context.source.model, context.candidate, context.telling(Stage.WRITE), embed_limit)
     context.release()
 
 

@@ -251,12 +251,17 @@ def _check_external(tensor: ir.ExternalTensor, place: Path, path: Path) -> None:
         )
 
 
-def write_model(model: ir.Model, path: Path, on_tensor: Callable[[int, int], None]) -> None:
-    """Writes the model, and `<path>.data` beside it if its weights are large. The model itself stays as it is."""
+def write_model(
+    model: ir.Model, path: Path, on_tensor: Callable[[int, int], None], embed_limit: int | None = None
+) -> None:
+    """Writes the model, and `<path>.data` beside it if its weights have embed_limit bytes (None: EMBED_LIMIT).
+
+    The model itself stays as it is.
+    """
     slots = list(tensor_slots(model))
     total = sum(tensor.nbytes for tensor, _ in slots)
     try:
-        if total >= EMBED_LIMIT:
+        if total >= (EMBED_LIMIT if embed_limit is None else embed_limit):
             ir.save(
                 model,
                 path,

@@ -29,14 +29,20 @@ class OtherFiles:
 
 def check_output_folder(output: Path, folder: Path) -> None:
     """Refuses an output that cannot become a folder beside the input, which is not touched."""
-    if output.exists() and not output.is_dir():
+    check_new_folder(output, "the input is a folder", ", or the ONNX file inside of the input as the model")
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
         raise OutputError(
-            f"output {str(output)!r} is a file, but the input is a folder; give a folder that is not there"
+            f"output {str(output)!r} lies in the input folder, which is not changed; choose another place"
         )
+
+
+def check_new_folder(output: Path, because: str, otherwise: str = "") -> None:
+    """Refuses an output that cannot become a folder. because, otherwise: why it must be one, and what else to give."""
+    if output.exists() and not output.is_dir():
+        raise OutputError(f"output {str(output)!r} is a file, but {because}; give a folder that is not there")
     if output.suffix == MODEL_SUFFIX and not output.exists():
         raise OutputError(
-            f"output {str(output)!r} is named like a file, but the input is a folder; give a folder's name, or the "
-            "ONNX file inside of the input as the model"
+            f"output {str(output)!r} is named like a file, but {because}; give a folder's name{otherwise}"
         )
     if output.exists() and any(output.iterdir()):
         raise OutputError(f"output folder {str(output)!r} is not empty; remove it, or choose another one")
@@ -45,10 +51,6 @@ def check_output_folder(output: Path, folder: Path) -> None:
         raise OutputError(f"the folder of output {str(output)!r} does not exist; create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"the folder of output {str(output)!r} cannot be written to")
-    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
-        raise OutputError(
-            f"output {str(output)!r} lies in the input folder, which is not changed; choose another place"
-        )
 
 
 def find_others(source: ModelFile) -> OtherFiles:

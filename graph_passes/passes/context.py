@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +15,7 @@ from ortolan.progress import Progress, Stage, no_progress
 from ..files.model_file import ModelFile, external_tensors, release_maps
 from ..files.spill import TensorSpill
 from ..find.linear import Linear, find_linears, layer_key
+from ..find.quantized_weight import QuantizedWeight
 from ..measure.decoding import Decoded
 from ..measure.evidence import Evidence
 from ..measure.feeds import Outputs
@@ -49,6 +50,9 @@ class PassContext:
     plan: Plan = field(default_factory=Plan)  # what the recipe is going to do
     layers: Layers = field(default_factory=Layers)
     caches: Caches = field(default_factory=Caches)
+    # Numbers of weights that are known before any pass runs, by the weight's name: the graph holds what they stand for,
+    # and pass replace packs them.
+    given: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     reference: Reference | None = None  # kept for pass verify
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
@@ -62,6 +66,8 @@ class PassContext:
         if not self.layers.reports:
             for layer in found:
                 self.layers.add(layer)
+                if isinstance(layer, Linear) and layer.weight_names[-1] in self.given:
+                    self.layers.take(layer, self.given[layer.weight_names[-1]])
             self.report.layers = list(self.layers.reports.values())
         return [item for item in found if isinstance(item, Linear)]
 

@@ -16,6 +16,7 @@ from ortolan import _native
 from ortolan.errors import ModelError
 
 from ..find.embedding import Embedding, find_embeddings
+from ..find.quantized_weight import QuantizedWeight
 from ..operators.embedding import StoredEmbedding
 from ..operators.nodes import input_of, new_initializer, nodes_of
 from ..operators.w8a8_matmul_function import INPUTS, OP_TYPE
@@ -25,6 +26,7 @@ from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
 _BITS = 8
+_FORM = (_BITS, EIGHT_BIT_GROUP)
 _ROWS = 8192  # that are rounded at once
 
 
@@ -69,7 +71,9 @@ class EmbeddingsPass(RecipePass):
                 'export the model again, or leave it out: embeddings.exclude = ["*"]'
             )
 
-        q, scales = _rounded(table)
+        given = context.given.get(embedding.table_name)
+        takes_given = given is not None and given.symmetric and (given.bits, given.group_size) == _FORM
+        q, scales = _as_rows(given) if given is not None and takes_given else _rounded(table)
 
         def add(part: str, array: np.ndarray) -> ir.Value:
             name = context.new_name(model, f"{embedding.table_name}.{part}")
@@ -124,6 +128,17 @@ def _is_weight(table: StoredEmbedding, weights: ir.Value, scales: ir.Value) -> b
 def _numbers(value: ir.Value) -> np.ndarray:
     assert value.const_value is not None
     return value.const_value.numpy()
+
+
+def _as_rows(given: QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:
+    """As _rounded, of numbers [width, rows] that are known."""
+    width, rows = given.q.shape.numpy()
+    groups = given.groups(width)
+    q = np.zeros((rows, groups * EIGHT_BIT_GROUP), np.int8)
+    q[:, :width] = given.q.numpy().T
+    scales = given.scales.numpy().T.astype(np.float32)
+    given.release()
+    return q.reshape(rows, groups, EIGHT_BIT_GROUP), scales[:, :, None]
 
 
 def _rounded(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -47,6 +47,11 @@ class Layers:
         else:
             self.reports[key] = LayerReport(layer.name, op_name(layer.node), reason=layer.reason)
 
+    def take(self, layer: Linear, numbers: QuantizedWeight) -> None:
+        """The layer's weight stands for these numbers already."""
+        self.quantized[layer.weight_key] = numbers
+        self.reports[layer_key(layer)].weight_bits = numbers.bits
+
     @property
     def changed(self) -> bool:
         """Whether there are tables of words in few bits, or layers that are pruned or quantized, and not replaced."""

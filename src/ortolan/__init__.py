@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ortolan.library import get_library_path
     from ortolan.session import cpu_info, create_session, register
 
+    from .importer import import_gguf
     from .inspection import inspect_onnx
     from .optimize import optimize_onnx, search
 
@@ -50,6 +51,7 @@ __all__ = [
     "cpu_info",
     "create_session",
     "get_library_path",
+    "import_gguf",
     "inspect_onnx",
     "optimize_onnx",
     "register",
@@ -61,6 +63,7 @@ _LAZY = {
     "Recipe": "ortolan.graph_passes.recipe",
     "OptimizationReport": "ortolan.graph_passes.report.optimization",
     "TextInput": "ortolan.graph_passes.text.text_input",
+    "import_gguf": "ortolan.importer",
     "inspect_onnx": "ortolan.inspection",
     "optimize_onnx": "ortolan.optimize",
     "search": "ortolan.optimize",

@@ -1,5 +1,5 @@
-"""The command line: `ortolan optimize | search | distill | inspect | bench | doctor | demo | triton`. It only calls
-the API.
+"""The command line: `ortolan optimize | search | distill | import | inspect | bench | doctor | demo | triton`. It only
+calls the API.
 
 Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
 `ortolan --help` is quick.
@@ -38,6 +38,7 @@ _PIPED_WIDTH = 10_000
 
 _INTERRUPTED = {  # what an interrupt of a command leaves
     "optimize": ", nothing was written",
+    "import": ", nothing was written",
     "search": ", nothing was written",
     "distill": "; the same command goes on from the last checkpoint",
 }
@@ -296,6 +297,21 @@ def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Pa
     if found is None:
         raise OrtolanError("--score needs the model's tokenizer.json; give --tokenizer")
     return lambda path: spearman_on_sts(SentenceEncoder(create_session(path), found), pairs)
+
+
+@app.command("import")
+def import_(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.gguf", help="A GGUF file of a Llama-like decoder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The new folder.")],
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = 0,
+) -> None:
+    """Make a folder for onnxruntime-genai and Optimum of a GGUF file, its numbers as they are (extra decoder)."""
+    from . import import_gguf
+
+    with _progress_bar(verbose) as progress:
+        report = import_gguf(model, output, progress=progress)
+    _print_result(report, as_json)
 
 
 @app.command()

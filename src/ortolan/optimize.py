@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +35,7 @@ from ortolan.graph_passes.files.model_folder import (
     move_folder_into_place,
 )
 from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.graph_passes.files.work_folder import work_folder
 from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.find.stored_int4 import StoredInt4
 from ortolan.graph_passes.find.stored_int8 import StoredInt8
@@ -54,10 +52,10 @@ from ortolan.graph_passes.text.text_input import TextInput, add_text_input, chec
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
 from .choice import Choice, read_choice
-from .errors import CalibrationError, LibraryError, ModelError, NothingToReplaceError, OutputError
+from .errors import CalibrationError, ModelError, NothingToReplaceError, OutputError
 from .library import LIBRARY_NAME
 from .progress import Progress, Stage, logger, no_progress, told
-from .session import cpu_info, package_versions
+from .session import known_cpu, package_versions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +66,6 @@ if TYPE_CHECKING:
     from ortolan.graph_passes.text.wordpiece import WordPiece
 
 _PROTOBUF_LIMIT = 2**31 - 2**20
-_STALE_SECONDS = 24 * 3600
 _MOST_PROBES = 1000  # texts of calibration that the tokenizer in the graph is compared on
 _RESULT = "result"  # in the work folder
 
@@ -204,7 +201,7 @@ def search(
         feeds, description = _read_feeds(_read_texts(calibration), tokenizer, find_tokenizer(source.path), source)
     with (
         told(progress or no_progress) as tell,
-        _work_folder(None) as work,
+        work_folder(None) as work,
         Evidence(source, work, feeds, description, portable=portable, keeps_fits=True) as evidence,
         bounded_pages(source.data_files if source.is_large else (), work),
     ):
@@ -275,7 +272,7 @@ class _Run:
             portable=portable,
             file_size_before=source.size,
             versions=package_versions(),
-            cpu=_cpu(),
+            cpu=known_cpu(),
         )
         self.report.notes += [choice.note] if choice.note else []
 
@@ -296,7 +293,7 @@ class _Run:
         """Finds the recipe where that is left open, runs it, and puts the result in its place."""
         source, searches = self.source, self.choice.recipe is None
         with (
-            _work_folder(None if self.dry_run else self.target) as work,
+            work_folder(None if self.dry_run else self.target) as work,
             TensorSpill(work) as spill,
             Evidence(
                 source, work, self.feeds, self.report.feeds, portable=self.portable, keeps_fits=searches
@@ -511,37 +508,3 @@ def _finish_folder(source: ModelFile, context: PassContext, target: Path, genai:
         context.note(f"{genai.path.name} names {LIBRARY_NAME}, which lies in the folder")
     context.progress(Stage.SAVE, 0, 1)
     move_folder_into_place(result, target)
-
-
-@contextmanager
-def _work_folder(target: Path | None) -> Iterator[Path]:
-    """A folder for unfinished files, beside the output so that a finished one can be renamed; it always goes away."""
-    parent = None if target is None else target.absolute().parent
-    prefix = "ortolan-" if target is None else f".{target.name}.ortolan-"
-    if parent is not None:
-        _remove_stale(parent, prefix)
-    try:
-        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot create a temporary folder in {str(parent or tempfile.gettempdir())!r}: {error.strerror}"
-        ) from error
-    with folder as name:
-        yield Path(name)
-
-
-def _remove_stale(parent: Path, prefix: str) -> None:
-    """Removes what a killed run left behind: a folder in which nothing was written for a day."""
-    with suppress(OSError):
-        for folder in parent.iterdir():
-            if folder.name.startswith(prefix):
-                written = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
-                if time.time() - written > _STALE_SECONDS:
-                    shutil.rmtree(folder)
-
-
-def _cpu() -> dict[str, Any]:
-    try:
-        return cpu_info()
-    except LibraryError:
-        return {}

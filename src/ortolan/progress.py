@@ -14,6 +14,7 @@ logger = logging.getLogger("ortolan")
 class Stage(StrEnum):
     """What optimize_onnx, search and distill are at. A benchmark tells the case that it measures instead."""
 
+    READ_WEIGHTS = "read weights"  # of a GGUF file
     NORMALIZE = "normalize"
     CALIBRATE = "calibrate"
     SENSITIVITY = "sensitivity"  # of layers to pruning

@@ -53,6 +53,14 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def known_cpu() -> dict[str, Any]:
+    """`cpu_info`, or nothing where the native module does not load."""
+    try:
+        return cpu_info()
+    except LibraryError:
+        return {}
+
+
 def register(session_options: onnxruntime.SessionOptions) -> None:
     """Makes Ortolan's operators known to sessions created with these options. Calling it again changes nothing."""
     import onnxruntime

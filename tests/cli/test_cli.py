@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -28,7 +29,7 @@ def test_version_and_help_are_quick_and_plain(run_cli):
     text = run_cli("--help")
     assert text.returncode == 0
     assert "\x1b" not in text.stdout
-    for command in ("optimize", "search", "distill", "inspect", "bench", "doctor", "demo"):
+    for command in ("optimize", "search", "distill", "import", "inspect", "bench", "doctor", "demo"):
         assert command in text.stdout
 
 
@@ -51,6 +52,25 @@ def test_wrong_usage_exits_with_2(run_cli, mlp_path):
         result = run_cli(*arguments)
         assert result.returncode == 2, arguments
         assert "Traceback" not in result.stderr
+
+
+# --- import -----------------------------------------------------------------------------------------------------------
+
+
+def test_import(run_cli, tmp_path):
+    gguf_file = pytest.importorskip("tests.models.gguf_file")
+    gguf_file.write(tmp_path / "model.gguf", table="Q8_0")
+    result = run_cli("import", tmp_path / "model.gguf", "-o", tmp_path / "folder")
+    assert result.returncode == 0, result.stderr
+    assert "14 matrices of Q4_1" in result.stdout and "number by number" in result.stdout
+    assert "W4A8MatMul" in {node.op_type for node in onnx.load(tmp_path / "folder/model.onnx").graph.node}
+    again = run_cli("import", tmp_path / "model.gguf", "-o", tmp_path / "folder", "--json")
+    assert again.returncode == 1
+    assert "is not empty" in json.loads(again.stdout)["error"]
+    (tmp_path / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:5000])
+    short = run_cli("import", tmp_path / "model.gguf", "-o", tmp_path / "other")
+    assert short.returncode == 1 and "cannot be read as a GGUF file" in short.stderr
+    assert not (tmp_path / "other").exists()
 
 
 # --- optimize ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import shutil
@@ -32,6 +33,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "cpus.md": (),
     "deploy.md": (),
     "formats.md": (),
+    "gguf.md": ("gguf", "tokenizers"),
     "long-context.md": ("tokenizers",),
     "methods.md": ("tokenizers",),
     "quickstart.md": (),
@@ -90,7 +92,8 @@ def write_sparse(model: ir.Model, path: Path, keep: Callable[[np.ndarray], np.nd
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """model.onnx, an encoder; fast.onnx, sparse.onnx and 2of4.onnx, made of it; decoder.onnx; tokenizer.json, which
-    goes with them all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder."""
+    goes with them all; texts.txt; model_folder, whose model stores 4-bit weights, and genai_folder; model.gguf, where
+    the package gguf is installed."""
     folder = tmp_path_factory.mktemp("models")
     write_wordpiece(folder / "tokenizer.json")
     rng = np.random.default_rng(0)
@@ -111,6 +114,10 @@ def models(tmp_path_factory) -> Path:
     part = {"filename": "model.onnx", "head_size": 16, "session_options": {"provider_options": []}}
     config = {"model": {"type": "llama", "context_length": 64, "decoder": part, "vocab_size": 128}}
     (folder / "genai_folder" / "genai_config.json").write_text(json.dumps(config))
+    if importlib.util.find_spec("gguf") is not None:
+        from ..models.gguf_file import write
+
+        write(folder / "model.gguf")
     return folder
 
 

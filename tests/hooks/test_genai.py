@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from tokenizers import Tokenizer
 
 import ortolan
 from ortolan.models import tiny
@@ -151,3 +152,17 @@ def test_the_folder_may_move(float_folder: Path, tmp_path: Path) -> None:
     expected = generate(tmp_path / "fast")
     (tmp_path / "fast").rename(tmp_path / "moved")
     assert generate(tmp_path / "moved") == expected
+
+
+def test_imported_gguf(tmp_path: Path) -> None:
+    gguf_file = pytest.importorskip("tests.models.gguf_file")
+    gguf_file.write(tmp_path / "model.gguf", table="Q8_0")
+    ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    assert len(generate(tmp_path / "folder")) == 24
+    assert generate(tmp_path / "folder", share_buffer=False) == generate(tmp_path / "folder")
+    tokenizer = genai.Tokenizer(genai.Model(str(tmp_path / "folder")))
+    text = tokenizer.apply_chat_template(json.dumps([{"role": "user", "content": "ab ab12"}]))
+    assert text == "ab ab12"
+    known = Tokenizer.from_file(str(tmp_path / "folder/tokenizer.json"))
+    for line in (text, "a b", "abé ab\n3", "<|endoftext|>ab"):
+        assert list(tokenizer.encode(line)) == known.encode(line).ids

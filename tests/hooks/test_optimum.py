@@ -21,6 +21,7 @@ onnxruntime_part = pytest.importorskip("optimum.onnxruntime", reason="needs opti
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from ortolan.generate import Decoder  # noqa: E402
 from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
 
 from ..recipes.forms import NAMED  # noqa: E402
@@ -275,3 +276,26 @@ def test_what_is_no_model_folder(tmp_path: Path) -> None:
 def test_session_options_may_be_registered_again() -> None:
     options = session_options()
     ortolan.register(options)
+
+
+def test_imported_gguf(tmp_path: Path) -> None:
+    gguf_file = pytest.importorskip("tests.models.gguf_file")
+    gguf_file.write(tmp_path / "model.gguf", table="Q8_0")
+    ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    model = onnxruntime_part.ORTModelForCausalLM.from_pretrained(
+        tmp_path / "folder", session_options=session_options(), use_io_binding=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "ab ab12"}], tokenize=False)
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = inputs["input_ids"][0].tolist()
+    found = model.generate(**inputs, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0].tolist()
+    stop = {0, 1}
+    decoder, expected = Decoder(ortolan.create_session(tmp_path / "folder/model.onnx")), list(ids)
+    step = ids
+    for _ in range(12):
+        logits = decoder.step(step)[-1]
+        logits[list(stop)] = -np.inf
+        step = [int(logits.argmax())]
+        expected += step
+    assert found == expected

@@ -1,0 +1,43 @@
+"""A folder for unfinished files, which always goes away."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ortolan.errors import OutputError
+
+_STALE_SECONDS = 24 * 3600
+
+
+@contextmanager
+def work_folder(target: Path | None) -> Iterator[Path]:
+    """A folder for unfinished files, beside the output so that a finished one can be renamed; it always goes away.
+
+    Raises OutputError."""
+    parent = None if target is None else target.absolute().parent
+    prefix = "ortolan-" if target is None else f".{target.name}.ortolan-"
+    if parent is not None:
+        _remove_stale(parent, prefix)
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot create a temporary folder in {str(parent or tempfile.gettempdir())!r}: {error.strerror}"
+        ) from error
+    with folder as name:
+        yield Path(name)
+
+
+def _remove_stale(parent: Path, prefix: str) -> None:
+    """Removes what a killed run left behind: a folder in which nothing was written for a day."""
+    with suppress(OSError):
+        for folder in parent.iterdir():
+            if folder.name.startswith(prefix):
+                written = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
+                if time.time() - written > _STALE_SECONDS:
+                    shutil.rmtree(folder)

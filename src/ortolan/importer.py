@@ -1,0 +1,242 @@
+"""import_gguf: from a GGUF file to a folder for onnxruntime-genai and Optimum, its numbers taken as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortolan.graph_passes.files.genai_folder import CONFIG_NAME, GenaiConfig
+from ortolan.graph_passes.files.model_file import ModelFile
+from ortolan.graph_passes.files.model_folder import check_new_folder, move_folder_into_place
+from ortolan.graph_passes.files.spill import TensorSpill
+from ortolan.graph_passes.files.work_folder import work_folder
+from ortolan.graph_passes.find.linear import layer_key
+from ortolan.graph_passes.find.quantized_weight import QuantizedWeight, dequantized_tensor
+from ortolan.graph_passes.forms import IMPORT
+from ortolan.graph_passes.measure.evidence import Evidence
+from ortolan.graph_passes.passes.context import PassContext
+from ortolan.graph_passes.recipe import Recipe
+from ortolan.graph_passes.report.figures import human_bytes
+from ortolan.graph_passes.report.optimization import LayerReport, OptimizationReport
+from ortolan.graph_passes.run import plan, transform, write
+
+from .errors import VerificationError
+from .library import LIBRARY_NAME, get_library_path
+from .models.gguf.file import StoredWeight
+from .models.gguf.model import GgufModel, read_model
+from .models.gguf.numbers import GROUP, TakenWeight, join_numbers, take_numbers
+from .models.gguf.side_files import genai_config, side_files
+from .models.gguf.tokenizer import TokenizerFacts, read_gguf_tokenizer, read_tokenizer_facts
+from .models.graph_builder import Weight, lazy_weight
+from .models.llama import build_llama
+from .progress import Progress, Stage, no_progress, told
+from .session import create_session, known_cpu, package_versions
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_MODEL = "model.onnx"
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_TO_CHECK = 4  # random inputs that each layer is run on
+
+
+def import_gguf(
+    path: str | os.PathLike[str], folder: str | os.PathLike[str], *, progress: Progress | None = None
+) -> OptimizationReport:
+    """Makes a folder for onnxruntime-genai and Optimum of a decoder of the Llama family in a GGUF file.
+
+    The folder holds model.onnx with GroupQueryAttention and our operators, its weights in model.onnx.data, the operator
+    library, tokenizer and chat template, and the configurations of both hosts. Numbers of Q4_0, Q4_1, Q5_0 and Q8_0 are
+    taken as they are; those of Q4_K with their scales rounded to float16; all others become 8 bits in groups of 32. The
+    report's notes say what became of which weights, and at what error. Each layer is run on random inputs, and compared
+    with the product of what its numbers stand for.
+
+    path: the file: architecture llama (Mistral too), qwen2, qwen3, phi3 or gemma, without scaled rotary frequencies
+        other than Llama 3.1's. Needs the extra ortolan[decoder].
+    folder: a new or empty folder, which appears when it is complete.
+    progress: as optimize_onnx takes it.
+
+    Raises an OrtolanError, before any long work for what cannot be imported.
+    """
+    target = Path(folder)
+    check_new_folder(target, "a model with its tokenizer is a folder")
+    with told(progress or no_progress) as tell:
+        run = _Import(read_model(path).with_halves(), target)
+        run.execute(tell)
+    return run.report
+
+
+@dataclass
+class _Weights:
+    """What the graph is built of: lazy floats by Hugging Face's names; and numbers by the names in the graph."""
+
+    lazy: dict[str, Weight] = field(default_factory=dict)
+    given: dict[str, QuantizedWeight] = field(default_factory=dict)
+    separate_qkv: list[int] = field(default_factory=list)
+    taken: dict[str, TakenWeight] = field(default_factory=dict)
+
+    def stored_bytes(self, name: str) -> int:
+        """In the file, of a weight by its name in the graph."""
+        names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
+        return sum(self.taken[one.removesuffix("_t")].stored.nbytes for one in names)
+
+
+class _Import:
+    """One call, of which all that can be refused without long work is checked."""
+
+    def __init__(self, model: GgufModel, target: Path) -> None:
+        get_library_path()
+        self.model, self.target = model, target
+        tokenizer = read_gguf_tokenizer(model.file)
+        facts = read_tokenizer_facts(model.file)
+        tokens = [str(tokenizer.id_to_token(index)) for index in range(tokenizer.get_vocab_size())]
+        self.texts = {"tokenizer.json": tokenizer.to_str(pretty=False)}
+        for name, content in side_files(model, facts, tokens).items():
+            self.texts[name] = json.dumps(content, indent=2, ensure_ascii=False)
+        self.genai = GenaiConfig(target / CONFIG_NAME, genai_config(model, facts, _MODEL, LIBRARY_NAME))
+        self.start = _first_token(facts)
+        self.recipe = Recipe.from_dict(IMPORT)
+        self.report = OptimizationReport(
+            recipe=self.recipe.to_dict(),
+            input=str(model.file.path),
+            output=str(target),
+            file_size_before=model.file.path.stat().st_size,
+            feeds=f"{_ROWS_TO_CHECK} random inputs of each layer",
+            versions=package_versions(),
+            cpu=known_cpu(),
+        )
+        # Refuses a graph that cannot be built before any weight is read.
+        floats = {name: _lazy_floats(weight) for name, weight in model.weights.items()}
+        build_llama(floats, model.config, attention="gqa", one_table=True)
+
+    def execute(self, tell: Progress) -> None:
+        with work_folder(self.target) as work, TensorSpill(work) as spill:
+            weights = self._take(spill, tell)
+            source = ModelFile(self._graph(weights), self.model.file.path, None)
+            result = work / "result"
+            result.mkdir()
+            with Evidence(source, work) as evidence:
+                context = PassContext(
+                    evidence, source, self.report, result / _MODEL, spill, progress=tell, given=weights.given
+                )
+                layers = _fill_inputs(context)
+                steps = plan(self.recipe, context)
+                transform(steps, context)
+                self._tell_weights(weights, layers)
+                write(steps, context, embed_limit=0)
+            self._check_runs(result / _MODEL)
+            self._write_others(result)
+            tell(Stage.SAVE, 0, 1)
+            move_folder_into_place(result, self.target)
+            tell(Stage.SAVE, 1, 1)
+
+    def _take(self, spill: TensorSpill, tell: Progress) -> _Weights:
+        """The numbers of all matrices; vectors stay floats."""
+        weights, total = _Weights(), len(self.model.weights)
+        for done, (name, stored) in enumerate(self.model.weights.items()):
+            tell(Stage.READ_WEIGHTS, done, total)
+            if len(stored.shape) == 1:
+                weights.lazy[name] = np.asarray(stored.floats())
+                continue
+            weights.taken[name] = taken = take_numbers(stored, spill, eight_bits=name in (_TABLE, _HEAD))
+            weights.lazy[name] = _stands_for(taken.numbers)
+            weights.given[name if name == _TABLE else f"{name}_t"] = taken.numbers
+        tell(Stage.READ_WEIGHTS, total, total)
+        self._join_qkv(weights)
+        return weights
+
+    def _join_qkv(self, weights: _Weights) -> None:
+        if self.model.config.qk_norm:
+            return
+        for layer in range(self.model.config.num_hidden_layers):
+            prefix = f"model.layers.{layer}.self_attn"
+            names = [f"{prefix}.{part}_proj.weight" for part in "qkv"]
+            joined = join_numbers([weights.taken[name].numbers for name in names])
+            if joined is None:
+                weights.separate_qkv.append(layer)
+            else:
+                weights.given[f"{prefix}.qkv_proj.weight_t"] = joined
+
+    def _graph(self, weights: _Weights) -> ir.Model:
+        graph = build_llama(
+            weights.lazy,
+            self.model.config,
+            self.model.file.metadata.get("general.name") or "gguf",
+            "gqa",
+            one_table=True,
+            separate_qkv=weights.separate_qkv,
+        )
+        graph.metadata_props["source"] = self.model.file.path.name
+        if licence := self.model.file.metadata.get("general.license"):
+            graph.metadata_props["licence"] = str(licence)
+        return graph
+
+    def _tell_weights(self, weights: _Weights, layers: Sequence[tuple[LayerReport, str]]) -> None:
+        """What became of the weights, by their types in the file; and how large layers are there."""
+        for layer, name in layers:
+            layer.bytes_before = weights.stored_bytes(name)
+        self.report.notes[:0] = [*self.model.notes, *_describe(weights.taken)]
+
+    def _check_runs(self, path: Path) -> None:
+        """Raises SessionError, VerificationError."""
+        from .generate import Decoder
+
+        logits = Decoder(create_session(path)).step([self.start])
+        if not np.isfinite(logits).all():
+            raise VerificationError(
+                f"the model answers token {self.start} with NaN or infinity; nothing was saved; is "
+                f"{str(self.model.file.path)!r} a complete file?"
+            )
+
+    def _write_others(self, result: Path) -> None:
+        self.report.file_size_after = sum(file.stat().st_size for file in result.iterdir())
+        for name, text in self.texts.items():
+            (result / name).write_text(text, encoding="utf-8")
+        self.genai.write(result)
+
+
+def _first_token(facts: TokenizerFacts) -> int:
+    return facts.bos or facts.eos or 0
+
+
+def _lazy_floats(weight: StoredWeight) -> Weight:
+    return lazy_weight(weight.floats, weight.shape)
+
+
+def _stands_for(numbers: QuantizedWeight) -> ir.LazyTensor:
+    import onnx_ir as ir
+
+    return dequantized_tensor(numbers, True, ir.DataType.FLOAT)
+
+
+def _fill_inputs(context: PassContext) -> list[tuple[LayerReport, str]]:
+    """Random inputs of each layer, on which pass replace compares what it has packed; returns the layers' reports, and
+    the names of their weights."""
+    rng = np.random.default_rng(0)
+    layers = []
+    for linear in context.survey(context.source.model):
+        x = rng.standard_normal((_ROWS_TO_CHECK, linear.k), np.float32)
+        context.layers.captured[layer_key(linear)] = x
+        layers.append((context.layer(linear), linear.weight_names[-1]))
+    return layers
+
+
+def _describe(taken: Mapping[str, TakenWeight]) -> list[str]:
+    """A line for each type of the file."""
+    kinds: dict[tuple[str, str], list[TakenWeight]] = {}
+    for one in taken.values():
+        kinds.setdefault((one.stored.kind, one.form), []).append(one)
+    lines = []
+    for (kind, form), group in kinds.items():
+        errors = [one.error for one in group]
+        size = human_bytes(sum(one.stored.nbytes for one in group))
+        how = "number by number" if not any(errors) else f"relative error of the weights up to {max(errors):.2g}"
+        names = f"{len(group)} matrices" if len(group) > 1 else repr(group[0].stored.name)
+        lines.append(f"{names} of {kind} ({size}) -> {form} in groups of {GROUP}, {how}")
+    return lines

@@ -1,0 +1,178 @@
+"""import_gguf: from a GGUF file to a folder whose model answers as the file's weights do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import ortolan
+from ortolan.generate import Decoder
+from ortolan.graph_passes.report.optimization import OptimizationReport
+from ortolan.models.gguf import read_gguf
+from ortolan.models.graph_builder import ModelBuildError
+
+from ..models.gguf_file import CONFIGS, TEMPLATE, TOKENS, write
+from ..models.llama_reference import reference_llama
+
+pytest.importorskip("tokenizers")
+
+IDS = np.random.default_rng(3).integers(0, len(TOKENS), 9)
+FILES = [
+    *("config.json", "genai_config.json", "generation_config.json", "libortolan_ops.so", "model.onnx"),
+    *("model.onnx.data", "tokenizer.json", "tokenizer_config.json"),
+]
+
+
+def nodes(folder: Path) -> dict[str, str]:
+    """Operators of the layers, by the layer's name."""
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    return {node.name: node.op_type for node in graph.node if node.name.endswith("MatMul")}
+
+
+def compare(path: Path, folder: Path, atol: float) -> None:
+    """The model against float64 arithmetic on what the file's weights stand for."""
+    config, weights = read_gguf(path)
+    expected = reference_llama(dict(weights), config, IDS)
+    found = Decoder(ortolan.create_session(folder / "model.onnx")).step(IDS)
+    assert np.abs(found - expected).max() < atol * np.abs(expected).max()
+
+
+def run(tmp_path: Path, name: str = "llama", **options: object) -> OptimizationReport:
+    config = CONFIGS[name]
+    write(tmp_path / "model.gguf", config, architecture=name.split(",")[0], **options)
+    return ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_architectures(tmp_path: Path, name: str) -> None:
+    report = run(tmp_path, name, table="Q8_0")
+    assert sorted(file.name for file in (tmp_path / "folder").iterdir()) == FILES
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "model.gguf"]
+    assert all(layer.new_op in ("W4A8MatMul", "W8A8MatMul") for layer in report.layers)
+    assert any("Q4_1" in note and "number by number" in note for note in report.notes)
+    # What is left is the rounding of activations to 8 bits.
+    assert all(0 < layer.output_error < 0.02 for layer in report.layers if layer.output_error is not None)
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32"])
+def test_types(tmp_path: Path, kind: str) -> None:
+    report = run(tmp_path, kinds=[kind], table=kind)
+    op = "W4A8MatMul" if kind.startswith("Q4") else "W8A8MatMul"
+    assert {found for name, found in nodes(tmp_path / "folder").items() if "lm_head" not in name} == {op}
+    assert nodes(tmp_path / "folder")["/lm_head/MatMul"] == "W8A8MatMul"
+    exact = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0")
+    (note,) = [note for note in report.notes if note.startswith("14 matrices") or note.startswith("15 matrices")]
+    assert f"of {kind} (" in note
+    assert ("number by number" in note) == exact
+    assert exact or "relative error of the weights up to 0.00" in note
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    """q, k, v of one kind are one layer; of several, three."""
+    run(tmp_path, kinds=["Q8_0", "Q5_0", "Q5_0", "Q4_0", "Q4_1", "Q4_1", "Q4_0", "Q4_0", "Q4_1", "Q4_0"], table="Q8_0")
+    names = nodes(tmp_path / "folder")
+    assert names["/model/layers.0/self_attn/qkv_proj/MatMul"] == "W8A8MatMul"
+    assert names["/model/layers.1/self_attn/q_proj/MatMul"] == names["/model/layers.1/self_attn/k_proj/MatMul"]
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_are_in_8_bits(tmp_path: Path, tied: bool) -> None:
+    """The numbers of the file, which rounding the floats that they stand for would not find again."""
+    config = replace(CONFIGS["llama"], vocab_size=1200, tie_word_embeddings=tied)
+    write(tmp_path / "model.gguf", config, table="Q5_0")
+    report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    assert "word embedding 'model.embed_tokens.weight' is stored in int8, in groups of 32" in report.notes
+    _, weights = read_gguf(tmp_path / "model.gguf")
+    session = ortolan.create_session(tmp_path / "folder/model.onnx")
+    graph = onnx.load(tmp_path / "folder/model.onnx")
+    assert not any(list(tensor.dims) == [1200, 64] for tensor in graph.graph.initializer)
+    compare(tmp_path / "model.gguf", tmp_path / "folder", 0.05)
+    first = next(node for node in graph.graph.node if node.op_type == "SimplifiedLayerNormalization")
+    graph.graph.output.append(onnx.helper.make_tensor_value_info(first.input[0], onnx.TensorProto.FLOAT, None))
+    graph.graph.output[-1].type.tensor_type.ClearField("shape")
+    (tmp_path / "rows").mkdir()
+    onnx.save(graph, tmp_path / "rows/model.onnx")
+    feeds = {"input_ids": np.arange(1200)[None], "attention_mask": np.ones((1, 1200), np.int64)}
+    empty = np.zeros((1, config.num_key_value_heads, 0, config.head_size), np.float32)
+    feeds |= {value.name: empty for value in session.get_inputs() if value.name.startswith("past")}
+    (rows,) = ortolan.create_session(tmp_path / "rows/model.onnx").run([first.input[0]], feeds)
+    np.testing.assert_array_equal(rows[0], weights["model.embed_tokens.weight"])
+
+
+def test_sizes(tmp_path: Path) -> None:
+    report = run(tmp_path, table="Q8_0")
+    size = (tmp_path / "folder/model.onnx.data").stat().st_size
+    assert report.file_size_after == size + (tmp_path / "folder/model.onnx").stat().st_size
+    (layer,) = [layer for layer in report.layers if layer.name.endswith("layers.0/self_attn/o_proj/MatMul")]
+    assert layer.bytes_before == layer.bytes_after == 64 * 64 // 32 * 20  # number by number, nothing more
+
+
+def test_configurations(tmp_path: Path) -> None:
+    run(tmp_path, "qwen2", table="Q8_0", metadata={"tokenizer.ggml.padding_token_id": 1, "general.license": "mit"})
+    read = {name: json.loads((tmp_path / "folder" / name).read_text()) for name in FILES if name.endswith(".json")}
+    config = CONFIGS["qwen2"]
+    assert read["config.json"]["architectures"] == ["Qwen2ForCausalLM"]
+    assert read["config.json"]["hidden_size"] == config.hidden_size
+    assert read["config.json"]["eos_token_id"] == read["generation_config.json"]["eos_token_id"] == [1, 0]
+    assert read["tokenizer_config.json"]["chat_template"] == TEMPLATE
+    assert read["tokenizer_config.json"]["eos_token"] == "<|im_end|>"
+    decoder = read["genai_config.json"]["model"]["decoder"]
+    assert decoder["session_options"]["custom_ops_library"] == "libortolan_ops.so"
+    assert (decoder["head_size"], decoder["num_key_value_heads"]) == (16, 2)
+    assert read["genai_config.json"]["model"]["type"] == "qwen2"
+    metadata = onnx.load(tmp_path / "folder/model.onnx", load_external_data=False).metadata_props
+    found = {entry.key: entry.value for entry in metadata}
+    assert found["source"] == "model.gguf" and found["licence"] == "mit"
+    with pytest.raises(ortolan.ModelError, match="already optimized by Ortolan"):
+        ortolan.optimize_onnx(tmp_path / "folder", tmp_path / "other", weights="int8")
+
+
+def test_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    write(path, replace(CONFIGS["llama"], head_dim=8))
+    with pytest.raises(ModelBuildError, match="head_dim is 8; GroupQueryAttention wants a multiple of 16"):
+        ortolan.import_gguf(path, folder)
+    write(path, pre="bloom")
+    with pytest.raises(ModelBuildError, match="splits text as 'bloom'"):
+        ortolan.import_gguf(path, folder)
+    write(path)
+    folder.mkdir()
+    (folder / "note.txt").write_text("mine")
+    with pytest.raises(ortolan.OutputError, match="is not empty"):
+        ortolan.import_gguf(path, folder)
+    with pytest.raises(ortolan.OutputError, match="is a file, but a model with its tokenizer is a folder"):
+        ortolan.import_gguf(path, path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "model.gguf"]
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf")
+    stages: list[str] = []
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        stages.append(stage)
+        if stage == "write" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder", progress=interrupt)
+    assert list(dict.fromkeys(stages))[:2] == ["read weights", "normalize"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    weights = write(tmp_path / "model.gguf", config)
+    weights["model.norm.weight"][3] = np.nan
+    write(tmp_path / "model.gguf", config, weights)
+    with pytest.raises(ortolan.VerificationError, match="NaN or infinity; nothing was saved"):
+        ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
