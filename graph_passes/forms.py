@@ -3,7 +3,7 @@
     weights     bf16, int8 or int4; of int4, group_size inputs share a scale
     sparsity    the share of weights that is pruned, by pattern: unstructured, 4x1 (blocks of four outputs) or N:M.
                 The patterns 4x1 and 2:4 alone are for weights that have such zeros already
-    method      how weights are rounded (rtn, gptq, awq, hqq) and pruned (magnitude, wanda, sparsegpt)
+    method      how weights are rounded (rtn, search, gptq, awq, hqq) and pruned (magnitude, wanda, sparsegpt)
     cache       of attention with a KV cache: 4-bit key codes, or floats
     ignore      layers that are not part of it
 
@@ -25,7 +25,7 @@ from .weights.pruners.masks import MOST_OF_GROUP, Pattern
 from .weights.quantizers.grid import EIGHT_BIT_GROUP, GROUP_SIZES
 
 WEIGHTS = ("bf16", "int8", "int4")
-ROUNDING = ("rtn", "gptq", "awq", "hqq")
+ROUNDING = ("rtn", "search", "gptq", "awq", "hqq")
 PRUNING = ("magnitude", "wanda", "sparsegpt")
 METHODS = (*ROUNDING, *PRUNING)
 CACHES = ("codes", "float32")
@@ -138,7 +138,8 @@ class Form(PassOptions):
 
     @property
     def rounding(self) -> str:
-        return next((one for one in self.method if one in ROUNDING), "rtn")
+        default = "search" if self.stored == "int4" else "rtn"
+        return next((one for one in self.method if one in ROUNDING), default)
 
     @property
     def pruning(self) -> str:

@@ -42,6 +42,10 @@ class Fits:
     def knows(self, key: Hashable) -> bool:
         return key in self._known
 
+    def rows(self, key: Hashable) -> int:
+        """Of the inputs that keep() was given."""
+        return self._known[key].rows
+
     def read(self, key: Hashable) -> Fit:
         """What keep() was given."""
         stored = self._known[key]

@@ -22,7 +22,7 @@ from .recorder import HessianSums, OnRun
 from .segments import Segments
 from .sessions import open_quietly
 
-_HESSIAN_BYTES = 256 * 1024**2  # of Hessians that are gathered at once
+_HESSIAN_BYTES = 512 * 1024**2  # of Hessians that are gathered at once: the model runs once for each so many
 
 G = TypeVar("G", bound="Group")
 
@@ -64,6 +64,21 @@ def inputs_as_it_is(model: ir.Model, evidence: Evidence, groups: Sequence[G], on
             for group in batch:
                 seen = sorted({linear.x.name or "" for linear in group.linears} & found.keys())
                 yield _checked(group, [found[name] for name in seen])
+
+
+def energies_as_it_is(
+    model: ir.Model, evidence: Evidence, groups: Sequence[G], on_run: OnRun
+) -> Iterator[tuple[G, np.ndarray | None]]:
+    """The groups in order, with the sum of x^2 of each input, float32 [k], of the model as it is; None: they cannot be
+    recorded."""
+    with evidence.recording(model, [linear for group in groups for linear in group.linears]) as recorder:
+        found = recorder.energies(recorder.names, on_run)
+    for group in groups:
+        seen = sorted({linear.x.name or "" for linear in group.linears} & found.keys())
+        total = np.sum([found[name] for name in seen], axis=0) if seen else None
+        if total is not None:
+            _check_finite(group, total)
+        yield group, total
 
 
 def inputs_in_turn(model: ir.Model, evidence: Evidence, groups: Sequence[G]) -> GroupInputs[G]:
@@ -108,12 +123,16 @@ def _checked(group: G, inputs: Sequence[LayerInputs]) -> tuple[G, LayerInputs | 
     total = inputs[0]
     for other in inputs[1:]:
         total = total + other
-    if not np.isfinite(total.halves.diagonal(axis1=1, axis2=2)).all():
+    _check_finite(group, total.halves.diagonal(axis1=1, axis2=2))
+    return group, total
+
+
+def _check_finite(group: Group, energies: np.ndarray) -> None:
+    if not np.isfinite(energies).all():
         raise CalibrationError(
             f"the inputs of layer {group.linears[0].name!r} hold NaN, infinity or numbers whose squares overflow, on "
             "the calibration feeds; give other feeds, or exclude this layer"
         )
-    return group, total
 
 
 def _batches(groups: Sequence[G]) -> Iterator[list[G]]:

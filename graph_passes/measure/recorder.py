@@ -116,6 +116,17 @@ class InputRecorder:
         self.record(names, add, on_run)
         return {name: sums.halves() for name, sums in found.items()}, {name: sums.rows for name, sums in found.items()}
 
+    def energies(self, names: Sequence[str], on_run: OnRun) -> dict[str, np.ndarray]:
+        """The sum of x^2 over all inputs of each value, float32 [k]: the diagonal of X^T X."""
+        found: dict[str, np.ndarray] = {}
+
+        def add(name: str, inputs: np.ndarray) -> None:
+            wide = inputs.astype(np.float32, copy=False)
+            found[name] = found.get(name, np.float32(0)) + np.einsum("rk,rk->k", wide, wide)
+
+        self.record(names, add, on_run)
+        return found
+
 
 class HessianSums:
     """X^T X over inputs X of one value, float32 [2, k, k]: of every other one of the feeds, and of the rest; of a

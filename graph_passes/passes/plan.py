@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ..find.linear import Linear
 from ..operators.replacement import Stored
+from ..operators.sparse_amx_matmul_function import OP_TYPE as SPARSE_AMX_MATMUL
 from ..options import PassOptions
 from ..weights.quantizers.grid import Quantization
 from .activations_options import ActivationsOptions
@@ -55,6 +56,13 @@ class Plan:
             return None
         found = (one.quantization_of(linear) for one in self._quantizing)
         return next((one for one in found if one is not None), None)
+
+    def needs_bf16_scales(self, linear: Linear) -> bool:
+        """Whether a step replace may choose an operator for the layer that has no other scales for 4 bits, or none says
+        which it will be."""
+        return not self._rules or any(
+            rule.options.op == SPARSE_AMX_MATMUL and rule.is_chosen(linear) for rule in self._rules
+        )
 
     def chooses_threshold(self, linear: Linear) -> bool:
         """Whether a step activations chooses a threshold for the layer's input."""

@@ -28,7 +28,7 @@ from ..weights.pruners.least_squares import repair
 from ..weights.pruners.masks import Pattern, keep_by_output
 from ..weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
 from ..weights.quantizers.grid import Rounded, dequantize
-from ..weights.quantizers.hessian import best_damping, damped
+from ..weights.quantizers.hessian import best_damping, damped, sampled
 from .context import PassContext
 from .prune_options import PruneOptions
 from .quantize import check_finite, needs_factor
@@ -165,7 +165,7 @@ class _Dampings:
                 # Of other columns the mask may be another: what matters is how closely weights may be fitted.
                 return repair(weights, weights, _wanda_mask(weights, hessian, pattern, sparsity), hessian)
 
-            self._chosen[id(first)] = best_damping(matrix, inputs.halves, fit)
+            self._chosen[id(first)] = best_damping(sampled([matrix]), inputs.halves, fit)
         return self._chosen[id(first)]
 
 

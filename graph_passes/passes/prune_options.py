@@ -91,7 +91,8 @@ class PruneOptions(PassOptions):
         if self.weight_bits is None:
             return None
         group_size = None if self.weight_bits == 8 else self.weight_group_size or 128
-        return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points)
+        narrow = self.weight_bits == 4 and not self.zero_points  # SparseAMXMatMul has no other scales
+        return Quantization(self.weight_bits, group_size, symmetric=not self.zero_points, bf16_scales=narrow)
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
         """How this step rounds the layer, unless it keeps numbers that the model stores; None: it does not."""

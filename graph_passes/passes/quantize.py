@@ -3,8 +3,11 @@
 What a weight may become is in quantizers/grid.py; the methods are
 
     rtn     each weight to the nearest number
+    search  to the nearest, of scales and zero points, or minimums, with the least squared error that is found
+            (quantizers/search.py); where calibration was given, inputs of more energy weigh more
     gptq    input after input, the rest making up for the error (quantizers/gptq.py); needs calibration
-    awq     rtn, after inputs of large magnitude were made finer (quantizers/awq.py, fold_scales.py); needs calibration
+    awq     search, after inputs of large magnitude were made finer (quantizers/awq.py, fold_scales.py); needs
+            calibration
     hqq     to the nearest, of better zero points and scales (quantizers/hqq.py); 4 bits, asymmetric
 
 The calibrated ones run the model as the passes before have left it (pruned, not yet quantized) on all of the feeds, for
@@ -19,7 +22,8 @@ more, and never to infinity.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -32,15 +36,29 @@ from ortolan.progress import Stage
 from ..find.linear import Linear, layer_key, linears_in
 from ..find.quantized_weight import MAX_INPUTS, QuantizedWeight, dequantized_tensor, too_wide
 from ..measure.fits import Fit, Fits
-from ..measure.layer_inputs import LayerInputs, inputs_as_it_is
+from ..measure.layer_inputs import LayerInputs, energies_as_it_is, inputs_as_it_is
 from ..operators.sparse_amx_matmul_storage import stored_in
-from ..weights.quantizers.gptq import choose_damping, gptq
+from ..weights.quantizers.gptq import Prepared, choose_damping, gptq, prepare
 from ..weights.quantizers.grid import Quantization, Rounded, round_to_nearest
+from ..weights.quantizers.hessian import damped
 from ..weights.quantizers.hqq import half_quadratic
+from ..weights.quantizers.search import search
 from .context import PassContext, RecipePass
 from .fold_scales import scale_inputs
 from .quantize_options import QuantizeOptions
 from .weight_groups import WeightGroup, count_layers, fit_key, group_layers, note_inputs
+
+_LEAST_IMPORTANCE = np.float32(1e-3)  # of an input that is never seen, where the mean is 1
+_SMALLEST_ENERGY = 1e-30
+
+# What rounds each weight by itself; gptq, where no inputs can be recorded, and awq do the same with theirs.
+_ROUND: Mapping[str, Callable[[np.ndarray, Quantization], Rounded]] = {
+    "rtn": round_to_nearest,
+    "search": search,
+    "gptq": search,
+    "awq": search,
+    "hqq": half_quadratic,
+}
 
 
 class QuantizePass(RecipePass):
@@ -90,28 +108,38 @@ class QuantizePass(RecipePass):
                 layer.weight_bits = self.options.bits
 
     def _quantize_all(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
-        context, options, chosen = self.context, self.options, self.options.quantization
-        if options.method == "awq":
+        context, options = self.context, self.options
+        if options.rounding == "awq":
             self._scale(model, groups)
         # Only these are the same whichever other layers are quantized.
-        fitted = context.evidence.fits if options.method == "gptq" and not context.layers.changed else None
+        keeps = options.rounding in ("gptq", "search") and not context.layers.changed
+        fitted = context.evidence.fits if keeps else None
         same = dataclasses.replace(options, select=("*",), exclude=())
-        for number, (group, inputs) in enumerate(self._with_inputs(model, groups, fitted, same)):
-            context.progress(Stage.QUANTIZE, number, len(groups))
-            matrix = group.linears[0].matrix()
-            check_finite(matrix, group, "quantized")
-            if isinstance(inputs, Rounded):
-                rounded = inputs
-            elif inputs is not None:
-                rounded = self._gptq(matrix, inputs, group)
-                if fitted is not None:
-                    fitted.keep(fit_key(group, same), Fit(rounded, inputs.rows))
-            elif options.method == "hqq":
-                rounded = half_quadratic(matrix, chosen)
-            else:
-                rounded = round_to_nearest(matrix, chosen)
-            put_quantized(model, context, group, rounded, chosen)
-            context.release()
+        done = 0
+        for inputs, several in self._with_inputs(model, groups, fitted, same):
+            prepared = self._prepare(several, inputs) if isinstance(inputs, LayerInputs) else None
+            for group in several:
+                context.progress(Stage.QUANTIZE, done, len(groups))
+                done += 1
+                if isinstance(inputs, Rounded):
+                    rounded = inputs
+                else:
+                    rounded = self._round(group, inputs if prepared is None else prepared)
+                    if fitted is not None:
+                        rows = inputs.rows if isinstance(inputs, LayerInputs) else group.linears[0].k
+                        fitted.keep(self._fit_key(group, same), Fit(rounded, rows))
+                put_quantized(model, context, group, rounded, self._quantization(group))
+                context.release()
+
+    def _round(self, group: WeightGroup, inputs: Prepared | np.ndarray | LayerInputs | None) -> Rounded:
+        """inputs: for gptq, what is made of them; for search, float32 [k], their energies."""
+        matrix, chosen = group.linears[0].matrix(), self._quantization(group)
+        check_finite(matrix, group, "quantized")
+        if isinstance(inputs, Prepared):
+            return gptq(matrix, inputs, chosen)
+        if isinstance(inputs, np.ndarray):
+            return search(matrix, chosen, inputs / max(float(inputs.mean()), _SMALLEST_ENERGY) + _LEAST_IMPORTANCE)
+        return _ROUND[self.options.rounding](matrix, chosen)
 
     def _scale(self, model: ir.Model, groups: Sequence[WeightGroup]) -> None:
         """awq: scales inputs of layers, and makes the groups see their new weights."""
@@ -128,36 +156,48 @@ class QuantizePass(RecipePass):
 
     def _with_inputs(
         self, model: ir.Model, groups: Sequence[WeightGroup], fitted: Fits | None, options: QuantizeOptions
-    ) -> Iterator[tuple[WeightGroup, LayerInputs | Rounded | None]]:
-        """The groups, for gptq each with its layers' inputs, and after these what was fitted with the same options."""
-        if self.options.method != "gptq":
-            yield from ((group, None) for group in groups)
-            return
-        poor, without = list[str](), list[str]()
-        self._note_made_up()
-        known = [] if fitted is None else [group for group in groups if fitted.knows(fit_key(group, options))]
+    ) -> Iterator[tuple[LayerInputs | np.ndarray | Rounded | None, list[WeightGroup]]]:
+        """The groups: for gptq with their layers' inputs, neighbours with the same inputs together; for search with the
+        inputs' energies, if the user gave feeds. After these what was fitted with the same options."""
+        known = [] if fitted is None else [one for one in groups if fitted.knows(self._fit_key(one, options))]
         others = [group for group in groups if not any(group is one for one in known)]
-        found = inputs_as_it_is(
-            model,
-            self.context.evidence,
-            others,
-            self.context.telling(Stage.CALIBRATE),
-        )
-        for group, inputs in found if others else ():
-            first = group.linears[0]
-            if inputs is None:
-                without.append(first.name)
-            elif inputs.rows < first.k:
-                poor.append(first.name)
-            yield group, inputs
+        if self.options.rounding == "gptq":
+            poor = [
+                group.linears[0].name
+                for group in known
+                if fitted is not None and fitted.rows(self._fit_key(group, options)) < group.linears[0].k
+            ]
+            yield from self._with_hessians(model, others, poor)
+        elif self.options.rounding == "search" and others and not self.context.evidence.made_up:
+            self.context.evidence.fitted_to = True
+            telling = self.context.telling(Stage.CALIBRATE)
+            for group, energies in energies_as_it_is(model, self.context.evidence, others, telling):
+                yield energies, [group]
+        else:
+            yield from ((None, [group]) for group in others)
         for group in known:
             assert fitted is not None
-            fit = fitted.read(fit_key(group, options))
+            fit = fitted.read(self._fit_key(group, options))
             assert isinstance(fit.weights, Rounded)
-            if fit.rows < group.linears[0].k:
-                poor.append(group.linears[0].name)
-            yield group, fit.weights
-        note_inputs(self.context, without, poor, "rounded to nearest")
+            yield fit.weights, [group]
+
+    def _with_hessians(
+        self, model: ir.Model, groups: Sequence[WeightGroup], poor: list[str]
+    ) -> Iterator[tuple[LayerInputs | None, list[WeightGroup]]]:
+        """poor: layers that were fitted to few inputs before, of which the report tells as well."""
+        without = list[str]()
+        self._note_made_up()
+        telling = self.context.telling(Stage.CALIBRATE)
+        found = inputs_as_it_is(model, self.context.evidence, groups, telling) if groups else ()
+        for _, neighbours in itertools.groupby(found, key=lambda one: id(one[1])):
+            pairs = list(neighbours)
+            inputs, several = pairs[0][1], [group for group, _ in pairs]
+            if inputs is None:
+                without += [group.linears[0].name for group in several]
+            elif inputs.rows < several[0].linears[0].k:
+                poor += [group.linears[0].name for group in several]
+            yield inputs, several
+        note_inputs(self.context, without, poor, "rounded by search")
 
     def _note_made_up(self) -> None:
         if self.context.evidence.made_up:
@@ -166,12 +206,27 @@ class QuantizePass(RecipePass):
                 "give calibration=… with typical inputs"
             )
 
-    def _gptq(self, matrix: np.ndarray, inputs: LayerInputs, group: WeightGroup) -> Rounded:
-        options, halves = self.options, inputs.halves
+    def _quantization(self, group: WeightGroup) -> Quantization:
+        """With the scales that the operator takes."""
+        chosen = self.options.quantization
+        narrow = chosen.bits == 4 and chosen.symmetric and any(map(self.context.plan.needs_bf16_scales, group.linears))
+        return dataclasses.replace(chosen, bf16_scales=narrow)
+
+    def _fit_key(self, group: WeightGroup, options: QuantizeOptions) -> Hashable:
+        return fit_key(group, (options, self._quantization(group)))
+
+    def _prepare(self, groups: Sequence[WeightGroup], inputs: LayerInputs) -> Prepared:
+        """For layers with the same inputs."""
+        options, first = self.options, groups[0]
         self.context.evidence.fitted_to = True
-        damping = choose_damping(matrix, halves, options.quantization) if options.damping is None else options.damping
-        with needs_factor(group, damping, "quantize"):
-            return gptq(matrix, inputs.hessian, options.quantization, damping, options.act_order is not False)
+        damping = options.damping
+        if damping is None:
+            matrices = [group.linears[0].matrix() for group in groups]
+            for matrix, group in zip(matrices, groups, strict=True):
+                check_finite(matrix, group, "quantized")
+            damping = choose_damping(matrices, inputs.halves, self._quantization(first))
+        with needs_factor(first, damping, "quantize"):
+            return prepare(damped(inputs.hessian, damping), options.act_order is not False)
 
 
 def put_quantized(

@@ -14,7 +14,9 @@ from ortolan.graph_passes.find.linear import linears_in
 from ortolan.graph_passes.measure import layer_inputs, recorder
 from ortolan.graph_passes.measure.recorder import _as_outputs
 from ortolan.graph_passes.passes import fold_scales, quantize
+from ortolan.graph_passes.weights.quantizers.gptq import Prepared
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
+from ortolan.graph_passes.weights.quantizers.hessian import damped
 from ortolan.models import get_model, tiny
 
 from .correlated import correlated
@@ -186,13 +188,11 @@ def test_gptq_sees_all_rows_of_all_feeds(monkeypatch, hessian_bytes):
     monkeypatch.setattr(layer_inputs, "_HESSIAN_BYTES", hessian_bytes)
     monkeypatch.setattr(recorder, "_HESSIAN_ROWS", 37)
     seen = []
+    monkeypatch.setattr(quantize, "damped", lambda hessian, damping: seen.append((hessian, damping)) or hessian)
     monkeypatch.setattr(
-        quantize,
-        "gptq",
-        lambda matrix, hessian, quantization, damping, act_order: (
-            seen.append((hessian, damping, act_order)) or round_to_nearest(matrix, quantization)
-        ),
+        quantize, "prepare", lambda hessian, act_order: seen.append(act_order) or Prepared(*[hessian] * 3)
     )
+    monkeypatch.setattr(quantize, "gptq", lambda matrix, prepared, quantization: round_to_nearest(matrix, quantization))
     a, b = random_weight(40, 30), random_weight(30, 20, seed=1)
     model = make_model(
         [
@@ -205,8 +205,8 @@ def test_gptq_sees_all_rows_of_all_feeds(monkeypatch, hessian_bytes):
     )
     x = correlated(200, 40)
     report = quantized(model, [{"x": x[:120]}, {"x": x[120:]}], method="gptq", damping=0.05, act_order=True)
-    (first, *options), (second, *_) = seen
-    assert options == [0.05, True]
+    (first, damping), act_order, (second, _), _ = seen
+    assert (damping, act_order) == (0.05, True)
     np.testing.assert_allclose(first, x.T @ x, rtol=1e-4, atol=1e-2)
     h = x @ a  # not of the quantized A
     np.testing.assert_allclose(second, h.T @ h, rtol=1e-4, atol=1e-2)
@@ -215,9 +215,7 @@ def test_gptq_sees_all_rows_of_all_feeds(monkeypatch, hessian_bytes):
 
 def test_shared_weights_are_calibrated_for_all_their_inputs(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        quantize, "gptq", lambda matrix, hessian, *rest: seen.append(hessian) or round_to_nearest(matrix, rest[0])
-    )
+    monkeypatch.setattr(quantize, "damped", lambda hessian, damping: seen.append(hessian) or damped(hessian, damping))
     a = random_weight(40, 40)
     model = make_model(
         [

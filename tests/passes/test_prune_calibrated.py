@@ -284,7 +284,7 @@ def test_layers_with_a_sparsity_of_their_own_take_no_part():
     ("options", "quantization"),
     [
         ({"weight_bits": 8}, Quantization(8, None)),
-        ({"weight_bits": 4, "weight_group_size": 32}, Quantization(4, 32)),
+        ({"weight_bits": 4, "weight_group_size": 32}, Quantization(4, 32, bf16_scales=True)),
         ({"weight_bits": 4, "zero_points": True}, Quantization(4, 128, symmetric=False)),
     ],
 )

@@ -14,7 +14,7 @@ from ortolan.graph_passes.weights.pruners.least_squares import repair
 from ortolan.graph_passes.weights.pruners.masks import Pattern, keep_by_output, keep_largest
 from ortolan.graph_passes.weights.pruners.sparsegpt import sparsegpt, sparsegpt_rounded
 from ortolan.graph_passes.weights.quantizers import error_feedback
-from ortolan.graph_passes.weights.quantizers.gptq import gptq_of
+from ortolan.graph_passes.weights.quantizers.gptq import gptq, prepare
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize
 from ortolan.graph_passes.weights.quantizers.hessian import damped
 
@@ -275,7 +275,7 @@ def test_joint_error_is_below_that_of_one_after_the_other(quantization, share, c
     fitted, unseen = np.split(x, 2)
     hessian = damped(fitted.T @ fitted, 0.01)
     pruned = sparsegpt(weight, hessian, UNSTRUCTURED, 0.5)
-    in_turn = dequantize(gptq_of(pruned, hessian, quantization), quantization.group_size)
+    in_turn = dequantize(gptq(pruned, prepare(hessian), quantization), quantization.group_size)
     joint = dequantize(sparsegpt_rounded(weight, hessian, UNSTRUCTURED, 0.5, quantization), quantization.group_size)
     for rows in (fitted, unseen):
         assert np.linalg.norm(rows @ (weight - joint)) < share * np.linalg.norm(rows @ (weight - in_turn))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +25,8 @@ from ortolan.graph_passes.passes import quantize as quantize_module
 from ortolan.graph_passes.passes.context import PassContext
 from ortolan.graph_passes.passes.plan import Plan
 from ortolan.graph_passes.passes.replace_rule import LayerState
-from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
+from ortolan.graph_passes.weights.quantizers.search import search
 from ortolan.models import tiny
 
 from .quantized import INT4, INT8, quantize_in, recipe_of, spread, weights, weights_of
@@ -38,6 +40,13 @@ def optimize(model: onnx.ModelProto, **options) -> OptimizationReport:
     return ortolan.optimize_onnx(model, recipe=recipe_of({"name": "quantize", **options}))
 
 
+def chosen(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
+    """What pass quantize makes of a weight, unless told how, or for which operator."""
+    if quantization.bits == 8:
+        return nearest(weight, quantization)
+    return dequantize(search(weight, replace(quantization, bf16_scales=True)), quantization.group_size)
+
+
 def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
     """What quantization makes of a weight, by way of float64 and from the definition."""
     k, n = weight.shape
@@ -48,9 +57,7 @@ def nearest(weight: np.ndarray, quantization: Quantization) -> np.ndarray:
     scales = np.abs(parts).max(axis=1, keepdims=True).astype(np.float32) / np.float32(
         127 if quantization.bits == 8 else 7
     )
-    if quantization.bits == 4:
-        scales = scales.astype(ml_dtypes.bfloat16)
-    scales = scales.astype(np.float64)
+    scales = quantization.short(scales).astype(np.float64)
     return (np.rint(parts / np.where(scales, scales, 1)) * scales).reshape(-1, n)[:k]
 
 
@@ -60,12 +67,11 @@ def test_every_weight_is_within_half_a_step(weight, quantization):
     rounded = round_to_nearest(weight, quantization)
     q, scales = rounded.q, rounded.scales
     k, n = weight.shape
-    most = 127 if quantization.bits == 8 else 7
+    most = quantization.levels[1]
     assert q.dtype == np.int8 and q.shape == (k, n) and scales.dtype == np.float32
     assert scales.shape == (-(-k // (quantization.group_size or k)), n)
     assert np.abs(q.astype(int)).max() <= most
-    if quantization.bits == 4:
-        np.testing.assert_array_equal(scales.astype(ml_dtypes.bfloat16).astype(np.float32), scales)
+    np.testing.assert_array_equal(quantization.short(scales), scales)
     steps = spread(scales, quantization, k)
     assert (np.abs(weight - steps * q) <= BOUND * steps).all()
     assert (q[weight == 0] == 0).all()
@@ -140,7 +146,7 @@ def test_a_layer_holds_rounded_weights(options, quantization):
     model = matmul_model(300, 24, weight=weight)
     report = optimize(model, **options)
     found = weights_of(report)["W"]
-    np.testing.assert_allclose(found, nearest(weight, quantization), rtol=2e-7)
+    np.testing.assert_allclose(found, chosen(weight, quantization), rtol=2e-7)
     (layer,) = report.layers
     assert (layer.status, layer.weight_bits, layer.bytes_after) == ("quantized", options["bits"], weight.nbytes)
     assert layer.sparsity == np.count_nonzero(found == 0) / found.size
@@ -159,7 +165,7 @@ def test_sparsity_adds_no_error():
     report = ortolan.optimize_onnx(matmul_model(256, 24, weight=weight), recipe=recipe_of(*steps))
     found = weights_of(report)["W"]
     assert np.count_nonzero(pruned == 0) == round(0.7 * weight.size)
-    np.testing.assert_allclose(found, nearest(pruned, INT4[2]), rtol=2e-7)
+    np.testing.assert_allclose(found, chosen(pruned, INT4[2]), rtol=2e-7)
     assert (found[pruned == 0] == 0).all()
     assert report.layers[0].sparsity == np.count_nonzero(found == 0) / found.size >= 0.7
 
@@ -199,6 +205,8 @@ def check_stored(context: PassContext, linear: Linear, original: np.ndarray, qua
     groups = -(-k // (quantization.group_size or k))
     assert (weight.scales.dtype, tuple(weight.scales.shape)) == (ir.DataType.FLOAT, (groups, n))
     rounded = round_to_nearest(original, quantization)
+    if quantization.bits == 4:
+        rounded = search(original, replace(quantization, bf16_scales=True))
     np.testing.assert_array_equal(weight.q.numpy(), rounded.q)
     np.testing.assert_array_equal(weight.scales.numpy(), rounded.scales)
     np.testing.assert_array_equal(linear.matrix(), weight.matrix())
@@ -305,7 +313,7 @@ def test_layers_that_replace_would_not_take_stay_as_they_are(tmp_path, monkeypat
     layer = next(layer for layer in context.report.layers if layer.name == "/b")
     assert (layer.status, layer.weight_bits) == ("kept", None)
     # First whether it is chosen at all, then with what is left after rounding.
-    rounded = int(np.count_nonzero(nearest(b, INT4[2])))
+    rounded = int(np.count_nonzero(chosen(b, INT4[2])))
     assert [stored for name, stored in asked if name == "/b"] == [0, rounded] and rounded < b.size
 
 

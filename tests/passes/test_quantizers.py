@@ -12,16 +12,27 @@ from hypothesis import strategies as st
 
 from ortolan.graph_passes.weights.quantizers import gptq as gptq_module
 from ortolan.graph_passes.weights.quantizers.awq import search_scales
-from ortolan.graph_passes.weights.quantizers.gptq import choose_damping, gptq
-from ortolan.graph_passes.weights.quantizers.grid import Quantization, Rounded, dequantize, round_to_nearest
+from ortolan.graph_passes.weights.quantizers.gptq import choose_damping, prepare
+from ortolan.graph_passes.weights.quantizers.grid import (
+    Quantization,
+    Rounded,
+    bf16,
+    dequantize,
+    half,
+    round_to_nearest,
+)
 from ortolan.graph_passes.weights.quantizers.hessian import choose_order, damped, inverse_factor
 from ortolan.graph_passes.weights.quantizers.hqq import half_quadratic
+from ortolan.graph_passes.weights.quantizers.search import search
 
 from .correlated import correlated
 from .quantized import INT4, INT8, spread, weights
 from .small_models import random_weight, relative_error
 
 ASYMMETRIC = [Quantization(4, size, symmetric=False) for size in (32, 64, 128)]
+MINIMUM = [Quantization(4, size, symmetric=False, minimum=True) for size in (32, 64, 128)]
+BF16 = Quantization(4, 64, bf16_scales=True)
+INT8_GROUPS = Quantization(8, 32)
 
 
 def output_error(x: np.ndarray, weight: np.ndarray, rounded: Rounded, quantization: Quantization) -> float:
@@ -32,12 +43,19 @@ def check_in_range(rounded: Rounded, weight: np.ndarray, quantization: Quantizat
     k, n = weight.shape
     groups = -(-k // (quantization.group_size or k))
     assert rounded.q.shape == (k, n) and rounded.scales.shape == (groups, n) and rounded.scales.dtype == np.float32
-    assert np.isfinite(rounded.scales).all() and (rounded.scales >= 0).all()
-    if quantization.bits == 4:
+    assert np.isfinite(rounded.scales).all()
+    np.testing.assert_array_equal(quantization.short(rounded.scales), rounded.scales)
+    if quantization.bf16_scales:
         np.testing.assert_array_equal(rounded.scales.astype(ml_dtypes.bfloat16).astype(np.float32), rounded.scales)
+    low, high = quantization.levels
+    assert low <= rounded.q.astype(int).min() and rounded.q.astype(int).max() <= high
     if quantization.symmetric:
-        assert rounded.zero_points is None and rounded.q.dtype == np.int8
-        assert np.abs(rounded.q.astype(int)).max() <= (127 if quantization.bits == 8 else 7)
+        assert rounded.zero_points is None and rounded.minimums is None and rounded.q.dtype == np.int8
+    elif quantization.minimum:
+        assert rounded.zero_points is None and rounded.q.dtype == np.uint8
+        assert rounded.minimums.shape == (groups, n) and np.isfinite(rounded.minimums).all()
+        np.testing.assert_array_equal(half(rounded.minimums), rounded.minimums)
+        return
     else:
         assert rounded.zero_points is not None and rounded.zero_points.shape == (groups, n)
         assert rounded.q.dtype == rounded.zero_points.dtype == np.uint8
@@ -71,7 +89,9 @@ def test_zero_points_help_where_a_group_leans_to_one_side():
     assert errors[1] < 0.7 * errors[0]
 
 
-@pytest.mark.parametrize("quantization", [INT4[0], ASYMMETRIC[0]], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize(
+    "quantization", [INT4[0], ASYMMETRIC[0], MINIMUM[0]], ids=["symmetric", "asymmetric", "minimum"]
+)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq_on_correlated_inputs(quantization, act_order):
     weight = random_weight(256, 128)
@@ -91,9 +111,15 @@ def test_gptq_gains_by_correlation(correlation, most, seed):
     assert output_error(unseen, weight, gptq(weight, x.T @ x, INT4[0]), INT4[0]) <= most * nearest
 
 
-def greedy(weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0) -> Rounded:
+def gptq(
+    weight: np.ndarray, hessian: np.ndarray, quantization: Quantization, act_order: bool = True, damping: float = 0.03
+) -> Rounded:
+    return gptq_module.gptq(weight, prepare(damped(hessian, damping), act_order), quantization)
+
+
+def greedy(weight: np.ndarray, hessian: np.ndarray, sweeps: int = 0, quantization: Quantization = INT4[0]) -> Rounded:
     """Without an order of its own, and unless told, without refinement."""
-    return gptq_module.gptq_of(weight, damped(hessian, 0.01), INT4[0], act_order=False, sweeps=sweeps)
+    return gptq_module.gptq(weight, prepare(damped(hessian, 0.01), act_order=False), quantization, sweeps)
 
 
 def lower_factor(hessian: np.ndarray) -> np.ndarray:
@@ -114,13 +140,14 @@ def test_the_error_would_tell_a_wrong_factor(monkeypatch, broken):
     assert output_error(x, weight, greedy(weight, x.T @ x), INT4[0]) > 0.5 * nearest
 
 
-def test_refinement_lowers_the_error_it_minimizes():
+@pytest.mark.parametrize("quantization", [INT4[0], ASYMMETRIC[0], MINIMUM[0]])
+def test_refinement_lowers_the_error_it_minimizes(quantization):
     weight, x = random_weight(256, 64), correlated(2048, 256, 0.9)
     hessian = damped(x.T @ x, 0.01)
     losses = []
     for sweeps in (0, 1, 2, 4):
-        rounded = greedy(weight, x.T @ x, sweeps)
-        check_in_range(rounded, weight, INT4[0])
+        rounded = greedy(weight, x.T @ x, sweeps, quantization)
+        check_in_range(rounded, weight, quantization)
         difference = weight - dequantize(rounded, 32).astype(np.float64)
         losses.append((difference * (hessian @ difference)).sum(axis=0))
     for before, after in itertools.pairwise(losses):
@@ -150,7 +177,7 @@ def test_the_fewer_inputs_the_more_damping():
     chosen = []
     for rows in (64, 8192):
         halves = [part.T @ part for part in np.split(correlated(rows, 128, 0.9), 2)]
-        chosen.append(choose_damping(weight, np.array(halves), INT4[0]))
+        chosen.append(choose_damping([weight], np.array(halves), INT4[0]))
     assert chosen[0] > chosen[1]
 
 
@@ -169,7 +196,7 @@ def one_by_one(weight: np.ndarray, hessian: np.ndarray, scales: np.ndarray) -> n
     whole = hessian.astype(np.float64) + 0.01 * hessian.diagonal().mean() * np.eye(len(hessian))
     for i in range(len(weight)):
         scale = scales[i // 32].astype(np.float64)
-        done[i] = np.clip(np.rint(rest[i] / scale), -7, 7) * scale
+        done[i] = np.clip(np.rint(rest[i] / scale), -8, 7) * scale
         inverse = np.linalg.inv(whole[i:, i:])
         rest[i:] -= np.outer(inverse[:, 0] / inverse[0, 0], rest[i] - done[i])
     return done
@@ -185,7 +212,7 @@ def test_gptq_is_optimal_brain_surgery_with_a_fixed_order():
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("quantization", [INT8, INT4[0], INT4[2], ASYMMETRIC[1]])
+@pytest.mark.parametrize("quantization", [INT8, INT8_GROUPS, INT4[0], INT4[2], BF16, ASYMMETRIC[1], MINIMUM[1]])
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (20, 3), (33, 5), (130, 17), (300, 4)])
 def test_gptq_of_any_size_keeps_zeros(k, n, quantization, act_order):
     rng = np.random.default_rng(k)
@@ -209,7 +236,7 @@ def test_gptq_passes_on_the_error_of_pruned_weights():
 
 def test_gptq_without_any_input_rounds_each_weight_by_itself():
     weight = random_weight(100, 7)
-    for quantization in (INT8, INT4[0], ASYMMETRIC[0]):
+    for quantization in (INT8, INT4[0], ASYMMETRIC[0], MINIMUM[0]):
         errors = [
             ((weight - dequantize(rounded, quantization.group_size)) ** 2).sum(axis=0)
             for rounded in (gptq(weight, np.zeros((100, 100)), quantization), round_to_nearest(weight, quantization))
@@ -249,7 +276,7 @@ def test_awq_leaves_alone_what_it_cannot_improve():
 
 
 @settings(deadline=None, max_examples=100)
-@given(weights(), st.sampled_from(ASYMMETRIC))
+@given(weights(), st.sampled_from(ASYMMETRIC + MINIMUM))
 def test_hqq_is_never_worse_than_nearest(weight, quantization):
     rounded = half_quadratic(weight, quantization)
     check_in_range(rounded, weight, quantization)
@@ -261,12 +288,136 @@ def test_hqq_is_never_worse_than_nearest(weight, quantization):
     assert ((best**2).sum(axis=0) <= (nearest**2).sum(axis=0) * (1 + 1e-4) + 1e-70).all()
 
 
+@pytest.mark.parametrize("quantization", [ASYMMETRIC[2], MINIMUM[2]])
 @pytest.mark.parametrize("outliers", [False, True])
-def test_hqq_finds_a_better_grid(outliers):
+def test_hqq_finds_a_better_grid(outliers, quantization):
     weight = random_weight(256, 64)
     if outliers:
         weight[::32] *= 6
     x = np.random.default_rng(1).standard_normal((2048, 256)).astype(np.float32)
-    quantization = ASYMMETRIC[2]
     nearest = output_error(x, weight, round_to_nearest(weight, quantization), quantization)
     assert output_error(x, weight, half_quadratic(weight, quantization), quantization) < 0.97 * nearest
+
+
+SEARCHED = [INT8, INT8_GROUPS, *INT4, BF16, *ASYMMETRIC, *MINIMUM]
+
+
+def loss(weight: np.ndarray, rounded: Rounded, quantization: Quantization, importance: np.ndarray) -> np.ndarray:
+    """The sum of importance (w - v)^2 of each group, float64 [groups, n]."""
+    error = weight.astype(np.float64) - dequantize(rounded, quantization.group_size)
+    starts = range(0, len(weight), quantization.rows(len(weight)))
+    return np.add.reduceat(error**2 * importance[:, None], list(starts), axis=0)
+
+
+@settings(deadline=None, max_examples=300)
+@given(weights(), st.sampled_from(SEARCHED), st.booleans(), st.integers(0, 9))
+def test_search_is_never_worse_than_nearest(weight, quantization, weighted, seed):
+    importance = np.ones(len(weight), np.float32)
+    if weighted:
+        importance = (10.0 ** np.random.default_rng(seed).uniform(-3, 3, len(weight))).astype(np.float32)
+    found = search(weight, quantization, importance if weighted else None)
+    check_in_range(found, weight, quantization)
+    losses = [loss(weight, one, quantization, importance) for one in (found, round_to_nearest(weight, quantization))]
+    # Below the smallest normal number, steps are as coarse as that.
+    coarse = 2.0**-250 * importance.sum(dtype=np.float64)
+    assert (losses[0] <= losses[1] * (1 + 1e-4) + coarse).all()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "most"), [(INT4[0], 0.75), (BF16, 0.75), (ASYMMETRIC[0], 0.95), (MINIMUM[0], 0.85)]
+)
+def test_search_gains(quantization, most):
+    weight = random_weight(256, 64)
+    ones = np.ones(256)
+    losses = [
+        loss(weight, rounded, quantization, ones).sum()
+        for rounded in (search(weight, quantization), round_to_nearest(weight, quantization))
+    ]
+    assert losses[0] < most * losses[1]
+
+
+def test_search_spends_its_steps_on_what_is_important():
+    weight = random_weight(128, 64)
+    importance = np.where(np.arange(128) % 4 == 0, 100, 1).astype(np.float32)
+    for quantization in (INT4[0], ASYMMETRIC[0], MINIMUM[0]):
+        losses = [
+            loss(weight, search(weight, quantization, one), quantization, importance).sum()
+            for one in (importance, None)
+        ]
+        assert losses[0] < 0.9 * losses[1]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from([INT4[0], BF16, ASYMMETRIC[0], MINIMUM[0]]),
+    st.integers(0, 2**32),
+    st.integers(0, 14),
+    st.integers(1, 15),
+    st.floats(-4, 3),
+)
+def test_weights_on_a_grid_stay_exactly(quantization, seed, first, levels, magnitude):
+    """Also where a group has few of the levels, as when Q4_0 or Q4_1 is read from a file."""
+    rng = np.random.default_rng(seed)
+    shape = (2 * quantization.group_size, 5)
+    low, high = quantization.levels
+    first, last = low + first, min(low + first + levels, high)
+    q = rng.integers(first, last + 1, shape)
+    short = bf16 if quantization.bf16_scales else half
+    scales = short((10**magnitude * rng.uniform(0.1, 1, (2, 5))).astype(np.float32))
+    if quantization.symmetric:
+        stored = Rounded(q.astype(np.int8), scales * rng.choice([-1, 1], (2, 5)).astype(np.float32), None)
+    elif quantization.minimum:
+        minimums = half((10**magnitude * rng.uniform(-10, 10, (2, 5))).astype(np.float32))
+        stored = Rounded(q.astype(np.uint8), scales, None, minimums)
+    else:
+        stored = Rounded(q.astype(np.uint8), scales, rng.integers(0, 16, (2, 5)).astype(np.uint8))
+    weight = dequantize(stored, quantization.group_size)
+    found = search(weight, quantization)
+    np.testing.assert_array_equal(dequantize(found, quantization.group_size), weight)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("quantization", [MINIMUM[0], ASYMMETRIC[0]])
+def test_symmetric_numbers_with_a_negative_scale_are_exact_in_other_forms(quantization, sign):
+    """Q4_0's scales have either sign; a minimum of 7 steps may be no float16 number, where one of 8 is."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-8, 8, (64, 7)).astype(np.int8)
+    q[::32] = -8
+    scales = sign * half(rng.uniform(0.01, 1, (2, 7)).astype(np.float32))
+    weight = dequantize(Rounded(q, scales, None), 32)
+    np.testing.assert_array_equal(dequantize(search(weight, quantization), 32), weight)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_side_with_the_larger_number_has_the_eighth_level(sign):
+    weight = (sign * np.linspace(-1, 0.8, 32)[:, None]).astype(np.float32)
+    found = search(weight, INT4[0])
+    assert found.q.min() == -8 and np.sign(found.scales[0, 0]) == sign
+    assert loss(weight, found, INT4[0], np.ones(32)) < 0.8 * loss(
+        weight, round_to_nearest(weight, INT4[0]), INT4[0], np.ones(32)
+    )
+
+
+@pytest.mark.parametrize("quantization", SEARCHED)
+@pytest.mark.parametrize("number", [0.0, 0.37, -0.37, 3.4e38, -3.4e38, 1e-30, 1e-45])
+def test_groups_of_one_number(quantization, number):
+    weight = np.full((70, 3), number, np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        found = search(weight, quantization)
+    check_in_range(found, weight, quantization)
+    values = dequantize(found, quantization.group_size)
+    short = 2.0**-8 if number else 0  # bfloat16, which float16 falls back to
+    assert (np.abs(values - weight) <= np.abs(weight) * short + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("quantization", SEARCHED)
+@pytest.mark.parametrize("magnitude", [np.finfo(np.float32).max, 1e30, 1e5, 1e-6, 2.0**-126, 1e-40])
+def test_search_of_extreme_magnitudes(quantization, magnitude):
+    if quantization.minimum and magnitude > 1e38:
+        magnitude = magnitude / 4  # scale q alone must be finite
+    weight = (np.linspace(-1, 1, 33)[:, None] * np.float64(magnitude)).astype(np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        found = search(weight, quantization)
+    check_in_range(found, weight, quantization)
+    step = magnitude / (7 if quantization.bits == 4 else 127)
+    assert (np.abs(weight - dequantize(found, quantization.group_size)) <= 1.5 * step + 2.0**-126).all()

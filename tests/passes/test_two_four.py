@@ -18,6 +18,7 @@ from ortolan.graph_passes.operators import sparse_amx_matmul_storage as storage
 from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
 from ortolan.graph_passes.operators.sparse_amx_matmul import SparseAMXMatMul
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, round_to_nearest
+from ortolan.graph_passes.weights.quantizers.search import search
 from ortolan.models import tiny
 
 from ..ops.two_four import two_of_four
@@ -69,7 +70,9 @@ def packed(model: onnx.ModelProto, name: str) -> tuple[np.ndarray, str]:
 def expected_numbers(kind: str, weight: np.ndarray) -> np.ndarray:
     if kind == "bf16":
         return weight.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return round_to_nearest(weight, Quantization(BITS[kind], None)).q
+    if kind == "int4":
+        return search(weight, Quantization(4, 128, bf16_scales=True)).q
+    return round_to_nearest(weight, Quantization(8, None)).q
 
 
 @pytest.fixture(params=[True, False], ids=["fast bitmaps", "slow bitmaps"])

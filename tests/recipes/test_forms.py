@@ -108,7 +108,10 @@ def test_names() -> None:
             {"method": ("gptq", "awq"), "weights": "int4"},
             "expected one method of rounding at most: rtn",
         ),
-        ({"method": "obq", "weights": "int4"}, "method is 'obq', expected one or more of 'rtn', 'gptq', 'awq', 'hqq'"),
+        (
+            {"method": "obq", "weights": "int4"},
+            "method is 'obq', expected one or more of 'rtn', 'search', 'gptq', 'awq', 'hqq'",
+        ),
         ({"method": 3, "weights": "int4"}, "method is 3, expected one or more of"),
         ({"method": "hqq", "weights": "int8"}, "method is 'hqq', expected another one with int8 or pruned weights"),
         ({"method": "hqq", "weights": "int4", "sparsity": 0.5}, "method is 'hqq', expected another one"),

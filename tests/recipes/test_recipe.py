@@ -105,7 +105,11 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (QUANTIZE + "bits = true", "bits is True"),
         (QUANTIZE + "bits = 4\ngroup_size = 48", "group_size is 48, expected one of 32, 64, 128"),
         (QUANTIZE + "bits = 8\nsymmetric = false", "symmetric is false, expected bits = 4 with it"),
-        (QUANTIZE + 'method = "obq"', "method is 'obq', expected one of 'rtn', 'gptq'"),
+        (
+            QUANTIZE + 'bits = 4\nzero_points = "integer"',
+            "zero_points is 'integer', which only weights with symmetric = f",
+        ),
+        (QUANTIZE + 'method = "obq"', "method is 'obq', expected one of 'rtn', 'search', 'gptq'"),
         (PRUNE + "exclude = [3]", "exclude is .*, expected a list of name patterns"),
         (PRUNE + "layers = { a = 2.0 }", r"layers\['a'\] is 2.0, expected a number from 0 to below 1"),
         (PRUNE + "layers = 0.5", "layers is 0.5, expected a table"),

@@ -1,6 +1,8 @@
 """The packed weights that a choice gave at commit d0add09, when each was a recipe of its own: they stay the same.
 
-What is rounded to nearest and pruned by magnitude is compared byte by byte, by its SHA-256. What is fitted to inputs
+Those of int4, and of SparseGPT with rounding, are of the commit that searches grids.
+
+What needs no inputs is compared byte by byte, by its SHA-256. What is fitted to inputs
 hangs, in its last bits, on the CPU's way of adding up products, so its numbers are stored, and nearly
 all must be equal.
 """

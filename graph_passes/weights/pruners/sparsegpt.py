@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..quantizers.error_feedback import settle_inputs
-from ..quantizers.gptq import gptq_of
+from ..quantizers.gptq import gptq, prepare
 from ..quantizers.grid import Quantization, Rounded
 from ..quantizers.hessian import inverse_factor
 from .least_squares import repair
@@ -57,4 +57,4 @@ def sparsegpt_rounded(
     """The same, jointly with rounding."""
     pruned = sparsegpt(matrix, hessian, pattern, sparsity)
     kept = pruned != 0
-    return gptq_of(repair(matrix, pruned, kept, hessian), hessian, quantization, kept=kept)
+    return gptq(repair(matrix, pruned, kept, hessian), prepare(hessian), quantization, kept=kept)

@@ -1,27 +1,32 @@
 """The numbers that a quantized weight may be, and rounding to the nearest of them.
 
 W is float32 [k, n], and finite. Groups are runs of group_size inputs of a column (the last may be shorter); without
-a group_size, a whole column. Of each group:
+a group_size, a whole column. A weight stands for scale (q - zero), with zero = 0 if symmetric, or scale q + minimum:
 
-    symmetric 8    scale = max(max |W| / 127, 2^-126)                    q = rint(W / scale), in -127 … 127
-                   of groups: half(scale)
-    symmetric 4    scale = max(bf16(max |W| / 7), 2^-126)                q = rint(W / scale), in -7 … 7
-    asymmetric 4   scale = max(bf16((high - low) / 15), 2^-126)          q = clip(rint(W / scale) + zero, 0, 15)
+    symmetric 8    q in -127 … 127            asymmetric 4   q and zero in 0 … 15
+    symmetric 4    q in -8 … 7                minimum 4      q in 0 … 15
+
+Scales and minimums are float16 numbers as a rule, or bfloat16 ones where an operator has no others; below, short() is
+that rounding. With 8 bits and whole columns they are any float32. A scale may be negative; then a minimum is the
+largest number. Round to nearest takes, of each group (search.py finds better ones),
+
+    symmetric 8    scale = max(short(max |W| / 127), 2^-126)             q = rint(W / scale), in -127 … 127
+    symmetric 4    scale = max(short(max |W| / 7), 2^-126)               q = rint(W / scale), in -7 … 7
+    asymmetric 4   scale = max(short((high - low) / 15), 2^-126)         q = clip(rint(W / scale) + zero, 0, 15)
                    zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
-    minimum 4      scale = half((max W - min W) / 15)                    q = clip(rint((W - minimum) / scale), 0, 15)
-                   minimum = half(min W)
+    minimum 4      scale = max(short((max W - min W) / 15), 2^-126)      q = clip(rint((W - minimum) / scale), 0, 15)
+                   minimum = short(min W)
     all W of a group zero: scale = 0, zero = 0, minimum = 0, q = 0
 
-A weight stands for scale (q - zero), with zero = 0 if symmetric, or for scale q + minimum. But for minimums, zero is
-always among these numbers, so what was pruned stays zero. Arithmetic is float32; bf16() rounds to nearest even, so that
-scales are exact in bfloat16 and float32, and in float16 unless they leave its range.
+But for minimums, zero is always among these numbers, so what was pruned stays zero. Arithmetic is float32; short()
+rounds to nearest even, and to bfloat16 where that is nearer: outside of float16's range. By round to nearest,
 
     |W - scale (q - zero)| <= scale / 2 (1 + 2^-16)             symmetric
                            <= scale / 2 (1 + 2^-16) + scale / 17    asymmetric
 
 Symmetric: 1/2 from rint, and |W| / scale * 2^-24 < 2^-17 from the division; nothing is clipped, for |W| / scale exceeds
-127 by a rounding of float32 at most, and 7 by 7 * 2^-8 (bf16() loses at most 2^-8 of the scale), so rint gives 127 and
-7 at most. Asymmetric: the clip takes away what bf16() lost, 15 * 2^-8 < 1/17 of a step. 2^-126 is the smallest normal
+127 by 127 * 2^-9 < 1/2 at most (short() loses at most 2^-9 of the scale), and 7 by less, so rint gives 127 and 7 at
+most. Asymmetric: the clip takes away what short() lost, 15 * 2^-9 < 1/17 of a step. 2^-126 is the smallest normal
 number: scales below it are coarse themselves, which would break the bounds, and arithmetic that flushes denormals would
 take them for zero.
 """
@@ -38,7 +43,8 @@ EIGHT_BIT_GROUP = 32  # of heads beside layers of 4 bits, and of word embeddings
 SMALLEST_SCALE = np.float32(2.0**-126)
 LEVELS = 15  # the largest q of an asymmetric weight
 _CHUNK = 1 << 22  # weights that are rounded at once
-_SHARES = tuple(1 - 0.04 * step for step in range(11))
+_LARGEST_BF16 = np.float32((2 - 2**-7) * 2.0**127)
+_SMALLEST_HALF, _LARGEST_HALF = np.float32(2.0**-14), np.float32(65504)
 _ALL = slice(None)
 
 
@@ -50,6 +56,7 @@ class Quantization:
     group_size: int | None
     symmetric: bool = field(default=True, kw_only=True)  # False: each group also has a zero point; 4 bits only
     minimum: bool = field(default=False, kw_only=True)  # not symmetric: it has a minimum in place of the zero point
+    bf16_scales: bool = field(default=False, kw_only=True)  # 4 bits: scales are bfloat16 numbers, not float16 ones
 
     def rows(self, k: int) -> int:
         """The inputs of a group."""
@@ -57,6 +64,19 @@ class Quantization:
 
     def groups(self, k: int) -> int:
         return -(-k // self.rows(k))
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """The smallest and the largest q."""
+        if not self.symmetric:
+            return 0, LEVELS
+        return (-8, 7) if self.bits == 4 else (-127, 127)
+
+    def short(self, array: np.ndarray) -> np.ndarray:
+        """Scales and minimums, float32, as they are stored."""
+        if self.bits == 8 and self.group_size is None:
+            return array
+        return bf16(array) if self.bf16_scales else half(array)
 
 
 @dataclass(frozen=True)
@@ -90,15 +110,17 @@ class Grid:
 
     def round(self, part: np.ndarray) -> np.ndarray:
         """q, as float32, for weights [rows, n] or [n]."""
-        above = part if self.minimum is None else part - self.minimum
-        q: np.ndarray = above / np.where(self.scale > 0, self.scale, 1)
-        np.rint(q, out=q)
+        above = part
         if self.minimum is not None:
-            return np.clip(q, 0, LEVELS, out=q)
-        if self.zero is None:
-            most = 2 ** (self.bits - 1) - 1
-            return np.clip(q, -most, most, out=q)
-        q += self.zero
+            with np.errstate(over="ignore"):  # infinity is the last q
+                above = part - self.minimum
+        q: np.ndarray = above / np.where(self.scale != 0, self.scale, 1)
+        np.rint(q, out=q)
+        if self.zero is not None:
+            q += self.zero
+        elif self.minimum is None:
+            low, high = (-8, 7) if self.bits == 4 else (-127, 127)
+            return np.clip(q, low, high, out=q)
         return np.clip(q, 0, LEVELS, out=q)
 
     def weights(self, q: np.ndarray) -> np.ndarray:
@@ -117,44 +139,20 @@ class Grid:
 def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     """The grid of a group, W float32 [rows, n], by its smallest and largest weights; see the top of this file."""
     low, high = part.min(axis=0), part.max(axis=0)
+    short = quantization.short
     if quantization.minimum:
         # Each divided first: their difference may be beyond float32.
-        scale = np.maximum(half(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
-        return Grid(quantization.bits, np.where(high > low, scale, 0), None, half(low))
+        scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
+        return Grid(quantization.bits, np.where(high > low, scale, 0), None, short(low))
     if quantization.symmetric:
         largest = np.maximum(high, -low)
-        scale = largest / np.float32(2 ** (quantization.bits - 1) - 1)
-        if quantization.bits == 4:
-            scale = bf16(scale)
-        elif quantization.group_size is not None:
-            scale = half(scale)
-        return Grid(quantization.bits, np.where(largest > 0, np.maximum(scale, SMALLEST_SCALE), 0), None)
+        scale = np.maximum(short(largest / np.float32(quantization.levels[1])), SMALLEST_SCALE)
+        return Grid(quantization.bits, np.where(largest > 0, scale, 0), None)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
-    # Each divided first: their difference may be beyond float32.
-    scale = np.maximum(bf16(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
+    scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
     scale = np.where(high > low, scale, 0)
     zero = np.clip(np.rint(-low / np.where(scale > 0, scale, 1)), 0, LEVELS)
     return Grid(quantization.bits, scale, zero)
-
-
-def best_grid(part: np.ndarray, importance: np.ndarray, quantization: Quantization) -> Grid:
-    """The grid of a group, W float32 [rows, n], with the least sum of importance (w - v)^2, of several.
-
-    They are those for all of the range of W and for shares of it: beyond, weights are clipped, but the steps are finer.
-    importance: float32 [rows], 0 or more.
-    """
-    best = fit_grid(part, quantization)
-    unit = np.where(best.scale > 0, best.scale, 1)  # of errors, so that no square overflows
-    least = np.full(part.shape[1], np.inf, np.float32)
-    for share in _SHARES:
-        grid = fit_grid(part * np.float32(share), quantization)
-        error = (part - grid.weights(grid.round(part))) / unit
-        loss = importance @ (error * error)
-        better = loss < least
-        least = np.where(better, loss, least)
-        zero = None if grid.zero is None or best.zero is None else np.where(better, grid.zero, best.zero)
-        best = Grid(grid.bits, np.where(better, grid.scale, best.scale), zero)
-    return best
 
 
 def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:
@@ -190,19 +188,22 @@ def dequantize(rounded: Rounded, group_size: int | None) -> np.ndarray:
 
 
 def bf16(array: np.ndarray) -> np.ndarray:
-    """float32 rounded to bfloat16, nearest even, as float32 again."""
+    """float32 rounded to bfloat16, nearest even, as float32 again; never to infinity."""
     rounded: np.ndarray = array.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return rounded
+    return np.clip(rounded, -_LARGEST_BF16, _LARGEST_BF16, out=rounded)
 
 
 def half(array: np.ndarray) -> np.ndarray:
-    """float32 rounded to float16, nearest even, as float32 again; to bfloat16 where float16 would lose more than that:
-    beyond its range, or among its subnormal numbers."""
-    with np.errstate(over="ignore"):
+    """float32 rounded to float16, nearest even, as float32 again; to bfloat16 where that is nearer: beyond float16's
+    range, or among its subnormal numbers."""
+    with np.errstate(over="ignore", under="ignore"):
         rounded: np.ndarray = array.astype(np.float16).astype(np.float32)
-    magnitude = np.abs(array)
-    fits = (magnitude == 0) | ((magnitude >= np.float32(2.0**-14)) & np.isfinite(rounded))
-    return np.where(fits, rounded, bf16(array))
+    magnitude = np.abs(rounded)
+    inside = (magnitude >= _SMALLEST_HALF) & (magnitude <= _LARGEST_HALF)
+    if inside.all():
+        return rounded
+    other = bf16(array)
+    return np.where(inside | (np.abs(rounded - array) <= np.abs(other - array)), rounded, other)
 
 
 def narrowed(array: np.ndarray) -> np.ndarray:

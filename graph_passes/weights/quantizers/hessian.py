@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
-_FIRST = 3  # that is tried: with some thousand rows of inputs most layers take this one or the next
+_FIRST = 2  # that is tried: with some thousand rows of inputs most layers take this one or a neighbour
 _SAMPLED_COLUMNS = 64
 _BLOCK = 128  # inputs that are taken out of the rest at once
 _LEAF = 64  # triangular matrices of this size are inverted as any other
 
 
-def damped(hessian: np.ndarray, damping: float) -> np.ndarray:
-    """H / mean(diag H) + damping I, float64 [k, k]; I where no input was ever seen."""
+def damped(hessian: np.ndarray, damping: float, dtype: type[np.floating] = np.float64) -> np.ndarray:
+    """H / mean(diag H) + damping I, [k, k] of that type; I where no input was ever seen."""
     mean = hessian.diagonal().mean(dtype=np.float64)
     if mean == 0:
-        return np.eye(len(hessian))
-    result = hessian.astype(np.float64)
-    result /= mean
+        return np.eye(len(hessian), dtype=dtype)
+    result = hessian.astype(dtype)
+    result /= dtype(mean)
     result[np.diag_indices_from(result)] += damping
     return result
 
 
-def best_damping(matrix: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
+def best_damping(sample: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> float:
     """The damping with which weights fitted to half of the inputs do best on the other half.
 
-    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried on some columns, up
-    or down from 0.3 for as long as the error falls.
+    It keeps few inputs from being fitted too closely: the fewer there are, the larger it is. Tried up or down from 0.1
+    for as long as the error falls.
 
-    matrix: W, float32 [k, n]. halves: X^T X of each half, float [2, k, k].
-    fit: V for some columns of W and a damped H.
+    sample: some columns of W, float32 [k, n]; see sampled(). halves: X^T X of each half, float [2, k, k].
+    fit: V for the sample and a damped H, float32: what is tried need not be exact.
     """
-    sample = np.ascontiguousarray(matrix[:, :: -(-matrix.shape[1] // _SAMPLED_COLUMNS)])
 
     @cache
     def error_at(number: int) -> float:
         error = 0.0
         for fitted, other in (halves, halves[::-1]):
-            difference = sample - fit(sample, damped(fitted, DAMPINGS[number]))
+            difference = sample - fit(sample, damped(fitted, DAMPINGS[number], np.float32))
             error += float(np.vdot(difference, other @ difference))
         return error
 
@@ -51,6 +50,12 @@ def best_damping(matrix: np.ndarray, halves: np.ndarray, fit: Callable[[np.ndarr
         if best != _FIRST:
             break
     return DAMPINGS[best]
+
+
+def sampled(matrices: Sequence[np.ndarray]) -> np.ndarray:
+    """Columns of W, float32 [k, n], that stand for all of the layers with the same inputs."""
+    each = -(-_SAMPLED_COLUMNS // len(matrices))
+    return np.concatenate([matrix[:, :: -(-matrix.shape[1] // each)] for matrix in matrices], axis=1)
 
 
 def choose_order(hessian: np.ndarray) -> np.ndarray:
@@ -81,13 +86,13 @@ def choose_order(hessian: np.ndarray) -> np.ndarray:
 
 
 def inverse_factor(hessian: np.ndarray) -> np.ndarray:
-    """U, float32 [k, k] upper triangular, with U^T U the inverse of a damped H, float64.
+    """U, float32 [k, k] upper triangular, with U^T U the inverse of a damped H, float64, or float32 for what is tried.
 
     Raises numpy.linalg.LinAlgError if H is not positive definite.
     """
     # H = R R^T with R upper triangular, by a Cholesky factor from the other end; U = R^-1, without inverting H itself.
     upper = np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1]
-    return _inverse_of_upper(upper).astype(np.float32)
+    return _inverse_of_upper(upper).astype(np.float32, copy=False)
 
 
 def _inverse_of_upper(upper: np.ndarray) -> np.ndarray:

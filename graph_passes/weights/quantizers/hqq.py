@@ -1,18 +1,18 @@
 """HQQ: finds zero points and scales by half-quadratic splitting, in which outliers weigh less. Needs no inputs.
 
 Badri, Shaji: Half-Quadratic Quantization of Large Machine Learning Models (Mobius Labs, 2023),
-https://mobiusml.github.io/hqq_blog. For each group, with q = clip(rint(W / s) + z, 0, 15), in turn:
+https://mobiusml.github.io/hqq_blog. For each group, with q = clip(rint((W - m) / s), 0, 15) and the minimum m, which is
+-s times the paper's zero point, in turn:
 
-    E = shrink(W - s (q - z))                   shrink(x) = sign(x) max(|x| - |x|^(p - 1) / beta, 0), p = 0.7
-    z = rint(mean(q - (W - E) / s)), in 0 … 15
-    s = bf16(sum (W - E)(q - z) / sum (q - z)^2)
+    E = shrink(W - s q - m)                     shrink(x) = sign(x) max(|x| - |x|^(p - 1) / beta, 0), p = 0.7
+    s, m = least squares of W - E by q          both rounded to what is stored
 
 with beta growing by a factor an iteration, and errors counted in steps of round-to-nearest's scale, so that the result
-does not depend on the magnitude of W. Differences from the paper:
+does not depend on the magnitude of W. With whole zero points z = rint(mean(q - (W - E) / s)), in 0 … 15, takes the
+place of m, and s is the least squares fit by q - z. Differences from the paper:
 
-    Its zero points are fractions and its scales stay. The format has whole zero points, which alone only shift where
-    the grid ends; so the scale is fitted as well, by least squares, and the search starts from several ranges, each a
-    share of that of round-to-nearest.
+    Its scales stay. Here they are fitted as well, and the search starts from several ranges, each a share of that of
+    round-to-nearest.
     Of all iterates, and round-to-nearest itself, each column takes the one with the least sum of squared errors (the
     paper stops by the mean of |error|): it is never worse than round-to-nearest by that sum. Choosing by sum |error|^p
     cuts off outliers, and is worse (docs/verification.md).
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .grid import LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, bf16, fit_grid
+from .grid import LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
 
 _POWER = 0.7
 _BETA, _BETA_GROWTH = 10.0, 1.1
@@ -31,7 +31,7 @@ _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 
 
 def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> Rounded:
-    """W, float32 [k, n], finite, to 4 bits with zero points."""
+    """W, float32 [k, n], finite, to 4 bits with zero points or minimums."""
     k, n = matrix.shape
     result = Rounded.empty(k, n, quantization)
     rows = quantization.rows(k)
@@ -45,42 +45,51 @@ def half_quadratic(matrix: np.ndarray, quantization: Quantization) -> Rounded:
 
 def _best_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     """For one group, W float32 [rows, n]."""
-    first = fit_grid(part, quantization)
-    assert first.zero is not None
+    best = fit_grid(part, quantization)
+    first = best
     # In units of the first scale: an error of a half is what round-to-nearest makes at most.
     unit = np.where(first.scale > 0, first.scale, 1)
-    best_scale, best_zero = first.scale.copy(), first.zero.copy()
     least = _squared_error(part, first, unit)
     for share in _RANGES:
-        scale = np.where(first.scale > 0, np.maximum(bf16(first.scale * np.float32(share)), SMALLEST_SCALE), 0)
-        grid = Grid(quantization.bits, scale, first.zero)
+        scale = quantization.short(first.scale * np.float32(share))
+        scale = np.where(first.scale > 0, np.maximum(scale, SMALLEST_SCALE), 0)
+        grid = Grid(quantization.bits, scale, first.zero, first.minimum)
         beta = _BETA
         for _ in range(_ITERATIONS):
-            grid = _step(part, grid, unit, beta)
+            grid = _step(part, grid, unit, beta, quantization)
             beta *= _BETA_GROWTH
             loss = _squared_error(part, grid, unit)
             better = loss < least
             if not better.any():
                 break
-            assert grid.zero is not None
             least = np.where(better, loss, least)
-            best_scale = np.where(better, grid.scale, best_scale)
-            best_zero = np.where(better, grid.zero, best_zero)
-    return Grid(quantization.bits, best_scale, best_zero)
+            best = _merged(better, grid, best)
+    return best
 
 
-def _step(part: np.ndarray, grid: Grid, unit: np.ndarray, beta: float) -> Grid:
+def _merged(where: np.ndarray, grid: Grid, other: Grid) -> Grid:
+    scale = np.where(where, grid.scale, other.scale)
+    if grid.minimum is not None and other.minimum is not None:
+        return Grid(grid.bits, scale, None, np.where(where, grid.minimum, other.minimum))
+    assert grid.zero is not None and other.zero is not None
+    return Grid(grid.bits, scale, np.where(where, grid.zero, other.zero))
+
+
+def _step(part: np.ndarray, grid: Grid, unit: np.ndarray, beta: float, quantization: Quantization) -> Grid:
     q = grid.round(part)
     error = (part - grid.weights(q)) / unit
     target = part - _shrink(error, beta) * unit
-    divisor = np.where(grid.scale > 0, grid.scale, 1)
-    zero = np.clip(np.rint((q - target / divisor).mean(axis=0)), 0, LEVELS)
-    steps = q - zero
+    zero, middle = None, q.mean(axis=0)
+    if grid.minimum is None:
+        divisor = np.where(grid.scale > 0, grid.scale, 1)
+        zero = middle = np.clip(np.rint((q - target / divisor).mean(axis=0)), 0, LEVELS)
+    steps = q - middle
     squares = (steps * steps).sum(axis=0)
-    # Of a group whose q are all the zero point there is no better scale to tell.
-    fitted = bf16(((target / unit) * steps).sum(axis=0) / np.where(squares > 0, squares, 1) * unit)
-    scale = np.where((squares > 0) & (fitted >= SMALLEST_SCALE) & np.isfinite(fitted), fitted, grid.scale)
-    return Grid(grid.bits, scale, zero)
+    # Of a group whose q are all the same, or the zero point, there is no better scale to tell.
+    fitted = quantization.short(((target / unit) * steps).sum(axis=0) / np.where(squares > 0, squares, 1) * unit)
+    scale = np.where((squares > 0) & (fitted >= SMALLEST_SCALE), fitted, grid.scale)
+    minimum = None if grid.minimum is None else quantization.short((target - scale * q).mean(axis=0))
+    return Grid(grid.bits, scale, zero, minimum)
 
 
 def _shrink(error: np.ndarray, beta: float) -> np.ndarray:
