@@ -76,8 +76,8 @@ Pattern = Annotated[
 Method = Annotated[
     list[str] | None,
     typer.Option(
-        help="How weights are rounded: rtn (if not given), gptq, awq, hqq; or pruned: magnitude (if not given), wanda, "
-        "sparsegpt. Twice: one of each."
+        help="How weights are rounded: search (int4, if not given), rtn (int8), gptq, awq, hqq; or pruned: magnitude "
+        "(if not given), wanda, sparsegpt. Twice: one of each."
     ),
 ]
 Cache = Annotated[

@@ -44,7 +44,7 @@ from .hessian import best_damping, choose_order, inverse_factor, sampled
 from .search import search_grid
 
 _COLUMNS = 2048  # that are rounded together
-_SWEEPS = 4
+_SWEEPS = 2
 _LEAF = 16  # inputs that coordinate descent takes one after the other
 
 

@@ -43,7 +43,10 @@ _CUTS = (
     (0.0, 0.2),
 )
 # What a start makes of the largest number by magnitude, in steps.
-_STEPS = {4: (-8, -7.75, -7.5, -7.25, -7, -6.5, -8.5, -9, -9.5, 7, 7.5, 6.5, 6), 8: (127, 128, 130, 133, 138, 145, 155, 170, 190)}
+_STEPS = {
+    4: (-8, -7.75, -7.5, -7.25, -7, -6.5, -8.5, -9, -9.5, 7, 7.5, 6.5, 6),
+    8: (127, 128, 130, 133, 138, 145, 155, 170, 190),
+}
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _SAMPLE = 8  # inputs by which most groups are told not to lie on a grid
 
