@@ -132,6 +132,11 @@ class Form(PassOptions):
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
 
     @property
+    def _group_size(self) -> int:
+        """Of int4. What is dense has short groups, with zero points that are fractions: the least error."""
+        return self.group_size or (32 if self.is_dense_int4 else 128)
+
+    @property
     def fuses_attention(self) -> bool:
         """Whether attention without a cache becomes one operator, and its query, key and value layers another."""
         return self.stored is not None and self.skipped_inputs is None and self.cache is None
@@ -164,7 +169,7 @@ class Form(PassOptions):
         elif self.pattern == TWO_FOUR:
             words.append("layers that are 2:4 sparse already")
         if self.stored is not None:
-            groups = f" in groups of {self.group_size or 128}" if self.stored == "int4" else ""
+            groups = f" in groups of {self._group_size}" if self.stored == "int4" else ""
             how = f" by {self.rounding}" if self.stored in _BITS and not self.prunes_and_rounds else ""
             words.append(f"{self.stored} weights{groups}{how}")
         if self.skipped_inputs is not None:
@@ -209,7 +214,7 @@ class Form(PassOptions):
         if self.prunes_and_rounds:
             step["weight_bits"] = _BITS[self.stored or ""]
             if self.stored == "int4":
-                step["weight_group_size"] = self.group_size or 128
+                step["weight_group_size"] = self._group_size
         elif self.pruning == "sparsegpt":
             step["repair"] = True
         return [step]
@@ -224,7 +229,7 @@ class Form(PassOptions):
         step: Pass = {"name": "quantize", "method": self.rounding, "bits": _BITS[self.stored]}
         step["exclude"] = list(self.ignore)
         if self.group_size is not None or self.is_dense_int4:
-            step["group_size"] = self.group_size or 128
+            step["group_size"] = self._group_size
         if not self.is_dense_int4:
             return [step]
         step["symmetric"] = False
@@ -265,7 +270,9 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "int8": Preset(Form(weights="int8"), "int8 weights, heads in bf16 (SparseAMXMatMul)"),
-    "int4": Preset(Form(weights="int4"), "4-bit weights in groups of 128 with zero points, heads in int8 (W4A8MatMul)"),
+    "int4": Preset(
+        Form(weights="int4"), "4-bit weights in groups of 32, heads and word embeddings in int8 (W4A8MatMul)"
+    ),
     "sparse-encoder": Preset(
         Form(sparsity=0.5, pattern=BLOCKS, method=("sparsegpt",)),
         "Prune 4x1 blocks and round to int8 jointly by SparseGPT (VNNISpMM); for encoders; needs calibration",

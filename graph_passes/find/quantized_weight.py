@@ -22,12 +22,13 @@ def too_wide(k: int) -> str:
 
 @dataclass(frozen=True)
 class QuantizedWeight(Quantization):
-    """W = scales (q - zero_points), or scales q + minimums, [k, n]. The numbers lie in a file; whoever reads them calls
-    release()."""
+    """W = scales (q - zero_points / zero_point_steps), or scales q + minimums, [k, n]. The numbers lie in a file:
+    whoever reads them calls release()."""
 
     q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); not symmetric: uint8, 0 … 15
     scales: ir.TensorProtocol  # float32 or, of a model that stores such, float16 [groups, n]
-    zero_points: ir.TensorProtocol | None = None  # uint8 [groups, n], 0 … 15; symmetric, or with minimums: None
+    # uint8 [groups, n], 0 … 15, of fractions 0 … 255; symmetric, or with minimums: None
+    zero_points: ir.TensorProtocol | None = None
     minimums: ir.TensorProtocol | None = None  # float32 [groups, n]
 
     def __post_init__(self) -> None:
@@ -37,6 +38,8 @@ class QuantizedWeight(Quantization):
     def matrix(self) -> np.ndarray:
         """What the numbers stand for, float32 [k, n]; what would overflow is infinite."""
         zero_points, minimums = (None if one is None else one.numpy() for one in (self.zero_points, self.minimums))
+        if zero_points is not None and self.fractions:
+            zero_points = zero_points.astype(np.float32) / self.zero_point_steps
         weights = dequantize(Rounded(self.q.numpy(), self.scales.numpy(), zero_points, minimums), self.group_size)
         del zero_points, minimums
         self.release()

@@ -85,10 +85,16 @@ def can_join(quantizations: Sequence[Quantization | None]) -> bool:
     return len(set(map(_kind, quantizations))) == 1
 
 
-def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, bool] | None:
+def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, bool, int] | None:
     if quantization is None:
         return None
-    return quantization.bits, quantization.group_size, quantization.symmetric, quantization.minimum
+    return (
+        quantization.bits,
+        quantization.group_size,
+        quantization.symmetric,
+        quantization.minimum,
+        quantization.zero_point_steps,
+    )
 
 
 def join_weights(weights: Sequence[LayerWeight], spill: TensorSpill, name: str) -> LayerWeight:

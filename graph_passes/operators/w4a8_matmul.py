@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ortolan import _native
 
+from ..find.epilogue import Activation
 from ..weights.quantizers.grid import Quantization
 from .function_body import PANEL_COLUMNS
 from .group_matmul import GroupMatMul, packed_floats
@@ -48,13 +49,22 @@ class W4A8MatMul(GroupMatMul):
         quantized.release()
         return packed
 
+    def attributes(
+        self, k: int, n: int, quantization: Quantization | None, activation: Activation, gated_columns: int
+    ) -> list[ir.Attr]:
+        assert quantization is not None
+        steps = ir.AttrInt64("zero_point_steps", quantization.zero_point_steps)
+        return [*super().attributes(k, n, quantization, activation, gated_columns), steps]
+
     def magnitude(self, weight: LayerWeight) -> np.ndarray:
         whole = super().magnitude(weight)
         quantized = weight.quantized
-        if quantized is None or quantized.minimums is None or quantized.group_size is None:
+        if quantized is None or quantized.group_size is None or not (quantized.minimum or quantized.fractions):
             return whole
         # q - 8 and, for all inputs of a group, 8 scales and a minimum.
-        rows = np.abs(quantized.scales.numpy()).astype(np.float32) * 16 + np.abs(quantized.minimums.numpy())
+        rows = np.abs(quantized.scales.numpy()).astype(np.float32) * 16
+        if quantized.minimums is not None:
+            rows += np.abs(quantized.minimums.numpy())
         quantized.release()
         found: np.ndarray = whole + np.repeat(rows, quantized.group_size, axis=0)[: len(whole)]
         return found
@@ -66,7 +76,8 @@ class W4A8MatMul(GroupMatMul):
         def neutral(node: ir.Node) -> dict[str, np.ndarray]:
             n, k = node.attributes["n"].as_int(), node.attributes["k"].as_int()
             groups = -(-k // node.attributes["group_size"].as_int())
-            middle = np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), MIDDLE_ZERO_POINT, np.uint8)
+            middle_step = MIDDLE_ZERO_POINT * node.attributes["zero_point_steps"].as_int()
+            middle = np.full((-(-n // PANEL_COLUMNS), groups, PANEL_COLUMNS), middle_step, np.uint8)
             scales = input_of(node, INPUTS, "scales")
             assert scales is not None and scales.dtype is not None
             has_minimums = input_of(node, INPUTS, "minimums") is not None

@@ -39,11 +39,11 @@ def w4a8_matmul_function(opset: int, uses: Uses, unpack_once: bool = True) -> ir
     body = FunctionBody(opset)
     product = body.op("MatMul", rounded_by_groups(body, inputs["X"]), _matrix(body, inputs, uses, unpack_once))
     y = end_of_layer(body, product, inputs, uses)
-    return linear_function(OP_TYPE, opset, body, inputs, y, ATTRIBUTES)
+    return linear_function(OP_TYPE, opset, body, inputs, y, (*ATTRIBUTES, "zero_point_steps"))
 
 
 def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_once: bool) -> ir.Value:
-    """W [k, n]: scales (q - zero_points) + minimums; a zero of one element is that for all."""
+    """W [k, n]: scales (q - zero_points / zero_point_steps) + minimums; a zero of one element is that for all."""
     op = body.op
     rows = GroupRows(body)
     # Panel, pair of rows, nibble, column, input of the row -> input, column.
@@ -61,7 +61,10 @@ def _matrix(body: FunctionBody, inputs: dict[str, ir.Value], uses: Uses, unpack_
             tensor = op("Expand", tensor, op("Shape", inputs["scales"]))
         return rows.of_inputs(tensor)
 
-    zero_points = of_inputs("zero_points") if uses.zero_points else body.number(MIDDLE_ZERO_POINT)
+    zero_points = body.number(MIDDLE_ZERO_POINT)
+    if uses.zero_points:
+        steps = op("Cast", body.attribute("zero_point_steps"), to=ir.DataType.FLOAT)
+        zero_points = op("Div", of_inputs("zero_points"), steps)
     padded = op("Mul", op("Sub", q, zero_points), of_inputs("scales"))
     if uses.minimums:
         padded = op("Add", padded, of_inputs("minimums"))

@@ -26,7 +26,6 @@ from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
 _BITS = 8
-_FORM = (_BITS, EIGHT_BIT_GROUP)
 _ROWS = 8192  # that are rounded at once
 
 
@@ -56,7 +55,7 @@ class EmbeddingsPass(RecipePass):
                 found.append(embedding)
         for embedding in found:
             doing = "would be stored" if context.dry_run else "is stored"
-            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups of {EIGHT_BIT_GROUP}")
+            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups of numbers of a row")
             if not context.dry_run:
                 context.layers.embeddings.append(self._store(model, embedding))
                 context.release()
@@ -70,10 +69,11 @@ class EmbeddingsPass(RecipePass):
                 f"word embedding {embedding.table_name!r} holds NaN or infinity, so it cannot be stored in int8; "
                 'export the model again, or leave it out: embeddings.exclude = ["*"]'
             )
-
         given = context.given.get(embedding.table_name)
-        takes_given = given is not None and given.symmetric and (given.bits, given.group_size) == _FORM
-        q, scales = _as_rows(given) if given is not None and takes_given else _rounded(table)
+        if given is not None and given.symmetric and given.bits == _BITS and given.group_size is not None:
+            q, scales = _as_rows(given, given.group_size)
+        else:
+            q, scales = _rounded(table)
 
         def add(part: str, array: np.ndarray) -> ir.Value:
             name = context.new_name(model, f"{embedding.table_name}.{part}")
@@ -84,7 +84,7 @@ class EmbeddingsPass(RecipePass):
             ids=embedding.ids,
             rows=embedding.rows,
             width=embedding.width,
-            group_size=EIGHT_BIT_GROUP,
+            group_size=q.shape[2],
             rank=embedding.rank,
             dtype=embedding.dtype,
             q=add("q", q),
@@ -130,15 +130,15 @@ def _numbers(value: ir.Value) -> np.ndarray:
     return value.const_value.numpy()
 
 
-def _as_rows(given: QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:
+def _as_rows(given: QuantizedWeight, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     """As _rounded, of numbers [width, rows] that are known."""
     width, rows = given.q.shape.numpy()
     groups = given.groups(width)
-    q = np.zeros((rows, groups * EIGHT_BIT_GROUP), np.int8)
+    q = np.zeros((rows, groups * group_size), np.int8)
     q[:, :width] = given.q.numpy().T
     scales = given.scales.numpy().T.astype(np.float32)
     given.release()
-    return q.reshape(rows, groups, EIGHT_BIT_GROUP), scales[:, :, None]
+    return q.reshape(rows, groups, group_size), scales[:, :, None]
 
 
 def _rounded(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -253,6 +253,8 @@ def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quan
     add = context.spill.add
     q_type = ir.DataType.INT8 if quantization.symmetric else ir.DataType.UINT8
     zeros, minimums = rounded.zero_points, rounded.minimums
+    if zeros is not None and quantization.fractions:
+        zeros = (zeros * quantization.zero_point_steps).astype(np.uint8)
     return QuantizedWeight(
         quantization.bits,
         quantization.group_size,
@@ -260,6 +262,7 @@ def _spill(context: PassContext, name: str, rounded: Rounded, quantization: Quan
         add(f"{name}.scales", rounded.scales, ir.DataType.FLOAT),
         None if zeros is None else add(f"{name}.zero_points", zeros, ir.DataType.UINT8),
         None if minimums is None else add(f"{name}.minimums", minimums, ir.DataType.FLOAT),
+        fractions=quantization.fractions,
     )
 
 

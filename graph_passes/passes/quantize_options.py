@@ -12,7 +12,7 @@ from ..options import Globs, PassOptions, takes
 from ..weights.quantizers.grid import GROUP_SIZES, Quantization
 
 ROUNDING = ("rtn", "search", "gptq", "awq", "hqq")
-ZERO_POINTS = ("minimum", "integer")
+ZERO_POINTS = ("fraction", "integer", "minimum")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class QuantizeOptions(PassOptions):
     # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
     # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
-    # What a group that is not symmetric has: a whole zero point, or a minimum, which is a fractional one: about a sixth
-    # less squared error for another eighth or quarter of a bit a weight. None: zero points.
+    # What a group that is not symmetric has: a zero point that is a fraction, of sixteenths (None); or a whole number, of
+    # the same size, with a fifth more squared error; or a minimum, as good as a fraction and a byte larger.
     zero_points: str | None = field(default=None, metadata=takes("str", choices=ZERO_POINTS, none=True))
     # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
     # fitted to half of the feeds do on the other half.
@@ -62,7 +62,8 @@ class QuantizeOptions(PassOptions):
         symmetric = self.method != "hqq" if self.symmetric is None else self.symmetric
         group_size = self.group_size or (128 if self.bits == 4 else None)
         minimum = not symmetric and self.zero_points == "minimum"
-        return Quantization(self.bits, group_size, symmetric=symmetric, minimum=minimum)
+        fractions = not symmetric and self.zero_points in (None, "fraction")
+        return Quantization(self.bits, group_size, symmetric=symmetric, minimum=minimum, fractions=fractions)
 
     def quantization_of(self, linear: Linear) -> Quantization | None:
         """How this step quantizes the layer, unless it keeps numbers that the model stores; None: it does not."""

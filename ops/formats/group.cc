@@ -9,6 +9,7 @@ namespace {
 
 std::string ValidateZeroPoints(const GroupClaim& claim) {
   // Their maximum: compilers make a loop of vectors of that.
+  if (claim.zero_point_steps == kFractionSteps) return {};  // any byte
   uint8_t largest = 0;
   for (int64_t i = 0; i < claim.zero_point_count; ++i) largest = std::max(largest, claim.zero_points[i]);
   if (largest <= kLargestZeroPoint) return {};
@@ -39,6 +40,9 @@ std::string ValidateGroups(const BitmapLayout& layout, const GroupClaim& claim) 
   }
   if (claim.minimum_count != 0 && claim.minimum_count != expected) {
     return ErrorText("minimums have ", claim.minimum_count, " elements, expected ", expected, " or none");
+  }
+  if (claim.zero_point_steps != 1 && claim.zero_point_steps != kFractionSteps) {
+    return ErrorText("zero_point_steps is ", claim.zero_point_steps, ", expected 1 or ", kFractionSteps);
   }
   if (claim.zero_point_count == 0) return {};
   if (claim.zero_point_count != expected) {

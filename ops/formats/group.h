@@ -5,7 +5,7 @@
 // shorter; G is 32, 64 or 128.
 //
 //     scales       float32 or float16 [panels, groups, 16]
-//     zero_points  u8 [panels, groups, 16], 0 … 15, or none
+//     zero_points  u8 [panels, groups, 16], 0 … 15, or none; with 16 steps a whole number 0 … 255, sixteenths
 //     minimums     [panels, groups, 16] of the type of scales, or none; any float, NaN and Inf too
 //
 //     panels = ceil(n / 16), groups = ceil(k / G);   columns beyond n: 0
@@ -28,6 +28,8 @@ namespace ortolan {
 enum class ScaleType { kFloat32, kFloat16 };
 
 inline constexpr int kLargestZeroPoint = 15;
+// Of zero points that are fractions: a zero point of 8 is stored as 128.
+inline constexpr int64_t kFractionSteps = 16;
 
 // A packed matrix that someone else owns, at any address.
 struct GroupView {
@@ -40,6 +42,9 @@ struct GroupView {
   // At most one of them.
   const uint8_t* zero_points = nullptr;
   const uint8_t* minimums = nullptr;
+  int64_t zero_point_steps = 1;  // or kFractionSteps
+
+  bool HasFractions() const { return zero_points != nullptr && zero_point_steps != 1; }
 };
 
 // What an untrusted file says: the counts are those of the tensors found, 0 where there is none.
@@ -52,6 +57,7 @@ struct GroupClaim {
   const uint8_t* zero_points = nullptr;
   int64_t zero_point_count = 0;
   int64_t minimum_count = 0;
+  int64_t zero_point_steps = 1;
 };
 
 // Bytes of the weights tensor, all of it stored: int4 kInt4Bitmap, int8 kInt8Bitmap.

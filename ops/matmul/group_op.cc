@@ -17,12 +17,13 @@ GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_
   view.group = IntAttribute(info, "group_size", node());
   view.weights = static_cast<const uint8_t*>(weights.data);
   view.scales = static_cast<const uint8_t*>(scales.data);
+  if (zero_points.count > 0) view.zero_point_steps = IntAttributeOr(info, "zero_point_steps", 1);
   view.scale_type = scales.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? ScaleType::kFloat32 : ScaleType::kFloat16;
   if (zero_points.count > 0) view.zero_points = static_cast<const uint8_t*>(zero_points.data);
   if (minimums.count > 0) view.minimums = static_cast<const uint8_t*>(minimums.data);
   CheckWeight({&weights, &scales, &zero_points, &minimums},
               ValidateGroups(kind.layout, {view.k, view.n, view.group, weights.count, scales.count, view.zero_points,
-                                           zero_points.count, minimums.count}),
+                                           zero_points.count, minimums.count, view.zero_point_steps}),
               node());
   LinearLayer layer;
   layer.w = &w_;

@@ -11,6 +11,8 @@
 // and with minimums, of 4 bits, whose products are those of zero points of 8 and of a minimum for these,
 //
 //     y[i, j] = sum over g of s_ig scales[g, j] * D_g + (minimums[g, j] + 8 scales[g, j]) * (s_ig S_ig)  + bias[j]
+//
+// as with zero points that are fractions, where scales[g, j] (8 - zero_points[g, j] / 16) has that minimum's place;
 //     D_g     = sum over the l of group g of q_il (w[l, j] - 8),    S_ig = sum over the l of group g of q_il
 //
 // The D_g and S_ig are integers below 2^24, so they are exact. What float32 adds to that (u = 2^-24):
@@ -45,11 +47,13 @@ struct GroupWeight : MatMulWeight {
   GroupView view;  // has passed ValidateGroups
 
   int64_t ChunkInputs() const { return view.group < kGroupChunkInputs ? view.group : kGroupChunkInputs; }
-  // k padded to whole tiles; two numbers a group, with minimums three, and one a chunk; a multiple of 64.
+  // Whether the ends of groups take s_ig S_ig: of minimums, and of zero points that are fractions.
+  bool TakesScaledSums() const { return view.minimums != nullptr || view.HasFractions(); }
+  // k padded to whole tiles; two numbers a group, with scaled sums three, and one a chunk; a multiple of 64.
   int64_t PackedRowBytes() const {
     static_assert(kInt4Bitmap.PaddedK(1) == kInt8Bitmap.PaddedK(1));
     const int64_t padded_k = kInt8Bitmap.PaddedK(k);
-    const int64_t of_groups = view.minimums != nullptr ? 3 : 2;
+    const int64_t of_groups = TakesScaledSums() ? 3 : 2;
     const int64_t numbers = of_groups * ScaleRows(k, view.group) + padded_k / ChunkInputs();
     return padded_k + (4 * numbers + 63) / 64 * 64;
   }

@@ -6,11 +6,12 @@
 //     X float [..., k], weights u8, scales float or float16, bias float [n], residual float, zero_points u8,
 //     norm_weight and norm_bias float [columns of Y], minimums of the type of scales
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, group_size,
-//     activation, gated_columns, norm_epsilon
+//     activation, gated_columns, norm_epsilon, zero_point_steps
 //
 // weights, scales, zero_points and minimums are initializers: formats/int4_group.h. bias, residual, zero_points and
 // minimums are optional; where they must not be missing, they are zeros, one zero, 8 or, with minimums, one zero, and
-// one zero (see SparseAMXMatMul's adapter). Of the norm: see matmul/linear_op.h.
+// one zero (see SparseAMXMatMul's adapter). zero_point_steps 16: zero_points are sixteenths; 1, or left out: whole
+// numbers. Of the norm: see matmul/linear_op.h.
 #include "matmul/group_op.h"
 #include "rooms.h"
 

@@ -294,10 +294,12 @@ def w4a8_matmul(
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
     minimums: NDArray[Any] | None = None,
+    zero_point_steps: int = 1,
 ) -> NDArray[np.float32]:
     """y [m, n] = x [m, k] quantized group by group @ W + bias on one thread, by the named kernel or the best one.
 
-    scales and minimums [panels, groups, 16] are float32, or the bits of float16 as uint16.
+    scales and minimums [panels, groups, 16] are float32, or the bits of float16 as uint16. zero_point_steps: 16 where
+    zero_points are sixteenths.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 

@@ -109,7 +109,7 @@ def optimize_onnx(
         a Recipe.
     weights: what the weights of linear layers become: "bf16", "int8" or "int4". None: "int8" with pattern "4x1", "bf16"
         with another sparsity, else they stay.
-    group_size: of int4, the inputs that share a scale: 32, 64 or 128 (None).
+    group_size: of int4, the inputs that share a scale: 32, 64 or 128. None: 32, or 128 with a sparsity or pattern.
     sparsity: the share of weights to prune, above 0 and below 1. None: nothing is pruned.
     pattern: what is pruned: "unstructured" (None), single weights; "4x1", blocks of four outputs, which become int8,
         attention being fused as well; or all but N of M inputs, such as "2:4", whose sparsity must be given too. "4x1"

@@ -31,8 +31,8 @@ def _add_recipe_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--method",
         action="append",
-        help="How weights are rounded (search, rtn, gptq, awq, hqq) or pruned (magnitude, wanda, sparsegpt). Twice: one "
-        "of each.",
+        help="How weights are rounded (search, rtn, gptq, awq, hqq) or pruned (magnitude, wanda, sparsegpt). Twice: "
+        "one of each.",
     )
     group.add_argument("--cache", help="Of attention with a KV cache: codes or float32.")
     group.add_argument(

@@ -87,13 +87,15 @@ Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>
 template <typename Scale>
 Array<float> W4A8MatMul(const CastArray<float>& x, const Array<uint8_t>& weights, const Array<Scale>& scales,
                         int64_t group_size, int64_t k, int64_t n, const std::optional<Array<uint8_t>>& zero_points,
-                        const Bias& bias, const KernelName& name, const std::optional<Array<Scale>>& minimums) {
+                        const Bias& bias, const KernelName& name, const std::optional<Array<Scale>>& minimums,
+                        int64_t zero_point_steps) {
   GroupView view{k, n, group_size, weights.data(), reinterpret_cast<const uint8_t*>(scales.data())};
   view.scale_type = sizeof(Scale) == 4 ? ScaleType::kFloat32 : ScaleType::kFloat16;
   GroupClaim claim{k, n, group_size, weights.size(), scales.size()};
   if (zero_points) {
     claim.zero_points = view.zero_points = zero_points->data();
     claim.zero_point_count = zero_points->size();
+    claim.zero_point_steps = view.zero_point_steps = zero_point_steps;
   }
   if (minimums) {
     view.minimums = reinterpret_cast<const uint8_t*>(minimums->data());
@@ -206,7 +208,7 @@ void BindMatMul(py::module_& module) {
     module.def("w4a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),
                py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("zero_points").noconvert() = py::none(),
                py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
-               py::arg("minimums").noconvert() = py::none());
+               py::arg("minimums").noconvert() = py::none(), py::arg("zero_point_steps") = 1);
   };
   const auto define_w8a8 = [&](auto* function) {
     module.def("w8a8_matmul", function, py::arg("x"), py::arg("weights").noconvert(), py::arg("scales").noconvert(),

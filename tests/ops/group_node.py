@@ -72,6 +72,7 @@ def node_model(
         activation=int(activation),
         gated_columns=gated_columns,
         norm_epsilon=-1.0,
+        **({"zero_point_steps": layer.steps} if layer.bits == 4 else {}),
     )
     shape = [*leading, gated_columns or n] if residual is None else None
     graph = helper.make_graph(

@@ -31,13 +31,14 @@ def quantize_groups(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 @dataclass(frozen=True)
 class GroupLayer:
     """q [k, n], uint8 0 … 15 or int8, scales [groups, n] of float32 or float16, zero_points [groups, n] or None,
-    minimums [groups, n] of the type of scales or None; not both."""
+    minimums [groups, n] of the type of scales or None; not both. steps: of zero points a whole number, 1 or 16."""
 
     q: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray | None
     group: int
     minimums: np.ndarray | None = None
+    steps: int = 1
 
     @classmethod
     def random(
@@ -50,15 +51,19 @@ class GroupLayer:
         half: bool = False,
         zero_points: bool = True,
         minimums: bool = False,
+        fractions: bool = False,
         bits: int = 4,
         scale: float = 1.0,
     ) -> GroupLayer:
-        """minimums: in the place of zero points. Of 8 bits there are neither."""
+        """minimums: in the place of zero points; fractions: zero points in sixteenths. Of 8 bits there are neither."""
         shape = (-(-k // group), n)
         scales = (rng.random(shape) + 0.1) * rng.choice([-1, 1], shape) * scale
         dtype = np.float16 if half else np.float32
         if bits == 8:
             return cls(rng.integers(-128, 128, (k, n)).astype(np.int8), scales.astype(dtype), None, group)
+        if fractions:
+            zeros = rng.integers(0, 256, shape, dtype=np.uint8)
+            return cls(rng.integers(0, 16, (k, n), dtype=np.uint8), scales.astype(dtype), zeros, group, steps=16)
         zeros = rng.integers(0, 16, shape, dtype=np.uint8) if zero_points and not minimums else None
         lows = (rng.uniform(-15, 15, shape) * scale).astype(dtype) if minimums else None
         return cls(rng.integers(0, 16, (k, n), dtype=np.uint8), scales.astype(dtype), zeros, group, lows)
@@ -99,6 +104,7 @@ class GroupLayer:
             bias=bias,
             kernel=kernel,
             minimums=self.packed_minimums,
+            zero_point_steps=self.steps,
         )
 
     def matrix(self) -> np.ndarray:
@@ -111,7 +117,7 @@ class GroupLayer:
     def _centered(self) -> np.ndarray:
         if self.bits == 8:
             return self.q.astype(np.float64)
-        return self.q - (8.0 if self.zero_points is None else self._of_inputs(self.zero_points))
+        return self.q - (8.0 if self.zero_points is None else self._of_inputs(self.zero_points) / self.steps)
 
     def _of_inputs(self, rows: np.ndarray) -> np.ndarray:
         return np.repeat(rows, self.group, axis=0)[: len(self.q)].astype(np.float64)
@@ -120,10 +126,19 @@ class GroupLayer:
         """What is added up as floats for a group's columns of q: factors [m, inputs] and [inputs, n]."""
         part = slice(g * self.group, min(len(self.q), (g + 1) * self.group))
         scales = self.scales[g].astype(np.float64)
-        products = [(q, self._centered()[part] * scales)]
+        if not self._adds_sums:
+            return [(q, self._centered()[part] * scales)]
         if self.minimums is not None:
-            products.append((q.sum(axis=1, keepdims=True), (self.minimums[g] + 8 * scales)[None]))
-        return products
+            added = self.minimums[g] + 8 * scales
+        else:
+            assert self.zero_points is not None
+            added = (8 - self.zero_points[g] / self.steps) * scales
+        return [(q, (self.q[part] - 8.0) * scales), (q.sum(axis=1, keepdims=True), added[None])]
+
+    @property
+    def _adds_sums(self) -> bool:
+        """Whether products with sums of x are added as floats."""
+        return self.minimums is not None or self.steps != 1
 
     def check(self, y: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, *, float_sums: bool = False) -> None:
         """y is the product of the quantized rows, and of x itself, within the bounds of the contract.
@@ -143,7 +158,7 @@ class GroupLayer:
             for a, b in self._products(q[:, part], g):
                 magnitude += of_x * (np.abs(a) @ np.abs(b) if float_sums else np.abs(a @ b))
             steps += of_x / 2 * (1 + 2.0**-14) * np.abs(w[part]).sum(axis=0)
-        groups = s.shape[1] * (1 if self.minimums is None else 2)
+        groups = s.shape[1] * (2 if self._adds_sums else 1)
         count = k + 8 if float_sums else groups + 4
         rounding = count * U * (magnitude + (np.abs(added) if float_sums else 0)) + U * np.abs(exact) * 1.01
         rounding += SMALLEST * (1 + 128 * k)

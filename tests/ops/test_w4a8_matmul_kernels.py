@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from ortolan import _native, _testing
 from .groups import GroupLayer, runnable_kernels
 
 KERNELS = runnable_kernels()
+OFFSETS: tuple[dict[str, bool], ...] = ({}, {"minimums": True}, {"fractions": True})
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -21,20 +24,18 @@ def test_shapes(kernel: str, group: int) -> None:
     for k in (1, 33, 64, 65, 128, 200, 520):
         for n in (1, 16, 17, 50):
             bias = rng.standard_normal(n, dtype=np.float32) if k % 3 else None
-            for minimums in (False, True):
-                layer = GroupLayer.random(
-                    rng, k, n, group, half=bool(k % 2), zero_points=bool(n % 2), minimums=minimums
-                )
+            for offsets in OFFSETS:
+                layer = GroupLayer.random(rng, k, n, group, half=bool(k % 2), **{"zero_points": bool(n % 2)} | offsets)
                 for m in (1, 2, 5, 8, 16, 33):
                     x = rng.standard_normal((m, k), dtype=np.float32)
                     layer.check(layer.multiply(x, bias, kernel), x, bias)
 
 
-@pytest.mark.parametrize("minimums", [False, True])
+@pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_many_rows(kernel: str, minimums: bool) -> None:
+def test_many_rows(kernel: str, offsets: dict[str, bool]) -> None:
     rng = np.random.default_rng(1)
-    layer = GroupLayer.random(rng, 96, 33, 32, minimums=minimums)
+    layer = GroupLayer.random(rng, 96, 33, 32, **offsets)
     x = rng.standard_normal((600, 96), dtype=np.float32)
     layer.check(layer.multiply(x, kernel=kernel), x)
 
@@ -47,13 +48,13 @@ def test_many_rows(kernel: str, minimums: bool) -> None:
     group=st.sampled_from([32, 64, 128]),
     half=st.booleans(),
     zero_points=st.booleans(),
-    minimums=st.booleans(),
+    offsets=st.sampled_from(OFFSETS),
     magnitude=st.sampled_from([1e-20, 1.0, 1e15]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_layer(k, n, m, group, half, zero_points, minimums, magnitude, seed) -> None:
+def test_any_layer(k, n, m, group, half, zero_points, offsets, magnitude, seed) -> None:
     rng = np.random.default_rng(seed)
-    layer = GroupLayer.random(rng, k, n, group, half=half, zero_points=zero_points, minimums=minimums)
+    layer = GroupLayer.random(rng, k, n, group, half=half, **{"zero_points": zero_points} | offsets)
     x = (rng.standard_normal((m, k)) * magnitude).astype(np.float32)
     for kernel in KERNELS:
         layer.check(layer.multiply(x, kernel=kernel), x)
@@ -73,11 +74,11 @@ def test_largest_sums_are_exact(kernel: str) -> None:
         assert (layer.multiply(x, kernel=kernel) == 127 * 4096 * (q - zero)).all()
 
 
-@pytest.mark.parametrize("minimums", [False, True])
+@pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_of_zeros_with_infinity_or_nan(kernel: str, minimums: bool) -> None:
+def test_rows_of_zeros_with_infinity_or_nan(kernel: str, offsets: dict[str, bool]) -> None:
     rng = np.random.default_rng(2)
-    layer = GroupLayer.random(rng, 100, 20, 32, minimums=minimums)
+    layer = GroupLayer.random(rng, 100, 20, 32, **offsets)
     bias = rng.standard_normal(20, dtype=np.float32)
     x = rng.standard_normal((4, 100), dtype=np.float32)
     x[0], x[1, 70], x[2, 3] = 0, np.inf, np.nan
@@ -128,12 +129,24 @@ def test_minimums_of_no_finite_number(kernel: str, half: bool) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_row_depends_on_itself_alone(kernel: str, group: int) -> None:
     rng = np.random.default_rng(group)
-    for minimums in (False, True):
-        layer = GroupLayer.random(rng, 3 * group + 40, 50, group, minimums=minimums)
+    for offsets in OFFSETS:
+        layer = GroupLayer.random(rng, 3 * group + 40, 50, group, **offsets)
         x = rng.standard_normal((40, 3 * group + 40), dtype=np.float32)
         y = layer.multiply(x, kernel=kernel)
         for rows in (slice(0, 1), slice(7, 9), slice(3, 20), slice(39, 40)):
             np.testing.assert_array_equal(layer.multiply(x[rows], kernel=kernel), y[rows])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sixteen_sixteenths_are_a_whole_zero_point(kernel: str) -> None:
+    rng = np.random.default_rng(8)
+    layer = GroupLayer.random(rng, 200, 40, 32)
+    layer.scales[:] = np.ldexp(np.float32(1), rng.integers(-2, 2, layer.scales.shape))
+    assert layer.zero_points is not None
+    same = replace(layer, zero_points=layer.zero_points * 16, steps=16)
+    x = rng.integers(-127, 128, (9, 200)).astype(np.float32)
+    x[:, ::32] = 127
+    np.testing.assert_array_equal(same.multiply(x, kernel=kernel), layer.multiply(x, kernel=kernel))
 
 
 def test_pack_and_unpack() -> None:
@@ -168,6 +181,7 @@ def test_the_order_is_that_of_dense_int4() -> None:
             {"zero_points": None, "minimums": np.zeros((3, 1, 16), np.float32)},
             "minimums have 48 elements, expected 144 or none",
         ),
+        ({"zero_point_steps": 8}, "zero_point_steps is 8, expected 1 or 16"),
     ],
 )
 def test_malformed_weights_are_refused(change, message) -> None:

@@ -55,7 +55,7 @@ def rows_of(made: onnx.ModelProto, name: str, ids: np.ndarray) -> np.ndarray:
     return np.asarray(session.run(["rows"], {name: ids})[0])
 
 
-def expected_rows(made: onnx.ModelProto, ids: np.ndarray, group_size: int = 32) -> np.ndarray:
+def expected_rows(made: onnx.ModelProto, ids: np.ndarray, group_size: int = 64) -> np.ndarray:
     table = numpy_helper.to_array(made.graph.initializer[0]).astype(np.float64)
     groups = np.pad(table, ((0, 0), (0, -table.shape[1] % group_size))).reshape(len(table), -1, group_size)
     scales = np.abs(groups).max(axis=2, keepdims=True) / 127
@@ -103,7 +103,7 @@ def test_tables_that_are_left_out(tmp_path: Path) -> None:
 
 def test_a_dry_run_says_what_would_be() -> None:
     report = ortolan.optimize_onnx(model(), recipe=recipe(), dry_run=True)
-    assert report.notes == ["word embedding 'table' would be stored in int8, in groups of 32"]
+    assert report.notes == ["word embedding 'table' would be stored in int8, in groups of numbers of a row"]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

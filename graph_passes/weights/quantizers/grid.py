@@ -3,7 +3,7 @@
 W is float32 [k, n], and finite. Groups are runs of group_size inputs of a column (the last may be shorter); without
 a group_size, a whole column. A weight stands for scale (q - zero), with zero = 0 if symmetric, or scale q + minimum:
 
-    symmetric 8    q in -127 … 127            asymmetric 4   q and zero in 0 … 15
+    symmetric 8    q in -127 … 127            asymmetric 4   q in 0 … 15; zero too, whole, or a fraction of sixteenths
     symmetric 4    q in -8 … 7                minimum 4      q in 0 … 15
 
 Scales and minimums are float16 numbers as a rule, or bfloat16 ones where an operator has no others; below, short() is
@@ -12,14 +12,16 @@ largest number. Round to nearest takes, of each group (search.py finds better on
 
     symmetric 8    scale = max(short(max |W| / 127), 2^-126)             q = rint(W / scale), in -127 … 127
     symmetric 4    scale = max(short(max |W| / 7), 2^-126)               q = rint(W / scale), in -7 … 7
-    asymmetric 4   scale = max(short((high - low) / 15), 2^-126)         q = clip(rint(W / scale) + zero, 0, 15)
+    asymmetric 4   scale = max(short((high - low) / 15), 2^-126)         q = clip(rint(W / scale + zero), 0, 15)
                    zero = rint(-low / scale), in 0 … 15;                 low = min(min W, 0), high = max(max W, 0)
+                   as a fraction: rint(-16 low / scale) / 16
     minimum 4      scale = max(short((max W - min W) / 15), 2^-126)      q = clip(rint((W - minimum) / scale), 0, 15)
                    minimum = short(min W)
     all W of a group zero: scale = 0, zero = 0, minimum = 0, q = 0
 
-But for minimums, zero is always among these numbers, so what was pruned stays zero. Arithmetic is float32; short()
-rounds to nearest even, and to bfloat16 where that is nearer: outside of float16's range. By round to nearest,
+But for minimums and fractions, zero is always among these numbers, so what was pruned stays zero. Arithmetic is
+float32; short() rounds to nearest even, and to bfloat16 where that is nearer: outside of float16's range. By round to
+nearest,
 
     |W - scale (q - zero)| <= scale / 2 (1 + 2^-16)             symmetric
                            <= scale / 2 (1 + 2^-16) + scale / 17    asymmetric
@@ -39,8 +41,9 @@ import ml_dtypes
 import numpy as np
 
 GROUP_SIZES = (32, 64, 128)  # that operators have
-EIGHT_BIT_GROUP = 32  # of heads beside layers of 4 bits, and of word embeddings, which may be tied to them
+EIGHT_BIT_GROUP = 64  # of heads beside layers of 4 bits, and of word embeddings, which may be tied to them
 SMALLEST_SCALE = np.float32(2.0**-126)
+FRACTION_STEPS = 16  # as in ops/formats/group.h
 LEVELS = 15  # the largest q of an asymmetric weight
 _CHUNK = 1 << 22  # weights that are rounded at once
 _LARGEST_BF16 = np.float32((2 - 2**-7) * 2.0**127)
@@ -57,6 +60,12 @@ class Quantization:
     symmetric: bool = field(default=True, kw_only=True)  # False: each group also has a zero point; 4 bits only
     minimum: bool = field(default=False, kw_only=True)  # not symmetric: it has a minimum in place of the zero point
     bf16_scales: bool = field(default=False, kw_only=True)  # 4 bits: scales are bfloat16 numbers, not float16 ones
+    fractions: bool = field(default=False, kw_only=True)  # not symmetric: its zero point is a fraction, of sixteenths
+
+    @property
+    def zero_point_steps(self) -> int:
+        """Of a whole number: by what stored zero points are divided."""
+        return FRACTION_STEPS if self.fractions else 1
 
     def rows(self, k: int) -> int:
         """The inputs of a group."""
@@ -72,6 +81,12 @@ class Quantization:
             return 0, LEVELS
         return (-8, 7) if self.bits == 4 else (-127, 127)
 
+    def stored_zero(self, zero: np.ndarray) -> np.ndarray:
+        """Zero points, float32, as they are stored."""
+        steps, most = (FRACTION_STEPS, 255) if self.fractions else (1, LEVELS)
+        found: np.ndarray = np.clip(np.rint(zero * steps), 0, most) / np.float32(steps)
+        return found
+
     def short(self, array: np.ndarray) -> np.ndarray:
         """Scales and minimums, float32, as they are stored."""
         if self.bits == 8 and self.group_size is None:
@@ -85,7 +100,7 @@ class Rounded:
 
     q: np.ndarray  # [k, n]; int8, asymmetric: uint8
     scales: np.ndarray  # float32 [groups, n]
-    zero_points: np.ndarray | None  # uint8 [groups, n]; symmetric, or with minimums: None
+    zero_points: np.ndarray | None  # [groups, n] uint8, or fractions, float32; symmetric, or with minimums: None
     minimums: np.ndarray | None = None  # float32 [groups, n]
 
     @classmethod
@@ -96,7 +111,7 @@ class Rounded:
         q, scales = np.empty((k, n), np.uint8), np.empty(shape, np.float32)
         if quantization.minimum:
             return cls(q, scales, None, np.empty(shape, np.float32))
-        return cls(q, scales, np.empty(shape, np.uint8))
+        return cls(q, scales, np.empty(shape, np.float32 if quantization.fractions else np.uint8))
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class Grid:
 
     bits: int
     scale: np.ndarray  # float32 [n]; 0 where all weights are
-    zero: np.ndarray | None  # float32 [n], whole numbers 0 … 15; symmetric, or with a minimum: None
+    zero: np.ndarray | None  # float32 [n], whole numbers or fractions; symmetric, or with a minimum: None
     minimum: np.ndarray | None = None  # float32 [n]
 
     def round(self, part: np.ndarray) -> np.ndarray:
@@ -115,10 +130,10 @@ class Grid:
             with np.errstate(over="ignore"):  # infinity is the last q
                 above = part - self.minimum
         q: np.ndarray = above / np.where(self.scale != 0, self.scale, 1)
-        np.rint(q, out=q)
         if self.zero is not None:
             q += self.zero
-        elif self.minimum is None:
+        np.rint(q, out=q)
+        if self.zero is None and self.minimum is None:
             low, high = (-8, 7) if self.bits == 4 else (-127, 127)
             return np.clip(q, low, high, out=q)
         return np.clip(q, 0, LEVELS, out=q)
@@ -151,8 +166,7 @@ def fit_grid(part: np.ndarray, quantization: Quantization) -> Grid:
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     scale = np.maximum(short(high / LEVELS - low / LEVELS), SMALLEST_SCALE)
     scale = np.where(high > low, scale, 0)
-    zero = np.clip(np.rint(-low / np.where(scale > 0, scale, 1)), 0, LEVELS)
-    return Grid(quantization.bits, scale, zero)
+    return Grid(quantization.bits, scale, quantization.stored_zero(-low / np.where(scale > 0, scale, 1)))
 
 
 def round_to_nearest(matrix: np.ndarray, quantization: Quantization) -> Rounded:

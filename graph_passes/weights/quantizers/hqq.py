@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .grid import LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
+from .grid import SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
 
 _POWER = 0.7
 _BETA, _BETA_GROWTH = 10.0, 1.1
@@ -82,7 +82,7 @@ def _step(part: np.ndarray, grid: Grid, unit: np.ndarray, beta: float, quantizat
     zero, middle = None, q.mean(axis=0)
     if grid.minimum is None:
         divisor = np.where(grid.scale > 0, grid.scale, 1)
-        zero = middle = np.clip(np.rint((q - target / divisor).mean(axis=0)), 0, LEVELS)
+        zero = middle = quantization.stored_zero((q - target / divisor).mean(axis=0))
     steps = q - middle
     squares = (steps * steps).sum(axis=0)
     # Of a group whose q are all the same, or the zero point, there is no better scale to tell.

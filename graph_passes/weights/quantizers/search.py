@@ -6,6 +6,7 @@ scale and minimum the best t is the nearest. So from each of several starts the 
 were met on the way, each column takes the best. One of them is that of round to nearest, so the result is never worse.
 Scale and minimum are rounded to what is stored before a grid is judged. The starts are
 
+    fractions               those of minimums, then rounded
     minimum, zero points    the range of the group, a wider one, or with shares of it cut off at either end
     symmetric 4             the largest number by magnitude is -8 steps, some more or less, or 7: scales have either
                             sign, so that the side with the larger number has the level that the other side lacks
@@ -21,11 +22,11 @@ With inputs, the importance of an input is its energy, the mean of x^2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .grid import LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
+from .grid import FRACTION_STEPS, LEVELS, SMALLEST_SCALE, Grid, Quantization, Rounded, fit_grid
 
 _BLOCK = 1 << 16  # weights that are searched at once: what is at work stays in the cache
 _TURNS = 2  # least squares fits from each start
@@ -90,7 +91,23 @@ def search_grid(part: np.ndarray, importance: np.ndarray | None, quantization: Q
 
     importance: float32 [rows], 0 or more; None: all alike.
     """
+    if quantization.fractions:
+        return _with_fractions(part, importance, quantization)
     return _Search(part, importance, quantization).grid()
+
+
+def _with_fractions(part: np.ndarray, importance: np.ndarray | None, quantization: Quantization) -> Grid:
+    """That of minimums, which are fractions but for their rounding; or of whole zero points, if 0 is out of reach."""
+    found = _Search(part, importance, replace(quantization, fractions=False, minimum=True)).grid()
+    assert found.minimum is not None
+    wanted = -found.minimum / np.where(found.scale != 0, found.scale, 1)
+    zero, scale = quantization.stored_zero(wanted), found.scale.copy()
+    beyond = (found.scale == 0) | (np.abs(zero - wanted) > 1 / FRACTION_STEPS)
+    if beyond.any():
+        columns = np.ascontiguousarray(part[:, beyond])
+        whole = _Search(columns, importance, replace(quantization, fractions=False)).grid()
+        scale[beyond], zero[beyond] = whole.scale, whole.zero
+    return Grid(quantization.bits, scale, zero)
 
 
 class _Search:

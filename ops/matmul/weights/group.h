@@ -11,17 +11,17 @@ namespace {
 // What stands behind the q of r packed rows: for each of them
 //     scales       f32 [groups][r]   NaN for a group that is not finite, whose q are zero
 //     minus_sums   i32 [groups][r]   - (sum of q), for zero points other than 8: at most 128 x 127, an int16
-//     scaled_sums  f32 [groups][r]   of weights with minimums alone: scale x (sum of q)
+//     scaled_sums  f32 [groups][r]   where weights take them: scale x (sum of q)
 //     starts       i32 [groups][r]   - (bias of the weights) x (sum of q): where sums begin, to end as those of q w
 //                  or, where a column adds nibbles up in 16 bits, i16 [chunks][r][2]: the same of inputs 0 and 1 of the
 //                  quads of a chunk (group_weight.h), and of 2 and 3. What words lose on the way they have again at the
 //                  end, for that fits.
 struct GroupNumbers {
-  GroupNumbers(const void* end_of_q, int64_t numbers, bool minimums)
+  GroupNumbers(const void* end_of_q, int64_t numbers, bool scaled)
       : scales(static_cast<const float*>(end_of_q)),
         minus_sums(reinterpret_cast<const int32_t*>(scales + numbers)),
         scaled_sums(scales + 2 * numbers),
-        starts(minus_sums + (minimums ? 2 : 1) * numbers) {}
+        starts(minus_sums + (scaled ? 2 : 1) * numbers) {}
 
   const float* scales;
   const int32_t* minus_sums;
@@ -86,9 +86,9 @@ struct GroupWeights : Rows {
 
   using Scales = GroupScales<Simd>;
 
-  template <int kRows, bool kMinimums = false>
+  template <int kRows, bool kScaledSums = false>
   struct Numbers : GroupNumbers {
-    Numbers(const void* end_of_q, int64_t groups) : GroupNumbers(end_of_q, groups * kRows, kMinimums) {}
+    Numbers(const void* end_of_q, int64_t groups) : GroupNumbers(end_of_q, groups * kRows, kScaledSums) {}
 
     Ints Start(int64_t group, int row) const {
       const int64_t at = group * kRows + row;
@@ -122,12 +122,12 @@ struct GroupWeights : Rows {
     const int64_t padded_k = Rows::PaddedK(w);
     const int64_t group = w.view.group;
     const int64_t groups = ScaleRows(w.k, group);
-    const bool minimums = w.view.minimums != nullptr;
+    const bool scaled = w.TakesScaledSums();
     const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
       float* scales = reinterpret_cast<float*>(block + rows * padded_k);
       int32_t* minus_sums = reinterpret_cast<int32_t*>(scales + groups * rows);
       float* scaled_sums = scales + 2 * groups * rows;
-      int32_t* starts = minus_sums + (minimums ? 2 : 1) * groups * rows;
+      int32_t* starts = minus_sums + (scaled ? 2 : 1) * groups * rows;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t begin = g * group;
         const int64_t length = w.k - begin < group ? w.k - begin : group;
@@ -145,7 +145,7 @@ struct GroupWeights : Rows {
         }
         scales[g * rows + i] = scale.scale;
         minus_sums[g * rows + i] = -sum;
-        if (minimums) scaled_sums[g * rows + i] = scale.scale * static_cast<float>(sum);
+        if (scaled) scaled_sums[g * rows + i] = scale.scale * static_cast<float>(sum);
       }
     };
     PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);

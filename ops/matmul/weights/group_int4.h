@@ -1,5 +1,6 @@
-// int4 weights in groups, as the loops read them: symmetric ones, with zero points and with minimums, a kind each, for
-// the ends of short groups have no time to ask. Included by group_int4_kernels.cc only; local to each.
+// int4 weights in groups, as the loops read them: symmetric ones, with whole zero points, and with minimums or
+// fractions, a kind each, for the ends of short groups have no time to ask. Included by group_int4_kernels.cc only;
+// local to each.
 #pragma once
 
 #include "matmul/weights/group.h"
@@ -31,7 +32,7 @@ struct GroupInt4ZeroPoints : GroupInt4Weights<Simd> {
   using typename Base::Floats;
   using typename Base::Ints;
 
-  static bool Takes(const GroupWeight& w) { return w.view.zero_points != nullptr; }
+  static bool Takes(const GroupWeight& w) { return w.view.zero_points != nullptr && !w.view.HasFractions(); }
 
   struct Scales : Base::Scales {
     struct OfGroup {
@@ -77,7 +78,7 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
   using typename Base::Floats;
   using typename Base::Ints;
 
-  static bool Takes(const GroupWeight& w) { return w.view.minimums != nullptr; }
+  static bool Takes(const GroupWeight& w) { return w.TakesScaledSums(); }
 
   struct Scales : Base::Scales {
     struct OfGroup {
@@ -85,20 +86,28 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
       Floats minimums;  // for nibbles less 8
     };
     Scales(const GroupWeight& w, int64_t panel, int64_t groups)
-        : Base::Scales(w, panel, groups), minimums(w.view.minimums + panel * groups * kPanelColumns * this->Bytes()) {}
+        : Base::Scales(w, panel, groups),
+          fractions(w.view.HasFractions()),
+          bytes(fractions ? 1 : this->Bytes()),
+          offsets((fractions ? w.view.zero_points : w.view.minimums) + panel * groups * kPanelColumns * bytes) {}
 
     __attribute__((always_inline)) OfGroup Of(int64_t group) const {
       return {Base::Scales::Of(group).scales, Columns::template Of<Floats>([&](int i) {
-                return Simd::MultiplyAdd(Simd::Set(8.0f), this->Load(this->scales, group, i),
-                                         this->Load(minimums, group, i));
+                const auto scale = this->Load(this->scales, group, i);
+                if (!fractions) return Simd::MultiplyAdd(Simd::Set(8.0f), scale, this->Load(offsets, group, i));
+                const auto sixteenths = Simd::LoadUint8(offsets + group * kPanelColumns + i * Simd::kLanes);
+                const auto steps = Simd::ToFloat(Simd::SubtractInt(Simd::SetInt(8 * kFractionSteps), sixteenths));
+                return Simd::Multiply(Simd::Multiply(steps, Simd::Set(1.0f / kFractionSteps)), scale);
               })};
     }
     __attribute__((always_inline)) void Prefetch(int64_t groups) const {
       Base::Scales::Prefetch(groups);
-      PrefetchLines(minimums, groups * kPanelColumns * this->Bytes());
+      PrefetchLines(offsets, groups * kPanelColumns * bytes);
     }
 
-    const uint8_t* minimums;
+    bool fractions;
+    int64_t bytes;
+    const uint8_t* offsets;  // minimums, or zero points in sixteenths
   };
 
   template <int kRows>
