@@ -25,8 +25,8 @@ class QuantizeOptions(PassOptions):
     # Whether groups have no zero points. None: they have none, so that every operator takes the weight; hqq has them.
     # Without, errors at 4 bits are about a sixth larger, but SparseAMXMatMul takes no others.
     symmetric: bool | None = field(default=None, metadata=takes("bool", none=True))
-    # What a group that is not symmetric has: a zero point that is a fraction, of sixteenths (None); or a whole number, of
-    # the same size, with a fifth more squared error; or a minimum, as good as a fraction and a byte larger.
+    # What a group that is not symmetric has: a zero point that is a fraction, of sixteenths (None); a whole one, of the
+    # same size, with a fifth more squared error; or a minimum, as good as a fraction and a byte larger.
     zero_points: str | None = field(default=None, metadata=takes("str", choices=ZERO_POINTS, none=True))
     # gptq: what is added to the diagonal of X^T X, as a share of its mean. None: chosen for each layer, by how weights
     # fitted to half of the feeds do on the other half.
