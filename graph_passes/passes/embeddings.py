@@ -21,7 +21,7 @@ from ..operators.embedding import StoredEmbedding
 from ..operators.nodes import input_of, new_initializer, nodes_of
 from ..operators.w8a8_matmul_function import INPUTS, OP_TYPE
 from ..options import Globs, PassOptions, any_matches, takes
-from ..weights.quantizers.grid import EIGHT_BIT_GROUP, Quantization, narrowed, round_to_nearest
+from ..weights.quantizers.grid import EIGHT_BIT_GROUP, GROUP_SIZES, Quantization, narrowed, round_to_nearest
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
@@ -73,7 +73,7 @@ class EmbeddingsPass(RecipePass):
         if given is not None and given.symmetric and given.bits == _BITS and given.group_size is not None:
             q, scales = _as_rows(given, given.group_size)
         else:
-            q, scales = _rounded(table)
+            q, scales = _rounded(table, self._group_size(table))
 
         def add(part: str, array: np.ndarray) -> ir.Value:
             name = context.new_name(model, f"{embedding.table_name}.{part}")
@@ -93,6 +93,14 @@ class EmbeddingsPass(RecipePass):
         )
         stored.read_rows(lambda wanted: context.new_name(model, wanted))
         return stored
+
+    def _group_size(self, table: np.ndarray) -> int:
+        """That of a head which may be tied to the table; else one by which no row becomes longer."""
+        rows, width = table.shape
+        for head in self.context.layers.quantized.values():
+            if head.bits == _BITS and head.group_size is not None and head.q.shape.numpy() == (width, rows):
+                return head.group_size
+        return EIGHT_BIT_GROUP if width % EIGHT_BIT_GROUP == 0 else GROUP_SIZES[0]
 
 
 def read_from_heads(model: ir.Model, context: PassContext) -> None:
@@ -141,14 +149,14 @@ def _as_rows(given: QuantizedWeight, group_size: int) -> tuple[np.ndarray, np.nd
     return q.reshape(rows, groups, group_size), scales[:, :, None]
 
 
-def _rounded(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rounded(table: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     """q, int8 [rows, groups, inputs of a group], zeros behind the end of a row; scales, float32 [rows, groups, 1]."""
-    (rows, width), quantization = table.shape, Quantization(_BITS, EIGHT_BIT_GROUP)
+    (rows, width), quantization = table.shape, Quantization(_BITS, group_size)
     groups = quantization.groups(width)
-    q = np.zeros((rows, groups * EIGHT_BIT_GROUP), np.int8)
+    q = np.zeros((rows, groups * group_size), np.int8)
     scales = np.empty((rows, groups), np.float32)
     for start in range(0, rows, _ROWS):
         part = slice(start, start + _ROWS)
         rounded = round_to_nearest(np.ascontiguousarray(table[part].T), quantization)
         q[part, :width], scales[part] = rounded.q.T, rounded.scales.T
-    return q.reshape(rows, groups, EIGHT_BIT_GROUP), scales[:, :, None]
+    return q.reshape(rows, groups, group_size), scales[:, :, None]

@@ -302,10 +302,11 @@ def test_progress_of_calibrated_methods(monkeypatch):
         assert all(part[-1][0] == part[-1][1] > 0 for part in stages.values())
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "hqq"])
-def test_a_layer_with_zero_points(tmp_path, method):
+@pytest.mark.parametrize("kind", ["integer", "fraction"])
+@pytest.mark.parametrize("method", ["rtn", "search", "gptq", "awq", "hqq"])
+def test_a_layer_with_zero_points(tmp_path, method, kind):
     weight = random_weight(100, 40)
-    step = {"name": "quantize", "bits": 4, "group_size": 32, "method": method, "symmetric": False}
+    step = {"name": "quantize", "bits": 4, "group_size": 32, "method": method, "symmetric": False, "zero_points": kind}
     context, linears = quantize_in(matmul_model(100, 40, weight=weight), tmp_path, step)
     (linear,) = linears.values()
     stored = context.layers.quantized[linear.weight_key]
@@ -314,7 +315,8 @@ def test_a_layer_with_zero_points(tmp_path, method):
     assert tuple(stored.zero_points.shape) == tuple(stored.scales.shape) == (4, 40)
     np.testing.assert_array_equal(linear.matrix(), stored.matrix())
     if method == "rtn":
-        expected = dequantize(round_to_nearest(weight, Quantization(4, 32, symmetric=False)), 32)
+        quantization = Quantization(4, 32, symmetric=False, fractions=kind == "fraction")
+        expected = dequantize(round_to_nearest(weight, quantization), 32)
         np.testing.assert_array_equal(linear.matrix(), expected)
     assert relative_error(weight, linear.matrix()) < 0.2
 
