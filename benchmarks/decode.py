@@ -284,17 +284,18 @@ def main() -> None:
         parser.error(f"--recipe: {error}")
 
     console = Console(width=140)
-    with tempfile.TemporaryDirectory() as temporary, pinned(arguments.threads):
+    with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         variants = make_variants(arguments, recipes, folder, console)
         cache_length = arguments.prompt_tokens + arguments.decode_tokens
         text = read_text(arguments, next(iter(variants.values())), console)
         quality = {name: perplexity(path, text) for name, path in variants.items()}
-        decoders = {name: open_variant(path, arguments.threads, cache_length) for name, path in variants.items()}
-        vocabulary = min(decoder.vocabulary for decoder in decoders.values())
-        prompt = np.random.default_rng(0).integers(0, vocabulary, arguments.prompt_tokens).tolist()
-        speeds = measure(decoders, prompt, arguments.decode_tokens, arguments.rounds)
+        with pinned(arguments.threads):
+            decoders = {name: open_variant(path, arguments.threads, cache_length) for name, path in variants.items()}
+            vocabulary = min(decoder.vocabulary for decoder in decoders.values())
+            prompt = np.random.default_rng(0).integers(0, vocabulary, arguments.prompt_tokens).tolist()
+            speeds = measure(decoders, prompt, arguments.decode_tokens, arguments.rounds)
         title = (
             f"{versions_line()} · {arguments.model} · threads {arguments.threads} · prompt {arguments.prompt_tokens}, "
             f"decode {arguments.decode_tokens} tokens, {arguments.rounds} rounds"
@@ -303,17 +304,18 @@ def main() -> None:
         console.print(speed_table(title, speeds, variants, quality, against))
         if arguments.profile:
             del decoders
-            for name, path in variants.items():
-                if path.suffix == GGUF:
-                    continue
-                rows, whole = profile_decode(
-                    lambda options, p=path: open_decoder(p, options, cache_length),  # type: ignore[misc]
-                    session_options(arguments.threads),
-                    prompt,
-                    arguments.decode_tokens - 1,
-                    Path(temporary),
-                )
-                console.print(profile_table(name, rows, whole))
+            with pinned(arguments.threads):
+                for name, path in variants.items():
+                    if path.suffix == GGUF:
+                        continue
+                    rows, whole = profile_decode(
+                        lambda options, p=path: open_decoder(p, options, cache_length),  # type: ignore[misc]
+                        session_options(arguments.threads),
+                        prompt,
+                        arguments.decode_tokens - 1,
+                        Path(temporary),
+                    )
+                    console.print(profile_table(name, rows, whole))
 
 
 if __name__ == "__main__":

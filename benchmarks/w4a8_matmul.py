@@ -9,6 +9,7 @@ Kinds of weights:
 
     symmetric      scales (q - 8): what ORT GenAI's builder writes
     zero_points    scales (q - zero_points); by default of ZERO_POINT_LAYERS only
+    fractions      scales (q - zero_points / 16), likewise; MatMulNBits has whole zero points
     minimums       scales q + minimums, likewise; MatMulNBits has zero points in their place
 
 scales: float32, as in MatMulNBits, whose scales have the type of x; or float16, what W4A8MatMul stores where that loses
@@ -24,8 +25,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
+
+from ortolan.graph_passes.weights.quantizers.grid import FRACTION_STEPS
 
 from .. import _native
 from ..errors import OrtolanError
@@ -47,7 +51,7 @@ from .side_by_side import (
 )
 
 OP = "W4A8MatMul"
-KINDS = ("symmetric", "zero_points", "minimums")
+KINDS = ("symmetric", "zero_points", "fractions", "minimums")
 GROUP_SIZES = (32, 128)
 BATCH = (1, 16, 128)
 ROUNDS = 3
@@ -108,7 +112,11 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
         peers["ort_matmul_fp32"] = "ort_matmul_fp32"
         for dtype in SCALES:
             name = f"ortolan {dtype} {of_these}"
-            offsets = {"zero_points": zero_points} if minimums is None else {"minimums": minimums.astype(dtype)}
+            offsets: dict[str, Any] = {"zero_points": zero_points}
+            if kind == "fractions":
+                offsets = {"zero_points": rng.integers(0, 256, groups, dtype=np.uint8), "steps": FRACTION_STEPS}
+            elif minimums is not None:
+                offsets = {"minimums": minimums.astype(dtype)}
             candidates[name] = ort_candidate(our_node(q, scales.astype(dtype), group_size, **offsets), k, n)
             case = {"kind": kind, "group_size": group_size, "scales": dtype}
             comparisons.append(Comparison(case, name, peers))
@@ -122,17 +130,18 @@ def our_node(
     group_size: int,
     *,
     zero_points: np.ndarray | None = None,
+    steps: int = 1,
     minimums: np.ndarray | None = None,
 ) -> Node:
-    """The operator on the weight scales (q - zero_points) or scales q + minimums: q u8 [k, n] 0 to 15, scales float32
-    or float16 [groups, n], zero_points u8 [groups, n] 0 to 15, or None: 8; minimums of the type of scales."""
+    """The operator on the weight scales (q - zero_points / steps) or scales q + minimums: q u8 [k, n] 0 to 15, scales
+    float32 or float16 [groups, n], zero_points u8 [groups, n], or None: 8; minimums of the type of scales."""
     k, n = q.shape
     constants: list[np.ndarray | None] = [_native.pack_int4_group(q), packed_rows(scales)]
     if zero_points is not None:
         constants += [None, None, _native.pack_group_rows(zero_points)]
     if minimums is not None:
         constants += [None] * 5 + [packed_rows(minimums)]
-    attributes = {"k": k, "n": n, "format_version": 1, "group_size": group_size}
+    attributes = {"k": k, "n": n, "format_version": 1, "group_size": group_size, "zero_point_steps": steps}
     return Node(OP, constants, "ai.ortolan", attributes)
 
 

@@ -185,7 +185,7 @@ BenchKinds = Annotated[
     typer.Option(
         "--kind",
         metavar="KIND,...",
-        help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points, minimums of "
+        help="Kinds of weights: bf16, int8, int4 of sparse_amx_matmul; symmetric, zero_points, fractions, minimums of "
         "w4a8_matmul. Of masked_matmul: square, numbers, deja_vu, decode, heat_map. Of auto: names of models, such as "
         "all-minilm-l6-v2.",
     ),
