@@ -1,8 +1,9 @@
 """The 4-bit weights that a model already stores, in MatMulNBits and in DequantizeLinear of int4 or uint4 numbers.
 
 Their numbers, scales and zero points can be taken over as they are, so that nothing is rounded once more, if they fit
-into W4A8MatMul's format (ops/formats/int4_group.h): groups of 32, 64 or 128 inputs, zero points 0 … 15. Larger blocks
-are several groups of one scale. Of what does not fit, a reason tells why.
+into W4A8MatMul's format (ops/formats/int4_group.h): groups of 32, 64 or 128 inputs, zero points 0 … 15, or any floats,
+as HQQ has them, which become minimums. Larger blocks are several groups of one scale. Of what does not fit, a reason
+tells why.
 
 A model is untrusted: attributes, types and shapes are checked before any number is read.
 """
@@ -42,6 +43,8 @@ class StoredInt4(QuantizedWeight):
         """Raises ModelError unless all weights are finite."""
         with np.errstate(over="ignore"):
             largest = np.abs(self.scales.numpy().astype(np.float32)) * 15
+            if self.minimums is not None:
+                largest += np.abs(self.minimums.numpy())
         if not np.isfinite(largest).all():
             raise ModelError(
                 f"the scales {self.scales.name!r} of a 4-bit weight hold NaN, infinity or numbers that make weights "
@@ -120,7 +123,14 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
             return float_array(tensor).reshape(n, blocks).T.astype(np.uint8)
         return _nibbles(tensor.numpy().reshape(n, -1))[:, :blocks].T
 
+    def minimums() -> np.ndarray:
+        """[blocks, n], of zero points that are floats."""
+        assert zero_points is not None
+        product: np.ndarray = -float_array(scales).reshape(n, blocks) * float_array(zero_points).reshape(n, blocks)
+        return product.T
+
     zero_points = _zero_points(node, scales.dtype, n, blocks)
+    whole = zero_points is None or _are_whole(zero_points)
     q = numbers if zero_points is not None else lambda: numbers().view(np.int8) - np.int8(_MIDDLE)
     return _stored(
         k,
@@ -129,7 +139,8 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
         q,
         scales,
         lambda: spread(_scale_array(scales).reshape(n, blocks).T),
-        None if zero_points is None else lambda: spread(zeros(zero_points)),
+        None if zero_points is None or not whole else lambda: spread(zeros(zero_points)),
+        None if whole else lambda: spread(minimums()),
     )
 
 
@@ -143,14 +154,17 @@ def _zero_points(node: ir.Node, scale_type: ir.DataType, n: int, blocks: int) ->
         packed = -(-blocks // 2)
         return constant_input(node, 3, "zero_points", (ir.DataType.UINT8,), (n, packed), (n * packed,))
     tensor = constant_input(node, 3, "zero_points", (ir.DataType.UINT8, scale_type), (n, blocks), (n * blocks,))
-    array = float_array(tensor)
-    whole = (array == np.rint(array)) & (array >= 0) & (array <= 15)
-    expect(
-        bool(whole.all()),
-        f"its zero points {value.name!r} are not all whole numbers from 0 to 15, and W4A8MatMul has no others; "
-        "quantize by another method than HQQ",
-    )
+    finite = bool(np.isfinite(float_array(tensor)).all())
+    expect(finite, f"its zero points {value.name!r} hold NaN or infinity, expected finite numbers")
     return tensor
+
+
+def _are_whole(zero_points: ir.TensorProtocol) -> bool:
+    """Whether zero points are numbers 0 … 15."""
+    if zero_points.dtype == ir.DataType.UINT8:
+        return True
+    array = float_array(zero_points)
+    return bool(((array == np.rint(array)) & (array >= 0) & (array <= 15)).all())
 
 
 def _check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
@@ -217,6 +231,7 @@ def _stored(
     scale_tensor: ir.TensorProtocol,
     scales: Callable[[], np.ndarray],
     zero_points: Callable[[], np.ndarray] | None,
+    minimums: Callable[[], np.ndarray] | None = None,
 ) -> StoredInt4:
     by_group = ir.Shape([-(-k // group_size), n])
     # bfloat16 numbers are float32 numbers.
@@ -224,9 +239,10 @@ def _stored(
     return StoredInt4(
         4,
         group_size,
-        lazy(q, ir.DataType.INT8 if zero_points is None else ir.DataType.UINT8, ir.Shape([k, n])),
+        lazy(q, ir.DataType.INT8 if zero_points is None and minimums is None else ir.DataType.UINT8, ir.Shape([k, n])),
         lazy(scales, scale_type, by_group, scale_tensor.name),
         None if zero_points is None else lazy(zero_points, ir.DataType.UINT8, by_group),
+        None if minimums is None else lazy(minimums, ir.DataType.FLOAT, by_group),
     )
 
 

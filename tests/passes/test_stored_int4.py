@@ -129,13 +129,27 @@ def test_order_by_g_idx():
     assert "in groups by g_idx 'g_idx', not in order; quantize without act-order" in text
 
 
-@pytest.mark.parametrize("bad", [7.5, -1.0, 16.0, np.nan, np.inf])
-def test_zero_points_that_are_no_whole_numbers(bad):
+@pytest.mark.parametrize("zero", [7.5, -1.0, 16.0, 0.1])
+@pytest.mark.parametrize("block", [32, 256])
+def test_zero_points_that_are_no_whole_numbers_become_minimums(zero, block):
+    layer = NBitsLayer(300, 8, block, "float", accuracy_level=0)
+    zeros = layer.tensors["zero_points"].copy()
+    zeros[3, 1] = zero
+    layer.extra = {"zero_points": zeros}
+    found = find(layer.model())
+    assert isinstance(found.int4, StoredInt4)
+    assert found.int4.minimum and not found.int4.symmetric and found.int4.zero_points is None
+    (weights,) = run(layer.model(), {"x": np.eye(300, dtype=np.float32)})
+    np.testing.assert_allclose(found.matrix(), weights, rtol=0, atol=2**-23 * 16 * np.abs(layer.scales).max())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_zero_points_that_are_no_finite_numbers(bad):
     layer = NBitsLayer(100, 8, 32, "float")
     zeros = layer.tensors["zero_points"].copy()
     zeros[3, 1] = bad
     layer.extra = {"zero_points": zeros}
-    assert "zero points 'zero_points' are not all whole numbers from 0 to 15" in why_not(layer.model())
+    assert "zero points 'zero_points' hold NaN or infinity, expected finite numbers" in why_not(layer.model())
 
 
 def changed(node_change=None, tensor=None, array=None, **layer_arguments) -> onnx.ModelProto:
