@@ -43,11 +43,11 @@ from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
 PEERS = {"MatMulNBits g32": (32, 4), "MatMulNBits g128": (128, 4)}  # block size, accuracy level
-# The first one stores what MatMulNBits g32 does; both, like the peers, also quantize the head.
+# Their heads are in 8 bits; those of the peers are in 4, too.
 GGUF = ".gguf"
 WINDOW = 512  # tokens
 SAMPLED = 2048  # tokens of a text, where none is given
-RECIPES = ("int4:group_size=32,quantize.1.symmetric=true", "int4")
+RECIPES = ("int4", "int4:group_size=128")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def test_recipes_with_settings():
         "sparse-encoder 50%",
         "weights=int4,sparsity=0.5,method=wanda+gptq",
     ]
-    assert [options["group_size"] for options in list(recipes.values())[:4]] == [128, 32, 64, 64]
+    assert [options["group_size"] for options in list(recipes.values())[:4]] == [32, 32, 64, 64]
     assert [options["symmetric"] for options in list(recipes.values())[:2]] == [False, True]
     shares = [options.get("sparsity") for options in list(recipes.values())[2:]]
     assert shares == [None, 0.5, 0.25, 0.0, 0.5, 0.5]

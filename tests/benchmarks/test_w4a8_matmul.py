@@ -99,7 +99,7 @@ def test_all_models_are_the_default():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "symmetric, zero_points, minimums"]),
+        (BenchOptions(kinds=("int4",)), ["--kind", "'int4'", "symmetric, zero_points, fractions, minimums"]),
         (BenchOptions(group_size=100), ["--group-size", "100", "32, 64 or 128"]),
         (BenchOptions(sparsity=(0.5,)), ["--sparsity", "W4A8MatMul", "leave it out"]),
         (BenchOptions(cases=((1, 131073, 1),)), ["--shape", "131073", "131072"]),

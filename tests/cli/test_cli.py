@@ -422,7 +422,9 @@ def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
 
 def test_bench_names_the_kinds_it_knows(invoke, assert_one_line):
     assert_one_line(invoke("bench", "sparse_amx_matmul", "--kind", "fp8"), "'fp8'", "bf16, int8, int4")
-    assert_one_line(invoke("bench", "w4a8_matmul", "--kind", "int4"), "'int4'", "symmetric, zero_points, minimums")
+    assert_one_line(
+        invoke("bench", "w4a8_matmul", "--kind", "int4"), "'int4'", "symmetric, zero_points, fractions, minimums"
+    )
 
 
 def test_bench_without_enough_memory(invoke, assert_one_line):
