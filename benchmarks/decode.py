@@ -152,14 +152,14 @@ def open_variant(path: Path, threads: int, length: int) -> Decoder | LlamaCpp:
     return open_decoder(path, session_options(threads), length)
 
 
-def perplexity(path: Path, ids: Sequence[int]) -> float:
-    """Of a text, in windows of WINDOW tokens, each behind the first of the next one."""
+def perplexity(path: Path, ids: Sequence[int], window: int = WINDOW) -> float:
+    """Of a text, in windows of so many tokens, of which each begins with the last token of the one before."""
     decoder = (
-        LlamaCpp(path, 2, WINDOW, all_logits=True)
+        LlamaCpp(path, 2, window, all_logits=True)
         if path.suffix == GGUF
         else Decoder(create_session(path, session_options(2)))
     )
-    return score_decoder(decoder, ids, WINDOW, WINDOW - 1).perplexity
+    return score_decoder(decoder, ids, window, window - 1).perplexity
 
 
 def read_text(arguments: argparse.Namespace, original: Path, console: Console) -> list[int]:
@@ -168,7 +168,7 @@ def read_text(arguments: argparse.Namespace, original: Path, console: Console) -
     if arguments.text is None or files.tokenizer is None:
         console.print(f"no --text was given: perplexity is of {SAMPLED} tokens drawn from the original")
         start = 1 if files.tokenizer is None else load_tokenizer(files.tokenizer).start
-        texts = sample_texts(create_session(original, session_options(2)), start, SAMPLED, WINDOW)
+        texts = sample_texts(create_session(original, session_options(2)), start, SAMPLED, arguments.window)
         return [token for text in texts for token in text]
     text = arguments.text.read_text(encoding="utf-8")
     tokens = arguments.text_tokens
@@ -263,6 +263,7 @@ def main() -> None:
         help="an ONNX file, a model's folder or a GGUF file, timed too",
     )
     parser.add_argument("--text", type=Path, help="to measure perplexity with, UTF-8; else drawn from the model")
+    parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a context: 256 for stories15m")
     parser.add_argument("--text-tokens", type=int, default=8192, help="of the text, from its beginning")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -290,7 +291,7 @@ def main() -> None:
         variants = make_variants(arguments, recipes, folder, console)
         cache_length = arguments.prompt_tokens + arguments.decode_tokens
         text = read_text(arguments, next(iter(variants.values())), console)
-        quality = {name: perplexity(path, text) for name, path in variants.items()}
+        quality = {name: perplexity(path, text, arguments.window) for name, path in variants.items()}
         with pinned(arguments.threads):
             decoders = {name: open_variant(path, arguments.threads, cache_length) for name, path in variants.items()}
             vocabulary = min(decoder.vocabulary for decoder in decoders.values())
