@@ -23,13 +23,13 @@ from .single_node import session
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("offset", ["", "zero_points", "minimums"])
+@pytest.mark.parametrize("offset", ["", "zero_points", "fractions", "minimums"])
 def test_kernel_and_function_body_agree(group: int, offset: str) -> None:
     """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
     rng = np.random.default_rng(group)
     for k, n in ((1, 1), (33, 17), (128, 16), (200, 40)):
         layer = GroupLayer.random(
-            rng, k, n, group, half=k % 2 == 0, zero_points=offset == "zero_points", minimums=offset == "minimums"
+            rng, k, n, group, half=k % 2 == 0, **{"zero_points": False} | ({offset: True} if offset else {})
         )
         bias = rng.standard_normal(n, dtype=np.float32)
         model = node_model(layer, bias)
@@ -195,11 +195,11 @@ def test_malformed_nodes_are_refused(name: str) -> None:
 def test_damaged_weights_never_crash() -> None:
     rng = np.random.default_rng(8)
     originals = [
-        node_model(GroupLayer.random(rng, 100, 20, 32, minimums=minimums)).SerializeToString()
-        for minimums in (False, True)
+        node_model(GroupLayer.random(rng, 100, 20, 32, **{offset: True})).SerializeToString()
+        for offset in ("zero_points", "fractions", "minimums")
     ]
     for i in range(500):
-        damaged = onnx.ModelProto.FromString(originals[i % 2])
+        damaged = onnx.ModelProto.FromString(originals[i % len(originals)])
         tensor = damaged.graph.initializer[rng.integers(len(damaged.graph.initializer))]
         data = bytearray(tensor.raw_data)
         if rng.random() < 0.5 and data:
