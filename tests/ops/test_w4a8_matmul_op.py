@@ -103,10 +103,11 @@ def test_batched_inputs_of_any_rank(leading: tuple[int, ...], library: bool) -> 
 
 @pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("activation", Activation)
-def test_activation_and_residual(activation: Activation, library: bool) -> None:
-    """Against activation(what the node without them answers) + residual in float64."""
+@pytest.mark.parametrize(("bits", "scale"), [(4, 0.01), (8, 0.001)])
+def test_activation_and_residual(bits: int, scale: float, activation: Activation, library: bool) -> None:
+    """Of W8A8MatMul too, against activation(what the node without them answers) + residual in float64."""
     rng = np.random.default_rng(3)
-    layer = GroupLayer.random(rng, 50, 37, 32, scale=0.01)
+    layer = GroupLayer.random(rng, 50, 37, 32, scale=scale, bits=bits)
     x = rng.standard_normal((2, 20, 50), dtype=np.float32)
     product = session(node_model(layer, rank=3), library=library).run(None, {"x": x})[0]
     activated = apply(activation, product)

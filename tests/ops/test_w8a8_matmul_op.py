@@ -10,7 +10,6 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto
 
-from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.find.quantized_weight import QuantizedWeight
 from ortolan.graph_passes.operators.replacement import LayerWeight, Stored
 from ortolan.graph_passes.operators.w4a8_matmul import W4A8MatMul
@@ -20,7 +19,6 @@ from ortolan.graph_passes.weights.quantizers.grid import Quantization
 
 from .group_node import node_model
 from .groups import GroupLayer
-from .linear_kinds import RESIDUALS, apply
 from .single_node import session
 
 
@@ -60,25 +58,6 @@ def test_batched_inputs_of_any_rank(leading: tuple[int, ...], library: bool) -> 
     y = session(node_model(layer, rank=len(leading) + 1), library=library).run(None, {"x": x})[0]
     assert y.shape == (*leading, 40)
     layer.check(y.reshape(-1, 40), x.reshape(-1, 70), float_sums=not library)
-
-
-@pytest.mark.parametrize("library", [True, False])
-@pytest.mark.parametrize("activation", Activation)
-def test_activation_and_residual(activation: Activation, library: bool) -> None:
-    """Against activation(what the node without them answers) + residual in float64."""
-    rng = np.random.default_rng(3)
-    layer = GroupLayer.random(rng, 50, 37, 32, scale=0.001, bits=8)
-    x = rng.standard_normal((2, 20, 50), dtype=np.float32)
-    product = session(node_model(layer, rank=3), library=library).run(None, {"x": x})[0]
-    activated = apply(activation, product)
-    for make in RESIDUALS.values():
-        shape = make(20, 37)
-        residual = rng.standard_normal(shape).astype(np.float32)
-        model = node_model(layer, rank=3, residual=shape, activation=activation)
-        y = session(model, library=library).run(None, {"x": x, "residual": residual})[0]
-        expected = activated + residual.astype(np.float64)
-        assert y.shape == expected.shape
-        assert np.all(np.abs(y - expected) <= 2.0**-20 * (np.abs(product) + np.abs(residual)))
 
 
 BAD: dict[str, tuple[Callable[[onnx.NodeProto, dict[str, onnx.TensorProto]], None], str]] = {}
