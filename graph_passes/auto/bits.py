@@ -3,8 +3,10 @@
     error   ||XW - Y|| / ||XW|| of each layer in 4 bits and in 8, in one run of a recipe for each; times how much errors
             of that layer matter for the outputs (sensitivity.py)
     path    from 8 bits everywhere to 4: layers of one input together, those first that save the most bytes for the
-            square of error that they add, as errors of layers add up in squares
-    budget  of error: how far along the path the whole model stays within it, by bisection. Of bytes: as far as it takes
+            square of error that they add, as errors of layers add up in squares. Layers that lose nothing by 4 bits,
+            such as those whose weights lie on a grid of 4 bits already, go before all others, and in any case
+    budget  of error: how far along the path the whole model stays within it, by bisection. Of bytes: as far as it
+            takes, by the bytes of the layers
 
 What comes out is an ordinary recipe: that of the form, with these layers left to 8 bits.
 """
@@ -70,7 +72,8 @@ class BitSearch:
         path = self._path(inputs)
         trials = Trials(evidence, self._limit, judged, self._name, self._progress, self._recipe_of_choice)
         report.trials = trials.report
-        best = _fewest_steps(path, trials) if self._limit.is_size else _most_steps(path, trials)
+        free = sum(_cost(steps) <= 0 for steps in path)
+        best = self._fewest_steps(path, free, trials) if self._limit.is_size else _most_steps(path, free, trials)
         if best is None:
             tried = min(trials.report, key=lambda trial: trial.error) if not self._limit.is_size else trials.report[-1]
             bits = "4" if self._limit.is_size else "8"
@@ -90,7 +93,7 @@ class BitSearch:
                 groups.setdefault(inputs[layer.name], []).append(layer)
         total = sum(layer.forms[EIGHT.name].bytes or 0 for group in groups.values() for layer in group)
         path = [[_step(layer, total) for layer in group] for group in groups.values()]
-        path.sort(key=lambda steps: -sum(one.saved for one in steps) / max(sum(one.cost for one in steps), 1e-12))
+        path.sort(key=lambda steps: -sum(one.saved for one in steps) / max(_cost(steps), 1e-12))
         steps = list(chain(*path))
         report.path = [
             PathPoint(step.layer, step.candidate.name, *estimate(steps[: number + 1]))
@@ -111,6 +114,27 @@ class BitSearch:
         description = f"{self._form.describe()}; bits of each layer chosen by measurement"
         return Recipe.from_dict({"name": "int4, mixed bits", "description": description, "pass": steps})
 
+    def _fewest_steps(self, path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
+        """The first model along the path that is small enough, but for steps that lose nothing."""
+        smallest = trials.make([*chain(*path)], False)
+        if smallest is None:
+            return None
+        layers = {layer.name: layer.forms for layer in self.report.layers}
+        room = self._limit.number - (smallest.trial.bytes or 0)
+        wanted = len(path)
+        while wanted > free:
+            forms = [layers[step.layer] for step in path[wanted - 1]]
+            room -= sum((one[EIGHT.name].bytes or 0) - (one[FOUR.name].bytes or 0) for one in forms)
+            if room < 0:
+                break
+            wanted -= 1
+        # What surrounds the weights in a file takes a few bytes more or less.
+        for number in range(wanted, len(path)):
+            made = trials.make([*chain(*path[:number])], False)
+            if made is not None:
+                return made
+        return smallest
+
     def _conclude(self, best: Made) -> None:
         report = self.report
         best.trial.chosen = report.changed = True
@@ -130,29 +154,23 @@ def _step(layer: LayerChoice, total: int) -> Step:
     four, eight = layer.forms[FOUR.name], layer.forms[EIGHT.name]
     matters = 1.0 if layer.sensitivity is None else layer.sensitivity
     cost = ((four.error or 0.0) ** 2 - (eight.error or 0.0) ** 2) * matters**2
-    return Step(layer.name, FOUR, ((eight.bytes or 0) - (four.bytes or 0)) / max(total, 1), max(cost, 0.0))
+    return Step(layer.name, FOUR, ((eight.bytes or 0) - (four.bytes or 0)) / max(total, 1), cost)
 
 
-def _most_steps(path: Sequence[list[Step]], trials: Trials) -> Made | None:
-    """The model furthest along the path that the budget allows."""
+def _cost(steps: Sequence[Step]) -> float:
+    """Of layers of one input, which take the step together."""
+    return sum(step.cost for step in steps)
+
+
+def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
+    """The model furthest along the path that the budget allows. free: steps at its beginning that lose nothing."""
     best = trials.make([*chain(*path)], False)
     if best is not None:
         return best
-    low, high = 0, len(path)
-    best = trials.make([], False)
+    low, high = free, len(path)
+    best = trials.make([*chain(*path[:free])], False)
     while best is not None and high - low > max(1, len(path) // _FINEST):
         middle = (low + high) // 2
         made = trials.make([*chain(*path[:middle])], False)
         low, high, best = (low, middle, best) if made is None else (middle, high, made)
-    return best
-
-
-def _fewest_steps(path: Sequence[list[Step]], trials: Trials) -> Made | None:
-    """The first model along the path that is small enough."""
-    low, high = -1, len(path)
-    best = trials.make([*chain(*path)], False)
-    while best is not None and high - low > 1:
-        middle = (low + high) // 2
-        made = trials.make([*chain(*path[:middle])], False)
-        low, high, best = (middle, high, best) if made is None else (low, middle, made)
     return best

@@ -24,7 +24,7 @@ class Step:
     layer: str
     candidate: Candidate
     saved: float  # share of the time of all layers
-    cost: float  # square of its error, less that of the form before
+    cost: float  # square of its error, less that of the form before; below 0 where the form before has more
 
 
 def make_path(report: AutoReport, candidates: Sequence[Candidate]) -> list[Step]:
@@ -56,7 +56,7 @@ def make_path(report: AutoReport, candidates: Sequence[Candidate]) -> list[Step]
 
 def estimate(steps: Sequence[Step]) -> tuple[float, float]:
     """What models of these steps take, as a share of the time of all layers, and the error."""
-    return 1 - sum(step.saved for step in steps), math.sqrt(sum(step.cost for step in steps))
+    return 1 - sum(step.saved for step in steps), math.sqrt(max(sum(step.cost for step in steps), 0.0))
 
 
 def worth_measuring(layer: LayerChoice) -> list[str]:

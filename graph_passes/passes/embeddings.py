@@ -55,7 +55,7 @@ class EmbeddingsPass(RecipePass):
                 found.append(embedding)
         for embedding in found:
             doing = "would be stored" if context.dry_run else "is stored"
-            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups of numbers of a row")
+            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups")
             if not context.dry_run:
                 context.layers.embeddings.append(self._store(model, embedding))
                 context.release()

@@ -9,11 +9,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnx import numpy_helper
 
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import RecipeError, VerificationError
 from ortolan.graph_passes.auto.budget import Limit
+from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import tiny
 
 
@@ -69,6 +71,19 @@ def test_a_budget_of_bytes_is_kept_with_as_little_error_as_it_allows(model: onnx
     assert bits(report)[8] and bits(report)[4]
     with pytest.raises(VerificationError, match=r"no choice of 4 and 8 bits is within the budget .* 4 bits in all"):
         mixed(model, "bytes:10KB")
+
+
+def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelProto) -> None:
+    on_grid = onnx.ModelProto()
+    on_grid.CopyFrom(model)
+    for tensor in on_grid.graph.initializer:
+        if len(tensor.dims) == 2 and "layers.0" in tensor.name:
+            quantization = Quantization(4, 32, symmetric=False, fractions=True)
+            rounded = round_to_nearest(numpy_helper.to_array(tensor), quantization)
+            tensor.CopyFrom(numpy_helper.from_array(dequantize(rounded, 32), tensor.name))
+    report = mixed(on_grid, "bytes:1GB")
+    four = {layer.name for layer in report.layers if layer.weight_bits == 4}
+    assert four and all("layers.0" in name for name in four) and bits(report)[8]
 
 
 def test_no_choice_is_good_enough(model: onnx.ModelProto) -> None:

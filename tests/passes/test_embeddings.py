@@ -104,7 +104,7 @@ def test_tables_that_are_left_out(tmp_path: Path) -> None:
 
 def test_a_dry_run_says_what_would_be() -> None:
     report = ortolan.optimize_onnx(model(), recipe=recipe(), dry_run=True)
-    assert report.notes == ["word embedding 'table' would be stored in int8, in groups of numbers of a row"]
+    assert report.notes == ["word embedding 'table' would be stored in int8, in groups"]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
