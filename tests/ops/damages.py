@@ -15,6 +15,7 @@ ITEM_BYTES = {
     TensorProto.INT64: 8,
     TensorProto.BFLOAT16: 2,
     TensorProto.UINT16: 2,
+    TensorProto.FLOAT16: 2,
 }
 
 

@@ -1,4 +1,4 @@
-"""W4A8MatMul's AMX kernel: its machine code, under the emulator where the CPU has no AMX."""
+"""The AMX kernels of W4A8MatMul and W8A8MatMul: their machine code, under the emulator where the CPU has no AMX."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ rng = np.random.default_rng(5)
 for group in (32, 64, 128):
     for k in (1, 31, 33, 100, 160, 1100):
         for n in (1, 16, 17, 40, 64):
-            for offset in ("", "zero_points", "minimums"):
-                zero_points, minimums = offset == "zero_points", offset == "minimums"
-                layer = GroupLayer.random(
-                    rng, k, n, group, half=bool(k % 2), zero_points=zero_points, minimums=minimums
-                )
+            for kind in ({"zero_points": False}, {}, {"fractions": True}, {"minimums": True}, {"bits": 8}):
+                layer = GroupLayer.random(rng, k, n, group, half=bool(k % 2), **kind)
                 bias, x = rng.standard_normal(n, dtype=np.float32), rng.standard_normal((33, k), dtype=np.float32)
                 for m in (1, 7, 16, 17, 32, 33):
                     if k * n * m > 500_000:
@@ -26,8 +23,8 @@ for group in (32, 64, 128):
                     layer.check(layer.multiply(x[:m], b, "amx"), x[:m], b)
     x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
     x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf
-    for minimums in (False, True):
-        layer = GroupLayer.random(rng, 70, 20, group, minimums=minimums)
+    for kind in ({}, {"minimums": True}, {"bits": 8}):
+        layer = GroupLayer.random(rng, 70, 20, group, **kind)
         layer.check(layer.multiply(x, None, "amx"), x)
 """
 
@@ -39,10 +36,13 @@ from tests.ops.single_node import assert_same_bits
 from tests.ops.groups import GroupLayer
 rng = np.random.default_rng(6)
 for group in (32, 64, 128):
-    for offset in ("", "zero_points", "minimums"):
-        k, n, m = 8 * group - 5, 40, 20
-        layer = GroupLayer.random(rng, k, n, group, zero_points=offset == "zero_points")
-        powers = np.ldexp(np.float32(1), rng.integers(-2, 2, layer.scales.shape)).astype(np.float32)
+    for offset in ("", "zero_points", "minimums", "8 bits"):
+        k, n, m, bits = 8 * group - 5, 40, 20, 8 if offset == "8 bits" else 4
+        layer = GroupLayer.random(rng, k, n, group, zero_points=offset == "zero_points", bits=bits)
+        if bits == 8:
+            layer.q[::3, ::2] = -128
+        lowest, highest = (-1, 1) if bits == 8 else (-2, 2)
+        powers = np.ldexp(np.float32(1), rng.integers(lowest, highest, layer.scales.shape)).astype(np.float32)
         layer = GroupLayer(layer.q, powers, layer.zero_points, group, -4 * powers if offset == "minimums" else None)
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)
         x[:, ::group] = -127  # each group's scale is one
@@ -82,8 +82,9 @@ rng = np.random.default_rng(7)
 m, k, n = 40, 1216, 48
 row_tiles, panels = 3, 3
 x = rng.standard_normal((m, k), dtype=np.float32)
-for group in (32, 64, 128):
-    layer = GroupLayer.random(rng, k, n, group)
+# Tiles of 8 bits are loaded from where they are stored, those of 4 bits from where they were expanded to.
+for group, bits in ((group, bits) for group in (32, 64, 128) for bits in (4, 8)):
+    layer = GroupLayer.random(rng, k, n, group, bits=bits)
     if emulator is None:
         break
     emulator.reset_counts()

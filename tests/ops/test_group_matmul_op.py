@@ -1,0 +1,192 @@
+"""W4A8MatMul and W8A8MatMul as ORT runs them: against the oracle and their own ONNX functions, and on bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+from ortolan.graph_passes.find.epilogue import Activation
+
+from .damages import TENSOR_DAMAGES, damage_attribute, damage_inputs
+from .group_node import node_model
+from .groups import GroupLayer
+from .linear_kinds import RESIDUALS, apply
+from .single_node import session
+
+KINDS: Mapping[str, dict[str, Any]] = {
+    "int8": {"bits": 8},
+    "int4": {"zero_points": False},
+    "zero_points": {},
+    "fractions": {"fractions": True},
+    "minimums": {"minimums": True},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+with_and_without_library = pytest.mark.parametrize("library", [True, False])
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@each_kind
+def test_kernel_and_function_body_agree(group: int, kind: str) -> None:
+    """The same file, with the library (our kernel) and without (ORT inlines the function), against the oracle."""
+    rng = np.random.default_rng(group)
+    for k, n in ((1, 1), (33, 17), (128, 16), (200, 60)):
+        layer = GroupLayer.random(rng, k, n, group, half=k % 2 == 0, **KINDS[kind])
+        bias = rng.standard_normal(n, dtype=np.float32)
+        model = node_model(layer, bias)
+        onnx.checker.check_model(model)
+        kernel, inlined = session(model), session(model, library=False)
+        for m in (1, 5, 40):
+            x = rng.standard_normal((m, k), dtype=np.float32)
+            layer.check(kernel.run(None, {"x": x})[0], x, bias)
+            layer.check(inlined.run(None, {"x": x})[0], x, bias, float_sums=True)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
+@pytest.mark.parametrize("unpack_once", [True, False])
+@pytest.mark.parametrize("kind", ["int8", "zero_points", "minimums"])
+def test_function_body_serves_every_opset(kind: str, opset: int, unpack_once: bool) -> None:
+    rng = np.random.default_rng(opset)
+    x = rng.standard_normal((4, 100), dtype=np.float32)
+    layer = GroupLayer.random(rng, 100, 30, 32, **KINDS[kind])
+    model = node_model(layer, opset=opset, unpack_once=unpack_once)
+    for library in (True, False):
+        layer.check(session(model, library=library).run(None, {"x": x})[0], x, float_sums=not library)
+
+
+@with_and_without_library
+@pytest.mark.parametrize("leading", [(), (5,), (2, 3), (1, 2, 2), (0,), (300,)])
+@pytest.mark.parametrize("kind", ["int8", "zero_points"])
+def test_batched_inputs_of_any_rank(kind: str, leading: tuple[int, ...], library: bool) -> None:
+    rng = np.random.default_rng(len(leading))
+    layer = GroupLayer.random(rng, 70, 40, 64, **KINDS[kind])
+    x = rng.standard_normal((*leading, 70), dtype=np.float32)
+    y = session(node_model(layer, rank=len(leading) + 1), library=library).run(None, {"x": x})[0]
+    assert y.shape == (*leading, 40)
+    layer.check(y.reshape(-1, 40), x.reshape(-1, 70), float_sums=not library)
+
+
+@with_and_without_library
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(("bits", "scale"), [(4, 0.01), (8, 0.001)])
+def test_activation_and_residual(bits: int, scale: float, activation: Activation, library: bool) -> None:
+    """Against activation(what the node without them answers) + residual in float64."""
+    rng = np.random.default_rng(3)
+    layer = GroupLayer.random(rng, 50, 37, 32, scale=scale, bits=bits)
+    x = rng.standard_normal((2, 20, 50), dtype=np.float32)
+    product = session(node_model(layer, rank=3), library=library).run(None, {"x": x})[0]
+    activated = apply(activation, product)
+    for make in RESIDUALS.values():
+        shape = make(20, 37)
+        residual = rng.standard_normal(shape).astype(np.float32)
+        model = node_model(layer, rank=3, residual=shape, activation=activation)
+        y = session(model, library=library).run(None, {"x": x, "residual": residual})[0]
+        expected = activated + residual.astype(np.float64)
+        assert y.shape == expected.shape
+        assert np.all(np.abs(y - expected) <= 2.0**-20 * (np.abs(product) + np.abs(residual)))
+
+
+Change = Callable[[onnx.NodeProto, dict[str, onnx.TensorProto]], None]
+BAD: dict[str, tuple[Change, str, tuple[int, ...]]] = {}
+
+
+def bad(message: str, bits: tuple[int, ...] = (4, 8)) -> Callable[[Change], None]:
+    """bits: of the operators that say so."""
+
+    def add(change: Change) -> None:
+        BAD[change.__name__] = (change, message, bits)
+
+    return add
+
+
+@bad("group_size is 48, expected 32, 64 or 128")
+def odd_group_size(node, tensors):
+    next(a for a in node.attribute if a.name == "group_size").i = 48
+
+
+@bad("scales have 96 elements, expected 48")
+def other_group_size(node, tensors):
+    next(a for a in node.attribute if a.name == "group_size").i = 64
+
+
+@bad("activation is 9, expected 0")
+def unknown_activation(node, tensors):
+    next(a for a in node.attribute if a.name == "activation").i = 9
+
+
+@bad("zero_points hold 16, expected 0 to 15", (4,))
+def zero_point_out_of_range(node, tensors):
+    tensors["zero_points"].raw_data = b"\x10" + tensors["zero_points"].raw_data[1:]
+
+
+@bad("zero_points have 96 elements and minimums 96, expected one of them or neither", (4,))
+def zero_points_and_minimums(node, tensors):
+    node.input.extend(["bias", "bias", "scales"])
+
+
+@bad("minimums 'zero_points' is uint8, expected float", (4,))
+def minimums_of_another_type(node, tensors):
+    node.input.extend(["bias", "bias", "zero_points"])
+
+
+@bad("minimums have 40 elements, expected 96 or none", (4,))
+def minimums_of_another_count(node, tensors):
+    node.input[5] = ""
+    node.input.extend(["bias", "bias", "bias"])
+
+
+@bad("weights hold [12]0[24][48] bytes, expected (1536|3072)")
+def weights_cut_short(node, tensors):
+    tensors["weights"].dims[0] = 2
+    tensors["weights"].raw_data = tensors["weights"].raw_data[: len(tensors["weights"].raw_data) // 3 * 2]
+
+
+@bad("scales 'scales' is uint8, expected float or float16")
+def scales_of_another_type(node, tensors):
+    tensors["scales"].data_type = TensorProto.UINT8
+    tensors["scales"].raw_data = tensors["scales"].raw_data[:96]
+
+
+@bad("format_version is 7, this library reads 1")
+def another_version(node, tensors):
+    next(a for a in node.attribute if a.name == "format_version").i = 7
+
+
+@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, one in BAD.items() for bits in one[2]])
+def test_malformed_nodes_are_refused(name: str, bits: int) -> None:
+    change, message, _ = BAD[name]
+    model = node_model(GroupLayer.random(np.random.default_rng(7), 64, 40, 32, bits=bits))
+    change(model.graph.node[0], {tensor.name: tensor for tensor in model.graph.initializer})
+    with pytest.raises(Exception, match="'linear': .*" + message):
+        session(model)
+
+
+@each_kind
+def test_damaged_models_give_an_error_or_an_answer(kind: str) -> None:
+    rng = np.random.default_rng(list(KINDS).index(kind))
+    original = node_model(GroupLayer.random(rng, 100, 20, 32, half=True, **KINDS[kind])).SerializeToString()
+    refused = answered = 0
+    for _ in range(300):
+        model = onnx.ModelProto.FromString(original)
+        node, tensors = model.graph.node[0], model.graph.initializer
+        for _ in range(rng.integers(1, 3)):
+            place = rng.integers(8)
+            if place == 0:
+                damage_attribute(rng, node)
+            elif place == 1:
+                damage_inputs(rng, node)
+            else:
+                TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])
+        try:
+            (y,) = session(model).run(None, {"x": np.ones((2, 100), np.float32)})
+        except Exception as error:
+            assert str(error)
+            refused += 1
+        else:
+            assert y.shape[-2:] == (2, 20) and y.dtype == np.float32
+            answered += 1
+    assert refused > 20 and answered > 20
