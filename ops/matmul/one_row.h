@@ -35,12 +35,12 @@ class OneRow {
         PrefetchLines(Stream(layer.weight, panel_begin, layer.ahead).values, Weights::OneRowAhead(layer.ahead));
       }
       for (int64_t ahead = 0; ahead < kPanelsOfScalesAhead; ++ahead) {
-        typename Weights::Scales(layer.weight, panel_begin + ahead, layer.groups).Prefetch(layer.groups);
+        typename Weights::Scales(layer.weight, panel_begin + ahead, layer.groups).Prefetch(0, layer.groups);
       }
     }
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       if constexpr (Weights::kHasGroups) {
-        typename Weights::Scales(layer.weight, panel + kPanelsOfScalesAhead, layer.groups).Prefetch(layer.groups);
+        typename Weights::Scales(layer.weight, panel + kPanelsOfScalesAhead, layer.groups).Prefetch(0, layer.groups);
       }
       Row({layer, args, panel}, 0);
     }

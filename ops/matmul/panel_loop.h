@@ -26,7 +26,7 @@
 //                                chains of sums, for one row and for two or three
 //     kFetchOneRow, OneRowAhead  see one_row.h
 //     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
-//     Scales                     of a panel: Of(group), Prefetch(groups)
+//     Scales                     of a panel: Of(group), Prefetch(begin, end) of groups
 //     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;
 //                                Add(total, sums, scales, group, row), a total with a group's sums; End(total, row)
 #pragma once
@@ -36,6 +36,7 @@
 #include "matmul/activations.h"
 #include "matmul/one_row.h"
 #include "matmul/panel.h"
+#include "matmul/wide_groups.h"
 
 namespace ortolan {
 namespace {
@@ -49,6 +50,7 @@ class PanelLoop {
   using Activation = typename Weights::Activation;
   using Layer = ortolan::Layer<Weights>;
   using Panel = ortolan::Panel<Simd, Weights>;
+  using Panels = ortolan::Panels<Simd, Weights>;
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
   static constexpr int kTogether = kRowsTogether<Weights>;
@@ -58,7 +60,7 @@ class PanelLoop {
   // a repeated activation then meets several weights. With one panel, the loads that repeat activations are the limit.
   static constexpr bool kIsWide = Weights::kRowInputs == 4 && Columns::kRegisters == 1 && Simd::kRegisters == 32 &&
                                   Weights::kFreeSpans && !(Weights::kHasGroups && Weights::kBuffered);
-  static constexpr int kPanelsTogether = kIsWide ? 3 : 1;
+  static constexpr int kPanelsTogether = kIsWide ? kWidePanels : 1;
 
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     using FewRows = FewRowsKindOf<Weights>;
@@ -93,8 +95,8 @@ class PanelLoop {
   // Expanded rows kept while all rows of x pass over them: half of a 32 KB L1 cache or less, and whole groups.
   static constexpr int64_t kBufferRows = Weights::kRowInputs <= 4 ? 256 : 128;
   static constexpr int64_t kBufferSpans = kBufferRows / kSpanRows;
-  // Rows of x that pass over a panel while their sums wait on the stack (16 KB). More rows expand the panel again.
-  static constexpr int64_t kMostRows = 256 / kBlock * kBlock;
+  // More rows of x expand the panel again.
+  static constexpr int64_t kMostRows = kMostWaiting / kBlock * kBlock;
 
   template <bool kOneSpan>
   static void RunRows(const Layer& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
@@ -257,21 +259,18 @@ class PanelLoop {
     uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups, or the sums of the one group
   };
 
-  // Of a block of rows or more, with panels of one group.
-  struct Panels {
-    Panel at[3];
-  };
+  // Of a block of rows or more.
   static void Wide(const Panels& panels) {
     if constexpr (Weights::kBuffered) return WideBuffered(panels);
     const int64_t spans = panels.at[0].layer.spans;
     const int64_t m = panels.at[0].args.m;
     int64_t i = 0;
+    if constexpr (Weights::kHasGroups) {
+      i = m / kBlock * kBlock;
+      ortolan::WideGroups<Simd, Weights>::Run(panels, i);
+    }
     for (; i + kBlock <= m; i += kBlock) {
       for (int first = 0; first < kBlock; first += kBlock / 2) {
-        if constexpr (Weights::kHasGroups) {
-          WideGroups(panels, i, first);
-          continue;
-        }
         Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
         WideRows(panels, 0, spans, i, first, nullptr, [&](int c, int64_t, int row) {
           return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
@@ -289,7 +288,7 @@ class PanelLoop {
     const int64_t m = panels.at[0].args.m;
     for (int64_t begin = 0; begin < spans; begin += kBufferSpans) {
       const int64_t end = spans - begin < kBufferSpans ? spans : begin + kBufferSpans;
-      for (int c = 0; c < kPanelsTogether; ++c) Expand(streams[c], end - begin, buffer[c]);
+      for (int c = 0; c < kPanelsTogether; ++c) ExpandSpans<Weights>(streams[c], end - begin, buffer[c]);
       const auto next = [&](int c, int64_t four, int row) {
         return Weights::LoadRow(buffer[c] + (four + row) * Weights::kStoredBytes);
       };
@@ -321,7 +320,7 @@ class PanelLoop {
       }
     }
     for (int64_t four = 0; four < (end - begin) * kSpanRows; four += kFourRows) {
-      WideFour(sums, x, [&](int c, int row) { return next(c, four, row); });
+      WideFour<Simd, Weights>(sums, x, [&](int c, int row) { return next(c, four, row); });
     }
     for (int c = 0; c < kPanelsTogether; ++c) {
       const auto scales = panels.at[c].scales.Of(0);
@@ -336,71 +335,6 @@ class PanelLoop {
     }
   }
 
-  // Four rows of weights of each panel, next(panel, row), times the rows of x, which it moves on.
-  template <int kRows, typename Next>
-  __attribute__((always_inline)) static void WideFour(Sums (&sums)[kRows][kPanelsTogether], const Activation*& x,
-                                                      const Next& next) {
-#pragma GCC unroll 4
-    for (int row = 0; row < kFourRows; ++row) {
-      typename Weights::Row weights[kPanelsTogether];
-#pragma GCC unroll 4
-      for (int c = 0; c < kPanelsTogether; ++c) weights[c] = next(c, row);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const auto repeated = Simd::RepeatQuad(x + Weights::kRowInputs * (kFourRows * r + row));
-#pragma GCC unroll 4
-        for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = Weights::Dot(sums[r][c], weights[c], repeated);
-      }
-    }
-    x += kFourRows * Weights::kRowInputs * kBlock;
-  }
-  // Panels with groups times half of the block that begins at row i: its rows from `first` on. Totals wait in the cache
-  // while registers hold sums.
-  __attribute__((noinline)) static void WideGroups(const Panels& panels, int64_t i, int first) {
-    constexpr int kRows = kBlock / 2;
-    const Layer& layer = panels.at[0].layer;
-    const auto numbers = panels.at[0].template NumbersOf<kBlock>(i);
-    const Activation* x = panels.at[0].X(i) + kFourRows * Weights::kRowInputs * first;
-    Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
-    alignas(64) float totals[kPanelsTogether][kRows][kPanelColumns];
-    for (auto& of_panel : totals) {
-      for (auto& total : of_panel) Columns::Store(total, Columns::Set(0.0f));
-    }
-    int64_t span = 0;
-    for (int64_t group = 0; group < layer.groups; ++group) {
-      Sums sums[kRows][kPanelsTogether];
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int c = 0; c < kPanelsTogether; ++c) sums[r][c] = numbers.Start(group, first + r);
-      }
-      const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
-      for (; span < end; ++span) {
-#pragma GCC unroll 2
-        for (int four = 0; four < kSpanRows; four += kFourRows) {
-          WideFour(sums, x, [&](int c, int row) {
-            return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(four + row));
-          });
-        }
-      }
-#pragma GCC unroll 4
-      for (int c = 0; c < kPanelsTogether; ++c) {
-        const auto scales = panels.at[c].scales.Of(group);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          float* const total = totals[c][r];
-          Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
-        }
-      }
-    }
-    for (int c = 0; c < kPanelsTogether; ++c) {
-      for (int r = 0; r < kRows; ++r) {
-        const Floats total = numbers.End(Columns::Load(totals[c][r]), first + r);
-        panels.at[c].output.StoreWithBias(i + first + r, total);
-      }
-    }
-  }
-
   // Many rows of x: expand some rows of weights once, let all rows of x pass over them, go on with the next. The sums
   // of 16 columns wait on the stack: in y they might lie so far apart that all fall into the same few lines of the
   // cache.
@@ -411,21 +345,10 @@ class PanelLoop {
     Stream stream = p.stream;
     for (int64_t first = 0; first < p.layer.spans; first += kBufferSpans) {
       const int64_t end = p.layer.spans - first < kBufferSpans ? p.layer.spans : first + kBufferSpans;
-      Expand(stream, end - first, buffer);
+      ExpandSpans<Weights>(stream, end - first, buffer);
       int64_t i = 0;
       for (; i + kBlock <= p.args.m; i += kBlock) ExpandedRows<kOneSpan, kBlock>(p, buffer, first, end, i, waiting);
       LastExpandedRows<kOneSpan>(p, buffer, first, end, i, waiting);
-    }
-  }
-
-  static void Expand(Stream& stream, int64_t spans, uint8_t* out) {
-    for (int64_t span = 0; span < spans; ++span) {
-      stream.template StartSpan<Fetch::kExpand>();
-#pragma GCC unroll 8
-      for (int row = 0; row < kSpanRows; ++row, out += Weights::kStoredBytes) {
-        Weights::StoreRow(Weights::FromBytes(stream.template Next<Fetch::kExpand, false>(row)), out);
-      }
-      stream.EndSpan();
     }
   }
 

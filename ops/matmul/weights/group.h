@@ -48,8 +48,8 @@ struct GroupScales {
     return {Columns::template Of<Floats>([&](int i) { return Load(scales, group, i); })};
   }
   // Always inline: see PrefetchLines.
-  __attribute__((always_inline)) void Prefetch(int64_t groups) const {
-    PrefetchLines(scales, groups * kPanelColumns * Bytes());
+  __attribute__((always_inline)) void Prefetch(int64_t begin, int64_t end) const {
+    PrefetchLines(scales + begin * kPanelColumns * Bytes(), (end - begin) * kPanelColumns * Bytes());
   }
 
   int64_t Bytes() const { return is_f16 ? 2 : 4; }
@@ -90,19 +90,19 @@ struct GroupWeights : Rows {
   struct Numbers : GroupNumbers {
     Numbers(const void* end_of_q, int64_t groups) : GroupNumbers(end_of_q, groups * kRows, kScaledSums) {}
 
-    Ints Start(int64_t group, int row) const {
+    Ints Start(int64_t group, int64_t row) const {
       const int64_t at = group * kRows + row;
       constexpr int32_t kBias = Rows::kBias;
       if constexpr (kBias == 0) return Columns::SetInt(0);
       return Columns::SetInt(Rows::kNarrowChunks ? kBias * minus_sums[at] : starts[at]);
     }
-    Ints StartChunk(int64_t chunk, int row) const { return Columns::SetInt(starts[chunk * kRows + row]); }
+    Ints StartChunk(int64_t chunk, int64_t row) const { return Columns::SetInt(starts[chunk * kRows + row]); }
     template <typename OfGroup>
-    Floats Add(const Floats& total, const Ints& sums, const OfGroup& of, int64_t group, int row) const {
+    Floats Add(const Floats& total, const Ints& sums, const OfGroup& of, int64_t group, int64_t row) const {
       const Floats scale = Columns::Multiply(of.scales, Columns::Set(scales[group * kRows + row]));
       return Columns::MultiplyAdd(Columns::ToFloat(sums), scale, total);
     }
-    Floats End(const Floats& total, int) const { return total; }
+    Floats End(const Floats& total, int64_t) const { return total; }
   };
 
   // Where the words of a chunk begin.

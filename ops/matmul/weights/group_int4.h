@@ -49,9 +49,9 @@ struct GroupInt4ZeroPoints : GroupInt4Weights<Simd> {
                 return Simd::AndInt(less_8, Simd::SetInt(0xffff));
               })};
     }
-    __attribute__((always_inline)) void Prefetch(int64_t groups) const {
-      Base::Scales::Prefetch(groups);
-      PrefetchLines(zero_points, groups * kPanelColumns);
+    __attribute__((always_inline)) void Prefetch(int64_t begin, int64_t end) const {
+      Base::Scales::Prefetch(begin, end);
+      PrefetchLines(zero_points + begin * kPanelColumns, (end - begin) * kPanelColumns);
     }
 
     const uint8_t* zero_points;
@@ -62,7 +62,7 @@ struct GroupInt4ZeroPoints : GroupInt4Weights<Simd> {
     using Of = typename Base::template Numbers<kRows>;
     using Of::Of;
     Floats Add(const Floats& total, const Ints& sums, const typename Scales::OfGroup& of, int64_t group,
-               int row) const {
+               int64_t row) const {
       const auto minus_sum = Simd::SetInt(this->minus_sums[group * kRows + row]);
       const Ints exact =
           Columns::template Of<Ints>([&](int i) { return Simd::DotPair(sums.at[i], of.zero_points.at[i], minus_sum); });
@@ -100,9 +100,9 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
                 return Simd::Multiply(Simd::Multiply(steps, Simd::Set(1.0f / kFractionSteps)), scale);
               })};
     }
-    __attribute__((always_inline)) void Prefetch(int64_t groups) const {
-      Base::Scales::Prefetch(groups);
-      PrefetchLines(offsets, groups * kPanelColumns * bytes);
+    __attribute__((always_inline)) void Prefetch(int64_t begin, int64_t end) const {
+      Base::Scales::Prefetch(begin, end);
+      PrefetchLines(offsets + begin * kPanelColumns * bytes, (end - begin) * kPanelColumns * bytes);
     }
 
     bool fractions;
@@ -115,7 +115,7 @@ struct GroupInt4Minimums : GroupInt4Weights<Simd> {
     using Of = typename Base::template Numbers<kRows, true>;
     using Of::Of;
     Floats Add(const Floats& total, const Ints& sums, const typename Scales::OfGroup& of, int64_t group,
-               int row) const {
+               int64_t row) const {
       const auto scaled_sum = Simd::Set(this->scaled_sums[group * kRows + row]);
       return Of::Add(Columns::MultiplyAdd(scaled_sum, of.minimums, total), sums, of, group, row);
     }

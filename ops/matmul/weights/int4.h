@@ -159,7 +159,9 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
       return Columns::LoadBf16(from + group * kGroupBytes);
     }
     // Always inline: see PrefetchLines.
-    __attribute__((always_inline)) void Prefetch(int64_t groups) const { PrefetchLines(from, groups * kGroupBytes); }
+    __attribute__((always_inline)) void Prefetch(int64_t begin, int64_t end) const {
+      PrefetchLines(from + begin * kGroupBytes, (end - begin) * kGroupBytes);
+    }
 
     static constexpr int64_t kGroupBytes = 2 * kPanelColumns;
     const uint8_t* from;
@@ -168,10 +170,12 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   struct Numbers : RowNumbers<Simd, kRows> {
     using RowNumbers<Simd, kRows>::RowNumbers;
     Floats Add(const Floats& total, const typename Columns::Ints& sums, const Floats& weight_scales, int64_t,
-               int) const {
+               int64_t) const {
       return Columns::MultiplyAdd(Columns::ToFloat(sums), weight_scales, total);
     }
-    Floats End(const Floats& total, int row) const { return Columns::Multiply(total, Columns::Set(this->scales[row])); }
+    Floats End(const Floats& total, int64_t row) const {
+      return Columns::Multiply(total, Columns::Set(this->scales[row]));
+    }
   };
 };
 

@@ -83,7 +83,9 @@ struct RowNumbers {
 
   RowNumbers(const void* from, int64_t)
       : scales(static_cast<const float*>(from)), starts(reinterpret_cast<const int32_t*>(scales + kRows)) {}
-  typename Columns::Ints Start(int64_t group, int row) const { return Columns::SetInt(starts[group * kRows + row]); }
+  typename Columns::Ints Start(int64_t group, int64_t row) const {
+    return Columns::SetInt(starts[group * kRows + row]);
+  }
 
   const float* scales;
   const int32_t* starts;

@@ -1,0 +1,279 @@
+// Three panels at once, for many rows of x, where a panel takes one register and a row of weights is quads: a repeated
+// activation meets three weights. Groups, and what the loop over whole columns (panel_loop.h) shares with them.
+// Included by panel_loop.h; local to each file.
+#pragma once
+
+#include <cstdint>
+
+#include "matmul/activations.h"
+#include "matmul/panel.h"
+
+namespace ortolan {
+namespace {
+
+constexpr int kWidePanels = 3;
+
+// Rows of x that pass over a panel while their sums wait on the stack (64 bytes each).
+constexpr int64_t kMostWaiting = 256;
+
+template <typename Simd, typename Weights>
+struct Panels {
+  Panel<Simd, Weights> at[kWidePanels];
+};
+
+// Four rows of weights of each panel, next(panel, row), times kRows rows of a block of x, which it moves on.
+template <typename Simd, typename Weights, int kRows, typename Next>
+__attribute__((always_inline)) inline void WideFour(typename Weights::Sums (&sums)[kRows][kWidePanels],
+                                                    const typename Weights::Activation*& x, const Next& next) {
+#pragma GCC unroll 4
+  for (int row = 0; row < kFourRows; ++row) {
+    typename Weights::Row weights[kWidePanels];
+#pragma GCC unroll 4
+    for (int c = 0; c < kWidePanels; ++c) weights[c] = next(c, row);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto repeated = Simd::RepeatQuad(x + Weights::kRowInputs * (kFourRows * r + row));
+#pragma GCC unroll 4
+      for (int c = 0; c < kWidePanels; ++c) sums[r][c] = Weights::Dot(sums[r][c], weights[c], repeated);
+    }
+  }
+  x += kFourRows * Weights::kRowInputs * Weights::kRowBlock;
+}
+
+// The next rows of a stream, ready to multiply.
+template <typename Weights>
+void ExpandSpans(typename Weights::Stream& stream, int64_t spans, uint8_t* out) {
+  constexpr int kSpanRows = Layer<Weights>::kSpanRows;
+  for (int64_t span = 0; span < spans; ++span) {
+    stream.template StartSpan<Fetch::kExpand>();
+#pragma GCC unroll 8
+    for (int row = 0; row < kSpanRows; ++row, out += Weights::kStoredBytes) {
+      Weights::StoreRow(Weights::FromBytes(stream.template Next<Fetch::kExpand, false>(row)), out);
+    }
+    stream.EndSpan();
+  }
+}
+
+// Panels with groups times whole blocks of rows.
+template <typename Simd, typename Weights>
+class WideGroups {
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
+  using Sums = typename Weights::Sums;
+  using Stream = typename Weights::Stream;
+  using Activation = typename Weights::Activation;
+  using Layer = ortolan::Layer<Weights>;
+  using Panel = ortolan::Panel<Simd, Weights>;
+  using Panels = ortolan::Panels<Simd, Weights>;
+  static constexpr int kBlock = Weights::kRowBlock;
+  static constexpr int kSpanRows = Layer::kSpanRows;
+  // Rows of x that pass over groups at once: with their totals in registers, and without.
+  static constexpr int kShortRows = kBlock / 4;
+  static constexpr int kLongRows = kBlock / 2;
+
+ public:
+  // Rows 0 … m-1, whole blocks, kMostWaiting or fewer.
+  static void Run(const Panels& panels, int64_t m) { m > kBlock ? Buffered(panels, m) : OneBlock(panels); }
+
+ private:
+  // What ends a group of a panel.
+  static typename Weights::Scales AnyScales();
+  using Ends = decltype(AnyScales().Of(0));
+
+  // Of a row of x. Panels side by side: as far apart as pages, stores to one would stop loads from the next.
+  struct alignas(64) Totals {
+    float at[kWidePanels][kPanelColumns];
+  };
+
+  // Some groups, ready to be multiplied: half of a 48 KB L1 cache.
+  static constexpr int64_t kMostSpans = 16;
+  struct Groups {
+    int64_t begin, end;  // of a panel
+    // As LoadRow takes them.
+    alignas(64) uint8_t weights[kWidePanels][kMostSpans * kSpanRows * Weights::kStoredBytes];
+    Ends ends[kWidePanels][kMostSpans];
+  };
+
+  // Rows of weights and what ends groups are made ready once for all rows of x, some groups after others.
+  static void Buffered(const Panels& panels, int64_t m) {
+    Groups groups;
+    Totals totals[kMostWaiting];
+    const Layer& layer = panels.at[0].layer;
+    Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+    for (int64_t i = 0; i < m; ++i) {
+      for (auto& total : totals[i].at) Columns::Store(total, Columns::Set(0.0f));
+    }
+    const bool is_short = layer.group_spans == 1;
+    const int64_t rows = is_short ? kShortRows : kLongRows;
+    const int64_t most = kMostSpans / layer.group_spans;
+    for (groups.begin = 0; groups.begin < layer.groups; groups.begin = groups.end) {
+      groups.end = layer.groups - groups.begin < most ? layer.groups : groups.begin + most;
+      Fill(panels, streams, groups);
+      for (int64_t row = 0; row < m; row += rows) {
+        const int64_t first = row % kBlock;
+        (is_short ? ShortGroups : LongGroups)(panels, groups, row - first, first, totals + row);
+        // At once: many rows of y together would wait for each other's lines.
+        if (groups.end == layer.groups) StoreTotals(panels, row - first, first, rows, totals + row);
+      }
+    }
+  }
+  static void Fill(const Panels& panels, Stream (&streams)[kWidePanels], Groups& groups) {
+    const Layer& layer = panels.at[0].layer;
+    const int64_t begin = groups.begin * layer.group_spans;
+    // Behind the last group nothing is stored, or zeros.
+    const int64_t end = groups.end * layer.group_spans < layer.spans ? groups.end * layer.group_spans : layer.spans;
+    for (const Panel& p : panels.at) p.scales.Prefetch(groups.begin, groups.end);
+    for (int c = 0; c < kWidePanels; ++c) ExpandSpans<Weights>(streams[c], end - begin, groups.weights[c]);
+    for (int c = 0; c < kWidePanels; ++c) {
+      for (int64_t g = groups.begin; g < groups.end; ++g) groups.ends[c][g - groups.begin] = panels.at[c].scales.Of(g);
+    }
+  }
+  static void StoreTotals(const Panels& panels, int64_t i, int64_t first, int64_t rows, const Totals* totals) {
+    const auto numbers = panels.at[0].template NumbersOf<kBlock>(i);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int c = 0; c < kWidePanels; ++c) {
+        const Floats total = numbers.End(Columns::Load(totals[r].at[c]), first + r);
+        panels.at[c].output.StoreWithBias(i + first + r, total);
+      }
+    }
+  }
+
+  // What kRows rows of x meet in groups: those from `first` on of the block that begins at row i.
+  template <int kRows, bool kOneSpan>
+  struct GroupSums {
+    GroupSums(const Panels& panels, const Groups& groups, int64_t i, int64_t first_)
+        : numbers(panels.at[0].template NumbersOf<kBlock>(i)),
+          first(first_),
+          spans(panels.at[0].layer.spans),
+          group_spans(kOneSpan ? 1 : panels.at[0].layer.group_spans),
+          span(groups.begin * group_spans),
+          x(panels.at[0].X(i) + (span * kSpanInputs * kBlock + kFourRows * Weights::kRowInputs * first)),
+          weights(groups.weights[0]) {}
+
+    // Those of the next group.
+    __attribute__((always_inline)) void Add(int64_t group) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kWidePanels; ++c) at[r][c] = numbers.Start(group, first + r);
+      }
+      const int64_t end = kOneSpan || span + group_spans < spans ? span + group_spans : spans;
+      do {
+#pragma GCC unroll 2
+        for (int four = 0; four < kSpanRows; four += kFourRows) {
+          WideFour<Simd, Weights>(at, x, [&](int c, int row) {
+            return Weights::LoadRow(weights + (c * kMostSpans * kSpanRows + four + row) * Weights::kStoredBytes);
+          });
+        }
+        weights += kSpanRows * Weights::kStoredBytes;
+      } while (++span < end && !kOneSpan);
+    }
+    // A total with the group's.
+    __attribute__((always_inline)) Floats AddTo(const Floats& total, const Ends& ends, int64_t group, int r, int c) {
+      return numbers.Add(total, at[r][c], ends, group, first + r);
+    }
+
+    typename Panel::template Numbers<kBlock> numbers;
+    int64_t first;
+    int64_t spans;
+    int64_t group_spans;
+    int64_t span;
+    const Activation* x;
+    const uint8_t* weights;
+    Sums at[kRows][kWidePanels];
+  };
+
+  // Groups of one span end so often that totals must stay in registers, as those of fewer rows do.
+  __attribute__((noinline)) static void ShortGroups(const Panels& panels, const Groups& groups, int64_t i,
+                                                    int64_t first, Totals* totals) {
+    GroupSums<kShortRows, true> sums(panels, groups, i, first);
+    Floats kept[kShortRows][kWidePanels];
+    for (int r = 0; r < kShortRows; ++r) {
+      for (int c = 0; c < kWidePanels; ++c) kept[r][c] = Columns::Load(totals[r].at[c]);
+    }
+    const Ends* ends = groups.ends[0];
+    for (int64_t group = groups.begin; group < groups.end; ++group, ++ends) {
+      sums.Add(group);
+#pragma GCC unroll 4
+      for (int c = 0; c < kWidePanels; ++c) {
+        const Ends of_panel = ends[c * kMostSpans];
+#pragma GCC unroll 16
+        for (int r = 0; r < kShortRows; ++r) kept[r][c] = sums.AddTo(kept[r][c], of_panel, group, r, c);
+      }
+    }
+    for (int r = 0; r < kShortRows; ++r) {
+      for (int c = 0; c < kWidePanels; ++c) Columns::Store(totals[r].at[c], kept[r][c]);
+    }
+  }
+  // Longer ones gain more from twice the rows, whose totals wait in the cache.
+  __attribute__((noinline)) static void LongGroups(const Panels& panels, const Groups& groups, int64_t i, int64_t first,
+                                                   Totals* totals) {
+    GroupSums<kLongRows, false> sums(panels, groups, i, first);
+    const int64_t groups_end = groups.end;
+    const Ends* ends = groups.ends[0];
+    for (int64_t group = groups.begin; group < groups_end; ++group, ++ends) {
+      sums.Add(group);
+#pragma GCC unroll 4
+      for (int c = 0; c < kWidePanels; ++c) {
+        const Ends of_panel = ends[c * kMostSpans];
+#pragma GCC unroll 16
+        for (int r = 0; r < kLongRows; ++r) {
+          float* const total = totals[r].at[c];
+          Columns::Store(total, sums.AddTo(Columns::Load(total), of_panel, group, r, c));
+        }
+      }
+      // Kept in registers by gcc, totals would go to the stack and come back among the products.
+      __asm__ volatile("" : : : "memory");
+    }
+  }
+  // Expanded for one block alone, rows of weights are best used from the registers.
+  static void OneBlock(const Panels& panels) {
+    for (int64_t first = 0; first < kBlock; first += kLongRows) OneBlock(panels, first);
+  }
+  __attribute__((noinline)) static void OneBlock(const Panels& panels, int64_t first) {
+    const Layer& layer = panels.at[0].layer;
+    const auto numbers = panels.at[0].template NumbersOf<kBlock>(0);
+    const Activation* x = panels.at[0].X(0) + kFourRows * Weights::kRowInputs * first;
+    Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+    alignas(64) float totals[kWidePanels][kLongRows][kPanelColumns];
+    for (auto& of_panel : totals) {
+      for (auto& total : of_panel) Columns::Store(total, Columns::Set(0.0f));
+    }
+    int64_t span = 0;
+    for (int64_t group = 0; group < layer.groups; ++group) {
+      Sums sums[kLongRows][kWidePanels];
+#pragma GCC unroll 16
+      for (int r = 0; r < kLongRows; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kWidePanels; ++c) sums[r][c] = numbers.Start(group, first + r);
+      }
+      const int64_t end = span + layer.group_spans < layer.spans ? span + layer.group_spans : layer.spans;
+      for (; span < end; ++span) {
+#pragma GCC unroll 2
+        for (int four = 0; four < kSpanRows; four += kFourRows) {
+          WideFour<Simd, Weights>(sums, x, [&](int c, int row) {
+            return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(four + row));
+          });
+        }
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < kWidePanels; ++c) {
+        const auto scales = panels.at[c].scales.Of(group);
+#pragma GCC unroll 16
+        for (int r = 0; r < kLongRows; ++r) {
+          float* const total = totals[c][r];
+          Columns::Store(total, numbers.Add(Columns::Load(total), sums[r][c], scales, group, first + r));
+        }
+      }
+    }
+    for (int c = 0; c < kWidePanels; ++c) {
+      for (int r = 0; r < kLongRows; ++r) {
+        const Floats total = numbers.End(Columns::Load(totals[c][r]), first + r);
+        panels.at[c].output.StoreWithBias(first + r, total);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ortolan
