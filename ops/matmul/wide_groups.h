@@ -7,6 +7,7 @@
 
 #include "matmul/activations.h"
 #include "matmul/panel.h"
+#include "simd/prefetch.h"
 
 namespace ortolan {
 namespace {
@@ -108,8 +109,14 @@ class WideGroups {
     const int64_t most = kMostSpans / layer.group_spans;
     for (groups.begin = 0; groups.begin < layer.groups; groups.begin = groups.end) {
       groups.end = layer.groups - groups.begin < most ? layer.groups : groups.begin + most;
+      const uint8_t* const filled = streams[0].values;
       Fill(panels, streams, groups);
-      for (int64_t row = 0; row < m; row += rows) {
+      // What is filled in next, here or of the next panels, a share with each turn.
+      const int64_t share = (streams[0].values - filled) * rows / m;
+      const int64_t panel_bytes = panels.at[1].stream.values - panels.at[0].stream.values;
+      int64_t ahead = groups.end < layer.groups ? 0 : (kWidePanels - 1) * panel_bytes;
+      for (int64_t row = 0; row < m; row += rows, ahead += share) {
+        for (const Stream& stream : streams) PrefetchForLater(stream.values + ahead, share);
         const int64_t first = row % kBlock;
         (is_short ? ShortGroups : LongGroups)(panels, groups, row - first, first, totals + row);
         // At once: many rows of y together would wait for each other's lines.

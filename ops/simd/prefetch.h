@@ -13,6 +13,10 @@ constexpr int64_t kLineBytes = 64;
 __attribute__((always_inline)) inline void PrefetchLines(const uint8_t* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += kLineBytes) __builtin_prefetch(from + line);
 }
+// The same, to the second level of the cache.
+__attribute__((always_inline)) inline void PrefetchForLater(const uint8_t* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += kLineBytes) __builtin_prefetch(from + line, 0, 2);
+}
 
 }  // namespace
 }  // namespace ortolan
