@@ -75,11 +75,13 @@ class BitSearch:
         free = sum(_cost(steps) <= 0 for steps in path)
         best = self._fewest_steps(path, free, trials) if self._limit.is_size else _most_steps(path, free, trials)
         if best is None:
-            tried = min(trials.report, key=lambda trial: trial.error) if not self._limit.is_size else trials.report[-1]
-            bits = "4" if self._limit.is_size else "8"
+            if self._limit.is_size:
+                bits, advice = "4", "give group_size=128"
+            else:
+                bits, advice = "8", "give method='gptq' and calibration data"
             raise VerificationError(
                 f"no choice of 4 and 8 bits is within the budget ({report.budget}): {bits} bits in all layers give "
-                f"{tried.found}; raise the budget, or give method='gptq' and calibration data"
+                f"{trials.report[-1].found}; raise the budget, or {advice}"
             )
         self._conclude(best)
         return best
@@ -93,7 +95,7 @@ class BitSearch:
                 groups.setdefault(inputs[layer.name], []).append(layer)
         total = sum(layer.forms[EIGHT.name].bytes or 0 for group in groups.values() for layer in group)
         path = [[_step(layer, total) for layer in group] for group in groups.values()]
-        path.sort(key=lambda steps: -sum(one.saved for one in steps) / max(_cost(steps), 1e-12))
+        path.sort(key=_order)
         steps = list(chain(*path))
         report.path = [
             PathPoint(step.layer, step.candidate.name, *estimate(steps[: number + 1]))
@@ -129,10 +131,12 @@ class BitSearch:
                 break
             wanted -= 1
         # What surrounds the weights in a file takes a few bytes more or less.
-        for number in range(wanted, len(path)):
-            made = trials.make([*chain(*path[:number])], False)
+        further = 1
+        while wanted < len(path):
+            made = trials.make([*chain(*path[:wanted])], False)
             if made is not None:
                 return made
+            wanted, further = wanted + further, 2 * further
         return smallest
 
     def _conclude(self, best: Made) -> None:
@@ -162,6 +166,12 @@ def _cost(steps: Sequence[Step]) -> float:
     return sum(step.cost for step in steps)
 
 
+def _order(steps: Sequence[Step]) -> tuple[bool, float]:
+    """By what they save for what they cost; those that cost nothing first."""
+    cost = _cost(steps)
+    return cost > 0, -sum(one.saved for one in steps) / max(cost, 1e-12)
+
+
 def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made | None:
     """The model furthest along the path that the budget allows. free: steps at its beginning that lose nothing."""
     best = trials.make([*chain(*path)], False)
@@ -169,6 +179,8 @@ def _most_steps(path: Sequence[list[Step]], free: int, trials: Trials) -> Made |
         return best
     low, high = free, len(path)
     best = trials.make([*chain(*path[:free])], False)
+    if best is None and free:
+        return trials.make([], False)
     while best is not None and high - low > max(1, len(path) // _FINEST):
         middle = (low + high) // 2
         made = trials.make([*chain(*path[:middle])], False)

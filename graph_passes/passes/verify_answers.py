@@ -86,7 +86,7 @@ class Answers:
                     "nothing in the model explains it, please report this"
                 )
         floats = [error for error in report.output_error if self.kinds[error.name] == "f"]
-        advice = "try less sparsity, exclude layers from pruning (prune.exclude)"
+        advice = "try less sparsity or more bits, exclude layers (prune.exclude, quantize.exclude)"
         limits.judge_size(floats, "", advice, report.output_error)
 
 

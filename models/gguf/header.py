@@ -53,6 +53,10 @@ class _Malformed(Exception):
     """Says what is wrong with the file."""
 
 
+class _NoGGUF(Exception):
+    """The file is another one."""
+
+
 def check_header(path: Path) -> None:
     """Raises ModelBuildError unless path is a GGUF file all parts of which lie inside of it."""
     try:
@@ -62,6 +66,10 @@ def check_header(path: Path) -> None:
         raise ModelBuildError(f"file {str(path)!r} does not exist") from None
     except OSError as error:
         raise ModelBuildError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except _NoGGUF:
+        raise ModelBuildError(
+            f"{os.fspath(path)!r} is no GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize"
+        ) from None
     except (_Malformed, ValueError) as error:  # an empty file cannot be mapped
         raise ModelBuildError(
             f"{os.fspath(path)!r} cannot be read as a GGUF file: {error}; download it again"
@@ -71,7 +79,7 @@ def check_header(path: Path) -> None:
 def _check(cursor: _Cursor) -> None:
     start = cursor.skip(len(_MAGIC), "the magic number")
     if cursor.data[start : cursor.place] != _MAGIC:
-        raise _Malformed("it does not begin with 'GGUF'")
+        raise _NoGGUF
     version = cursor.number("I", "the version")
     if version not in _VERSIONS:
         raise _Malformed(f"its version is {version}, expected 2 or 3 (little endian)")

@@ -262,19 +262,20 @@ class PanelLoop {
   // Of a block of rows or more.
   static void Wide(const Panels& panels) {
     if constexpr (Weights::kBuffered) return WideBuffered(panels);
-    const int64_t spans = panels.at[0].layer.spans;
     const int64_t m = panels.at[0].args.m;
     int64_t i = 0;
     if constexpr (Weights::kHasGroups) {
       i = m / kBlock * kBlock;
       ortolan::WideGroups<Simd, Weights>::Run(panels, i);
-    }
-    for (; i + kBlock <= m; i += kBlock) {
-      for (int first = 0; first < kBlock; first += kBlock / 2) {
-        Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
-        WideRows(panels, 0, spans, i, first, nullptr, [&](int c, int64_t, int row) {
-          return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
-        });
+    } else {
+      const int64_t spans = panels.at[0].layer.spans;
+      for (; i + kBlock <= m; i += kBlock) {
+        for (int first = 0; first < kBlock; first += kBlock / 2) {
+          Stream streams[] = {panels.at[0].stream, panels.at[1].stream, panels.at[2].stream};
+          WideRows(panels, 0, spans, i, first, nullptr, [&](int c, int64_t, int row) {
+            return Weights::FromBytes(streams[c].template Next<Fetch::kMultiply, false>(row));
+          });
+        }
       }
     }
     for (const Panel& p : panels.at) LastRows<false>(p, i);

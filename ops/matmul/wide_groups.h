@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kWidePanels = 3;
 
-// Rows of x that pass over a panel while their sums wait on the stack (64 bytes each).
+// Rows of x that pass over panels while their sums wait on the stack: 64 bytes each a panel, 48 KB of three.
 constexpr int64_t kMostWaiting = 256;
 
 template <typename Simd, typename Weights>
@@ -86,7 +86,8 @@ class WideGroups {
     float at[kWidePanels][kPanelColumns];
   };
 
-  // Some groups, ready to be multiplied: half of a 48 KB L1 cache.
+  // Some groups, ready to be multiplied: 24 KB of weights, half of the L1 cache that CPUs since Ice Lake have. A group
+  // has 1, 2 or 4 spans (IsGroupSize).
   static constexpr int64_t kMostSpans = 16;
   struct Groups {
     int64_t begin, end;  // of a panel
@@ -109,11 +110,11 @@ class WideGroups {
     const int64_t most = kMostSpans / layer.group_spans;
     for (groups.begin = 0; groups.begin < layer.groups; groups.begin = groups.end) {
       groups.end = layer.groups - groups.begin < most ? layer.groups : groups.begin + most;
-      const uint8_t* const filled = streams[0].values;
       Fill(panels, streams, groups);
       // What is filled in next, here or of the next panels, a share with each turn.
-      const int64_t share = (streams[0].values - filled) * rows / m;
       const int64_t panel_bytes = panels.at[1].stream.values - panels.at[0].stream.values;
+      const int64_t left = layer.spans - (groups.end < layer.groups ? groups.end * layer.group_spans : 0);
+      const int64_t share = panel_bytes / layer.spans * (left < kMostSpans ? left : kMostSpans) * rows / m;
       int64_t ahead = groups.end < layer.groups ? 0 : (kWidePanels - 1) * panel_bytes;
       for (int64_t row = 0; row < m; row += rows, ahead += share) {
         for (const Stream& stream : streams) PrefetchForLater(stream.values + ahead, share);

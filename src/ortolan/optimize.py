@@ -417,7 +417,10 @@ def _load(model: Any) -> ModelFile:
     source = load_model(model)
     made_by = optimized_with(source.model)
     if made_by is not None:
-        raise ModelError(f"{source.name} was already optimized by Ortolan ({made_by}); start from the original model")
+        raise ModelError(
+            f"{source.name} was already optimized by Ortolan ({made_by}); use it as it is, or start "
+            "from the original model"
+        )
     return source
 
 

@@ -102,7 +102,10 @@ def test_other_files_are_refused(tmp_path):
         read_gguf(tmp_path / "gpt.gguf")
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model at all, but long enough for a header of one")
-    with pytest.raises(ModelBuildError, match="cannot be read as a GGUF file: it does not begin with 'GGUF'"):
+    with pytest.raises(
+        ModelBuildError,
+        match="is no GGUF file: it does not begin with 'GGUF'; for ONNX models: ortolan optimize",
+    ):
         read_gguf(path)
     path.write_bytes(b"")
     with pytest.raises(ModelBuildError, match="cannot be read as a GGUF file"):

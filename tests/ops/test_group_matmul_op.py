@@ -139,7 +139,7 @@ def minimums_of_another_count(node, tensors):
     node.input.extend(["bias", "bias", "bias"])
 
 
-@bad("weights hold [12]0[24][48] bytes, expected (1536|3072)")
+@bad("weights hold (1024 bytes, expected 1536|2048 bytes, expected 3072)")
 def weights_cut_short(node, tensors):
     tensors["weights"].dims[0] = 2
     tensors["weights"].raw_data = tensors["weights"].raw_data[: len(tensors["weights"].raw_data) // 3 * 2]

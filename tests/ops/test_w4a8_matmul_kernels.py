@@ -31,13 +31,20 @@ def test_shapes(kernel: str, group: int) -> None:
                     layer.check(layer.multiply(x, bias, kernel), x, bias)
 
 
-@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("offsets", [{"zero_points": False}, *OFFSETS])
+@pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_many_rows(kernel: str, offsets: dict[str, bool]) -> None:
+def test_many_rows(kernel: str, group: int, offsets: dict[str, bool]) -> None:
+    """More inputs than a kernel makes ready at once, more rows than it keeps sums of."""
     rng = np.random.default_rng(1)
-    layer = GroupLayer.random(rng, 96, 33, 32, **offsets)
-    x = rng.standard_normal((600, 96), dtype=np.float32)
-    layer.check(layer.multiply(x, kernel=kernel), x)
+    for m, k, n in ((600, 96, 33), (64, 1100, 50), (272, 1100, 50)):
+        layer = GroupLayer.random(rng, k, n, group, **offsets)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        x[m // 2, k // 3] = np.nan
+        y = layer.multiply(x, kernel=kernel)
+        layer.check(y, x)
+        for rows in (slice(0, 1), slice(5, 21), slice(m - 40, m)):
+            np.testing.assert_array_equal(layer.multiply(x[rows], kernel=kernel), y[rows])
 
 
 @settings(deadline=None, max_examples=40)

@@ -32,10 +32,16 @@ def test_shapes(kernel: str, group: int) -> None:
 @each_kernel
 @each_group
 def test_many_rows(kernel: str, group: int) -> None:
+    """More inputs than a kernel makes ready at once, more rows than it keeps sums of."""
     rng = np.random.default_rng(1)
-    layer = GroupLayer.random(rng, 96, 70, group, bits=8)
-    x = rng.standard_normal((600, 96), dtype=np.float32)
-    layer.check(layer.multiply(x, kernel=kernel), x)
+    for m, k, n in ((600, 96, 70), (64, 1100, 50), (272, 1100, 50)):
+        layer = GroupLayer.random(rng, k, n, group, bits=8)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        x[m // 2, k // 3] = np.nan
+        y = layer.multiply(x, kernel=kernel)
+        layer.check(y, x)
+        for rows in (slice(0, 1), slice(5, 21), slice(m - 40, m)):
+            np.testing.assert_array_equal(layer.multiply(x[rows], kernel=kernel), y[rows])
 
 
 @settings(deadline=None, max_examples=40)
@@ -64,8 +70,8 @@ def test_largest_sums_are_exact(kernel: str, group: int, weight: int, sign: int)
     """All q at 127 or -127, and all weights at an end: -128 is a number like any other."""
     k = 1024
     layer = GroupLayer(np.full((k, 50), weight, np.int8), np.ones((k // group, 50), np.float32), None, group)
-    x = np.full((19, k), 127 * sign, np.float32)
-    for m in (1, 3, 19):
+    x = np.full((48, k), 127 * sign, np.float32)
+    for m in (1, 3, 19, 48):
         assert (layer.multiply(x[:m], kernel=kernel) == 127 * sign * k * weight).all()
 
 

@@ -14,7 +14,9 @@ from onnx import numpy_helper
 import ortolan
 from ortolan import Recipe
 from ortolan.errors import RecipeError, VerificationError
+from ortolan.graph_passes.auto.bits import FOUR, _order
 from ortolan.graph_passes.auto.budget import Limit
+from ortolan.graph_passes.auto.path import Step
 from ortolan.graph_passes.weights.quantizers.grid import Quantization, dequantize, round_to_nearest
 from ortolan.models import tiny
 
@@ -84,6 +86,15 @@ def test_layers_whose_weights_lie_on_a_grid_of_4_bits_keep_it(model: onnx.ModelP
     report = mixed(on_grid, "bytes:1GB")
     four = {layer.name for layer in report.layers if layer.weight_bits == 4}
     assert four and all("layers.0" in name for name in four) and bits(report)[8]
+    assert report.auto is not None and len(report.auto.trials) == 2
+    # Of errors, the first try leaves all in 4 bits, the next those that lose nothing, the last none.
+    with pytest.raises(VerificationError, match="8 bits in all layers give cosine"):
+        mixed(on_grid, "1.0")
+
+
+def test_what_costs_nothing_goes_first() -> None:
+    lossy, free = Step("lossy", FOUR, 0.44, 6e-11), Step("free", FOUR, 0.0004, -1e-9)
+    assert sorted([[lossy], [free]], key=_order) == [[free], [lossy]]
 
 
 def test_no_choice_is_good_enough(model: onnx.ModelProto) -> None:
