@@ -1,18 +1,28 @@
-"""Values that are known before the model runs: initializers, Constant nodes, and the few operators that exporters put
-between a stored weight and its MatMul (Identity, Transpose, Cast, DequantizeLinear).
+"""Values that are known before the model runs: initializers, and what standard operators make of constants alone, as
+Transpose, Cast, Mul, DequantizeLinear, Slice or Concat do that exporters put between a stored weight and its MatMul.
 
 Everything is lazy: a tensor here computes its array each time it is asked, from the mapped file, and keeps nothing.
+A model is untrusted: walks are short, and what is made of a constant is not much larger than it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
+from ortolan.errors import ModelError, one_line
+
 DEFAULT_DOMAINS = ("", "ai.onnx")
-_FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+_RANDOM = ("Random", "Bernoulli", "Multinomial")
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_MOST_VISITS = 64  # of values between a constant and its initializers
+_MOST_GROWTH = 16  # times the bytes of its inputs that a constant takes: numbers of 4 bits become float64
+_SMALL = 1 << 24  # bytes that it may take beside
+_MOST_NUMBERS = 64  # of an input that tells a shape
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -23,10 +33,24 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
         # An initializer that is also a graph input is only a default: whoever runs the model may pass another one.
         return None if value.is_graph_input() else value.const_value
     node = value.producer()
-    if node is None or node.domain not in DEFAULT_DOMAINS:
+    if node is None or not _is_constant(value):
         return None
-    compute = _OPERATORS.get(node.op_type)
-    return compute(node) if compute else None
+    if node.op_type == "Identity":
+        return constant_tensor(node.inputs[0])
+    return _constant(node) if node.op_type == "Constant" else _computed(value)
+
+
+def why_not_computed(value: ir.Value) -> str | None:
+    """Of what is made of constants alone, and yet has no tensor here, the operators and the reason."""
+    if not _is_constant(value):
+        return None
+    for source in constant_values(value):
+        node = source.producer()
+        if node is not None and constant_tensor(source) is None:
+            inputs = [constant_tensor(one) for one in node.inputs if one is not None]
+            if None not in inputs:
+                return f"{node.op_type} ({node.name or source.name!r}) of constants, which cannot be worked out"
+    return None
 
 
 def constant_key(value: ir.Value) -> Hashable:
@@ -36,7 +60,7 @@ def constant_key(value: ir.Value) -> Hashable:
         return value
     attributes = tuple(sorted((name, str(attr.value)) for name, attr in node.attributes.items()))
     inputs = tuple(constant_key(source) for source in node.inputs if source is not None)
-    return inputs[0] if node.op_type == "Identity" else (node.op_type, attributes, *inputs)
+    return inputs[0] if node.op_type == "Identity" else (node.op_type, value.index(), attributes, *inputs)
 
 
 def constant_values(value: ir.Value) -> Iterator[ir.Value]:
@@ -68,7 +92,7 @@ def remove_unused(value: ir.Value) -> None:
     if value.is_initializer():
         assert value.graph is not None and value.name is not None
         value.graph.initializers.pop(value.name)
-    elif node is not None and node.graph is not None and len(node.outputs) == 1:
+    elif node is not None and node.graph is not None and not _is_used(node):
         sources = [source for source in node.inputs if source is not None]
         node.graph.remove(node, safe=True)
         for source in sources:
@@ -84,9 +108,13 @@ def remove_dead(value: ir.Value) -> None:
         if node is None:
             if one.is_initializer():
                 remove_unused(one)
-        elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+        elif node.graph is not None and not _is_used(node):
             waiting += [source for source in node.inputs if source is not None]
             node.graph.remove(node, safe=True)
+
+
+def _is_used(node: ir.Node) -> bool:
+    return any(value.uses() or value.is_graph_output() for value in node.outputs)
 
 
 def lazy(
@@ -98,66 +126,109 @@ def lazy(
 
 def _constant(node: ir.Node) -> ir.TensorProtocol | None:
     attr = node.attributes.get("value")
-    return attr.as_tensor() if attr is not None and not attr.is_ref() else None
+    if attr is not None and not attr.is_ref():
+        return attr.as_tensor()
+    return _computed(node.outputs[0])
 
 
-def _identity(node: ir.Node) -> ir.TensorProtocol | None:
-    return constant_tensor(node.inputs[0])
+def _is_constant(value: ir.Value) -> bool:
+    """Whether initializers alone decide the value, as far as _MOST_VISITS tell. A value that several others are made of
+    counts as often as it is met, so that no walk over a constant is longer."""
+    waiting, visits = [value], 0
+    while waiting:
+        one = waiting.pop()
+        if one.is_initializer():
+            if one.is_graph_input():
+                return False
+            continue
+        node = one.producer()
+        visits += 1
+        if node is None or visits > _MOST_VISITS or not _is_repeatable(node):
+            return False
+        waiting += [source for source in node.inputs if source is not None]
+    return True
 
 
-def _transpose(node: ir.Node) -> ir.TensorProtocol | None:
-    source = constant_tensor(node.inputs[0])
-    if source is None:
+def _is_repeatable(node: ir.Node) -> bool:
+    """Whether it is a standard operator without graphs inside that gives the same for the same inputs."""
+    return (
+        node.domain in DEFAULT_DOMAINS
+        and not node.op_type.startswith(_RANDOM)
+        and not any(attr.type in _GRAPHS or attr.is_ref() for attr in node.attributes.values())
+    )
+
+
+def _computed(value: ir.Value) -> ir.TensorProtocol | None:
+    """An output of a node whose inputs are constants: its shape at once, its numbers by onnx's reference."""
+    node = value.producer()
+    assert node is not None
+    sources = {one.name or "": constant_tensor(one) for one in node.inputs if one is not None}
+    found = {name: tensor for name, tensor in sources.items() if tensor is not None}
+    if len(found) < len(sources):
         return None
-    rank = len(source.shape)
-    perm = tuple(node.attributes["perm"].as_ints()) if "perm" in node.attributes else tuple(reversed(range(rank)))
-    shape = ir.Shape([source.shape.numpy()[axis] for axis in perm])
-    return lazy(lambda: np.transpose(source.numpy(), perm), source.dtype, shape)
-
-
-def _cast(node: ir.Node) -> ir.TensorProtocol | None:
-    source = constant_tensor(node.inputs[0])
-    to = ir.DataType(node.attributes["to"].as_int())
-    if source is None or source.dtype not in _FLOAT_TYPES or to not in _FLOAT_TYPES:
+    proto = ir.to_proto(node)
+    version = _opset(node)
+    made = _infer(proto, found, version)
+    if made is None:
         return None
-    return lazy(lambda: source.numpy().astype(to.numpy()), to, ir.Shape(source.shape.numpy()))
-
-
-def _dequantize(node: ir.Node) -> ir.TensorProtocol | None:
-    tensors = [constant_tensor(source) for source in node.inputs if source is not None]
-    codes, scale = tensors[0], tensors[1]
-    if codes is None or scale is None or None in tensors or not scale.dtype.is_floating_point():
+    dtype, shape = made[value.name or ""] if value.name in made else (None, None)
+    if dtype is None or shape is None:
         return None
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
-    block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-    made = node.attributes["output_dtype"].as_int() if "output_dtype" in node.attributes else 0
-    dtype = ir.DataType(made) if made else scale.dtype
-
-    def spread(tensor: ir.TensorProtocol) -> np.ndarray:
-        """One number for each code: the parameter is a scalar, one a slice of `axis`, or one a block along it."""
-        array = float_array(tensor)
-        if array.size == 1:
-            return array.reshape(())
-        if block:
-            return np.take(np.repeat(array, block, axis), range(codes.shape.numpy()[axis]), axis)
-        shape = [1] * len(codes.shape)
-        shape[axis] = -1
-        return array.reshape(shape)
+    size = math.prod(shape) * dtype.itemsize
+    if size > _MOST_GROWTH * sum(tensor.nbytes for tensor in found.values()) + _SMALL:
+        return None
 
     def compute() -> np.ndarray:
-        centred = float_array(codes)
-        if len(tensors) > 2 and tensors[2] is not None:
-            centred = centred - spread(tensors[2])
-        weights: np.ndarray = (centred * spread(scale)).astype(dtype.numpy())
-        return weights
+        from onnx.reference import ReferenceEvaluator
 
-    return lazy(compute, dtype, ir.Shape(codes.shape.numpy()))
+        try:
+            evaluator = ReferenceEvaluator(proto, opsets={"": version})
+            arrays = evaluator.run(None, {name: tensor.numpy() for name, tensor in found.items()})
+            array = np.asarray(arrays[value.index() or 0])
+        except Exception as error:  # the reference raises what numpy does, and its own
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}) cannot be computed from its constants: {one_line(error)}; "
+                "export the model again"
+            ) from error
+        if array.size != math.prod(shape):
+            raise ModelError(
+                f"node {node.name!r} ({node.op_type}) makes {list(array.shape)} of its constants, expected "
+                f"{list(shape)}; export the model again"
+            )
+        return array.reshape(shape)  # the reference makes a vector of some numbers without a dimension
+
+    return lazy(compute, dtype, ir.Shape(shape))
 
 
-_OPERATORS: dict[str, Callable[[ir.Node], ir.TensorProtocol | None]] = {
-    "Constant": _constant,
-    "Identity": _identity,
-    "Transpose": _transpose,
-    "Cast": _cast,
-    "DequantizeLinear": _dequantize,
-}
+def _opset(node: ir.Node) -> int:
+    """That of the node's graph, as far as this onnx knows it; graphs inside of nodes name none."""
+    newest = onnx.defs.onnx_opset_version()
+    return newest if node.graph is None else min(node.graph.opset_imports.get("", newest), newest)
+
+
+def _infer(
+    proto: onnx.NodeProto, sources: Mapping[str, ir.TensorProtocol], version: int
+) -> dict[str, tuple[ir.DataType, tuple[int, ...]]] | None:
+    """Type and shape of each output that is sure to be a tensor of them."""
+    types = {
+        name: onnx.helper.make_tensor_type_proto(tensor.dtype.value, tensor.shape.numpy())
+        for name, tensor in sources.items()
+    }
+    small = {
+        name: onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
+        for name, tensor in sources.items()
+        if tensor.dtype == ir.DataType.INT64 and tensor.size <= _MOST_NUMBERS
+    }
+    try:
+        schema = onnx.defs.get_schema(proto.op_type, version)
+        found = onnx.shape_inference.infer_node_outputs(
+            schema, proto, types, small, opset_imports=[onnx.helper.make_opsetid("", version)]
+        )
+    except Exception:  # an unknown operator, or what does not fit it: nothing to work out
+        return None
+    made = {}
+    for name, one in found.items():
+        dims = one.tensor_type.shape.dim
+        if one.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            made[name] = ir.DataType(one.tensor_type.elem_type), tuple(dim.dim_value for dim in dims)
+    return made

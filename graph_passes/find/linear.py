@@ -14,7 +14,15 @@ import onnx_ir as ir
 
 from ..options import any_matches
 from ..weights.quantizers.fixed_range import FixedRange
-from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array, stored_bytes
+from .constants import (
+    DEFAULT_DOMAINS,
+    constant_key,
+    constant_tensor,
+    constant_values,
+    float_array,
+    stored_bytes,
+    why_not_computed,
+)
 from .quantized_forms import why_not
 from .quantized_weight import QuantizedWeight, dequantized_tensor
 from .stored_int4 import (
@@ -301,6 +309,9 @@ def _match_int8(node: ir.Node) -> Linear | NotLinear:
 def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:
     if weight_value.is_initializer():
         return f"weight {weight_value.name!r} is also a graph input, so callers may replace it; export without that"
+    made = why_not_computed(weight_value)
+    if made is not None:
+        return f"weight {weight_value.name!r} is made by {made}; export the model with the weight as it is"
     first = constant_tensor(node.inputs[0])
     if first is not None and len(first.shape) >= 2:
         return "the constant weight is the first input (W x, not x W)"

@@ -210,7 +210,7 @@ OTHERS: dict[str, Form] = {
     "one weight": lambda w, x: w.node("LayerNormalization", x, w.constant(GAMMA[:1]), "beta"),
     "one bias": lambda w, x: w.node("LayerNormalization", x, "gamma", w.constant(BETA[:1])),
     "weights with another axis": lambda w, x: w.node("LayerNormalization", x, w.constant(GAMMA[None]), "beta"),
-    "weights that are computed": lambda w, x: w.node("LayerNormalization", x, w.node("Neg", "gamma"), "beta"),
+    "weights that are computed": lambda w, x: w.node("LayerNormalization", x, w.node("Neg", x), "beta"),
     "the weight": lambda w, x: w.node("LayerNormalization", "gamma", x, "beta"),
     "root mean square": lambda w, x: w.node(
         "Mul", w.node("Div", x, w.node("Sqrt", w.node("Add", w.mean(w.node("Mul", x, x)), EPSILON))), "gamma"
