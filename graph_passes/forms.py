@@ -295,16 +295,18 @@ AUTO = "auto"  # the recipe that is found by measurement
 # For a model that stores few-bit weights: they are taken over as they are.
 ADOPT: Mapping[str, Any] = {
     "name": "adopt",
-    "description": "Weights that the model stores already: 4-bit ones (W4A8MatMul), sparse int8 ones (VNNISpMM), "
-    "2:4 sparse ones of both (SparseAMXMatMul), taken over as they are",
+    "description": "Weights that the model stores already: 4-bit ones (W4A8MatMul), int8 ones with blocks of zeros "
+    "(VNNISpMM), others and 2:4 sparse ones (SparseAMXMatMul), taken over as they are",
     "pass": [
         {"name": "normalize"},
         {"name": "calibrate"},
-        # Of blocks of four outputs and one input. ONNX Runtime's own int8 kernels are faster on what is less sparse.
+        {"name": "fuse_attention", "precision": "bf16"},
+        # Of blocks of four outputs and one input.
         {"name": "replace", "op": "VNNISpMM", "min_sparsity": 0.5},
         # A weight of one or two inputs has the pattern without a zero.
         {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_numbers": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
+        {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
         {"name": "verify"},
     ],
 }

@@ -183,7 +183,7 @@ def _computed(value: ir.Value) -> ir.TensorProtocol | None:
 
         try:
             evaluator = ReferenceEvaluator(proto, opsets={"": version})
-            arrays = evaluator.run(None, {name: tensor.numpy() for name, tensor in found.items()})
+            arrays = list(evaluator.run(None, {name: tensor.numpy() for name, tensor in found.items()}))
             array = np.asarray(arrays[value.index() or 0])
         except Exception as error:  # the reference raises what numpy does, and its own
             raise ModelError(

@@ -23,7 +23,7 @@ from .constants import (
     stored_bytes,
     why_not_computed,
 )
-from .quantized_forms import why_not
+from .quantized_forms import stores_int8, why_not
 from .quantized_weight import QuantizedWeight, dequantized_tensor
 from .stored_int4 import (
     BIAS_INPUT,
@@ -143,6 +143,14 @@ class Linear:
         return (tensor if tensor is not None else self.weight).dtype.name
 
     @property
+    def why_not_stored(self) -> str | None:
+        """Why the numbers that the model stores for the layer cannot be taken over, if it stores such."""
+        for bits, stored in ((4, self.int4), (8, self.int8)):
+            if isinstance(stored, str):
+                return f"it is stored in {bits} bits, but {stored}"
+        return None
+
+    @property
     def weight_key(self) -> Hashable:
         """Equal for layers that share one weight."""
         return tuple(map(constant_key, self.weight_values)), self.transposed
@@ -216,6 +224,12 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
             reason = why_not(node) or _OTHER_LINEAR_OPS[node.op_type]
             found.append(NotLinear(node, f"{op_name(node)}: {reason}"))
     return found
+
+
+def count_stored(model: ir.Model) -> int:
+    """The layers that store weights of 4 or 8 bits which can be taken over as they are."""
+    layers = sum(isinstance(one.int4, StoredInt4) or isinstance(one.int8, StoredInt8) for one in linears_in(model))
+    return layers + sum(stores_int8(node) for node in model.graph.all_nodes())
 
 
 def linears_in(model: ir.Model) -> Iterator[Linear]:

@@ -26,6 +26,7 @@ from .stored_int8 import (
     INT8_TYPES,
     MATMUL_INTEGER_TO_FLOAT,
     Int8Numbers,
+    StoredInt8,
     dynamic_source,
     maker,
     range_at,
@@ -122,6 +123,12 @@ def _quantize_behind(node: ir.Node) -> ir.Node | None:
         return None
     constant = all(constant_tensor(value) is not None for value in following.inputs[1:])
     return following if following.op_type == "QuantizeLinear" and constant else None
+
+
+def stores_int8(node: ir.Node) -> bool:
+    """Whether a node is a layer that unify_quantized rewrites so that its numbers can be taken over."""
+    form = _recognize(node)
+    return isinstance(form, _Form) and isinstance(form.numbers.stored(), StoredInt8)
 
 
 def why_not(node: ir.Node) -> str | None:

@@ -114,13 +114,17 @@ class ReplaceRule:
         if self.options.storage == TWO_FOUR and not stored.is_two_four:
             return f"{stored.beyond_two_four}, expected 2 of 4 at most; give sparsity=0.5, which prunes to that"
         if self.options.keep_numbers and self.quantization(linear, state) is None:
-            return 'it is not quantized; put [[pass]] name = "quantize" before this one, or leave keep_numbers out'
+            return linear.why_not_stored or (
+                'it is not quantized; put [[pass]] name = "quantize" before this one, or leave keep_numbers out'
+            )
+        if self.options.keep_numbers and self.options.storage != TWO_FOUR and linear.x_range is not None:
+            return "its input has a fixed range, for which ONNX Runtime's own kernel is as fast"
         sparsity = 1 - stored.count / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"
         packed = self.packed_bytes(linear, stored, state)
-        # Stored 4-bit weights grow by no more than whole panels and tiles, which is little, or of little.
-        adopted = isinstance(self.quantization(linear, state), StoredInt4)
+        # Stored numbers grow by scales, and by no more than whole panels and tiles, which is little, or of little.
+        adopted = isinstance(self.quantization(linear, state), StoredInt4 | StoredInt8)
         if packed > state.bytes_before and not adopted and not self.options.may_grow:
             return (
                 f"packed, its weight would take {human_bytes(packed)}, more than the "

@@ -73,10 +73,8 @@ class AcceptedWeights:
     def _why_not_weight(self, linear: Linear, quantization: Quantization | None, matrix: np.ndarray) -> str | None:
         """Why the operator cannot hold the weight, if it cannot."""
         problem = self._rule.replacement.why_not(linear.k, quantization)
-        if problem and isinstance(linear.int4, str):
-            return f"{problem} (it is stored in 4 bits, but {linear.int4})"
-        if problem and isinstance(linear.int8, str):
-            return f"{problem} (it is stored in 8 bits, but {linear.int8})"
+        if problem and linear.why_not_stored:
+            return f"{problem} ({linear.why_not_stored})"
         if problem is None and isinstance(quantization, StoredInt4 | StoredInt8):
             problem = self._rule.replacement.why_not_numbers(quantization)
         if problem or quantization is not None:

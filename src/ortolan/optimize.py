@@ -36,9 +36,7 @@ from ortolan.graph_passes.files.model_folder import (
 )
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
-from ortolan.graph_passes.find.linear import linears_in
-from ortolan.graph_passes.find.stored_int4 import StoredInt4
-from ortolan.graph_passes.find.stored_int8 import StoredInt8
+from ortolan.graph_passes.find.linear import count_stored
 from ortolan.graph_passes.forms import AUTO, CHOICES
 from ortolan.graph_passes.measure.evidence import Evidence
 from ortolan.graph_passes.measure.feeds import Calibration, Feeds, read_calibration, read_prompt
@@ -427,10 +425,7 @@ def _load(model: Any) -> ModelFile:
 def _count_stored(source: ModelFile) -> int:
     """The layers whose weights of few bits can be taken over as they are."""
     try:
-        return sum(
-            isinstance(linear.int4, StoredInt4) or isinstance(linear.int8, StoredInt8)
-            for linear in linears_in(source.model)
-        )
+        return count_stored(source.model)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # What a malformed model trips over. No recipe may be chosen for a model that could not be read.
         raise ModelError(f"{source.name} is not a well-formed ONNX model: {error!r}") from error

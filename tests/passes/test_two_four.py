@@ -328,11 +328,10 @@ def test_the_default_takes_no_float_layers() -> None:
     assert [(layer.name, layer.status) for layer in report.layers] == [("linear", "replaced"), ("float", "kept")]
 
 
-def test_dense_int8_stays_with_its_reason() -> None:
+def test_dense_int8_is_stored_dense() -> None:
     layer = Int8Layer("dynamic", q=np.full((64, 48), 3, np.int8))
     report = default(layer.model())
-    assert [one.status for one in report.layers] == ["kept"]
-    assert "is below min_sparsity 0.5" in str(report.layers[0].reason)
+    assert [(one.new_op, one.storage) for one in report.layers] == [("SparseAMXMatMul", "dense")]
 
 
 def test_pruned_weights_may_have_fewer() -> None:
