@@ -118,7 +118,7 @@ class ReplaceRule:
                 'it is not quantized; put [[pass]] name = "quantize" before this one, or leave keep_numbers out'
             )
         if self.options.keep_numbers and self.options.storage != TWO_FOUR and linear.x_range is not None:
-            return "its input has a fixed range, for which ONNX Runtime's own kernel is as fast"
+            return f"its input has a fixed range, which {self.options.op} does not take"
         sparsity = 1 - stored.count / (linear.k * linear.n)
         if sparsity < self.options.min_sparsity:
             return f"sparsity {sparsity:.3g} is below min_sparsity {self.options.min_sparsity:g}"

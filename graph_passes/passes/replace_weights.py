@@ -12,6 +12,7 @@ from ..find.quantized_weight import QuantizedWeight
 from ..find.stored_int4 import StoredInt4
 from ..find.stored_int8 import StoredInt8
 from ..operators.replacement import LayerWeight, Stored
+from ..report.optimization import LayerReport
 from ..weights.quantizers.fixed_range import FixedRange, choose_range
 from ..weights.quantizers.grid import Quantization
 from .context import PassContext
@@ -46,8 +47,7 @@ class AcceptedWeights:
             quantization.check_scales()
         matrix = linear.matrix()
         if problem := self._why_not_weight(linear, quantization, matrix):
-            # Another pass that takes the layer's own numbers has said why it left them.
-            if layer.reason is None or not self._context.plan.keeps_numbers(linear):
+            if self._tells_most(linear, layer):
                 layer.reason = f"weight {linear.weight_names[-1]!r} {problem}"
             return None
         layer.sparsity = 1 - int(np.count_nonzero(matrix)) / matrix.size
@@ -55,7 +55,7 @@ class AcceptedWeights:
         if self._context.dry_run and self._context.plan.prunes_to_two_four(linear):
             stored = Stored(stored.count, "")
         if reason := self._rule.why_not(linear, stored, state):
-            if layer.reason is None or not self._context.plan.keeps_numbers(linear):
+            if self._tells_most(linear, layer):
                 layer.reason = reason
             return None
         layer.reason = None
@@ -64,6 +64,12 @@ class AcceptedWeights:
         quantized = quantization if isinstance(quantization, QuantizedWeight) else None
         threshold = state.threshold if isinstance(state.threshold, float) else 0.0
         return LayerWeight(matrix, quantized, self._x_range(linear), threshold)
+
+    def _tells_most(self, linear: Linear, layer: LayerReport) -> bool:
+        """Whether this pass's reason to leave a layer replaces that of a pass before: of a layer whose own numbers are
+        taken over, only if this is a pass that takes them."""
+        takes_them = self._rule.stored_numbers(linear) is not None
+        return layer.reason is None or takes_them or not self._context.plan.keeps_numbers(linear)
 
     def _state(self, linear: Linear) -> LayerState:
         """In a dry run, the one that is foreseen."""

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ortolan.benchmarks import encoder as benchmark
 from ortolan.benchmarks.encoder import (
+    ADOPTED,
     FP32,
     INT8,
     SENTENCES,
@@ -67,7 +68,7 @@ def test_sentences_become_feeds_without_padding(tmp_path):
 def test_variants_answer_as_the_model_does(encoder, tmp_path):
     recipes = read_recipes([":pattern=4x1,ranges=true", ":weights=int4,method=gptq,may_grow=true"], [])
     variants = make_variants(encoder, recipes, calibration_feeds(encoder, SENTENCES), tmp_path, Console(quiet=True))
-    assert list(variants) == [FP32, INT8, "pattern=4x1,ranges=true", "weights=int4,method=gptq,may_grow=true"]
+    assert list(variants) == [FP32, INT8, ADOPTED, "pattern=4x1,ranges=true", "weights=int4,method=gptq,may_grow=true"]
     feeds = word_feeds(encoder.inputs, 2, 11)
     expected, *others = (
         benchmark.create_session(path, benchmark.session_options(1)).run(None, feeds)[0] for path in variants.values()

@@ -81,3 +81,16 @@ def damage_inputs(rng: np.random.Generator, node: onnx.NodeProto) -> None:
 
 
 TENSOR_DAMAGES = [damage_bytes, damage_length, damage_shape, damage_type, damage_integers]
+
+
+def damage(rng: np.random.Generator, model: onnx.ModelProto) -> None:
+    """One to three things of the only node or its tensors."""
+    node, tensors = model.graph.node[0], model.graph.initializer
+    for _ in range(rng.integers(1, 4)):
+        place = rng.integers(8)
+        if place == 0:
+            damage_attribute(rng, node)
+        elif place == 1:
+            damage_inputs(rng, node)
+        else:
+            TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -178,3 +179,18 @@ def runnable_kernels(bits: int = 4) -> list[str]:
     """Names of the table's rows that this CPU can run."""
     rows = _testing.w8a8_matmul_kernels() if bits == 8 else _testing.w4a8_matmul_kernels()
     return [row["name"] for row in rows if row["runs_here"]]
+
+
+def check_many_rows(kernel: str, group: int, **kind: Any) -> None:
+    """More inputs than a kernel makes ready at once, more rows than it keeps sums of; a row depends on itself alone.
+
+    kind: as GroupLayer.random takes it."""
+    rng = np.random.default_rng(1)
+    for m, k, n in ((600, 96, 70), (64, 1100, 50), (272, 1100, 50)):
+        layer = GroupLayer.random(rng, k, n, group, **kind)
+        x = rng.standard_normal((m, k), dtype=np.float32)
+        x[m // 2, k // 3] = np.nan
+        y = layer.multiply(x, kernel=kernel)
+        layer.check(y, x)
+        for rows in (slice(0, 1), slice(5, 21), slice(m - 40, m)):
+            np.testing.assert_array_equal(layer.multiply(x[rows], kernel=kernel), y[rows])

@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from ortolan.graph_passes.find.epilogue import Activation
 
-from .damages import TENSOR_DAMAGES, damage_attribute, damage_inputs
+from .damages import damage
 from .group_node import node_model
 from .groups import GroupLayer
 from .linear_kinds import RESIDUALS, apply
@@ -172,15 +172,7 @@ def test_damaged_models_give_an_error_or_an_answer(kind: str) -> None:
     refused = answered = 0
     for _ in range(300):
         model = onnx.ModelProto.FromString(original)
-        node, tensors = model.graph.node[0], model.graph.initializer
-        for _ in range(rng.integers(1, 3)):
-            place = rng.integers(8)
-            if place == 0:
-                damage_attribute(rng, node)
-            elif place == 1:
-                damage_inputs(rng, node)
-            else:
-                TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])
+        damage(rng, model)
         try:
             (y,) = session(model).run(None, {"x": np.ones((2, 100), np.float32)})
         except Exception as error:

@@ -17,11 +17,7 @@ from onnx import TensorProto, helper
 from ortolan import _native
 from ortolan.graph_passes.find.epilogue import Activation
 
-from .damages import (
-    TENSOR_DAMAGES,
-    damage_attribute,
-    damage_inputs,
-)
+from .damages import damage
 from .linear_kinds import GROUPS, apply, attributes, packed, scales
 from .quantized import Layer
 from .single_node import save_at_odd_places, session, sparse_amx_matmul_model, sparse_weight
@@ -49,18 +45,6 @@ def valid_model(rng: np.random.Generator, kind: str, storage: str) -> onnx.Model
     bias = rng.standard_normal(n, dtype=np.float32) if rng.random() < 0.7 else None
     residual = rng.standard_normal((3, n), dtype=np.float32) if rng.random() < 0.7 else None
     return sparse_amx_matmul_model(weight, k, n, bias, scales=weight_scales, residual=residual, **chosen)
-
-
-def damage(rng: np.random.Generator, model: onnx.ModelProto) -> None:
-    node, tensors = model.graph.node[0], model.graph.initializer
-    for _ in range(rng.integers(1, 4)):
-        place = rng.integers(8)
-        if place == 0:
-            damage_attribute(rng, node)
-        elif place == 1:
-            damage_inputs(rng, node)
-        else:
-            TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from ortolan.graph_passes.find.epilogue import Activation
 from ortolan.graph_passes.operators.vnni_spmm_function import INPUTS, Uses
 
-from .damages import TENSOR_DAMAGES, damage_attribute, damage_inputs
+from .damages import damage
 from .linear_kinds import RESIDUALS, apply
 from .single_node import session
 from .vnni_spmm_mlp import Mlp
@@ -223,18 +223,6 @@ def test_x_of_another_width_is_refused() -> None:
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "any"
     with pytest.raises(Exception, match=r"'linear': X 'x' has shape \[2, 50\], expected \[..., 40\]"):
         session(model).run(None, {"x": np.ones((2, 50), np.float32)})
-
-
-def damage(rng: np.random.Generator, model: onnx.ModelProto) -> None:
-    node, tensors = model.graph.node[0], model.graph.initializer
-    for _ in range(rng.integers(1, 4)):
-        match rng.integers(10):
-            case 0:
-                damage_attribute(rng, node)
-            case 1:
-                damage_inputs(rng, node)
-            case _:
-                TENSOR_DAMAGES[rng.integers(len(TENSOR_DAMAGES))](rng, tensors[rng.integers(len(tensors))])
 
 
 @pytest.mark.parametrize("hidden_k", [0, 60])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ortolan import _native, _testing
 
-from .groups import GroupLayer, runnable_kernels
+from .groups import GroupLayer, check_many_rows, runnable_kernels
 
 KERNELS = runnable_kernels()
 OFFSETS: tuple[dict[str, bool], ...] = ({}, {"minimums": True}, {"fractions": True})
@@ -35,16 +35,7 @@ def test_shapes(kernel: str, group: int) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_many_rows(kernel: str, group: int, offsets: dict[str, bool]) -> None:
-    """More inputs than a kernel makes ready at once, more rows than it keeps sums of."""
-    rng = np.random.default_rng(1)
-    for m, k, n in ((600, 96, 33), (64, 1100, 50), (272, 1100, 50)):
-        layer = GroupLayer.random(rng, k, n, group, **offsets)
-        x = rng.standard_normal((m, k), dtype=np.float32)
-        x[m // 2, k // 3] = np.nan
-        y = layer.multiply(x, kernel=kernel)
-        layer.check(y, x)
-        for rows in (slice(0, 1), slice(5, 21), slice(m - 40, m)):
-            np.testing.assert_array_equal(layer.multiply(x[rows], kernel=kernel), y[rows])
+    check_many_rows(kernel, group, **offsets)
 
 
 @settings(deadline=None, max_examples=40)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import numpy as np
 import onnx
@@ -290,7 +289,10 @@ def test_adopt_takes_sparse_layers_and_dense_ones_whose_ranges_are_not_fixed(for
     kinds = op_types(report.model)
     assert (first.new_op, first.weight_bits, kinds.count("VNNISpMM")) == ("VNNISpMM", 8, 1)
     if form in KEPT:
-        assert second.status == "kept" and re.search(r"sparsity 0\.(2|3)\d* is below min_sparsity 0\.5", second.reason)
+        assert (second.status, second.reason) == (
+            "kept",
+            "its input has a fixed range, which SparseAMXMatMul does not take",
+        )
         assert kinds.count(KEPT[form]) == 1
     else:
         assert (second.new_op, second.weight_bits) == ("SparseAMXMatMul", 8)
