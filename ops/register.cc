@@ -1,4 +1,6 @@
-// The library's only door: RegisterCustomOps, which every ORT host knows how to call.
+// The door for custom operators: RegisterCustomOps, which every ORT host knows how to call. (The other one is that of
+// the execution provider: provider/factory.cc.)
+#include "custom_ops.h"
 #include "isa/features.h"
 #include "ort/ort_op.h"
 #include "rooms.h"
@@ -21,20 +23,27 @@ const OrtCustomOpDomain* Domain() {
 }
 
 }  // namespace
+
+OrtStatus* FindCustomOps(const OrtApiBase* base, const OrtCustomOpDomain** domain) {
+  const OrtApi* api = base->GetApi(ORT_API_VERSION);
+  if (api == nullptr) {
+    const std::string text = ErrorText("this ONNX Runtime is version ", base->GetVersionString(), ", Ortolan needs 1.",
+                                       ORT_API_VERSION, " or later. Upgrade onnxruntime.");
+    return base->GetApi(1)->CreateStatus(ORT_FAIL, text.c_str());
+  }
+  Ort::InitApi(api);
+  return Guarded([&] {
+    if (!IsaProblem().empty()) throw OpError(IsaProblem());
+    *domain = Domain();
+  });
+}
+
 }  // namespace ortolan
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                                             const OrtApiBase* base) {
-  const OrtApi* api = base->GetApi(ORT_API_VERSION);
-  if (api == nullptr) {
-    const std::string text =
-        ortolan::ErrorText("this ONNX Runtime is version ", base->GetVersionString(), ", Ortolan needs 1.",
-                           ORT_API_VERSION, " or later. Upgrade onnxruntime.");
-    return base->GetApi(1)->CreateStatus(ORT_FAIL, text.c_str());
-  }
-  Ort::InitApi(api);
-  return ortolan::Guarded([&] {
-    if (!ortolan::IsaProblem().empty()) throw ortolan::OpError(ortolan::IsaProblem());
-    Ort::ThrowOnError(api->AddCustomOpDomain(options, const_cast<OrtCustomOpDomain*>(ortolan::Domain())));
-  });
+  const OrtCustomOpDomain* domain = nullptr;
+  OrtStatus* const status = ortolan::FindCustomOps(base, &domain);
+  if (status != nullptr) return status;
+  return Ort::GetApi().AddCustomOpDomain(options, const_cast<OrtCustomOpDomain*>(domain));
 }

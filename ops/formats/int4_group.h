@@ -32,6 +32,11 @@ inline constexpr int kLargestInt4 = 15;
 // 1 <= k <= 2^17 and 1 <= n <= kMaxDimension.
 std::vector<uint8_t> PackInt4Group(const uint8_t* q, int64_t row_stride, int64_t k, int64_t n);
 
+// Packs one panel from numbers that lie column by column, two inputs to a byte, the first one low: column j begins at
+// byte j * column_bytes and has ceil(k / 2) bytes or more. columns: 1 to 16. Writes GroupWeightBytes(kInt4Bitmap, k, 1)
+// bytes.
+void PackInt4GroupPanel(const uint8_t* nibbles, int64_t column_bytes, int64_t k, int64_t columns, uint8_t* packed);
+
 // Writes q, row-major [k, n].
 void UnpackInt4Group(const uint8_t* weights, int64_t k, int64_t n, uint8_t* q, int64_t row_stride);
 

@@ -18,11 +18,22 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "formats/bitmap_int8.h"
 #include "formats/group.h"
 
 namespace ortolan {
+
+// Packs one panel, 16 columns that lie one after another, each of kInt8Bitmap.PaddedK(k) numbers. Writes as many bytes.
+inline void PackInt8GroupPanel(const int8_t* columns, int64_t k, uint8_t* packed) {
+  const int64_t padded_k = kInt8Bitmap.PaddedK(k);
+  for (int64_t input = 0; input < padded_k; input += kInt8Bitmap.row_inputs) {
+    for (int64_t j = 0; j < kPanelColumns; ++j, packed += kInt8Bitmap.row_inputs) {
+      std::memcpy(packed, columns + j * padded_k + input, static_cast<size_t>(kInt8Bitmap.row_inputs));
+    }
+  }
+}
 
 // The values of PackBitmapInt8(q, …, Storage::kDense) are the weights. Writes q, row-major [k, n].
 inline void UnpackInt8Group(const uint8_t* weights, int64_t k, int64_t n, int8_t* q, int64_t row_stride) {

@@ -25,11 +25,7 @@ GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_
               ValidateGroups(kind.layout, {view.k, view.n, view.group, weights.count, scales.count, view.zero_points,
                                            zero_points.count, minimums.count, view.zero_point_steps}),
               node());
-  LinearLayer layer;
-  layer.w = &w_;
-  layer.kernels = kind.kernels;
-  layer.panel_inputs = kind.layout.PaddedK(w_.k);
-  MakePlan(info, layer);
+  MakePlan(info, LayerOf(kind, w_));
 }
 
 }  // namespace ortolan

@@ -1,16 +1,10 @@
 // What the adapters of W4A8MatMul and W8A8MatMul share: the weight in groups, read and checked once.
 #pragma once
 
-#include "matmul/group_weight.h"
+#include "matmul/group_layer.h"
 #include "matmul/linear_op.h"
 
 namespace ortolan {
-
-// The bits of a weight in groups: how its rows are laid out, and the kernels for it.
-struct GroupKind {
-  const BitmapLayout& layout;
-  std::span<const MatMulKernel> kernels;
-};
 
 class GroupOp : public LinearOp {
  protected:

@@ -25,12 +25,6 @@ std::string DescribeNode(const OrtKernelInfo& info, const char* op_type) {
   return ErrorText(op_type, " node '", Ort::ConstKernelInfo(&info).GetNodeName(), "'");
 }
 
-std::string ShapeText(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  return text + "]";
-}
-
 bool HasInput(const OrtKernelInfo& info, size_t index) {
   const Ort::ConstKernelInfo kernel_info(&info);
   return index < kernel_info.GetInputCount() && !kernel_info.GetInputName(index).empty();
@@ -79,7 +73,9 @@ bool IsConstantZero(const OrtKernelInfo& info, size_t index) {
   if (tensor.shape.size() > 1 || tensor.count != 1) return false;
   if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return NumberIn<float>(tensor) == 0.0f;
   if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return NumberIn<uint16_t>(tensor) == 0;
-  return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 && NumberIn<uint8_t>(tensor) == 0;
+  const bool is_byte =
+      tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 || tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+  return is_byte && NumberIn<uint8_t>(tensor) == 0;
 }
 
 bool IsConstant(const OrtKernelInfo& info, size_t index) {

@@ -22,8 +22,8 @@
 #include <onnxruntime_cxx_api.h>
 #undef ORT_API_MANUAL_INIT
 
-#include "ort/error_text.h"
 #include "ort/host.h"
+#include "ort/op_error.h"
 
 namespace ortolan {
 
@@ -31,11 +31,6 @@ inline constexpr const char* kDomain = "ai.ortolan";
 
 // The end of what is said of a node that no pass of this version writes.
 inline constexpr const char* kOptimizeAgain = "Optimize the original model again.";
-
-// The user's model or feed is at fault; the text says which node and tensor, what was found and what was expected.
-struct OpError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 inline OrtStatus* ToStatus(const std::exception& error) {
   if (const auto* ort = dynamic_cast<const Ort::Exception*>(&error)) {
@@ -182,7 +177,7 @@ class AlignedConstant {
   const T* data_ = nullptr;
 };
 
-// Whether the input is a constant number or vector of one element, a 0 of float, float16 or u8: what stands for
+// Whether the input is a constant number or vector of one element, a 0 of float, float16, u8 or i8: what stands for
 // "nothing" in a sum. (Of more dimensions it would still give the sum its own.)
 bool IsConstantZero(const OrtKernelInfo& info, size_t index);
 
@@ -199,8 +194,6 @@ float FloatAttributeOr(const OrtKernelInfo& info, const char* name, float missin
 // Throws OpError unless the attribute format_version is the one that the room's kernels read. (ORT does not tell a
 // kernel the version of the domain that a model imports.)
 void CheckFormatVersion(const OrtKernelInfo& info, int64_t expected, const std::string& node);
-
-std::string ShapeText(const std::vector<int64_t>& shape);
 
 // ---- shape inference ------------------------------------------------------------------------------------------------
 

@@ -32,8 +32,7 @@ class Kernel : public GroupOp {
                                             {"norm_bias"},
                                             {"minimums", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED}};
 
-  explicit Kernel(const OrtKernelInfo& info)
-      : GroupOp(info, kOpType, kFormatVersion, kInputs, {kInt4Bitmap, GroupInt4Kernels()}) {}
+  explicit Kernel(const OrtKernelInfo& info) : GroupOp(info, kOpType, kFormatVersion, kInputs, Int4Groups()) {}
 };
 
 }  // namespace

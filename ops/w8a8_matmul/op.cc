@@ -28,8 +28,7 @@ class Kernel : public GroupOp {
                                             {"norm_weight"},
                                             {"norm_bias"}};
 
-  explicit Kernel(const OrtKernelInfo& info)
-      : GroupOp(info, kOpType, kFormatVersion, kInputs, {kInt8Bitmap, GroupInt8Kernels()}) {}
+  explicit Kernel(const OrtKernelInfo& info) : GroupOp(info, kOpType, kFormatVersion, kInputs, Int8Groups()) {}
 };
 
 }  // namespace

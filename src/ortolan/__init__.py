@@ -24,8 +24,9 @@ from .errors import (
 if TYPE_CHECKING:
     from ortolan.graph_passes.recipe import Recipe
     from ortolan.graph_passes.report.optimization import OptimizationReport
-    from ortolan.graph_passes.text.text_input import TextInput
+    from ortolan.graph_passes.text.text_plan import TextInput
     from ortolan.library import get_library_path
+    from ortolan.provider import register_provider, session_options
     from ortolan.session import cpu_info, create_session, register
 
     from .importer import import_gguf
@@ -55,14 +56,16 @@ __all__ = [
     "inspect_onnx",
     "optimize_onnx",
     "register",
+    "register_provider",
     "search",
+    "session_options",
 ]
 
 # Imported when first used: onnx and its relatives take a second to load.
 _LAZY = {
     "Recipe": "ortolan.graph_passes.recipe",
     "OptimizationReport": "ortolan.graph_passes.report.optimization",
-    "TextInput": "ortolan.graph_passes.text.text_input",
+    "TextInput": "ortolan.graph_passes.text.text_plan",
     "import_gguf": "ortolan.importer",
     "inspect_onnx": "ortolan.inspection",
     "optimize_onnx": "ortolan.optimize",
@@ -71,6 +74,8 @@ _LAZY = {
     "create_session": "ortolan.session",
     "get_library_path": "ortolan.library",
     "register": "ortolan.session",
+    "register_provider": "ortolan.provider",
+    "session_options": "ortolan.provider",
 }
 
 

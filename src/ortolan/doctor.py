@@ -106,6 +106,7 @@ def run_doctor() -> DoctorReport:
         _guarded("CPU", check_cpu),
         _guarded("ORTOLAN_ISA", check_isa_override),
         _guarded("operator library", check_library),
+        _guarded("execution provider", check_provider),
     ]
     checks += [_guarded(name, partial(check_extra, name)) for name in _EXTRAS]
     return DoctorReport(tuple(checks), describe_feature_sets())
@@ -255,13 +256,9 @@ def check_library(library: str | os.PathLike[str] | None = None) -> Check:
             return Check(name, "failed", one_line(error), _REINSTALL)
     if not Path(library).is_file():
         return Check(name, "failed", f"{library} does not exist", _REINSTALL)
-    # -P: whatever lies in the current folder must not be imported instead of the installed packages.
     code = "import sys; from ortolan.doctor import run_tiny_model; run_tiny_model(sys.argv[1])"
-    command = [sys.executable, "-P", "-c", code, os.fspath(library)]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SELF_TEST_SECONDS, check=False
-        )
+        result = _run_python(code, os.fspath(library))
     except subprocess.TimeoutExpired:
         detail = f"{library}: a tiny model did not finish within {_SELF_TEST_SECONDS} s"
         return Check(name, "failed", detail, "is the machine overloaded? Try again; if it stays so, report it")
@@ -269,6 +266,31 @@ def check_library(library: str | os.PathLike[str] | None = None) -> Check:
         return Check(name, "ok", f"{library} loads and computes what numpy does")
     problem = _problem(result.returncode, result.stderr)
     return Check(name, "failed", f"{library}: {problem}", _library_advice(problem))
+
+
+def check_provider() -> Check:
+    """Whether models run as they are: the execution provider is there, and ONNX Runtime takes it.
+
+    In a process of its own too, so that this one registers nothing. Without it, optimized models run as ever.
+    """
+    name = "execution provider"
+    try:
+        result = _run_python("from ortolan.provider import session_options; session_options()")
+    except subprocess.TimeoutExpired:
+        return Check(name, "note", f"did not register within {_SELF_TEST_SECONDS} s")
+    if result.returncode == 0:
+        return Check(name, "ok", "registers: models with MatMulNBits run as they are (ortolan.session_options)")
+    problem = _problem(result.returncode, result.stderr)
+    return Check(name, "note", f"{problem.removeprefix('ortolan.errors.LibraryError: ')}")
+
+
+def _run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Raises subprocess.TimeoutExpired."""
+    # -P: whatever lies in the current folder must not be imported instead of the installed packages.
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=_SELF_TEST_SECONDS, check=False
+    )
 
 
 def run_tiny_model(library: str) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-# Options remember by this entry that they know the library: registering it twice is an error in ONNX Runtime.
-_REGISTERED = "ortolan.registered"
+# Options remember by this entry that they know the operators: registering them twice is an error in ONNX Runtime.
+REGISTERED = "ortolan.registered"
 _EXTENSIONS_DOMAIN = "ai.onnx.contrib"  # operators of onnxruntime-extensions: tokenizers
 _FOLDER_OF_DATA = "session.model_external_initializers_file_folder_path"
 _PACKAGES = ("ortolan", "onnxruntime", "onnx", "onnx-ir", "numpy")
@@ -70,7 +70,7 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
             f"session_options is a {type(session_options).__name__}, expected an onnxruntime.SessionOptions"
         )
     try:
-        session_options.get_session_config_entry(_REGISTERED)
+        session_options.get_session_config_entry(REGISTERED)
         return
     except RuntimeError:  # no such entry: not registered yet
         pass
@@ -81,7 +81,7 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
         raise LibraryError(
             f"ONNX Runtime cannot load {path}: {one_line(error)}; `ortolan doctor` tells more"
         ) from error
-    session_options.add_session_config_entry(_REGISTERED, "1")
+    session_options.add_session_config_entry(REGISTERED, "1")
 
 
 def create_session(
@@ -92,7 +92,7 @@ def create_session(
     """An ONNX Runtime session for a model, optimized or not: the path of a file or of its folder, or a ModelProto.
 
     The given options are used, and know the library after; and that of onnxruntime-extensions if the model needs it, as
-    one with a tokenizer does. Runs on the CPU unless other providers are named.
+    one with a tokenizer does. Runs on the CPU unless other providers are named, here or by the options.
 
     Raises SessionError if the model cannot be opened, LibraryError if an operator library cannot be loaded.
     """
@@ -166,11 +166,18 @@ def open_session(
             raise SessionError(f"model file {name} does not exist")
     if data_folder is not None:
         options.add_session_config_entry(_FOLDER_OF_DATA, str(data_folder))
-    chosen = [providers] if isinstance(providers, str) else list(providers or ["CPUExecutionProvider"])
+    chosen = [providers] if isinstance(providers, str) else list(providers or [])
+    if not chosen and not _names_providers(options):
+        chosen = ["CPUExecutionProvider"]
     try:
         return onnxruntime.InferenceSession(model, options, providers=chosen)
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         raise SessionError(f"ONNX Runtime cannot open {name}: {one_line(error)}{_advice(str(error))}") from error
+
+
+def _names_providers(options: onnxruntime.SessionOptions) -> bool:
+    has_providers = getattr(options, "has_providers", None)  # from onnxruntime 1.22 on
+    return has_providers is not None and bool(has_providers())
 
 
 def _advice(message: str) -> str:
@@ -180,7 +187,8 @@ def _advice(message: str) -> str:
         "of ai.ortolan, open it with ortolan.create_session or call ortolan.register(session_options); for others, "
         "register their library too",
         "Domain already set in registry": "; these session options know the library twice: leave out your own "
-        "register_custom_ops_library, or call ortolan.register(session_options) in its place",
+        "register_custom_ops_library, or call ortolan.register(session_options) in its place; options to which the "
+        "execution provider was added by hand know it too: take ortolan.session_options()",
         "Protobuf parsing failed": "; the file is no ONNX model, or it is cut short: export or download it again",
         "INVALID_PROTOBUF": "; the file is no ONNX model, or it is cut short: export or download it again",
         "External initializer": "; the external data file is missing or cut short: copy it beside the model",

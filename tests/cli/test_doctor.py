@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import ortolan
 from ortolan import _testing, doctor
 from ortolan.errors import LibraryError
+from ortolan.provider import has_provider
 
 
 def test_all_is_well_here(invoke):
@@ -28,6 +30,23 @@ def test_json(invoke):
     assert [one["name"] for one in report["feature_sets"]] == _testing.feature_sets()
     used = [one["name"] for one in report["feature_sets"] if one["state"] == "in use"]
     assert used == ortolan.cpu_info()["features"]
+
+
+@pytest.mark.skipif(not has_provider(), reason="the library was built without the execution provider")
+def test_the_provider_registers():
+    assert doctor.check_provider().status == "ok"
+
+
+def test_a_library_without_the_provider_is_noted(monkeypatch, tmp_path):
+    """No failure: optimized models do not need it."""
+    package = Path(ortolan.__file__).parent
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ortolan.provider\nortolan.provider.has_provider = lambda: False\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{package.parent}")
+    check = doctor.check_provider()
+    assert check.status == "note"
+    assert "was built without the execution provider" in check.detail or "1.23 or later does" in check.detail
 
 
 def test_a_missing_library(invoke, monkeypatch):

@@ -1,0 +1,301 @@
+#include "matmul/nbits_weight.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <system_error>
+#include <thread>
+
+#include "formats/int4_group.h"
+#include "formats/int8_group.h"
+#include "ort/op_error.h"
+
+namespace ortolan {
+namespace {
+
+constexpr int64_t kGroupSizes[] = {128, 64, 32};  // best first
+constexpr float kMiddle4 = 8;
+constexpr float kMiddle8 = 128;
+constexpr float kLargestScale8 = std::numeric_limits<float>::max() / 256;  // times a number it stays finite
+
+// Calls at(first input, end, block) for the blocks of a column.
+template <typename At>
+void ForEachBlock(const NBitsWeight& stored, const At& at) {
+  for (int64_t block = 0; block < stored.Blocks(); ++block) {
+    const int64_t first = block * stored.block_size;
+    at(first, std::min(first + stored.block_size, stored.k), block);
+  }
+}
+
+bool IsWhole(float number, float most) { return number >= 0 && number <= most && number == std::rint(number); }
+
+bool AreAll(const std::vector<float>& numbers, float number) {
+  return std::all_of(numbers.begin(), numbers.end(), [=](float one) { return one == number; });
+}
+
+// Whether each column has the same scale and zero point in all blocks of each run of inputs.
+bool IsConstantIn(const NBitsWeight& stored, int64_t run) {
+  const int64_t blocks = stored.Blocks();
+  for (int64_t first = 0; first < stored.k; first += run) {
+    const int64_t begin = first / stored.block_size;
+    const int64_t last = (std::min(first + run, stored.k) - 1) / stored.block_size;
+    if (begin == last) continue;
+    for (int64_t j = 0; j < stored.n; ++j) {
+      const auto same = [=](const std::vector<float>& rows) {
+        const auto row = rows.begin() + j * blocks;
+        return std::all_of(row + begin + 1, row + last + 1, [=](float one) { return one == row[begin]; });
+      };
+      if (!same(stored.scales) || (!stored.zero_points.empty() && !same(stored.zero_points))) return false;
+    }
+  }
+  return true;
+}
+
+// The group that is the block, or the largest of which none lies in two blocks; 0 if there is none.
+int64_t GroupOfBlock(int64_t k, int64_t block_size) {
+  if (std::find(std::begin(kGroupSizes), std::end(kGroupSizes), block_size) != std::end(kGroupSizes)) return block_size;
+  if (block_size >= k) return kGroupSizes[0];  // there is but one block
+  for (const int64_t size : kGroupSizes) {
+    if (block_size % size == 0) return size;
+  }
+  return 0;
+}
+
+// Of 8 bits, blocks of equal scales are one group.
+int64_t GroupOf(const NBitsWeight& stored) {
+  if (stored.bits == 4) return GroupOfBlock(stored.k, stored.block_size);
+  for (const int64_t size : kGroupSizes) {
+    if (IsConstantIn(stored, size)) return size;
+  }
+  return 0;
+}
+
+std::string WhyNot4(const NBitsWeight& stored) {
+  for (const float zero_point : stored.zero_points) {
+    if (!std::isfinite(zero_point)) return "its zero points hold NaN or infinity, expected finite numbers";
+  }
+  for (size_t i = 0; i < stored.scales.size(); ++i) {
+    const float scale = stored.scales[i];
+    const float minimum = stored.zero_points.empty() ? 0.0f : scale * stored.zero_points[i];
+    if (!std::isfinite(std::abs(scale) * kLargestInt4 + std::abs(minimum))) {
+      return "its scales hold NaN, infinity or numbers that make weights overflow";
+    }
+  }
+  return {};
+}
+
+// Of a column's numbers, less their zero points.
+struct Range {
+  int least = 255;
+  int most = -255;
+};
+
+Range RangeOf(const NBitsWeight& stored, int64_t column) {
+  const uint8_t* const numbers = stored.numbers + column * stored.ColumnBytes();
+  Range range;
+  ForEachBlock(stored, [&](int64_t first, int64_t end, int64_t block) {
+    uint8_t least = 255, most = 0;
+    for (int64_t l = first; l < end; ++l) {
+      least = std::min(least, numbers[l]);
+      most = std::max(most, numbers[l]);
+    }
+    const int zero_point = static_cast<int>(stored.zero_points[static_cast<size_t>(column * stored.Blocks() + block)]);
+    range.least = std::min(range.least, least - zero_point);
+    range.most = std::max(range.most, most - zero_point);
+  });
+  return range;
+}
+
+std::string WhyNot8(const NBitsWeight& stored) {
+  for (const float scale : stored.scales) {
+    if (!(std::abs(scale) <= kLargestScale8)) {
+      return ErrorText("its scales hold ", scale, ", expected finite numbers below 1e36");
+    }
+  }
+  for (const float zero_point : stored.zero_points) {
+    if (!IsWhole(zero_point, 255)) {
+      return ErrorText("its zero points hold ", zero_point, ", expected whole numbers 0 to 255");
+    }
+  }
+  if (AreAll(stored.zero_points, kMiddle8)) return {};
+  for (int64_t j = 0; j < stored.n; ++j) {
+    const Range range = RangeOf(stored, j);
+    if (range.least < -128 || range.most > 127) {
+      return ErrorText("its numbers less their zero points go from ", range.least, " to ", range.most,
+                       ", expected -128 to 127; quantize with symmetric int8 weights");
+    }
+  }
+  return {};
+}
+
+// A float16 of the same value; none: there is no normal one. (Subnormal ones would do, and are not worth the code.)
+std::optional<uint16_t> ToHalf(float number) {
+  const uint32_t bits = std::bit_cast<uint32_t>(number);
+  const uint32_t sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 0xff, fraction = bits & 0x7fffff;
+  if ((bits << 1) == 0) return static_cast<uint16_t>(sign);
+  if (exponent < 113 || exponent > 142 || (fraction & 0x1fff) != 0) return std::nullopt;
+  return static_cast<uint16_t>(sign | (exponent - 112) << 10 | fraction >> 13);
+}
+
+bool AreHalves(const std::vector<float>& rows) {
+  return std::all_of(rows.begin(), rows.end(), [](float number) { return ToHalf(number).has_value(); });
+}
+
+// Calls write(place in [panels, groups, 16], number) for the numbers of all blocks, each for all groups of its block.
+template <typename Write>
+void SpreadRows(const NBitsWeight& stored, const GroupWeight& w, const std::vector<float>& rows, const Write& write) {
+  const int64_t groups = ScaleRows(w.k, w.view.group);
+  for (int64_t j = 0; j < w.n; ++j) {
+    const float* const row = rows.data() + j * stored.Blocks();
+    int64_t place = j / kPanelColumns * groups * kPanelColumns + j % kPanelColumns;
+    for (int64_t g = 0; g < groups; ++g, place += kPanelColumns) {
+      write(place, row[g * w.view.group / stored.block_size]);
+    }
+  }
+}
+
+// What is worth a thread of its own.
+constexpr int64_t kThreadBytes = int64_t{1} << 20;
+
+// Calls pack(panel, scratch) for all panels, on all of the process's threads: no session's are there yet. pack must not
+// throw. scratch: as many bytes for each thread.
+template <typename Pack>
+void ForEachPanel(int64_t panels, int64_t panel_bytes, int64_t scratch_bytes, const Pack& pack) {
+  const int64_t most = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  const int64_t threads = std::clamp<int64_t>(panels * panel_bytes / kThreadBytes, 1, std::min(most, panels));
+  std::vector<int8_t> scratch(static_cast<size_t>(threads * scratch_bytes));
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t thread) {
+    for (int64_t panel = next++; panel < panels; panel = next++) pack(panel, scratch.data() + thread * scratch_bytes);
+  };
+  std::vector<std::jthread> others;
+  others.reserve(static_cast<size_t>(threads));
+  try {
+    for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
+  } catch (const std::system_error&) {  // there are no more: those that are there do it
+  }
+  work(0);
+}
+
+LineBytes Zeros(int64_t bytes) {
+  LineBytes memory(bytes);
+  std::memset(memory.data(), 0, static_cast<size_t>(bytes));
+  return memory;
+}
+
+// Scales or minimums of this type.
+LineBytes PackFloats(const NBitsWeight& stored, const GroupWeight& w, const std::vector<float>& rows) {
+  const int64_t count = BitmapPanels(w.n) * ScaleRows(w.k, w.view.group) * kPanelColumns;
+  const bool is_half = w.view.scale_type == ScaleType::kFloat16;
+  LineBytes packed = Zeros(count * (is_half ? 2 : 4));
+  SpreadRows(stored, w, rows, [&](int64_t place, float number) {
+    if (is_half) {
+      const uint16_t half = *ToHalf(number);
+      std::memcpy(packed.data() + 2 * place, &half, sizeof(half));
+    } else {
+      std::memcpy(packed.data() + 4 * place, &number, sizeof(number));
+    }
+  });
+  return packed;
+}
+
+}  // namespace
+
+std::string WhyNotSizes(int64_t k, int64_t n, int64_t bits, int64_t block_size) {
+  if (bits != 4 && bits != 8) return ErrorText("its weight is stored in ", bits, " bits, expected 4 or 8");
+  if (k < 1 || n < 1 || n > kMaxDimension) {
+    return ErrorText("its weight is ", k, " x ", n, ", expected 1 or more inputs and outputs");
+  }
+  if (k > kInt4Bitmap.max_k) {
+    return ErrorText("it has ", k, " inputs, and a sum of more than ", kInt4Bitmap.max_k,
+                     " quantized products may overflow");
+  }
+  const bool is_odd = bits == 4 && block_size % 2 != 0;
+  if (block_size < 1 || is_odd || block_size > kMaxDimension || (bits == 4 && GroupOfBlock(k, block_size) == 0)) {
+    return ErrorText("its block_size is ", block_size, ", expected a multiple of 32");
+  }
+  return {};
+}
+
+std::string NBitsGroups::WhyNot(const NBitsWeight& stored) {
+  const std::string problem = stored.bits == 4 ? WhyNot4(stored) : WhyNot8(stored);
+  if (!problem.empty() || GroupOf(stored) != 0) return problem;
+  return ErrorText("its scales are for blocks of ", stored.block_size, " inputs, expected a multiple of 32");
+}
+
+NBitsGroups::NBitsGroups(const NBitsWeight& stored) : kind_(stored.bits == 4 ? Int4Groups() : Int8Groups()) {
+  const std::string problem = WhyNot(stored);
+  if (!problem.empty()) throw OpError(problem);
+  w_.view.k = w_.k = stored.k;
+  w_.view.n = w_.n = stored.n;
+  w_.view.group = GroupOf(stored);
+  weights_ = LineBytes(GroupWeightBytes(kind_.layout, stored.k, stored.n));
+  w_.view.weights = weights_.data();
+  if (stored.bits == 4) {
+    PackNumbers4(stored);
+  } else {
+    PackNumbers8(stored);
+  }
+  PackScales(stored);
+}
+
+void NBitsGroups::PackNumbers4(const NBitsWeight& stored) {
+  const int64_t panel_bytes = GroupWeightBytes(kind_.layout, w_.k, 1);
+  ForEachPanel(BitmapPanels(w_.n), panel_bytes, 0, [&](int64_t panel, int8_t*) {
+    const int64_t column = panel * kPanelColumns;
+    PackInt4GroupPanel(stored.numbers + column * stored.ColumnBytes(), stored.ColumnBytes(), w_.k,
+                       std::min(kPanelColumns, w_.n - column), weights_.data() + panel * panel_bytes);
+  });
+}
+
+void NBitsGroups::PackNumbers8(const NBitsWeight& stored) {
+  const int64_t padded_k = kind_.layout.PaddedK(w_.k);
+  const int64_t panel_bytes = GroupWeightBytes(kind_.layout, w_.k, 1);
+  ForEachPanel(BitmapPanels(w_.n), panel_bytes, padded_k * kPanelColumns, [&](int64_t panel, int8_t* columns) {
+    std::fill_n(columns, padded_k * kPanelColumns, int8_t{0});
+    const int64_t end_column = std::min(w_.n, (panel + 1) * kPanelColumns);
+    for (int64_t j = panel * kPanelColumns; j < end_column; ++j) {
+      const uint8_t* const numbers = stored.numbers + j * stored.ColumnBytes();
+      int8_t* const q = columns + j % kPanelColumns * padded_k;
+      ForEachBlock(stored, [&](int64_t first, int64_t end, int64_t block) {
+        const size_t place = static_cast<size_t>(j * stored.Blocks() + block);
+        const int zero_point = static_cast<int>(stored.zero_points.empty() ? kMiddle8 : stored.zero_points[place]);
+        for (int64_t l = first; l < end; ++l) q[l] = static_cast<int8_t>(numbers[l] - zero_point);
+      });
+    }
+    PackInt8GroupPanel(columns, w_.k, weights_.data() + panel * panel_bytes);
+  });
+}
+
+// Scales, and of 4 bits zero points or minimums: float16 where that holds all of them.
+void NBitsGroups::PackScales(const NBitsWeight& stored) {
+  GroupView& view = w_.view;
+  const bool has_zero_points = stored.bits == 4 && !stored.zero_points.empty();
+  const bool is_whole = std::all_of(stored.zero_points.begin(), stored.zero_points.end(),
+                                    [](float zero_point) { return IsWhole(zero_point, kLargestZeroPoint); });
+  std::vector<float> minimums;
+  if (has_zero_points && !is_whole) {
+    minimums.resize(stored.scales.size());
+    std::transform(stored.scales.begin(), stored.scales.end(), stored.zero_points.begin(), minimums.begin(),
+                   [](float scale, float zero_point) { return -scale * zero_point; });
+  }
+  const bool is_half = AreHalves(stored.scales) && AreHalves(minimums);
+  view.scale_type = is_half ? ScaleType::kFloat16 : ScaleType::kFloat32;
+  scales_ = PackFloats(stored, w_, stored.scales);
+  view.scales = scales_.data();
+  if (!minimums.empty()) {
+    minimums_ = PackFloats(stored, w_, minimums);
+    view.minimums = minimums_.data();
+  } else if (has_zero_points && !AreAll(stored.zero_points, kMiddle4)) {
+    zero_points_ = Zeros(BitmapPanels(w_.n) * ScaleRows(w_.k, view.group) * kPanelColumns);
+    SpreadRows(stored, w_, stored.zero_points,
+               [&](int64_t place, float number) { zero_points_.data()[place] = static_cast<uint8_t>(number); });
+    view.zero_points = zero_points_.data();
+  }
+}
+
+}  // namespace ortolan

@@ -1,0 +1,78 @@
+// The weight of a com.microsoft.MatMulNBits as a model stores it, and the same numbers as W4A8MatMul's and W8A8MatMul's
+// kernels read them (formats/int4_group.h, formats/int8_group.h).
+//
+//     W[l, j] = scales[j, b] (q[j, l] - zero_points[j, b])      b = l / block_size;  q 0 … 15, or 0 … 255
+//
+// The rules are those of graph_passes/find/stored_int4.py and weight_only.py, so that a model which is run as it is and
+// one that was optimized give the same answers. 4 bits: zero points 0 … 15 stay, others become minimums. 8 bits: zero
+// points must be whole, and numbers less zero points fit an int8. Blocks longer than a group are several groups.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "matmul/group_layer.h"
+
+namespace ortolan {
+
+struct NBitsWeight {
+  int64_t k = 0;
+  int64_t n = 0;
+  int64_t bits = 0;  // 4 or 8
+  int64_t block_size = 0;
+  const uint8_t* numbers = nullptr;  // [n][Blocks()][block_size * bits / 8], of 4 bits the first of two is low
+  std::vector<float> scales;         // [n][Blocks()]
+  std::vector<float> zero_points;    // the same; none: 8 or 128
+
+  int64_t Blocks() const { return (k + block_size - 1) / block_size; }
+  int64_t ColumnBytes() const { return Blocks() * block_size * bits / 8; }
+};
+
+// Empty, or why sizes like these are not taken over. What it lets pass keeps all sizes inside int64.
+std::string WhyNotSizes(int64_t k, int64_t n, int64_t bits, int64_t block_size);
+
+// Memory that begins with a cache line.
+class LineBytes {
+ public:
+  LineBytes() = default;
+  explicit LineBytes(int64_t bytes)
+      : bytes_(bytes), data_(static_cast<uint8_t*>(::operator new(static_cast<size_t>(bytes), kLine))) {}
+  uint8_t* data() const { return data_.get(); }
+  int64_t size() const { return bytes_; }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(uint8_t* data) const { ::operator delete(data, kLine); }
+  };
+  int64_t bytes_ = 0;
+  std::unique_ptr<uint8_t, Free> data_;
+};
+
+// Packed numbers that kernels may run on.
+class NBitsGroups {
+ public:
+  // Of sizes that WhyNotSizes lets pass. Throws OpError if these numbers cannot be taken over (WhyNot).
+  explicit NBitsGroups(const NBitsWeight& stored);
+  NBitsGroups(const NBitsGroups&) = delete;
+  NBitsGroups& operator=(const NBitsGroups&) = delete;
+
+  // Empty, or why these numbers cannot be taken over.
+  static std::string WhyNot(const NBitsWeight& stored);
+
+  LinearLayer Layer() const { return LayerOf(kind_, w_); }
+
+ private:
+  void PackNumbers4(const NBitsWeight& stored);
+  void PackNumbers8(const NBitsWeight& stored);
+  void PackScales(const NBitsWeight& stored);
+
+  GroupKind kind_;
+  LineBytes weights_, scales_, zero_points_, minimums_;
+  GroupWeight w_;  // of the above
+};
+
+}  // namespace ortolan

@@ -1,0 +1,153 @@
+// The door for the execution provider: CreateEpFactories and ReleaseEpFactory, which ONNX Runtime calls when the
+// library is registered with RegisterExecutionProviderLibrary.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "custom_ops.h"
+#include "isa/features.h"
+#include "provider/execution_provider.h"
+
+namespace ortolan::provider {
+namespace {
+
+class Factory : public OrtEpFactory {
+ public:
+  explicit Factory(const HostApi& host);
+
+ private:
+  static OrtStatus* GetDevices(OrtEpFactory* self, const OrtHardwareDevice* const* devices, size_t count,
+                               OrtEpDevice** found, size_t most, size_t* found_count) noexcept;
+  static OrtStatus* MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*,
+                                 size_t, const OrtSessionOptions* options, const OrtLogger* logger,
+                                 OrtEp** provider) noexcept;
+  void SetMemory();
+  void SetDomains();
+
+  HostApi host_;
+};
+
+Factory::Factory(const HostApi& host) : OrtEpFactory{}, host_(host) {
+  ort_version_supported = host.version;
+  OrtEpFactory::GetName = [](const OrtEpFactory*) noexcept -> const char* { return kProviderName; };
+  OrtEpFactory::GetVendor = [](const OrtEpFactory*) noexcept -> const char* { return "Ortolan"; };
+  OrtEpFactory::GetVendorId = [](const OrtEpFactory*) noexcept -> uint32_t { return 0; };  // none of PCI's
+  OrtEpFactory::GetVersion = [](const OrtEpFactory*) noexcept -> const char* { return ORTOLAN_VERSION; };
+  OrtEpFactory::GetSupportedDevices = GetDevices;
+  OrtEpFactory::CreateEp = MakeProvider;
+  OrtEpFactory::ReleaseEp = [](OrtEpFactory*, OrtEp* provider) noexcept {
+    delete static_cast<ExecutionProvider*>(provider);
+  };
+  SetMemory();
+  SetDomains();
+}
+
+// The host's own: none of these functions may be missing.
+void Factory::SetMemory() {
+  OrtEpFactory::CreateAllocator = [](OrtEpFactory*, const OrtMemoryInfo*, const OrtKeyValuePairs*,
+                                     OrtAllocator** allocator) noexcept -> OrtStatus* {
+    *allocator = nullptr;
+    return nullptr;
+  };
+  OrtEpFactory::ReleaseAllocator = [](OrtEpFactory*, OrtAllocator*) noexcept {};
+  OrtEpFactory::CreateDataTransfer = [](OrtEpFactory*, OrtDataTransferImpl** transfer) noexcept -> OrtStatus* {
+    *transfer = nullptr;
+    return nullptr;
+  };
+  OrtEpFactory::IsStreamAware = [](const OrtEpFactory*) noexcept { return false; };
+}
+
+// That of our operators, so that one registration serves optimized files too. Asked for from 1.24 on.
+void Factory::SetDomains() {
+  OrtEpFactory::GetNumCustomOpDomains = [](OrtEpFactory*, size_t* count) noexcept -> OrtStatus* {
+    *count = 1;
+    return nullptr;
+  };
+  OrtEpFactory::GetCustomOpDomains = [](OrtEpFactory* self, OrtCustomOpDomain** domains,
+                                        size_t count) noexcept -> OrtStatus* {
+    if (count < 1) return nullptr;
+    const OrtCustomOpDomain* domain = nullptr;
+    OrtStatus* const status = FindCustomOps(static_cast<Factory*>(self)->host_.base, &domain);
+    if (status == nullptr) domains[0] = const_cast<OrtCustomOpDomain*>(domain);
+    return status;
+  };
+}
+
+OrtStatus* Factory::GetDevices(OrtEpFactory* self, const OrtHardwareDevice* const* devices, size_t count,
+                               OrtEpDevice** found, size_t most, size_t* found_count) noexcept {
+  const HostApi& host = static_cast<Factory*>(self)->host_;
+  *found_count = 0;
+  for (size_t i = 0; i < count && most > 0; ++i) {
+    if (host.ort->HardwareDevice_Type(devices[i]) != OrtHardwareDeviceType_CPU) continue;
+    OrtStatus* const status = host.ep->CreateEpDevice(self, devices[i], nullptr, nullptr, &found[0]);
+    if (status == nullptr) *found_count = 1;
+    return status;
+  }
+  return nullptr;
+}
+
+OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*,
+                                 size_t, const OrtSessionOptions* options, const OrtLogger* logger,
+                                 OrtEp** provider) noexcept {
+  const HostApi& host = static_cast<Factory*>(self)->host_;
+  return Guarded(*host.ort, [&] {
+    OrtKeyValuePairs* entries = nullptr;
+    Check(*host.ort, host.ort->GetSessionOptionsConfigEntries(options, &entries));
+    const char* const found = host.ort->GetKeyValue(entries, "ep.context_enable");
+    const bool writes_compiled = found != nullptr && std::strcmp(found, "1") == 0;
+    host.ort->ReleaseKeyValuePairs(entries);
+    *provider = std::make_unique<ExecutionProvider>(host, logger, writes_compiled).release();
+  });
+}
+
+// A factory for as long as the process lives, as the library itself (-z nodelete): sessions that outlive their
+// registration, against ONNX Runtime's rule, still call it.
+OrtEpFactory* LastingFactory(const HostApi& host) {
+  static std::mutex mutex;
+  static auto& all = *new std::vector<std::unique_ptr<Factory>>;  // reachable, and never destroyed
+  const std::lock_guard lock(mutex);
+  return all.emplace_back(std::make_unique<Factory>(host)).get();
+}
+
+// The version of ONNX Runtime's API, the 32 of "1.32.0"; 0 if the text is none. (Asking for a version that the host
+// lacks makes it write an error to the console.)
+uint32_t VersionOf(const OrtApiBase& base) {
+  unsigned major = 0, minor = 0;
+  const bool is_version = std::sscanf(base.GetVersionString(), "%u.%u", &major, &minor) == 2;
+  return is_version && major == 1 ? minor : 0;
+}
+
+}  // namespace
+}  // namespace ortolan::provider
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* CreateEpFactories(const char*, const OrtApiBase* base,
+                                                                               const OrtLogger*,
+                                                                               OrtEpFactory** factories, size_t most,
+                                                                               size_t* count) {
+  using namespace ortolan;
+  using namespace ortolan::provider;
+  HostApi host;
+  host.base = base;
+  host.version = std::min(kNewestApi, VersionOf(*base));
+  host.ort = base->GetApi(std::max(host.version, uint32_t{1}));
+  const OrtApi& ort = *host.ort;
+  return Guarded(ort, [&] {
+    if (host.version < kOldestApi) {
+      throw OpError(ErrorText("this ONNX Runtime is version ", base->GetVersionString(),
+                              ", Ortolan's execution provider needs 1.", kOldestApi,
+                              " or later. Upgrade onnxruntime; custom operators work as before."));
+    }
+    if (!IsaProblem().empty()) throw OpError(IsaProblem());
+    if (most < 1) throw OpError("there is no room for a factory");
+    host.ep = ort.GetEpApi();
+    factories[0] = LastingFactory(host);
+    *count = 1;
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* ReleaseEpFactory(OrtEpFactory*) {
+  return nullptr;  // LastingFactory
+}

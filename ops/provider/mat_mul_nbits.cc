@@ -1,0 +1,85 @@
+#include "provider/mat_mul_nbits.h"
+
+#include <cstring>
+
+namespace ortolan::provider {
+namespace {
+
+enum Input : size_t { kX, kNumbers, kScales, kZeroPoints, kOrder, kBias };
+
+constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kByte = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+
+// accuracy_level: how X may be rounded. 0: nothing is said, 4: to int8, as kernels do; between them are float types.
+constexpr int64_t kAnyAccuracy = 0;
+constexpr int64_t kInt8Accuracy = 4;
+
+// [n, blocks], or flat: of 4 bits two to a byte, the first one low; or floats.
+std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
+  const int64_t blocks = w.Blocks();
+  if (!node.Has(kZeroPoints)) return {};
+  if (node.InputType(kZeroPoints) != kByte) {
+    return node.ConstantInput(kZeroPoints, "zero points", {kByte, kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
+  }
+  const int64_t bytes = w.bits == 8 ? blocks : (blocks + 1) / 2;
+  const Constant tensor = node.ConstantInput(kZeroPoints, "zero points", {kByte}, {{w.n, bytes}, {w.n * bytes}});
+  const uint8_t* const packed = static_cast<const uint8_t*>(tensor.data);
+  std::vector<float> zero_points;
+  zero_points.reserve(static_cast<size_t>(w.n * blocks));
+  for (int64_t j = 0; j < w.n; ++j) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t place = j * bytes + (w.bits == 8 ? block : block / 2);
+      const int number = w.bits == 8 ? packed[place] : packed[place] >> block % 2 * 4 & 0xf;
+      zero_points.push_back(static_cast<float>(number));
+    }
+  }
+  return zero_points;
+}
+
+// Inputs may be in groups by g_idx only where that says what no g_idx says.
+void CheckOrder(const Node& node, const NBitsWeight& w) {
+  const Constant order =
+      node.ConstantInput(kOrder, "g_idx", {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32}, {{w.k}, {w.Blocks() * w.block_size}});
+  for (int64_t l = 0; l < w.k; ++l) {
+    int32_t block = 0;
+    std::memcpy(&block, static_cast<const char*>(order.data) + l * 4, sizeof(block));
+    Expect(block == l / w.block_size, ErrorText("its inputs are in groups by g_idx '", order.name,
+                                                "', not in order; quantize without act-order (desc_act = false)"));
+  }
+}
+
+void CheckX(const Node& node) {
+  Expect(node.Has(kX), "its input A is missing");
+  Expect(node.InputType(kX) == kFloat, ErrorText("its input '", node.InputName(kX), "' is not float"));
+  Expect(!node.IsConstant(kX), "both inputs are constant");
+  const int64_t accuracy = node.Whole("accuracy_level", kAnyAccuracy);
+  Expect(accuracy == kAnyAccuracy || accuracy == kInt8Accuracy,
+         ErrorText("its accuracy_level is ", accuracy, ", and kernels round inputs to int8 (accuracy_level 4)"));
+}
+
+}  // namespace
+
+bool IsMatMulNBits(const Node& node) { return node.Is("com.microsoft", "MatMulNBits"); }
+
+StoredLayer ReadMatMulNBits(const Node& node) {
+  CheckX(node);
+  StoredLayer layer;
+  NBitsWeight& w = layer.weight;
+  w.k = node.Whole("K");
+  w.n = node.Whole("N");
+  w.bits = node.Whole("bits", 4);
+  w.block_size = node.Whole("block_size");
+  Expect(node.Whole("weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)");
+  const std::string problem = WhyNotSizes(w.k, w.n, w.bits, w.block_size);
+  Expect(problem.empty(), problem);
+  const int64_t blocks = w.Blocks();
+  const Constant numbers = node.ConstantInput(kNumbers, "numbers", {kByte}, {{w.n, blocks, w.block_size * w.bits / 8}});
+  w.numbers = static_cast<const uint8_t*>(numbers.data);
+  w.scales = node.ConstantInput(kScales, "scales", {kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
+  w.zero_points = ReadZeroPoints(node, w);
+  if (node.Has(kOrder)) CheckOrder(node, w);
+  if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat}, {{w.n}}).Floats();
+  return layer;
+}
+
+}  // namespace ortolan::provider

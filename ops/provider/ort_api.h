@@ -1,0 +1,63 @@
+// ONNX Runtime's C API as the provider sees it: the headers of version 29 (ops/ort/ep_headers.cmake). Files of this
+// room include no other ones: the adapters of the operators are built with older headers, which define the same names.
+#pragma once
+
+#include <onnxruntime_c_api.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "ort/op_error.h"
+
+namespace ortolan::provider {
+
+inline constexpr uint32_t kNewestApi = 29;  // that this code has been written for
+inline constexpr uint32_t kOldestApi = 23;  // that has what a provider needs
+static_assert(ORT_API_VERSION >= kNewestApi);
+
+inline constexpr const char* kProviderName = "OrtolanExecutionProvider";
+
+// What the host has. Lives as long as the factory.
+struct HostApi {
+  const OrtApiBase* base = nullptr;
+  const OrtApi* ort = nullptr;
+  const OrtEpApi* ep = nullptr;
+  uint32_t version = 0;  // of both, kOldestApi … kNewestApi
+};
+
+// An error that the host told of, to be handed back to it.
+class HostError : public std::runtime_error {
+ public:
+  HostError(OrtErrorCode code, const std::string& text) : std::runtime_error(text), code_(code) {}
+  OrtErrorCode code() const { return code_; }
+
+ private:
+  OrtErrorCode code_;
+};
+
+// Throws HostError unless the status is null.
+inline void Check(const OrtApi& ort, OrtStatus* status) {
+  if (status == nullptr) return;
+  const HostError error(ort.GetErrorCode(status), ort.GetErrorMessage(status));
+  ort.ReleaseStatus(status);
+  throw error;
+}
+
+// Runs a function whose exceptions become statuses: none crosses the C boundary.
+template <typename Function>
+OrtStatus* Guarded(const OrtApi& ort, const Function& function) noexcept {
+  try {
+    function();
+    return nullptr;
+  } catch (const HostError& error) {
+    return ort.CreateStatus(error.code(), error.what());
+  } catch (const OpError& error) {
+    return ort.CreateStatus(ORT_INVALID_ARGUMENT, error.what());
+  } catch (const std::exception& error) {
+    return ort.CreateStatus(ORT_FAIL, error.what());
+  } catch (...) {
+    return ort.CreateStatus(ORT_FAIL, "unknown error in Ortolan's execution provider");
+  }
+}
+
+}  // namespace ortolan::provider

@@ -1,0 +1,83 @@
+"""The execution provider: models as they are, on Ortolan's kernels, in any session of this process."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from .errors import LibraryError, one_line
+from .library import get_library_path
+from .session import REGISTERED, register
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PROVIDER = "OrtolanExecutionProvider"
+REGISTRATION_NAME = "ortolan"
+
+_OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
+_OFFERS_OPERATORS = (1, 24)  # from here on ONNX Runtime asks providers for their operators
+_FACTORIES = b"CreateEpFactories\0"
+_lock = threading.Lock()
+
+
+def has_provider() -> bool:
+    """Whether the installed library was built with the execution provider."""
+    with open(get_library_path(), "rb") as file:
+        return _FACTORIES in file.read()
+
+
+def register_provider() -> None:
+    """Makes `OrtolanExecutionProvider` known to ONNX Runtime in this process. Calling it again changes nothing.
+
+    Raises LibraryError where ONNX Runtime is older than 1.23, or the library was built without the provider.
+    """
+    import onnxruntime
+
+    if _version(onnxruntime) < _OLDEST:
+        raise LibraryError(
+            f"onnxruntime {onnxruntime.__version__} takes no execution provider from a library, 1.23 or later does: "
+            "pip install -U onnxruntime; optimized models run on any from 1.21 on"
+        )
+    with _lock:
+        if _devices(onnxruntime):
+            return
+        path = get_library_path()
+        if not has_provider():
+            raise LibraryError(
+                f"{path} was built without the execution provider: CMake found no headers of ONNX Runtime's API 29; "
+                "build again where they can be downloaded, or with ORT_EP_INCLUDE_DIR set"
+            )
+        try:
+            onnxruntime.register_execution_provider_library(REGISTRATION_NAME, path)
+        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+            raise LibraryError(
+                f"ONNX Runtime cannot register the execution provider of {path}: {one_line(error)}; "
+                "`ortolan doctor` tells more"
+            ) from error
+
+
+def session_options() -> onnxruntime.SessionOptions:
+    """New options for sessions that run models, optimized or not, on Ortolan's kernels.
+
+    They know the provider and the operators. What the provider does not take runs on ONNX Runtime's own CPU provider.
+    """
+    import onnxruntime
+
+    register_provider()
+    options = onnxruntime.SessionOptions()
+    options.add_provider_for_devices(_devices(onnxruntime), {})
+    if _version(onnxruntime) < _OFFERS_OPERATORS:
+        register(options)
+    else:
+        options.add_session_config_entry(REGISTERED, "1")
+    return options
+
+
+def _devices(onnxruntime: Any) -> list[Any]:
+    return [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
+
+
+def _version(onnxruntime: Any) -> tuple[int, int]:
+    major, minor = onnxruntime.__version__.split(".")[:2]
+    return int(major), int(minor)

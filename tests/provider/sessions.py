@@ -1,0 +1,42 @@
+"""Sessions with the execution provider, and which nodes it has."""
+
+from __future__ import annotations
+
+import onnx
+import onnxruntime as ort
+import pytest
+
+import ortolan
+from ortolan.provider import PROVIDER, has_provider
+
+ORT_VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
+_RECORD = "session.record_ep_graph_assignment_info"
+
+needs_provider = pytest.mark.skipif(
+    not has_provider() or not hasattr(ort.InferenceSession, "get_provider_graph_assignment_info"),
+    reason="the library was built without the execution provider, or onnxruntime is older than 1.24",
+)
+
+
+def provider_session(model: onnx.ModelProto | str, threads: int = 1, **entries: str) -> ort.InferenceSession:
+    """entries: of the session's configuration, two underlines are a dot."""
+    options = ortolan.session_options()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4
+    options.add_session_config_entry(_RECORD, "1")
+    for name, value in entries.items():
+        options.add_session_config_entry(name.replace("__", "."), value)
+    return ort.InferenceSession(model if isinstance(model, str) else model.SerializeToString(), options)
+
+
+def plain_session(model: onnx.ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def claimed(session: ort.InferenceSession) -> list[str]:
+    """The names of the nodes that the provider runs."""
+    assigned = session.get_provider_graph_assignment_info()
+    return sorted(node.name for part in assigned if part.ep_name == PROVIDER for node in part.get_nodes())

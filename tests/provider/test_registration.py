@@ -1,0 +1,286 @@
+"""Registration of the provider, its options, and sessions over models of all kinds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+import ortolan
+from ortolan import provider
+from ortolan.provider import PROVIDER
+
+from ..ops.group_node import node_model
+from ..ops.groups import GroupLayer
+from .nbits_models import NBits, whole
+from .sessions import claimed, needs_provider, plain_session, provider_session
+
+
+def run_python(text: str) -> str:
+    """What a process of its own prints, which finds what this one does, and `tests`; it must end well."""
+    paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path) for path in sys.path if path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def devices() -> list[str]:
+    return [device.ep_name for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
+
+
+@needs_provider
+def test_registers_once() -> None:
+    for _ in range(3):
+        ortolan.register_provider()
+        assert devices() == [PROVIDER]
+
+
+@needs_provider
+def test_what_is_said_of_the_device() -> None:
+    ortolan.register_provider()
+    (device,) = (device for device in ort.get_ep_devices() if device.ep_name == PROVIDER)
+    assert device.ep_vendor == "Ortolan"
+    assert device.device.type == ort.OrtHardwareDeviceType.CPU
+
+
+@needs_provider
+def test_plain_onnxruntime_registers_it_too() -> None:
+    """As docs/provider.md says, and our own functions go on with that."""
+    text = f"""
+        import onnxruntime, ortolan
+        onnxruntime.register_execution_provider_library("any name", ortolan.get_library_path())
+        found = [one for one in onnxruntime.get_ep_devices() if one.ep_name == "{PROVIDER}"]
+        options = onnxruntime.SessionOptions()
+        options.add_provider_for_devices(found, {{}})
+        ortolan.register_provider()
+        ortolan.session_options()
+        print(len(found), sum(one.ep_name == "{PROVIDER}" for one in onnxruntime.get_ep_devices()))
+    """
+    assert run_python(text).split() == ["1", "1"]
+
+
+def test_an_old_onnxruntime_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "__version__", "1.22.1")
+    with pytest.raises(ortolan.LibraryError, match=r"onnxruntime 1\.22\.1 takes no execution provider.*1\.23"):
+        ortolan.register_provider()
+
+
+@needs_provider
+@pytest.mark.parametrize("version", ["1.17.0", "1.22.1", "no version"])
+def test_an_old_host_gets_a_status(version: str) -> None:
+    """What a C or C# host sees, where no Python looks at the version first."""
+    told: list[bytes] = []
+    create_status = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)(
+        lambda code, text: told.append(text) or 1
+    )
+    api = (ctypes.c_void_p * 300)(ctypes.cast(create_status, ctypes.c_void_p))
+    get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(lambda asked: ctypes.addressof(api))
+    text = ctypes.create_string_buffer(version.encode())
+    get_version = ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(text))
+    base = (ctypes.c_void_p * 2)(*(ctypes.cast(one, ctypes.c_void_p) for one in (get_api, get_version)))
+    create = ctypes.CDLL(ortolan.get_library_path()).CreateEpFactories
+    create.restype = ctypes.c_void_p
+    create.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t, ctypes.c_void_p]
+    factories, count = (ctypes.c_void_p * 4)(), ctypes.c_size_t(0)
+    assert create(b"ortolan", base, None, factories, 4, ctypes.byref(count)) == 1
+    assert count.value == 0
+    expected = f"this ONNX Runtime is version {version}, Ortolan's execution provider needs 1.23 or later"
+    assert told[0].decode().startswith(expected)
+
+
+@needs_provider
+def test_a_library_without_the_provider_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "libortolan_ops.so"
+    library.write_bytes(b"RegisterCustomOps\0")
+    monkeypatch.setattr(provider, "get_library_path", lambda: str(library))
+    monkeypatch.setattr(provider, "_devices", lambda onnxruntime: [])
+    assert not provider.has_provider()
+    with pytest.raises(ortolan.LibraryError, match=r"built without the execution provider.*ORT_EP_INCLUDE_DIR"):
+        ortolan.register_provider()
+
+
+@needs_provider
+def test_a_library_that_cannot_be_registered_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "libortolan_ops.so"
+    library.write_bytes(b"CreateEpFactories\0")
+    monkeypatch.setattr(provider, "get_library_path", lambda: str(library))
+    monkeypatch.setattr(provider, "_devices", lambda onnxruntime: [])
+    with pytest.raises(ortolan.LibraryError, match="cannot register the execution provider"):
+        ortolan.register_provider()
+
+
+@needs_provider
+def test_an_instruction_set_that_the_cpu_lacks_is_told_of() -> None:
+    text = """
+        import os
+        os.environ["ORTOLAN_ISA"] = "no such set"
+        import ortolan
+        try:
+            ortolan.register_provider()
+        except ortolan.LibraryError as error:
+            print(error)
+    """
+    assert "no such set" in run_python(text)
+
+
+def float_model() -> onnx.ModelProto:
+    value = helper.make_tensor_value_info
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [8, 4], np.arange(32, dtype=np.float32))
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"], name="linear"), helper.make_node("Relu", ["p"], ["y"])]
+    inputs, outputs = [value("x", TensorProto.FLOAT, ["batch", 8])], [value("y", TensorProto.FLOAT, ["batch", 4])]
+    return whole(helper.make_graph(nodes, "floats", inputs, outputs, [weight]))
+
+
+@needs_provider
+def test_models_with_nothing_to_claim_run_unchanged() -> None:
+    model, x = float_model(), np.random.default_rng(0).standard_normal((3, 8), dtype=np.float32)
+    session = provider_session(model)
+    assert claimed(session) == []
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], plain_session(model).run(None, {"x": x})[0])
+
+
+@needs_provider
+def test_one_registration_serves_optimized_models_too() -> None:
+    """The operators are there, and are no nodes of the provider's: ORT's own CPU provider calls them."""
+    rng = np.random.default_rng(0)
+    layer = GroupLayer.random(rng, 64, 20, 32)
+    model = node_model(layer)
+    del model.functions[:]  # nothing but the library knows the operator
+    session = provider_session(model)
+    assert claimed(session) == []
+    x = rng.standard_normal((3, 64), dtype=np.float32)
+    layer.check(session.run(None, {"x": x})[0], x)
+
+
+@needs_provider
+def test_create_session_takes_the_options() -> None:
+    layer = NBits(64, 20, 32)
+    session = ortolan.create_session(layer.model(), ortolan.session_options())
+    assert session.get_providers() == [PROVIDER, "CPUExecutionProvider"]
+    x = layer.x(3)
+    layer.oracle(32).check(session.run(None, {"x": x})[0], x)
+
+
+@needs_provider
+def test_options_made_by_hand_are_told_of() -> None:
+    ortolan.register_provider()
+    options = ort.SessionOptions()
+    options.add_provider_for_devices([one for one in ort.get_ep_devices() if one.ep_name == PROVIDER], {})
+    with pytest.raises(ortolan.SessionError, match=r"know it too: take ortolan\.session_options\(\)"):
+        ortolan.create_session(NBits(64, 20, 32).model(), options)
+
+
+@needs_provider
+def test_create_session_without_the_options_has_no_provider() -> None:
+    ortolan.register_provider()
+    assert ortolan.create_session(NBits(64, 20, 32).model()).get_providers() == ["CPUExecutionProvider"]
+
+
+@needs_provider
+def test_named_providers_win_over_the_options() -> None:
+    with pytest.warns(UserWarning, match="already been configured with providers"):
+        session = ortolan.create_session(
+            NBits(64, 20, 32).model(), ortolan.session_options(), providers=["CPUExecutionProvider"]
+        )
+    assert session.get_providers() == ["CPUExecutionProvider"]
+
+
+@needs_provider
+def test_sessions_are_made_and_run_in_threads() -> None:
+    layers = [NBits(128, 33, block, bits) for block in (32, 64) for bits in (4, 8)]
+    shared = [provider_session(layer.model(), threads=2) for layer in layers]
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(6):
+                at = (number + turn) % len(layers)
+                layer, x = layers[at], layers[at].x(1 + turn)
+                own = provider_session(layer.model(), threads=1 + turn % 2)
+                for session in (own, shared[at]):
+                    layer.oracle(layer.block).check(session.run(None, {"x": x})[0], x)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+
+
+@needs_provider
+def test_unregisters_when_sessions_are_gone_and_registers_again() -> None:
+    text = f"""
+        import gc
+        import numpy, onnxruntime, ortolan
+        from tests.provider.nbits_models import NBits
+        from tests.provider.sessions import provider_session
+        layer = NBits(64, 20, 32)
+        for _ in range(3):
+            session = provider_session(layer.model(), threads=2)
+            (y,) = session.run(None, {{"x": layer.x(3)}})
+            layer.oracle(32).check(y, layer.x(3))
+            del session
+            gc.collect()
+            onnxruntime.unregister_execution_provider_library("ortolan")
+            print(sum(one.ep_name == "{PROVIDER}" for one in onnxruntime.get_ep_devices()))
+    """
+    assert run_python(text).split() == ["0"] * 3
+
+
+@needs_provider
+def test_sessions_outlive_their_registration() -> None:
+    """ONNX Runtime forbids it, and neither it nor its Python checks: nothing that they call may be gone."""
+    text = """
+        import onnxruntime
+        from tests.provider.nbits_models import NBits
+        from tests.provider.sessions import provider_session
+        layer = NBits(64, 20, 32)
+        session = provider_session(layer.model(), threads=2)
+        onnxruntime.unregister_execution_provider_library("ortolan")
+        layer.oracle(32).check(session.run(None, {"x": layer.x(3)})[0], layer.x(3))
+        other = provider_session(layer.model())
+        del session
+        layer.oracle(32).check(other.run(None, {"x": layer.x(3)})[0], layer.x(3))
+        print("well")
+    """
+    assert run_python(text).strip() == "well"
+
+
+@needs_provider
+def test_the_process_ends_well_with_sessions_alive() -> None:
+    text = """
+        from tests.provider.nbits_models import NBits
+        from tests.provider.sessions import provider_session
+        sessions = [provider_session(NBits(64, 20, 32).model(), threads=2) for _ in range(3)]
+        print(sessions[2].run(None, {"x": NBits(64, 20, 32).x(3)})[0].shape)
+    """
+    assert run_python(text).strip() == "(3, 20)"
+
+
+@needs_provider
+def test_compiled_models_are_not_written(tmp_path: Path) -> None:
+    """With ep.context_enable the provider claims nothing, rather than fail."""
+    layer = NBits(64, 20, 32)
+    session = provider_session(
+        layer.model(), ep__context_enable="1", ep__context_file_path=str(tmp_path / "context.onnx")
+    )
+    assert claimed(session) == []
+    x = layer.x(3)
+    expected = plain_session(layer.model()).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], expected)
