@@ -63,8 +63,8 @@ struct DecodePartial {
   float* y = nullptr;    // [heads][head_dim]
 };
 
-// A mask hides what it holds this or less for, as exporters' masks do.
-inline constexpr float kHidden = -1e4f;
+// A mask hides what it holds this or less for: what a score below 4e8 in magnitude then weighs is 0 by the formula too.
+inline constexpr float kHidden = -1e9f;
 
 struct VisibleRange {
   int64_t begin = 0;

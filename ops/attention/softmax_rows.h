@@ -12,8 +12,8 @@ using Float = Simd::Float;
 constexpr int64_t kLanes = Simd::kLanes;
 constexpr float kLowest = -0x1.fffffep127f;
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int64_t kStep = 8 * kLanes;                // of a mask at once
-constexpr float kLeastVisible = kHidden + 0x1p-10f;  // the float behind it
+constexpr int64_t kStep = 8 * kLanes;             // of a mask at once
+constexpr float kLeastVisible = kHidden + 64.0f;  // the float behind it
 constexpr float kLeastNumber = 0x1p-126f;
 
 // How many of a step are not less than the bound; NaN is none.

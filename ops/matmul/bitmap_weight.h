@@ -21,6 +21,8 @@
 //                     h_i = max(0, max over l of x[i, l]) / 2 - min(0, min over l of x[i, l]) / 2, but at least 2^-100
 //                     s_i = h_i / 127,  z_i = round(-min(0, …) * (127 / h_i)) - 127
 //                     q_il = min(round(x[i, l] * (127 / h_i)) + z_i, 127), and q_il - z_i in the place of q_il above
+//            and, where weights have zero points as well, for k of 2^15 at most, W[l, j] - zero_points[j] in the place
+//            of W[l, j]
 //     int4   y[i, j] = s_i * sum over g of scales[g, j] * (sum over the l of group g of q_il W[l, j])  + bias[j]
 //
 // Groups of inputs and the packed order of scales: formats/scales.h.
@@ -51,6 +53,8 @@ namespace ortolan {
 
 // So that (q - z) W, summed up, fits an int32.
 inline constexpr int64_t kMostInputsWithZeroPoints = int64_t{1} << 16;
+// So that (q - z) (W - zero_points) does.
+inline constexpr int64_t kMostInputsWithWeightZeroPoints = int64_t{1} << 15;
 
 struct BitmapWeight : MatMulWeight {
   BitmapView view;  // has passed ValidateStored with its layout; any storage, with equal results (bf16: but for the
@@ -59,14 +63,15 @@ struct BitmapWeight : MatMulWeight {
   // [panels][ScaleRows(k, group)][16] float (int8) or bf16 (int4), at any address; bf16: null
   const void* scales = nullptr;
   const int32_t* column_sums = nullptr;  // SumsOfColumnsInt8(view), if x has zero points; int8 only
+  const int32_t* zero_points = nullptr;  // [panels][16], those of int8 numbers, or null; only beside column_sums
 
   // The 16 scales of a group.
   const uint8_t* Scales(int64_t panel, int64_t g) const {
     return static_cast<const uint8_t*>(scales) + (panel * ScaleRows(k, group) + g) * kPanelColumns * ScaleBytes(group);
   }
 
-  // Of a row of x that is quantized: k padded to whole tiles, a scale, a sum a group (and, int8, a zero point); a
-  // multiple of 64.
+  // Of a row of x that is quantized: k padded to whole tiles, a scale, a sum a group (and, int8, a zero point and
+  // another sum); a multiple of 64.
   int64_t QuantizedRowBytes() const { return kInt8Bitmap.PaddedK(k) + (4 + 4 * ScaleRows(k, group) + 63) / 64 * 64; }
 };
 

@@ -91,30 +91,13 @@ void LinearOp::Compute(Ort::KernelContext& context, Host& host) const {
   const Ort::ConstValue x = context.GetInput(0);
   std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
   LinearCall call;
-  call.m = RowsOf(shape);
+  call.m = plan_->CountRows(shape, node_, x_name_);
   call.x = x_.In(x);
   call.bias = computes_bias_ ? Bias(context) : bias_.data();
   shape.back() = plan_->layer().Columns();
   if (has_residual_) return AddResidual(context, host, call, shape);
   call.y = context.GetOutput(0, shape).GetTensorMutableData<float>();
   plan_->Run(host, call);
-}
-
-int64_t LinearOp::RowsOf(const std::vector<int64_t>& x_shape) const {
-  const int64_t inputs = plan_->layer().Inputs();
-  if (x_shape.empty() || x_shape.back() != inputs) {
-    throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(x_shape), ", expected [..., ", inputs,
-                            "]. Feed the model inputs of the shapes it was exported for."));
-  }
-  if (std::find(x_shape.begin(), x_shape.end(), 0) != x_shape.end()) return 0;
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < x_shape.size(); ++i) {
-    if (__builtin_mul_overflow(rows, x_shape[i], &rows) || rows > plan_->most_rows()) {
-      throw OpError(ErrorText(node_, ": X '", x_name_, "' has shape ", ShapeText(x_shape), ", expected at most ",
-                              plan_->most_rows(), " rows"));
-    }
-  }
-  return rows;
 }
 
 // Y is what X W and the residual are broadcast to.

@@ -58,7 +58,6 @@ class LinearOp {
   void ReadNorm(const OrtKernelInfo& info, LinearLayer& layer);
   AlignedConstant<float> ReadVector(const OrtKernelInfo& info, const char* name, int64_t n) const;
 
-  int64_t RowsOf(const std::vector<int64_t>& x_shape) const;
   const float* Bias(const Ort::KernelContext& context) const;
   void AddResidual(Ort::KernelContext& context, Host& host, LinearCall call, const std::vector<int64_t>& shape) const;
 

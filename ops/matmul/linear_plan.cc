@@ -7,6 +7,7 @@
 #include "isa/kernel_table.h"
 #include "isa/tuning.h"
 #include "ort/broadcast.h"
+#include "ort/op_error.h"
 
 namespace ortolan {
 namespace {
@@ -59,6 +60,24 @@ const MatMulKernel& LinearPlan::KernelFor(int64_t m) const {
     if (kernel->least_rows <= m) return *kernel;
   }
   return *kernels_.back();
+}
+
+int64_t LinearPlan::CountRows(const std::vector<int64_t>& x_shape, const std::string& node,
+                              const std::string& x_name) const {
+  const int64_t inputs = layer_.Inputs();
+  if (x_shape.empty() || x_shape.back() != inputs) {
+    throw OpError(ErrorText(node, ": X '", x_name, "' has shape ", ShapeText(x_shape), ", expected [..., ", inputs,
+                            "]. Feed the model inputs of the shapes it was exported for."));
+  }
+  if (std::find(x_shape.begin(), x_shape.end(), 0) != x_shape.end()) return 0;
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < x_shape.size(); ++i) {
+    if (__builtin_mul_overflow(rows, x_shape[i], &rows) || rows > most_rows_) {
+      throw OpError(ErrorText(node, ": X '", x_name, "' has shape ", ShapeText(x_shape), ", expected at most ",
+                              most_rows_, " rows"));
+    }
+  }
+  return rows;
 }
 
 void LinearPlan::RunProduct(Host& host, const LinearCall& call, bool normalizes) const {

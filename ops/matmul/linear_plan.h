@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "epilogue/epilogue.h"
@@ -68,8 +69,8 @@ class LinearPlan {
 
   const LinearLayer& layer() const { return layer_; }
 
-  // Rows for which no size that Run computes leaves an int64.
-  int64_t most_rows() const { return most_rows_; }
+  // Rows of an X of this shape; 0 if it has no elements. Throws OpError, whose text begins with `node` and names X.
+  int64_t CountRows(const std::vector<int64_t>& x_shape, const std::string& node, const std::string& x_name) const;
 
   void Run(Host& host, const LinearCall& call) const { RunProduct(host, call, layer_.norm.has_value()); }
 
@@ -104,7 +105,7 @@ class LinearPlan {
   std::vector<const MatMulKernel*> kernels_;  // that this CPU has and this weight allows, best first
   EpilogueFn* epilogue_;
   LayerNormFn* layer_norm_;
-  int64_t most_rows_;
+  int64_t most_rows_;  // for which no size that Run computes leaves an int64
 };
 
 }  // namespace ortolan

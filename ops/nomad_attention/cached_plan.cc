@@ -2,30 +2,18 @@
 
 #include <cstring>
 #include <optional>
+#include <span>
+#include <vector>
 
 #include "isa/kernel_table.h"
+#include "nomad_attention/decode_rows.h"
 
 namespace ortolan {
 namespace {
 
 constexpr int64_t kFloat = sizeof(float);
-// So few queries are computed one by one, on the cache as it is.
-constexpr int64_t kMostDecodeQueries = 4;
-// Tokens of a sequence that one thread goes through at least: more than building a query's tables costs.
-constexpr int64_t kMinPartTokens = 4096;
-// Enough pieces of work for the threads of a server.
-constexpr int64_t kPieces = 64;
 // Of keys and values as floats, of as many heads as fit at a time, and at least of one.
 constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
-
-struct Range {  // of tokens
-  int64_t begin, end;
-};
-
-DecodePartial PartialAt(char* memory, int64_t heads) {
-  float* at = reinterpret_cast<float*>(memory);
-  return {at, at + heads, at + 2 * heads};
-}
 
 void Copy(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
 
@@ -79,12 +67,22 @@ class CachedPlan::Running {
 
   void Attend() const {
     const bool is_short = call_.queries <= kMostDecodeQueries;
+    DecodeSplit split;
     if (is_short && ValidateKeyCodeLayout({call_.head_dim, 1}).empty()) {
-      if (const auto seen = VisibleTokens()) return Decode(*seen);
+      split = SplitSequences(
+          call_, [&](int64_t batch, int64_t head, int64_t query) { return VisibleTokens(batch, head, query); });
+      Decode(split.rows);
+    } else {
+      split.others = AllSequences(call_.batch);
+    }
+    if (split.others.empty()) return;
+    std::vector<int64_t> heads;
+    for (const int64_t batch : split.others) {
+      for (int64_t head = 0; head < call_.kv_heads; ++head) heads.push_back(batch * call_.kv_heads + head);
     }
     // Of a short call each query has a window of its own.
     const int64_t count = form_.window.Any() && is_short ? 1 : call_.queries;
-    for (int64_t i = 0; i < call_.queries; i += count) Prompt(i, count, is_short);
+    for (int64_t i = 0; i < call_.queries; i += count) Prompt(heads, i, count, is_short);
   }
 
  private:
@@ -132,35 +130,18 @@ class CachedPlan::Running {
 
   // The tokens behind the prompt that a query sees, with all of the prompt; none if the mask does more than to hide
   // others, or leaves a gap.
-  std::optional<Range> VisibleTokens(int64_t batch, int64_t head, int64_t query) const {
+  std::optional<KeyRange> VisibleTokens(int64_t batch, int64_t head, int64_t query) const {
     const int64_t prompt = form_.prompt.tokens;
     int64_t end = prompt + call_.Tokens(batch);
     if (call_.causal) end = std::min(end, prompt + call_.Past(batch) + query + 1);
-    if (call_.mask.data == nullptr) return Range{0, end - prompt};
+    if (call_.mask.data == nullptr) return KeyRange{0, end - prompt};
     const float* row = call_.mask.At(batch, head, query);
     VisibleRange seen{0, end, *row == 0.0f};
     if (call_.mask.strides[3] != 0) seen = plan_.decode_.visible(row, end);
     // What a row of hidden keys gives is the exact kernel's to say. Of the prompt, nothing may be hidden.
     if (seen.begin == seen.end || !seen.plain || seen.end < prompt) return std::nullopt;
     if (prompt > 0 && seen.begin > 0) return std::nullopt;
-    return Range{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
-  }
-
-  // Of each query of the batch; none if those of one query are no range, or differ between heads.
-  std::optional<std::vector<Range>> VisibleTokens() const {
-    const int64_t mask_heads = call_.mask.data != nullptr && call_.mask.strides[1] != 0 ? call_.heads : 1;
-    std::vector<Range> all;
-    for (int64_t i = 0; i < call_.batch * call_.queries; ++i) {
-      const int64_t batch = i / call_.queries, query = i % call_.queries;
-      const std::optional<Range> seen = VisibleTokens(batch, 0, query);
-      if (!seen) return std::nullopt;
-      for (int64_t head = 1; head < mask_heads; ++head) {
-        const std::optional<Range> other = VisibleTokens(batch, head, query);
-        if (!other || other->begin != seen->begin || other->end != seen->end) return std::nullopt;
-      }
-      all.push_back(*seen);
-    }
-    return all;
+    return KeyRange{std::max<int64_t>(seen.begin - prompt, 0), seen.end - prompt};
   }
 
   DecodeAttentionArgs DecodeArgs(int64_t head, int64_t query) const {
@@ -189,7 +170,7 @@ class CachedPlan::Running {
   }
 
   // A piece of tokens after another, whose keys lie side by side; more: room for the partial result of one.
-  void DecodeRange(int64_t head, int64_t query, Range range, const DecodePartial& whole, const DecodePartial& more,
+  void DecodeRange(int64_t head, int64_t query, KeyRange range, const DecodePartial& whole, const DecodePartial& more,
                    void* scratch) const {
     const int64_t past = Past(head);
     DecodeAttentionArgs args = DecodeArgs(head, query);
@@ -214,38 +195,25 @@ class CachedPlan::Running {
     } while (done < range.end);
   }
 
-  void Decode(const std::vector<Range>& seen) const {
+  void Decode(const std::vector<DecodeRow>& rows) const {
+    if (rows.empty()) return;
     const int64_t group = call_.Group();
-    const int64_t rows = Heads() * call_.queries;
-    const int64_t parts =
-        std::clamp<int64_t>(std::min((kPieces + rows - 1) / rows, call_.MostTokens() / kMinPartTokens), 1, kPieces);
-    const int64_t partial_bytes = Aligned(group * (2 + call_.head_dim) * kFloat);
-    const HostMemory partials(host_, rows * parts * partial_bytes);
-    const auto partial_of = [&](int64_t item) { return PartialAt(partials.data() + item * partial_bytes, group); };
     const int64_t kernel_bytes = Aligned(plan_.decode_.scratch_bytes(group, call_.head_dim));
     // Behind it, the partial result of a piece.
-    const int64_t scratch_bytes = kernel_bytes + (form_.window.Any() ? partial_bytes : 0);
-    ForEachWithScratch(host_, rows * parts, scratch_bytes, [&](int64_t item, char* scratch) {
-      const int64_t head = item / parts / call_.queries, query = item / parts % call_.queries;
-      const auto [begin, end] = seen[static_cast<size_t>(BatchOf(head) * call_.queries + query)];
-      // Parts end with whole blocks.
-      const int64_t step = ((end - begin + parts - 1) / parts + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-      const int64_t from = std::min(end, begin + item % parts * step);
-      DecodeRange(head, query, {from, std::min(end, from + step)}, partial_of(item),
-                  PartialAt(scratch + kernel_bytes, group), scratch);
-    });
+    const int64_t piece_bytes = form_.window.Any() ? Aligned(group * (2 + call_.head_dim) * kFloat) : 0;
     std::optional<PromptPartials> prompt;
     if (form_.prompt.tokens > 0) prompt.emplace(host_, form_.prompt, plan_.decode_, call_);
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t batch = BatchOf(i / call_.queries), kv_head = KvHeadOf(i / call_.queries),
-                    query = i % call_.queries;
-      const DecodePartial whole = partial_of(i * parts);
-      for (int64_t part = 1; part < parts; ++part) {
-        plan_.decode_.merge(group, call_.head_dim, partial_of(i * parts + part), whole);
-      }
-      if (prompt) prompt->MergeInto(whole, batch, kv_head, query);
-      plan_.decode_.finish(group, call_.head_dim, whole, call_.Y(batch, kv_head * group, query), row_bytes_);
-    }
+    DecodeRows(
+        host_, plan_.decode_, call_, rows, kKeyBlock, kernel_bytes + piece_bytes,
+        [&](const DecodeRow& row, KeyRange tokens, const DecodePartial& partial, char* scratch) {
+          DecodeRange(row.batch * call_.kv_heads + row.kv_head, row.query, tokens, partial,
+                      PartialAt(scratch + kernel_bytes, group), scratch);
+        },
+        [&](const DecodeRow& row, const DecodePartial& whole) {
+          if (prompt) prompt->MergeInto(whole, row.batch, row.kv_head, row.query);
+          plan_.decode_.finish(group, call_.head_dim, whole, call_.Y(row.batch, row.kv_head * group, row.query),
+                               row_bytes_);
+        });
   }
 
   // The keys of tokens 0 … end-1 as floats, as the query at `position` sees them.
@@ -288,25 +256,27 @@ class CachedPlan::Running {
   }
 
   // Those and the prompt's, of some heads: [head][2][most][D].
-  void WriteHeads(int64_t first_head, int64_t heads, int64_t first, bool own_cached, int64_t most, float* to) const {
+  void WriteHeads(std::span<const int64_t> some, int64_t first, bool own_cached, int64_t most, float* to) const {
+    const int64_t heads = static_cast<int64_t>(some.size());
+    const auto head_at = [&](int64_t place) { return some[static_cast<size_t>(place)]; };
     const PromptCache& prompt = form_.prompt;
     const auto keys_at = [&](int64_t place, int64_t token) { return to + (2 * place * most + token) * call_.head_dim; };
     const int64_t to_values = most * call_.head_dim;
     host_.ParallelFor(heads, [&](int64_t place) {
       float* k = keys_at(place, prompt.tokens);
-      WriteFloats(first_head + place, first, own_cached, k, k + to_values);
+      WriteFloats(head_at(place), first, own_cached, k, k + to_values);
     });
     if (prompt.tokens == 0) return;
     const int64_t pieces = prompt.Chunks();
     ForEachWithScratch(host_, heads * pieces, PromptUnpackBytes(prompt), [&](int64_t item, char* scratch) {
       const int64_t place = item / pieces, chunk = item % pieces;
       float* k = keys_at(place, chunk * prompt.ChunkTokens());
-      UnpackPrompt(prompt, KvHeadOf(first_head + place), chunk, k, k + to_values, scratch);
+      UnpackPrompt(prompt, KvHeadOf(head_at(place)), chunk, k, k + to_values, scratch);
     });
   }
 
-  // Queries first … first + count - 1; a short call reads its own keys and values from the cache.
-  void Prompt(int64_t first, int64_t count, bool is_short) const {
+  // Queries first … first + count - 1 of some heads; a short call reads its own keys and values from the cache.
+  void Prompt(std::span<const int64_t> heads, int64_t first, int64_t count, bool is_short) const {
     const int64_t most = form_.prompt.tokens + call_.MostTokens();
     // A short call reads all from the cache, whatever its masks are.
     const bool own_cached = is_short && (form_.codebooks != nullptr || form_.int8_values);
@@ -314,27 +284,30 @@ class CachedPlan::Running {
     // Keys and values of the prompt and the past, then this call's, as floats.
     std::optional<HostMemory> floats;
     float* all = nullptr;
-    int64_t at_once = Heads();
+    const int64_t all_heads = static_cast<int64_t>(heads.size());
+    int64_t at_once = all_heads;
     if (!as_given) {
-      at_once = std::clamp<int64_t>(kMostFloatBytes / (2 * most * row_bytes_), 1, Heads());
+      at_once = std::clamp<int64_t>(kMostFloatBytes / (2 * most * row_bytes_), 1, all_heads);
       floats.emplace(host_, 2 * at_once * most * row_bytes_);
       all = reinterpret_cast<float*>(floats->data());
     }
-    for (int64_t first_head = 0; first_head < Heads(); first_head += at_once) {
-      const int64_t some = std::min(at_once, Heads() - first_head);
-      if (!as_given) WriteHeads(first_head, some, first, own_cached, most, all);
-      AttendHeads(host_, plan_.attention_, some, call_.Group() * count, most, call_.head_dim, [&](int64_t place) {
-        const int64_t head = first_head + place;
-        AttentionArgs args = ArgsOf(call_, BatchOf(head), KvHeadOf(head), first, count);
-        // Causality hides padding, whose keys are the last ones. Without it they are left out.
-        args.keys = form_.prompt.tokens + (call_.causal ? Past(head) + first + count : Tokens(head));
-        if (!as_given) {
-          args.k = all + 2 * place * most * call_.head_dim;
-          args.v = args.k + most * call_.head_dim;
-          args.k_row_bytes = args.v_row_bytes = row_bytes_;
-        }
-        return args;
-      });
+    for (int64_t done = 0; done < all_heads; done += at_once) {
+      const int64_t count_of_heads = std::min(at_once, all_heads - done);
+      const auto some = heads.subspan(static_cast<size_t>(done), static_cast<size_t>(count_of_heads));
+      if (!as_given) WriteHeads(some, first, own_cached, most, all);
+      AttendHeads(host_, plan_.attention_, count_of_heads, call_.Group() * count, most, call_.head_dim,
+                  [&](int64_t place) {
+                    const int64_t head = some[static_cast<size_t>(place)];
+                    AttentionArgs args = ArgsOf(call_, BatchOf(head), KvHeadOf(head), first, count);
+                    // Causality hides padding, whose keys are the last ones. Without it they are left out.
+                    args.keys = form_.prompt.tokens + (call_.causal ? Past(head) + first + count : Tokens(head));
+                    if (!as_given) {
+                      args.k = all + 2 * place * most * call_.head_dim;
+                      args.v = args.k + most * call_.head_dim;
+                      args.k_row_bytes = args.v_row_bytes = row_bytes_;
+                    }
+                    return args;
+                  });
     }
   }
 

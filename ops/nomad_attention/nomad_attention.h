@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "attention/decode.h"
 #include "isa/tuning.h"
 #include "ort/thread_scratch.h"
 #include "simd/at_byte.h"
@@ -87,6 +88,7 @@ class AttentionPlan {
 
  private:
   const AttentionKernel& kernel_;
+  const DecodeAttentionKernel& decode_;
 };
 
 }  // namespace ortolan

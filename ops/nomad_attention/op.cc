@@ -2,9 +2,9 @@
 //
 //     Y = softmax(scale Q K^T + mask) V, for each head
 //
-//     query float [B, S, H D], or query, key and value side by side [B, S, (H + 2 KV) D]
+//     query float [B, S, H D] or [B, H, S, D], or query, key and value side by side [B, S, (H + 2 KV) D]
 //     mask float, optional, added to the scaled scores: of a shape that broadcasts to [B, H, S, T]
-//     key, value float [B, T, KV D], both left out where they are packed into query
+//     key, value float [B, T, KV D] or [B, KV, T, D], both left out where they are packed into query
 //     -> Y float [B, S, H D];   attributes num_heads (H), kv_num_heads (KV; 0: H), scale (0: 1 / sqrt(D)), causal,
 //     zero_hidden_rows (1: rows whose softmax is NaN, because nothing is left of their scores, give zeros), precision
 //     (32, or 16: products may be computed from bfloat16 where that is faster)
@@ -14,9 +14,9 @@
 // With a cache (op_cached.h): past_key, past_value, codebooks, lengths, cos, sin, past_exact_key, six tensors of a
 // prompt -> Y, present_key, present_value, present_exact_key; attributes rotary_interleaved, window,
 // sinks, prompt_tokens, prompt_head_dim; all of the first three outputs are there, and the fourth where window or sinks
-// are not 0. Query, key and value may then also be [B, H, S, D] and [B, KV, S, D]. What is left out in front of a given
-// input may be constants: mask, key, value, cos, sin, past_exact_key a 0 as below, lengths int32 of shape [0]. The
-// operator is there once for each kind of cache: float, codes with int8 values, codes with float values.
+// are not 0. What is left out in front of a given input may be constants: mask, key, value, cos, sin, past_exact_key a
+// 0 as below, lengths int32 of shape [0]. The operator is there once for each kind of cache: float, codes with int8
+// values, codes with float values.
 //
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
@@ -63,7 +63,7 @@ class Kernel {
     }
     has_mask_ = node_.HasNumbers(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
-    if (node_.HasInput(kPastKey)) {
+    if (node_.HasNumbers(info, kPastKey)) {
       cache_.emplace(info, node_);
     } else {
       CheckNoCache(info);
@@ -103,20 +103,21 @@ class Kernel {
       if (count != 0) throw node_.Error(name, " is ", count, ", but past_key is not given");
     }
     for (size_t i = kPastValue; i < kInputCount; ++i) {
-      if (!node_.HasInput(i)) continue;
+      if (!node_.HasNumbers(info, i) || IsEmptyConstant(info, i)) continue;
       throw node_.Error("input ", i, " '", node_.inputs[i], "' is given without past_key (input ",
                         static_cast<size_t>(kPastKey), "), expected both or none");
     }
-    for (size_t i = kPresentKey; i < kOutputCount; ++i) {
+    // A function that other nodes have a cache by gives all of them these outputs: then nobody reads them.
+    for (size_t i = node_.HasInput(kPastKey) ? kPresentExactKey : kPresentKey; i < kOutputCount; ++i) {
       if (!node_.HasOutput(i)) continue;
       throw node_.Error("output ", i, " '", node_.outputs[i], "' is of a cache, but past_key is not given");
     }
   }
 
-  // Of an input [B, S, heads D] or, with a cache, [B, heads, S, D]; nothing if it has another shape.
+  // Of an input [B, S, heads D] or [B, heads, S, D]; nothing if it has another shape.
   std::optional<Rows> RowsOf(const Ort::KernelContext& context, size_t input, int64_t heads) const {
     const Shape shape = ShapeOf(context, input);
-    const bool by_heads = shape.size() == 4 && cache_ && !packed_;
+    const bool by_heads = shape.size() == 4 && !packed_;
     if (by_heads ? shape[1] != heads || shape[3] < 1 : shape.size() != 3 || shape[2] < 1 || shape[2] % heads != 0) {
       return std::nullopt;
     }
@@ -140,7 +141,7 @@ class Kernel {
       throw node_.WrongShape(context, kQuery, "query",
                              ErrorText("[B, S, ", cache_ ? "" : "a multiple of ", query_heads,
                                        packed_ ? " heads of query, key and value]" : " heads]",
-                                       cache_ && !packed_ ? ErrorText(" or [B, ", query_heads, ", S, D]") : ""));
+                                       packed_ ? "" : ErrorText(" or [B, ", query_heads, ", S, D]")));
     }
     call.batch = query->batch;
     call.queries = call.keys = query->count;
@@ -169,8 +170,9 @@ class Kernel {
     throw node_.WrongShape(
         context, input, meaning,
         cache_ ? ErrorText(call.batch, " sequences of ", call.queries, " rows and ", heads, ", as the query has it")
-        : any_count ? ErrorText("[", call.batch, ", T, ", call.kv_heads * call.head_dim, "] (", heads, ")")
-                    : ErrorText("that of the key, ", ShapeText(ShapeOf(context, kKey))));
+        : any_count ? ErrorText("[", call.batch, ", T, ", call.kv_heads * call.head_dim, "] (", heads, "), or [",
+                                call.batch, ", ", call.kv_heads, ", T, ", call.head_dim, "]")
+                    : ErrorText(call.batch, " sequences of ", call.keys, " rows and ", heads, ", as the key has it"));
   }
 
   // Sets what follows from the sizes, the mask and the output.

@@ -1,9 +1,53 @@
 #include <cstring>
+#include <optional>
+#include <vector>
 
 #include "isa/kernel_table.h"
+#include "nomad_attention/decode_rows.h"
 #include "nomad_attention/nomad_attention.h"
 
 namespace ortolan {
+namespace {
+
+// The keys that a query of a head sees; none if the mask does more than to hide others, or leaves a gap.
+std::optional<KeyRange> VisibleKeys(const DecodeFunctions& kernel, const AttentionCall& call, int64_t batch,
+                                    int64_t head, int64_t query) {
+  const int64_t end = call.causal ? call.keys - call.queries + query + 1 : call.keys;
+  if (call.mask.data == nullptr) return KeyRange{0, end};
+  const float* row = call.mask.At(batch, head, query);
+  VisibleRange seen{0, end, *row == 0.0f};
+  if (call.mask.strides[3] != 0) seen = kernel.visible(row, end);
+  // What a row of hidden keys gives is the exact kernel's to say.
+  if (seen.begin == seen.end || !seen.plain) return std::nullopt;
+  return KeyRange{seen.begin, seen.end};
+}
+
+// On the keys as they are, as a decoder's few queries of an encoder.
+void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call, const std::vector<DecodeRow>& rows) {
+  const int64_t group = call.Group();
+  DecodeRows(
+      host, kernel, call, rows, 1, Aligned(kernel.scratch_bytes(group, call.head_dim)),
+      [&](const DecodeRow& row, KeyRange keys, const DecodePartial& partial, char* scratch) {
+        DecodeAttentionArgs args;
+        args.heads = group;
+        args.head_dim = call.head_dim;
+        args.q = call.q.At(row.batch, row.kv_head * group, row.query);
+        args.q_head_bytes = call.q.head_bytes;
+        args.scale = call.scale;
+        args.tokens = call.keys;
+        args.keys = call.k.At(row.batch, row.kv_head, 0);
+        args.key_row_bytes = call.k.row_bytes;
+        args.values = call.v.At(row.batch, row.kv_head, 0);
+        args.value_row_bytes = call.v.row_bytes;
+        kernel.run(args, keys.begin, keys.end, partial, scratch);
+      },
+      [&](const DecodeRow& row, const DecodePartial& whole) {
+        kernel.finish(group, call.head_dim, whole, call.Y(row.batch, row.kv_head * group, row.query),
+                      call.head_dim * static_cast<int64_t>(sizeof(float)));
+      });
+}
+
+}  // namespace
 
 AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, int64_t first, int64_t count) {
   const int64_t head = kv_head * call.Group();
@@ -35,7 +79,8 @@ AttentionArgs ArgsOf(const AttentionCall& call, int64_t batch, int64_t kv_head, 
 }
 
 AttentionPlan::AttentionPlan(int precision)
-    : kernel_(SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = precision})) {}
+    : kernel_(SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = precision})),
+      decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())) {}
 
 void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
   if (call.batch == 0 || call.queries == 0) return;
@@ -43,8 +88,22 @@ void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
     std::memset(call.y, 0, static_cast<size_t>(call.batch * call.queries * call.heads * call.head_dim) * sizeof(float));
     return;
   }
-  AttendHeads(host, kernel_, call.batch * call.kv_heads, call.Group() * call.queries, call.keys, call.head_dim,
-              [&](int64_t head) { return ArgsOf(call, head / call.kv_heads, head % call.kv_heads, 0, call.queries); });
+  DecodeSplit split;
+  const bool few = call.queries <= kMostDecodeQueries && call.queries < call.keys;
+  if (few && ValidateKeyCodeLayout({call.head_dim, 1}).empty()) {
+    split = SplitSequences(call, [&](int64_t batch, int64_t head, int64_t query) {
+      return VisibleKeys(decode_, call, batch, head, query);
+    });
+    Decode(host, decode_, call, split.rows);
+  } else {
+    split.others = AllSequences(call.batch);
+  }
+  const int64_t heads = static_cast<int64_t>(split.others.size()) * call.kv_heads;
+  if (heads == 0) return;
+  AttendHeads(host, kernel_, heads, call.Group() * call.queries, call.keys, call.head_dim, [&](int64_t head) {
+    const int64_t batch = split.others[static_cast<size_t>(head / call.kv_heads)];
+    return ArgsOf(call, batch, head % call.kv_heads, 0, call.queries);
+  });
 }
 
 }  // namespace ortolan

@@ -103,7 +103,8 @@ PromptPartials::PromptPartials(Host& host, const PromptCache& cache, const Softm
     : softmax_(softmax),
       call_(call),
       rows_(call.batch * call.queries * call.Group()),
-      parts_(std::clamp<int64_t>(kPieces / (call.kv_heads * BlocksOf(rows_)), 1, cache.Chunks())),
+      // Not by the rows: how sums are divided may not depend on the batch.
+      parts_(std::clamp<int64_t>(kPieces / call.kv_heads, 1, cache.Chunks())),
       item_floats_(Aligned(std::min(rows_, kPromptRows) * (2 + call.head_dim) * kFloat) / kFloat),
       memory_(host, BlocksOf(rows_) * call.kv_heads * parts_ * item_floats_ * kFloat) {
   const int64_t head_dim = call.head_dim, group = call.Group();

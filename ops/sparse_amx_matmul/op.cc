@@ -4,7 +4,7 @@
 //         (matmul/linear_plan.h)
 //
 //     X float [..., k], masks u8, values bf16, int8 or u8 (int4), offsets i64, bias float [n], residual float, scales,
-//     norm_weight and norm_bias float [columns of Y]
+//     norm_weight and norm_bias float [columns of Y], zero_points i8
 //     -> Y float [..., n], broadcast with residual;   attributes k, n, format_version, weight_bits,
 //     group_size, activation, gated_columns, norm_epsilon, x_zero_points
 //
@@ -14,7 +14,8 @@
 // where they are 1; so are a bias of zeros and a residual of one zero. (An ONNX function cannot ask whether an input is
 // there, and ONNX Runtime up to 1.21 crashes where one is left out in front of another: graph_passes fills them.) Of
 // the norm: see matmul/linear_op.h. x_zero_points 1, for int8 weights: rows of X are quantized with a zero point each
-// (matmul/bitmap_weight.h); 0, or none: without.
+// (matmul/bitmap_weight.h); 0, or none: without. zero_points [panels, 1, 16], an initializer, are those of int8 weights
+// for such rows; left out, or one zero: they have none.
 #include <algorithm>
 #include <iterator>
 #include <span>
@@ -52,11 +53,13 @@ class Kernel : public LinearOp {
                                             {"residual"},
                                             {"scales", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED},
                                             {"norm_weight"},
-                                            {"norm_bias"}};
+                                            {"norm_bias"},
+                                            {"zero_points", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8}};
 
   explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
     ReadWeight(info);
     ReadScales(info);
+    ReadRowZeroPoints(info);
     ReadZeroPoints(info);
     LinearLayer layer;
     layer.w = &w_;
@@ -112,7 +115,7 @@ class Kernel : public LinearOp {
     }
   }
 
-  void ReadZeroPoints(const OrtKernelInfo& info) {
+  void ReadRowZeroPoints(const OrtKernelInfo& info) {
     const int64_t zero_points = IntAttributeOr(info, "x_zero_points", 0);
     if (zero_points == 0) return;
     if (zero_points != 1 || kind_->layout != &kInt8Bitmap || w_.k > kMostInputsWithZeroPoints) {
@@ -124,9 +127,25 @@ class Kernel : public LinearOp {
     w_.column_sums = column_sums_.data();
   }
 
+  void ReadZeroPoints(const OrtKernelInfo& info) {
+    if (!IsThere(info, "zero_points")) return;
+    const ConstantTensor zero_points = Constant(info, "zero_points");
+    CheckShape(zero_points, "zero_points", {BitmapPanels(w_.n), 1, kPanelColumns}, node(),
+               " (panels, groups, columns)");
+    if (w_.column_sums == nullptr || w_.k > kMostInputsWithWeightZeroPoints) {
+      throw OpError(ErrorText(node(), ": zero_points '", zero_points.name, "' are of weights of ",
+                              kind_->layout->value_bits, " bits and ", w_.k,
+                              " inputs, expected int8 weights of at most ", kMostInputsWithWeightZeroPoints,
+                              " inputs, and x_zero_points 1. ", kOptimizeAgain));
+    }
+    const int8_t* const numbers = static_cast<const int8_t*>(zero_points.data);
+    zero_points_.assign(numbers, numbers + zero_points.count);
+    w_.zero_points = zero_points_.data();
+  }
+
   const Kind* kind_ = nullptr;
   AlignedConstant<int64_t> offsets_;
-  std::vector<int32_t> column_sums_;
+  std::vector<int32_t> column_sums_, zero_points_;
   BitmapWeight w_;
 };
 

@@ -82,10 +82,12 @@ def sparse_amx_matmul_int8(
     bias: NDArray[Any] | None = None,
     kernel: str | None = None,
     x_zero_points: bool = False,
+    zero_points: NDArray[np.int8] | None = None,
 ) -> NDArray[np.float32]:
     """y [m, n] = x [m, k] quantized row by row @ (W * scales) + bias on one thread, by the named or best kernel.
 
     scales are [panels, 1, 16], as pack_scales makes them. x_zero_points: each row of x is quantized with a zero point.
+    zero_points, in the same order: what is taken off W, only with x_zero_points.
     Raises ValueError for malformed tensors, wrong shapes and kernels that this CPU cannot run.
     """
 

@@ -54,7 +54,8 @@ template <typename Format, typename Scale>
 Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastArray<float>& x,
                              const Array<uint8_t>& masks, const Array<typename Format::Value>& values,
                              const Array<int64_t>& offsets, const Array<Scale>& scales, int64_t group, int64_t k,
-                             int64_t n, const Bias& bias, const KernelName& name, bool x_zero_points = false) {
+                             int64_t n, const Bias& bias, const KernelName& name, bool x_zero_points = false,
+                             const std::optional<Array<int8_t>>& zero_points = {}) {
   BitmapWeight w{{k, n}, CheckedBitmap<Format>(masks, values, offsets, k, n), group, scales.data(), nullptr};
   std::vector<int32_t> sums;
   if (x_zero_points) {
@@ -62,6 +63,14 @@ Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastAr
     w.column_sums = sums.data();
   }
   const int64_t panels = BitmapPanels(n);
+  std::vector<int32_t> zeros;
+  if (zero_points) {
+    Require(x_zero_points && zero_points->size() == panels * kPanelColumns && k <= kMostInputsWithWeightZeroPoints,
+            "zero_points must be [", panels, ", 1, ", kPanelColumns, "], with x_zero_points and at most ",
+            kMostInputsWithWeightZeroPoints, " inputs");
+    zeros.assign(zero_points->data(), zero_points->data() + zero_points->size());
+    w.zero_points = zeros.data();
+  }
   const int64_t groups = ScaleRows(k, group);
   Require(
       scales.ndim() == 3 && scales.shape(0) == panels && scales.shape(1) == groups && scales.shape(2) == kPanelColumns,
@@ -71,9 +80,10 @@ Array<float> QuantizedMatMul(std::span<const MatMulKernel> kernels, const CastAr
 
 Array<float> SparseAmxMatMulInt8(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<int8_t>& values,
                                  const Array<int64_t>& offsets, const Array<float>& scales, int64_t k, int64_t n,
-                                 const Bias& bias, const KernelName& name, bool x_zero_points) {
+                                 const Bias& bias, const KernelName& name, bool x_zero_points,
+                                 const std::optional<Array<int8_t>>& zero_points) {
   return QuantizedMatMul<Int8Format>(Int8Kernels(), x, masks, values, offsets, scales, kWholeColumn, k, n, bias, name,
-                                     x_zero_points);
+                                     x_zero_points, zero_points);
 }
 
 Array<float> SparseAmxMatMulInt4(const CastArray<float>& x, const Array<uint8_t>& masks, const Array<uint8_t>& values,
@@ -199,7 +209,7 @@ void BindMatMul(py::module_& module) {
   module.def("sparse_amx_matmul_int8", &SparseAmxMatMulInt8, py::arg("x"), py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales").noconvert(), py::arg("k"),
              py::arg("n"), py::arg("bias") = py::none(), py::arg("kernel") = py::none(),
-             py::arg("x_zero_points") = false);
+             py::arg("x_zero_points") = false, py::arg("zero_points").noconvert() = py::none());
   module.def("sparse_amx_matmul_int4", &SparseAmxMatMulInt4, py::arg("x"), py::arg("masks").noconvert(),
              py::arg("values").noconvert(), py::arg("offsets").noconvert(), py::arg("scales").noconvert(),
              py::arg("group_size"), py::arg("k"), py::arg("n"), py::arg("bias") = py::none(),

@@ -25,6 +25,11 @@ for group in (None, 32, 64, 128):
                     layer.check(y, x[:m], b)
                     if sparsity == 0.5:
                         assert_same_bits(layer.stored_dense().multiply(x[:m], b, "amx"), y)
+    for zeros in Layer.random(rng, 160, 40, 0.5, group).kinds()[1:]:
+        x = rng.standard_normal((33, 160), dtype=np.float32) + 1
+        y = zeros.multiply(x, None, "amx")
+        zeros.check(y, x)
+        assert_same_bits(zeros.stored_dense().multiply(x, None, "amx"), y)
     layer = Layer.random(rng, 70, 20, 0.5, group)
     x = rng.standard_normal((290, 70), dtype=np.float32)  # more rows than the kernel keeps sums of
     x[3], x[270, 5], x[280, 69] = 0, np.nan, np.inf

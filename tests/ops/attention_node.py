@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,19 @@ def node_model(
     uses: Uses | None = None,
     shapes: dict[str, Sequence[int | str]] | None = None,
     mask_rank: int = 4,
+    by_heads: Collection[str] = (),
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """One NoMADAttention node with its function. mask: an input, or a constant. Inputs have the names of the op's."""
+    """One NoMADAttention node with its function. mask: an input, or a constant. Inputs have the names of the op's;
+    those of by_heads are [B, heads, S, D]."""
     names = ["query", "mask" if mask is not False else "", *([] if packed else ["key", "value"])]
     while not names[-1]:
         names.pop()
     initializers = [numpy_helper.from_array(mask, "mask")] if isinstance(mask, np.ndarray) else []
-    shapes = {name: [f"{name}{axis}" for axis in range(mask_rank if name == "mask" else 3)] for name in names} | (
-        shapes or {}
-    )
+    shapes = {
+        name: [f"{name}{axis}" for axis in range(mask_rank if name == "mask" else 4 if name in by_heads else 3)]
+        for name in names
+    } | (shapes or {})
     inputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[name])
         for name in names
@@ -39,7 +42,8 @@ def node_model(
     ]
     attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32} | attributes
     flags = [attributes[name] == 1 for name in ("causal", "zero_hidden_rows")]
-    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags)
+    layouts = {"by_heads": frozenset(by_heads), "by_rows": frozenset(names) - frozenset(by_heads)}
+    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags, **layouts)
     node = helper.make_node(
         "NoMADAttention",
         names,

@@ -271,8 +271,9 @@ class Call:
         recent = token > position - setup.window if setup.window else token < 0
         return np.where(((token < setup.sinks) | recent)[:, None], self.exact_k[b], self.k[b])
 
-    def check(self, outputs: Sequence[np.ndarray], exact: bool = False) -> None:
-        """exact: all scores are computed from decoded keys, as in a prompt; else as kernels for one token do."""
+    def check(self, outputs: Sequence[np.ndarray], exact: bool | Sequence[bool] = False) -> None:
+        """exact: all scores (of each sequence) are computed from decoded keys, as in a prompt; else as kernels for one
+        token do."""
         y, *present = outputs
         for given, expected in zip(present, self.present, strict=True):
             assert given.dtype == expected.dtype
@@ -284,7 +285,7 @@ class Call:
         for b in range(batch):
             assert np.isfinite(by_heads[b]).all()  # padding too
             if self.added[b]:
-                self._check_sequence(b, by_heads[b, :, : self.added[b]], exact)
+                self._check_sequence(b, by_heads[b, :, : self.added[b]], exact if isinstance(exact, bool) else exact[b])
 
     def _check_sequence(self, b: int, y: Floats, exact: bool) -> None:
         setup, added = self.setup, self.added[b]

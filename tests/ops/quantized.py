@@ -48,6 +48,7 @@ class Layer:
     group: int | None
     packed: Packed
     zero_points: bool = False  # of rows of x; int8 only
+    weight_zeros: np.ndarray | None = None  # int8 [n], taken off the weights; only with zero_points
 
     @classmethod
     def random(
@@ -72,8 +73,13 @@ class Layer:
         return replace(self, packed=pack(self.weights, dense=True))
 
     def kinds(self) -> list[Layer]:
-        """The layer, and the one of the same weights for rows of x with zero points, if kernels have it."""
-        return [self] if self.group is not None else [self, replace(self, zero_points=True)]
+        """The layer, and those of the same weights for rows of x with zero points, without and with zero points of
+        weights, if kernels have them."""
+        if self.group is not None:
+            return [self]
+        weight_zeros = np.resize(np.array([-128, 127, 0, 1, -7], np.int8), self.weights.shape[1])
+        with_zeros = replace(self, zero_points=True, weight_zeros=weight_zeros)
+        return [self, replace(self, zero_points=True), with_zeros]
 
     def multiply(self, x: np.ndarray, bias: np.ndarray | None = None, kernel: str | None = None) -> np.ndarray:
         return self.multiply_packed(x, self.packed, self.packed_scales(), bias, kernel)
@@ -82,6 +88,11 @@ class Layer:
         if self.group is None:
             return _native.pack_scales(self.scales, bf16=False)
         return _native.pack_scales(self.scales, bf16=True)
+
+    def packed_zeros(self) -> np.ndarray | None:
+        if self.weight_zeros is None:
+            return None
+        return _native.pack_scales(self.weight_zeros[None], bf16=False).astype(np.int8)
 
     def multiply_packed(
         self,
@@ -94,20 +105,25 @@ class Layer:
         k, n = self.weights.shape
         if self.group is None:
             return _testing.sparse_amx_matmul_int8(
-                x, *packed, scales, k, n, bias=bias, kernel=kernel, x_zero_points=self.zero_points
-            )
+                x, *packed, scales, k, n, bias=bias, kernel=kernel,
+                x_zero_points=self.zero_points, zero_points=self.packed_zeros(),
+            )  # fmt: skip
         return _testing.sparse_amx_matmul_int4(x, *packed, scales, self.group, k, n, bias=bias, kernel=kernel)
 
     def dense(self) -> np.ndarray:
         """The weights as float64 [k, n]."""
         scales = self.scales if self.group is None else np.repeat(self.scales, self.group, axis=0)
-        return self.weights * scales[: self.weights.shape[0]].astype(np.float64)
+        return self.centred() * scales[: self.weights.shape[0]].astype(np.float64)
+
+    def centred(self) -> np.ndarray:
+        """The weights less their zero points, int64 [k, n]."""
+        return self.weights.astype(np.int64) - (0 if self.weight_zeros is None else self.weight_zeros)
 
     def expect(self, x: np.ndarray, bias: np.ndarray | None = None) -> Expected:
         """The product of the quantized rows, and of x itself, with the bounds of the contract."""
         q, s = quantize_rows(x, self.zero_points)
         s64, added = s.astype(np.float64), 0.0 if bias is None else bias.astype(np.float64)
-        dense, whole = self.dense(), self.weights.astype(np.float64)
+        dense, whole = self.dense(), self.centred().astype(np.float64)
         exact = s64 * (q @ dense) + added
         bits = None
         if self.group is None:

@@ -54,6 +54,7 @@ def sparse_amx_matmul_model(
     opset: int = 17,
     scales: np.ndarray | None = None,
     residual: np.ndarray | Sequence[int] | None = None,
+    zero_points: np.ndarray | None = None,
     **attributes: float,
 ) -> onnx.ModelProto:
     """A model of one SparseAMXMatMul node "linear": input x [d0, …, k], output y [d0, …, n].
@@ -69,6 +70,9 @@ def sparse_amx_matmul_model(
     if scales is not None:
         inputs.append("w.scales")
         tensors["w.scales"] = _typed(scales)
+    if zero_points is not None:
+        inputs += [*[""] * (9 - len(inputs)), "w.zero_points"]  # behind those of a norm
+        tensors["w.zero_points"] = zero_points
     while not inputs[-1]:
         inputs.pop()
     leading = [f"d{i}" for i in range(rank - 1)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from ortolan import _native, _testing
 from ortolan.graph_passes.operators.nomad_attention_function import Uses
+from ortolan.graph_passes.operators.nomad_cache_function import CacheUses, nomad_cache_function
 
 from .attention import LOWEST, Floats, assert_attention_close
 from .attention_node import node_model
@@ -75,6 +77,142 @@ def test_kernel_and_function_body_agree(kv_heads: int, packed: bool, causal: int
     model = node_model(4, kv_heads, packed, mask is not None, causal=causal, mask_rank=len(mask or ()))
     for y in runs(model, case.packed() if packed else case.feeds):
         case.check(y, causal=bool(causal))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("names", [("query", "key", "value"), ("query",), ("key", "value")])
+def test_inputs_by_heads(kv_heads: int, mixed: bool, names: tuple[str, ...]) -> None:
+    """[B, heads, S, D]; mixed: by a function that serves both layouts."""
+    case = Case(kv_heads, queries=5, keys=7, kv_heads=kv_heads, mask=(2, 1, 5, 7))
+    feeds = dict(case.feeds)
+    for name in names:
+        feeds[name] = np.ascontiguousarray(by_heads(feeds[name], 4 if name == "query" else kv_heads))
+    every = frozenset(("query", "key", "value"))
+    uses = Uses(grouped=True, by_heads=every, by_rows=every) if mixed else None
+    model = node_model(4, kv_heads, uses=uses, by_heads=names)
+    for y in runs(model, feeds):
+        case.check(y)
+    if mixed:
+        for y in runs(node_model(4, kv_heads, uses=uses), case.feeds):
+            case.check(y)
+
+
+MASKS = {
+    "none": None,
+    "front": (1, 1, 1, 41),
+    "of each sequence": (2, 1, 1, 41),
+    "of each query": (2, 1, 3, 41),
+    "of each head": (2, 4, 3, 41),
+}
+
+
+@pytest.mark.parametrize("shape", MASKS)
+@pytest.mark.parametrize("kind", ["hides the end", "hides the beginning", "leaves gaps", "adds"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("layout", [(), ("key", "value")])
+def test_few_queries_of_more_keys(shape: str, kind: str, kv_heads: int, layout: tuple[str, ...]) -> None:
+    """As a decoder attends to an encoder."""
+    case = Case(7, queries=3, keys=41, kv_heads=kv_heads, head_dim=32)
+    sizes, rng = MASKS[shape], np.random.default_rng(3)
+    if sizes is not None:
+        mask = np.zeros(sizes, np.float32)
+        for place in np.ndindex(*sizes[:3]):
+            cut = 1 + int(rng.integers(0, 20))
+            hidden = {
+                "hides the end": slice(-cut, None),
+                "hides the beginning": slice(cut),
+                "leaves gaps": slice(5, 5 + cut),
+            }
+            if kind == "adds":
+                mask[place] = rng.standard_normal(41)
+            else:
+                mask[(*place, hidden[kind])] = LOWEST
+        case.mask = case.feeds["mask"] = mask
+    feeds = dict(case.feeds)
+    for name in layout:
+        feeds[name] = np.ascontiguousarray(by_heads(feeds[name], kv_heads))
+    for y in runs(node_model(4, kv_heads, mask=sizes is not None, by_heads=layout), feeds):
+        case.check(y)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_few_queries_are_answered_alike_in_any_batch(queries: int) -> None:
+    """One sequence is plain, one padded, and the mask of the third leaves a gap or not."""
+    case = Case(5, 3, queries, 300, head_dim=32, mask=(3, 1, queries, 300))
+    model = session(node_model(4))
+    case.mask[...] = 0
+    case.mask[1, ..., :50] = LOWEST
+    plain = model.run(None, case.feeds)[0]
+    case.mask[2, ..., 100:120] = LOWEST
+    y = model.run(None, case.feeds)[0]
+    case.check(y)
+    np.testing.assert_array_equal(y[:2], plain[:2])
+    for b in range(3):
+        alone = model.run(None, {name: array[b : b + 1] for name, array in case.feeds.items()})[0]
+        np.testing.assert_array_equal(alone[0], y[b])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_few_queries_of_very_many_keys_are_answered_alike_in_any_batch(threads: int) -> None:
+    """Whose work is divided among threads; padding counts for nothing."""
+    case = Case(6, 16, 1, 9000, head_dim=16, mask=(16, 1, 1, 9000))
+    case.mask[...] = 0
+    case.mask[1, ..., 5000:] = -np.inf
+    y = session(node_model(4), threads=threads).run(None, case.feeds)[0]
+    for b in (0, 1):
+        feeds = {name: array[b : b + 1] for name, array in case.feeds.items()}
+        if b == 1:
+            feeds |= {name: feeds[name][:, :5000] for name in ("key", "value")} | {"mask": feeds["mask"][..., :5000]}
+        np.testing.assert_array_equal(session(node_model(4)).run(None, feeds)[0][0], y[b])
+
+
+@pytest.mark.parametrize("hidden", [-1e4, -65504.0])
+def test_large_scores_are_seen_through_a_mask(hidden: float) -> None:
+    """Which is a number that is added, no truth value."""
+    case = Case(8, 2, 1, 300, head_dim=64, mask=(2, 1, 1, 300))
+    case.mask[...] = 0
+    case.mask[..., 1:] = hidden
+    case.feeds["query"][...] = -16 * hidden  # twice what is added, by the scale of 1 / 8
+    case.feeds["key"][...] = 0
+    case.feeds["key"][:, 5, ::64] = 1
+    for y in runs(node_model(4), case.feeds):
+        np.testing.assert_array_equal(y[:, 0], case.feeds["value"][:, 5])
+
+
+def beside_caches(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same node as it stands in a model where others have caches, and one function serves all."""
+    every = frozenset(("query", "key", "value"))
+    uses = CacheUses(mixed=every, uncached=True, grouped=True, causal=True, zero_hidden_rows=True, lengths=False)
+    node = model.graph.node[0]
+    names = {"past_key": "none", "past_value": "none", "codebooks": "no_books", "lengths": "no_lengths"}
+    node.input.extend(names.values())
+    node.output.extend(["no_key", "no_value"])
+    node.attribute.append(helper.make_attribute("rotary_interleaved", 0))
+    constants = {"none": np.zeros(1, np.float32), "no_books": np.zeros(0, np.float32)}
+    constants["no_lengths"] = np.zeros(0, np.int32)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    model.functions[0].CopyFrom(ir.to_proto(nomad_cache_function(model.opset_import[0].version, uses)))
+    return model
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("names", [(), ("query", "key", "value"), ("key", "value")])
+@pytest.mark.parametrize(("keys", "causal"), [(5, 0), (9, 0), (3, 0), (5, 1), (9, 1)])
+def test_beside_nodes_with_a_cache(kv_heads: int, names: tuple[str, ...], keys: int, causal: int) -> None:
+    case = Case(kv_heads, queries=5, keys=keys, kv_heads=kv_heads, mask=(2, 1, 5, keys))
+    feeds = dict(case.feeds)
+    for name in names:
+        feeds[name] = np.ascontiguousarray(by_heads(feeds[name], 4 if name == "query" else kv_heads))
+    for y in runs(beside_caches(node_model(4, kv_heads, by_heads=names, causal=causal)), feeds):
+        case.check(y, causal=bool(causal))
+
+
+def test_caches_of_nodes_without_one() -> None:
+    model = beside_caches(node_model(4))
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones(1, np.float32), "none"))
+    with pytest.raises(Exception, match=r"past cache 'none' has shape \[1\], expected"):
+        session(model).run(None, Case(0, queries=5, keys=5, mask=(2, 1, 1, 5)).feeds)
 
 
 @settings(deadline=None, max_examples=40)
@@ -201,12 +339,21 @@ def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"query": (2, 5, 30)}, r"query 'query' has shape \[2, 5, 30\], expected \[B, S, a multiple of 4 heads\]"),
+        (
+            {"query": (2, 5, 30)},
+            r"query 'query' has shape \[2, 5, 30\], expected \[B, S, a multiple of 4 heads\] or \[B, 4",
+        ),
         ({"query": (5, 32)}, r"query 'query' has shape \[5, 32\]"),
         ({"query": (2, 5, 0)}, r"query 'query' has shape \[2, 5, 0\]"),
         ({"key": (2, 7, 16)}, r"key 'key' has shape \[2, 7, 16\], expected \[2, T, 32\] \(4 heads of 8\)"),
         ({"key": (1, 7, 32)}, r"key 'key' has shape \[1, 7, 32\], expected \[2, T, 32\]"),
-        ({"value": (2, 6, 32)}, r"value 'value' has shape \[2, 6, 32\], expected that of the key, \[2, 7, 32\]"),
+        (
+            {"value": (2, 6, 32)},
+            r"value 'value' has shape \[2, 6, 32\], expected 2 sequences of 7 rows and 4 heads of 8, as",
+        ),
+        ({"query": (2, 3, 5, 8)}, r"query 'query' has shape \[2, 3, 5, 8\], expected .* or \[B, 4, S, D\]"),
+        ({"key": (2, 4, 7, 9)}, r"key 'key' has shape \[2, 4, 7, 9\], expected .* or \[2, 4, T, 8\]"),
+        ({"value": (2, 7, 4, 8)}, r"value 'value' has shape \[2, 7, 4, 8\], expected 2 sequences of 7 rows"),
         (
             {"mask": (2, 1, 1, 6)},
             r"mask 'mask' has shape \[2, 1, 1, 6\], expected one that broadcasts to \[2, 4, 5, 7\]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,6 +190,34 @@ def test_the_largest_sums_with_zero_points_are_exact(kernel: str) -> None:
 
 
 @each_kernel
+def test_the_largest_sums_with_zero_points_of_both_are_exact(kernel: str) -> None:
+    """2^15 inputs that are 254 steps away from their zero point, and weights that are 255 away from theirs."""
+    k, n = 2**15, 17
+    for weight in (-128, 127):
+        q = np.full((k, n), weight, np.int8)
+        layer = Layer(
+            q, np.ones((1, n), np.float32), None, _native.pack_bitmap_int8(q, dense=True),
+            zero_points=True, weight_zeros=np.full(n, -1 - weight, np.int8),
+        )  # fmt: skip
+        for m in (1, 5, 17):
+            x = np.full((m, k), 254, np.float32)
+            x[m // 2] *= -1
+            expected = np.full((m, n), np.float32(254 * (2 * weight + 1) * k))
+            expected[m // 2] *= -1
+            np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), expected)
+
+
+@each_kernel
+def test_zero_points_of_weights_that_are_zero_change_no_bit(kernel: str) -> None:
+    rng = np.random.default_rng(5)
+    layer = replace(Layer.random(rng, 200, 40, 0.0, None), zero_points=True)
+    zeros = replace(layer, weight_zeros=np.zeros(40, np.int8))
+    for m in (1, 3, 20):
+        x = rng.standard_normal((m, 200), dtype=np.float32)
+        assert_same_bits(zeros.multiply(x, kernel=kernel), layer.multiply(x, kernel=kernel))
+
+
+@each_kernel
 @each_group
 def test_rows_do_not_depend_on_their_neighbours(kernel: str, group: int | None) -> None:
     k, n = 1100, 48
@@ -213,7 +242,7 @@ def test_integer_sums_do_not_depend_on_the_kernel(group: int | None) -> None:
     x = rng.standard_normal((m, k), dtype=np.float32)
     for layer in Layer(random.weights, np.ones_like(random.scales), group, random.packed).kinds():
         q, s = quantize_rows(x, layer.zero_points)
-        expected = (q @ layer.weights.astype(np.int64)).astype(np.float32) * s
+        expected = (q @ layer.centred()).astype(np.float32) * s
         for kernel in runnable_int8_kernels():
             np.testing.assert_array_equal(layer.multiply(x, kernel=kernel), expected)
 
@@ -248,6 +277,12 @@ def test_wrong_shapes_and_kernels_are_refused() -> None:
         _testing.sparse_amx_matmul_int8(x, *layer.packed, scales[1:], 70, 20)
     with pytest.raises(TypeError):
         _testing.sparse_amx_matmul_int8(x, *layer.packed, scales.astype(np.float64), 70, 20)
+    zeros = np.zeros((2, 1, 16), np.int8)
+    for wrong, x_zero_points in ((zeros, False), (zeros[1:], True)):
+        with pytest.raises(ValueError, match=r"zero_points must be \[2, 1, 16\], with x_zero_points"):
+            _testing.sparse_amx_matmul_int8(
+                x, *layer.packed, scales, 70, 20, x_zero_points=x_zero_points, zero_points=wrong
+            )
     scales = _native.pack_scales(four.scales, bf16=True)
     with pytest.raises(ValueError, match=r"scales must be \[2, 3, 16\]"):
         _testing.sparse_amx_matmul_int4(x, *four.packed, scales[:, 1:].copy(), 32, 70, 20)

@@ -30,7 +30,7 @@ STORAGES = ["bitmap", "dense", "2:4"]
 
 
 def valid_model(rng: np.random.Generator, kind: str, storage: str) -> onnx.ModelProto:
-    """A node with everything: bias, residual, scales, activation."""
+    """A node with everything: bias, residual, scales, activation, zero points."""
     k, n = int(rng.integers(1, 150)), int(rng.integers(1, 50))
     if kind == "bf16":
         w, weight_scales = sparse_weight(rng, k, n, rng.random()), None
@@ -44,7 +44,13 @@ def valid_model(rng: np.random.Generator, kind: str, storage: str) -> onnx.Model
     chosen = attributes(kind, Activation(rng.integers(5)))
     bias = rng.standard_normal(n, dtype=np.float32) if rng.random() < 0.7 else None
     residual = rng.standard_normal((3, n), dtype=np.float32) if rng.random() < 0.7 else None
-    return sparse_amx_matmul_model(weight, k, n, bias, scales=weight_scales, residual=residual, **chosen)
+    zeros = None
+    if kind == "int8" and rng.random() < 0.5:
+        chosen["x_zero_points"] = 1
+        zeros = rng.integers(-128, 128, (-(-n // 16), 1, 16), np.int8)
+    return sparse_amx_matmul_model(
+        weight, k, n, bias, scales=weight_scales, residual=residual, zero_points=zeros, **chosen
+    )
 
 
 @pytest.mark.parametrize("storage", STORAGES)

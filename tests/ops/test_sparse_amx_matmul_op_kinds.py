@@ -66,17 +66,59 @@ def test_rows_with_zero_points(others: bool, dense: bool) -> None:
     if others:
         needed = Uses(frozenset({16, 8, 4}), True, x_zero_points=frozenset({0, 1}))
     for k, n in ((1, 1), (70, 40), (385, 50)):
-        layer = replace(Layer.random(rng, k, n, 0.3, None), zero_points=True)
-        model = sparse_amx_matmul_model(
-            packed(layer, dense), k, n, np.ones(n, np.float32), functions=(function(needed),), scales=scales(layer),
-            **attributes("int8") | {"x_zero_points": 1},
+        for layer in Layer.random(rng, k, n, 0.3, None).kinds()[1:]:
+            zeros = layer.packed_zeros()
+            body = function(replace(needed, zero_points=zeros is not None))
+            model = sparse_amx_matmul_model(
+                packed(layer, dense), k, n, np.ones(n, np.float32), functions=(body,), scales=scales(layer),
+                zero_points=zeros, **attributes("int8") | {"x_zero_points": 1},
+            )  # fmt: skip
+            onnx.checker.check_model(model)
+            kernel, inlined = session(model), session(model, library=False)
+            for m in (1, 3, 17, 70):
+                x = rng.standard_normal((m, k), dtype=np.float32) + 1
+                layer.check(kernel.run(None, {"x": x})[0], x, np.ones(n, np.float32))
+                assert_close_to_float_sums(inlined.run(None, {"x": x})[0], x, layer, np.ones(n, np.float32))
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_one_zero_stands_for_no_zero_points(library: bool) -> None:
+    """For weights of any kind."""
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((3, 70), dtype=np.float32)
+    for kind in ("bf16", "int8", "int4 g32"):
+        weight, weight_scales = random_packed(rng, kind, 70, 40)
+        weight_scales = np.ones((3, 1, 16), np.float32) if weight_scales is None else weight_scales
+        plain, zero = (
+            sparse_amx_matmul_model(
+                weight, 70, 40, functions=(function(replace(uses(kind, False), zero_points=given is not None)),),
+                scales=weight_scales, zero_points=given, **attributes(kind),
+            )
+            for given in (None, np.zeros(1, np.int8))
         )  # fmt: skip
-        onnx.checker.check_model(model)
-        kernel, inlined = session(model), session(model, library=False)
-        for m in (1, 3, 17, 70):
-            x = rng.standard_normal((m, k), dtype=np.float32) + 1
-            layer.check(kernel.run(None, {"x": x})[0], x, np.ones(n, np.float32))
-            assert_close_to_float_sums(inlined.run(None, {"x": x})[0], x, layer, np.ones(n, np.float32))
+        first, second = (session(model, library=library).run(None, {"x": x})[0] for model in (plain, zero))
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "x_zero_points", "message"),
+    [
+        ("bf16", 70, 0, "are of weights of 16 bits and 70 inputs, expected int8"),
+        ("int4 g32", 70, 0, "are of weights of 4 bits and 70 inputs, expected int8"),
+        ("int8", 70, 0, "are of weights of 8 bits and 70 inputs, expected int8 .*, and x_zero_points 1"),
+        ("int8", 2**15 + 1, 1, "are of weights of 8 bits and 32769 inputs, expected int8 weights of at most 32768"),
+        ("int8", 70, 1, r"has shape \[2, 1, 16\], expected \[3, 1, 16\]"),
+    ],
+)
+def test_zero_points_of_weights_that_kernels_have_not_are_refused(
+    kind: str, k: int, x_zero_points: int, message: str
+) -> None:
+    weight, weight_scales = random_packed(np.random.default_rng(0), kind, k, 40)
+    zeros = np.ones((2 if "shape" in message else 3, 1, 16), np.int8)
+    given = attributes(kind) | {"x_zero_points": x_zero_points}
+    model = sparse_amx_matmul_model(weight, k, 40, scales=weight_scales, zero_points=zeros, **given)
+    with pytest.raises(Exception, match=f"'linear': zero_points 'w.zero_points' {message}"):
+        session(model)
 
 
 @pytest.mark.parametrize(("kind", "k", "value"), [("int4 g32", 70, 1), ("int8", 70, 2), ("int8", 2**16 + 1, 1)])

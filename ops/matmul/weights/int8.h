@@ -45,11 +45,13 @@ struct Int8Weights : RowQuantized<Simd, false> {
   struct OfPanel {
     Floats scales;
     const int32_t* column_sums;  // 16 of them, or null
+    const int32_t* zero_points;  // likewise
   };
   struct Scales {
     Scales(const Weight& w, int64_t panel, int64_t)
         : of{Columns::Load(reinterpret_cast<const float*>(w.Scales(panel, 0))),
-             w.column_sums == nullptr ? nullptr : w.column_sums + panel * kPanelColumns} {}
+             w.column_sums == nullptr ? nullptr : w.column_sums + panel * kPanelColumns,
+             w.zero_points == nullptr ? nullptr : w.zero_points + panel * kPanelColumns} {}
     const OfPanel& Of(int64_t) const { return of; }
     OfPanel of;
   };
@@ -59,11 +61,15 @@ struct Int8Weights : RowQuantized<Simd, false> {
     Floats Add(const Floats&, const Ints& sums, const OfPanel& of, int64_t, int row) const {
       const Floats scale = Columns::Multiply(of.scales, Columns::Set(this->scales[row]));
       if (of.column_sums == nullptr) return Columns::Multiply(Columns::ToFloat(sums), scale);
-      const Ints weights = Columns::LoadInt(of.column_sums);
-      const auto minus_zero_point = Simd::SetInt(this->starts[kRows + row]);
-      const Ints exact = Columns::template Of<Ints>(
-          [&](int i) { return Simd::AddInt(sums.at[i], Simd::MultiplyInt(weights.at[i], minus_zero_point)); });
+      Ints exact = AddProduct(sums, of.column_sums, this->starts[kRows + row]);
+      if (of.zero_points != nullptr) exact = AddProduct(exact, of.zero_points, this->starts[2 * kRows + row]);
       return Columns::Multiply(Columns::ToFloat(exact), scale);
+    }
+    static Ints AddProduct(const Ints& sums, const int32_t* of_columns, int32_t of_row) {
+      const Ints columns = Columns::LoadInt(of_columns);
+      const auto factor = Simd::SetInt(of_row);
+      return Columns::template Of<Ints>(
+          [&](int i) { return Simd::AddInt(sums.at[i], Simd::MultiplyInt(columns.at[i], factor)); });
     }
     Floats End(const Floats& total, int) const { return total; }
   };

@@ -76,7 +76,8 @@ struct ByteProducts {
 // What stands behind the q of kRows packed rows, of activations quantized row by row.
 //     scales  f32 [r]            NaN for a row that is not finite, whose q are zero
 //     starts  i32 [groups][r]    - (bias of the weights) x (sum of q over the group): where sums begin
-//     minus_zero_points  i32 [r]  of int8 weights
+//     minus_zero_points  i32 [r]  of int8 weights, as is what follows
+//     minus_sums         i32 [r]  - (sum of q - zero point)
 template <typename Simd, int kRows>
 struct RowNumbers {
   using Columns = simd::Columns<Simd>;
@@ -110,12 +111,16 @@ struct RowQuantized : ByteProducts<Simd, kInt4> {
       uint32_t* starts = reinterpret_cast<uint32_t*>(scales + rows);
       const RowScale scale = w.column_sums == nullptr ? ScaleOf<Simd>(row, w.k) : ScaleWithZeroPoint<Simd>(row, w.k);
       scales[i] = scale.scale;
-      if constexpr (!kInt4) starts[rows + i] = static_cast<uint32_t>(-scale.zero_point);
       for (int64_t g = 0; g < groups; ++g) {
         // The last group ends with the padding.
         const int64_t end = g + 1 == groups ? padded_k : (g + 1) * w.group;
         const int32_t sum = QuantizeInputs<Simd>(row, w.k, g * w.group, end, scale, block, rows, i).all;
         starts[g * rows + i] = 0 - Products::kBias * static_cast<uint32_t>(sum);
+        if constexpr (!kInt4) {
+          starts[rows + i] = static_cast<uint32_t>(-scale.zero_point);
+          // The padding is zero points, too.
+          starts[2 * rows + i] = static_cast<uint32_t>(static_cast<int32_t>(padded_k) * scale.zero_point - sum);
+        }
       }
     };
     PackRowBlocks(x, x_row_bytes, m, row_block, packed, PackedRowBytes(w), pack);

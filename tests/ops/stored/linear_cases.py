@@ -322,6 +322,42 @@ def with_hidden_layer(weight: Weight, hidden_k: int, zeros: int) -> Weight:
 BIAS = End(bias=True)
 
 
+def zero_point_weight(k: int, n: int, of_weights: bool) -> Weight:
+    """Dense int8 of SparseAMXMatMul, for rows of x with zero points; of_weights: it has zero points as well."""
+    name = f"int8 dense, zero points{' of both' if of_weights else ''}"
+    rng = numbers.generator(f"{name} {k} {n}")
+    q = numbers.sparse_integers(rng, k, n, 0, -128, 127)
+    scales = numbers.scales(rng, (1, n), 24)
+    masks, values, offsets = _native.pack_bitmap_int8(q, dense=True)
+    constants = {"masks": masks, "values": values, "offsets": offsets}
+    constants["scales"] = _native.pack_scales(scales, bf16=False)
+    zeros = np.zeros(n, np.int8)
+    inputs = BITMAP_INPUTS
+    if of_weights:
+        zeros = rng.integers(-128, 128, n).astype(np.int8)
+        constants["zero_points"] = _native.pack_scales(zeros[None], bf16=False).astype(np.int8)
+        inputs += ("norm_weight", "norm_bias", "zero_points")
+    return Weight(
+        name,
+        "SparseAMXMatMul",
+        inputs,
+        constants,
+        {"weight_bits": 8, "group_size": 0, "x_zero_points": 1},
+        k,
+        n,
+        True,
+        lambda x: integer_product(*quantize_rows(x, True), q.astype(np.int64) - zeros, scales, None),
+    )
+
+
+def zero_point_cases() -> Iterator[Case]:
+    for of_weights in (False, True):
+        for k, n in ((1, 1), (33, 17), (130, 70), (577, 161)):
+            yield linear_case(zero_point_weight(k, n, of_weights), BIAS)
+        yield linear_case(zero_point_weight(100, 96, of_weights), ENDS[1], FEW_ROWS)
+    yield linear_case(zero_point_weight(2100, 330, True), BIAS, FEW_ROWS)
+
+
 def bitmap_cases() -> Iterator[Case]:
     for kind in GROUPS:
         for dense in (False, True):
@@ -389,6 +425,7 @@ def block_cases() -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     yield from bitmap_cases()
+    yield from zero_point_cases()
     yield from group_cases()
     yield from minimum_cases()
     yield from int8_group_cases()

@@ -1,0 +1,112 @@
+// Calls of few queries, computed one by one by the decode kernel. Which sequences are, and how their keys are divided,
+// depends on each sequence alone, so an answer does not depend on the batch or on the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "attention/decode.h"
+#include "nomad_attention/nomad_attention.h"
+
+namespace ortolan {
+
+inline constexpr int64_t kMostDecodeQueries = 4;
+
+struct KeyRange {
+  int64_t begin, end;
+};
+
+// A query, for all heads that share a head of keys, and the keys that it sees.
+struct DecodeRow {
+  int64_t batch, kv_head, query;
+  KeyRange seen;
+};
+
+inline DecodePartial PartialAt(char* memory, int64_t heads) {
+  float* at = reinterpret_cast<float*>(memory);
+  return {at, at + heads, at + 2 * heads};
+}
+
+struct DecodeSplit {
+  std::vector<DecodeRow> rows;
+  std::vector<int64_t> others;  // sequences that the decode kernel cannot serve
+};
+
+inline std::vector<int64_t> AllSequences(int64_t batch) {
+  std::vector<int64_t> all(static_cast<size_t>(batch));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+// visible(batch, head, query): the keys that a query of a head sees, an std::optional<KeyRange>; none if its mask does
+// more than to hide others, or leaves a gap. The heads of a sequence must agree.
+template <typename Visible>
+DecodeSplit SplitSequences(const AttentionCall& call, const Visible& visible) {
+  const int64_t mask_heads = call.mask.data != nullptr && call.mask.strides[1] != 0 ? call.heads : 1;
+  const auto seen_by = [&](int64_t batch, int64_t query) {
+    std::optional<KeyRange> seen = visible(batch, 0, query);
+    for (int64_t head = 1; seen && head < mask_heads; ++head) {
+      const std::optional<KeyRange> other = visible(batch, head, query);
+      if (!other || other->begin != seen->begin || other->end != seen->end) seen.reset();
+    }
+    return seen;
+  };
+  DecodeSplit split;
+  for (int64_t batch = 0; batch < call.batch; ++batch) {
+    const size_t before = split.rows.size();
+    bool served = true;
+    for (int64_t query = 0; query < call.queries && served; ++query) {
+      const std::optional<KeyRange> seen = seen_by(batch, query);
+      served = seen.has_value();
+      for (int64_t head = 0; served && head < call.kv_heads; ++head) {
+        split.rows.push_back({batch, head, query, *seen});
+      }
+    }
+    if (served) continue;
+    split.rows.resize(before);
+    split.others.push_back(batch);
+  }
+  return split;
+}
+
+// Parts of the keys that a row sees, for threads to share: each of 4096 keys or more, which cost more than building a
+// query's tables, and enough of them for the threads of a server.
+inline int64_t PartsOf(const KeyRange& seen) { return std::clamp<int64_t>((seen.end - seen.begin) / 4096, 1, 64); }
+
+// run(row, keys, partial, scratch) computes a part, of whole multiples of `unit` keys but for the last;
+// complete(row, partial) is called in order with the sum of all parts. Throws std::bad_alloc.
+template <typename Run, typename Complete>
+void DecodeRows(Host& host, const DecodeFunctions& kernel, const AttentionCall& call,
+                const std::vector<DecodeRow>& rows, int64_t unit, int64_t scratch_bytes, const Run& run,
+                const Complete& complete) {
+  const int64_t group = call.Group();
+  std::vector<std::pair<const DecodeRow*, int64_t>> items;  // a row and its part
+  for (const DecodeRow& row : rows) {
+    for (int64_t part = 0; part < PartsOf(row.seen); ++part) items.emplace_back(&row, part);
+  }
+  const int64_t partial_bytes = Aligned(group * (2 + call.head_dim) * static_cast<int64_t>(sizeof(float)));
+  const HostMemory partials(host, static_cast<int64_t>(items.size()) * partial_bytes);
+  const auto partial_of = [&](int64_t item) { return PartialAt(partials.data() + item * partial_bytes, group); };
+  ForEachWithScratch(host, static_cast<int64_t>(items.size()), scratch_bytes, [&](int64_t item, char* scratch) {
+    const auto [row, part] = items[static_cast<size_t>(item)];
+    const auto [begin, end] = row->seen;
+    const int64_t parts = PartsOf(row->seen);
+    const int64_t step = ((end - begin + parts - 1) / parts + unit - 1) / unit * unit;
+    const int64_t from = std::min(end, begin + part * step);
+    run(*row, KeyRange{from, std::min(end, from + step)}, partial_of(item), scratch);
+  });
+  int64_t item = 0;
+  for (const DecodeRow& row : rows) {
+    const DecodePartial whole = partial_of(item++);
+    for (int64_t part = 1; part < PartsOf(row.seen); ++part) {
+      kernel.merge(group, call.head_dim, partial_of(item++), whole);
+    }
+    complete(row, whole);
+  }
+}
+
+}  // namespace ortolan
