@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ortolan.errors import CalibrationError, ModelError, listing
 
 from ..measure.feeds import Feeds, model_inputs
-from .wordpiece import load_tokenizer
+from .tokenizer_file import load_tokenizer
 
 # The path of a tokenizer.json, of a tokenizer.bin of llama2.c, or of an ONNX graph of onnxruntime-extensions; or an
 # object whose encode(text) gives token ids, or something with ids.

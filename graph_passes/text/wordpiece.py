@@ -10,17 +10,16 @@ token in the place of words with unknown characters and of words that are too lo
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
-import os
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ortolan.errors import ModelError
+import onnx_ir as ir
+
+from .nodes import EXTENSIONS_DOMAIN, Nodes, Tokens
+from .pieces import UNKNOWN_ID, Kind, PieceModel, Search
+from .tokenizer_file import Refuse, TokenizerFile
 
 _UNKNOWN = "\x02"  # what the table gives for characters that the vocabulary lacks
 _MOST_CHARACTERS = 999  # of a word: what the regular expressions of RE2 count to, but for one
@@ -31,9 +30,7 @@ _LAST_LOOKED_AT = 0x40000
 # What is behind is alike from each of these to the next: nothing, tags, selectors of variants, nothing, private use.
 _BEHIND = (0x40000, 0xE0000, 0xE0100, 0xE01F0, 0xF0000, 0x100000, 0x110000)
 _SURROGATES = range(0xD800, 0xE000)
-# What the pieces of SentencePiece's model are, and its model type that knows single characters only.
-_NORMAL, _PIECE_UNKNOWN, _USER_DEFINED, _CHARACTERS = 1, 2, 4, 4
-_NO_MAP = struct.pack("<I", 1024) + bytes(1024 + 1)  # the size of a trie, its smallest and emptiest one, no results
+_TEXT_END = "\x03"  # a word behind each text; no text has it, as the tokenizer removes it
 
 
 @dataclass(frozen=True)
@@ -48,94 +45,74 @@ class WordPiece:
     unknown: str
     prefix: str
     most_characters: int
-    begin: str
-    end: str
-    pad: str
-    pad_id: int
-    max_tokens: int | None  # the tokenizer's own truncation
     table: dict[str, str]
     dropped: tuple[range, ...]
     spaced: tuple[range, ...]
 
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """Texts that this tokenizer may be wrong about."""
+        return ("a" * (self.most_characters + 1),)
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """A tokenizers.Tokenizer, which neither pads nor cuts. Raises ModelError."""
-    if not Path(path).is_file():
-        raise ModelError(f"tokenizer file {os.fspath(path)!r} does not exist")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ModelError(
-            "a tokenizer.json needs the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_file(os.fspath(path))
-    except Exception as error:  # tokenizers raises a plain Exception
-        raise ModelError(f"tokenizer file {os.fspath(path)!r} is no tokenizer.json: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
+    def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
+        """texts: strings [batch]."""
+        first, last = _replacements(self)
+        model, becomes = _characters_model(self)
+        words = nodes.rewrite(nodes.replace(texts, first), model, becomes, end=f" {_TEXT_END} ")
+        ids = nodes.many(
+            "BertTokenizer",
+            3,
+            nodes.replace(words, last),
+            domain=EXTENSIONS_DOMAIN,
+            vocab_file="\n".join([*self.vocabulary, _TEXT_END]),
+            do_lower_case=0,
+            do_basic_tokenize=0,
+            strip_accents=0,
+            tokenize_chinese_chars=0,
+            unk_token=self.unknown,
+            # Not used, or taken away again, but they must be in the vocabulary.
+            cls_token=_TEXT_END,
+            sep_token=_TEXT_END,
+            pad_token=_TEXT_END,
+            mask_token=_TEXT_END,
+            suffix_indicator=self.prefix,
+        )[0]
+        ids = nodes.op("Slice", ids, nodes.ints(1), nodes.ints(-1))
+        return nodes.split_at(ids, len(self.vocabulary))
 
 
-def read_wordpiece(path: str | os.PathLike[str]) -> WordPiece:
-    """Reads a tokenizer.json. Raises ModelError for other kinds of tokenizers, naming what is not supported."""
-    tokenizer = load_tokenizer(path)
-    said = json.loads(Path(path).read_text(encoding="utf-8"))
-
-    def refuse(what: str) -> ModelError:
-        return ModelError(
-            f"tokenizer file {os.fspath(path)!r} {what}; expected a WordPiece tokenizer with BertPreTokenizer, as "
-            "of BERT and MPNet models: for others, keep tokens as the model's inputs"
-        )
-
-    model = said["model"]
-    if model.get("type") != "WordPiece":
-        raise refuse(f"has a model {model.get('type')!r}")
-    before = (said.get("pre_tokenizer") or {}).get("type")
+def read_wordpiece(file: TokenizerFile) -> WordPiece:
+    """Raises ModelError, naming what is not supported."""
+    model, tokenizer, refuse = file.said["model"], file.tokenizer, file.refuse
+    before = (file.said.get("pre_tokenizer") or {}).get("type")
     if before != "BertPreTokenizer" or tokenizer.normalizer is None:
-        raise refuse(f"has a pre-tokenizer {before!r} and a normalizer {(said.get('normalizer') or {}).get('type')!r}")
-    vocabulary = _vocabulary(model["vocab"], said["added_tokens"], refuse)
-    ends = tokenizer.encode("").ids
-    if len(ends) != 2 or tokenizer.encode("a").ids[:: len(tokenizer.encode("a").ids) - 1] != ends:
-        raise refuse(f"puts tokens {ends} around a text, expected one in front and one behind")
+        raise refuse(
+            f"has a WordPiece model, a pre-tokenizer {before!r} and a normalizer "
+            f"{(file.said.get('normalizer') or {}).get('type')!r}, expected BertPreTokenizer and a normalizer, as BERT "
+            "and MPNet have them"
+        )
+    vocabulary = _vocabulary(model["vocab"], file.added_tokens, refuse)
     prefix = model["continuing_subword_prefix"]
-    special = _special_tokens(said["added_tokens"], vocabulary, refuse)
+    special = _special_tokens(file.added_tokens, refuse)
     known = {word for word in vocabulary if len(word) == 1}
     within = {word for word in known if prefix + word in model["vocab"]}
     try:
         table, dropped, spaced = _table(tokenizer, known, within)
     except ValueError:  # the words between the characters are not what they were
         raise refuse("has a normalizer that changes plain letters") from None
-    padding = said.get("padding") or {}
-    pad_id = padding.get("pad_id", model["vocab"].get("[PAD]", 0))
-    if not isinstance(pad_id, int) or not 0 <= pad_id < len(vocabulary):
-        raise refuse(f"pads with id {pad_id!r} of {len(vocabulary)} tokens")
+    if table.get(_TEXT_END) != "" and not any(ord(_TEXT_END) in some for some in dropped):
+        raise refuse("has a normalizer that keeps control characters")
     most, unknown = model["max_input_chars_per_word"], model["unk_token"]
     if not isinstance(most, int) or not 1 <= most <= _MOST_CHARACTERS:
         raise refuse(f"has max_input_chars_per_word {most!r}, above {_MOST_CHARACTERS} or no number from 1 on")
     if "\\" in unknown or " " in unknown:
         raise refuse(f"has the unknown token {unknown!r}")
-    return WordPiece(
-        vocabulary=vocabulary,
-        unknown=unknown,
-        prefix=prefix,
-        most_characters=most,
-        begin=vocabulary[ends[0]],
-        end=vocabulary[ends[1]],
-        pad=vocabulary[pad_id],
-        pad_id=pad_id,
-        max_tokens=(said.get("truncation") or {}).get("max_length"),
-        table=table | special,
-        dropped=dropped,
-        spaced=spaced,
-    )
+    return WordPiece(vocabulary, unknown, prefix, most, table | special, dropped, spaced)
 
 
-def _vocabulary(
-    tokens: dict[str, int], added: Sequence[dict[str, Any]], refuse: Callable[[str], ModelError]
-) -> tuple[str, ...]:
+def _vocabulary(tokens: Mapping[str, int], added: Sequence[Mapping[str, Any]], refuse: Refuse) -> tuple[str, ...]:
     """The tokens in the order of their ids: BertTokenizer numbers the lines that it is given."""
-    all_tokens = tokens | {token["content"]: token["id"] for token in added}
+    all_tokens = {**tokens} | {token["content"]: token["id"] for token in added}
     ids = {number: token for token, number in all_tokens.items()}
     if sorted(ids) != list(range(len(ids))) or len(ids) != len(all_tokens):
         raise refuse("has token ids with gaps, or two tokens of one id")
@@ -145,9 +122,7 @@ def _vocabulary(
     return tuple(ids[number] for number in range(len(ids)))
 
 
-def _special_tokens(
-    added: Sequence[dict[str, Any]], vocabulary: Sequence[str], refuse: Callable[[str], ModelError]
-) -> dict[str, str]:
+def _special_tokens(added: Sequence[Mapping[str, Any]], refuse: Refuse) -> dict[str, str]:
     """Tokens that are found in texts as they are written, whatever stands around them."""
     table: dict[str, str] = {}
     for token in added:
@@ -228,20 +203,18 @@ def _some_characters(tokenizer: Any, codes: Sequence[int]) -> Iterator[tuple[int
         yield code, " ".join(part)[1:-1]
 
 
-def character_model(wordpiece: WordPiece) -> tuple[str, list[str]]:
-    """SentencePiece's model (base64), which splits into the table's characters and tokens; what becomes of each id."""
-    pieces, becomes = [_piece(_UNKNOWN * 2, _PIECE_UNKNOWN)], [_UNKNOWN]
+def _characters_model(wordpiece: WordPiece) -> tuple[PieceModel, list[str]]:
+    """SentencePiece's model, which splits into the table's characters and tokens; what becomes of each piece."""
+    model = PieceModel(Search.CHARACTERS)
+    becomes = [""] * len(model.pieces)
+    becomes[UNKNOWN_ID] = _UNKNOWN
     for text, made in wordpiece.table.items():
-        pieces.append(_piece(text, _NORMAL if len(text) == 1 else _USER_DEFINED))
+        model.add(text, Kind.NORMAL if len(text) == 1 else Kind.FOUND)
         becomes.append(made)
-    trainer = _number(3, _CHARACTERS) + _number(4, len(pieces)) + _bytes(45, (_UNKNOWN * 2).encode())
-    # A map of characters that holds none (without a map, SentencePiece says so at each start), and every space kept.
-    normalizer = _bytes(1, b"none") + _bytes(2, _NO_MAP) + _number(3, 0) + _number(4, 0) + _number(5, 0)
-    model = b"".join(_bytes(1, piece) for piece in pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
-    return base64.b64encode(model).decode(), becomes
+    return model, becomes
 
 
-def replacements(wordpiece: WordPiece) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _replacements(wordpiece: WordPiece) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Regular expressions of RE2 and what replaces what they find: for a text, and for what has become of it."""
     unknown = f" {wordpiece.unknown} "
     first = [(f"[{_ranges(wordpiece.dropped)}]", _DROPPED)]
@@ -254,24 +227,3 @@ def replacements(wordpiece: WordPiece) -> tuple[list[tuple[str, str]], list[tupl
 
 def _ranges(ranges: Sequence[range]) -> str:
     return "".join(rf"\x{{{part.start:X}}}-\x{{{part.stop - 1:X}}}" for part in ranges)
-
-
-def _piece(text: str, kind: int) -> bytes:
-    return _bytes(1, text.encode()) + b"\x15" + struct.pack("<f", 0.0) + _number(3, kind)
-
-
-def _bytes(field: int, content: bytes) -> bytes:
-    """A protobuf field of bytes, text or a message."""
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    digits = bytearray()
-    while value >= 0x80:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*digits, value])

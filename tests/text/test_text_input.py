@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -16,9 +17,9 @@ from ortolan.graph_passes.auto import layer_times, search
 from ortolan.graph_passes.auto.candidates import ORIGINAL
 from ortolan.graph_passes.files import model_file
 from ortolan.graph_passes.report.figures import Timing
-from ortolan.graph_passes.text.text_input import PROBES, add_text_input, tokenizer_model
+from ortolan.graph_passes.text.text_input import PROBES, add_text_input, plan_text_input, tokenizer_model
 from ortolan.graph_passes.text.texts import feeds_of_texts
-from ortolan.graph_passes.text.wordpiece import load_tokenizer, read_wordpiece
+from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
@@ -29,12 +30,17 @@ pytest.importorskip("onnxruntime_extensions")
 MPNET = ("<pad>", "[UNK]", "<s>", "</s>", "<mask>")
 
 
+def tokenizer_alone(path: Path, most: int) -> ir.Model:
+    model = tiny.tiny_bert(vocab_size=256, max_position_embeddings=512)
+    return tokenizer_model(plan_text_input(model, TextInput(path, max_tokens=most)))
+
+
 def open_tokenizer(path: Path, most: int):
     """Texts -> lists of ids, by the graph."""
-    session = ortolan.create_session(ir.to_proto(tokenizer_model(read_wordpiece(path), most)))
+    session = ortolan.create_session(ir.to_proto(tokenizer_alone(path, most)))
 
     def encode(texts: list[str]) -> list[list[int]]:
-        ids, mask = session.run(None, {"text": np.array(texts, object)})
+        ids, mask, _ = session.run(None, {"text": np.array(texts, object)})
         assert ids.shape == mask.shape == (len(texts), max([2, *mask.sum(axis=1)]))
         return [row[kept.astype(bool)].tolist() for row, kept in zip(ids, mask, strict=True)]
 
@@ -101,7 +107,7 @@ def test_an_optimized_encoder_takes_texts(tmp_path, pooling, normalize):
     options = {"recipe": NAMED["sparse-bf16"], "options": {"sparsity": 0.3}}
     ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "tokens.onnx", **options)
     text = TextInput(tokenizer, pooling, normalize, max_tokens=12)
-    report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", with_tokenizer=text, **options)
+    report = ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", texts_in=text, **options)
     assert report.replaced
 
     session = ortolan.create_session(tmp_path / "fast.onnx")
@@ -117,6 +123,16 @@ def test_an_optimized_encoder_takes_texts(tmp_path, pooling, normalize):
     assert session.run(None, {"text": np.array([], object)})[0].shape == (0, expected.shape[1])
 
 
+def with_unknown_positions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with other names at its table of positions."""
+    for node in model.graph.node:
+        node.name = node.name.replace("position", "place")
+        node.input[:] = [name.replace("position_embeddings.weight", "places") for name in node.input]
+    for weight in model.graph.initializer:
+        weight.name = weight.name.replace("position_embeddings.weight", "places")
+    return model
+
+
 def test_refusals(tmp_path):
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json", truncation=None)
     ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
@@ -125,12 +141,18 @@ def test_refusals(tmp_path):
     def refused(match: str, model: str = "model.onnx", **text) -> None:
         arguments = {"tokenizer": tokenizer, "max_tokens": 16} | text
         with pytest.raises(ModelError, match=match):
-            ortolan.optimize_onnx(tmp_path / model, tmp_path / "out.onnx", with_tokenizer=TextInput(**arguments))
+            ortolan.optimize_onnx(tmp_path / model, tmp_path / "out.onnx", texts_in=TextInput(**arguments))
         assert not (tmp_path / "out.onnx").exists()
 
-    refused("max_tokens", max_tokens=None)
-    refused("at least 3", max_tokens=2)
-    refused("pooling is 'max'", pooling="max")
+    onnx.save(with_unknown_positions(onnx.load(tmp_path / "model.onnx")), tmp_path / "unnamed.onnx")
+    refused("does not say to how many tokens .* give max_tokens", "unnamed.onnx", max_tokens=None)
+    with pytest.raises(ModelError, match="texts_in is a str"):
+        ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "out.onnx", texts_in="tokenizer.json")
+    for few in (2, 0, -5):
+        refused(f"max_tokens is {few} .*at least 3", max_tokens=few)
+    refused("pooling is 'most'", pooling="most")
+    refused("activation was given, but the model gives vectors", activation="none")
+    refused("activation is 'tanh', expected one of sigmoid, none$", activation="tanh")
     refused("does not exist", tokenizer=tmp_path / "none.json")
     refused("inputs", model="decoder.onnx")
     (tmp_path / "broken.json").write_text("{")
@@ -143,7 +165,7 @@ def test_refusals(tmp_path):
 
 def test_extensions_that_are_not_installed_are_named(tmp_path, monkeypatch):
     path = write_wordpiece(tmp_path / "tokenizer.json")
-    model = ir.to_proto(tokenizer_model(read_wordpiece(path), 16))
+    model = ir.to_proto(tokenizer_alone(path, 16))
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime_extensions", None)
     with pytest.raises(LibraryError, match=r"ortolan\[text\]"):
         ortolan.create_session(model)
@@ -159,7 +181,7 @@ def test_extensions_are_missed_before_the_work(tmp_path, monkeypatch):
             tmp_path / "model.onnx",
             tmp_path / "fast.onnx",
             recipe="auto",
-            with_tokenizer=TextInput(tokenizer, max_tokens=12),
+            texts_in=TextInput(tokenizer, max_tokens=12),
             progress=lambda stage, done, total: stages.append(stage),
         )
     assert stages == []
@@ -175,8 +197,8 @@ def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
     ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
     texts = ["The cat sleeps.", "unaffable cats, 中文!", "the " * 7]
     compared: list[str] = []
-    check = text_input._check_tokenizer
-    monkeypatch.setattr(text_input, "_check_tokenizer", lambda *given: (compared.extend(given[3]), check(*given)))
+    check = text_input.check_tokenizer
+    monkeypatch.setattr(text_input, "check_tokenizer", lambda *given: (compared.extend(given[1]), check(*given)))
     found = ortolan.search(
         tmp_path / "model.onnx", budget=budget, shapes=[(1, 16)], calibration=texts, tokenizer=tokenizer
     )
@@ -185,7 +207,7 @@ def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
         tmp_path / "fast.onnx",
         recipe=found,
         calibration=texts,
-        with_tokenizer=TextInput(tokenizer, max_tokens=12),
+        texts_in=TextInput(tokenizer, max_tokens=12),
     )
     assert report.feeds.startswith("3 feed(s) of 3 text(s)") and set(texts) <= set(compared)
     session = ortolan.create_session(tmp_path / "fast.onnx")
@@ -196,7 +218,7 @@ def test_recipe_auto_calibrates_on_texts(tmp_path, monkeypatch, budget):
 
 def test_a_tokenizer_graph_reads_calibration_texts(tmp_path):
     path = write_wordpiece(tmp_path / "tokenizer.json")
-    ir.save(tokenizer_model(read_wordpiece(path), 16), tmp_path / "tokenizer.onnx")
+    ir.save(tokenizer_alone(path, 16), tmp_path / "tokenizer.onnx")
     texts = ["the cat", "sleeping"]
     model = tiny.tiny_bert()
     by_graph, by_file = (feeds_of_texts(texts, tmp_path / f"tokenizer.{kind}", model) for kind in ("onnx", "json"))
@@ -209,7 +231,7 @@ def test_all_minilm(tmp_path):
 
     files = get_model("all-minilm-l6-v2")
     model = ir.load(files.onnx)
-    add_text_input(model, TextInput(files.tokenizer, max_tokens=256))
+    add_text_input(model, plan_text_input(model, TextInput(files.tokenizer, max_tokens=256)))
     ir.save(model, tmp_path / "text.onnx")
     session = ortolan.create_session(tmp_path / "text.onnx")
     (found,) = session.run(None, {"text": np.array(PROBES, object)})
@@ -229,15 +251,38 @@ def test_an_output_of_the_embeddings_name_and_too_few_positions(tmp_path):
     ir.save(model, tmp_path / "model.onnx")
     write_wordpiece(tmp_path / "tokenizer.json")
     chosen = {"weights": "bf16", "sparsity": 0.3, "options": {"seconds": 0.0}}
-    text = ortolan.TextInput(tmp_path / "tokenizer.json", max_tokens=64)
-    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", with_tokenizer=text, **chosen)
+    text = ortolan.TextInput(tmp_path / "tokenizer.json", pooling="mean", max_tokens=64)
+    ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "fast.onnx", texts_in=text, **chosen)
     session = ortolan.create_session(tmp_path / "fast.onnx")
     (vectors,) = session.run(None, {"text": np.array(["a cat", "word " * 100], object)})
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
-    longer = ortolan.TextInput(tmp_path / "tokenizer.json", max_tokens=65)
+    longer = ortolan.TextInput(tmp_path / "tokenizer.json", pooling="mean", max_tokens=65)
+    stages: list[str] = []
+    with pytest.raises(ModelError, match=r"max_tokens is 65 .* positions for 64 tokens; give max_tokens .* 64 at most"):
+        ortolan.optimize_onnx(
+            tmp_path / "model.onnx",
+            tmp_path / "no.onnx",
+            texts_in=longer,
+            progress=lambda stage, done, total: stages.append(stage),
+            **chosen,
+        )
+    assert not stages
+    # Without the table's name, it is seen when the model runs.
+    onnx.save(with_unknown_positions(onnx.load(tmp_path / "model.onnx")), tmp_path / "unnamed.onnx")
     with pytest.raises(ortolan.VerificationError, match="up to 65 tokens"):
-        ortolan.optimize_onnx(tmp_path / "model.onnx", tmp_path / "no.onnx", with_tokenizer=longer, **chosen)
+        ortolan.optimize_onnx(tmp_path / "unnamed.onnx", tmp_path / "no.onnx", texts_in=longer, **chosen)
     assert not (tmp_path / "no.onnx").exists()
+
+
+def test_texts_are_cut_to_the_positions_that_the_model_has(tmp_path):
+    model = tiny.tiny_bert(vocab_size=256)
+    tokenizer = write_wordpiece(tmp_path / "tokenizer.json", truncation=None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 512}))
+    plan = plan_text_input(model, TextInput(tokenizer))
+    assert plan.max_tokens == 64
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))  # counts from behind the padding's id
+    behind = plan_text_input(model, TextInput(tokenizer), tmp_path / "model.onnx")
+    assert behind.max_tokens == 63 - plan.file.pad_id
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
@@ -256,7 +301,7 @@ def test_what_a_search_has_written_in_two_files_takes_texts(tmp_path, monkeypatc
     ir.save(tiny.tiny_bert(vocab_size=256), tmp_path / "model.onnx")
     text = TextInput(tokenizer, max_tokens=12)
     output = None if in_memory else tmp_path / "fast.onnx"
-    report = ortolan.optimize_onnx(tmp_path / "model.onnx", output, with_tokenizer=text)
+    report = ortolan.optimize_onnx(tmp_path / "model.onnx", output, texts_in=text)
     assert report.auto is not None and report.auto.changed
     session = ortolan.create_session(report.model if in_memory else output)
     (vectors,) = session.run(None, {"text": np.array(["the cat", "a b c"], object)})

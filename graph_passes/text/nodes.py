@@ -1,0 +1,144 @@
+"""Nodes of standard ONNX and of onnxruntime-extensions, made one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from .pieces import END_ID, PieceModel
+
+EXTENSIONS_DOMAIN = "ai.onnx.contrib"
+OLDEST_OPSET = 13  # Unsqueeze and ReduceSum take their axes as inputs
+NAMES = "/ortolan_text"  # of nodes and values
+_REDUCE_AXES_OPSET = 18  # and now ReduceMax and ReduceMin do
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of texts, one text's behind the other's: ids int64 [all], counts int64 [batch]."""
+
+    ids: ir.Value
+    counts: ir.Value
+
+
+class Nodes:
+    """Nodes in the order written, with names of their own."""
+
+    def __init__(self, opset: int, place: str = NAMES) -> None:
+        self._tape = ir.tape.Tape()
+        self._opset, self._place = opset, place
+
+    @property
+    def nodes(self) -> list[ir.Node]:
+        return list(self._tape.nodes)
+
+    def many(self, op_type: str, count: int, *inputs: ir.Value, domain: str = "", **attributes: Any) -> list[ir.Value]:
+        """name, among the attributes: of the node, where an error shall tell it."""
+        name = f"{self._place}/{attributes.pop('name', op_type)}_{len(self.nodes)}"
+        values = self._tape.op_multi_out(op_type, inputs, attributes, num_outputs=count, domain=domain, name=name)
+        for index, value in enumerate(values):
+            value.name = f"{name}_output_{index}"
+        return list(values)
+
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        return self.many(op_type, 1, *inputs, **attributes)[0]
+
+    def text_op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        return self.op(op_type, *inputs, domain=EXTENSIONS_DOMAIN, **attributes)
+
+    def constant(self, array: np.ndarray | np.generic) -> ir.Value:
+        return self.op("Constant", value=ir.tensor(np.asarray(array)))
+
+    def integer(self, number: int) -> ir.Value:
+        return self.constant(np.int64(number))
+
+    def ints(self, *numbers: int) -> ir.Value:
+        return self.constant(np.array(numbers, np.int64))
+
+    def texts(self, *texts: str | bytes) -> ir.Value:
+        content = [text if isinstance(text, bytes) else text.encode() for text in texts]
+        return self.op("Constant", value=ir.StringTensor(content, shape=ir.Shape([len(content)])))
+
+    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return self.op("Cast", x, to=dtype.value)
+
+    def largest(self, x: ir.Value, axis: int = 0, keepdims: int = 1) -> ir.Value:
+        if self._opset >= _REDUCE_AXES_OPSET:
+            return self.op("ReduceMax", x, self.ints(axis), keepdims=keepdims)
+        return self.op("ReduceMax", x, axes=[axis], keepdims=keepdims)
+
+    def sum(self, x: ir.Value, axis: int, keepdims: int = 0) -> ir.Value:
+        return self.op("ReduceSum", x, self.ints(axis), keepdims=keepdims)
+
+    def count_to(self, number: ir.Value) -> ir.Value:
+        """0, 1, … below a number, which is a vector of one."""
+        return self.op("Range", self.integer(0), self.op("Squeeze", number, self.ints(0)), self.integer(1))
+
+    def replace(self, texts: ir.Value, replacements: Iterable[tuple[str, str | bytes]]) -> ir.Value:
+        """Regular expressions of RE2, and what takes the place of what they find, one after the other."""
+        for pattern, by in replacements:
+            texts = self.text_op("StringRegexReplace", texts, self.texts(pattern), self.texts(by), global_replace=1)
+        return texts
+
+    def pieces(self, texts: ir.Value, model: PieceModel, ends: bool) -> ir.Value:
+        """int32 [pieces]: those of all texts, by SentencePiece. ends: END_ID stands behind each text."""
+        no, yes = self.constant(np.array([False])), self.constant(np.array([ends]))
+        zero, alpha = self.ints(0), self.constant(np.zeros(1, np.float32))
+        return self.many(
+            "SentencepieceTokenizer",
+            3,
+            *(texts, zero, alpha, no, yes, no, no),
+            domain=EXTENSIONS_DOMAIN,
+            model=model.encoded(),
+        )[0]
+
+    def choose(
+        self, wanted: ir.Value, make: Callable[[Nodes], ir.Value], other: Callable[[Nodes], ir.Value]
+    ) -> ir.Value:
+        """Strings that the first makes where `wanted` (bool, a scalar) holds, else those that the other makes."""
+        branches = []
+        for name, one in (("wanted", make), ("other", other)):
+            nodes = Nodes(self._opset, f"{self._place}/{name}_{len(self.nodes)}")
+            value = one(nodes)
+            value.type = ir.TensorType(ir.DataType.STRING)
+            branches.append(ir.Graph([], [value], nodes=nodes.nodes, name=name))
+        return self.op("If", wanted, then_branch=branches[0], else_branch=branches[1])
+
+    def rewrite(
+        self, texts: ir.Value, model: PieceModel, becomes: Sequence[str | bytes], *, end: str = "", last: str = ""
+    ) -> ir.Value:
+        """One text, [1]: what becomes of the pieces of all texts, in the order of the model's pieces; `end` behind
+        each text, `last` behind all."""
+        return self.join(self.pieces(texts, model, bool(end)), becomes, end=end, last=last)
+
+    def join(self, pieces: ir.Value, becomes: Sequence[str | bytes], *, end: str = "", last: str = "") -> ir.Value:
+        """The same of pieces, int32 [pieces]."""
+        table = [end if number == END_ID else text for number, text in enumerate(becomes)]
+        # Something at the end, if it is empty: StringJoin wants something to join.
+        ids = self.op(
+            "Concat",
+            pieces,
+            self.constant(np.array([len(table)], np.int32)),
+            axis=0,
+        )
+        return self.text_op(
+            "StringJoin", self.op("Gather", self.texts(*table, last), ids), self.texts(""), self.ints(0)
+        )
+
+    def split_at(self, ids: ir.Value, end: int) -> Tokens:
+        """int64 [all], of which `end` stands behind each text."""
+        is_end = self.op("Equal", ids, self.integer(end))
+        places = self.op("Reshape", self.op("NonZero", is_end), self.ints(-1))
+        before = self.op("Concat", self.ints(-1), self.op("Slice", places, self.ints(0), self.ints(-1)), axis=0)
+        # Of no text, there is nothing before.
+        before = self.op("Slice", before, self.ints(0), self.op("Shape", places))
+        counts = self.op("Sub", self.op("Sub", places, before), self.integer(1))
+        return Tokens(self.op("Compress", ids, self.op("Not", is_end)), counts)
+
+
+def graph_input(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

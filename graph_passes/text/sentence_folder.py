@@ -1,0 +1,238 @@
+"""A model's folder as sentence-transformers writes it: pooling, prompts, how long texts may be, what becomes of scores.
+
+Nothing of it is run: modules are known by their names, weights are read from safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.errors import ModelError, listing
+
+from .pooling import ACTIVATIONS, POOLINGS, Dense
+from .tokenizer_file import read_json
+
+MODULES = "modules.json"
+_WEIGHTS = "model.safetensors"
+_MOST_BYTES = 2**30  # of a module's weights
+# Names of before there was pooling_mode, and what it is called now.
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# Models that count positions from behind the padding token's id.
+_POSITIONS_BEHIND_PAD = (
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "mpnet",
+    "longformer",
+    "data2vec-text",
+)
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """What a folder says; None and empty: nothing.
+
+    lowercase: of texts, before the tokenizer. prompts: by name. default_prompt: a name. labels: of a classifier.
+    activation: of a score, as config.json names it. positions: of the model, those before the first one left out.
+    """
+
+    pooling: str | None = None
+    normalize: bool | None = None
+    dense: tuple[Dense, ...] = ()
+    max_tokens: int | None = None
+    lowercase: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    labels: int | None = None
+    activation: str | None = None
+    model_type: str | None = None
+    positions: int | None = None
+
+    @property
+    def positions_behind_pad(self) -> bool:
+        return self.model_type in _POSITIONS_BEHIND_PAD
+
+
+def folder_of(model: Path | None) -> Path | None:
+    """The folder that a model's configuration lies in: its own, or of one in a folder onnx/, the one above that."""
+    if model is None:
+        return None
+    above = model.parent.name == "onnx" and not (model.parent / "config.json").is_file()
+    return model.parent.parent if above else model.parent
+
+
+def read_sentence_folder(folder: Path | None) -> SentenceFolder:
+    """Raises ModelError for what is not supported, or malformed."""
+    if folder is None:
+        return SentenceFolder()
+    config = read_json(folder / "config.json")
+    said: dict[str, Any] = _config(config, folder / "config.json")
+    if (folder / MODULES).is_file():
+        said |= _modules(folder)
+    return SentenceFolder(**said)
+
+
+def _config(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What transformers' and CrossEncoder's settings say."""
+    labels = config.get("num_labels", len(config["id2label"]) if isinstance(config.get("id2label"), dict) else None)
+    sentence = config.get("sentence_transformers")
+    activation = sentence.get("activation_fn") if isinstance(sentence, dict) else None
+    activation = activation or config.get("sbert_ce_default_activation_function")
+    positions = config.get("max_position_embeddings")
+    _check(labels is None or _is_count(labels), path, "num_labels", labels)
+    _check(activation is None or isinstance(activation, str), path, "activation_fn", activation)
+    return {
+        "labels": labels,
+        "activation": activation,
+        "model_type": config.get("model_type"),
+        "positions": positions if _is_count(positions) else None,
+    }
+
+
+def _modules(folder: Path) -> dict[str, Any]:
+    """What SentenceTransformer's settings say."""
+    modules = _read_modules(folder / MODULES)
+    kinds = [kind for kind, _ in modules]
+    expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
+    if kinds != expected:
+        raise ModelError(
+            f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer, Pooling, and "
+            "behind them Dense and Normalize, or none: keep tokens as the model's inputs"
+        )
+    places = dict(modules)
+    transformer = _inside(folder, places["Transformer"])
+    said: dict[str, Any] = {
+        "pooling": _pooling(_inside(folder, places["Pooling"]) / "config.json"),
+        "normalize": "Normalize" in kinds,
+        "dense": tuple(_dense(_inside(folder, place)) for kind, place in modules if kind == "Dense"),
+    }
+    bert = transformer / "sentence_bert_config.json"
+    settings = read_json(bert)
+    most = settings.get("max_seq_length")
+    _check(most is None or _is_count(most), bert, "max_seq_length", most)
+    said |= {"max_tokens": most, "lowercase": bool(settings.get("do_lower_case"))}
+    return said | _prompts(folder / "config_sentence_transformers.json")
+
+
+def _read_modules(path: Path) -> list[tuple[str, str]]:
+    """Kind and place of each module."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        modules = [(_kind(str(one["type"])), one.get("path") or "") for one in said]
+        if not all(isinstance(place, str) for _, place in modules):
+            raise TypeError("a path is no text")
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{str(path)!r} is no list of modules: {error!r}") from error
+    return modules
+
+
+def _kind(name: str) -> str:
+    """Of sentence-transformers' own modules, which have changed their places; others are called by their whole name."""
+    return name.rsplit(".", 1)[-1] if name.startswith("sentence_transformers.") else name
+
+
+def _inside(folder: Path, place: str) -> Path:
+    """A folder below another; a file is untrusted."""
+    parts = Path(place).parts
+    if Path(place).is_absolute() or ".." in parts:
+        raise ModelError(f"{str(folder / MODULES)!r} names the path {place!r}, which leads out of the folder")
+    return folder.joinpath(*parts)
+
+
+def _pooling(path: Path) -> str:
+    said = read_json(path)
+    modes = said.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if said.get(flag)]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ModelError(f"{str(path)!r} has the poolings {modes!r}, expected one of {', '.join(POOLINGS)}")
+    if said.get("include_prompt") is False:
+        raise ModelError(
+            f"{str(path)!r} leaves prompts out of the pooling (include_prompt), which is not supported: keep tokens as "
+            "the model's inputs"
+        )
+    return str(modes[0])
+
+
+def _prompts(path: Path) -> dict[str, Any]:
+    said = read_json(path)
+    prompts = said.get("prompts") or {}
+    name = said.get("default_prompt_name")
+    _check(isinstance(prompts, dict), path, "prompts", prompts)
+    prompts = {key: prompt for key, prompt in prompts.items() if prompt is not None}
+    _check(all(isinstance(prompt, str) for prompt in prompts.values()), path, "prompts", prompts)
+    _check(name is None or name in prompts, path, "default_prompt_name", name)
+    return {"prompts": prompts, "default_prompt": name}
+
+
+def _dense(folder: Path) -> Dense:
+    path = folder / "config.json"
+    said = read_json(path)
+    activation = str(said.get("activation_function")).rsplit(".", 1)[-1]
+    if said.get("activation_function") is None:
+        activation = "Identity"
+    unknown = [key for key in ("use_residual", "module_input_name", "module_output_name") if said.get(key)]
+    plain = all(said.get(key) in (None, False, "sentence_embedding") for key in unknown)
+    if activation not in ACTIVATIONS or not plain:
+        raise ModelError(
+            f"{str(path)!r} is of a Dense module with activation {activation!r} and {listing(unknown)}, expected one "
+            f"of {listing(ACTIVATIONS)}, and a vector in and out"
+        )
+    tensors = read_safetensors(folder / _WEIGHTS)
+    weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
+    shape = (said.get("out_features"), said.get("in_features"))
+    if weight is None or weight.shape != shape or (bias is not None and bias.shape != shape[:1]):
+        raise ModelError(
+            f"{str(folder / _WEIGHTS)!r} has the tensors {listing(tensors)}, expected linear.weight of shape {shape}"
+        )
+    return Dense(weight, bias, ACTIVATIONS[activation])
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a small file as float32. Raises ModelError."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ModelError(f"{str(path)!r} has {path.stat().st_size} bytes, expected at most {_MOST_BYTES}")
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+        return {name: _tensor(said, data) for name, said in header.items() if name != "__metadata__"}
+    except FileNotFoundError:
+        raise ModelError(f"{str(path)!r} does not exist: save the model with safetensors") from None
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{str(path)!r} is no safetensors file of floats: {error!r}") from error
+
+
+def _tensor(said: dict[str, Any], data: bytes) -> np.ndarray:
+    start, end = said["data_offsets"]
+    shape = [int(size) for size in said["shape"]]
+    if not 0 <= start <= end <= len(data) or any(size < 0 for size in shape):
+        raise ValueError("a tensor lies outside of the file")
+    part = data[start:end]
+    if said["dtype"] == "BF16":
+        return (np.frombuffer(part, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return (
+        np.frombuffer(part, {"F32": "<f4", "F16": "<f2", "F64": "<f8"}[said["dtype"]]).astype(np.float32).reshape(shape)
+    )
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
+
+
+def _check(holds: bool, path: Path, name: str, found: Any) -> None:
+    if not holds:
+        raise ModelError(f"{str(path)!r} has {name} {found!r}, which cannot be; restore the file")

@@ -1,0 +1,278 @@
+"""What is to be put around a model that shall take texts, as its folder says or the caller; checked before any work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import onnx_ir as ir
+
+from ortolan.errors import ModelError, listing, suggestion
+
+from ..find.embedding import count_positions
+from ..measure.feeds import model_inputs
+from .bpe import read_bpe
+from .nodes import OLDEST_OPSET, Nodes, Tokens
+from .pooling import POOLINGS
+from .sentence_folder import SentenceFolder, folder_of, read_sentence_folder
+from .texts import find_tokenizer
+from .tokenizer_file import Template, TokenizerFile, read_tokenizer_file
+from .unigram import read_unigram
+from .wordpiece import read_wordpiece
+
+EMBEDDING = "sentence_embedding"
+_SCORES = "logits"
+SCORE_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}  # torch's names, and ours
+_MOST_TOKENS = 65536  # of a text: the session reserves memory for them
+_KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """What optimize_onnx(texts_in=…) puts around a model. None: as the model's folder says, else what is told here.
+
+    tokenizer: the path of a tokenizer.json (None: optimize_onnx's, else the one beside the model). pooling: "mean" of
+    the tokens' vectors (None), "cls", the first, "lasttoken", "max", "mean_sqrt_len_tokens" or "weightedmean".
+    normalize: makes vectors of length 1 (None: yes). max_tokens: longer texts are cut to so many, special tokens
+    counted (None: as sentence_bert_config.json, tokenizer_config.json or tokenizer.json says). prompt_name: the prompt
+    of config_sentence_transformers.json that stands before texts unless another is asked for. activation: of a
+    reranker's scores, "sigmoid" (None, as CrossEncoder has it) or "none".
+    """
+
+    tokenizer: str | os.PathLike[str] | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    max_tokens: int | None = None
+    prompt_name: str | None = None
+    activation: str | None = None
+
+
+class GraphTokenizer(Protocol):
+    """A tokenizer that is written as nodes."""
+
+    @property
+    def probes(self) -> tuple[str, ...]: ...
+
+    def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens: ...
+
+
+_READERS: dict[str, Callable[[TokenizerFile], GraphTokenizer]] = {
+    "WordPiece": read_wordpiece,
+    "BPE": read_bpe,
+    "Unigram": read_unigram,
+}
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """What is put around a model, checked. output: of the model, its tokens' vectors, texts' vectors or scores.
+
+    pooling: None where the output holds texts' vectors. scores: the output holds a score of each pair.
+    """
+
+    file: TokenizerFile
+    tokenizer: GraphTokenizer
+    folder: SentenceFolder
+    output: str
+    scores: bool
+    pooling: str | None
+    normalize: bool
+    max_tokens: int
+    prompt_name: str
+    activation: str
+
+    @property
+    def template(self) -> Template:
+        return self.file.pair if self.scores else self.file.single
+
+    @property
+    def description(self) -> str:
+        """What the model does with texts, for people."""
+        if self.scores:
+            made = ["pairs of texts in, scores out", f"activation {self.activation}"]
+        else:
+            made = ["texts in, vectors out"]
+            made.append("as the model pools them" if self.pooling is None else f"pooling {self.pooling}")
+            made += [f"{len(self.folder.dense)} dense"] if self.folder.dense and self.pooling is not None else []
+            made += ["of length 1"] if self.normalize else []
+        prompt = [f"prompt {self.prompt_name!r}"] if self.prompt_name else []
+        kind = self.file.said["model"]["type"]
+        return ", ".join([*made, f"{kind} tokenizer", f"up to {self.max_tokens} tokens", *prompt])
+
+
+def read_plan(
+    model: ir.Model, text: TextInput, path: Path | None = None, tokenizer: str | os.PathLike[str] | None = None
+) -> TextPlan:
+    """Reads the tokenizer and the folder, and refuses what cannot be built or run, before any work is done.
+
+    path: of the model. tokenizer: where text has none. Raises ModelError.
+    """
+    folder = read_sentence_folder(folder_of(path))
+    given = text.tokenizer or tokenizer or find_tokenizer(path)
+    if given is None:
+        raise ModelError(
+            "texts in need a tokenizer, and there is no tokenizer.json beside the model; give its path: tokenizer=… "
+            "(--tokenizer)"
+        )
+    file = read_tokenizer_file(given)
+    file = file.lowercased() if folder.lowercase else file
+    output = _output(model, text, folder)
+    scores = _is_flat(output) and output.name == _SCORES
+    pooling = None if _is_flat(output) else text.pooling or folder.pooling or "mean"
+    plan = TextPlan(
+        file=file,
+        tokenizer=read_graph_tokenizer(file),
+        folder=folder,
+        output=output.name or "",
+        scores=scores,
+        pooling=pooling,
+        normalize=_normalizes(text, folder, pooling),
+        max_tokens=_max_tokens(text, folder, file, scores, count_positions(model.graph)),
+        prompt_name=_prompt_name(text, folder),
+        activation=_activation(text, folder, scores),
+    )
+    _check_inputs(model)
+    return plan
+
+
+def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
+    kind = file.said["model"].get("type")
+    if kind not in _READERS:
+        raise file.refuse(f"has a model {kind!r}, expected one of {', '.join(_READERS)}")
+    try:
+        found: GraphTokenizer = _READERS[kind](file)
+        return found
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, AssertionError) as error:
+        # What a malformed file trips over that `tokenizers` has read.
+        raise file.refuse(f"is not well formed: {error!r}") from error
+
+
+def _is_flat(value: ir.Value) -> bool:
+    return value.shape is not None and len(value.shape) == 2
+
+
+def _output(model: ir.Model, text: TextInput, folder: SentenceFolder) -> ir.Value:
+    """The output to use: [batch, tokens, hidden], or the vectors [batch, hidden] that the model makes itself, or scores
+    [batch, 1]."""
+    outputs = {value.name: value for value in model.graph.outputs}
+    ready = outputs.get(EMBEDDING)
+    if ready is not None and _is_flat(ready) and text.pooling is None and folder.pooling is None:
+        return ready
+    logits = outputs.get(_SCORES)
+    if logits is not None and _is_flat(logits) and len(outputs) == 1:
+        width = logits.shape[1] if logits.shape is not None else None
+        labels = width if isinstance(width, int) else folder.labels
+        if labels != 1:
+            raise ModelError(
+                f"output 'logits' has {labels or 'unknown'} labels, expected 1: of models that classify, those that "
+                "score pairs of texts (rerankers) can take texts"
+            )
+        if text.pooling is not None or text.normalize is not None:
+            raise ModelError("pooling or normalize was given, but the model gives scores, not vectors; leave them out")
+        return logits
+    return _tokens_output(model)
+
+
+def _tokens_output(model: ir.Model) -> ir.Value:
+    """The output [batch, tokens, hidden]: last_hidden_state, or the only one of three dimensions."""
+    outputs = [value for value in model.graph.outputs if value.shape is None or len(value.shape) == 3]
+    named = [value for value in outputs if value.name in ("last_hidden_state", "token_embeddings")]
+    if len(named or outputs) != 1:
+        raise ModelError(
+            "pooling needs one output [batch, tokens, hidden], such as last_hidden_state; the model's outputs are "
+            f"{listing(value.name or '' for value in model.graph.outputs)}"
+        )
+    return (named or outputs)[0]
+
+
+def _normalizes(text: TextInput, folder: SentenceFolder, pooling: str | None) -> bool:
+    if text.normalize is not None:
+        return text.normalize
+    return folder.normalize if folder.normalize is not None else pooling is not None
+
+
+def _max_tokens(text: TextInput, folder: SentenceFolder, file: TokenizerFile, scores: bool, table: int | None) -> int:
+    """table: the rows of the model's table of positions, if it has one."""
+    if text.pooling is not None and text.pooling not in POOLINGS:
+        raise ModelError(f"pooling is {text.pooling!r}, expected one of {', '.join(POOLINGS)}")
+    most = text.max_tokens
+    if most is None:
+        most = folder.max_tokens or _fitting(folder, file, table)
+    least = (file.pair if scores else file.single).added + (2 if scores else 1)
+    if most is None:
+        raise ModelError(
+            f"tokenizer file {file.path!r} does not say to how many tokens texts are cut; give max_tokens "
+            "(--max-tokens)"
+        )
+    if not isinstance(most, int) or not least <= most <= _MOST_TOKENS:
+        raise ModelError(
+            f"max_tokens is {most!r} (given, or as the model's files say), expected at least {least}, as "
+            f"{least - (2 if scores else 1)} are special tokens, and at most {_MOST_TOKENS}; give max_tokens "
+            "(--max-tokens)"
+        )
+    positions = _usable(table, folder, file)
+    if positions is not None and most > positions:
+        raise ModelError(
+            f"max_tokens is {most} (given, or as the model's files say), but the model has positions for {positions} "
+            f"tokens; give max_tokens (--max-tokens), {positions} at most"
+        )
+    return most
+
+
+def _fitting(folder: SentenceFolder, file: TokenizerFile, table: int | None) -> int | None:
+    """What the tokenizer says, or the positions that the model has if they are less."""
+    limits = (file.max_tokens, _usable(folder.positions, folder, file), _usable(table, folder, file))
+    return min((most for most in limits if most is not None), default=None)
+
+
+def _usable(positions: int | None, folder: SentenceFolder, file: TokenizerFile) -> int | None:
+    """Those that a text's tokens can have."""
+    if positions is not None and folder.positions_behind_pad:
+        return positions - (file.pad_id + 1)
+    return positions
+
+
+def _prompt_name(text: TextInput, folder: SentenceFolder) -> str:
+    if text.prompt_name is None:
+        return folder.default_prompt or ""
+    if text.prompt_name and text.prompt_name not in folder.prompts:
+        raise ModelError(
+            f"there is no prompt {text.prompt_name!r} in config_sentence_transformers.json, which has "
+            f"{listing(folder.prompts)}{suggestion(text.prompt_name, folder.prompts)}"
+        )
+    return text.prompt_name
+
+
+def _activation(text: TextInput, folder: SentenceFolder, scores: bool) -> str:
+    if text.activation is not None:
+        if text.activation not in SCORE_ACTIVATIONS.values():
+            raise ModelError(
+                f"activation is {text.activation!r}, expected one of {', '.join(SCORE_ACTIVATIONS.values())}"
+            )
+        if not scores:
+            raise ModelError("activation was given, but the model gives vectors, not scores; leave it out")
+        return text.activation
+    named = (folder.activation or "torch.nn.modules.activation.Sigmoid").rsplit(".", 1)[-1]
+    if scores and named not in SCORE_ACTIVATIONS:
+        raise ModelError(
+            f"config.json has the activation {folder.activation!r}, expected one of {listing(SCORE_ACTIVATIONS)}; give "
+            "activation (--activation), sigmoid or none"
+        )
+    return SCORE_ACTIVATIONS.get(named, "none")
+
+
+def _check_inputs(model: ir.Model) -> None:
+    names = [value.name or "" for value in model_inputs(model)]
+    if "input_ids" not in names or not set(names) <= set(_KNOWN_INPUTS):
+        raise ModelError(
+            f"a tokenizer can be put in front of models with inputs {listing(_KNOWN_INPUTS)}; this one has "
+            f"{listing(names)}"
+        )
+    if model.graph.opset_imports.get("", 1) < OLDEST_OPSET:
+        raise ModelError(
+            f"the model has opset {model.graph.opset_imports.get('', 1)}, and a tokenizer needs {OLDEST_OPSET} or "
+            "later: export it again"
+        )

@@ -1,0 +1,192 @@
+"""A tokenizer.json: what it says, and the package `tokenizers`' reading of it, which a graph's tokens must equal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import ModelError
+
+Refuse = Callable[[str], ModelError]
+FIRST, SECOND = "A", "B"  # the texts of a template
+_PAD_NAMES = ("[PAD]", "<pad>", "<|padding|>")
+_LARGEST = 2**31  # of ids, and of what is no limit: transformers writes 10**30
+
+
+@dataclass(frozen=True)
+class Template:
+    """What stands around one text, or a pair: FIRST, SECOND, or a token's id, each with its type."""
+
+    parts: tuple[tuple[str | int, int], ...]
+
+    @property
+    def added(self) -> int:
+        """The tokens that are there for any text."""
+        return sum(isinstance(part, int) for part, _ in self.parts)
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """said: the JSON. tokenizer: a tokenizers.Tokenizer that neither pads nor cuts."""
+
+    path: str
+    said: Mapping[str, Any]
+    tokenizer: Any
+    single: Template
+    pair: Template
+    pad_id: int
+    max_tokens: int | None  # to which texts are cut: what tokenizer_config.json beside it says, else the file itself
+
+    def refuse(self, what: str) -> ModelError:
+        return ModelError(f"tokenizer file {self.path!r} {what}; keep tokens as the model's inputs")
+
+    @property
+    def added_tokens(self) -> list[Mapping[str, Any]]:
+        return list(self.said.get("added_tokens") or [])
+
+    def lowercased(self) -> TokenizerFile:
+        """Of a tokenizer that keeps capitals, one that does not: with Lowercase in front of its normalizer."""
+        if "A" not in _normalized(self.tokenizer, "A"):
+            return self
+        before = self.said.get("normalizer")
+        others = before["normalizers"] if before and before["type"] == "Sequence" else [before] if before else []
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *others]}
+        said = {**self.said, "normalizer": normalizer}
+        return replace(self, said=said, tokenizer=_open(json.dumps(said), self.path))
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """A tokenizers.Tokenizer, which neither pads nor cuts. Raises ModelError."""
+    return _open(_content(path), os.fspath(path))
+
+
+def read_tokenizer_file(path: str | os.PathLike[str]) -> TokenizerFile:
+    """Raises ModelError."""
+    content = _content(path)
+    tokenizer = _open(content, os.fspath(path))
+    said = json.loads(content)
+
+    def refuse(what: str) -> ModelError:
+        return ModelError(f"tokenizer file {os.fspath(path)!r} {what}; keep tokens as the model's inputs")
+
+    single, pair = _templates(said.get("post_processor"), tokenizer, refuse)
+    truncation = said.get("truncation") or {}
+    beside = _beside(Path(path))
+    if truncation.get("direction", "Right") != "Right" or beside.get("truncation_side", "right") != "right":
+        raise refuse("cuts texts at their beginning, which is not supported")
+    return TokenizerFile(
+        path=os.fspath(path),
+        said=said,
+        tokenizer=tokenizer,
+        single=single,
+        pair=pair,
+        pad_id=_pad_id(said, tokenizer, beside, refuse),
+        max_tokens=_limit(beside.get("model_max_length")) or truncation.get("max_length"),
+    )
+
+
+def _content(path: str | os.PathLike[str]) -> str:
+    if not Path(path).is_file():
+        raise ModelError(f"tokenizer file {os.fspath(path)!r} does not exist")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"tokenizer file {os.fspath(path)!r} cannot be read as UTF-8 text: {error}") from error
+
+
+def _open(content: str, path: str) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ModelError(
+            "a tokenizer.json needs the package 'tokenizers'; install it with: pip install 'ortolan[text]'"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except BaseException as error:  # a plain Exception, or pyo3's PanicException, which derives from BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise ModelError(f"tokenizer file {path!r} is no tokenizer.json: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _normalized(tokenizer: Any, text: str) -> str:
+    return text if tokenizer.normalizer is None else str(tokenizer.normalizer.normalize_str(text))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises ModelError."""
+    if not path.is_file():
+        return {}
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{str(path)!r} is no JSON file: {error}") from error
+    if not isinstance(said, dict):
+        raise ModelError(f"{str(path)!r} holds a {type(said).__name__}, expected a JSON object")
+    return said
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """What transformers keeps beside a tokenizer.json."""
+    return read_json(path.with_name("tokenizer_config.json"))
+
+
+def _limit(number: Any) -> int | None:
+    return int(number) if isinstance(number, int | float) and 0 < number < _LARGEST else None
+
+
+def _pad_id(said: Mapping[str, Any], tokenizer: Any, beside: Mapping[str, Any], refuse: Refuse) -> int:
+    """The token that fills up shorter texts. Models may tell by it where a text ends (RoBERTa's positions)."""
+    number = (said.get("padding") or {}).get("pad_id")
+    if number is None:
+        named = beside.get("pad_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        names = [named] if isinstance(named, str) else list(_PAD_NAMES)
+        number = next((found for name in names if (found := tokenizer.token_to_id(name)) is not None), 0)
+    if not isinstance(number, int) or not 0 <= number < _LARGEST or tokenizer.id_to_token(number) is None:
+        raise refuse(f"pads with id {number!r}, which is no token")
+    return number
+
+
+def _templates(processor: Mapping[str, Any] | None, tokenizer: Any, refuse: Refuse) -> tuple[Template, Template]:
+    """Of one text, and of a pair."""
+    kind = None if processor is None else processor.get("type")
+    if kind == "Sequence":
+        assert processor is not None
+        others = [one for one in processor["processors"] if one.get("type") != "ByteLevel"]
+        if len(others) > 1:
+            raise refuse(f"has post-processors {[one.get('type') for one in others]}, expected one")
+        return _templates(others[0] if others else None, tokenizer, refuse)
+    if processor is None or kind == "ByteLevel":
+        return Template(((FIRST, 0),)), Template(((FIRST, 0), (SECOND, 1)))
+    if kind == "TemplateProcessing":
+        single, pair = _template(processor["single"], processor), _template(processor["pair"], processor)
+        for template, texts in ((single, [FIRST]), (pair, [FIRST, SECOND])):
+            if sorted(part for part, _ in template.parts if isinstance(part, str)) != texts:
+                raise refuse(f"has a template of {template.parts}, expected each of {texts} once")
+        return single, pair
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        (_, begin), (_, end) = processor["cls"], processor["sep"]
+        single = Template(((begin, 0), (FIRST, 0), (end, 0)))
+        if kind == "BertProcessing":
+            return single, Template((*single.parts, (SECOND, 1), (end, 1)))
+        return single, Template((*single.parts, (end, 0), (SECOND, 0), (end, 0)))
+    raise refuse(f"has a post-processor {kind!r}, expected a template, or BERT's or RoBERTa's")
+
+
+def _template(parts: list[Mapping[str, Any]], processor: Mapping[str, Any]) -> Template:
+    found: list[tuple[str | int, int]] = []
+    for part in parts:
+        ((kind, said),) = part.items()
+        if kind == "Sequence":
+            found.append((said["id"], said["type_id"]))
+        else:
+            found += [(number, said["type_id"]) for number in processor["special_tokens"][said["id"]]["ids"]]
+    return Template(tuple(found))

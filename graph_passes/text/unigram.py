@@ -1,0 +1,75 @@
+"""A Unigram tokenizer.json (XLM-RoBERTa, T5, ALBERT, DeBERTa, …) as nodes of onnxruntime-extensions.
+
+onnxruntime-extensions' HfJsonTokenizer reads such files itself, but normalizes and splits texts otherwise than the file
+says. SentencepieceTokenizer is SentencePiece's own search: it is given the file's pieces and scores, and words that are
+normalized and split already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .marks import SPLIT, TEXT_END
+from .nodes import EXTENSIONS_DOMAIN, Nodes, Tokens
+from .pieces import UNKNOWN_ID, Kind, PieceModel, Search
+from .tokenizer_file import TokenizerFile
+from .words import Words, marked_tokens, read_words
+
+_TEXT_END_ID = -1
+_SPLIT = b"\xff"  # StringSplit splits at each of several bytes; no text in UTF-8 has this one
+
+
+@dataclass(frozen=True)
+class Unigram:
+    """ids: the tokens of the model's pieces."""
+
+    words: Words
+    model: PieceModel
+    ids: tuple[int, ...]
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """Texts that this tokenizer may be wrong about."""
+        return self.words.probes
+
+    def tokenize(self, nodes: Nodes, texts: ir.Value) -> Tokens:
+        """texts: strings [batch]."""
+        joined = nodes.replace(self.words.split(nodes, texts), [(TEXT_END, SPLIT + TEXT_END + SPLIT), (SPLIT, _SPLIT)])
+        # Each word by itself: sums of scores in float32 are exact enough for words, not for texts.
+        words = nodes.many(
+            "StringSplit", 3, joined, nodes.texts(_SPLIT), nodes.constant(np.array([True])), domain=EXTENSIONS_DOMAIN
+        )[1]
+        pieces = nodes.pieces(words, self.model, ends=False)
+        return nodes.split_at(nodes.op("Gather", nodes.ints(*self.ids), pieces, axis=0), _TEXT_END_ID)
+
+
+def read_unigram(file: TokenizerFile) -> Unigram:
+    """Raises ModelError, naming what is not supported."""
+    said, refuse = file.said["model"], file.refuse
+    unknown = said.get("unk_id")
+    if not isinstance(unknown, int) or not 0 <= unknown < len(said["vocab"]):
+        raise refuse(f"has a Unigram model with unk_id {unknown!r}, expected the number of a piece")
+    words = read_words(file)
+    model = PieceModel(Search.UNIGRAM)
+    ids = [0] * len(model.pieces)
+    ids[UNKNOWN_ID] = unknown
+    numbers = {piece: number for number, (piece, _) in enumerate(said["vocab"])}
+    if said.get("byte_fallback"):
+        missing = next((name for byte in range(256) if (name := f"<0x{byte:02X}>") not in numbers), None)
+        if missing is not None:
+            raise refuse(f"lacks the piece {missing!r} of a byte")
+        model.add_bytes()
+        ids += [numbers[f"<0x{byte:02X}>"] for byte in range(256)]
+    taken = {content for content, _, _ in model.pieces}
+    for number, (piece, score) in enumerate(said["vocab"]):
+        if piece.encode() not in taken:
+            taken.add(piece.encode())
+            model.add(piece, Kind.NORMAL, score)
+            ids.append(number)
+    for mark, number in zip([TEXT_END, *marked_tokens(words)], [_TEXT_END_ID, *words.added], strict=True):
+        model.add(mark, Kind.FOUND)
+        ids.append(number)
+    return Unigram(words, model, tuple(ids))
