@@ -54,6 +54,8 @@ class Form(PassOptions):
     prompt: bool = field(default=False, metadata=takes("bool"))
 
     def __post_init__(self) -> None:
+        if self.group_size is not None and self.weights in (None, "bf16", "int8"):  # whatever the size
+            raise RecipeError(f"group_size is {self.group_size!r}, which only weights='int4' has; leave it out")
         super().__post_init__()
         self._check_method()
         self._check_pattern()
@@ -109,8 +111,6 @@ class Form(PassOptions):
             raise RecipeError(f"weights is {self.weights!r}, expected 'int8' with pattern {BLOCKS!r}; leave it out")
 
     def _check_rounding(self) -> None:
-        if self.group_size is not None and self.weights != "int4":
-            raise RecipeError(f"group_size is {self.group_size}, which only weights='int4' has; leave it out")
         if "hqq" in self.method and (self.weights != "int4" or self.sparsity is not None):
             raise RecipeError(
                 "method is 'hqq', expected another one with int8 or pruned weights, which have no zero points; give "
@@ -132,6 +132,17 @@ class Form(PassOptions):
         return self.weights == "int4" and self.sparsity is None and self.pattern is None
 
     @property
+    def ignores_in_eight_bits(self) -> bool:
+        """Whether layers that it ignores take 8 bits in groups (W8A8MatMul), else bf16."""
+        dense = self.sparsity is None and self.pattern is None and self.skipped_inputs is None
+        return dense and self.stored in _BITS and bool(self.ignore)
+
+    @property
+    def stores_embeddings(self) -> bool:
+        """Whether tables of words are stored in few bits as well."""
+        return self.stored in _BITS
+
+    @property
     def _group_size(self) -> int:
         """Of int4. What is dense has short groups, with zero points that are fractions: the least error."""
         return self.group_size or (32 if self.is_dense_int4 else 128)
@@ -139,7 +150,7 @@ class Form(PassOptions):
     @property
     def fuses_attention(self) -> bool:
         """Whether attention without a cache becomes one operator, and its query, key and value layers another."""
-        return self.stored is not None and self.skipped_inputs is None and self.cache is None
+        return (self.stored is not None or self.cache is not None) and self.skipped_inputs is None
 
     @property
     def rounding(self) -> str:
@@ -188,10 +199,10 @@ class Form(PassOptions):
         steps: list[Pass] = [{"name": "normalize"}]
         if self.stored is not None:
             steps += [{"name": "calibrate"}, *self._prune(), *self._quantize()]
-        if self.is_dense_int4:
+        if self.stores_embeddings:
             steps.append({"name": "embeddings"})
         if self.fuses_attention:
-            steps.append({"name": "fuse_attention", "precision": "bf16"})
+            steps.append({"name": "fuse_attention", "precision": "f32" if self.stored is None else "bf16"})
         if self.skipped_inputs is not None:
             steps.append({"name": "activations", "sparsity": self.skipped_inputs, "exclude": list(self.ignore)})
         if self.prompt:
@@ -230,12 +241,11 @@ class Form(PassOptions):
         step["exclude"] = list(self.ignore)
         if self.group_size is not None or self.is_dense_int4:
             step["group_size"] = self._group_size
-        if not self.is_dense_int4:
-            return [step]
-        step["symmetric"] = False
+        if self.is_dense_int4:
+            step["symmetric"] = False
         # What the first has left out, the second takes: it quantizes no layer again.
         eight = {"name": "quantize", "bits": 8, "group_size": EIGHT_BIT_GROUP}
-        return [step, *([eight] if self.ignore else [])]
+        return [step, *([eight] if self.ignores_in_eight_bits else [])]
 
     def _replace(self) -> list[Pass]:
         if self.pattern == BLOCKS:
@@ -243,17 +253,18 @@ class Form(PassOptions):
         if self.skipped_inputs is not None:
             stored = {"weights": "bf16"} if self.stored == "bf16" else {}
             return [{"name": "replace", "op": "MaskedMatMul", **stored}]
-        if not self.is_dense_int4 and self.pattern != TWO_FOUR:
+        # In front of SparseAMXMatMul, which would take what is ignored as well, in bf16.
+        eight: list[Pass] = [{"name": "replace", "op": "W8A8MatMul"}] if self.ignores_in_eight_bits else []
+        if self.is_dense_int4:
+            return [{"name": "replace", "op": "W4A8MatMul"}, *eight]
+        if self.pattern != TWO_FOUR:
             # Who asks for zeros gets the smaller file.
             stored = {} if self.sparsity is None else {"storage": "small"}
-            return [{"name": "replace", "op": "SparseAMXMatMul", **stored}]
-        if self.is_dense_int4:
-            eight = {"name": "replace", "op": "W8A8MatMul"}
-            return [{"name": "replace", "op": "W4A8MatMul"}, *([eight] if self.ignore else [])]
-        ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
+            return [*eight, {"name": "replace", "op": "SparseAMXMatMul", **stored}]
         step: Pass = {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "exclude": list(self.ignore)}
         if self.sparsity is None and self.stored in _BITS:
             step["keep_numbers"] = True
+        ignored = [{"name": "replace", "op": "SparseAMXMatMul", "select": list(self.ignore)}] if self.ignore else []
         return [step, *ignored]
 
 
@@ -269,7 +280,7 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "int8": Preset(Form(weights="int8"), "int8 weights, heads in bf16 (SparseAMXMatMul)"),
+    "int8": Preset(Form(weights="int8"), "int8 weights and word embeddings (SparseAMXMatMul)"),
     "int4": Preset(
         Form(weights="int4"), "4-bit weights in groups of 32, heads and word embeddings in int8 (W4A8MatMul)"
     ),
@@ -294,11 +305,12 @@ AUTO = "auto"  # the recipe that is found by measurement
 
 # For a model that stores few-bit weights: they are taken over as they are.
 ADOPT: Mapping[str, Any] = {
-    "name": "adopt",
+    "name": "weights as stored",  # none that can be given
     "description": "Weights that the model stores already: 4-bit ones (W4A8MatMul), int8 ones with blocks of zeros "
-    "(VNNISpMM), others and 2:4 sparse ones (SparseAMXMatMul), taken over as they are",
+    "(VNNISpMM), in groups (W8A8MatMul), others and 2:4 sparse ones (SparseAMXMatMul), taken over as they are",
     "pass": [
         {"name": "normalize"},
+        {"name": "float_activations"},
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
         # Of blocks of four outputs and one input.
@@ -306,6 +318,7 @@ ADOPT: Mapping[str, Any] = {
         # A weight of one or two inputs has the pattern without a zero.
         {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_numbers": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},
+        {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
         {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
         {"name": "verify"},
     ],
@@ -323,7 +336,7 @@ IMPORT: Mapping[str, Any] = {
     ],
 }
 
-# Recipes of earlier versions, and what they are called by now.
+# Names that recipes had before the first release, and what they are called by now.
 _OLD: Mapping[str, Mapping[str, Any]] = {
     "sparse-bf16": {"weights": "bf16", "sparsity": 0.5},
     "sparse-int8": {"weights": "int8", "sparsity": 0.5},
@@ -346,7 +359,7 @@ _OLD_OTHERS: Mapping[str, str] = {
 
 
 def new_call(old_name: str) -> str | None:
-    """What to give in place of a recipe of earlier versions; None for what never was one."""
+    """What to give in place of a recipe of an old name; None for what never was one."""
     if old_name in _OLD_OTHERS:
         return _OLD_OTHERS[old_name]
     if old_name not in _OLD:

@@ -111,6 +111,11 @@ class PassOptions:
     def names(cls) -> list[str]:
         return [field.name for field in dataclasses.fields(cls)]
 
+    def has(self, name: str) -> bool:
+        """Whether the option can be anything but its default beside the others as they are. Of several passes of one
+        name, it is for those that have it."""
+        return True
+
 
 def read_options(options_type: type[OptionsT], values: Mapping[str, Any], where: str) -> OptionsT:
     """The options of a pass from untrusted values. `where` opens the error message."""

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from .report.search import AutoReport
 
 # Options of which layers a pass takes, and how: where a recipe has the pass twice, they are for both.
-_OF_ALL = ("select", "exclude", "may_grow", "fuse")
+_OF_ALL = ("select", "exclude", "may_grow", "fuse", "keep_numbers")
+# Both take attentions: without a cache, and with one. What is selected is selected for both.
+_OF_ATTENTIONS = {"fuse_attention", "compress_cache"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Recipe:
         if name not in PRESETS:
             instead = new_call(name)
             if instead is not None:
-                raise RecipeError(f"there is no recipe {name!r} any more: {instead}")
+                raise RecipeError(f"there is no recipe {name!r}: {instead}")
             raise RecipeError(
                 f"unknown recipe {name!r}; the recipes are: {listing([*cls.names(), AUTO])}; "
                 f"or give the path of a .toml file{suggestion(name, [*cls.names(), AUTO])}"
@@ -186,6 +188,10 @@ class Recipe:
         at = sum(order.index(one.name) <= order.index(name) for one in self.passes)
         return replace(self, passes=(*self.passes[:at], step, *self.passes[at:]))
 
+    def without_pass(self, name: str) -> Recipe:
+        """The recipe without its passes of this name."""
+        return replace(self, passes=tuple(step for step in self.passes if step.name != name))
+
     def with_prompt(self) -> Recipe:
         """The recipe with a pass cache_prompt in front of compress_cache, if it has none. Raises RecipeError for a
         recipe without compress_cache."""
@@ -226,7 +232,9 @@ class Recipe:
         """The recipe with some options changed: {"sparsity": 0.7}, or {"prune.sparsity": 0.7} where two passes have it.
 
         Of several passes of one name, "prune.1.sparsity" is the first one's, "prune.2.sparsity" the second's;
-        "prune.select", "prune.exclude", "replace.may_grow" and "replace.fuse" are for all of them.
+        "prune.select", "prune.exclude", "replace.may_grow", "replace.fuse" and "replace.keep_numbers" are for all of
+        them; one that only some of them have, as "replace.storage" is of SparseAMXMatMul, is for these. "select" and
+        "exclude" of attentions are for fuse_attention and compress_cache alike.
 
         Raises RecipeError for a name that no pass of this recipe has.
         """
@@ -235,10 +243,11 @@ class Recipe:
         # All of a pass are changed at once: one may be allowed only with the other.
         changes: list[dict[str, Any]] = [{} for _ in self.passes]
         for name, value in options.items():
-            found = self._owners(str(name))
+            found = self._meant(str(name))
             option = str(name).rpartition(".")[2]
-            of_layers = option in _OF_ALL and len({self.passes[index].name for index in found}) == 1
-            if len(found) > 1 and not of_layers:
+            passes = {self.passes[index].name for index in found}
+            for_all = option in _OF_ALL and (len(passes) == 1 or passes == _OF_ATTENTIONS)
+            if len(found) > 1 and not for_all:
                 choices = listing(self._full_name(index, option) for index in found)
                 raise RecipeError(f"option {name!r} is ambiguous in recipe {self.name!r}: say which one: {choices}")
             for index in found:
@@ -255,6 +264,13 @@ class Recipe:
         same = [other for other, step in enumerate(self.passes) if step.name == name]
         number = f".{same.index(index) + 1}" if len(same) > 1 else ""
         return f"{name}{number}.{option}"
+
+    def _meant(self, name: str) -> list[int]:
+        """The indices of the passes that an option is for, if that is not ambiguous; never empty."""
+        found = self._owners(name)
+        having = [index for index in found if self.passes[index].options.has(name.rpartition(".")[2])]
+        of_one_name = len({self.passes[index].name for index in found}) == 1
+        return having if having and of_one_name else found
 
     def _owners(self, name: str) -> list[int]:
         """The indices of the passes that have this option; never empty."""

@@ -8,6 +8,7 @@ from .passes.calibrate import CalibratePass
 from .passes.compress_cache import CompressCachePass
 from .passes.context import RecipePass
 from .passes.embeddings import EmbeddingsPass
+from .passes.float_activations import FloatActivationsPass
 from .passes.fuse_attention import FuseAttentionPass
 from .passes.fuse_lut import FuseLutPass
 from .passes.normalize import NormalizePass
@@ -19,6 +20,7 @@ from .passes.verify import VerifyPass
 
 PASSES: dict[str, type[RecipePass]] = {
     "normalize": NormalizePass,
+    "float_activations": FloatActivationsPass,
     "calibrate": CalibratePass,
     "prune": PrunePass,
     "quantize": QuantizePass,

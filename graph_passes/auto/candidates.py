@@ -117,6 +117,7 @@ def make_recipe(
     layers: Mapping[Candidate, Sequence[str]],
     *,
     attention: bool = False,
+    embeddings: bool = False,
     verify: Mapping[str, Any] | None = None,
     calibrate: bool = True,
     rows: int | None = None,
@@ -124,7 +125,8 @@ def make_recipe(
 ) -> Recipe:
     """The recipe that gives each layer, by its name, its form.
 
-    attention: whether attention is fused. verify: options of that pass; None: it is left out. rows: of inputs that are
+    attention: whether attention is fused. embeddings: whether tables of words are stored in int8 beside layers of few
+    bits. verify: options of that pass; None: it is left out. rows: of inputs that are
     recorded for each layer.
     """
     # Those that are fitted come first: so each is fitted to the inputs that it has in the original, whatever the others
@@ -136,6 +138,8 @@ def make_recipe(
         steps.append({"name": "calibrate", "held_out": HELD_OUT} | ({} if rows is None else {"max_rows": rows}))
     steps += _steps("prune", ((candidate.prune, select) for candidate, select in globs.items()))
     steps += _steps("quantize", ((candidate.quantize, select) for candidate, select in globs.items()))
+    if embeddings and any(candidate.quantize for candidate in order):
+        steps.append({"name": "embeddings"})
     if attention:
         steps.append({"name": "fuse_attention", "precision": "bf16"})
     steps += _steps("replace", ((dict(one.replace) | {"op": one.op}, select) for one, select in globs.items()))

@@ -133,7 +133,7 @@ def _recipe_of(choice: Mapping[str, Candidate], attention: bool, verify: Mapping
     layers: dict[Candidate, list[str]] = {}
     for name, candidate in choice.items():
         layers.setdefault(candidate, []).append(name)
-    return make_recipe(layers, attention=attention, rows=ROWS, verify=verify)
+    return make_recipe(layers, attention=attention, embeddings=True, rows=ROWS, verify=verify)
 
 
 def _files(context: PassContext) -> list[Path]:

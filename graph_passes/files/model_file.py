@@ -80,9 +80,12 @@ def load_model(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelFile:
 
 
 def model_in(folder: Path) -> Path:
-    """The folder's only ONNX file, or the decoder that its genai_config.json names, or model.onnx."""
+    """The folder's only ONNX file, or the decoder that its genai_config.json names, or model.onnx; where it has none,
+    that of its folder onnx/, as on model hubs."""
     try:
-        files = sorted(file for file in folder.iterdir() if file.suffix == MODEL_SUFFIX and file.is_file())
+        places = [folder.iterdir(), (folder / "onnx").glob("*")]
+        found_files = ([file for file in place if file.suffix == MODEL_SUFFIX and file.is_file()] for place in places)
+        files = sorted(next(filter(None, found_files), []))
         deeper = {file.parent for file in folder.glob(f"*/*{MODEL_SUFFIX}")}
     except OSError as error:
         raise ModelError(f"folder {str(folder)!r} cannot be read: {error.strerror}") from error

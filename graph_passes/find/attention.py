@@ -3,24 +3,39 @@
 Three forms: taken apart, as most exports have it (MatMul, a scale, masks, Softmax, MatMul, between Reshapes and
 Transposes that split and merge the heads); ONNX Runtime's MultiHeadAttention; ONNX's Attention (opset 23). What is
 found reads the layers' own outputs [batch, rows, width] and gives [batch, rows, width]: ops/nomad_attention has the
-formula.
+formula. Where something is done to the heads before they meet, or needs them besides, it reads them as they are
+[batch, heads, rows, head width].
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
+from .attention_operands import (
+    Operand,
+    RefusedError,
+    changes_nothing,
+    describe,
+    heads_operand,
+    is_op,
+    merged_heads,
+    name_of,
+    same_number,
+    scalar,
+    split_operand,
+    whole_operand,
+)
 from .constants import DEFAULT_DOMAINS, constant_tensor
-from .dimensions import Dim, Dimensions, Shape, int_attribute
-from .views import View
+from .dimensions import Dimensions, int_attribute
+from .fused_forms import why_left
+from .sums import Shape
 
-OTHER_VIEWS = ("Unsqueeze", "Squeeze", "Expand", "Flatten", "Slice", "Gather", "Split")
-_VIEWS = ("Reshape", "Transpose", "Identity", *OTHER_VIEWS)
 _MOST_SHAPE_NODES = 200
+_OPERANDS = ("query", "key", "value")
 _HIDDEN = -1e30  # a mask below that leaves nothing of a score
 
 
@@ -32,8 +47,9 @@ class Mask:
     value: ir.Value
     fill: float | None = None
     hides: bool = True  # true does; else false does
-    # The last axis is cut off behind past and new keys: their dimensions, and the new ones' axis of tokens.
-    cut: tuple[Hashable, Hashable, int] | None = None
+    scale: float = 1.0  # of a value that is added
+    heads: int = 0  # of [batch x heads, queries, keys], where sequences and heads are one axis
+    windows: bool = False  # of [1, windows, 1 or heads, queries, keys], for scores [batch x windows, heads, …]
 
 
 @dataclass(eq=False)
@@ -50,7 +66,10 @@ class Attention:
     zero_hidden_rows: bool  # rows that see no key give zeros, not NaN
     nodes: set[ir.Node]  # that it takes the place of
     products: list[ir.Node] = field(default_factory=list)  # the MatMuls among them
-    output: ir.Value | None = None  # [batch, rows, width]
+    output: ir.Value | None = None  # [batch, rows, width], or by_heads
+    head_dim: int = 0
+    # Those of query, key, value and output that are not [batch, rows, width], and which of LAYOUTS they have.
+    layouts: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -63,36 +82,59 @@ class NotAttention:
 
     node: ir.Node
     reason: str
+    cached: bool = True  # if attention with a cache was looked for: whether it may have one
 
     @property
     def names(self) -> list[str]:
         return [self.node.name or f"{self.node.op_type} that makes {self.node.outputs[0].name!r}"]
 
 
-class RefusedError(Exception):
-    """The reason reaches the report."""
-
-
 def find_attentions(graph: ir.Graph) -> list[Attention | NotAttention]:
-    """In the graph's own order; subgraphs are not looked into."""
+    """In the graph's own order; graphs inside of it are looked into by themselves."""
     dims = Dimensions(graph)
     found: list[Attention | NotAttention] = []
     for node in graph:
         match: Attention | None = None
         try:
             if node.op_type == "Softmax" and node.domain in DEFAULT_DOMAINS:
-                match = TakenApart(dims, node).match()
+                match = _taken_apart(dims, node)
             elif node.op_type == "Attention" and node.domain in DEFAULT_DOMAINS:
                 match = _onnx_attention(dims, node)
             elif node.op_type == "MultiHeadAttention" and node.domain == "com.microsoft":
                 match = _multi_head_attention(dims, node)
-            if match is not None:
+            if match is not None and node.op_type != "Softmax":
                 _check_uses(match)
         except RefusedError as refusal:
             found.append(NotAttention(node, str(refusal)))
         else:
             found += [match] if match is not None else []
     return found
+
+
+# What is not followed to its layer, from the best form to the one that replaces the least.
+_SINGLE = "single"  # sequences and heads are one axis, and stay so
+_BY_HEADS = (
+    (),
+    ("key", "value"),
+    ("query", "key", "value"),
+    ("query", "key", "value", "output"),
+    ("query", "key", "value", "output", _SINGLE),
+)
+
+
+def _taken_apart(dims: Dimensions, softmax: ir.Node) -> Attention | None:
+    """Raises RefusedError with what stands against the best form, if no other will do."""
+    refusal: RefusedError | None = None
+    for by_heads in _BY_HEADS:
+        try:
+            match = TakenApart(dims, softmax).match(by_heads)
+            if match is not None:
+                _check_uses(match)
+            return match
+        except RefusedError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
 class TakenApart:
@@ -102,49 +144,94 @@ class TakenApart:
         self._dims = dims
         self._softmax = softmax
         self._nodes: set[ir.Node] = {softmax}
+        self._found: dict[ir.Value, ir.Node | None] = {}  # by _find_scores
 
-    def match(self) -> Attention | None:
-        """None if it is none, as in a classifier."""
+    def match(self, by_heads: Collection[str] = ()) -> Attention | None:
+        """None if it is none, as in a classifier. by_heads: what is not followed to its layer."""
         dims, softmax = self._dims, self._softmax
         weights, zero_hidden_rows = self._weights()
         context = next((use.node for use in weights.uses() if is_op(use.node, "MatMul") and use.idx == 0), None)
         scores = self._find_scores(softmax.inputs[0])
         if context is None or scores is None:
             return None
-        rank = len(dims.shape(weights) or ())
+        rank = len(dims.shape(softmax.outputs[0]) or ())
         if int_attribute(softmax, "axis", -1) not in (-1, rank - 1):
             raise RefusedError("its Softmax is not over the last axis")
         self._nodes |= {context, scores}
         masks, scale = self._masks_and_scale(softmax.inputs[0], scores)
+        query = self._operand(scores.inputs[0], "query", by_heads)
+        key = self._operand(scores.inputs[1], "key", by_heads)
+        value = self._operand(context.inputs[1], "value", by_heads)
+        if _SINGLE in by_heads:
+            self._refuse_other_sequences(masks, query)
+        if len(dims.shape(scores.outputs[0]) or ()) == 3:
+            one_axis = [mask.heads == 0 and self._has_sequences(mask) for mask in masks]
+            masks = tuple(replace(m, heads=query.heads) if one else m for m, one in zip(masks, one_axis, strict=True))
         product, masks, zeroed = self._without_hidden_rows(context.outputs[0], masks)
-        query = split_operand(dims, scores.inputs[0], "query", self._nodes)
-        key = split_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
-        value = split_operand(dims, context.inputs[1], "value", self._nodes)
         # Where another mask hides as well, a row may see nothing: then it counts what both add.
         causal = len(masks) == 1 and self._is_causal(masks[0])
         match = _joined(dims, softmax, (query, key, value), () if causal else masks, causal, self._nodes)
-        if query.heads != key.heads:
+        if key.heads not in (1, query.heads):  # keys of one head are those of all
             raise RefusedError(f"it has {query.heads} heads of queries and {key.heads} of keys, expected as many")
         match.scale = scale * query.scale * key.scale
         if value.scale != 1:
             raise RefusedError("its values are scaled")
         match.zero_hidden_rows = zero_hidden_rows or zeroed
         match.products = [scores, context]
-        match.output = merged_heads(dims, product, query, self._nodes)
+        try:
+            if "output" in by_heads:
+                raise RefusedError(f"{name_of(product)} is used by heads, sequences and heads in one axis")
+            match.output = merged_heads(dims, product, query, self._nodes)
+        except RefusedError:
+            match.output = product
+            if len(dims.shape(product) or ()) == 4:
+                match.layouts["output"] = "by_heads"
+            elif query.heads != 1:
+                raise
         return match
+
+    def _refuse_other_sequences(self, masks: Sequence[Mask], query: Operand) -> None:
+        """Where sequences and heads are one axis, a mask of sequences alone does not fit it."""
+        for mask in masks:
+            shape = self._dims.shape(mask.value) or ()
+            if len(shape) > 3 and shape[0] not in (1, query.batch):
+                raise RefusedError(f"its mask {name_of(mask.value)} is of sequences, its queries of sequences by heads")
+
+    def _operand(self, value: ir.Value | None, meaning: str, by_heads: Collection[str]) -> Operand:
+        transposed = meaning == "key"
+        refusal: RefusedError | None = None
+        if meaning not in by_heads:
+            try:
+                return split_operand(self._dims, value, meaning, self._nodes, transposed)
+            except RefusedError as error:
+                refusal = error
+        try:
+            return heads_operand(self._dims, value, meaning, self._nodes, transposed, _SINGLE in by_heads)
+        except RefusedError as error:
+            raise refusal or error from None
 
     def _weights(self) -> tuple[ir.Value, bool]:
         """What goes into the second product: the Softmax, perhaps with zeros in place of NaN."""
-        softmax = self._softmax.outputs[0]
+        softmax = self._beyond(self._softmax.outputs[0])
         users = {use.node for use in softmax.uses()}
         is_nan = next((node for node in users if is_op(node, "IsNaN")), None)
         if is_nan is None:
-            return softmax, False
+            return self._beyond(softmax, "Reshape"), False
         where = next((node for node in users if is_op(node, "Where") and node.inputs[2] is softmax), None)
         if where is None or where.inputs[0] is not is_nan.outputs[0] or self._dims.number(where.inputs[1]) != 0:
             raise RefusedError("NaN in its Softmax is replaced in a way that is not known")
         self._nodes |= {is_nan, where}
-        return where.outputs[0], True
+        return self._beyond(where.outputs[0], "Reshape"), True
+
+    def _beyond(self, value: ir.Value, *views: str) -> ir.Value:
+        """Behind nodes that change nothing, and such views."""
+        while len(users := list(value.consumers())) == 1:
+            moved = is_op(users[0], *views) and self._keeps_rows(users[0])
+            if not moved and not changes_nothing(self._dims, users[0]):
+                break
+            self._nodes.add(users[0])
+            value = users[0].outputs[0]
+        return value
 
     def _without_hidden_rows(
         self, product: ir.Value, masks: tuple[Mask, ...]
@@ -159,7 +246,7 @@ class TakenApart:
         if visible is None or self._counted(where.inputs[0]) is not visible:
             return product, masks, False
         self._nodes.add(where)
-        return where.outputs[0], (Mask(self._before_expand(visible), -np.inf, hides=False),), True
+        return where.outputs[0], (Mask(before_expand(self._dims, visible), -np.inf, hides=False),), True
 
     def _visible(self, mask: Mask) -> ir.Value | None:
         """Truth values that the mask is made of, as float(not visible) * lowest."""
@@ -191,13 +278,23 @@ class TakenApart:
 
     def _find_scores(self, value: ir.Value | None) -> ir.Node | None:
         """The product of queries and keys that this value is made of by scales and masks."""
-        node = value.producer() if value is not None else None
+        if value is None:
+            return None
+        if value not in self._found:
+            self._found[value] = self._scores_behind(value)
+        return self._found[value]
+
+    def _scores_behind(self, value: ir.Value) -> ir.Node | None:
+        node = value.producer()
         if node is None or node.domain not in DEFAULT_DOMAINS:
             return None
         if node.op_type == "MatMul":
             constant = any(constant_tensor(operand) is not None for operand in node.inputs)
             return None if constant else node
-        if node.op_type not in ("Add", "Mul", "Div", "Where", "Identity"):
+        if node.op_type in ("Reshape", "Cast"):
+            moved = node.op_type == "Reshape" or changes_nothing(self._dims, node)
+            return self._find_scores(node.inputs[0]) if moved else None
+        if node.op_type not in ("Add", "Mul", "Div", "Where", "Identity", "Tanh"):
             return None
         products = [self._find_scores(operand) for operand in node.inputs]
         found = [product for product in products if product is not None]
@@ -207,21 +304,63 @@ class TakenApart:
         """Walks from the Softmax's input to the scores; the masks, of padding or of positions, as they were added."""
         masks: list[Mask] = []
         scale = 1.0
+        heads = 0
         while value is not None and (node := value.producer()) is not None and node is not scores:
             self._nodes.add(node)
             index = next(i for i, operand in enumerate(node.inputs) if self._find_scores(operand) is scores)
             value = node.inputs[index]
-            if node.op_type == "Identity":
+            if node.op_type in ("Identity", "Cast"):
+                continue
+            if node.op_type == "Tanh":
+                raise RefusedError("its scores are capped by a Tanh (softcap), which NoMADAttention does not know")
+            if node.op_type == "Reshape":
+                ranks = self._ranks(node)
+                if not self._keeps_rows(node):
+                    raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
+                if ranks == (3, 4):
+                    heads = self._split_scores(node)
+                elif ranks == (4, 5):
+                    masks = [replace(mask, windows=self._rank(mask) == 5) for mask in masks]
+                elif ranks not in ((4, 3), (5, 4)):
+                    raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
                 continue
             if node.op_type in ("Mul", "Div"):
                 scale *= self._factor(node, index)
                 continue
-            if scale != 1:
-                raise RefusedError("its scores are scaled after the mask is added")
             mask = self._fill(node, index) if node.op_type == "Where" else Mask(_other(node, index))
+            mask = _scaled(mask, scale)
             if mask.fill is not None or self._dims.number(mask.value) != 0:
-                masks.insert(0, mask)
+                masks.insert(0, replace(mask, heads=heads) if self._has_sequences(mask) else mask)
         return tuple(masks), scale
+
+    def _ranks(self, node: ir.Node) -> tuple[int, int]:
+        """Of what goes into a node, and of what comes out."""
+        before, after = (self._dims.shape(value) or () for value in (node.inputs[0], node.outputs[0]))
+        return len(before), len(after)
+
+    def _keeps_rows(self, node: ir.Node) -> bool:
+        """Whether a Reshape of scores leaves queries and keys, and heads where windows are split off."""
+        before, after = (self._dims.shape(value) or () for value in (node.inputs[0], node.outputs[0]))
+        if 5 in (len(before), len(after)):
+            return before[-3:] == after[-3:]
+        # What a mask was added to may have lost the names of its dimensions.
+        product = self._find_scores(self._softmax.inputs[0])
+        known = (before, (self._dims.shape(product.outputs[0]) or ()) if product is not None else ())
+        return min(len(before), len(after)) > 2 and any(len(one) > 2 and one[-2:] == after[-2:] for one in known)
+
+    def _rank(self, mask: Mask) -> int:
+        return len(self._dims.shape(mask.value) or ())
+
+    def _split_scores(self, node: ir.Node) -> int:
+        """The heads of a Reshape of scores [batch x heads, queries, keys]."""
+        after = self._dims.shape(node.outputs[0]) or ()
+        if not isinstance(after[1], int):
+            raise RefusedError(f"{describe(node)}, which its scores go through, is not understood")
+        return after[1]
+
+    def _has_sequences(self, mask: Mask) -> bool:
+        shape = self._dims.shape(mask.value)
+        return shape is not None and len(shape) == 3 and shape[0] != 1
 
     def _is_causal(self, mask: Mask) -> bool:
         """Whether it hides just the keys behind each query: Where(tril(ones) == 0, -Inf, 0)."""
@@ -252,92 +391,25 @@ class TakenApart:
             raise RefusedError(f"{describe(node)} replaces scores by something else than -Inf or the lowest float")
         condition = node.inputs[0]
         assert condition is not None
-        return Mask(self._before_expand(condition), fill, hides=index == 2)
-
-    def _before_expand(self, value: ir.Value) -> ir.Value:
-        """The condition before it is made as large as the scores, which broadcasting does as well."""
-        source = value
-        while (node := source.producer()) is not None and node.inputs[0] is not None:
-            to_bool = is_op(node, "Cast") and self._dims.dtype(node.inputs[0]) == ir.DataType.BOOL
-            if not is_op(node, "Expand") and not to_bool:
-                break
-            source = node.inputs[0]
-        return source
+        return Mask(before_expand(self._dims, condition), fill, hides=index == 2)
 
 
-@dataclass(frozen=True)
-class Operand:
-    """Queries, keys or values before they are split into heads."""
-
-    base: ir.Value  # [batch, rows, width]
-    batch: Dim
-    rows: Dim
-    heads: int
-    head_dim: int
-    scale: float = 1.0  # that stands between it and the product
-
-
-def through_views(
-    dims: Dimensions, value: ir.Value | None, views: Collection[str]
-) -> tuple[list[ir.Node], float, ir.Value | None]:
-    """Follows a value back through such operators, and products with a number: these nodes, the last one first, the
-    product of the numbers, and the value where they begin."""
-    chain: list[ir.Node] = []
-    scale = 1.0
-    while value is not None and (node := value.producer()) is not None and node.domain in DEFAULT_DOMAINS:
-        index = 0
-        if node.op_type in ("Mul", "Div"):
-            index = 1 if scalar(dims, node.inputs[0]) is not None else 0
-            number = scalar(dims, node.inputs[1 - index])
-            if number is None or number == 0 or (node.op_type == "Div" and index == 1):
-                break
-            scale = scale / number if node.op_type == "Div" else scale * number
-        elif node.op_type not in views:
+def before_expand(dims: Dimensions, value: ir.Value) -> ir.Value:
+    """A mask before it is made as large as the scores, which broadcasting does as well."""
+    while (node := value.producer()) is not None and node.inputs[0] is not None:
+        if not is_op(node, "Expand") and not changes_nothing(dims, node):
             break
-        chain.append(node)
-        value = node.inputs[index]
-    return chain, scale, value
+        value = node.inputs[0]
+    return value
 
 
-def split_operand(
-    dims: Dimensions, value: ir.Value | None, meaning: str, nodes: set[ir.Node], transposed: bool = False
-) -> Operand:
-    """Follows [batch, heads, rows, head_dim] (transposed: the last two the other way round) back to its layer."""
-    chain, scale, value = through_views(dims, value, _VIEWS)
-    base, shape = _base(dims, value, meaning)
-    view = View(shape)
-    for node in reversed(chain):
-        if node.op_type in OTHER_VIEWS or not view.apply(node, dims):
-            raise RefusedError(f"{describe(node)}, which its {meaning} goes through, is not understood")
-    heads, head_dim = (view.dim(axis) if len(view.axes) == 4 else None for axis in (1, 2 if transposed else 3))
-    if heads is None or head_dim is None:
-        raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
-    split = View(shape).split_heads(heads, head_dim)
-    if split is None or split.permuted(0, 2, *((3, 1) if transposed else (1, 3))).sources() != view.sources():
-        raise RefusedError(f"its {meaning} {name_of(base)} is not split into heads as [batch, rows, heads, head width]")
-    nodes.update(chain)
-    return Operand(base, shape[0], shape[1], heads, head_dim, scale)
-
-
-def whole_operand(dims: Dimensions, value: ir.Value | None, meaning: str, heads: int) -> Operand:
-    """An operand that the operator splits into heads itself."""
-    base, shape = _base(dims, value, meaning)
-    width = shape[2]
-    if not isinstance(width, int) or heads < 1 or width % heads:
-        raise RefusedError(f"its {meaning} {name_of(base)} is not known to be {heads} heads wide")
-    return Operand(base, shape[0], shape[1], heads, width // heads)
-
-
-def _base(dims: Dimensions, value: ir.Value | None, meaning: str) -> tuple[ir.Value, Shape]:
-    shape, dtype = dims.shape(value), dims.dtype(value)
-    if value is None or shape is None or len(shape) != 3:
-        found = "unknown" if shape is None else str(len(shape))
-        raise RefusedError(f"its {meaning} comes from {name_of(value)}, whose rank is {found}, expected 3")
-    if dtype != ir.DataType.FLOAT:
-        raise RefusedError(
-            f"its {meaning} {name_of(value)} is {dtype.name if dtype else 'of unknown type'}, expected FLOAT"
-        )
-    return value, shape
+def _scaled(mask: Mask, scale: float) -> Mask:
+    """A mask in scores that are scaled when it is in them already."""
+    if mask.fill is None:
+        return replace(mask, scale=scale)
+    if not mask.fill * scale < _HIDDEN:
+        raise RefusedError("its scores are scaled after the mask is added, so that it hides nothing")
+    return replace(mask, fill=mask.fill * scale)
 
 
 def _joined(
@@ -356,19 +428,37 @@ def _joined(
     if key.heads != value.heads or query.heads % key.heads:
         heads = [operand.heads for operand in operands]
         raise RefusedError(f"its queries, keys and values have {heads} heads, which do not fit")
-    if not query.batch == key.batch == value.batch or key.rows != value.rows:
-        raise RefusedError(
-            "its queries, keys and values are not known to have the same batch, and keys and values length"
-        )
+    # That there are as many keys as values, the graph itself says.
+    if not (same_number(query.batch, key.batch) and same_number(query.batch, value.batch)):
+        raise RefusedError("its queries, keys and values are not known to have the same batch")
     if causal and query.rows != key.rows:
         raise RefusedError("it is causal, and not known to have as many queries as keys")
     for mask in masks:
         check_mask(dims, mask, (query.batch, query.heads, query.rows, key.rows))
-    return Attention(node, query.base, key.base, value.base, query.heads, key.heads, 0.0, masks, causal, False, nodes)
+    layouts = {name: one.layout for name, one in zip(_OPERANDS, operands, strict=True) if one.layout != "by_rows"}
+    return Attention(
+        node,
+        query.base,
+        key.base,
+        value.base,
+        query.heads,
+        key.heads,
+        0.0,
+        masks,
+        causal,
+        False,
+        nodes,
+        head_dim=query.head_dim,
+        layouts=layouts,
+    )
 
 
 def check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
     shape, dtype = dims.shape(mask.value), dims.dtype(mask.value)
+    if shape is not None and mask.heads:
+        shape = scores[0], mask.heads, *shape[1:]
+    if shape is not None and mask.windows:
+        shape = scores[0], *shape[2:]
     if shape is None or len(shape) > len(scores):
         raise RefusedError(f"the shape of its mask {name_of(mask.value)} is {shape or 'unknown'}, expected at most 4-D")
     for dim, wanted in zip(reversed(shape), reversed(scores), strict=False):
@@ -380,36 +470,6 @@ def check_mask(dims: Dimensions, mask: Mask, scores: Shape) -> None:
     wanted_type = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
     if dtype != wanted_type:
         raise RefusedError(f"its mask {name_of(mask.value)} is {dtype.name if dtype else 'of unknown type'}")
-
-
-def merged_heads(dims: Dimensions, value: ir.Value, query: Operand, nodes: set[ir.Node]) -> ir.Value:
-    """Follows [batch, heads, rows, head_dim] to where it is [batch, rows, width], the heads side by side."""
-    shape: Shape = (query.batch, query.heads, query.rows, query.head_dim)
-    known = dims.shape(value)
-    try:
-        return _merged(dims, value, shape, nodes)
-    except RefusedError:
-        # A mask may have hidden that there are as many rows as the query has: then they go by another name.
-        if known is None or known == shape or len(known) != 4 or (known[1], known[3]) != (shape[1], shape[3]):
-            raise
-        return _merged(dims, value, known, nodes)
-
-
-def _merged(dims: Dimensions, value: ir.Value, shape: Shape, nodes: set[ir.Node]) -> ir.Value:
-    found: set[ir.Node] = set()
-    view, merged = View(shape), View(shape).permuted(0, 2, 1, 3).merged(2).sources()
-    while len(view.axes) != 3 or view.sources() != merged:
-        users = [use.node for use in value.uses() if not is_op(use.node, "Shape")]
-        node = users[0] if len(users) == 1 else None
-        known = node is not None and node.domain in DEFAULT_DOMAINS and node.op_type in _VIEWS
-        if node is None or not known or node.op_type in OTHER_VIEWS or node.inputs[0] is not value:
-            raise RefusedError(f"its heads are not merged to [batch, rows, width] behind {name_of(value)}")
-        if not view.apply(node, dims):
-            raise RefusedError(f"{describe(node)}, which its output goes through, is not understood")
-        found.add(node)
-        value = node.outputs[0]
-    nodes |= found
-    return value
 
 
 def _onnx_attention(dims: Dimensions, node: ir.Node) -> Attention:
@@ -446,11 +506,11 @@ def _multi_head_attention(dims: Dimensions, node: ir.Node) -> Attention:
     _expect_no_cache(node, inputs[6:10])
     for index, meaning in ((3, "bias"), (4, "key_padding_mask")):
         if inputs[index] is not None:
-            raise RefusedError(f"it has an input {meaning}")
+            raise RefusedError(why_left(node) or f"it has an input {meaning}")
     heads = int_attribute(node, "num_heads", 0)
     names = ("query", "key", "value")
     operands = [whole_operand(dims, one, name, heads) for one, name in zip(inputs[:3], names, strict=True)]
-    masks = (Mask(inputs[5]),) if inputs[5] is not None else ()
+    masks = (Mask(before_expand(dims, inputs[5])),) if inputs[5] is not None else ()
     match = _joined(dims, node, operands, masks, int_attribute(node, "unidirectional", 0) == 1, {node})
     match.scale = scale_attribute(node)
     match.output = node.outputs[0]
@@ -502,11 +562,6 @@ def check_uses(
         raise RefusedError("its mask is computed from what is inside of it")
 
 
-def scalar(dims: Dimensions, value: ir.Value | None) -> float | None:
-    number = dims.number(value)
-    return number if number is not None and np.isfinite(np.float32(number)) else None
-
-
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """The node that makes this value, if it is of this type."""
     node = None if value is None else value.producer()
@@ -517,15 +572,3 @@ def _other(node: ir.Node, index: int) -> ir.Value:
     value = node.inputs[1 - index]
     assert value is not None
     return value
-
-
-def is_op(node: ir.Node, *op_types: str) -> bool:
-    return node.op_type in op_types and node.domain in DEFAULT_DOMAINS
-
-
-def name_of(value: ir.Value | None) -> str:
-    return repr(value.name) if value is not None else "nothing"
-
-
-def describe(node: ir.Node) -> str:
-    return f"{node.op_type} {node.name!r}"

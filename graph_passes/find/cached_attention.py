@@ -14,20 +14,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from .attention import (
-    Mask,
-    NotAttention,
+from .attention import Mask, NotAttention, TakenApart, check_mask, check_uses, scale_attribute
+from .attention_operands import (
     Operand,
     RefusedError,
-    TakenApart,
-    check_mask,
-    check_uses,
+    changes_nothing,
     describe,
     is_op,
     merged_heads,
     name_of,
-    scalar,
-    scale_attribute,
     split_operand,
     through_views,
 )
@@ -49,6 +44,10 @@ _OFF: dict[str, tuple[object, ...]] = {
     "v_quant_type": ("NONE",),
     "kv_cache_bit_width": (0,),
 }
+
+
+class _NoCacheError(RefusedError):
+    """It is attention without a cache."""
 
 
 @dataclass(eq=False)
@@ -85,7 +84,7 @@ class CachedAttention:
 
 
 def find_cached_attentions(graph: ir.Graph) -> list[CachedAttention | NotAttention]:
-    """In the graph's own order; subgraphs are not looked into."""
+    """In the graph's own order; graphs inside of it are looked into by themselves."""
     dims = Dimensions(graph)
     found: list[CachedAttention | NotAttention] = []
     for node in graph:
@@ -102,7 +101,7 @@ def find_cached_attentions(graph: ir.Graph) -> list[CachedAttention | NotAttenti
             if match is not None:
                 _check(dims, match)
         except RefusedError as refusal:
-            found.append(NotAttention(node, str(refusal)))
+            found.append(NotAttention(node, str(refusal), not isinstance(refusal, _NoCacheError)))
         else:
             found += [match] if match is not None else []
     return found
@@ -179,6 +178,13 @@ def _multi_head(dims: Dimensions, node: ir.Node) -> CachedAttention:
 
 def _onnx_attention(dims: Dimensions, node: ir.Node) -> CachedAttention:
     inputs, outputs = _padded(node.inputs, 7), _padded(node.outputs, 4)
+    nodes = {node}
+    if inputs[4] is None and outputs[1] is None and len(dims.shape(inputs[1]) or ()) == 4:
+        pasts = [_past_operand(dims, inputs[place], name, nodes) for place, name in ((1, "key"), (2, "value"))]
+        inputs[1], inputs[2] = (one.new for one in pasts)
+        inputs[4:6], outputs[1:3] = [one.past for one in pasts], [one.present for one in pasts]
+        if any(one.scale != 1 for one in pasts):
+            raise RefusedError("its inputs are scaled")
     caches = _cache(inputs[4:6], outputs[1:3])
     for name in ("softcap", "qk_matmul_output_mode"):
         if name in node.attributes and node.attributes[name].value not in _OFF[name]:
@@ -198,7 +204,7 @@ def _onnx_attention(dims: Dimensions, node: ir.Node) -> CachedAttention:
             raise RefusedError("the number of its heads is not known before it runs")
         heads, kv_heads = by_heads[1], past[1]
     head_dim = _head_dim(dims, caches[0])
-    match = CachedAttention(node, query, key, value, *caches, heads, kv_heads, head_dim, {node}, node.outputs[0])
+    match = CachedAttention(node, query, key, value, *caches, heads, kv_heads, head_dim, nodes, node.outputs[0])
     if by_heads is not None:
         operand = Operand(query, by_heads[0], by_heads[2], heads, head_dim)
         match.output = merged_heads(dims, node.outputs[0], operand, match.nodes)
@@ -230,7 +236,7 @@ class _CachedTakenApart(TakenApart):
         key = _past_operand(dims, scores.inputs[1], "key", self._nodes, transposed=True)
         value = _past_operand(dims, context.inputs[1], "value", self._nodes)
         query = self._query(scores.inputs[0])
-        if key.heads != query.heads or value.heads != query.heads:
+        if any(one.heads not in (query.heads, 1) for one in (key, value)):
             raise RefusedError(
                 f"it has {query.heads} heads of queries, and keys and values are repeated to {key.heads} and "
                 f"{value.heads}, expected as many"
@@ -238,7 +244,6 @@ class _CachedTakenApart(TakenApart):
         if value.scale != 1:
             raise RefusedError("its values are scaled")
         new_key = _folded(dims, key.new, "key", self._nodes)
-        masks = tuple(_cut_mask(dims, mask, key, new_key) for mask in masks)
         return CachedAttention(
             softmax,
             query.base,
@@ -265,44 +270,20 @@ class _CachedTakenApart(TakenApart):
         try:
             return split_operand(dims, value, "query", self._nodes)
         except RefusedError:
-            scale = 1.0
-            while value is not None and (node := value.producer()) is not None and is_op(node, "Mul", "Div"):
-                index = 1 if scalar(dims, node.inputs[0]) is not None else 0
-                number = scalar(dims, node.inputs[1 - index])
-                if number is None or number == 0 or (node.op_type == "Div" and index == 1):
-                    break
-                scale = scale / number if node.op_type == "Div" else scale * number
-                self._nodes.add(node)
-                value = node.inputs[index]
+            chain, scale, value = through_views(dims, value, ())
+            merge = None if value is None else value.producer()
+            before = dims.shape(merge.inputs[0]) if merge is not None and is_op(merge, "Reshape") else None
+            after = dims.shape(value)
+            if merge is not None and before is not None and len(before) == 4 and (after or ())[1:] == before[2:]:
+                chain.append(merge)  # sequences and heads to one axis
+                value = merge.inputs[0]
+            self._nodes.update(chain)
             shape = dims.shape(value)
             if value is None or shape is None or len(shape) != 4:
                 raise
             if not isinstance(shape[1], int) or not isinstance(shape[3], int):
                 raise RefusedError("the number of its heads is not known before it runs") from None
             return Operand(value, shape[0], shape[2], shape[1], shape[3], scale)
-
-
-def _cut_mask(dims: Dimensions, mask: Mask, key: _PastOperand, new_key: ir.Value) -> Mask:
-    """Exports of transformers 4.5x cut a mask to the keys' number, which they take from keys that are repeated and go
-    away."""
-    node = mask.value.producer()
-    fill, hides = mask.fill, mask.hides
-    if node is not None and is_op(node, "Where") and fill is None and node.inputs[0] is not None:
-        numbers = [dims.number(value) for value in node.inputs[1:]]
-        hides = numbers[1] == 0
-        fill = numbers[0] if hides else numbers[1] if numbers[0] == 0 else None
-        node = node.inputs[0].producer() if fill is not None else None
-    if node is None or not is_op(node, "Slice"):
-        return mask
-    shape, present = dims.shape(node.inputs[0]), dims.shape(key.present)
-    begin, end, axes, steps = (dims.elements(value) for value in _padded(node.inputs, 5)[1:5])
-    past, new = dims.shape(key.past), dims.shape(new_key)
-    if shape is None or present is None or past is None or new is None or node.inputs[0] is None:
-        return mask
-    if begin != (0,) or end != (present[2],) or axes not in ((len(shape) - 1,), (-1,)) or steps not in (None, (1,)):
-        return mask
-    axis = len(new) - 2
-    return Mask(node.inputs[0], fill, hides, cut=(past[2], new[axis], axis))
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,10 +307,14 @@ def _past_operand(
     concat = value.producer() if value is not None else None
     past = concat.inputs[0] if concat is not None and is_op(concat, "Concat") else None
     if concat is None or past is None or not past.is_graph_input():
-        raise RefusedError(
+        raise _NoCacheError(
             f"its {meaning} does not come from a cache: {name_of(value)} is no Concat of an input and it"
         )
     present, new = concat.outputs[0], concat.inputs[1]
+    for node in reversed(chain):
+        if present.is_graph_output() or not changes_nothing(dims, node):
+            break
+        present = node.outputs[0]
     shape = dims.shape(present)
     if len(concat.inputs) != 2 or new is None or shape is None or len(shape) != 4:
         raise RefusedError(f"{describe(concat)}, its {meaning}, is no [batch, heads, past + new, head width]")
@@ -342,6 +327,7 @@ def _past_operand(
     for node in reversed(chain):
         if not view.apply(node, dims):
             raise RefusedError(f"{describe(node)}, which its {meaning} goes through, is not understood")
+    view.sequences_apart()
     heads = view.dim(1) if len(view.axes) == 4 else None
     if heads is None or heads % kv_heads:
         raise RefusedError(f"the number of heads of its {meaning} is not known before it runs")
@@ -382,7 +368,7 @@ def _cache(
     past_key, past_value = past
     present_key, present_value = present
     if past_key is None or past_value is None or present_key is None or present_value is None:
-        raise RefusedError("it has no cache of keys and values")
+        raise _NoCacheError("it has no cache of keys and values")
     return past_key, past_value, present_key, present_value
 
 

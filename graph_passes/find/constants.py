@@ -16,13 +16,14 @@ import onnx_ir as ir
 
 from ortolan.errors import ModelError, one_line
 
+from .shape_inference import infer_node, opset_of, small_constant
+
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _RANDOM = ("Random", "Bernoulli", "Multinomial")
-_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 _MOST_VISITS = 64  # of values between a constant and its initializers
 _MOST_GROWTH = 16  # times the bytes of its inputs that a constant takes: numbers of 4 bits become float64
 _SMALL = 1 << 24  # bytes that it may take beside
-_MOST_NUMBERS = 64  # of an input that tells a shape
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -154,7 +155,7 @@ def _is_repeatable(node: ir.Node) -> bool:
     return (
         node.domain in DEFAULT_DOMAINS
         and not node.op_type.startswith(_RANDOM)
-        and not any(attr.type in _GRAPHS or attr.is_ref() for attr in node.attributes.values())
+        and not any(attr.type in GRAPHS or attr.is_ref() for attr in node.attributes.values())
     )
 
 
@@ -167,10 +168,8 @@ def _computed(value: ir.Value) -> ir.TensorProtocol | None:
     if len(found) < len(sources):
         return None
     proto = ir.to_proto(node)
-    version = _opset(node)
+    version = opset_of(node.graph)
     made = _infer(proto, found, version)
-    if made is None:
-        return None
     dtype, shape = made[value.name or ""] if value.name in made else (None, None)
     if dtype is None or shape is None:
         return None
@@ -200,35 +199,18 @@ def _computed(value: ir.Value) -> ir.TensorProtocol | None:
     return lazy(compute, dtype, ir.Shape(shape))
 
 
-def _opset(node: ir.Node) -> int:
-    """That of the node's graph, as far as this onnx knows it; graphs inside of nodes name none."""
-    newest = onnx.defs.onnx_opset_version()
-    return newest if node.graph is None else min(node.graph.opset_imports.get("", newest), newest)
-
-
 def _infer(
     proto: onnx.NodeProto, sources: Mapping[str, ir.TensorProtocol], version: int
-) -> dict[str, tuple[ir.DataType, tuple[int, ...]]] | None:
+) -> dict[str, tuple[ir.DataType, tuple[int, ...]]]:
     """Type and shape of each output that is sure to be a tensor of them."""
     types = {
         name: onnx.helper.make_tensor_type_proto(tensor.dtype.value, tensor.shape.numpy())
         for name, tensor in sources.items()
     }
-    small = {
-        name: onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
-        for name, tensor in sources.items()
-        if tensor.dtype == ir.DataType.INT64 and tensor.size <= _MOST_NUMBERS
-    }
-    try:
-        schema = onnx.defs.get_schema(proto.op_type, version)
-        found = onnx.shape_inference.infer_node_outputs(
-            schema, proto, types, small, opset_imports=[onnx.helper.make_opsetid("", version)]
-        )
-    except Exception:  # an unknown operator, or what does not fit it: nothing to work out
-        return None
+    small = {name: number for name, tensor in sources.items() if (number := small_constant(name, tensor)) is not None}
     made = {}
-    for name, one in found.items():
-        dims = one.tensor_type.shape.dim
-        if one.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            made[name] = ir.DataType(one.tensor_type.elem_type), tuple(dim.dim_value for dim in dims)
+    for name, (dtype, sizes) in infer_node(proto, version, types, small).items():
+        shape = tuple(size for size in sizes if isinstance(size, int))
+        if len(shape) == len(sizes):
+            made[name] = dtype, shape
     return made

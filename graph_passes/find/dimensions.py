@@ -3,33 +3,26 @@ computed from.
 
 Exports write `x.view(batch, length, heads, -1)` as a chain of Shape, Gather, Concat and Reshape. Here these numbers are
 followed symbolically: a dimension is an int, or something that is equal only to itself. (onnx's own shape inference
-knows neither ONNX Runtime's operators nor ours, and wants the model as one protobuf.)
+knows neither ONNX Runtime's operators nor ours, and follows no such chain; it is asked for nodes of other kinds.)
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from .constants import DEFAULT_DOMAINS, constant_tensor
-
-# An int; a name, of a graph input's dimension; a value and an axis, of one that is not known; or a Sum of these.
-Dim = Hashable
-Shape = tuple[Dim, ...]
-# An element of a small tensor: a number or truth value, a symbolic Dim, or None.
-Element = Dim | float | None
+from .constants import DEFAULT_DOMAINS, GRAPHS, constant_tensor
+from .shape_inference import SymbolicInference, opset_of
+from .sums import Dim, Element, Product, Shape, Sum, compute, cut, difference, named, product_of, quotient, total_of
 
 _MOST_ELEMENTS = 16
 _NAMES = """
 same: Identity Cast Relu Gelu Erf Tanh Sigmoid Sqrt Softmax LogSoftmax LayerNormalization RMSNormalization Dropout Neg
     Exp Abs Not IsNaN IsInf Clip Round Swish Elu LeakyRelu HardSwish Softplus Reciprocal Floor Ceil Log Sin Cos CumSum
     Trilu SimplifiedLayerNormalization SkipLayerNormalization SkipSimplifiedLayerNormalization BiasGelu FastGelu
-    QuickGelu QuantizeLinear DequantizeLinear DynamicQuantizeLinear
+    QuickGelu QuantizeLinear DequantizeLinear ScatterND ScatterElements RotaryEmbedding
 broadcast: Add Sub Mul Div Pow Where And Or Xor Equal Less LessOrEqual Greater GreaterOrEqual Min Max Mod
 boolean: And Or Xor Not Equal Less LessOrEqual Greater GreaterOrEqual IsNaN IsInf
 """
@@ -37,45 +30,20 @@ _SAME, _BROADCAST, _BOOLEAN = (frozenset(part.split()) for part in re.split(r"\w
 _CONTRIB = ("com.microsoft", "ai.ortolan")
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Past and new tokens, say: some dimensions that are no numbers, each with how often it counts, and a number."""
-
-    dims: frozenset[tuple[Dim, int]]
-    number: int
-
-
-def total_of(dims: Sequence[Element]) -> Dim | None:
-    """The sum of dimensions, whatever their order; None where one is not known, or it may be below zero."""
-    counts: Counter[Dim] = Counter()
-    number = 0
-    for dim in dims:
-        if dim is None or isinstance(dim, bool | float):
-            return None
-        if isinstance(dim, int):
-            number += dim
-        elif isinstance(dim, Sum):
-            counts.update(dict(dim.dims))
-            number += dim.number
-        else:
-            counts[dim] += 1
-    if not counts:
-        return number
-    if number == 0 and counts.total() == 1:
-        return next(iter(counts))
-    return Sum(frozenset(counts.items()), number) if number >= 0 else None
-
-
 class Dimensions:
-    """Of the values of one graph; those of graphs around it are what they are declared to be."""
+    """Of the values of one graph; those of graphs around it are what they are declared to be, where nothing better is
+    given."""
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, around: Dimensions | None = None) -> None:
+        """around: those of the graph that this one is a branch of."""
+        self._around = around
         self._shapes: dict[ir.Value, Shape] = {}
         self._elements: dict[ir.Value, tuple[Element, ...]] = {}
         self._types: dict[ir.Value, ir.DataType] = {}
+        self._inference = SymbolicInference(opset_of(graph))
         for node in graph:
-            if node.outputs:
-                self._visit(node, node.outputs[0])
+            for output in node.outputs if node.op_type == "Split" else node.outputs[:1]:
+                self._visit(node, output)
 
     def shape(self, value: ir.Value | None) -> Shape | None:
         """Its dimensions, or None if not even their number is known."""
@@ -86,13 +54,15 @@ class Dimensions:
         tensor = constant_tensor(value)
         if tensor is not None:
             return tuple(tensor.shape.numpy())
-        return _declared(value)
+        return _declared(value) if self._around is None else self._around.shape(value)
 
     def elements(self, value: ir.Value | None) -> tuple[Element, ...] | None:
         """The elements of a vector or number, or None if not even their number is known."""
         if value is None or value in self._elements:
             return self._elements[value] if value is not None else None
         tensor = constant_tensor(value)
+        if tensor is None and self._around is not None:
+            return self._around.elements(value)
         if tensor is None or len(tensor.shape) > 1 or tensor.size > _MOST_ELEMENTS:
             return None
         if tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.FLOAT, ir.DataType.DOUBLE):
@@ -115,6 +85,8 @@ class Dimensions:
     def _visit(self, node: ir.Node, output: ir.Value) -> None:
         known = node.domain in (*DEFAULT_DOMAINS, *_CONTRIB)
         shape = self._shape_of(node, output) if known else None
+        if shape is None and node.domain in DEFAULT_DOMAINS:
+            shape = self._infer(node, output)
         declared = _declared(output)
         if shape is None:
             shape = declared
@@ -129,7 +101,8 @@ class Dimensions:
         if node.domain in DEFAULT_DOMAINS:
             compute = _ELEMENTS.get(node.op_type)
             elements = compute(self, node) if compute else None
-            if elements is not None and len(elements) <= _MOST_ELEMENTS:
+            flat = len(shape or ()) < 2  # what has more axes is no list of dimensions
+            if flat and elements is not None and len(elements) <= _MOST_ELEMENTS:
                 self._elements[output] = elements
 
     def _type_of(self, node: ir.Node) -> ir.DataType | None:
@@ -147,12 +120,26 @@ class Dimensions:
             return self.dtype(node.inputs[2]) if len(node.inputs) > 2 else node.outputs[0].dtype
         if node.op_type == "DynamicQuantizeLinear":
             return ir.DataType.UINT8
-        if node.op_type == "MatMulIntegerToFloat":
+        if node.op_type in ("MatMulIntegerToFloat", "QAttention"):
             return ir.DataType.FLOAT
         if node.op_type == "EmbedLayerNormalization":
             return self.dtype(node.inputs[2])
+        if node.op_type == "QEmbedLayerNormalization":
+            return ir.DataType.FLOAT
         types = (self.dtype(value) for value in node.inputs)
         return node.outputs[0].dtype or next((dtype for dtype in types if dtype is not None), None)
+
+    def _infer(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        """By onnx: operators that are not known here. All outputs get their shape, not the first alone."""
+        if any(attribute.type in GRAPHS for attribute in node.attributes.values()):
+            return None
+        shapes, types = [self.shape(value) for value in node.inputs], [self.dtype(value) for value in node.inputs]
+        constants = [constant_tensor(value) for value in node.inputs]
+        found = self._inference.outputs(node, shapes, types, constants, _fresh)
+        for other in node.outputs[1:]:
+            if other in found:
+                self._shapes[other] = found[other]
+        return found.get(output)
 
     def _shape_of(self, node: ir.Node, output: ir.Value) -> Shape | None:
         if node.op_type in _SAME:
@@ -208,15 +195,25 @@ class Dimensions:
         heads = int_attribute(node, "num_heads", 1)
         return *query[:2], query[2] * heads // (heads + 2 * (int_attribute(node, "kv_num_heads", 0) or heads))
 
-    def _onnx_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
+    def _onnx_attention(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        if node.domain not in DEFAULT_DOMAINS:
+            return self._packed_attention(node, output)
         query, value = self.shape(node.inputs[0]), self.shape(node.inputs[2])
-        if node.domain not in DEFAULT_DOMAINS or query is None or value is None:
+        if query is None or value is None:
             return None
         if len(query) == 4:
             return *query[:3], value[3]
         heads, kv_heads = (int_attribute(node, name, 0) for name in ("q_num_heads", "kv_num_heads"))
         width = value[2]
         return (*query[:2], heads * width // kv_heads) if isinstance(width, int) and kv_heads else None
+
+    def _packed_attention(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        """Of ONNX Runtime's Attention and QAttention, which hold the weights of queries, keys and values."""
+        x, weight = self.shape(node.inputs[0]), self.shape(node.inputs[1])
+        if x is None or weight is None or len(x) != 3 or not isinstance(weight[-1], int):
+            return None
+        sizes = node.attributes["qkv_hidden_sizes"].as_ints() if "qkv_hidden_sizes" in node.attributes else ()
+        return *x[:2], sizes[-1] if sizes else weight[-1] // 3
 
     def _transpose(self, node: ir.Node, _: ir.Value) -> Shape | None:
         shape = self.shape(node.inputs[0])
@@ -231,7 +228,7 @@ class Dimensions:
         dims = [_fresh(output, axis) if dim in (None, -1) else dim for axis, dim in enumerate(target)]
         if shape is not None and sum(dim in (None, -1) for dim in target) == 1:
             unknown = next(axis for axis, dim in enumerate(target) if dim in (None, -1))
-            rest = _quotient(shape, [dim for axis, dim in enumerate(dims) if axis != unknown])
+            rest = quotient(shape, [dim for axis, dim in enumerate(dims) if axis != unknown])
             dims[unknown] = dims[unknown] if rest is None else rest
         return tuple(dims)
 
@@ -253,7 +250,7 @@ class Dimensions:
             axes = tuple(node.attributes["axes"].as_ints())
         elif len(node.inputs) > 1 and node.inputs[1] is not None:
             axes = self.elements(node.inputs[1])
-        if shape is None or not axes or not all(isinstance(axis, int) for axis in axes):
+        if not shape or not axes or not all(isinstance(axis, int) for axis in axes):
             return None
         gone = {axis % len(shape) for axis in axes if isinstance(axis, int)}
         if int_attribute(node, "keepdims", 1):
@@ -281,7 +278,7 @@ class Dimensions:
 
     def _gather(self, node: ir.Node, _: ir.Value) -> Shape | None:
         data, indices = self.shape(node.inputs[0]), self.shape(node.inputs[1])
-        if data is None or indices is None:
+        if not data or indices is None:
             return None
         axis = int_attribute(node, "axis", 0) % len(data)
         return *data[:axis], *indices, *data[axis + 1 :]
@@ -297,14 +294,61 @@ class Dimensions:
         shape, elements = self.shape(node.inputs[0]), self._slice_elements(node)
         if elements is not None:
             return (len(elements),)
-        given = node.inputs[3] if len(node.inputs) > 3 else None
-        starts, axes = self.shape(node.inputs[1]), self.elements(given)
-        if given is None and starts is not None and isinstance(starts[0], int):
-            axes = tuple(range(starts[0]))
+        starts, ends, axes, steps = (self.elements(value) for value in [*node.inputs[1:], None, None][:4])
+        given = self.shape(node.inputs[1])
+        if axes is None and len(node.inputs) < 4 and given is not None and isinstance(given[0], int):
+            axes = tuple(range(given[0]))
         if shape is None or axes is None:
             return None
-        sliced = {axis % len(shape) for axis in axes if isinstance(axis, int)}
-        return tuple(_fresh(output, axis) if axis in sliced else dim for axis, dim in enumerate(shape))
+        dims = list(shape)
+        for place, axis in enumerate(axes):
+            if not isinstance(axis, int):
+                return None
+            begin, end = (one[place] if one is not None else None for one in (starts, ends))
+            step = 1 if len(node.inputs) < 5 else steps[place] if steps is not None else None
+            length = cut(dims[axis], begin, end, step)
+            dims[axis] = _fresh(output, axis % len(shape)) if length is None else length
+        return tuple(dims)
+
+    def _if(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        """What both branches make, or the one that is always taken."""
+        place = node.outputs.index(output)
+        branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+        condition = self.elements(node.inputs[0])
+        if condition is not None and isinstance(condition[0], bool):
+            branches = [branches[0 if condition[0] else 1]]
+        shapes = [Dimensions(branch, self).shape(branch.outputs[place]) for branch in branches]
+        first, last = shapes[0], shapes[-1]
+        if first is None or last is None or len(first) != len(last):
+            return None
+        pairs = enumerate(zip(first, last, strict=True))
+        return tuple(one if one == other else _fresh(output, axis) for axis, (one, other) in pairs)
+
+    def _tile(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        shape, times = self.shape(node.inputs[0]), self.elements(node.inputs[1])
+        if shape is None or times is None or len(shape) != len(times):
+            return None
+        products = [
+            dim * count if isinstance(dim, int) and isinstance(count, int) else product_of(dim, count)
+            for dim, count in zip(shape, times, strict=True)
+        ]
+        return tuple(_fresh(output, axis) if dim is None else dim for axis, dim in enumerate(products))
+
+    def _indices(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        return self.shape(node.inputs[1])
+
+    def _split(self, node: ir.Node, output: ir.Value) -> Shape | None:
+        shape = self.shape(node.inputs[0])
+        sizes = self.elements(node.inputs[1]) if len(node.inputs) > 1 else None
+        if not shape:
+            return None
+        axis, place = int_attribute(node, "axis", 0) % len(shape), output.index() or 0
+        width = shape[axis]
+        if sizes is None and len(node.inputs) < 2 and isinstance(width, int):
+            chunk = -(-width // len(node.outputs))
+            sizes = tuple(min(chunk, width - chunk * part) for part in range(len(node.outputs)))
+        size = sizes[place] if sizes is not None and place < len(sizes) else None
+        return *shape[:axis], _fresh(output, axis) if size is None else size, *shape[axis + 1 :]
 
     def _constant_of_shape(self, node: ir.Node, output: ir.Value) -> Shape | None:
         target = self.elements(node.inputs[0])
@@ -314,9 +358,10 @@ class Dimensions:
 
     def _range(self, node: ir.Node, output: ir.Value) -> Shape | None:
         start, limit, step = (self.elements(value) for value in node.inputs)
-        if start != (0,) or step != (1,) or limit is None or limit[0] is None or isinstance(limit[0], float):
+        if start is None or limit is None or step != (1,):
             return (_fresh(output, 0),)
-        return (max(0, limit[0]) if isinstance(limit[0], int) else limit[0],)
+        count = difference(limit[0], start[0])
+        return (_fresh(output, 0) if count is None else max(0, count) if isinstance(count, int) else count,)
 
     def _concat(self, node: ir.Node, output: ir.Value) -> Shape | None:
         elements = self._concat_elements(node)
@@ -339,9 +384,18 @@ class Dimensions:
         elements = self._shape_elements(node)
         return None if elements is None else (len(elements),)
 
+    def _dynamic_quantize(self, node: ir.Node, _: ir.Value) -> Shape | None:
+        for output, dtype in zip(node.outputs[1:], (ir.DataType.FLOAT, ir.DataType.UINT8), strict=False):
+            self._shapes[output], self._types[output] = (), dtype
+        return self.shape(node.inputs[0])
+
     def _embed(self, node: ir.Node, _: ir.Value) -> Shape | None:
         ids, table = self.shape(node.inputs[0]), self.shape(node.inputs[2])
-        return None if ids is None or table is None else (*ids, table[-1])
+        if ids is None or table is None:
+            return None
+        if len(node.outputs) > 1:  # lengths, one a sequence
+            self._shapes[node.outputs[1]], self._types[node.outputs[1]] = ids[:1], ir.DataType.INT32
+        return *ids, table[-1]
 
     # ---- numbers that shapes are computed from -----------------------------------------------------------------------
 
@@ -393,7 +447,7 @@ class Dimensions:
             return None
         count = max(lengths)
         columns = [operand * (count // len(operand)) for operand in operands if operand]
-        return tuple(_compute(node.op_type, row) for row in zip(*columns, strict=True))
+        return tuple(compute(node.op_type, row) for row in zip(*columns, strict=True))
 
 
 _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
@@ -406,6 +460,7 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "NoMADAttention": Dimensions._attention,
     "MultiHeadAttention": Dimensions._attention,
     "Attention": Dimensions._onnx_attention,
+    "QAttention": Dimensions._packed_attention,
     "Transpose": Dimensions._transpose,
     "Reshape": Dimensions._reshape,
     **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceL2"), Dimensions._reduce),
@@ -413,12 +468,18 @@ _SHAPES: dict[str, Callable[[Dimensions, ir.Node, ir.Value], Shape | None]] = {
     "Squeeze": Dimensions._squeeze,
     "Gather": Dimensions._gather,
     "Slice": Dimensions._slice,
+    "Split": Dimensions._split,
+    "Tile": Dimensions._tile,
+    "If": Dimensions._if,
+    "GatherElements": Dimensions._indices,
     "Expand": Dimensions._expand,
     "ConstantOfShape": Dimensions._constant_of_shape,
     "Range": Dimensions._range,
     "Shape": Dimensions._shape_shape,
     "Concat": Dimensions._concat,
     "EmbedLayerNormalization": Dimensions._embed,
+    "QEmbedLayerNormalization": Dimensions._embed,
+    "DynamicQuantizeLinear": Dimensions._dynamic_quantize,
 }
 _ELEMENTS: dict[str, Callable[[Dimensions, ir.Node], tuple[Element, ...] | None]] = {
     "Shape": Dimensions._shape_elements,
@@ -427,7 +488,9 @@ _ELEMENTS: dict[str, Callable[[Dimensions, ir.Node], tuple[Element, ...] | None]
     "Slice": Dimensions._slice_elements,
     "Concat": Dimensions._concat_elements,
     "ConstantOfShape": Dimensions._constant_of_shape_elements,
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Where", "Equal"), Dimensions._arithmetic),
+    **dict.fromkeys(
+        ("Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Where", "Equal", "Not"), Dimensions._arithmetic
+    ),
 }
 
 
@@ -463,62 +526,20 @@ def _fresh(value: ir.Value, axis: int) -> Dim:
 
 def _is_unknown(dim: Dim) -> bool:
     """Whether it is neither a number nor the name of an input's dimension."""
-    return isinstance(dim, tuple | Sum)
+    return isinstance(dim, tuple | Sum | Product)
 
 
 def _declared(value: ir.Value) -> Shape | None:
     if value.shape is None:
         return None
-    # Names of dimensions mean something only where a person or an exporter gave them: at the graph's inputs.
-    named = value.is_graph_input()
+    # Names of dimensions mean something only where a person or an exporter gave them: at the model's inputs. Only its
+    # main graph imports opsets; a name at an input of a Loop's body says what it is before the first turn.
+    is_input = value.is_graph_input() and value.graph is not None and bool(value.graph.opset_imports)
     dims: list[Dim] = []
     for axis, dim in enumerate(value.shape):
-        name = None if isinstance(dim, int) else dim.value
-        dims.append(dim if isinstance(dim, int) else name if named and name else _fresh(value, axis))
+        name = named(dim.value or "") if not isinstance(dim, int) and is_input else None
+        dims.append(dim if isinstance(dim, int) else _fresh(value, axis) if name is None else name)
     return tuple(dims)
-
-
-def _quotient(dims: Sequence[Dim], by: Sequence[Dim]) -> Dim | None:
-    """The one dimension that, with those of `by`, makes up as many elements as `dims`."""
-    symbols = Counter(dim for dim in dims if not isinstance(dim, int))
-    others = Counter(dim for dim in by if not isinstance(dim, int))
-    left, missing = symbols - others, others - symbols
-    number, divisor = (math.prod(dim for dim in side if isinstance(dim, int)) for side in (dims, by))
-    if missing or divisor == 0 or number % divisor:
-        return None
-    if not left:
-        return number // divisor
-    return next(iter(left)) if left.total() == 1 and number == divisor else None
-
-
-def _compute(op_type: str, operands: Sequence[Element]) -> Element:
-    if op_type == "Where":
-        condition, chosen, other = operands
-        return (chosen if condition else other) if isinstance(condition, bool) else None
-    numbers = [one for one in operands if isinstance(one, int | float)]
-    if op_type == "Equal" and len(numbers) == 1 and None not in operands and numbers[0] < 0:
-        return False  # a dimension is not negative
-    if len(numbers) != len(operands):
-        return total_of(operands) if op_type == "Add" else None
-    try:
-        match op_type, numbers:
-            case "Add", (a, b):
-                return a + b
-            case "Sub", (a, b):
-                return a - b
-            case "Mul", (a, b):
-                return a * b
-            case "Div", (a, b):
-                return int(a / b) if isinstance(a, int) and isinstance(b, int) else a / b
-            case "Equal", (a, b):
-                return a == b
-            case "Sqrt", (a,):
-                return math.sqrt(a)
-            case "Reciprocal", (a,):
-                return 1 / a
-    except (ArithmeticError, ValueError):
-        pass
-    return None
 
 
 def head_size(value: ir.Value) -> int | None:

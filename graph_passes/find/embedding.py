@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
+from .constants import DEFAULT_DOMAINS, constant_key, constant_tensor, constant_values, float_array
 from .node_checks import makers, node_input
 
 _LEAST_ROWS = 1024  # smaller tables are of positions and of kinds of tokens, and not worth it
 _LEAST_WIDTH = 32
 _POSITIONS = ("position", "token_type", "segment")  # ids that are not those of words
-_AS_THEY_ARE = ("Cast", "Identity")
+_POSITION_TABLE = re.compile(r"position_embed|embed_positions|\bwpe\b")  # of absolute ones
+_AS_THEY_ARE = ("Cast", "Identity", "Reshape", "Flatten", "Unsqueeze", "Squeeze", "Slice")
 _FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _ID_TYPES = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 @dataclass(frozen=True, eq=False)
-class Embedding:
-    """A Gather of rows of a float table [rows, width] by ids of `rank` dimensions, from the model's input `source`."""
+class Lookup:
+    """A Gather of a table's rows by ids of `rank` dimensions; None: the model does not say how many."""
 
     node: ir.Node
-    source: ir.Value
-    rows: int
-    width: int
-    rank: int
+    rank: int | None
 
     @property
     def name(self) -> str:
         return self.node.name or ""
-
-    @property
-    def table_name(self) -> str:
-        return self.node.inputs[0].name or ""  # type: ignore[union-attr]
 
     @property
     def ids(self) -> ir.Value:
@@ -42,43 +38,113 @@ class Embedding:
         assert value is not None
         return value
 
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """A float table [rows, width] whose rows are asked for by ids that the model is given; all that ask for them."""
+
+    lookups: list[Lookup]
+    rows: int
+    width: int
+
+    @property
+    def value(self) -> ir.Value:
+        value = self.lookups[0].node.inputs[0]
+        assert value is not None
+        return value
+
+    @property
+    def table_name(self) -> str:
+        return self.value.name or ""
+
+    @property
+    def names(self) -> list[str]:
+        return [*(lookup.name for lookup in self.lookups), self.table_name]
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        tensor = constant_tensor(self.value)
+        assert tensor is not None
+        return tensor
+
     @property
     def dtype(self) -> ir.DataType:
-        tensor = constant_tensor(self.node.inputs[0])
-        assert tensor is not None
-        return ir.DataType(tensor.dtype)
+        return ir.DataType(self.tensor.dtype)
 
     def table(self) -> np.ndarray:
         """float32 [rows, width]; perhaps a read-only view of a mapped file."""
-        tensor = constant_tensor(self.node.inputs[0])
-        assert tensor is not None
-        return float_array(tensor)
+        return float_array(self.tensor)
+
+    def other_readers(self) -> Iterator[ir.Node | None]:
+        """What else reads the table, or what is computed from it; None: the model gives it out."""
+        own = {lookup.node for lookup in self.lookups}
+        waiting = [value for value in constant_values(self.value) if value.is_initializer()]
+        seen = set(waiting)
+        while waiting:
+            value = waiting.pop()
+            if value.is_graph_output():
+                yield None
+            for node in dict.fromkeys(use.node for use in value.uses()):
+                if node in own:
+                    continue
+                if constant_tensor(node.outputs[0]) is None:
+                    yield node
+                waiting += [one for one in node.outputs if constant_tensor(one) is not None and one not in seen]
+                seen.update(node.outputs)
+
+
+def count_positions(graph: ir.Graph) -> int | None:
+    """The rows of the model's table of positions, which is known by its name or by the operator that reads it; None:
+    it has none, or none that is known."""
+    for node in graph.all_nodes():
+        fused = node.op_type == "EmbedLayerNormalization"
+        value = node_input(node, 3 if fused else 0)
+        if value is None or not (fused or (_takes_rows(node) and _POSITION_TABLE.search(f"{node.name} {value.name}"))):
+            continue
+        table = constant_tensor(value)
+        if table is not None and len(table.shape) == 2:
+            return int(table.shape.numpy()[0])
+    return None
 
 
 def find_embeddings(graph: ir.Graph) -> list[Embedding]:
-    """Those of the main graph whose ids come from an input of the model as they are."""
-    return [found for node in graph if (found := _embedding(node)) is not None]
+    """Those that are asked for rows by an input of the model as it is; with all their lookups, also those by other ids
+    and in graphs inside of nodes."""
+    found: dict[Hashable, Embedding] = {}
+    of_words = set[Hashable]()
+    for node in graph.all_nodes():
+        table, ids = constant_tensor(node_input(node, 0)) if _takes_rows(node) else None, node_input(node, 1)
+        if table is None or table.dtype not in _FLOAT_TYPES or len(table.shape) != 2 or ids is None:
+            continue
+        rows, width = table.shape.numpy()
+        if rows < _LEAST_ROWS or width < _LEAST_WIDTH:
+            continue
+        assert node.inputs[0] is not None
+        key = constant_key(node.inputs[0])
+        found.setdefault(key, Embedding([], rows, width)).lookups.append(Lookup(node, _rank(node, ids)))
+        if _are_of_words(ids, graph):
+            of_words.add(key)
+    return [embedding for key, embedding in found.items() if key in of_words]
 
 
-def _embedding(node: ir.Node) -> Embedding | None:
+def _takes_rows(node: ir.Node) -> bool:
     axis = node.attributes.get("axis")
-    if (
-        node.op_type != "Gather"
-        or node.domain not in DEFAULT_DOMAINS
-        or (axis is not None and axis.value not in (0, -2))
-    ):
-        return None
-    table, ids = constant_tensor(node_input(node, 0)), node_input(node, 1)
-    if table is None or table.dtype not in _FLOAT_TYPES or len(table.shape) != 2 or ids is None:
-        return None
-    rows, width = table.shape.numpy()
+    return node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and (axis is None or axis.value in (0, -2))
+
+
+def _are_of_words(ids: ir.Value, graph: ir.Graph) -> bool:
     source = ids
     for maker in makers(ids, _AS_THEY_ARE):
         if maker.op_type in _AS_THEY_ARE:
             source = node_input(maker, 0) or source
     name = (source.name or "").lower()
-    if not source.is_graph_input() or any(word in name for word in _POSITIONS):
-        return None
-    if rows < _LEAST_ROWS or width < _LEAST_WIDTH or source.shape is None or source.dtype not in _ID_TYPES:
-        return None
-    return Embedding(node, source, rows, width, len(source.shape))
+    of_others = any(word in name for word in _POSITIONS)
+    return source in graph.inputs and not of_others and source.dtype in _ID_TYPES
+
+
+def _rank(node: ir.Node, ids: ir.Value) -> int | None:
+    """Of the ids, by themselves or by the rows that they ask for."""
+    if ids.shape is not None:
+        return len(ids.shape)
+    shape = node.outputs[0].shape
+    return None if shape is None else len(shape) - 1

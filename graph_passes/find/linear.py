@@ -23,6 +23,8 @@ from .constants import (
     stored_bytes,
     why_not_computed,
 )
+from .fused_attention import count_int8_layers
+from .fused_forms import why_left
 from .quantized_forms import stores_int8, why_not
 from .quantized_weight import QuantizedWeight, dequantized_tensor
 from .stored_int4 import (
@@ -46,16 +48,17 @@ from .stored_int8 import (
     read_int8,
     stored_inputs,
 )
+from .weight_only import read_matmul_nbits_int8, read_weight_only
 
 # Operators outside of the standard that hold the weights of linear layers, with what to do about it.
 _OTHER_LINEAR_OPS = {
-    "Attention": "its QKV weights are inside of a fused operator; optimize the model before this fusion",
-    "QAttention": "its QKV weights are int8 inside of a fused operator; optimize the model before this fusion",
+    "Attention": "its QKV weights are inside of a fused operator; pass normalize is needed before",
+    "QAttention": "its QKV weights are int8 inside of a fused operator; pass normalize is needed before",
     "LongformerAttention": "its QKV weights are inside of a fused operator",
     "DecoderAttention": "its QKV weights are inside of a fused operator",
-    "FusedMatMul": "a fused MatMul with scaling or transposes; optimize the model before this fusion",
-    "FusedGemm": "a Gemm fused with its activation; optimize the model before this fusion",
-    "GemmFastGelu": "a Gemm fused with its activation; optimize the model before this fusion",
+    "FusedMatMul": "a fused MatMul with scaling or transposes; pass normalize is needed before",
+    "FusedGemm": "a Gemm fused with its activation; pass normalize is needed before",
+    "GemmFastGelu": "a Gemm fused with its activation, which ONNX Runtime cannot run on CPUs",
     MATMUL_NBITS: "its weight is already quantized",
     "MatMulBnb4": "its weight is already quantized",
     "MatMulFpQ4": "its weight is already quantized",
@@ -108,8 +111,9 @@ class Linear:
     def weight(self) -> ir.TensorProtocol:
         """The weight as a MatMul or Gemm consumes it: [k, n], or [n, k] if transposed."""
         if is_matmul_nbits(self.node):
-            assert isinstance(self.int4, StoredInt4)
-            return dequantized_tensor(self.int4, self.transposed, self.dtype)
+            stored = self.int8 if self.int4 is None else self.int4
+            assert isinstance(stored, QuantizedWeight)
+            return dequantized_tensor(stored, self.transposed, self.dtype)
         if stored_inputs(self.node) is not None:
             numbers = read_int8(self.node)
             assert isinstance(numbers, Int8Numbers)
@@ -134,8 +138,9 @@ class Linear:
     @property
     def stored_type(self) -> str:
         """The element type in the file, which a Cast or DequantizeLinear may hide."""
-        if isinstance(self.int4, StoredInt4):
-            return f"int4, groups of {self.int4.group_size}"
+        for bits, stored in ((4, self.int4), (8, self.int8)):
+            if isinstance(stored, QuantizedWeight) and stored.group_size is not None:
+                return f"int{bits}, groups of {stored.group_size}"
         value = self.weight_value
         while (node := value.producer()) is not None and node.inputs and node.inputs[0] is not None:
             value = node.inputs[0]
@@ -220,8 +225,8 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
             found.append(_match_nbits(node))
         elif stored_inputs(node) is not None and _holds_matrix(node):
             found.append(_match_int8(node))
-        elif node.op_type in _OTHER_LINEAR_OPS and _holds_matrix(node):
-            reason = why_not(node) or _OTHER_LINEAR_OPS[node.op_type]
+        elif node.op_type in _OTHER_LINEAR_OPS and (_holds_matrix(node) or why_left(node)):
+            reason = why_not(node) or why_left(node) or _OTHER_LINEAR_OPS[node.op_type]
             found.append(NotLinear(node, f"{op_name(node)}: {reason}"))
     return found
 
@@ -229,7 +234,7 @@ def find_linears(model: ir.Model) -> list[Linear | NotLinear]:
 def count_stored(model: ir.Model) -> int:
     """The layers that store weights of 4 or 8 bits which can be taken over as they are."""
     layers = sum(isinstance(one.int4, StoredInt4) or isinstance(one.int8, StoredInt8) for one in linears_in(model))
-    return layers + sum(stores_int8(node) for node in model.graph.all_nodes())
+    return layers + sum(stores_int8(node) for node in model.graph.all_nodes()) + count_int8_layers(model)
 
 
 def linears_in(model: ir.Model) -> Iterator[Linear]:
@@ -265,33 +270,42 @@ def _match(node: ir.Node) -> Linear | NotLinear:
     int4, int8 = read_dequantized(weight_value, transposed), read_dequantized_int8(weight_value, transposed)
     if isinstance(int8, Malformed):
         return NotLinear(node, int8.reason)
+    if int4 is None and not isinstance(int8, StoredInt8):
+        wider = read_weight_only(weight_value, transposed)
+        if isinstance(wider, StoredInt4):
+            int4 = wider
+        elif wider is not None:
+            int8 = wider
     return Linear(
         node, add, x, weight_value, transposed, bias_value, k, n, weight.dtype, int4, int8, fixed_range(x)
     )  # fmt: skip
 
 
 def _match_nbits(node: ir.Node) -> Linear | NotLinear:
-    int4 = read_matmul_nbits(node)
-    if isinstance(int4, str):
-        return NotLinear(node, f"{op_name(node)}: {int4}")
+    bits = node.attributes.get("bits")
+    int8 = read_matmul_nbits_int8(node) if bits is not None and bits.value == 8 else None
+    int4 = read_matmul_nbits(node) if int8 is None else None
+    stored = int4 if int8 is None else int8
+    if not isinstance(stored, QuantizedWeight):
+        return NotLinear(node, f"{op_name(node)}: {stored}")
     x, weight_value, scales = node.inputs[0], node.inputs[1], constant_tensor(node.inputs[2])
     assert weight_value is not None and scales is not None  # read_matmul_nbits has seen them
     if x is None:
         return NotLinear(node, _MISSING)
     if constant_tensor(x) is not None:
         return NotLinear(node, "both inputs are constant")
-    k, n = int4.q.shape.numpy()
+    k, n = stored.q.shape.numpy()
     bias_value = node.inputs[BIAS_INPUT] if len(node.inputs) > BIAS_INPUT else None
     if bias_value is None:
         add, bias_value = _bias_add(node, scales.dtype, n)
-        return Linear(node, add, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
+        return Linear(node, add, x, weight_value, False, bias_value, k, n, scales.dtype, int4, int8)
     bias = constant_tensor(bias_value)
     if bias is None:
         return NotLinear(node, f"bias {bias_value.name!r} is computed at run time")
     if list(bias.shape) != [n] or bias.dtype != scales.dtype:
         found = f"{bias.dtype.name} {list(bias.shape.numpy())}"
         return NotLinear(node, f"bias {bias_value.name!r} is {found}, expected {scales.dtype.name} [{n}]")
-    return Linear(node, None, x, weight_value, False, bias_value, k, n, scales.dtype, int4)
+    return Linear(node, None, x, weight_value, False, bias_value, k, n, scales.dtype, int4, int8)
 
 
 def _match_int8(node: ir.Node) -> Linear | NotLinear:
@@ -328,6 +342,8 @@ def _why_not_constant(node: ir.Node, weight_value: ir.Value) -> str:
         return f"weight {weight_value.name!r} is made by {made}; export the model with the weight as it is"
     first = constant_tensor(node.inputs[0])
     if first is not None and len(first.shape) >= 2:
+        if first.shape[-1] == 1:
+            return "it is an outer product, as of rotary angles: nothing is summed up"
         return "the constant weight is the first input (W x, not x W)"
     return "the second input is computed at run time (attention scores, or another product of activations)"
 

@@ -27,7 +27,7 @@ class QuantizedWeight(Quantization):
 
     q: ir.TensorProtocol  # int8 [k, n], also for 4 bits (-8 … 7); not symmetric: uint8, 0 … 15
     scales: ir.TensorProtocol  # float32 or, of a model that stores such, float16 [groups, n]
-    # uint8 [groups, n], 0 … 15, of fractions 0 … 255; symmetric, or with minimums: None
+    # uint8 [groups, n], 0 … 15, of fractions 0 … 255; 8 bits: int8 [1, n]; symmetric, or with minimums: None
     zero_points: ir.TensorProtocol | None = None
     minimums: ir.TensorProtocol | None = None  # float32 [groups, n]
 

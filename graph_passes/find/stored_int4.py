@@ -31,8 +31,8 @@ BIAS_INPUT = 5
 _GROUP_SIZES = (128, 64, 32)  # that W4A8MatMul has, best first
 _LARGEST_SIDE = 1 << 28  # as kMaxDimension in ops/formats
 _MIDDLE = 8  # the zero point where there are no zero points
-_SCALE_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_INT4_TYPES = (ir.DataType.INT4, ir.DataType.UINT4)
+SCALE_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+INT4_TYPES = (ir.DataType.INT4, ir.DataType.UINT4)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read_dequantized(value: ir.Value, transposed: bool) -> StoredInt4 | str | No
     if node is None or node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS:
         return None
     codes = constant_tensor(node_input(node, 0))
-    if codes is None or codes.dtype not in _INT4_TYPES or len(codes.shape) != 2:
+    if codes is None or codes.dtype not in INT4_TYPES or len(codes.shape) != 2:
         return None
     try:
         return _dequantized(node, codes, transposed)
@@ -100,16 +100,16 @@ def _matmul_nbits(node: ir.Node) -> StoredInt4:
     """
     k, n, block_size = (whole_number(node, name) for name in ("K", "N", "block_size"))
     bits = whole_number(node, "bits", 4)
-    expect(bits == 4, f"its weight is stored in {bits} bits, expected 4")
+    expect(bits == 4, f"its weight is stored in {bits} bits, expected 4 or 8")
     expect(whole_number(node, "weight_prepacked", 0) == 0, "its weight is packed for another device (weight_prepacked)")
-    _check_size(k, n)
+    check_size(k, n)
     expect(block_size > 0 and block_size % 2 == 0, f"its block_size is {block_size}, expected a multiple of 32")
     blocks = -(-k // block_size)
     packed = constant_input(node, 1, "B", (ir.DataType.UINT8,), (n, blocks, block_size // 2))
-    scales = constant_input(node, 2, "scales", _SCALE_TYPES, (n, blocks), (n * blocks,))
+    scales = constant_input(node, 2, "scales", SCALE_TYPES, (n, blocks), (n * blocks,))
     if node_input(node, 4) is not None:
-        _check_order(node, k, blocks, block_size)
-    group_size = _group_size(k, block_size)
+        check_order(node, k, blocks, block_size)
+    group_size = group_size_of(k, block_size)
     spread = partial(_spread, blocks=blocks, block_size=block_size, group_size=group_size, k=k)
 
     def numbers() -> np.ndarray:
@@ -167,7 +167,7 @@ def _are_whole(zero_points: ir.TensorProtocol) -> bool:
     return bool(((array == np.rint(array)) & (array >= 0) & (array <= 15)).all())
 
 
-def _check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
+def check_order(node: ir.Node, k: int, blocks: int, block_size: int) -> None:
     """Inputs may be in groups by g_idx only where that says what no g_idx says."""
     order = constant_input(node, 4, "g_idx", (ir.DataType.INT32,), (k,), (blocks * block_size,))
     expect(
@@ -181,7 +181,7 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
     """Numbers [k, n], or [n, k] if transposed; scales, and zero points like them: one, one a column, or blocks of k."""
     shape = tuple(codes.shape.numpy())
     k, n = shape[::-1] if transposed else shape
-    _check_size(k, n)
+    check_size(k, n)
     axis, block_size = whole_number(node, "axis", 1), whole_number(node, "block_size", 0)
     expect(-2 <= axis < 2, f"axis of its DequantizeLinear is {axis}, expected 0 or 1")
     along_inputs = axis % 2 == int(transposed)
@@ -194,13 +194,13 @@ def _dequantized(node: ir.Node, codes: ir.TensorProtocol, transposed: bool) -> S
     else:
         blocks, block_size = 1, k
         shapes = [(), (1,)] if along_inputs else [(), (1,), (n,)]
-    scales = constant_input(node, 1, "scales", _SCALE_TYPES, *shapes)
+    scales = constant_input(node, 1, "scales", SCALE_TYPES, *shapes)
     made = whole_number(node, "output_dtype", 0)
     expect(made in (0, scales.dtype.value), "its DequantizeLinear makes another type than that of its scales")
     zero_points = None
     if node_input(node, 2) is not None:
         zero_points = constant_input(node, 2, "zero_points", (codes.dtype,), tuple(scales.shape.numpy()))
-    group_size = _group_size(k, block_size)
+    group_size = group_size_of(k, block_size)
 
     def spread(array: np.ndarray) -> np.ndarray:
         rows = np.broadcast_to(array, (1, n)) if array.ndim < 2 else array.T if transposed else array
@@ -259,7 +259,7 @@ def _scale_array(tensor: ir.TensorProtocol) -> np.ndarray:
     return array if tensor.dtype == ir.DataType.FLOAT16 else float_array(tensor)
 
 
-def _group_size(k: int, block_size: int) -> int:
+def group_size_of(k: int, block_size: int) -> int:
     """The group of W4A8MatMul that is the block, or the largest of which none lies in two blocks."""
     if block_size in _GROUP_SIZES:
         return block_size
@@ -277,6 +277,6 @@ def _spread(rows: np.ndarray, blocks: int, block_size: int, group_size: int, k: 
     return rows if (blocks, block_size) == (groups, group_size) else rows[np.arange(groups) * group_size // block_size]
 
 
-def _check_size(k: int, n: int) -> None:
+def check_size(k: int, n: int) -> None:
     expect(k > 0 and 0 < n <= _LARGEST_SIDE, f"its weight is {k} x {n}, expected 1 or more inputs and outputs")
     expect(k <= MAX_INPUTS, f"it has {k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow")

@@ -5,8 +5,9 @@ Weights lie in com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, a
 
     W = scale (q - zero_point), q [k, n] int8 or uint8, one scale and zero point, or one a column
 
-Where all q - zero_point lie in -128 … 127, they are taken over number by number, as int8 without zero points. Of what
-does not fit, a reason tells why. A model is untrusted: see node_checks.py.
+They are taken over number by number: where all q - zero_point lie in -128 … 127, as int8 without zero points, else as
+int8 with zero points (uint8 less 128). Of what does not fit, a reason tells why. A model is untrusted: see
+node_checks.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, m
 from .quantized_weight import MAX_INPUTS, QuantizedWeight
 
 INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
+ZERO_POINTS = {ir.DataType.INT8: (-128, 127), ir.DataType.UINT8: (0, 255)}  # the least and the most, by type of numbers
 FLOAT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 DYNAMIC_QUANTIZE_MATMUL = "DynamicQuantizeMatMul"
 MATMUL_INTEGER_TO_FLOAT = "MatMulIntegerToFloat"
@@ -31,6 +33,8 @@ MATMUL_INTEGER_TO_FLOAT = "MatMulIntegerToFloat"
 _MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 _MIDDLE = 128  # int8 numbers and zero points plus this are uint8 ones
 _CHUNK = 1 << 22
+# As kMostInputsWithWeightZeroPoints in ops/matmul/bitmap_weight.h.
+_MOST_INPUTS_WITH_ZERO_POINTS = 1 << 15
 _LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times a number stays finite
 
 
@@ -46,7 +50,7 @@ class Int8Numbers:
     codes: ir.TensorProtocol  # int8 or uint8 [k, n], or [n, k] if transposed
     transposed: bool
     scales: np.ndarray  # float32 [n], above 0
-    zero_points: np.ndarray  # int16 [n]
+    zero_points: np.ndarray  # int16 [n], in the range of the codes' type
 
     @property
     def k(self) -> int:
@@ -72,27 +76,41 @@ class Int8Numbers:
         return lazy(compute, dtype, ir.Shape([self.k, self.n]))
 
     def stored(self) -> StoredInt8 | str:
-        """The same numbers as int8 without zero points, or why there are none."""
+        """The same numbers as int8, or why there are none: without zero points if that can be."""
         if self.k > MAX_INPUTS:
             return f"it has {self.k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
+        least, most = ZERO_POINTS[self.codes.dtype]
+        assert self.zero_points.min() >= least and self.zero_points.max() <= most
         low, high = self._range()
-        if low < -_MIDDLE or high >= _MIDDLE:
+        symmetric = low >= -_MIDDLE and high < _MIDDLE
+        if not symmetric and self.k > _MOST_INPUTS_WITH_ZERO_POINTS:
             return (
-                f"its numbers less their zero points go from {low} to {high}, expected -128 to 127; quantize with "
-                "symmetric int8 weights to have them taken over as they are"
+                f"its numbers less their zero points go from {low} to {high}, expected -128 to 127 for its {self.k} "
+                "inputs; quantize with symmetric int8 weights to have them taken over as they are"
             )
-
-        def q() -> np.ndarray:
-            return self.centred().astype(np.int8)
-
         shape, name = ir.Shape([self.k, self.n]), self.codes.name
         scales = ir.Tensor(self.scales.reshape(1, -1))
-        return StoredInt8(8, None, lazy(q, ir.DataType.INT8, shape, name), scales)
+        if symmetric:
+            return StoredInt8(
+                8, None, lazy(lambda: self.centred().astype(np.int8), ir.DataType.INT8, shape, name), scales
+            )
+        zero_points = ir.Tensor((self.zero_points - self._middle).astype(np.int8).reshape(1, -1))
+        return StoredInt8(8, None, lazy(self._int8, ir.DataType.INT8, shape, name), scales, zero_points)
+
+    @property
+    def _middle(self) -> int:
+        return _MIDDLE if self.codes.dtype == ir.DataType.UINT8 else 0
+
+    def _int8(self) -> np.ndarray:
+        """The codes less 128 if they are uint8, [k, n]."""
+        codes = self.codes.numpy()
+        if self._middle:
+            codes = (codes ^ np.uint8(_MIDDLE)).view(np.int8)
+        return codes.T if self.transposed else codes
 
     def _range(self) -> tuple[int, int]:
         """The lowest and the highest of codes - zero_points; where any code would do, of what codes there may be."""
-        zero = _MIDDLE if self.codes.dtype == ir.DataType.UINT8 else 0
-        if (self.zero_points == zero).all():
+        if (self.zero_points == self._middle).all():
             return -_MIDDLE, _MIDDLE - 1
         codes, low, high = self.codes.numpy(), 0, 0
         axis = 0 if self.transposed else 1  # of the outputs

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from .dimensions import Dim, Dimensions, Element, Shape, permutation
+from .dimensions import Dimensions, permutation
+from .sums import Dim, Element, Product, Shape
 
 REPEATED = -1
 
@@ -53,6 +54,11 @@ class View:
         """[batch, rows, width] as [batch, rows, heads, head_dim], if that is its width."""
         dims = [axis[0].dim for axis in self.axes[:2]]
         return self if self._reshape([*dims, heads, head_dim]) and len(self.axes) == 4 else None
+
+    def sequences_apart(self) -> None:
+        """[batch x heads, rows, width] as [batch, heads, rows, width]."""
+        if len(self.axes) == 3 and len(self.axes[0]) == 2:
+            self.axes[:1] = [[atom] for atom in self.axes[0]]
 
     def permuted(self, *axes: int) -> View:
         self.axes = [self.axes[axis] for axis in axes]
@@ -101,6 +107,10 @@ class View:
         for index, (axis, dim) in enumerate(zip(self.axes, wanted, strict=True)):
             if dim == 1 or (len(axis) == 1 and axis[0].dim == dim) or (dim is not None and self.dim(index) == dim):
                 continue
+            if len(axis) == 1 and self.dim(index) is None and dim is not None and not isinstance(dim, int):
+                # Of different names the graph itself says that they are of the same.
+                self.axes[index] = [Atom(dim, axis[0].source, axis[0].stride)]
+                continue
             if self.dim(index) != 1 or not isinstance(dim, int):
                 return False
             self.axes[index] = [Atom(dim, REPEATED, 0)]
@@ -123,6 +133,12 @@ class View:
 
 def _take(atoms: list[Atom], dim: Dim | None, end: int) -> list[Atom] | None:
     """Takes atoms that make up `dim` away from one end of the list, 0 or -1; None if they do not."""
+    if isinstance(dim, Product) and atoms and atoms[end].dim != dim:
+        nearest, other = (dim.times, dim.dim) if end else (dim.dim, dim.times)
+        first, second = _take(atoms, nearest, end), _take(atoms, other, end)
+        if first is None or second is None:
+            return None
+        return second + first if end else first + second
     if not isinstance(dim, int):
         return [atoms.pop(end)] if atoms and atoms[end].dim == dim else None
     if dim == 1:

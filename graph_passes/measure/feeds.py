@@ -15,6 +15,7 @@ from ortolan.errors import CalibrationError, listing
 
 from ..find.constants import constant_tensor
 from ..find.dimensions import head_size
+from .media_inputs import picture_shape, samples_per_step
 
 Feeds = dict[str, np.ndarray]
 Outputs = list[np.ndarray | None]  # of one run; None: not a tensor of numbers, which is not compared
@@ -175,6 +176,7 @@ def synthetic_feeds(model: ir.Model, sizes: Sizes, seed: int = 0) -> Feeds:
             rows, tokens = value.shape
             batch = rows if isinstance(rows, int) else batch
             sequence = tokens if isinstance(tokens, int) else sequence
+    sequence *= max([samples_per_step(value) for value in inputs], default=1)
     sizes = Sizes(batch, sequence, sizes.past if has_past else 0)
     return {value.name or "": _make_up(value, sizes, rng, has_past) for value in inputs}
 
@@ -189,8 +191,13 @@ def _make_up(value: ir.Value, sizes: Sizes, rng: np.random.Generator, has_past: 
     shape = [_dimension(size, axis, name, sizes) for axis, size in enumerate(value.shape)]
     if len(shape) == 4 and not isinstance(value.shape[3], int):
         shape[3] = head_size(value) or shape[3]
+    picture = picture_shape(value)
+    if picture is not None:
+        given = zip(value.shape, (shape[0], *picture), strict=True)
+        shape = [size if isinstance(size, int) else found for size, found in given]
     dtype = value.dtype.numpy()
-    if "attention_mask" in name and len(shape) == 2 and has_past and not isinstance(value.shape[1], int):
+    counts_past = "attention_mask" in name and not name.startswith("encoder") and has_past
+    if counts_past and len(shape) == 2 and not isinstance(value.shape[1], int):
         shape[1] = sizes.past + sizes.sequence
     if value.dtype is ir.DataType.BOOL:
         return np.ones(shape, bool)

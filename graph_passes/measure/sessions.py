@@ -9,6 +9,7 @@ slower, so sessions that judge ask, and those that are timed do not.
 from __future__ import annotations
 
 import functools
+import mmap
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -56,20 +57,59 @@ def open_quietly(
         return open_session(content, options, data_folder=folder)
 
     if int8_products_saturate():
-        # Exact sums make ONNX Runtime fail on tensors of two layers, and on int8 inputs. If a model is wrong in itself,
-        # opening it without them says so.
+        # Exact sums make ONNX Runtime fail on tensors of two layers, on blocks without zero points, and on int8 inputs.
+        # If a model is wrong in itself, opening it without them says so.
         with suppress(Exception):
-            return opened(model, exact=True)
-        with suppress(Exception):
-            return opened(_with_own_int8_tensors(model), exact=True)
+            exact = _with_zero_points_of_blocks(model)
+            with suppress(Exception):
+                return opened(exact, exact=True)
+            return opened(_with_own_int8_tensors(exact), exact=True)
     return opened(model, exact=False)
+
+
+def _read(model: Path | bytes) -> Any:
+    import onnx
+
+    return onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model, load_external_data=False)
+
+
+def _mentions(model: Path | bytes, text: bytes) -> bool:
+    """Whether the text is in the file: to read all of a model as a graph takes longer."""
+    if isinstance(model, bytes):
+        return text in model
+    with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(text) >= 0
+
+
+def _with_zero_points_of_blocks(model: Path | bytes) -> Path | bytes:
+    """The model, with zero points of 0 for int8 tensors whose blocks have none: ONNX Runtime makes uint8 ones, with one
+    zero point for all blocks, which it refuses when it runs."""
+    import onnx
+
+    if not _mentions(model, b"block_size"):
+        return model
+    proto = _read(model)
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    changed = False
+    for node in proto.graph.node:
+        has_blocks = any(one.name == "block_size" and one.i for one in node.attribute)
+        if node.op_type != "DequantizeLinear" or not has_blocks or len(node.input) != 2:
+            continue
+        q, scales = (tensors.get(name) for name in node.input)
+        if q is not None and scales is not None and q.data_type == onnx.TensorProto.INT8:
+            zeros = np.zeros(scales.dims, np.int8)
+            name = f"{node.input[0]}/{node.output[0]}/zero_points"
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(zeros, name))
+            node.input.append(name)
+            changed = True
+    return to_bytes(proto) if changed else model
 
 
 def _with_own_int8_tensors(model: Path | bytes) -> bytes:
     """The model with a copy of each int8 tensor for each use: ONNX Runtime makes uint8 ones, each under a name."""
     import onnx
 
-    proto = onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(model, load_external_data=False)
+    proto = _read(model)
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.data_type == onnx.TensorProto.INT8}
     taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
     used: set[str] = set()

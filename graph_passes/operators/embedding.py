@@ -1,108 +1,184 @@
-"""Rows of a table of words, stored in 8 bits, by standard operators: no op of our own is needed for so little work.
+"""Rows of a table of words, stored in few bits, by standard operators: no op of our own is needed for so little work.
 
-A table [rows, width] lies either as it is, in groups of a row's numbers that share a scale,
+A table [rows, width] lies as it is, its rows in 8 bits with a scale each,
+
+    q  int8 [rows, width],   scales  float32 [rows, 1]                     row(i) = q[i] scales[i]
+
+or in groups of a row's numbers, in 8 bits,
 
     q  int8 [rows, groups, group_size],   scales  [rows, groups, 1]        row(i) = q[i] scales[i]
 
-or it is the weight [width, rows] of a W8A8MatMul, that of the head which is tied to it, and is read there: nothing is
-stored twice, and nothing unpacked but the rows that are asked for (the layout: ops/formats/int8_group.h),
+or in 4, a byte's low bits in the first half of a group, its high bits in the second; zero points count sixteenths,
+
+    q  uint8 [rows, groups, group_size / 2],   scales, zero_points  [rows, groups, 1]
+    row(i) = (low(q[i]), high(q[i]) - zero_points[i] / 16) scales[i]
+
+Or it is the weight [width, rows] of the head that is tied to it, and is read there: nothing is stored twice, and
+nothing unpacked but the rows that are asked for. In W8A8MatMul (the layout: ops/formats/int8_group.h),
 
     weights  int8 [panels, quads, 16, 4],   scales  [panels, groups, 16]
     row(i) = weights[i / 16, :, i % 16, :] scales[i / 16, 4 quad / group_size, i % 16]
+
+in the dense storage of SparseAMXMatMul (ops/formats/bitmap.h), with d = 2 for bf16 and 4 for int8,
+
+    values  bf16 or int8 [panels, padded width / d, 16, d], flat,   scales of int8  [panels, 1, 16]
+    row(i) = values[i / 16, :, i % 16, :] scales[i / 16, 0, i % 16]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from ..find.constants import remove_unused
+from ..find.embedding import Embedding
+from ..weights.quantizers.grid import FRACTION_STEPS
 from .function_body import PANEL_COLUMNS
 from .nodes import new_initializer
 
 _QUAD = 4  # inputs of a column that lie together
 _NEVER = np.iinfo(np.int64).max  # as a divisor: of every id the quotient is 0, and the rest the id
+NewName = Callable[[str], str]
+
+
+@dataclass
+class _Reader:
+    """Nodes that give rows of the table for ids. rank: of the ids, where it is known."""
+
+    name: str
+    ids: ir.Value
+    rank: int | None
+    nodes: list[ir.Node]  # in order; the last one gives the rows
 
 
 @dataclass
 class StoredEmbedding:
-    """A table in 8 bits, and the nodes that read it by ids of `rank` dimensions; dtype: of the rows."""
+    """A table in few bits, and the nodes that read it; dtype: of the rows. group_size: None: a scale a row."""
 
     name: str
-    ids: ir.Value
     rows: int
     width: int
-    group_size: int
-    rank: int
+    bits: int
+    group_size: int | None
     dtype: ir.DataType
     q: ir.Value
     scales: ir.Value
-    nodes: list[ir.Node]  # in order; the last one gives the rows
+    zero_points: ir.Value | None  # of 4 bits
+    as_bf16: bytes  # a digest of the table, rounded to bf16
+    readers: list[_Reader] = field(default_factory=list)
 
-    def read_rows(self, new_name: Callable[[str], str]) -> None:
-        """Puts nodes that read the table as it lies in the place of those that were."""
-        write = self._writer(new_name)
-        q = write.op("Cast", write.op("Gather", self.q, self.ids), to=ir.DataType.FLOAT)
-        scales = write.as_float(write.op("Gather", self.scales, self.ids), self.scales)
-        padded = -(-self.width // self.group_size) * self.group_size
-        self._put(write, write.op("Mul", q, scales), padded)
+    def read_rows(self, graph: ir.Graph, embedding: Embedding, new_name: NewName) -> None:
+        """Puts nodes that read the table as it lies in the place of the model's own. graph: the main one."""
+        for lookup in embedding.lookups:
+            reader = _Reader(lookup.name, lookup.ids, lookup.rank, [lookup.node])
+            self.readers.append(reader)
+            write = _Writer(graph, reader.name, new_name)
+            q = write.op("Gather", self.q, reader.ids)
+            q = self._four_bits(write, q, reader) if self.bits == 4 else write.op("Cast", q, to=ir.DataType.FLOAT)
+            scales = write.as_float(write.op("Gather", self.scales, reader.ids), self.scales)
+            rows, padded = write.op("Mul", q, scales), self.width
+            if self.group_size is not None:
+                padded = -(-self.width // self.group_size) * self.group_size
+                rows = self._joined(write, rows, reader, padded)
+            self._put(write, reader, rows, padded)
 
-    def read_packed(self, weights: ir.Value, scales: ir.Value, new_name: Callable[[str], str]) -> None:
+    def _four_bits(self, write: _Writer, q: ir.Value, reader: _Reader) -> ir.Value:
+        """Numbers less their zero points, float32, of bytes."""
+        assert self.zero_points is not None
+        four = write.constant(np.array(4, np.uint8))
+        low = write.op("BitShift", write.op("BitShift", q, four, direction="LEFT"), four, direction="RIGHT")
+        high = write.op("BitShift", q, four, direction="RIGHT")
+        q = write.op("Cast", write.op("Concat", low, high, axis=-1), to=ir.DataType.FLOAT)
+        zero = write.op("Cast", write.op("Gather", self.zero_points, reader.ids), to=ir.DataType.FLOAT)
+        return write.op("Sub", q, write.op("Mul", zero, write.constant(np.array(1 / FRACTION_STEPS, np.float32))))
+
+    def read_groups(self, weights: ir.Value, scales: ir.Value, graph: ir.Graph, new_name: NewName) -> None:
         """Puts nodes that read the weight of a W8A8MatMul, which holds the same numbers, in the place of those that
         were; the table's own are no longer needed."""
-        write = self._writer(new_name)
-        ids, quads = self.ids, -(-self.width // _QUAD)
+        assert self.group_size is not None
+        quads = -(-self.width // _QUAD)
+        quad = np.arange(quads)
+        for reader in self.readers:
+            write = _Writer(graph, reader.name, new_name)
+            place = self._places(write, reader)
+            q = write.as_float(write.op("GatherND", weights, _beside(write, place, quad)), weights)
+            middle = quad * _QUAD // self.group_size
+            scale = write.as_float(write.op("GatherND", scales, _beside(write, place, middle)), scales)
+            rows = write.op("Mul", q, write.op("Unsqueeze", scale, write.constant([-1])))
+            self._put(write, reader, self._joined(write, rows, reader, quads * _QUAD), quads * _QUAD)
+        self.q, self.scales = weights, scales
+
+    def read_dense(
+        self, values: ir.Value, scales: ir.Value | None, inputs: int, graph: ir.Graph, new_name: NewName
+    ) -> None:
+        """The same of the dense storage of SparseAMXMatMul. inputs: of a column that lie together."""
+        assert values.shape is not None
+        panel = values.shape.numpy()[0] // -(-self.rows // PANEL_COLUMNS)
+        number = np.arange(self.width)
+        offsets = number // inputs * PANEL_COLUMNS * inputs + number % inputs
+        for reader in self.readers:
+            write = _Writer(graph, reader.name, new_name)
+            place = self._places(write, reader)
+            steps = write.constant(np.array([[panel], [0], [inputs]]))
+            start = write.op("Squeeze", write.op("MatMul", place, steps), write.constant([-1]))
+            rows = write.op("Gather", values, write.op("Add", start, write.constant(offsets)))
+            rows = write.as_float(rows, values)
+            if scales is not None:
+                scale = write.op("GatherND", scales, place)
+                rows = write.op("Mul", rows, write.as_float(scale, scales))
+            self._put(write, reader, rows, self.width)
+        self.q = values
+
+    def _places(self, write: _Writer, reader: _Reader) -> ir.Value:
+        """Of each id panel, 0 and column, [..., 1, 3]. As Gather has it, ids below 0 count from the end."""
+        ids = reader.ids
         if ids.dtype != ir.DataType.INT64:
             ids = write.op("Cast", ids, to=ir.DataType.INT64)
-        # As Gather has it, ids below 0 count from the end.
         from_end = write.op("Add", ids, write.constant(self.rows))
         ids = write.op("Where", write.op("Less", ids, write.constant(0)), from_end, ids)
         ids = write.op("Unsqueeze", ids, write.constant([-2, -1]))
-        # [..., 1, 3]: panel, 0, column; then, by adding 0, quad or group, 0: [..., quads, 3].
         place = write.op("Div", ids, write.constant([PANEL_COLUMNS, _NEVER, 1]))
-        place = write.op("Mod", place, write.constant([_NEVER, _NEVER, PANEL_COLUMNS]))
+        return write.op("Mod", place, write.constant([_NEVER, _NEVER, PANEL_COLUMNS]))
 
-        def rows_of(stored: ir.Value, middle: np.ndarray) -> ir.Value:
-            offsets = np.zeros((quads, 3), np.int64)
-            offsets[:, 1] = middle
-            return write.as_float(write.op("GatherND", stored, write.op("Add", place, write.constant(offsets))), stored)
+    def _joined(self, write: _Writer, rows: ir.Value, reader: _Reader, width: int) -> ir.Value:
+        """[..., width] of [..., a, b]. Of no ids at all a Reshape cannot find out what a -1 stands for."""
+        if reader.rank is not None:
+            return write.op("Reshape", rows, write.constant([0] * reader.rank + [width]))
+        shape = write.op("Concat", write.op("Shape", reader.ids), write.constant([width]), axis=0)
+        return write.op("Reshape", rows, shape)
 
-        quad = np.arange(quads)
-        q, scale = rows_of(weights, quad), rows_of(scales, quad * _QUAD // self.group_size)
-        scale = write.op("Unsqueeze", scale, write.constant([-1]))
-        self._put(write, write.op("Mul", q, scale), quads * _QUAD)
-        self.q, self.scales = weights, scales
-
-    def _writer(self, new_name: Callable[[str], str]) -> _Writer:
-        graph = self.nodes[-1].graph
-        assert graph is not None
-        return _Writer(graph, self.name, new_name)
-
-    def _put(self, write: _Writer, rows: ir.Value, padded: int) -> None:
-        """rows: [..., a, b] with a b = padded."""
-        rows = write.op("Reshape", rows, write.constant([0] * self.rank + [-1]))
+    def _put(self, write: _Writer, reader: _Reader, rows: ir.Value, padded: int) -> None:
+        """rows: [..., padded]."""
         if padded != self.width:
             rows = write.op("Slice", rows, *(write.constant([end]) for end in (0, self.width, -1)))
         if self.dtype != ir.DataType.FLOAT:
             rows = write.op("Cast", rows, to=self.dtype)
-        last = self.nodes[-1]
-        read = [value for node in self.nodes for value in node.inputs if value is not None]
+        last = reader.nodes[-1]
+        assert last.graph is not None
+        read = [value for node in reader.nodes for value in node.inputs if value is not None]
         ir.convenience.replace_nodes_and_values(
-            write.graph, last, self.nodes, write.nodes, [last.outputs[0]], [write.nodes[-1].outputs[0]]
+            last.graph, last, reader.nodes, write.nodes, [last.outputs[0]], [write.nodes[-1].outputs[0]]
         )
         for value in read:
-            if value is not self.ids:
+            if value is not reader.ids:
                 remove_unused(value)
-        self.nodes = write.nodes
+        reader.nodes = write.nodes
+
+
+def _beside(write: _Writer, place: ir.Value, middle: np.ndarray) -> ir.Value:
+    """[..., m, 3] of [..., 1, 3]: the number in the middle, of each of m, is added."""
+    offsets = np.zeros((len(middle), 3), np.int64)
+    offsets[:, 1] = middle
+    return write.op("Add", place, write.constant(offsets))
 
 
 class _Writer:
-    """Makes nodes; whoever asks for them puts them into the graph."""
+    """Makes nodes; whoever asks for them puts them into the graph. Constants go to the main graph."""
 
-    def __init__(self, graph: ir.Graph, name: str, new_name: Callable[[str], str]) -> None:
+    def __init__(self, graph: ir.Graph, name: str, new_name: NewName) -> None:
         self.graph, self._name, self._new_name = graph, name, new_name
         self.nodes: list[ir.Node] = []
 
@@ -117,5 +193,5 @@ class _Writer:
         return value if stored.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=ir.DataType.FLOAT)
 
     def constant(self, numbers: Sequence[int] | int | np.ndarray) -> ir.Value:
-        array = np.array(numbers, np.int64)
+        array = numbers if isinstance(numbers, np.ndarray) else np.array(numbers, np.int64)
         return new_initializer(self.graph, ir.Tensor(array, name=self._new_name(f"{self._name}/constant")))

@@ -59,6 +59,8 @@ def find_packed_qkv(linears: Sequence[Linear], model: ir.Model) -> list[PackedQk
     by_output = {linear.output: linear for linear in linears if linear.dtype == ir.DataType.FLOAT}
     found = []
     for attention in nodes_of(model, OP_TYPE):
+        if len(attention.inputs) > len(INPUTS):  # it has a cache
+            return []
         values = [input_of(attention, INPUTS, name) for name in ("query", "key", "value")]
         layers = [by_output[value] for value in values if value in by_output]
         alone = all(value is not None and len(value.uses()) == 1 and not value.is_graph_output() for value in values)
@@ -91,10 +93,15 @@ def _kind(quantization: Quantization | None) -> tuple[int, int | None, bool, boo
     return (
         quantization.bits,
         quantization.group_size,
-        quantization.symmetric,
+        quantization.symmetric or _may_lack_zero_points(quantization),
         quantization.minimum,
         quantization.zero_point_steps,
     )
+
+
+def _may_lack_zero_points(quantization: Quantization) -> bool:
+    """Whether zero points of 0 are the same as none."""
+    return quantization.bits == 8 and not quantization.minimum
 
 
 def join_weights(weights: Sequence[LayerWeight], spill: TensorSpill, name: str) -> LayerWeight:
@@ -108,9 +115,14 @@ def join_weights(weights: Sequence[LayerWeight], spill: TensorSpill, name: str) 
 def _join_quantized(parts: Sequence[QuantizedWeight], spill: TensorSpill, name: str) -> QuantizedWeight:
     def joined(attribute: str) -> ir.ExternalTensor | None:
         tensors = [getattr(part, attribute) for part in parts]
-        if None in tensors:
+        if all(tensor is None for tensor in tensors):
             return None
-        array = join_columns([tensor.numpy() for tensor in tensors])
+        array = join_columns(
+            [
+                np.zeros(part.scales.shape.numpy(), np.int8) if tensor is None else tensor.numpy()
+                for part, tensor in zip(parts, tensors, strict=True)
+            ]
+        )
         return spill.add(f"{name}.{attribute}", array, ir.DataType.from_numpy(array.dtype))
 
     q, scales = joined("q"), joined("scales")

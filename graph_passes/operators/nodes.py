@@ -13,6 +13,25 @@ from ..names import MINIMUM_IR_VERSION, ORTOLAN_DOMAIN
 UNPACK_ONCE_LIMIT = 32 * 1024**2
 
 
+class NewNames:
+    """Names that no value of a model has, subgraphs included, and none that was given before."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._taken: set[str] = set()
+        for graph in model.graphs():
+            self._taken.update(graph.initializers)
+            self._taken.update(value.name or "" for value in graph.inputs)
+        for node in model.graph.all_nodes():
+            self._taken.update(value.name or "" for value in node.outputs)
+
+    def __call__(self, wanted: str) -> str:
+        name, number = wanted, 1
+        while name in self._taken:
+            name, number = f"{wanted}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
 def declare_operators(model: ir.Model) -> None:
     """Makes the model one that may hold our operators."""
     model.opset_imports[ORTOLAN_DOMAIN] = 1

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ..names import ORTOLAN_DOMAIN
 from .function_body import FunctionBody
+from .nodes import input_of
 
 OP_TYPE = "NoMADAttention"
 INPUTS = ("query", "mask", "key", "value")
@@ -38,19 +39,29 @@ class Uses:
     grouped: bool = False  # some have fewer heads of keys and values than of queries
     causal: bool = False  # some are
     zero_hidden_rows: bool = False  # some have that
+    by_heads: frozenset[str] = frozenset()  # query, key, value: those that some have as [B, heads, S, D]
+    by_rows: frozenset[str] = frozenset(INPUTS)  # and those that some have as [B, S, heads D]
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
     def some(name: str) -> bool:
         return any(node.attributes[name].as_int() == 1 for node in nodes)
 
+    def given(by_heads: bool) -> frozenset[str]:
+        inputs = ((name, input_of(node, INPUTS, name)) for node in nodes for name in INPUTS if name != "mask")
+        ranks = ((name, 3 if x.shape is None else len(x.shape)) for name, x in inputs if x is not None)
+        return frozenset(name for name, rank in ranks if (rank == 4) == by_heads)
+
     heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
+    by_heads = given(by_heads=True)
     return Uses(
         packed=all(len(node.inputs) <= INPUTS.index("key") for node in nodes),
         mask=any(len(node.inputs) > INPUTS.index("mask") for node in nodes),
         grouped=any(kv_heads not in (0, count) for count, kv_heads in heads),
         causal=some("causal"),
         zero_hidden_rows=some("zero_hidden_rows"),
+        by_heads=by_heads,
+        by_rows=given(by_heads=False) | (set(INPUTS) - by_heads),
     )
 
 
@@ -93,11 +104,11 @@ class _Attention:
         if uses.grouped:
             given = body.attribute("kv_num_heads")
             self._kv_heads = body.op("Where", body.op("Equal", given, body.integer(0)), self._heads, given)
-        width = self._size(inputs["query"], 2)
         all_heads = self._heads
         if uses.packed:
             all_heads = body.op("Add", self._heads, body.op("Mul", self._kv_heads, body.integer(2)))
-        self._head_dim = body.op("Div", width, all_heads)
+        width = self._size(inputs["query"], -1)
+        self._head_dim = self._by_layout("query", body.op("Div", width, all_heads), width)
 
     def output(self) -> ir.Value:
         body, op = self._body, self._body.op
@@ -121,8 +132,8 @@ class _Attention:
             y = op("Reshape", y, body.shape(0, self._heads, queries, self._head_dim))
         width = op("Mul", self._heads, self._head_dim)
         # As zeros, the first dimensions would make ONNX Runtime put -1 for the width, which fails where they are 0.
-        rows = op("Slice", op("Shape", self._inputs["query"]), body.ints(0), body.ints(2))
-        y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), op("Concat", rows, body.vector(width), axis=0))
+        batch, rows = (self._size(self._inputs["query"], axis) for axis in (0, -2))
+        y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), body.shape(batch, rows, width))
         y.name = "Y"
         return y
 
@@ -141,11 +152,38 @@ class _Attention:
             bounds = ((begin, middle), (middle, last), (last, end))
             values = [op("Slice", query, start, stop, axis) for start, stop in bounds]
         return [
-            self._by_heads(value, count, is_query)
-            for value, count, is_query in zip(values, heads, (True, False, False), strict=True)
+            self._split(self._by_rows(name, value, count), count, name == "query")
+            for name, value, count in zip(("query", "key", "value"), values, heads, strict=True)
         ]
 
-    def _by_heads(self, x: ir.Value, heads: ir.Value, is_query: bool) -> ir.Value:
+    def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
+        """A number that depends on whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        if name not in self._uses.by_heads:
+            return by_rows
+        if name not in self._uses.by_rows:
+            return by_heads
+        body, op = self._body, self._body.op
+        rank = op("Size", op("Shape", self._inputs[name]))
+        return op("Where", op("Equal", rank, body.integer(4)), by_heads, by_rows)
+
+    def _by_rows(self, name: str, x: ir.Value, heads: ir.Value) -> ir.Value:
+        """[B, S, heads D] as it is, [B, heads, S, D] as [B, S, heads, D]."""
+        body, op, uses = self._body, self._body.op, self._uses
+        if name not in uses.by_heads:
+            return x
+        if name not in uses.by_rows:
+            return op("Transpose", x, perm=[0, 2, 1, 3])
+        # The heads of all rows one by one, in the order where rows come first. (No If: see FunctionBody.)
+        batch, rows = self._size(x, 0), self._size(x, -2)
+        count = op("Mul", rows, heads)
+        flat = op("Reshape", x, body.shape(batch, count, self._head_dim))
+        place = op("Range", body.integer(0), count, body.integer(1))
+        row, head = op("Div", place, heads), op("Mod", place, heads)
+        swapped = op("Add", op("Mul", head, rows), row)
+        flat = op("Gather", flat, self._by_layout(name, place, swapped), axis=1)
+        return op("Reshape", flat, body.shape(batch, rows, heads, self._head_dim))
+
+    def _split(self, x: ir.Value, heads: ir.Value, is_query: bool) -> ir.Value:
         body, op = self._body, self._body.op
         if not self._uses.grouped:
             return op("Transpose", op("Reshape", x, body.shape(0, 0, heads, self._head_dim)), perm=[0, 2, 1, 3])

@@ -39,7 +39,7 @@ _SHORT_CALL = 4  # tokens of a call that reads its own from the cache: ops/nomad
 
 @dataclass(frozen=True)
 class CacheUses:
-    """What the NoMADAttention nodes of a model make use of. All of them have a cache.
+    """What the NoMADAttention nodes of a model make use of. At least one of them has a cache.
 
     All nodes have all inputs up to lengths, and cos and sin if there is rotary or exact keys: a float 0 of shape [1] in
     place of mask, key, value, cos and sin, a float32 [0] in place of codebooks, an int32 [0] in place of lengths.
@@ -49,6 +49,9 @@ class CacheUses:
     int8_values: bool = False
     packed: bool = False  # all hold key and value in query, or none
     by_heads: frozenset[str] = frozenset()  # query, key, value: those that are [B, heads, S, D], of all nodes
+    mixed: frozenset[str] = frozenset()  # and those that are so of some
+    # Some have no cache: a float 0 of shape [1] in place of past_key and past_value. All else is float then.
+    uncached: bool = False
     mask: bool = True  # some have one
     grouped: bool = False  # some have fewer heads of keys and values than of queries
     causal: bool = False  # some are
@@ -89,16 +92,16 @@ class _CachedAttention:
         given = body.attribute("kv_num_heads")
         self._kv_heads = op("Where", op("Equal", given, body.integer(0)), self._heads, given)
         query = inputs["query"]
-        by_heads = "query" in uses.by_heads
-        self._batch, self._queries = size_of(body, query, 0), size_of(body, query, 2 if by_heads else 1)
-        if by_heads:
-            self._head_dim = size_of(body, query, 3)
-        else:
-            heads = self._heads
-            if uses.packed:
-                heads = op("Add", heads, op("Mul", self._kv_heads, body.integer(2)))
-            self._head_dim = op("Div", size_of(body, query, 2), heads)
-        self._room = size_of(body, inputs["past_key"], 2)
+        self._batch, self._queries = size_of(body, query, 0), size_of(body, query, -2)
+        heads = self._heads
+        if uses.packed:
+            heads = op("Add", heads, op("Mul", self._kv_heads, body.integer(2)))
+        width = size_of(body, query, -1)
+        self._head_dim = self._by_layout("query", op("Div", width, heads), width)
+        if uses.uncached:
+            pasts = {name: self._cache_or_nothing(inputs[name]) for name in ("past_key", "past_value")}
+            self._inputs = inputs | pasts
+        self._room = size_of(body, self._inputs["past_key"], 2)
         # Tokens in front of those of lengths and caches.
         self._prompt = body.attribute("prompt_tokens") if uses.prompt else body.integer(0)
         self._read_lengths()
@@ -178,11 +181,39 @@ class _CachedAttention:
             begin = end
         return operands
 
+    def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
+        """A number that depends on whether this input is [B, S, heads D] or [B, heads, S, D]."""
+        if name not in self._uses.mixed:
+            return by_heads if name in self._uses.by_heads else by_rows
+        return self._body.op("Where", self._has_four_axes(self._inputs[name]), by_heads, by_rows)
+
+    def _has_four_axes(self, x: ir.Value) -> ir.Value:
+        return self._body.op("Equal", self._body.op("Size", self._body.op("Shape", x)), self._body.integer(4))
+
     def _by_heads(self, name: str, x: ir.Value, heads: ir.Value) -> ir.Value:
+        body, op, head_dim = self._body, self._body.op, self._head_dim
+        if name in self._uses.mixed:
+            # The heads of all rows one by one, in the order that they have where heads come first.
+            rows = size_of(body, x, -2)
+            count = op("Mul", rows, heads)
+            place = op("Range", body.integer(0), count, body.integer(1))
+            swapped = op("Add", op("Mul", op("Mod", place, rows), heads), op("Div", place, rows))
+            flat = op("Reshape", x, body.shape(self._batch, count, head_dim))
+            flat = op("Gather", flat, self._by_layout(name, swapped, place), axis=1)
+            return op("Reshape", flat, body.shape(self._batch, heads, rows, head_dim))
         if name in self._uses.by_heads:
             return x
-        split = reshape(self._body, x, 2, heads, self._head_dim)
-        return self._body.op("Transpose", split, perm=[0, 2, 1, 3])
+        return op("Transpose", reshape(body, x, 2, heads, head_dim), perm=[0, 2, 1, 3])
+
+    def _cache_or_nothing(self, past: ir.Value) -> ir.Value:
+        """A past cache as it is; a number that stands for none as one without tokens, [B, KV, 0, D]."""
+        body, op = self._body, self._body.op
+        padded = op("Concat", op("Shape", past), body.ints(1, 1, 1), axis=0)
+        shape = op("Slice", padded, body.ints(0), body.ints(4), body.ints(0))
+        tokens = op("Gather", shape, body.integer(2), axis=0)
+        tokens = op("Where", self._has_four_axes(past), tokens, body.integer(0))
+        kept = op("Slice", op("Reshape", past, shape), body.ints(0), body.vector(tokens), body.ints(2))
+        return op("Expand", kept, body.shape(self._batch, self._kv_heads, tokens, self._head_dim))
 
     def _rotated(self, x: ir.Value) -> ir.Value:
         """Pairs (i, i + D / 2), or (2 i, 2 i + 1) if interleaved, turned by the angles of each token's position."""
@@ -356,10 +387,21 @@ class _CachedAttention:
         if uses.mask:
             scores = op("Add", scores, self._inputs["mask"])
         if uses.lengths or uses.causal:
-            scores = op("Where", self._seen(), scores, body.number(-np.inf))
+            seen = self._seen_of(keys) if uses.uncached else self._seen()
+            scores = op("Where", seen, scores, body.number(-np.inf))
         y = op("MatMul", weights_of(body, scores, uses.zero_hidden_rows), values)
         width = op("Mul", self._heads, self._head_dim)
         return reshape(body, op("Transpose", y, perm=[0, 2, 1, 3]), 2, width)
+
+    def _seen_of(self, keys: ir.Value) -> ir.Value:
+        """Whether query i sees key j of any, [S, T]: the last query all of them."""
+        body, op, one = self._body, self._body.op, self._body.integer(1)
+        count = size_of(body, keys, 2)
+        token = op("Range", body.integer(0), count, one)
+        before = op("Sub", count, self._queries)
+        row = op("Unsqueeze", op("Range", before, count, one), body.ints(1))
+        is_causal = op("Cast", body.attribute("causal"), to=ir.DataType.BOOL)
+        return op("Or", op("Not", is_causal), op("Not", op("Less", row, token)))
 
     def _seen(self) -> ir.Value:
         """Whether query i of a sequence sees its token j, [B, 1, S, P + total]."""

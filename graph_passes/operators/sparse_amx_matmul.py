@@ -65,7 +65,11 @@ class SparseAMXMatMul(Replacement):
             if quantization.bits == 4:
                 return "has scales, and perhaps zero points, that SparseAMXMatMul does not take"
             return "is stored in int8, which SparseAMXMatMul does not take over; give pattern='4x1'"
-        if quantization is not None and not quantization.symmetric:
+        zero_points = quantization is not None and not quantization.symmetric
+        if zero_points and _stores_zero_points(quantization):
+            # In a sparse storage, what is not stored is a zero of the numbers, but no weight of zero.
+            return "has zero points, which 2:4 storage does not take" if self.storage == TWO_FOUR else None
+        if zero_points:
             return "is quantized with zero points, which SparseAMXMatMul does not take; set quantize.symmetric to true"
         return why_not_groups(self.op_type, quantization)
 
@@ -108,6 +112,9 @@ class SparseAMXMatMul(Replacement):
                 packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=False), ir.DataType.FLOAT)
             else:
                 packed["scales"] = PackedTensor(_native.pack_scales(scales, bf16=True), ir.DataType.BFLOAT16)
+            if quantized.zero_points is not None:
+                zero_points = _native.pack_scales(quantized.zero_points.numpy(), bf16=False).astype(np.int8)
+                packed["zero_points"] = PackedTensor(zero_points, ir.DataType.INT8)
             del scales
             quantized.release()
         return packed
@@ -115,11 +122,14 @@ class SparseAMXMatMul(Replacement):
     def packed_bytes(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> int:
         bits = weight_bits(quantization)
         groups = 1 if quantization is None or quantization.group_size is None else -(-k // quantization.group_size)
-        scales = {BF16: 0, 8: 4, 4: 2}[bits] * -(-n // PANEL_COLUMNS) * groups * PANEL_COLUMNS
+        of_group = {BF16: 0, 8: 4, 4: 2}[bits] + int(_stores_zero_points(quantization))
+        scales = of_group * -(-n // PANEL_COLUMNS) * groups * PANEL_COLUMNS
         storage = self.foreseen_storage(k, n, stored, quantization)
         return storage_bytes(k, n, stored.count, bits, storage) + scales
 
     def foreseen_storage(self, k: int, n: int, stored: Stored, quantization: Quantization | None) -> str:
+        if _stores_zero_points(quantization):
+            return DENSE
         return choose_storage(k, n, stored, weight_bits(quantization), self.storage)
 
     def storage_of(self, packed: Mapping[str, ir.TensorProtocol]) -> str:
@@ -156,7 +166,7 @@ class SparseAMXMatMul(Replacement):
             half_steps = np.abs(x).max(axis=1, keepdims=True) / 254
         steps: np.ndarray = half_steps * magnitude.sum(axis=0) * (1 + _FLOAT_ROUNDING)
         # The scale of x times that of w.
-        lost = _SMALLEST_NORMAL * 254 * 127 * k
+        lost = _SMALLEST_NORMAL * 254 * 255 * k
         return steps + _FLOAT_ROUNDING * product + lost
 
     def typical_rounding(self, quantization: Quantization | None) -> float:
@@ -173,9 +183,11 @@ class SparseAMXMatMul(Replacement):
             return {
                 **neutral_inputs_of_layer(n, node.attributes["gated_columns"].as_int()),
                 "scales": np.ones((-(-n // PANEL_COLUMNS), 1, PANEL_COLUMNS), np.float32),
+                "zero_points": np.zeros(1, np.int8),
             }
 
         needed = uses.needed_inputs() | ({"scales"} if len(uses.weight_bits) > 1 else set())
+        needed |= {"zero_points"} if uses.zero_points else set()
         fill_missing(nodes, INPUTS, needed, neutral, new_name)
 
     def function(self, model: ir.Model, opset: int, unpack_once: bool) -> ir.Function:
@@ -185,6 +197,13 @@ class SparseAMXMatMul(Replacement):
 def weight_bits(quantization: Quantization | None) -> int:
     """Of a stored weight: 16 is bf16."""
     return BF16 if quantization is None else quantization.bits
+
+
+def _stores_zero_points(quantization: Quantization | None) -> bool:
+    """Whether the weight has zero points that the operator takes: those of int8 numbers and whole columns."""
+    if quantization is None or quantization.symmetric:
+        return False
+    return quantization.bits == 8 and quantization.group_size is None and not quantization.minimum
 
 
 def _has_zero_points(k: int, quantization: Quantization | None) -> bool:
@@ -202,6 +221,7 @@ def _uses(nodes: list[ir.Node]) -> Uses:
         x_zero_points=frozenset(
             node.attributes["x_zero_points"].as_int() for node in nodes if node.attributes["weight_bits"].as_int() == 8
         ),
+        zero_points=any(input_of(node, INPUTS, "zero_points") is not None for node in nodes),
         **uses_of_layers(nodes, INPUTS),
     )
 

@@ -21,7 +21,7 @@ from .function_body import PANEL_COLUMNS, FunctionBody
 from .linear_function import NORM_INPUTS, LayerUses, end_of_layer, linear_function
 
 OP_TYPE = "SparseAMXMatMul"
-INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales", *NORM_INPUTS)
+INPUTS = ("X", "masks", "values", "offsets", "bias", "residual", "scales", *NORM_INPUTS, "zero_points")
 ATTRIBUTES = ("k", "n", "format_version", "weight_bits", "group_size", "activation", "gated_columns", "x_zero_points")
 
 # As in ops/formats/bitmap.h.
@@ -48,6 +48,7 @@ class Uses(LayerUses):
     """What the SparseAMXMatMul nodes of a model make use of.
 
     x_zero_points: of the nodes with int8 weights, the attribute.
+    zero_points: some have the input.
     """
 
     weight_bits: frozenset[int] = frozenset({16})
@@ -55,6 +56,7 @@ class Uses(LayerUses):
     bitmap: bool = True
     two_four: bool = False
     x_zero_points: frozenset[int] = frozenset({0})
+    zero_points: bool = False
 
     @property
     def differ(self) -> bool:
@@ -69,7 +71,8 @@ def sparse_amx_matmul_function(opset: int, uses: Uses, unpack_once: bool = True)
     does, it keeps every intermediate result of every layer, 37 bytes a weight or more. False: the unpacking seems to
     depend on X, so it is done layer by layer in each run.
     """
-    inputs = {name: ir.val(name) for name in INPUTS if uses.norm or name not in NORM_INPUTS}
+    last = INPUTS[-1] if uses.zero_points else NORM_INPUTS[-1] if uses.norm else "scales"
+    inputs = {name: ir.val(name) for name in INPUTS[: INPUTS.index(last) + 1]}
     body = FunctionBody(opset)
     k, n = body.attribute("k"), body.attribute("n")
     weight = _Weight(body, inputs, uses, k, n, None if unpack_once else inputs["X"]).matrix()
@@ -129,6 +132,9 @@ class _Weight:
         matrix_order = op("Transpose", self._in_tile_order(), perm=[1, 2, 3, 5, 0, 4])
         padded_n = op("Mul", self._panels, body.integer(PANEL_COLUMNS))
         padded = op("Reshape", matrix_order, body.shape(-1, padded_n))
+        if self._uses.zero_points:  # in the order of the columns, or one zero
+            zero_points = op("Reshape", self._inputs["zero_points"], body.ints(1, -1))
+            padded = op("Sub", padded, op("Cast", zero_points, to=ir.DataType.FLOAT))
         if self._uses.weight_bits != {16}:
             padded = op("Mul", padded, self._scales(op("Shape", padded), padded_n))
         return op("Slice", padded, body.ints(0, 0), body.shape(self._k, self._n))

@@ -35,6 +35,8 @@ class VNNISpMM(Replacement):
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+        if not quantization.symmetric:
+            return "is stored with zero points, which VNNISpMM does not take"
         if k > _MOST_INPUTS:
             return f"has {k} inputs, expected at most {_MOST_INPUTS} for VNNISpMM"
         return why_not_groups(self.op_type, quantization)

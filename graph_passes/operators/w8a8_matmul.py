@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ortolan import _native
 
+from ..find.stored_int8 import StoredInt8
 from ..weights.quantizers.grid import Quantization
 from .group_matmul import GROUP_SIZES, GroupMatMul, packed_floats
 from .linear_function import LayerUses, neutral_inputs_of_layer, uses_of_layers
@@ -26,6 +27,8 @@ class W8A8MatMul(GroupMatMul):
     def why_not(self, k: int, quantization: Quantization | None) -> str | None:
         if quantization is None or quantization.bits != 8:
             return 'is not quantized to 8 bits; put [[pass]] name = "quantize", bits = 8 before this one'
+        if isinstance(quantization, StoredInt8) and not self.keeps_numbers:
+            return "is stored in int8, which W8A8MatMul takes over where keep_numbers is true"
         if quantization.group_size not in GROUP_SIZES:
             found = f"groups of {quantization.group_size}" if quantization.group_size else "one group a column"
             return f"is quantized in {found}, and W8A8MatMul has groups of 32, 64 and 128; set quantize.group_size"

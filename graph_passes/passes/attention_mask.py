@@ -20,16 +20,13 @@ class MaskSums:
         self._new_name = new_name
         self._made: dict[Hashable, ir.Value] = {}
 
-    def sum_of(
-        self, node: ir.Node, masks: Sequence[Mask], made: list[ir.Node], keys: Sequence[ir.Value | None] = ()
-    ) -> ir.Value | None:
+    def sum_of(self, node: ir.Node, masks: Sequence[Mask], query: ir.Value, made: list[ir.Node]) -> ir.Value | None:
         """None for no masks. New nodes, named after `node`, are appended to `made`: put them in front of the user.
-
-        keys: the past and the new ones, [batch, heads, tokens, width] or [batch, tokens, width], for masks to be cut.
-        """
+        query: of the attention, whose first axis are its sequences."""
         if not masks:
             return None
-        masks = [self._cut(node, mask, made, keys) if mask.cut else mask for mask in masks]
+        masks = [self._by_heads(node, mask, made) if mask.heads else mask for mask in masks]
+        masks = [self._by_windows(node, mask, query, made) if mask.windows else mask for mask in masks]
         total = self._floats(node, masks[0], made)
         for number in range(2, len(masks) + 1):
             first = tuple(masks[:number])
@@ -39,26 +36,44 @@ class MaskSums:
             total = self._made[first]
         return total
 
-    def _cut(self, node: ir.Node, mask: Mask, made: list[ir.Node], keys: Sequence[ir.Value | None]) -> Mask:
-        place = ("cut", mask.value, mask.cut)
+    def _by_heads(self, node: ir.Node, mask: Mask, made: list[ir.Node]) -> Mask:
+        """[batch x heads, queries, keys] as [batch, heads, queries, keys]."""
+        place = mask.value, mask.heads
         if place not in self._made:
-            assert mask.cut is not None
-            lengths = []
-            for value, place_of_tokens in zip(keys, (2, mask.cut[2]), strict=True):
-                axis = self._constant(node, np.array([place_of_tokens]))
-                shape = self._named(node, ir.node("Shape", [value]), made, ir.DataType.INT64)
-                lengths.append(self._named(node, ir.node("Gather", [shape, axis]), made, ir.DataType.INT64))
-            total = self._named(node, ir.node("Add", lengths), made, ir.DataType.INT64)
-            begin, last = (self._constant(node, np.array([number])) for number in (0, -1))
-            cut = ir.node("Slice", [mask.value, begin, total, last])
             dtype = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
-            self._made[place] = self._named(node, cut, made, dtype)
-        return replace(mask, value=self._made[place], cut=None)
+            axis, target = (self._constant(node, np.array(numbers)) for numbers in ([0], [-1, mask.heads, 0, 0]))
+            single = self._named(node, ir.node("Unsqueeze", [mask.value, axis]), made, dtype)
+            self._made[place] = self._named(node, ir.node("Reshape", [single, target]), made, dtype)
+        return replace(mask, value=self._made[place], heads=0)
+
+    def _by_windows(self, node: ir.Node, mask: Mask, query: ir.Value, made: list[ir.Node]) -> Mask:
+        """[1, windows, heads, queries, keys] as [batch x windows, heads, queries, keys]."""
+        place = "windows", mask.value, query
+        if place not in self._made:
+            dtype = ir.DataType.FLOAT if mask.fill is None else ir.DataType.BOOL
+            zero, one, two, five, any_size, ones = (
+                self._constant(node, np.array(numbers)) for numbers in ([0], [1], [2], [5], [-1], [1] * 4)
+            )
+
+            def numbers(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+                return self._named(node, ir.node(op_type, inputs, attributes), made, ir.DataType.INT64)
+
+            shape = numbers("Shape", mask.value)
+            batch = numbers("Div", numbers("Gather", numbers("Shape", query), zero), numbers("Gather", shape, one))
+            whole = numbers("Concat", batch, ones, axis=0)
+            merged = numbers("Concat", any_size, numbers("Slice", shape, two, five), axis=0)
+            repeated = self._named(node, ir.node("Expand", [mask.value, whole]), made, dtype)
+            self._made[place] = self._named(node, ir.node("Reshape", [repeated, merged]), made, dtype)
+        return replace(mask, value=self._made[place], windows=False)
 
     def _floats(self, node: ir.Node, mask: Mask, made: list[ir.Node]) -> ir.Value:
-        if mask.fill is None:
+        if mask.fill is None and mask.scale == 1:
             return mask.value
-        if mask not in self._made:
+        if mask not in self._made and mask.fill is None:
+            product = ir.node("Mul", [mask.value, self._number(node, mask.scale)])
+            self._made[mask] = self._named(node, product, made)
+        elif mask not in self._made:
+            assert mask.fill is not None
             fill, zero = (self._number(node, number) for number in (mask.fill, 0.0))
             branches = [fill, zero] if mask.hides else [zero, fill]
             self._made[mask] = self._named(node, ir.node("Where", [mask.value, *branches]), made)

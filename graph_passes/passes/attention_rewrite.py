@@ -35,8 +35,8 @@ class AttentionOptions(PassOptions):
 
 
 class AttentionRewrite(RecipePass, Generic[Match]):
-    """Replaces attentions of the model's main graph by one node each. Its passes say which ones, and what the node has
-    besides query, key, value and mask."""
+    """Replaces attentions, those in branches of an If included, by one node each. Its passes say which ones, and what
+    the node has besides query, key, value and mask."""
 
     pass_name: ClassVar[str]
     stage: ClassVar[Stage]
@@ -58,10 +58,13 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         if rewrites:
             self.prepare(model, chosen)
             keep_reference(model, context)
-            masks = MaskSums(lambda wanted: context.new_name(model, wanted))
+            masks: dict[ir.Graph, MaskSums] = {}
             nodes = []
             for number, match in enumerate(chosen):
-                nodes.append(self._rewrite(model, match, masks))
+                graph = match.node.graph
+                assert isinstance(graph, ir.Graph)
+                sums = masks.setdefault(graph, MaskSums(lambda wanted: context.new_name(model, wanted)))
+                nodes.append(self._rewrite(model, match, sums))
                 context.progress(self.stage, number + 1, len(chosen))
             declare_operators(model)
             self.finish(model, nodes)
@@ -82,18 +85,19 @@ class AttentionRewrite(RecipePass, Generic[Match]):
     def prepare(self, model: ir.Model, chosen: Sequence[Match]) -> None:
         """Finds out what the nodes need, before the model is changed."""
 
-    def keys_of(self, match: Match) -> Sequence[ir.Value | None]:
-        """The past and the new keys, for masks that are as long as both: see MaskSums.sum_of."""
-        return ()
-
     @abc.abstractmethod
-    def make_node(self, model: ir.Model, match: Match, mask: ir.Value | None) -> ir.Node:
-        """The node that takes the place of the attention; its first outputs are those of outputs_of."""
+    def make_node(self, model: ir.Model, match: Match, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
+        """The node that takes the place of the attention; its first outputs are those of outputs_of. Nodes that it
+        needs in front of it are appended to `made`."""
 
     def outputs_of(self, match: Match) -> list[ir.Value]:
         """The values that the node makes instead of the attention."""
         assert match.output is not None
         return [match.output]
+
+    def answers(self, model: ir.Model, match: Match, node: ir.Node, made: list[ir.Node]) -> Sequence[ir.Value]:
+        """What takes the place of outputs_of. Nodes that it needs behind the new one are appended to `made`."""
+        return node.outputs[: len(self.outputs_of(match))]
 
     def placed(self, model: ir.Model, match: Match, node: ir.Node) -> None:
         """Called when the node is in its place, and what it replaces is gone."""
@@ -140,7 +144,7 @@ class AttentionRewrite(RecipePass, Generic[Match]):
             elif not isinstance(match, NotAttention):
                 chosen.append(match)
         # The first to be replaced makes the masks that others share: its place must be before theirs.
-        places = {node: place for place, node in enumerate(model.graph)}
+        places = {node: place for place, node in enumerate(node for graph in model.graphs() for node in graph)}
         chosen.sort(key=lambda match: places[_last(match)])
         return chosen, refused
 
@@ -155,14 +159,14 @@ class AttentionRewrite(RecipePass, Generic[Match]):
         graph = match.node.graph
         assert graph is not None
         made: list[ir.Node] = []
-        mask = masks.sum_of(match.node, match.masks, made, self.keys_of(match))
-        node = self.make_node(model, match, mask)
+        mask = masks.sum_of(match.node, match.masks, match.query, made)
+        node = self.make_node(model, match, mask, made)
         assert (node.domain, node.op_type) == (ORTOLAN_DOMAIN, OP_TYPE)
         read = [value for old in match.nodes for value in old.inputs if value is not None]
         outputs = self.outputs_of(match)
-        ir.convenience.replace_nodes_and_values(
-            graph, _last(match), list(match.nodes), [*made, node], outputs, node.outputs[: len(outputs)]
-        )
+        made.append(node)
+        answers = self.answers(model, match, node, made)
+        ir.convenience.replace_nodes_and_values(graph, _last(match), list(match.nodes), made, outputs, answers)
         for value in read:
             remove_dead(value)
         self.placed(model, match, node)

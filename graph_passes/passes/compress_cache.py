@@ -11,7 +11,7 @@ output of a fixed size that each attention has besides, past_key_values.N.exact_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -19,12 +19,13 @@ import onnx_ir as ir
 from ortolan.errors import ModelError, NothingToReplaceError, RecipeError
 from ortolan.progress import Stage
 
-from ..find.attention import NotAttention, is_op
+from ..find.attention import NotAttention
+from ..find.attention_operands import is_op
 from ..find.cached_attention import CachedAttention, find_cached_attentions
 from ..find.dimensions import Dimensions, int_attribute
 from ..names import ORTOLAN_DOMAIN, PROMPT_KEY
 from ..operators.nodes import UNPACK_ONCE_LIMIT, fill_missing, in_order, new_initializer, nodes_of, put_function
-from ..operators.nomad_attention_function import OP_TYPE
+from ..operators.nomad_attention_function import OP_TYPE, uses_of
 from ..operators.nomad_cache_function import INPUTS, CacheUses, nomad_cache_function
 from ..operators.replacement import stored_tensor
 from ..options import takes
@@ -86,11 +87,13 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
     options: CompressCacheOptions
 
     def find(self, model: ir.Model) -> Sequence[CachedAttention | NotAttention]:
-        found = find_cached_attentions(model.graph)
-        for match in found:
-            if isinstance(match, CachedAttention):
-                for past, present in _caches(match):
-                    self._set_use(past, present, match.node.name or "")
+        found = [match for graph in model.graphs() for match in find_cached_attentions(graph)]
+        matches = [match for match in found if isinstance(match, CachedAttention)]
+        for match in matches:
+            for past, present in () if _is_in_branch(match) else _caches(match):
+                self._set_use(past, present, match.node.name or "")
+        if matches:  # what reads no cache of its own, such as attention to an encoder, is for pass fuse_attention
+            found = [match for match in found if isinstance(match, CachedAttention) or match.cached]
         return found
 
     def why_not(self, match: CachedAttention) -> str | None:
@@ -99,6 +102,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         )
         if compressed and (match.head_dim % CENTROIDS or match.head_dim > _MOST_HEAD_DIM):
             return f"its heads are {match.head_dim} wide, expected a multiple of 16 up to {_MOST_HEAD_DIM}"
+        if compressed and _is_in_branch(match):
+            return "it stands in a branch of an If, of which the other one has caches of floats"
         return None
 
     def announce(self, chosen: Sequence[CachedAttention], refused: Refused) -> None:
@@ -177,13 +182,10 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         self._exact_rounding, self._cache_rounding = _rounding(model, options, prompt_tokens)
         self._uses = _find_uses(model, chosen, options, prompt_tokens)
 
-    def keys_of(self, match: CachedAttention) -> Sequence[ir.Value | None]:
-        return match.past_key, match.key
-
     def outputs_of(self, match: CachedAttention) -> list[ir.Value]:
         return [match.output, match.present_key, match.present_value]
 
-    def make_node(self, model: ir.Model, match: CachedAttention, mask: ir.Value | None) -> ir.Node:
+    def make_node(self, model: ir.Model, match: CachedAttention, mask: ir.Value | None, made: list[ir.Node]) -> ir.Node:
         graph, prompt = match.node.graph, self.context.caches.prompt
         assert isinstance(graph, ir.Graph)
         book = self._books.get(match.present_key.name or "")
@@ -219,7 +221,8 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         values = CacheFormat(match.head_dim, equal_width=self._equal_width) if self.options.values == _INT8 else None
         for (past, present), cache_format in zip(_caches(match), (keys, values), strict=True):
             self._set_format(past, present, cache_format, match.head_dim)
-            self._set_use(past, present, node.name or "", cache_format, given["codebooks"])
+            if not _is_in_branch(match):
+                self._set_use(past, present, node.name or "", cache_format, given["codebooks"])
         return node
 
     def placed(self, model: ir.Model, match: CachedAttention, node: ir.Node) -> None:
@@ -302,7 +305,10 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
         return new_initializer(graph, ir.Tensor(array, name=self.context.new_name(model, name)))
 
     def finish(self, model: ir.Model, nodes: Sequence[ir.Node]) -> None:
-        context, uses = self.context, self._uses
+        context = self.context
+        every = nodes_of(model, OP_TYPE)
+        others = [node for node in every if node not in set(nodes)]
+        uses = self._uses if not others or self._uses is None else _with_uncached(self._uses, others)
         nothing = np.zeros(1, np.float32)
         neutral = dict.fromkeys(("mask", "key", "value", "cos", "sin", "past_exact_key"), nothing)
         neutral |= {"codebooks": np.zeros(0, np.float32), "lengths": np.zeros(0, np.int32)}
@@ -314,7 +320,7 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             model.metadata_props[PROMPT_KEY] = str(context.caches.prompt.tokens)
         if not context.portable:
             return
-        if uses is None or len(nodes_of(model, OP_TYPE)) > len(nodes):
+        if uses is None:
             context.portable = context.report.portable = False
             context.note(
                 f"the model needs Ortolan's library: its {OP_TYPE} nodes have inputs of several forms, which one ONNX "
@@ -322,7 +328,36 @@ class CompressCachePass(AttentionRewrite[CachedAttention]):
             )
             model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)  # that of attention without a cache
             return
+        if others:
+            none = neutral | {"past_key": nothing, "past_value": nothing}
+            fill_missing(others, INPUTS, needed, lambda _: none, lambda name: context.new_name(model, name))
+            for node in others:
+                node.attributes.setdefault("rotary_interleaved", ir.AttrInt64("rotary_interleaved", 0))
+                node.resize_outputs(len(nodes[0].outputs))  # onnx wants all that the function has
+                for value in node.outputs[1:]:
+                    value.name = context.new_name(model, f"{node.name}/no_cache")
         put_function(model, nomad_cache_function(model.opset_imports[""], uses))
+
+
+def _with_uncached(uses: CacheUses, others: Sequence[ir.Node]) -> CacheUses | None:
+    """The same for nodes without a cache as well; None if no function serves all."""
+    own = uses_of(others)
+    special = uses.d_sub or uses.int8_values or uses.packed or uses.rotary or uses.exact_keys or uses.prompt
+    if special or uses.lengths or own.packed:
+        return None
+    names = frozenset(("query", "key", "value"))
+    some_by_heads = uses.by_heads | uses.mixed | own.by_heads
+    some_by_rows = (names - uses.by_heads) | (names & own.by_rows)
+    return replace(
+        uses,
+        by_heads=some_by_heads - some_by_rows,
+        mixed=some_by_heads & some_by_rows,
+        uncached=True,
+        mask=uses.mask or own.mask,
+        grouped=uses.grouped or own.grouped,
+        causal=uses.causal or own.causal,
+        zero_hidden_rows=uses.zero_hidden_rows or own.zero_hidden_rows,
+    )
 
 
 def _why_nothing(name: str, refused: Refused) -> str:
@@ -335,7 +370,7 @@ def _why_nothing(name: str, refused: Refused) -> str:
 
 def _rounding(model: ir.Model, options: CompressCacheOptions, prompt_tokens: int) -> tuple[float, float]:
     """Of a prompt, whose keys and values are exact; and of a token that reads them from the cache."""
-    rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph)
+    rounds = any(node.op_type in _ROUNDING_LAYERS for node in model.graph.all_nodes())
     exact = _ROUNDED_INPUTS if rounds else _EXACT_ROUNDING
     if prompt_tokens:
         exact = max(exact, _PROMPT_ROUNDING)
@@ -348,22 +383,26 @@ def _find_uses(
     model: ir.Model, chosen: Sequence[CachedAttention], options: CompressCacheOptions, prompt_tokens: int
 ) -> CacheUses | None:
     """For the ONNX function of all of them, before they are replaced; None if no function serves all."""
-    dims = Dimensions(model.graph)
+    dims = {graph: Dimensions(graph) for graph in model.graphs()}
 
-    def form(match: CachedAttention) -> tuple[frozenset[str], bool, bool]:
+    def by_heads(match: CachedAttention) -> frozenset[str]:
         given = {"query": match.query, "key": match.key, "value": match.value}
-        by_heads = {name for name, value in given.items() if len(dims.shape(value) or ()) == 4}
-        return frozenset(by_heads), match.key is None, match.cos is not None
+        assert isinstance(match.node.graph, ir.Graph)
+        shape = dims[match.node.graph].shape
+        return frozenset(name for name, value in given.items() if len(shape(value) or ()) == 4)
 
-    forms = set(map(form, chosen))
+    forms = {(match.key is None, match.cos is not None) for match in chosen}
     if len(forms) > 1:
         return None
-    by_heads, packed, rotary = forms.pop()
+    packed, rotary = forms.pop()
+    layouts = [by_heads(match) for match in chosen]
+    of_all = frozenset.intersection(*layouts)
     return CacheUses(
         d_sub=options.d_sub if options.keys == _CODES else 0,
         int8_values=options.values == _INT8,
         packed=packed,
-        by_heads=by_heads,
+        by_heads=of_all,
+        mixed=frozenset.union(*layouts) - of_all,
         mask=any(match.masks for match in chosen),
         grouped=any(match.kv_heads != match.heads for match in chosen),
         causal=any(match.causal for match in chosen),
@@ -385,6 +424,11 @@ def _prompt_weights(matches: Sequence[CachedAttention], prompt_tokens: int) -> i
 def _caches(match: CachedAttention) -> tuple[tuple[ir.Value, ir.Value], ...]:
     """Input and output of its keys, and of its values."""
     return (match.past_key, match.present_key), (match.past_value, match.present_value)
+
+
+def _is_in_branch(match: CachedAttention) -> bool:
+    """Whether it stands in a graph inside of the one that its caches are inputs of."""
+    return match.node.graph is not match.past_key.graph
 
 
 def _lengthen(past: ir.Value, tokens: int) -> None:

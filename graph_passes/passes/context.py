@@ -19,6 +19,7 @@ from ..find.quantized_weight import QuantizedWeight
 from ..measure.decoding import Decoded
 from ..measure.evidence import Evidence
 from ..measure.feeds import Outputs
+from ..operators.nodes import NewNames
 from ..operators.replacement import Stored
 from ..options import PassOptions
 from ..report.optimization import LayerReport, OptimizationReport
@@ -55,7 +56,7 @@ class PassContext:
     given: Mapping[str, QuantizedWeight] = field(default_factory=dict)
     reference: Reference | None = None  # kept for pass verify
     _mapped: list[ir.ExternalTensor] = field(default_factory=list)
-    _names: set[str] = field(default_factory=set)
+    _names: NewNames | None = None
 
     def __post_init__(self) -> None:
         self._mapped = list(external_tensors(self.source.model))
@@ -89,17 +90,8 @@ class PassContext:
 
     def new_name(self, model: ir.Model, wanted: str) -> str:
         """A name that no value of the model has, subgraphs included."""
-        if not self._names:
-            for graph in model.graphs():
-                self._names.update(graph.initializers)
-                self._names.update(value.name or "" for value in graph.inputs)
-            for node in model.graph.all_nodes():
-                self._names.update(value.name or "" for value in node.outputs)
-        name, number = wanted, 1
-        while name in self._names:
-            name, number = f"{wanted}_{number}", number + 1
-        self._names.add(name)
-        return name
+        self._names = self._names or NewNames(model)
+        return self._names(wanted)
 
     def release(self) -> None:
         """Unmaps the input's data; the next access maps it again."""

@@ -1,36 +1,45 @@
-"""Stores tables of words in 8 bits: a quarter of their size or half of it, for an error like that of int8 layers.
+"""Stores tables of words in few bits: a quarter of their size or less, for an error like that of layers of these bits.
 
-Each row is rounded in groups of its numbers, whose scales are float16 as a rule, and read by standard operators
-(operators/embedding.py). Where a layer's weight holds the same numbers, that of a head which is tied to the table,
-pass replace lets the table go, and rows are read from the weight.
+With 8 bits each row has a scale, or its numbers have scales in groups, as those of a head which may be tied to it have.
+With 4 they have scales and zero points in groups of 32, searched as those of layers are. Rows are read by standard
+operators (operators/embedding.py). Where a layer holds the same numbers, that of a tied head, pass replace lets
+the table go, and rows are read from the weight. A table that something else reads as well, which stays, stays too: it
+would be stored twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from ortolan import _native
-from ortolan.errors import ModelError
 
 from ..find.embedding import Embedding, find_embeddings
+from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
+from ..operators import sparse_amx_matmul_function as sparse_amx
+from ..operators import w8a8_matmul_function as w8a8
 from ..operators.embedding import StoredEmbedding
+from ..operators.function_body import PANEL_COLUMNS
 from ..operators.nodes import input_of, new_initializer, nodes_of
-from ..operators.w8a8_matmul_function import INPUTS, OP_TYPE
+from ..operators.sparse_amx_matmul_storage import BF16, stored_in
 from ..options import Globs, PassOptions, any_matches, takes
-from ..weights.quantizers.grid import EIGHT_BIT_GROUP, GROUP_SIZES, Quantization, narrowed, round_to_nearest
+from ..weights.quantizers.grid import FRACTION_STEPS, GROUP_SIZES, Quantization, Rounded, narrowed, round_to_nearest
+from ..weights.quantizers.search import search
 from .context import PassContext, RecipePass
 from .normalize import require_normalized
 
-_BITS = 8
 _ROWS = 8192  # that are rounded at once
+_BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class EmbeddingsOptions(PassOptions):
+    table_bits: int = field(default=8, metadata=takes("int", choices=_BITS))
     # By the name of the operator, or of its table.
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -47,80 +56,155 @@ class EmbeddingsPass(RecipePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         context, options = self.context, self.options
+        linears = {linear.node: linear for linear in context.survey(model)}
         found = list[Embedding]()
         for embedding in find_embeddings(model.graph):
-            names = (embedding.name, embedding.table_name)
-            context.layers.names += names
-            if any_matches(names, options.select) and not any_matches(names, options.exclude):
+            context.layers.names += embedding.names
+            if any_matches(embedding.names, options.select) and not any_matches(embedding.names, options.exclude):
                 found.append(embedding)
+        modified = False
         for embedding in found:
-            doing = "would be stored" if context.dry_run else "is stored"
-            context.note(f"word embedding {embedding.table_name!r} {doing} in int8, in groups")
-            if not context.dry_run:
-                context.layers.embeddings.append(self._store(model, embedding))
-                context.release()
-        return ir.passes.PassResult(model, modified=bool(found) and not context.dry_run)
+            if problem := self._why_not(embedding, linears):
+                context.note(f"word embedding {embedding.table_name!r} stays as it is: {problem}")
+            elif context.dry_run:
+                context.note(f"word embedding {embedding.table_name!r} would be stored in int{options.table_bits}")
+            else:
+                shape = (embedding.width, embedding.rows)
+                may_be_tied = any((linear.k, linear.n) == shape for linear in linears.values())
+                context.layers.embeddings.append(self._store(model, embedding, may_be_tied))
+                modified = True
+            context.release()
+        return ir.passes.PassResult(model, modified)
 
-    def _store(self, model: ir.Model, embedding: Embedding) -> StoredEmbedding:
+    def _why_not(self, embedding: Embedding, linears: dict[ir.Node, Linear]) -> str | None:
+        """Why the table is left alone, if it is."""
         context = self.context
         table = embedding.table()
         if not (np.isfinite(table.max()) and np.isfinite(table.min())):
-            raise ModelError(
-                f"word embedding {embedding.table_name!r} holds NaN or infinity, so it cannot be stored in int8; "
-                'export the model again, or leave it out: embeddings.exclude = ["*"]'
-            )
-        given = context.given.get(embedding.table_name)
-        if given is not None and given.symmetric and given.bits == _BITS and given.group_size is not None:
-            q, scales = _as_rows(given, given.group_size)
+            return "it holds NaN or infinity"
+        for node in embedding.other_readers():
+            linear = linears.get(node) if node is not None else None
+            if linear is not None and context.plan.replaces and context.gains(linear, stored_in(linear.matrix())):
+                continue
+            reader = "an output of the model" if node is None else f"{node.name!r} ({node.op_type})"
+            return f"{reader} reads the table as well, so it would be stored twice"
+        return None
+
+    def _store(self, model: ir.Model, embedding: Embedding, may_be_tied: bool) -> StoredEmbedding:
+        context = self.context
+        table, given = embedding.table(), self._given(embedding)
+        quantization = Quantization(8, given.group_size) if given is not None else self._quantization(table)
+        rounded = _Rows(table.shape, quantization)
+        if given is not None:
+            rounded.take(slice(None), given.q.numpy(), given.scales.numpy().astype(np.float32), None)
+            given.release()
         else:
-            q, scales = _rounded(table, self._group_size(table))
+            for start in range(0, len(table), _ROWS):
+                part = slice(start, start + _ROWS)
+                one = _rounded(np.ascontiguousarray(table[part].T), quantization)
+                rounded.take(part, one.q, one.scales, one.zero_points)
 
         def add(part: str, array: np.ndarray) -> ir.Value:
             name = context.new_name(model, f"{embedding.table_name}.{part}")
             return new_initializer(model.graph, context.spill.add(name, array, ir.DataType.from_numpy(array.dtype)))
 
+        values = {part: add(part, array) for part, array in rounded.arrays().items()}
+        context.note(f"word embedding {embedding.table_name!r} is stored in int{quantization.bits}, {rounded.scaled}")
         stored = StoredEmbedding(
-            name=embedding.name,
-            ids=embedding.ids,
+            name=embedding.table_name,
             rows=embedding.rows,
             width=embedding.width,
-            group_size=q.shape[2],
-            rank=embedding.rank,
+            bits=quantization.bits,
+            group_size=quantization.group_size,
             dtype=embedding.dtype,
-            q=add("q", q),
-            scales=add("scales", narrowed(scales)),
-            nodes=[embedding.node],
+            q=values["q"],
+            scales=values["scales"],
+            zero_points=values.get("zero_points"),
+            as_bf16=_digest(table) if may_be_tied else b"",
         )
-        stored.read_rows(lambda wanted: context.new_name(model, wanted))
+        stored.read_rows(model.graph, embedding, lambda wanted: context.new_name(model, wanted))
         return stored
 
-    def _group_size(self, table: np.ndarray) -> int:
-        """That of a head which may be tied to the table; else one by which no row becomes longer."""
+    def _given(self, embedding: Embedding) -> QuantizedWeight | None:
+        """Numbers that are given beside the model."""
+        given = self.context.given.get(embedding.table_name)
+        fits = given is not None and given.symmetric and given.bits == 8 and given.group_size is not None
+        return given if fits else None
+
+    def _quantization(self, table: np.ndarray) -> Quantization:
+        """With the groups of a head in 8 bits that may be tied to the table: there is one copy then."""
         rows, width = table.shape
         for head in self.context.layers.quantized.values():
-            if head.bits == _BITS and head.group_size is not None and head.q.shape.numpy() == (width, rows):
-                return head.group_size
-        return EIGHT_BIT_GROUP if width % EIGHT_BIT_GROUP == 0 else GROUP_SIZES[0]
+            if head.bits == 8 and head.group_size is not None and head.q.shape.numpy() == (width, rows):
+                return Quantization(8, head.group_size)
+        if self.options.table_bits == 8:
+            return Quantization(8, None)
+        return Quantization(4, GROUP_SIZES[0], symmetric=False, fractions=True)
+
+
+class _Rows:
+    """The numbers of a table, row by row, as operators/embedding.py has them; filled by parts."""
+
+    def __init__(self, shape: tuple[int, ...], quantization: Quantization) -> None:
+        rows, width = shape
+        self._width, self._quantization = width, quantization
+        self._in_group, self._groups = quantization.rows(width), quantization.groups(width)
+        self._q = np.zeros((rows, self._groups * self._in_group), np.uint8 if quantization.bits == 4 else np.int8)
+        self._scales = np.empty((rows, self._groups), np.float32)
+        self._zero_points = np.empty((rows, self._groups), np.uint8) if quantization.bits == 4 else None
+
+    @property
+    def scaled(self) -> str:
+        """For people."""
+        size = self._quantization.group_size
+        return "a scale a row" if size is None else f"in groups of {size}"
+
+    def take(self, part: slice, q: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None) -> None:
+        """q [width, rows of the part], scales and zero points [groups, rows of the part]."""
+        self._q[part, : self._width], self._scales[part] = q.T, scales.T
+        if self._zero_points is not None:
+            assert zero_points is not None
+            self._zero_points[part] = np.rint(zero_points.T * FRACTION_STEPS)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        scales = narrowed(self._scales)
+        if self._quantization.group_size is None:
+            return {"q": self._q, "scales": scales}
+        q = self._q.reshape(len(self._q), self._groups, self._in_group)
+        if self._zero_points is None:
+            return {"q": q, "scales": scales[:, :, None]}
+        half = self._in_group // 2
+        return {
+            "q": q[:, :, :half] | q[:, :, half:] << 4,
+            "scales": scales[:, :, None],
+            "zero_points": self._zero_points[:, :, None],
+        }
+
+
+def _rounded(matrix: np.ndarray, quantization: Quantization) -> Rounded:
+    return round_to_nearest(matrix, quantization) if quantization.bits == 8 else search(matrix, quantization)
 
 
 def read_from_heads(model: ir.Model, context: PassContext) -> None:
-    """Tables that a W8A8MatMul of the main graph holds as well are read there, and not stored once more."""
+    """Tables that a node of the main graph holds as well are read there, and not stored once more."""
     for table in context.layers.embeddings:
-        for node in nodes_of(model, OP_TYPE):
-            sizes = [node.attributes[name].as_int() for name in ("k", "n", "group_size")]
-            if node.graph is not model.graph or sizes != [table.width, table.rows, table.group_size]:
+        for node in (*nodes_of(model, w8a8.OP_TYPE), *nodes_of(model, sparse_amx.OP_TYPE)):
+            sizes = [node.attributes[name].as_int() for name in ("k", "n")]
+            if node.graph is not model.graph or sizes != [table.width, table.rows]:
                 continue
-            weights, scales = (input_of(node, INPUTS, name) for name in ("weights", "scales"))
-            if weights is not None and scales is not None and _is_weight(table, weights, scales):
-                table.read_packed(weights, scales, lambda wanted: context.new_name(model, wanted))
-                context.note(
-                    f"word embedding of {table.name!r} is read from the weight of {node.name!r}, its tied head"
-                )
+            read = _read_groups if node.op_type == w8a8.OP_TYPE else _read_dense
+            if read(model, context, table, node):
+                context.note(f"word embedding {table.name!r} is read from the weight of {node.name!r}, its tied head")
                 break
 
 
-def _is_weight(table: StoredEmbedding, weights: ir.Value, scales: ir.Value) -> bool:
-    """Whether a packed weight holds the numbers of the table."""
+def _read_groups(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
+    """From a W8A8MatMul, if it holds the numbers of the table."""
+    weights, scales = (input_of(node, w8a8.INPUTS, name) for name in ("weights", "scales"))
+    if weights is None or scales is None or table.q is weights:
+        return False
+    if table.bits != 8 or table.group_size != node.attributes["group_size"].as_int():
+        return False
     q, own_scales = (_numbers(value).reshape(table.rows, -1) for value in (table.q, table.scales))
     packed_scales = _numbers(scales)
     if own_scales.dtype != packed_scales.dtype:
@@ -130,33 +214,50 @@ def _is_weight(table: StoredEmbedding, weights: ir.Value, scales: ir.Value) -> b
     if _native.pack_group_rows(columns).tobytes() != packed_scales.tobytes():
         return False
     packed = _native.pack_int8_group(np.ascontiguousarray(q[:, : table.width].T))
-    return np.array_equal(packed.reshape(-1), _numbers(weights).reshape(-1))
+    if not np.array_equal(packed.reshape(-1), _numbers(weights).reshape(-1)):
+        return False
+    table.read_groups(weights, scales, model.graph, lambda wanted: context.new_name(model, wanted))
+    return True
+
+
+def _read_dense(model: ir.Model, context: PassContext, table: StoredEmbedding, node: ir.Node) -> bool:
+    """From a SparseAMXMatMul in dense storage, if it holds the table in bf16, or its numbers in int8."""
+    masks, values, offsets, scales = (
+        input_of(node, sparse_amx.INPUTS, name) for name in ("masks", "values", "offsets", "scales")
+    )
+    if masks is None or values is None or offsets is None or _numbers(masks).size or _numbers(offsets).size:
+        return False
+    bits = node.attributes["weight_bits"].as_int()
+    zero_points = input_of(node, sparse_amx.INPUTS, "zero_points")
+    shifted = zero_points is not None and bool(_numbers(zero_points).any())
+    inputs = sparse_amx.row_inputs(bits)
+    panels = -(-table.rows // PANEL_COLUMNS)
+    packed = (
+        _numbers(values).reshape(panels, -1, PANEL_COLUMNS, inputs).swapaxes(1, 2).reshape(panels * PANEL_COLUMNS, -1)
+    )
+    held = packed[: table.rows, : table.width]
+    if bits == BF16:
+        if not table.as_bf16 or _digest(held) != table.as_bf16:
+            return False
+        scales = None
+    elif bits != 8 or table.bits != 8 or table.group_size is not None or scales is None or shifted:
+        return False
+    else:
+        same = np.array_equal(_numbers(scales).reshape(-1)[: table.rows], _numbers(table.scales).reshape(-1))
+        if not same or not np.array_equal(held, _numbers(table.q)):
+            return False
+    table.read_dense(values, scales, inputs, model.graph, lambda wanted: context.new_name(model, wanted))
+    return True
+
+
+def _digest(table: np.ndarray) -> bytes:
+    """Of the numbers in bf16, [rows, width]."""
+    found = blake2b(digest_size=16)
+    for start in range(0, len(table), _ROWS):
+        found.update(table[start : start + _ROWS].astype(ml_dtypes.bfloat16).tobytes())
+    return found.digest()
 
 
 def _numbers(value: ir.Value) -> np.ndarray:
     assert value.const_value is not None
     return value.const_value.numpy()
-
-
-def _as_rows(given: QuantizedWeight, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """As _rounded, of numbers [width, rows] that are known."""
-    width, rows = given.q.shape.numpy()
-    groups = given.groups(width)
-    q = np.zeros((rows, groups * group_size), np.int8)
-    q[:, :width] = given.q.numpy().T
-    scales = given.scales.numpy().T.astype(np.float32)
-    given.release()
-    return q.reshape(rows, groups, group_size), scales[:, :, None]
-
-
-def _rounded(table: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """q, int8 [rows, groups, inputs of a group], zeros behind the end of a row; scales, float32 [rows, groups, 1]."""
-    (rows, width), quantization = table.shape, Quantization(_BITS, group_size)
-    groups = quantization.groups(width)
-    q = np.zeros((rows, groups * group_size), np.int8)
-    scales = np.empty((rows, groups), np.float32)
-    for start in range(0, rows, _ROWS):
-        part = slice(start, start + _ROWS)
-        rounded = round_to_nearest(np.ascontiguousarray(table[part].T), quantization)
-        q[part, :width], scales[part] = rounded.q.T, rounded.scales.T
-    return q.reshape(rows, groups, group_size), scales[:, :, None]

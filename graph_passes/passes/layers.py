@@ -34,6 +34,7 @@ class Layers:
     rounding: dict[ir.Value, float] = field(default_factory=dict)
     packed_weights: int = 0  # in all matrices that were packed so far
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # tables of words that pass embeddings has stored
+    freed: int = 0  # activations that were rounded to fixed ranges, and are floats now
     unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
 
     def add(self, layer: Linear | NotLinear) -> None:
@@ -54,9 +55,10 @@ class Layers:
 
     @property
     def changed(self) -> bool:
-        """Whether there are tables of words in few bits, or layers that are pruned or quantized, and not replaced."""
+        """Whether there are tables of words in few bits, activations that are floats now, or layers that are pruned or
+        quantized, and not replaced."""
         pruned_or_quantized = any(report.status in ("pruned", "quantized") for report in self.reports.values())
-        return pruned_or_quantized or bool(self.embeddings)
+        return pruned_or_quantized or bool(self.embeddings) or bool(self.freed)
 
     @property
     def masked(self) -> bool:

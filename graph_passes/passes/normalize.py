@@ -11,21 +11,28 @@ from ortolan.progress import Stage
 
 from ..files.model_file import to_proto
 from ..find.constants import DEFAULT_DOMAINS
+from ..find.fused_forms import unfuse
 from ..find.quantized_forms import unify_quantized
 from ..names import MINIMUM_IR_VERSION, MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY
 from .context import RecipePass
+from .lengths import ask_inputs
 
 _LARGE_TENSOR = 1024
 
 
 class NormalizePass(RecipePass):
-    """Inlines the model's functions, raises an old opset, names nodes, turns Constant nodes into initializers, and
-    writes int8 layers in the forms that the passes know (quantized_forms.py)."""
+    """Inlines the model's functions, raises an old opset, names nodes, turns Constant nodes into initializers, writes
+    fused operators as several (fused_forms.py), asks inputs for their lengths (lengths.py), and writes int8 layers in
+    the forms that the passes know (quantized_forms.py)."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         self.context.progress(Stage.NORMALIZE, 0, 1)
         normalize(model, self.context.source.name)
-        if self.context.plan.replaces:  # only for passes replace, of which the last one folds back what is left
+        plan = self.context.plan
+        if plan.unfuses:
+            unfuse(model, lambda wanted: self.context.new_name(model, wanted), plan.stores_tables)
+        ask_inputs(model, lambda wanted: self.context.new_name(model, wanted))
+        if plan.replaces:  # only for passes replace, of which the last one folds back what is left
             self.context.layers.unified += unify_quantized(model, lambda wanted: self.context.new_name(model, wanted))
         self.context.progress(Stage.NORMALIZE, 1, 1)
         return ir.passes.PassResult(model, modified=True)

@@ -16,6 +16,8 @@ from .prune_options import PruneOptions
 from .quantize_options import QuantizeOptions
 from .replace_rule import LayerState, ReplaceOptions, ReplaceRule
 
+_OF_LAYERS = frozenset(("prune", "quantize", "replace", "fuse_attention"))
+
 
 class Step(Protocol):
     """As recipe.RecipeStep."""
@@ -36,8 +38,13 @@ class Plan:
         self._quantizing = [one for one in options if isinstance(one, QuantizeOptions | PruneOptions)]
         self._activations = [one for one in options if isinstance(one, ActivationsOptions)]
         self.replaces = "replace" in names
+        # Whether pass normalize writes fused operators as several: for what is done to layers and attention; and where
+        # it runs alone, for whoever looks at them.
+        self.unfuses = not _OF_LAYERS.isdisjoint(names) or names == ["normalize"]
+        self.stores_tables = "embeddings" in names
         self.records_ranges = "ranges" in names
-        self.takes_prompt = "compress_cache" in names  # and puts it into the graph
+        self.replaces_caches = "compress_cache" in names
+        self.takes_prompt = self.replaces_caches  # and puts it into the graph
         self.applies_thresholds = any(rule.replacement.masks_inputs for rule in self._rules)
         # On how many feeds the model is run at the end.
         self.feeds_to_verify: int = max(_values(steps, "verify", "feeds"), default=0)
@@ -49,6 +56,16 @@ class Plan:
     def keeps_numbers(self, linear: Linear) -> bool:
         """Whether a step replace takes over the numbers of 4 or 8 bits that the model stores for the layer."""
         return any(rule.stored_numbers(linear) is not None for rule in self._rules)
+
+    def keeps_range(self, linear: Linear) -> bool:
+        """Whether a step replace gives the layer, as it is, to an operator with the fixed range of its input."""
+        state = LayerState(linear.stored_bytes)
+        return linear.x_range is not None and any(
+            rule.replacement.takes_ranges
+            and rule.stored_numbers(linear) is not None
+            and rule.why_not(linear, rule.replacement.stored_weights(linear.matrix()), state) is None
+            for rule in self._rules
+        )
 
     def quantization(self, linear: Linear) -> Quantization | None:
         """How a step is going to quantize the layer, or None."""

@@ -229,11 +229,11 @@ def pruned_numbers(stored: QuantizedWeight, pruned: ir.TensorProtocol, transpose
 
     def compute() -> np.ndarray:
         kept = np.asarray(pruned.numpy()) != 0
-        return np.where(kept.T if transposed else kept, stored.q.numpy(), np.int8(0))
+        zeros = np.int8(0) if stored.zero_points is None else stored.zero_points.numpy()
+        return np.where(kept.T if transposed else kept, stored.q.numpy(), zeros)
 
-    return QuantizedWeight(
-        stored.bits, stored.group_size, lazy(compute, stored.q.dtype, ir.Shape(stored.q.shape.numpy())), stored.scales
-    )
+    q = lazy(compute, stored.q.dtype, ir.Shape(stored.q.shape.numpy()))
+    return QuantizedWeight(stored.bits, stored.group_size, q, stored.scales, stored.zero_points)
 
 
 def _without_smallest_of_groups(group: PruneGroup) -> ir.LazyTensor:

@@ -52,6 +52,11 @@ class QuantizeOptions(PassOptions):
             if self.method != "gptq" and getattr(self, name) is not None:
                 raise RecipeError(f"{name} is {getattr(self, name)!r}, which only method = 'gptq' has; leave it out")
 
+    def has(self, name: str) -> bool:
+        if name in ("symmetric", "zero_points"):
+            return self.bits == 4
+        return name not in ("damping", "act_order") or self.method == "gptq"
+
     @property
     def rounding(self) -> str:
         """The method, also where none is given."""

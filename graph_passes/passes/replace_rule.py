@@ -18,6 +18,7 @@ from ..operators.sparse_amx_matmul_storage import SMALL, TWO_FOUR
 from ..operators.vnni_spmm import VNNISpMM
 from ..operators.w4a8_matmul import W4A8MatMul
 from ..operators.w8a8_matmul import W8A8MatMul
+from ..operators.w8a8_matmul_function import OP_TYPE as W8A8_MATMUL
 from ..options import Globs, PassOptions, takes
 from ..report.figures import human_bytes
 from ..weights.quantizers.grid import Quantization
@@ -49,7 +50,7 @@ class ReplaceOptions(PassOptions):
     # SparseAMXMatMul: "2:4" takes only layers that are 2:4 sparse, "small" stores bitmaps also where this CPU is slower
     # with them than with dense weights; None: what is fast on this CPU (operators/sparse_amx_matmul_storage.py).
     storage: str | None = field(default=None, metadata=takes("str", choices=(TWO_FOUR, SMALL), none=True))
-    # SparseAMXMatMul: takes only layers of 4 or 8 bits, also those that the model stores, number by number.
+    # SparseAMXMatMul, W8A8MatMul: takes only layers of 4 or 8 bits, also those that the model stores, number by number.
     keep_numbers: bool = field(default=False, metadata=takes("bool"))
     select: Globs = field(default=("*",), metadata=takes("globs"))
     exclude: Globs = field(default=(), metadata=takes("globs"))
@@ -58,11 +59,22 @@ class ReplaceOptions(PassOptions):
         super().__post_init__()
         if self.weights is not None and self.op != MASKED_MATMUL:
             raise RecipeError(f"weights is {self.weights!r}, which only op = {MASKED_MATMUL!r} has; leave it out")
-        for name, default in (("storage", None), ("keep_numbers", False)):
-            if getattr(self, name) != default and self.op != SPARSE_AMX_MATMUL:
-                raise RecipeError(
-                    f"{name} is {getattr(self, name)!r}, which only op = {SPARSE_AMX_MATMUL!r} has; leave it out"
-                )
+        if self.storage is not None and self.op != SPARSE_AMX_MATMUL:
+            raise RecipeError(f"storage is {self.storage!r}, which only op = {SPARSE_AMX_MATMUL!r} has; leave it out")
+        if self.keep_numbers and self.op not in (SPARSE_AMX_MATMUL, W8A8_MATMUL):
+            raise RecipeError(
+                f"keep_numbers is true, which only op = {SPARSE_AMX_MATMUL!r} and {W8A8_MATMUL!r} have; leave it out"
+            )
+
+    def has(self, name: str) -> bool:
+        if name == "fixed_ranges":
+            return REPLACEMENTS[self.op].takes_ranges
+        operators = {
+            "weights": (MASKED_MATMUL,),
+            "storage": (SPARSE_AMX_MATMUL,),
+            "keep_numbers": (SPARSE_AMX_MATMUL, W8A8_MATMUL),
+        }
+        return self.op in operators.get(name, REPLACEMENTS)
 
 
 @dataclass(frozen=True)

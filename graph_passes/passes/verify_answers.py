@@ -85,9 +85,27 @@ class Answers:
                     "exclude layers from replacement, or raise verify.max_rounding_error if your task bears it; if "
                     "nothing in the model explains it, please report this"
                 )
-        floats = [error for error in report.output_error if self.kinds[error.name] == "f"]
+        nearer = self._note_freed(context) if context.layers.freed else frozenset[str]()
+        floats = [error for error in report.output_error if self.kinds[error.name] == "f" and error.name not in nearer]
         advice = "try less sparsity or more bits, exclude layers (prune.exclude, quantize.exclude)"
         limits.judge_size(floats, "", advice, report.output_error)
+
+    def _note_freed(self, context: PassContext) -> frozenset[str]:
+        """Notes how far both models are from the weights in float, where the original rounds activations and the
+        optimized model does not; returns the outputs at which the latter is nearer."""
+        originals = [] if self.reference is None else measure_errors(self.names, self.reference, self.before)
+        found = {error.name: error.relative_l2 for error in context.report.rounding_error}
+        pairs = [(error, found[error.name]) for error in originals if error.name in found]
+        by_name = {error.name: error for error in context.report.output_error}
+        for error, ours in pairs:
+            by_name[error.name].from_float = (error.relative_l2, ours)
+        if pairs:
+            error, ours = max(pairs, key=lambda pair: pair[1])
+            context.note(
+                f"output {error.name!r}: the original is {error.relative_l2:.2g} away from the answers of its weights "
+                f"in float, the optimized model {ours:.2g}"
+            )
+        return frozenset(error.name for error, ours in pairs if ours < error.relative_l2)
 
 
 def require_finite(before: Sequence[Outputs], description: str | None) -> None:

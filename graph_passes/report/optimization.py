@@ -78,6 +78,18 @@ class OutputDeviation:
     relative_l2: float
     cosine: float
     max_abs: float
+    # Where only the original rounds activations: how far it is itself from its weights in float, and the new model.
+    from_float: tuple[float, float] | None = None
+
+    def describe(self) -> str:
+        text = (
+            f"relative error {_number(self.relative_l2)}, cosine {self.cosine:.5f}, largest difference "
+            f"{_number(self.max_abs)}"
+        )
+        if self.from_float is None:
+            return text
+        before, after = map(_number, self.from_float)
+        return f"{text}; from its weights in float the original is {before} away, this model {after}"
 
 
 @dataclass
@@ -123,6 +135,7 @@ class OptimizationReport:
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     cpu: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, OptimizationReport] = field(default_factory=dict)  # of a folder of several models, by file
     model: onnx.ModelProto | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -153,6 +166,11 @@ class OptimizationReport:
         from rich.table import Table
         from rich.text import Text
 
+        if self.parts:
+            sizes = OptimizationReport({}, output=self.output, file_size_before=self.file_size_before)
+            sizes.file_size_after = self.file_size_after
+            shown = [part for name, report in self.parts.items() for part in (Text(name), report, Text(""))]
+            return Group(*shown, Text("\n".join(sizes._summary())))
         title = f"recipe {self.recipe.get('name')}: {self._headline()}"
         layers = Table(title=title, title_justify="left")
         layers.add_column("layer", overflow="fold")
@@ -196,6 +214,9 @@ class OptimizationReport:
     def _headline(self) -> str:
         verb = "would replace" if self.dry_run else "replaced"
         layers = f"{verb} {len(self.replaced)} of {len(self.layers)} matrix products"
+        attention = sum(layer.k is None for layer in self.replaced)
+        if attention:  # they have no weight, and no row in the table
+            layers += f", {attention} of them in attention"
         if self.cache is None:
             return layers
         before, after = self.cache.bytes_before, self.cache.bytes_after
@@ -229,10 +250,7 @@ class OptimizationReport:
         if self.cache is not None:
             lines += self._cache_lines(self.cache)
         for error in self.output_error[:_OUTPUTS_SHOWN]:
-            lines.append(
-                f"output        {error.name}: relative error {_number(error.relative_l2)}, "
-                f"cosine {error.cosine:.5f}, largest difference {_number(error.max_abs)}"
-            )
+            lines.append(f"output        {error.name}: {error.describe()}")
         others = self.output_error[_OUTPUTS_SHOWN:]
         if others:
             largest = max(others, key=lambda error: error.relative_l2)

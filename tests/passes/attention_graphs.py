@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,3 +78,55 @@ class Graph:
         self.nodes.append(helper.make_node("Identity", [y], ["y"], "/out"))
         domains = {node.domain: 1 for node in self.nodes if node.domain}
         return make_model(self.nodes, self.inputs, self.outputs, self.weights, self.opset, domains=domains)
+
+
+def attend(graph: Graph, q: str, k: str, v: str, kv_heads: int = H) -> str:
+    if kv_heads != H:
+        return graph.op("Attention", q, k, v, q_num_heads=H, kv_num_heads=kv_heads)
+    scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.reshape(k, 0, 0, H, W // H), 0, 2, 3, 1))
+    scores = graph.op("Div", scores, graph.number(np.sqrt(W / H)))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), graph.heads(v)))
+
+
+def size_of_rows(graph: Graph) -> str:
+    return graph.op("Shape", "x", start=1, end=2)
+
+
+def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
+    """The usual form up to its Softmax: (weights, values)."""
+    q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
+    key = graph.transpose(graph.reshape(k, 0, 0, H, D), 0, 2, 3, 1)
+    scores = graph.op("Div", graph.op("MatMul", graph.heads(q), key), graph.number(D**0.5))
+    if mask:
+        scores = graph.op("Add", scores, graph.additive_mask())
+    return graph.op("Softmax", scores, axis=-1), graph.heads(v)
+
+
+def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
+    """As transformers 5 exports scaled_dot_product_attention; `counted` is the mask that rows are judged by."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        rows = size_of_rows(graph)
+        shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
+        visible = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
+        mask = graph.op("Mul", graph.op("Cast", graph.op("Not", visible), to=FLOAT), graph.number(LOWEST))
+        key = graph.transpose(k, 0, 1, 3, 2)
+        root = graph.number(D**-0.25)
+        scores = graph.op("MatMul", graph.op("Mul", q, root), graph.op("Mul", key, root))
+        weights = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
+        judge = visible if counted == "mask" else graph.op("Expand", graph.hidden(), shape)
+        count = graph.op("ReduceSum", graph.op("Cast", judge, to=FLOAT), np.array([-1]), keepdims=1)
+        nothing = graph.op("Less", count, graph.number(limit))
+        return graph.merge(graph.op("Where", nothing, graph.number(0), graph.op("MatMul", weights, v)))
+
+    return build
+
+
+def feeds(model: onnx.ModelProto, rows: int = S) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(rows)
+    given: dict[str, np.ndarray] = {"x": rng.standard_normal((B, rows, W), dtype=np.float32)}
+    if len(model.graph.input) > 1:
+        given["mask"] = np.ones((B, rows), np.int64)
+        given["mask"][1, (rows + 1) // 2 :] = 0
+    return given

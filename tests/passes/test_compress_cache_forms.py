@@ -174,6 +174,25 @@ def test_onnx_attention(rank: int, mask: int | None, attributes: dict[str, Any])
     check(model, *(["Where"] if mask == BOOL else []))
 
 
+@pytest.mark.parametrize("mask", [None, FLOAT, BOOL])
+def test_onnx_attention_behind_an_appended_cache(mask: int | None) -> None:
+    """As torch exports scaled_dot_product_attention with enable_gqa to opset 23: the caches are appended to before."""
+    model = operator("Attention", [*ONNX[:3], "mask" if mask else ""], rank=4, mask=mask or FLOAT)
+    graph = model.graph
+    cache = ["b", KV, "p", D]
+    graph.input.extend(helper.make_tensor_value_info(f"past_{name}", FLOAT, cache) for name in ("key", "value"))
+    attention = next(node for node in graph.node if node.op_type == "Attention")
+    del attention.output[1:]
+    nodes = list(graph.node)
+    for place, name in ((1, "key"), (2, "value")):
+        appended = [f"past_{name}", attention.input[place]]
+        attention.input[place] = f"present_{name}"
+        nodes.insert(0, helper.make_node("Concat", appended, [f"present_{name}"], f"append_{name}", axis=2))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    check(model, *(["Where"] if mask == BOOL else []))
+
+
 OF_THE_MASK = [
     "Add",
     "Add",

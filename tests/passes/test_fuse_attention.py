@@ -15,23 +15,27 @@ import ortolan
 from ortolan import OptimizationReport, Recipe, RecipeError
 from ortolan.models import tiny
 
-from .attention_graphs import BOOL, FLOAT, INT64, LOWEST, B, D, Graph, H, S, W
+from .attention_graphs import (
+    BOOL,
+    FLOAT,
+    INT64,
+    LOWEST,
+    D,
+    Graph,
+    H,
+    S,
+    W,
+    feeds,
+    plain,
+    size_of_rows,
+    zeros_for_rows_without_keys,
+)
 from .small_models import op_types, random_weight, relative_error, run
 
 
 def recipe(*others: dict[str, Any], **options: Any) -> Recipe:
     steps = [{"name": "normalize"}, *others, {"name": "fuse_attention", **options}, {"name": "verify", "seconds": 0.0}]
     return Recipe.from_dict({"name": "fused", "pass": sorted(steps, key=lambda step: step["name"] == "verify")})
-
-
-def plain(graph: Graph, mask: bool = True) -> tuple[str, str]:
-    """The usual form up to its Softmax: (weights, values)."""
-    q, k, v = (graph.linear(name) for name in ("q", "kk", "vvv"))
-    key = graph.transpose(graph.reshape(k, 0, 0, H, D), 0, 2, 3, 1)
-    scores = graph.op("Div", graph.op("MatMul", graph.heads(q), key), graph.number(D**0.5))
-    if mask:
-        scores = graph.op("Add", scores, graph.additive_mask())
-    return graph.op("Softmax", scores, axis=-1), graph.heads(v)
 
 
 def usual(graph: Graph) -> str:
@@ -115,27 +119,6 @@ def zeros_for_nan(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", weights, graph.heads(v)))
 
 
-def zeros_for_rows_without_keys(counted: str = "mask", limit: float = 1.0) -> Callable[[Graph], str]:
-    """As transformers 5 exports scaled_dot_product_attention; `counted` is the mask that rows are judged by."""
-
-    def build(graph: Graph) -> str:
-        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-        rows = size_of_rows(graph)
-        shape = graph.op("Concat", graph.op("Shape", "x", start=0, end=1), np.array([1]), rows, rows, axis=0)
-        visible = graph.op("Expand", graph.op("Not", graph.hidden()), shape)
-        mask = graph.op("Mul", graph.op("Cast", graph.op("Not", visible), to=FLOAT), graph.number(LOWEST))
-        key = graph.transpose(k, 0, 1, 3, 2)
-        root = graph.number(D**-0.25)
-        scores = graph.op("MatMul", graph.op("Mul", q, root), graph.op("Mul", key, root))
-        weights = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
-        judge = visible if counted == "mask" else graph.op("Expand", graph.hidden(), shape)
-        count = graph.op("ReduceSum", graph.op("Cast", judge, to=FLOAT), np.array([-1]), keepdims=1)
-        nothing = graph.op("Less", count, graph.number(limit))
-        return graph.merge(graph.op("Where", nothing, graph.number(0), graph.op("MatMul", weights, v)))
-
-    return build
-
-
 def position_bias(graph: Graph) -> str:
     """By the distance of key and query, as TorchScript writes MPNet's and T5's: [batch, H, rows, rows]."""
     batch, rows = (graph.op("Gather", graph.op("Shape", "x"), np.array(axis, np.int64), axis=0) for axis in (0, 1))
@@ -201,10 +184,6 @@ def multi_head_attention(graph: Graph) -> str:
     return graph.op("MultiHeadAttention", *inputs, "", "", mask, domain="com.microsoft", num_heads=H)
 
 
-def size_of_rows(graph: Graph) -> str:
-    return graph.op("Shape", "x", start=1, end=2)
-
-
 def onnx_attention(graph: Graph) -> str:
     """Of the layers' outputs, with fewer heads of keys and values, and a mask of truth values."""
     graph.opset = 23
@@ -243,15 +222,6 @@ FORMS = {
     "Attention": onnx_attention,
     "Attention of heads": onnx_attention_of_heads,
 }
-
-
-def feeds(model: onnx.ModelProto, rows: int = S) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(rows)
-    given: dict[str, np.ndarray] = {"x": rng.standard_normal((B, rows, W), dtype=np.float32)}
-    if len(model.graph.input) > 1:
-        given["mask"] = np.ones((B, rows), np.int64)
-        given["mask"][1, (rows + 1) // 2 :] = 0
-    return given
 
 
 def answers(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -326,13 +296,6 @@ def reasons(report: OptimizationReport) -> list[str]:
     return [note for note in report.notes if "attention not fused" in note]
 
 
-def interleaved(graph: Graph) -> str:
-    """Heads lie side by side in each number of a head, not each head in a row."""
-    q, k, v = (graph.transpose(graph.reshape(graph.linear(n), 0, 0, D, H), 0, 3, 1, 2) for n in ("q", "kk", "vvv"))
-    scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
-    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
-
-
 def other_axis(graph: Graph) -> str:
     q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
@@ -350,12 +313,6 @@ def used_scores(graph: Graph) -> str:
     weights, value = plain(graph)
     y = graph.merge(graph.op("MatMul", weights, value))
     return graph.op("Add", y, graph.op("ReduceMax", weights))
-
-
-def scaled_mask(graph: Graph) -> str:
-    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.additive_mask())
-    return graph.merge(graph.op("MatMul", graph.op("Softmax", graph.op("Mul", scores, graph.number(2)), axis=-1), v))
 
 
 def learned_scale(graph: Graph) -> str:
@@ -382,31 +339,12 @@ def other_width_of_values(graph: Graph) -> str:
     return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v), 0, 0, 2 * W)
 
 
-def heads_stay(graph: Graph) -> str:
-    graph.outputs["y"] = (FLOAT, ["batch", H, "rows", D])
-    return graph.op("Neg", graph.op("MatMul", *plain(graph)))
-
-
 def half(graph: Graph) -> str:
     x = graph.op("Cast", "x", to=TensorProto.FLOAT16)
     q, k, v = (graph.heads(graph.op("MatMul", x, random_weight(W, W, dtype=np.float16))) for _ in range(3))
     scores = graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2))
     y = graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
     return graph.op("Cast", y, to=FLOAT)
-
-
-def rotated(graph: Graph) -> str:
-    """Something is done to the heads before they meet."""
-    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-    scores = graph.op("MatMul", graph.op("Sin", q), graph.transpose(k, 0, 1, 3, 2))
-    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
-
-
-def padded_keys(graph: Graph) -> str:
-    inputs = [graph.linear(name) for name in ("q", "kk", "vvv")]
-    mask = graph.op("Cast", graph.hidden(), to=TensorProto.INT32)
-    mask = graph.op("Squeeze", mask, np.array([1, 2]))
-    return graph.op("MultiHeadAttention", *inputs, "", mask, domain="com.microsoft", num_heads=H)
 
 
 def capped(graph: Graph) -> str:
@@ -418,21 +356,14 @@ def capped(graph: Graph) -> str:
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        (interleaved, "is not split into heads as"),
         (other_axis, "its Softmax is not over the last axis"),
         (shown_weights, "inside of it is an output of the graph, or makes one"),
         (used_scores, "inside of it is also used by ReduceMax|is an output of the graph, or makes one"),
-        (scaled_mask, "its scores are scaled after the mask is added"),
         (learned_scale, "scales its scores by a number that is not known"),
         (filled(hides=True, fill=-10000.0), "replaces scores by something else than -Inf or the lowest float"),
         (unknown_heads, "is not understood"),
         (other_width_of_values, r"are \[12, 12, 24\] wide, expected the same"),
-        (zeros_for_rows_without_keys(counted="another"), r"its heads are not merged to \[batch, rows, width\]"),
-        (zeros_for_rows_without_keys(limit=2.0), r"its heads are not merged to \[batch, rows, width\]"),
-        (heads_stay, r"its heads are not merged to \[batch, rows, width\]"),
         (half, "is FLOAT16, expected FLOAT"),
-        (rotated, "its query comes from 'Sin_.*', whose rank is 4, expected 3"),
-        (padded_keys, "it has an input key_padding_mask"),
         (capped, r"its scores are capped \(softcap\)"),
     ],
     ids=lambda one: getattr(one, "__name__", None),

@@ -11,7 +11,7 @@ import pytest
 import ortolan
 from ortolan import Recipe
 
-from .attention_graphs import B, Graph, H, S, W
+from .attention_graphs import B, Graph, H, S, W, attend
 from .small_models import op_types, random_weight, relative_error, run
 
 OPS = {"VNNISpMM": 8, "SparseAMXMatMul": 8, "W4A8MatMul": 4}
@@ -37,14 +37,6 @@ def attention(graph: Graph, x: str = "x", kv_heads: int = H, names: str = "qkv",
         graph.linear(name, inputs.get(name, x), W if name == "q" else kv_heads * head) for name in ("q", "key", "value")
     )
     return attend(graph, q, k, v, kv_heads)
-
-
-def attend(graph: Graph, q: str, k: str, v: str, kv_heads: int = H) -> str:
-    if kv_heads != H:
-        return graph.op("Attention", q, k, v, q_num_heads=H, kv_num_heads=kv_heads)
-    scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.reshape(k, 0, 0, H, W // H), 0, 2, 3, 1))
-    scores = graph.op("Div", scores, graph.number(np.sqrt(W / H)))
-    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), graph.heads(v)))
 
 
 def optimized(model: onnx.ModelProto, chosen: Recipe | None = None) -> ortolan.OptimizationReport:

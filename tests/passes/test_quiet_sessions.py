@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import ortolan
 from ortolan.graph_passes.measure.sessions import int8_products_saturate, open_quietly, open_to_time, sums_are_exact
@@ -81,6 +81,28 @@ def test_sums_of_layers_that_share_their_weight_are_exact(form, tmp_path):
         session = open_quietly(given)
         assert sums_are_exact(session)
         np.testing.assert_array_equal(session.run(None, {"x": x})[0], (y - layer.y_zero) * layer.y_scale)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_blocks_without_zero_points(as_file, tmp_path):
+    """Given as a file with external data, and as bytes; a layer beside them has the sums that may saturate."""
+    layer, x = full_range("to_float")
+    q = np.random.default_rng(5).integers(-128, 128, (64, 64), np.int8)
+    constants = {"blocks": q, "scales of blocks": np.full((2, 64), 0.5, np.float32)}
+    model = layer.model()
+    model.opset_import[0].version, model.ir_version = 21, 10
+    model.graph.node.append(helper.make_node("DequantizeLinear", list(constants), ["w"], axis=0, block_size=32))
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    model.graph.output.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [64, 64]))
+    given = model.SerializeToString()
+    if as_file:
+        given = tmp_path / "model.onnx"
+        onnx.save(model, given, save_as_external_data=True, size_threshold=64)
+    session = open_quietly(given)
+    assert sums_are_exact(session)
+    answer, w = session.run(None, {"x": x})
+    np.testing.assert_array_equal(answer, layer.expected(x))
+    np.testing.assert_array_equal(w, q.astype(np.float32) / 2)
 
 
 @pytest.mark.parametrize("form", ["to_float", "qlinear", "qgemm"])

@@ -56,3 +56,11 @@ def test_text_groups_reasons_and_outputs_and_takes_names_literally():
     assert "computed at run time: /scores0 and 2 more" in text
     assert "out2: relative error 0.2" in text and "3 more: relative error up to 0.5 (out5)" in text
     assert "a note" in text
+
+
+def test_products_of_attention_are_counted_by_themselves():
+    fused = report()
+    assert "replaced 1 of 4 matrix products\n" in str(fused)
+    for layer in fused.layers[1:3]:
+        layer.status, layer.reason = "replaced", None
+    assert "replaced 3 of 4 matrix products, 2 of them in attention\n" in str(fused)

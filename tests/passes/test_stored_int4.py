@@ -201,7 +201,7 @@ MALFORMED = {
     "block_size is 0": ({"node_change": attribute("block_size", 0)}, "block_size is 0"),
     "block_size is negative": ({"node_change": attribute("block_size", -32)}, "block_size is -32"),
     "block_size is huge": ({"node_change": attribute("block_size", 2**40)}, "B 'B' have shape"),
-    "8 bits": ({"node_change": attribute("bits", 8)}, "stored in 8 bits, expected 4"),
+    "2 bits": ({"node_change": attribute("bits", 2)}, "stored in 2 bits, expected 4 or 8"),
     "prepacked": ({"node_change": attribute("weight_prepacked", 1)}, "packed for another device"),
     "no scales": ({"node_change": inputs("x", "B")}, "input scales is missing"),
     "nothing but x": ({"node_change": inputs("x")}, "input B is missing"),

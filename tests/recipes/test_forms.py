@@ -25,7 +25,12 @@ def option(recipe: Recipe, pass_name: str, name: str) -> object:
     ("choices", "passes", "op"),
     [
         ({"weights": "bf16"}, ["fuse_attention", "replace"], "SparseAMXMatMul"),
-        ({"weights": "int8"}, ["quantize", "fuse_attention", "replace"], "SparseAMXMatMul"),
+        (
+            {"weights": "int8"},
+            ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
+            "W8A8MatMul",
+        ),
+        ({"weights": "int8", "ignore": ()}, ["quantize", "embeddings", "fuse_attention", "replace"], "SparseAMXMatMul"),
         (
             {"weights": "int4"},
             ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
@@ -35,32 +40,40 @@ def option(recipe: Recipe, pass_name: str, name: str) -> object:
         ({"sparsity": 0.5}, ["prune", "fuse_attention", "replace"], "SparseAMXMatMul"),
         (
             {"weights": "int8", "sparsity": 0.5, "pattern": "2:4"},
-            ["prune", "quantize", "fuse_attention", "replace", "replace"],
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
             "SparseAMXMatMul",
         ),
         ({"pattern": "2:4"}, ["fuse_attention", "replace", "replace"], "SparseAMXMatMul"),
         (
             {"pattern": "2:4", "ignore": (), "weights": "int4"},
-            ["quantize", "fuse_attention", "replace"],
+            ["quantize", "embeddings", "fuse_attention", "replace"],
             "SparseAMXMatMul",
         ),
-        ({"weights": "int4", "sparsity": 0.5}, ["prune", "quantize", "fuse_attention", "replace"], "SparseAMXMatMul"),
+        (
+            {"weights": "int4", "sparsity": 0.5},
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace"],
+            "SparseAMXMatMul",
+        ),
         (
             {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"},
-            ["prune", "fuse_attention", "replace"],
+            ["prune", "embeddings", "fuse_attention", "replace"],
             "SparseAMXMatMul",
         ),
         (
             {"weights": "int4", "sparsity": 0.5, "method": ("sparsegpt", "gptq")},
-            ["prune", "quantize", "fuse_attention", "replace"],
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace"],
             "SparseAMXMatMul",
         ),
-        ({"pattern": "4x1"}, ["quantize", "fuse_attention", "replace"], "VNNISpMM"),
-        ({"pattern": "4x1", "sparsity": 0.8}, ["prune", "quantize", "fuse_attention", "replace"], "VNNISpMM"),
+        ({"pattern": "4x1"}, ["quantize", "embeddings", "fuse_attention", "replace"], "VNNISpMM"),
+        (
+            {"pattern": "4x1", "sparsity": 0.8},
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace"],
+            "VNNISpMM",
+        ),
         (
             {"weights": "int8", "cache": "codes"},
-            ["quantize", "compress_cache", "replace"],
-            "SparseAMXMatMul",
+            ["quantize", "quantize", "embeddings", "fuse_attention", "compress_cache", "replace", "replace"],
+            "W8A8MatMul",
         ),
     ],
 )
@@ -92,6 +105,7 @@ def test_names() -> None:
         ({"weights": "int4", "group_size": 48}, "group_size is 48, expected one of 32, 64, 128"),
         ({"group_size": 32}, "group_size is 32, which only weights='int4' has"),
         ({"weights": "int8", "group_size": 32}, "group_size is 32, which only weights='int4' has"),
+        ({"weights": "int8", "group_size": 48}, "group_size is 48, which only weights='int4' has"),
         ({"sparsity": 0}, "sparsity is 0, expected a number above 0 and below 1; leave it out to prune nothing"),
         ({"sparsity": 1.0}, "sparsity is 1.0, expected"),
         ({"sparsity": "half"}, "sparsity is 'half', expected"),
@@ -139,7 +153,7 @@ def test_what_a_preset_does_not_take(choices: dict, message: str) -> None:
 
 @pytest.mark.parametrize("name", [*forms._OLD, *forms._OLD_OTHERS])
 def test_old_names_tell_the_new_call(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"there is no recipe '{name}' any more: (give|leave)"):
+    with pytest.raises(RecipeError, match=f"there is no recipe '{name}': (give|leave)"):
         Recipe.load(name)
     call = dict(forms._OLD.get(name, {}))
     if call:
@@ -159,7 +173,11 @@ def test_auto_is_no_recipe_to_load() -> None:
         ({"weights": "int4", "method": "gptq"}, 8, "W8A8MatMul"),
         ({"weights": "int4", "ignore": ()}, 4, "W4A8MatMul"),
         ({"weights": "int4", "ignore": "*nothing*"}, 4, "W4A8MatMul"),
-        ({"weights": "int8"}, None, "SparseAMXMatMul"),
+        ({"weights": "int8"}, 8, "W8A8MatMul"),
+        ({"weights": "int8", "method": "gptq"}, 8, "W8A8MatMul"),
+        ({"weights": "int8", "ignore": ()}, 8, "SparseAMXMatMul"),
+        ({"weights": "int8", "sparsity": 0.5}, None, "SparseAMXMatMul"),
+        ({"weights": "int8", "sparsity": 0.5, "pattern": "2:4"}, None, "SparseAMXMatMul"),
         ({"weights": "int4", "sparsity": 0.5}, None, "SparseAMXMatMul"),
     ],
 )

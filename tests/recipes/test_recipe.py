@@ -63,7 +63,8 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
         (
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
-            "embeddings, fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, verify",
+            "embeddings, float_activations, fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, "
+            "verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
@@ -139,8 +140,8 @@ def test_passes_in_the_wrong_order(names):
     before, after = names.split()
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
-        "normalize, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, cache_prompt, "
-        "compress_cache, replace, fuse_lut, verify"
+        "normalize, float_activations, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, "
+        "cache_prompt, compress_cache, replace, fuse_lut, verify"
     )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):
@@ -214,6 +215,16 @@ def test_settings_of_the_command_line():
             parse_setting(text)
 
 
+def test_what_is_selected_of_attentions_is_for_those_with_a_cache_and_without():
+    changed = Recipe.load("long-context").with_options({"select": ["a*"], "compress_cache.exclude": "b"})
+    selected = {
+        step.name: (step.options.select, step.options.exclude)
+        for step in changed.passes
+        if step.name in ("fuse_attention", "compress_cache")
+    }
+    assert selected == {"fuse_attention": (("a*",), ()), "compress_cache": (("a*",), ("b",))}
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -263,6 +274,37 @@ def test_passes_of_one_name_are_told_apart_by_number():
     for name in ("prune.0.sparsity", "prune.3.sparsity", "prune.2.prune.sparsity"):
         with pytest.raises(RecipeError, match="has no option"):
             recipe.with_options({name: 0.7})
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "value", "numbers"),
+    [
+        ({"weights": "int8"}, "storage", "small", [2]),
+        ({"weights": "int8"}, "replace.storage", "2:4", [2]),
+        ({"weights": "int8"}, "keep_numbers", True, [1, 2]),
+        ({"weights": "int8", "method": "gptq"}, "damping", 0.5, [1]),
+        ({"weights": "int8", "method": "gptq"}, "quantize.act_order", False, [1]),
+        ({"weights": "int4"}, "symmetric", True, [1]),
+        ({"weights": "int4"}, "quantize.zero_points", "minimum", [1]),
+        ({"weights": "int4"}, "keep_numbers", True, [2]),
+        ({"weights": "int8", "sparsity": 0.8, "pattern": "4x1"}, "fixed_ranges", "all", [1]),
+    ],
+)
+def test_an_option_is_for_the_passes_that_have_it(form, name, value, numbers):
+    recipe, option = Recipe.of(**form), name.rpartition(".")[2]
+    changed = recipe.with_options({name: value})
+    before, after = (
+        [getattr(step.options, option) for step in one.passes if option in step.options.names()]
+        for one in (recipe, changed)
+    )
+    assert [number for number, new in enumerate(after, 1) if new == value] == numbers
+    assert all(new in (old, value) for old, new in zip(before, after, strict=True))
+
+
+def test_options_that_several_passes_have_are_ambiguous():
+    for name, form in (("method", {"weights": "int8"}), ("storage", {"pattern": "2:4"}), ("bits", {"weights": "int4"})):
+        with pytest.raises(RecipeError, match=rf"'{name}' is ambiguous .*: \w+\.1\.{name}, \w+\.2\.{name}"):
+            Recipe.of(**form).with_options({name: 8 if name == "bits" else "2:4"})
 
 
 def test_numbers_of_numpy():

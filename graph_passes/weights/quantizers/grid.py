@@ -57,7 +57,7 @@ class Quantization:
 
     bits: int
     group_size: int | None
-    symmetric: bool = field(default=True, kw_only=True)  # False: each group also has a zero point; 4 bits only
+    symmetric: bool = field(default=True, kw_only=True)  # False: each group has a zero point
     minimum: bool = field(default=False, kw_only=True)  # not symmetric: it has a minimum in place of the zero point
     bf16_scales: bool = field(default=False, kw_only=True)  # 4 bits: scales are bfloat16 numbers, not float16 ones
     fractions: bool = field(default=False, kw_only=True)  # not symmetric: its zero point is a fraction, of sixteenths

@@ -1,0 +1,161 @@
+"""Writes the nodes that take the place of one fused operator (fused_forms.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from .constants import constant_tensor, lazy, remove_unused
+from .dimensions import Dimensions
+from .node_checks import MICROSOFT_DOMAIN, UnfitError, expect, node_input
+from .shape_inference import opset_of
+
+_LAYER_NORMALIZATION = 17  # the opset of the operator
+
+# Puts the nodes into a Writer: what becomes of the old node's outputs, in their order; None for those that nobody uses.
+Write = Callable[["Writer"], Sequence[ir.Value | None]]
+
+
+class Writer:
+    """Collects nodes and constants; put() replaces the old node by them."""
+
+    def __init__(self, node: ir.Node, made: dict[Hashable, ir.Value], new_name: Callable[[str], str]) -> None:
+        """made: what the model's operators share."""
+        assert isinstance(node.graph, ir.Graph)
+        self.node, self.opset = node, opset_of(node.graph)
+        self._graph, self._made, self._new_name = node.graph, made, new_name
+        self._name = node.name or node.op_type
+        self._nodes: list[ir.Node] = []
+
+    def put(self, write: Write) -> None:
+        """Raises UnfitError before anything is changed if `write` does."""
+        node = self.node
+        unused = [value for value in node.inputs if value is not None]
+        pairs = [(old, new) for old, new in zip(node.outputs, write(self), strict=False) if new is not None]
+        for old, new in pairs:
+            new.type, new.shape = old.type or new.type, old.shape or new.shape
+        olds, news = ([pair[index] for pair in pairs] for index in (0, 1))
+        ir.convenience.replace_nodes_and_values(self._graph, node, [node], self._nodes, olds, news)
+        for value in unused:
+            remove_unused(value)
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        name: str | None = None,
+        domain: str = "",
+        dtype: ir.DataType | None = None,
+        **attributes: int | float | Sequence[int],
+    ) -> ir.Value:
+        """The first output of a new node. name: "" is the old node's own, others stand behind that."""
+        given = list(inputs)
+        while given[-1] is None:
+            given.pop()
+        node = ir.node(op_type, given, attributes, domain=domain)
+        node.name = self._name if name == "" else self._new_name(f"{self._name}/{name or op_type}")
+        output = node.outputs[0]
+        output.name = self._new_name(f"{node.name}_output_0")
+        if dtype is not None:
+            output.dtype = dtype
+        self._nodes.append(node)
+        return output
+
+    def contrib(self, op_type: str, *inputs: ir.Value | None, name: str = "", **attributes: int | float) -> ir.Value:
+        """An operator of ONNX Runtime."""
+        return self.op(op_type, *inputs, name=name, domain=MICROSOFT_DOMAIN, dtype=ir.DataType.FLOAT, **attributes)
+
+    def layer_norm(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None, epsilon: float) -> ir.Value:
+        """Over the last axis, by the operator, or by its formula in models of an opset that does not have it."""
+        if self.opset >= _LAYER_NORMALIZATION:
+            return self.op("LayerNormalization", x, weight, bias, name="", axis=-1, epsilon=epsilon)
+        mean = self.op("ReduceMean", x, axes=[-1], keepdims=1)
+        centred = self.op("Sub", x, mean)
+        square = self.op("Pow", centred, self.number(2.0))
+        variance = self.op("ReduceMean", square, axes=[-1], keepdims=1)
+        root = self.op("Sqrt", self.op("Add", variance, self.number(epsilon)))
+        scaled = self.op("Mul", self.op("Div", centred, root), weight, name="" if bias is None else None)
+        return scaled if bias is None else self.op("Add", scaled, bias, name="")
+
+    def shared(self, key: Hashable, make: Callable[[], ir.Value]) -> ir.Value:
+        """What later operators of the graph take as well."""
+        place = self._graph, key
+        if place not in self._made:
+            self._made[place] = make()
+        return self._made[place]
+
+    def number(self, number: float) -> ir.Value:
+        return self.constant(np.array(number, np.float32))
+
+    def ints(self, *numbers: int) -> ir.Value:
+        return self.constant(np.array(numbers, np.int64))
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        """A small one, which all operators share."""
+
+        def make() -> ir.Value:
+            return self._initializer(ir.Tensor(array, name=self._new_name(f"{self._name}/constant")))
+
+        return self.shared((array.dtype.str, array.shape, array.tobytes()), make)
+
+    def columns(self, value: ir.Value, name: str, start: int, stop: int) -> ir.Value:
+        """These columns of a constant [..., n], read from it when they are asked for."""
+
+        tensor = constant_tensor(value)
+        assert tensor is not None
+        shape = ir.Shape([*tensor.shape.numpy()[:-1], stop - start])
+
+        def make() -> ir.Value:
+            wanted = self._new_name(f"{value.name}/{name}")
+            return self._initializer(lazy(lambda: tensor.numpy()[..., start:stop], tensor.dtype, shape, wanted))
+
+        return self.shared((value, start, stop), make)
+
+    def _initializer(self, tensor: ir.TensorProtocol) -> ir.Value:
+        value = ir.Value(
+            name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+        )
+        self._graph.register_initializer(value)
+        return value
+
+
+def required(node: ir.Node, index: int) -> ir.Value:
+    value = node_input(node, index)
+    if value is None:
+        raise UnfitError(f"its input {index} is missing")
+    return value
+
+
+def unused(node: ir.Node, *outputs: int) -> None:
+    """Raises UnfitError if somebody uses one of these outputs."""
+    for index in outputs:
+        expect(not is_used(node, index), f"its output {index} is used")
+
+
+def is_used(node: ir.Node, index: int) -> bool:
+    if index >= len(node.outputs):
+        return False
+    return bool(node.outputs[index].uses()) or node.outputs[index].is_graph_output()
+
+
+def only_attributes(node: ir.Node, *names: str) -> None:
+    """Raises UnfitError for an attribute that is not one of these."""
+    for name in node.attributes:
+        expect(name in names, f"its attribute {name!r} is not known here")
+
+
+def real_number(node: ir.Node, name: str, default: float) -> float:
+    """The node's attribute."""
+    attr = node.attributes.get(name)
+    if attr is None:
+        return default
+    expect(attr.type == ir.AttributeType.FLOAT and not attr.is_ref(), f"its attribute {name!r} is no number")
+    return attr.as_float()
+
+
+def expect_floats(dims: Dimensions, value: ir.Value) -> None:
+    dtype = dims.dtype(value)
+    found = "of unknown type" if dtype is None else dtype.name
+    expect(dtype == ir.DataType.FLOAT, f"its input {value.name!r} is {found}, expected FLOAT")

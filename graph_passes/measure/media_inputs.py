@@ -1,0 +1,71 @@
+"""What pictures and sound a model takes, where its inputs' shapes leave that open: told by the convolutions behind them
+and by tables of positions, which fit one size of pictures only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from ..find.constants import constant_tensor
+from ..find.dimensions import int_attribute
+
+_PIXELS = 224  # what most models of pictures are made for
+_SPECIAL_TOKENS = (1, 0, 2, 101, 11)  # that stand in front of a picture's patches, or behind: classes, what is detected
+_AS_THEY_ARE = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Sub", "Div", "Mul", "Add")
+_MOST_NODES = 8
+_SAMPLES = 400  # of sound that a step of an encoder takes, about: 25 ms at 16 kHz
+
+
+def picture_shape(value: ir.Value) -> tuple[int, int, int] | None:
+    """Channels, height and width of an input [batch, channels, height, width]; None if it is no picture."""
+    if value.shape is None or len(value.shape) != 4:
+        return None
+    convolution = _convolution(value)
+    weight = None if convolution is None else constant_tensor(convolution.inputs[1])
+    if convolution is None or weight is None or len(weight.shape) != 4:
+        return None
+    width, channels, patch = weight.shape.numpy()[:3]
+    stride = convolution.attributes["strides"].as_ints()[0] if "strides" in convolution.attributes else 1
+    side = _PIXELS
+    if stride == patch and convolution.graph is not None:
+        side = _side_in_patches(convolution.graph, width) * patch or side
+    return channels * int_attribute(convolution, "group", 1), side, side
+
+
+def samples_per_step(value: ir.Value) -> int:
+    """How much longer an input is than what attention sees of it: above 1 for sound [batch, samples]."""
+    floats = value.dtype is not None and value.dtype.is_floating_point()
+    is_sound = floats and value.shape is not None and len(value.shape) == 2 and _convolution(value) is not None
+    return _SAMPLES if is_sound else 1
+
+
+def _convolution(value: ir.Value) -> ir.Node | None:
+    """The first one that reads an input, perhaps normalized."""
+    front, seen = [value], 0
+    while front and seen < _MOST_NODES:
+        current = front.pop(0)
+        for node, index in current.uses():
+            seen += 1
+            if node.op_type == "Conv" and index == 0:
+                return node
+            if node.op_type in _AS_THEY_ARE or node.op_type in ("ReduceMean", "Sqrt"):
+                front += node.outputs
+    return None
+
+
+def _side_in_patches(graph: ir.Graph | ir.Function, width: int) -> int:
+    """Of a square of patches, one row of a table of positions each; 0 if there is no such table."""
+    if not isinstance(graph, ir.Graph):
+        return 0
+    for value in graph.initializers.values():
+        shape = () if value.const_value is None else value.const_value.shape.numpy()
+        if len(shape) not in (2, 3) or shape[-1] != width or (shape[0] != 1 and len(shape) == 3):
+            continue
+        for tokens in _SPECIAL_TOKENS:
+            patches = shape[-2] - tokens
+            side = math.isqrt(max(patches, 0))
+            if side > 1 and side * side == patches:
+                return side
+    return 0

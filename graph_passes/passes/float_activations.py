@@ -1,0 +1,240 @@
+"""Makes floats of activations that a model rounds to fixed ranges of 8 bits, as quantize_static does between operators.
+
+Layers then round their inputs row by row (SparseAMXMatMul), and what lies between them is fused as in a float model.
+The model computes what it would have computed in float with these weights. What a range cuts off because a Relu or Clip
+was left out for it stays cut off (find/rounded_activations.py).
+
+A model with a layer that VNNISpMM takes, which has fixed ranges, keeps all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.progress import Stage
+
+from ..find.constants import DEFAULT_DOMAINS, constant_tensor, remove_unused
+from ..find.linear import linears_in
+from ..find.node_checks import MICROSOFT_DOMAIN, node_input
+from ..find.rounded_activations import Rounding, rounding_of
+from ..operators.nodes import new_initializer
+from .context import PassContext, RecipePass
+from .normalize import require_normalized
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """An operator of 8-bit numbers: the one of floats, the first of each three inputs (numbers, scale, zero point) that
+    make one of it, where scale and zero point of the output are, and the attributes that both have."""
+
+    op_type: str
+    inputs: tuple[int, ...]
+    output: int
+    attributes: tuple[str, ...] = ()
+    floats: tuple[int, ...] = ()  # inputs in front that are taken as they are
+
+
+_ROUNDED: Mapping[tuple[str, str], _Rounded] = {
+    ("", "QLinearMatMul"): _Rounded("MatMul", (0, 3), 6),
+    (MICROSOFT_DOMAIN, "QLinearAdd"): _Rounded("Add", (0, 3), 6),
+    (MICROSOFT_DOMAIN, "QLinearMul"): _Rounded("Mul", (0, 3), 6),
+    (MICROSOFT_DOMAIN, "QLinearSigmoid"): _Rounded("Sigmoid", (0,), 3),
+    (MICROSOFT_DOMAIN, "QLinearLeakyRelu"): _Rounded("LeakyRelu", (0,), 3, ("alpha",)),
+    (MICROSOFT_DOMAIN, "QLinearSoftmax"): _Rounded("Softmax", (0,), 3, ("axis",)),
+    (MICROSOFT_DOMAIN, "QLinearWhere"): _Rounded("Where", (1, 4), 7, floats=(0,)),
+}
+_FEW = 1024  # numbers of a constant that may be a mask's
+_CONCAT = (MICROSOFT_DOMAIN, "QLinearConcat")  # scale and zero point of the output, then three inputs each
+
+
+class FloatActivationsPass(RecipePass):
+    """Removes QuantizeLinear and DequantizeLinear around activations, where layers have inputs of fixed ranges."""
+
+    def requires(self, model: ir.Model) -> None:
+        require_normalized(model, "float_activations")
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        context = self.context
+        context.progress(Stage.FLOAT_ACTIVATIONS, 0, 1)
+        ranged = [linear for linear in linears_in(model) if linear.x_range is not None]
+        keeping = [linear for linear in ranged if context.plan.keeps_range(linear)]
+        if keeping:
+            context.note(
+                f"fixed ranges of activations stay, as {len(keeping)} of {len(ranged)} layers with such are sparse and "
+                "become an operator that has them"
+            )
+        elif ranged:
+            context.layers.freed = _free(model, context)
+        context.progress(Stage.FLOAT_ACTIVATIONS, 1, 1)
+        return ir.passes.PassResult(model, modified=bool(context.layers.freed))
+
+
+def _free(model: ir.Model, context: PassContext) -> int:
+    """Returns how many roundings are gone."""
+    writer = _Writer(model, context)
+    for node in list(model.graph.all_nodes()):
+        writer.in_floats(node)
+    for node in list(model.graph.all_nodes()):
+        writer.keep_finite(node)
+        writer.gather_numbers(node)
+    freed, clipped, reasons = 0, 0, list[str]()
+    for node in list(model.graph.all_nodes()):
+        found = rounding_of(node)
+        if isinstance(found, Rounding):
+            clipped += writer.remove(found)
+            freed += 1
+        elif found is not None:
+            reasons.append(f"{node.name!r}: {found}")
+    if freed:
+        context.note(
+            f"{freed} roundings of activations to fixed ranges are gone: layers round their inputs row by row, and "
+            "answers are compared with those of the model's weights in float"
+            + (f"; {clipped} ranges that begin at 0 are a Clip, as they may stand for a Relu" if clipped else "")
+        )
+    if reasons:
+        more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        context.note(f"rounding of activations stays: {reasons[0]}{more}")
+    return freed
+
+
+class _Writer:
+    def __init__(self, model: ir.Model, context: PassContext) -> None:
+        self._model, self._context = model, context
+        self._made: dict[Hashable, ir.Value] = {}  # floats by numbers, scale and zero point
+
+    def in_floats(self, node: ir.Node) -> None:
+        """Puts an operator of floats between DequantizeLinear and QuantizeLinear in the place of one of 8-bit numbers.
+        One with a constant weight is a layer, and stays."""
+        kind = (node.domain if node.domain not in DEFAULT_DOMAINS else "", node.op_type)
+        form = _ROUNDED.get(kind)
+        if kind == _CONCAT:
+            form = _Rounded("Concat", tuple(range(2, len(node.inputs), 3)), 0, ("axis",))
+        if form is None or not isinstance(node.graph, ir.Graph) or not _is_complete(node, form):
+            return
+        nodes: list[ir.Node] = []
+        inputs = [node.inputs[index] for index in form.floats]
+        inputs += [self._dequantized(node.graph, node.inputs[index : index + 3], nodes) for index in form.inputs]
+        attributes = {name: node.attributes[name] for name in form.attributes if name in node.attributes}
+        floats = self._add(nodes, form.op_type, inputs, node.name, attributes)
+        inputs = [floats, *node.inputs[form.output : form.output + 2]]
+        numbers = self._add(nodes, "QuantizeLinear", inputs, f"{node.name}/quantize")
+        numbers.type, numbers.shape = node.outputs[0].type, node.outputs[0].shape
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [numbers])
+
+    def keep_finite(self, node: ir.Node) -> None:
+        """Where a scale and a number make infinity of the lowest float, which hides keys in masks: it is that again."""
+        if node.op_type != "DequantizeLinear" or node.domain not in DEFAULT_DOMAINS or node.graph is None:
+            return
+        numbers = constant_tensor(node_input(node, 0))
+        made = None if numbers is None or numbers.size > _FEW else constant_tensor(node.outputs[0])
+        if made is None or node.outputs[0].is_graph_output():
+            return
+        with np.errstate(over="ignore"):
+            array = np.array(made.numpy())
+        if np.isinf(array).any():
+            largest = made.dtype.max
+            value = self._constant(node)(np.clip(array, -largest, largest).astype(array.dtype))
+            ir.convenience.replace_all_uses_with(node.outputs[0], value)
+            remove_unused(node.outputs[0])
+
+    def gather_numbers(self, node: ir.Node) -> None:
+        """Makes floats of the rows of a table that are gathered, not of all of it."""
+        table = node.inputs[0] if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS else None
+        dequantize = table.producer() if table is not None else None
+        if table is None or dequantize is None or dequantize.op_type != "DequantizeLinear":
+            return
+        numbers, scale = constant_tensor(node_input(dequantize, 0)), constant_tensor(node_input(dequantize, 1))
+        if numbers is None or scale is None or scale.size != 1 or len(scale.shape) > 1 or node.graph is None:
+            return
+        nodes: list[ir.Node] = []
+        inputs = [dequantize.inputs[0], *node.inputs[1:]]
+        rows = self._add(nodes, "Gather", inputs, node.name, dict(node.attributes))
+        rows.type = ir.TensorType(numbers.dtype)
+        floats = self._add(nodes, "DequantizeLinear", [rows, *dequantize.inputs[1:]], f"{node.name}/floats")
+        floats.type, floats.shape = node.outputs[0].type, node.outputs[0].shape
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [floats])
+        remove_unused(table)
+
+    def remove(self, rounding: Rounding) -> bool:
+        """Whether a Clip is left in its place."""
+        node, bounds = rounding.node, rounding.bounds
+        source, scale = node_input(node, 0), constant_tensor(node_input(node, 1))
+        graph = node.graph
+        assert source is not None and scale is not None and graph is not None
+        constants = [value for one in (node, *rounding.ends) for value in one.inputs[1:] if value is not None]
+        if bounds is not None:
+            arrays = [np.array(bound).astype(scale.dtype.numpy()) for bound in bounds]
+            made: list[ir.Node] = []
+            source = self._add(made, "Clip", [source, *map(self._constant(node), arrays)], f"{node.name}/clip")
+            source.type, source.shape = ir.TensorType(scale.dtype), node.outputs[0].shape
+            graph.insert_before(node, made)
+        ir.convenience.replace_all_uses_with(node.outputs[0], source)
+        graph.remove(node, safe=True)
+        for move in rounding.moves:
+            for value in move.outputs:
+                value.type = ir.TensorType(scale.dtype)
+        for end in rounding.ends:
+            floats = end.outputs[0]
+            if floats.is_graph_output():
+                same = ir.node("Identity", [end.inputs[0]], name=end.name)
+                same.outputs[0].type, same.outputs[0].shape = floats.type, floats.shape
+                ir.convenience.replace_nodes_and_values(graph, end, [end], [same], [floats], [same.outputs[0]])
+            else:
+                assert end.inputs[0] is not None
+                ir.convenience.replace_all_uses_with(floats, end.inputs[0])
+                graph.remove(end, safe=True)
+        for value in constants:
+            remove_unused(value)
+        return bounds is not None
+
+    def _constant(self, node: ir.Node) -> Callable[[np.ndarray], ir.Value]:
+        """What makes constants of the node's graph."""
+        graph = node.graph
+        assert isinstance(graph, ir.Graph)
+
+        def make(array: np.ndarray) -> ir.Value:
+            name = self._context.new_name(self._model, f"{node.name}/bound")
+            return new_initializer(graph, ir.Tensor(array, name=name))
+
+        return make
+
+    def _dequantized(self, graph: ir.Graph, three: Sequence[ir.Value | None], nodes: list[ir.Node]) -> ir.Value:
+        key = (id(graph), *three)
+        if key not in self._made:
+            numbers = three[0]
+            assert numbers is not None
+            self._made[key] = self._add(nodes, "DequantizeLinear", list(three), f"{numbers.name}/floats")
+        return self._made[key]
+
+    def _add(
+        self,
+        nodes: list[ir.Node],
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str | None,
+        attributes: Mapping[str, ir.Attr] | None = None,
+    ) -> ir.Value:
+        node = ir.Node("", op_type, inputs, (attributes or {}).values(), name=name)
+        node.outputs[0].name = self._context.new_name(self._model, f"{name}_floats")
+        nodes.append(node)
+        return node.outputs[0]
+
+
+def _is_complete(node: ir.Node, form: _Rounded) -> bool:
+    """Whether all scales and zero points are there, constant, and not all numbers are."""
+    places = [index + more for index in form.inputs for more in (1, 2)] + [form.output, form.output + 1]
+    known = all(constant_tensor(node_input(node, index)) is not None for index in places)
+    numbers = [node_input(node, index) for index in form.inputs]
+    given = [value for value in numbers if value is not None]
+    is_layer = node.op_type == "QLinearMatMul" and any(constant_tensor(value) is not None for value in given)
+    later_opset = node.op_type != "QLinearSoftmax" or _softmax_is_of_axis(node)
+    return known and len(given) == len(numbers) and not is_layer and later_opset
+
+
+def _softmax_is_of_axis(node: ir.Node) -> bool:
+    """Whether it is that of opset 13 and later: along one axis."""
+    return "opset" in node.attributes and node.attributes["opset"].as_int() >= 13

@@ -1,0 +1,211 @@
+"""Lengths that a graph asks of its inputs.
+
+Exports ask values inside of an attention how long they are, to cut a mask to that or to split heads. Such a number is
+one of the inputs' own dimensions, or made of them, and here it is computed from these: then the attention can be
+replaced as a whole, with nothing hanging on to what was in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..find.attention_operands import is_op
+from ..find.constants import GRAPHS, remove_dead
+from ..find.dimensions import Dimensions
+from ..find.sums import Dim, Element, Product, Sum
+from ..operators.nodes import new_initializer
+
+
+def ask_inputs(model: ir.Model, new_name: Callable[[str], str]) -> None:
+    """In the model's graph and in branches of an If. new_name makes a name that no value of the model has."""
+    behind: dict[ir.Value, frozenset[ir.Value]] = {value: frozenset([value]) for value in model.graph.inputs}
+    _trace(model.graph, behind)
+    for graph in [model.graph, *_branches(model.graph)]:
+        _ask_inputs(graph, model.graph.inputs, behind, new_name)
+
+
+def _branches(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Not bodies of loops, where a length may be another one in each turn."""
+    for node in graph:
+        if is_op(node, "If"):
+            for name in ("then_branch", "else_branch"):
+                branch = node.attributes[name].as_graph()
+                yield branch
+                yield from _branches(branch)
+
+
+def _ask_inputs(
+    graph: ir.Graph,
+    inputs: Sequence[ir.Value],
+    behind: Mapping[ir.Value, frozenset[ir.Value]],
+    new_name: Callable[[str], str],
+) -> None:
+    dims = Dimensions(graph)
+    lengths = _Lengths(graph, inputs, dims, behind, new_name)
+    found = {value: dims.elements(value) or () for value in _numbers_of_inner_shapes(graph, dims)}
+    found = {value: elements for value, elements in found.items() if elements and lengths.known(elements, value)}
+    for value, elements in found.items():
+        if value.is_graph_output() or all(node.outputs[0] in found for node in value.consumers()):
+            continue  # what it is used for is a number that is computed from the inputs too
+        lengths.ask_for(value)
+        made = lengths.scalar(elements[0]) if dims.shape(value) == () else lengths.vector(elements)
+        value.replace_all_uses_with(made)
+        remove_dead(value)
+    lengths.place()
+
+
+def _numbers_of_inner_shapes(graph: ir.Graph, dims: Dimensions) -> list[ir.Value]:
+    """int64 numbers and vectors that follow from the shape of something else than an input of the graph."""
+    found: dict[ir.Value, None] = {}
+    for node in graph:
+        if is_op(node, "Shape"):
+            source = node.inputs[0]
+            inner = source is not None and source.producer() is not None
+        else:
+            inner = any(value in found for value in node.inputs if value is not None)
+        value = node.outputs[0] if node.outputs else None
+        if value is None or not inner or dims.elements(value) is None or len(dims.shape(value) or (0, 0)) > 1:
+            continue
+        if dims.dtype(value) == ir.DataType.INT64:
+            found[value] = None
+    return list(found)
+
+
+class _Lengths:
+    """Nodes at the beginning of a graph, each made once.
+
+    Inputs may have dimensions of one name and yet be of different lengths: ONNX Runtime does not compare them. So a
+    number is asked of an input that it comes from, and of none where it comes from several that need not go together.
+    """
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        inputs: Sequence[ir.Value],
+        dims: Dimensions,
+        behind: Mapping[ir.Value, frozenset[ir.Value]],
+        new_name: Callable[[str], str],
+    ) -> None:
+        self._graph = graph
+        self._behind = behind
+        self._new_name = new_name
+        self._sources: dict[Dim, list[tuple[ir.Value, int]]] = {}
+        for value in inputs:
+            for axis, dim in enumerate((not value.is_initializer() and dims.shape(value)) or ()):
+                self._sources.setdefault(dim, []).append((value, axis))
+        self._asking: ir.Value | None = None
+        self._made: dict[object, ir.Value] = {}
+        self._nodes: list[ir.Node] = []
+
+    def known(self, elements: Sequence[Element], value: ir.Value) -> bool:
+        """Whether inputs tell these elements of a value."""
+        self.ask_for(value)
+        return all(self._is_known(one) for one in elements)
+
+    def ask_for(self, value: ir.Value) -> None:
+        """What is asked next are elements of this value."""
+        self._asking = value
+
+    def _source(self, dim: Dim) -> tuple[ir.Value, int] | None:
+        behind = self._behind.get(self._asking, frozenset()) if self._asking is not None else frozenset()
+        found = [(value, axis) for value, axis in self._sources.get(dim, ()) if value in behind]
+        together = {_kind(value) for value, _ in found}
+        # The first axis is the batch, and one for all.
+        if not found or (len(together) > 1 and any(axis for _, axis in found)):
+            return None
+        return found[0]
+
+    def vector(self, elements: Sequence[Element]) -> ir.Value:
+        """int64 [elements]."""
+        parts = [self._one(element) for element in elements]
+        return parts[0] if len(parts) == 1 else self._node("Concat", parts, axis=0)
+
+    def scalar(self, element: Element) -> ir.Value:
+        """int64 []."""
+        return self._node("Squeeze", [self._one(element), self._ints(0)])
+
+    def place(self) -> None:
+        first = next(iter(self._graph), None)
+        if first is not None:
+            self._graph.insert_before(first, self._nodes)
+
+    def _is_known(self, element: Element) -> bool:
+        match element:
+            case bool() | float() | None:
+                return False
+            case int():
+                return True
+            case Sum():
+                return all(self._is_known(dim) for dim, _ in element.dims)
+            case Product():
+                return self._is_known(element.dim)
+        return self._source(element) is not None
+
+    def _one(self, element: Element) -> ir.Value:
+        """int64 [1]."""
+        match element:
+            case int():
+                return self._ints(element)
+            case Product():
+                return self._node("Mul", [self._one(element.dim), self._ints(element.times)])
+            case Sum():
+                terms = [
+                    self._one(Product(dim, count) if count > 1 else dim)
+                    for dim, count in sorted(element.dims, key=repr)
+                ]
+                terms += [self._ints(element.number)] if element.number else []
+                total = terms[0]
+                for term in terms[1:]:
+                    total = self._node("Add", [total, term])
+                return total
+        source = self._source(element)
+        assert source is not None
+        value, axis = source
+        shape = self._node("Shape", [value])
+        return self._node("Gather", [shape, self._ints(axis)])
+
+    def _ints(self, number: int) -> ir.Value:
+        if number not in self._made:
+            tensor = ir.Tensor(np.array([number], np.int64), name=self._new_name(f"lengths/{number}"))
+            self._made[number] = new_initializer(self._graph, tensor)
+        return self._made[number]
+
+    def _node(self, op_type: str, inputs: Sequence[ir.Value], **attributes: int) -> ir.Value:
+        key = op_type, tuple(inputs), tuple(attributes.items())
+        if key not in self._made:
+            node = ir.node(op_type, inputs, attributes)
+            node.name = self._new_name(f"lengths/{op_type}")
+            output = node.outputs[0]
+            output.name, output.dtype = self._new_name(f"{node.name}_output_0"), ir.DataType.INT64
+            self._nodes.append(node)
+            self._made[key] = output
+        return self._made[key]
+
+
+# What one text is made into: all of these inputs are as long as it has tokens.
+_OF_ONE_TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+def _kind(value: ir.Value) -> str:
+    """Equal for inputs whose dimensions of one name go together: those of one text, and the caches of all layers."""
+    name = value.name or ""
+    return "text" if name in _OF_ONE_TEXT else re.sub(r"\d+", "", name).removesuffix("key").removesuffix("value")
+
+
+def _trace(graph: ir.Graph, behind: dict[ir.Value, frozenset[ir.Value]]) -> None:
+    """Adds for each value of a graph, and of graphs inside of it, the inputs of the model that it is computed from."""
+    for node in graph:
+        read = [behind[value] for value in node.inputs if value in behind]
+        for attribute in node.attributes.values():
+            if attribute.type not in GRAPHS:
+                continue
+            for inner in [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else attribute.as_graphs():
+                _trace(inner, behind)
+                read += [behind[value] for one in inner.all_nodes() for value in one.inputs if value in behind]
+        found = frozenset().union(*read)
+        for output in node.outputs:
+            behind[output] = next((one for one in read if len(one) == len(found)), found)

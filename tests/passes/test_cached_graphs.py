@@ -1,0 +1,65 @@
+"""Attention with a cache of decoders of several kinds becomes one operator, and answers as it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import ortolan
+from ortolan import Recipe
+from ortolan.errors import NothingToReplaceError
+
+from . import cached_graphs
+from .cached_graphs import FORMS, CachedGraph
+from .small_models import op_types, run
+
+FAST = {"verify.seconds": 0.0}
+CALLS = ((0, 7), (9, 1), (9, 5), (0, 2))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_one_operator_that_answers_the_same(form: Callable[[CachedGraph], str]) -> None:
+    model = cached_graphs.model(form)
+    calibration = [cached_graphs.feeds(model, 4, 3)]
+    report = ortolan.optimize_onnx(model, cache="float32", calibration=calibration, options=FAST)
+    assert report.model is not None and report.portable
+    kinds = op_types(report.model)
+    assert kinds.count("NoMADAttention") == 1 and "Softmax" not in kinds, report.notes
+    for past, rows in CALLS:
+        feeds = cached_graphs.feeds(model, past, rows)
+        seen = feeds["mask"][:, past:, None] != 0  # of padding, answers are of no use
+        expected = run(model, feeds)
+        for library in (True, False):
+            found = run(report.model, feeds, library=library)
+            np.testing.assert_allclose(found[0] * seen, expected[0] * seen, atol=1e-5)
+            for one, other in zip(found[1:], expected[1:], strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [cached_graphs.joined_layer, cached_graphs.constant_masks], ids=lambda f: f.__name__)
+def test_lengths_are_asked_of_inputs(form: Callable[[CachedGraph], str]) -> None:
+    report = ortolan.optimize_onnx(
+        cached_graphs.model(form),
+        cache="float32",
+        calibration=[cached_graphs.feeds(cached_graphs.model(form), 4, 3)],
+        options=FAST,
+    )
+    assert report.model is not None
+    asked = {node.input[0] for node in report.model.graph.node if node.op_type == "Shape"}
+    assert asked <= {"x", "mask", "past_key", "past_value"}
+
+
+def test_codes() -> None:
+    model = cached_graphs.model(cached_graphs.turned_in_part)
+    calibration = [cached_graphs.feeds(model, 0, 16, seed) for seed in range(4)]
+    with pytest.raises(NothingToReplaceError, match="its heads are 12 wide, expected a multiple of 16"):
+        ortolan.optimize_onnx(model, cache="codes", calibration=calibration, options=FAST)
+
+
+def test_capped_scores_stay() -> None:
+    with pytest.raises(NothingToReplaceError, match=r"its scores are capped by a Tanh \(softcap\)"):
+        ortolan.optimize_onnx(
+            cached_graphs.model(cached_graphs.capped), recipe=Recipe.of(cache="float32"), dry_run=True
+        )
