@@ -27,6 +27,7 @@ BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "masked_matmul": _lazy("masked_matmul"),
     "nomad_attention": _lazy("nomad_attention"),
     "auto": _lazy("auto"),  # whole models
+    "zoo": _lazy("zoo"),
 }
 
 __all__ = ["BENCHMARKS", "BenchOptions", "BenchResult"]

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.graph_passes.text.text_input import TextInput
+from ortolan.graph_passes.text.text_plan import TextInput
 
 from ..models import get_model
 from ..optimize import optimize_onnx
@@ -148,7 +148,7 @@ def make_model(folder: Path) -> Path:
     files = get_model("all-minilm-l6-v2")
     assert files.tokenizer is not None
     model = folder / "minilm.onnx"
-    optimize_onnx(files.onnx, model, options={"sparsity": 0.0}, with_tokenizer=TextInput(files.tokenizer))
+    optimize_onnx(files.onnx, model, options={"sparsity": 0.0}, texts_in=TextInput(files.tokenizer))
     return model
 
 

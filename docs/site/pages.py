@@ -29,7 +29,7 @@ ROOMS = (
 # The page's place in the site -> the file in the repository.
 ELSEWHERE = {
     "index.md": "README.md",
-    **{f"operators/{room}.md": f"ops/{room}/README.md" for room in (*ROOMS, "epilogue")},
+    **{f"operators/{room}.md": f"ops/{room}/README.md" for room in (*ROOMS, "epilogue", "provider")},
     "operators/auto.md": "graph_passes/auto/README.md",
     "operators/pruners.md": "graph_passes/weights/pruners/README.md",
     "operators/train.md": "src/ortolan/train/README.md",

@@ -22,7 +22,8 @@ _CACHED_PROMPT = "cached-prompt"
 class Choice:
     """recipe: None: what the model is like decides, or, with `measured`, measurement; of which layers take 4 bits and
     which 8, with `bits`. options: for the recipe that is
-    chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is."""
+    chosen then. note: for the report. may_stay: where the recipe finds nothing to replace, the model stays as it is.
+    of_other: the recipe was found by measurement of another model, and may name layers that this one lacks."""
 
     recipe: Recipe | None
     bits: BitSettings | None = None
@@ -30,6 +31,7 @@ class Choice:
     measured: bool = False
     note: str = ""
     may_stay: bool = False
+    of_other: bool = False
 
     def measuring(self) -> Choice:
         """The recipe is found by measurement. Raises RecipeError for options that it will not have: of what is yet to
@@ -45,11 +47,11 @@ class Choice:
 
     def adopting(self, reason: str) -> Choice:
         """The recipe that takes over few-bit weights as a model stores them. Raises RecipeError for unknown options."""
-        note = f"no recipe was given; {ADOPT['name']!r} was chosen, as {reason}"
+        note = f"no recipe was given; {reason}, which are taken over as they are"
         try:
             recipe = Recipe.from_dict(ADOPT).with_options(self.options)
         except RecipeError as error:
-            raise RecipeError(f"{note}: {error}; or give another recipe") from None
+            raise RecipeError(f"{note}: {error}; or give a recipe") from None
         return replace(self, recipe=recipe, note=note, may_stay=True)
 
 

@@ -118,10 +118,12 @@ def optimize(
     calibration: options.Calibration = None,
     tokenizer: options.Tokenizer = None,
     prompt: options.Prompt = None,
-    with_tokenizer: options.WithTokenizer = None,
-    pooling: options.Pooling = "mean",
-    normalize: options.Normalize = True,
+    texts_in: options.TextsIn = False,
+    pooling: options.Pooling = None,
+    normalize: options.Normalize = None,
     max_tokens: options.MaxTokens = None,
+    prompt_name: options.PromptName = None,
+    activation: options.Activation = None,
     settings: options.Settings = None,
     portable: options.Portable = True,
     dry_run: options.DryRun = False,
@@ -133,7 +135,7 @@ def optimize(
     from ortolan.graph_passes.recipe import parse_setting
     from ortolan.graph_passes.report.page import check_place, require_packages
 
-    from . import TextInput, optimize_onnx
+    from . import optimize_onnx
 
     if html is not None:
         require_packages()
@@ -148,7 +150,14 @@ def optimize(
             calibration=calibration,
             tokenizer=tokenizer,
             prompt=prompt,
-            with_tokenizer=with_tokenizer and TextInput(with_tokenizer, pooling, normalize, max_tokens),
+            texts_in=options.texts_in(
+                texts_in,
+                pooling=pooling,
+                normalize=normalize,
+                max_tokens=max_tokens,
+                prompt_name=prompt_name,
+                activation=activation,
+            ),
             options=dict(map(parse_setting, settings or [])),
             portable=portable,
             dry_run=dry_run,

@@ -112,24 +112,48 @@ Tokenizer = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="For calibration texts: the model's tokenizer.json, or an ONNX graph of onnxruntime-extensions. "
-        "Without it: the one of --with-tokenizer, or beside MODEL.",
+        help="For calibration texts and --texts-in: the model's tokenizer.json; for the former, also an ONNX graph of "
+        "onnxruntime-extensions. Without it: the one beside MODEL.",
     ),
 ]
-WithTokenizer = Annotated[
-    Path | None,
+TextsIn = Annotated[
+    bool,
     typer.Option(
-        metavar="FILE",
-        help="Of an encoder: put this tokenizer.json in front of it, and pooling behind: texts in, vectors out.",
+        "--texts-in",
+        help="The model takes texts: its tokenizer goes in front of it, and behind it what makes a vector of each "
+        "text, or of pairs a score (rerankers), as sentence-transformers' files beside MODEL say, or these options:",
     ),
 ]
-Pooling = Annotated[str, typer.Option(help="With --with-tokenizer: mean of the tokens' vectors, or cls, the first.")]
+Pooling = Annotated[
+    str | None,
+    typer.Option(
+        help="With --texts-in: mean of the tokens' vectors, cls (the first), lasttoken, max, mean_sqrt_len_tokens or "
+        "weightedmean. Without it: as 1_Pooling says, else mean."
+    ),
+]
 Normalize = Annotated[
-    bool, typer.Option("--normalize/--no-normalize", help="With --with-tokenizer: vectors of length 1.")
+    bool | None,
+    typer.Option(
+        "--normalize/--no-normalize",
+        help="With --texts-in: vectors of length 1. Without it: as modules.json says, else yes.",
+        show_default=False,
+    ),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="With --with-tokenizer: cut texts to so many tokens. Without it: as tokenizer.json says."),
+    typer.Option(help="With --texts-in: cut texts to so many tokens. Without it: as the files beside MODEL say."),
+]
+PromptName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --texts-in: the prompt of config_sentence_transformers.json that stands before texts where a "
+        'request names none; "": none. Without it: default_prompt_name.',
+    ),
+]
+Activation = Annotated[
+    str | None,
+    typer.Option(help="With --texts-in, of rerankers: sigmoid or none. Without it: as config.json says, else sigmoid."),
 ]
 Prompt = Annotated[
     Path | None,
@@ -212,3 +236,17 @@ def form(
         "ignore": None if not ignore else [one for one in ignore if one],
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def texts_in(wanted: bool, **given: Any) -> Any:
+    """The argument texts_in of optimize_onnx. given: options that need --texts-in."""
+    from ortolan.errors import OrtolanError
+
+    from . import TextInput
+
+    if not wanted:
+        lonely = [name for name, value in given.items() if value is not None]
+        if lonely:
+            raise OrtolanError(f"--{lonely[0].replace('_', '-')} is for models that take texts: give --texts-in, too")
+        return False
+    return TextInput(**given)

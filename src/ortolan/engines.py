@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortolan.graph_passes.files.model_file import model_in
-from ortolan.graph_passes.text.text_input import EMBEDDING, TEXT_INPUT
+from ortolan.graph_passes.text.text_input import TEXT_INPUT
+from ortolan.graph_passes.text.text_plan import EMBEDDING
 
 from .errors import OrtolanError, SessionError, listing
 from .session import create_session
@@ -57,7 +58,7 @@ class EmbeddingEngine:
         threads: int = 1,
         spin: bool = False,
     ) -> None:
-        """model: one that takes texts (optimize_onnx(with_tokenizer=…)); or an encoder that takes tokens, and then
+        """model: one that takes texts (optimize_onnx(texts_in=True)); or an encoder that takes tokens, and then
             tokenizer is its tokenizer.json, vectors are means of the tokens' vectors, of length 1, and longer texts are
             cut to max_tokens.
 
@@ -71,7 +72,7 @@ class EmbeddingEngine:
         if tokenizer is None:
             raise SessionError(
                 f"model {os.fspath(model)!r} takes {listing(inputs)}, not texts: give its tokenizer.json, or "
-                "optimize it with_tokenizer (--with-tokenizer)"
+                "optimize it with texts_in=True (--texts-in)"
             )
         from ortolan.embed import SentenceEncoder
 

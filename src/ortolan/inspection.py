@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 from collections import Counter
@@ -17,12 +16,14 @@ import onnx_ir as ir
 from ortolan.graph_passes.files.model_file import ModelFile, external_tensors, load_model, release_maps
 from ortolan.graph_passes.find.constants import DEFAULT_DOMAINS, constant_tensor
 from ortolan.graph_passes.find.epilogue import Activation, describe_epilogue
+from ortolan.graph_passes.find.fused_forms import unfuse
 from ortolan.graph_passes.find.linear import Linear, find_linears, node_name, op_name
 from ortolan.graph_passes.find.quantized_forms import unify_quantized
-from ortolan.graph_passes.names import ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY
+from ortolan.graph_passes.names import MINIMUM_OPSET, ORTOLAN_DOMAIN, RECIPE_KEY, VERSION_KEY
 from ortolan.graph_passes.operators import sparse_amx_matmul_function as sparse
 from ortolan.graph_passes.operators import w4a8_matmul_function as w4a8
 from ortolan.graph_passes.operators import w8a8_matmul_function as w8a8
+from ortolan.graph_passes.operators.nodes import NewNames
 from ortolan.graph_passes.operators.sparse_amx_matmul_storage import BITMAP, DENSE, TWO_FOUR, storage_of, stored_in
 from ortolan.graph_passes.passes import fuse_lut as lut
 from ortolan.graph_passes.passes.normalize import inline_functions, optimized_with
@@ -181,8 +182,7 @@ def _inspect(file: ModelFile) -> Inspection:
         if node.domain == ORTOLAN_DOMAIN and node.op_type != lut.OP_TYPE:
             result.linears.append(_packed_info(node))
     counts = Counter(op_name(node) for node in graph_model.graph.all_nodes())
-    numbers = itertools.count()
-    unify_quantized(graph_model, lambda wanted: f"{wanted}/{next(numbers)}")
+    _write_known_forms(graph_model)
     for found in find_linears(graph_model):
         if isinstance(found, Linear):
             matrix = found.matrix()
@@ -209,6 +209,14 @@ def _inspect(file: ModelFile) -> Inspection:
     result.operators = dict(sorted(counts.items()))
     result.fusions = {name: count for name, count in result.operators.items() if name in outside}
     return result
+
+
+def _write_known_forms(model: ir.Model) -> None:
+    """Layers as pass normalize writes them."""
+    new_name = NewNames(model)
+    if model.opset_imports.get("", 0) >= MINIMUM_OPSET:
+        unfuse(model, new_name, tables=False)
+    unify_quantized(model, new_name)
 
 
 def _packed_info(node: ir.Node) -> LinearInfo:

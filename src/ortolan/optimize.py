@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import onnx
 
 from ortolan.graph_passes.auto.bits import BitSearch, BitSettings
 from ortolan.graph_passes.auto.budget import Budget
+from ortolan.graph_passes.auto.other_model import for_other_model
 from ortolan.graph_passes.auto.search import AutoSettings, Search, Shapes
 from ortolan.graph_passes.auto.trials import Made, finish
 from ortolan.graph_passes.files.genai_folder import GenaiConfig
@@ -33,6 +34,7 @@ from ortolan.graph_passes.files.model_folder import (
     find_genai_config,
     find_others,
     move_folder_into_place,
+    parts_in,
 )
 from ortolan.graph_passes.files.spill import TensorSpill
 from ortolan.graph_passes.files.work_folder import work_folder
@@ -46,12 +48,14 @@ from ortolan.graph_passes.passes.normalize import optimized_with
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.optimization import OptimizationReport
 from ortolan.graph_passes.run import run_recipe
-from ortolan.graph_passes.text.text_input import TextInput, add_text_input, check_text_input, check_text_model
+from ortolan.graph_passes.text.text_input import add_text_input, check_text_model, plan_text_input
+from ortolan.graph_passes.text.text_plan import TextInput, TextPlan
 from ortolan.graph_passes.text.texts import Tokenizer, count_tokens, feeds_of_texts, find_tokenizer, read_texts
 
 from .choice import Choice, read_choice
 from .errors import CalibrationError, ModelError, NothingToReplaceError, OutputError
 from .library import LIBRARY_NAME
+from .optimize_parts import PartFeeds, check_caches, optimize_parts, refuse_for_parts
 from .progress import Progress, Stage, logger, no_progress, told
 from .session import known_cpu, package_versions
 
@@ -60,8 +64,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import onnx
     import onnx_ir as ir
-
-    from ortolan.graph_passes.text.wordpiece import WordPiece
 
 _PROTOBUF_LIMIT = 2**31 - 2**20
 _MOST_PROBES = 1000  # texts of calibration that the tokenizer in the graph is compared on
@@ -84,7 +86,7 @@ def optimize_onnx(
     calibration: Calibration | None = None,
     tokenizer: Tokenizer | None = None,
     prompt: str | os.PathLike[str] | npt.ArrayLike | None = None,
-    with_tokenizer: str | os.PathLike[str] | TextInput | None = None,
+    texts_in: bool | TextInput = False,
     options: Mapping[str, Any] | None = None,
     portable: bool = True,
     dry_run: bool = False,
@@ -100,7 +102,9 @@ def optimize_onnx(
     model: a path, or an onnx.ModelProto; never changed. A folder stands for its only ONNX file, or its model.onnx.
     output: the file to write; large weights go to `<output>.data`. None: the result is in `report.model`.
         Of a folder, the folder to write: the new model under the name of the old one, and copies of all other files;
-        links that lead out of the folder, and hidden files, are left out. If it holds a genai_config.json, the new
+        links that lead out of the folder, and hidden files, are left out. An encoder and its decoders, as Optimum
+        writes them, are all optimized; calibration inputs are the encoder's then, and the report has one of each in
+        `report.parts`. If it holds a genai_config.json, the new
         one names our library, which is put beside it, and compressed caches take the shape that GenAI supports.
     recipe: a preset ("int8", "int4", "sparse-encoder", "long-context", "cached-prompt", "activation-sparse"), whose
         form the arguments below change; "auto", which is ortolan.search with its defaults; the path of a TOML file; or
@@ -118,8 +122,8 @@ def optimize_onnx(
         gptq, awq, wanda and sparsegpt want calibration data.
     cache: of attention with a KV cache: "codes", 4-bit codes of keys and int8 values (needs calibration), or "float32".
     ignore: patterns of names of layers, or of their weights, that are neither pruned nor rounded to the form; "heads"
-        stands for the usual names of heads. They become bf16, or int8 where the others are dense int4 or of pattern
-        "4x1". (): none.
+        stands for the usual names of heads. They become int8 where the others are dense int8 or int4 (in groups of 64)
+        or of pattern "4x1", else bf16. (): none.
     budget: with weights="int4": which layers take 8 bits in place of 4 is found by measurement, so that the model keeps
         within it. What ortolan.search takes: a cosine, "perplexity:0.01", a function; the model gets as small as it
         allows. Or "bytes:100MB", the size of the files; then the errors are as small as it allows.
@@ -129,13 +133,14 @@ def optimize_onnx(
         cache, a full attention_mask, position_ids and token_type_ids of 0 may be left out.
     tokenizer: for texts: the path of a tokenizer.json, or of an ONNX graph of onnxruntime-extensions' tokenizers (its
         first input takes strings, its output input_ids, or the first one, has the ids); or an object whose encode(text)
-        gives token ids. None: the one of with_tokenizer, or the tokenizer.json beside the model.
+        gives token ids. None: the tokenizer.json beside the model. With texts_in, a tokenizer.json goes into the model.
     prompt: token ids [tokens], or an .npy file of them: a system prompt or knowledge that all sequences begin with. Its
         keys and values become part of the model (preset "cached-prompt", or any form: `cache` is "float32" then, if
         not given), which then is given what follows; attention_mask and position_ids count the prompt's tokens too.
-    with_tokenizer: the path of a tokenizer.json, or a TextInput (which also says how to pool): the optimized encoder
-        takes strings [batch] as input "text" and gives "sentence_embedding" [batch, hidden], in a session that knows
-        onnxruntime-extensions, as create_session makes it.
+    texts_in: the optimized model takes strings [batch] as input "text" and gives "sentence_embedding" [batch, hidden];
+        or, a reranker, strings "text" and "text_pair" and gives "score" [batch]. Its session must know
+        onnxruntime-extensions, as create_session makes it. True: as the files of sentence-transformers beside the model
+        say (tokenizer.json, modules.json and what it names, config.json); a TextInput says it otherwise.
     options: for experts, of passes of the recipe that results: {"prune.scope": "sensitivity"}.
     portable: keeps in the file what each operator does in standard ONNX, so that it also runs without our library.
     dry_run: changes and writes nothing; the report tells what would be replaced, and why the rest would not.
@@ -147,14 +152,24 @@ def optimize_onnx(
     ids = None if prompt is None else read_prompt(prompt)
     form = (weights, group_size, sparsity, pattern, method, cache, ignore)
     choice = read_choice(recipe, dict(zip(CHOICES, form, strict=True)), options, ids is not None, budget)
+    if isinstance(model, str | os.PathLike) and (files := parts_in(Path(model))):
+        refuse_for_parts(Path(model), output, dry_run, prompt=prompt, texts_in=texts_in or None, budget=budget)
+        how = _PartSettings(calibration, tokenizer, portable, dry_run)
+        return _optimize_parts(Path(model), files, output, choice, how, progress or no_progress)
     source = _load(model)
-    text = TextInput(with_tokenizer) if isinstance(with_tokenizer, str | os.PathLike) else with_tokenizer
+    text = None
+    if not isinstance(texts_in, bool | TextInput):
+        raise ModelError(f"texts_in is a {type(texts_in).__name__}, expected True or a TextInput")
+    if texts_in:
+        file = tokenizer if isinstance(tokenizer, str | os.PathLike) and str(tokenizer).endswith(".json") else None
+        text = plan_text_input(
+            source.model, texts_in if isinstance(texts_in, TextInput) else TextInput(), source.path, file
+        )
     run = _Run(
         source,
         _check_target(output, source),
         _default_recipe(source, choice),
         text=text,
-        wordpiece=None if text is None else check_text_input(source.model, text),
         genai=find_genai_config(source),
         prompt_ids=ids,
         portable=portable,
@@ -164,6 +179,54 @@ def optimize_onnx(
     with told(progress or no_progress) as tell:
         run.execute(tell)
     return run.report
+
+
+@dataclass(frozen=True)
+class _PartSettings:
+    """Arguments of optimize_onnx that are the same for all models of a folder."""
+
+    calibration: Calibration | None
+    tokenizer: Tokenizer | None
+    portable: bool
+    dry_run: bool
+
+
+def _optimize_parts(
+    folder: Path,
+    files: Sequence[Path],
+    output: str | os.PathLike[str] | None,
+    choice: Choice,
+    how: _PartSettings,
+    progress: Progress,
+) -> OptimizationReport:
+    check_caches(choice.recipe)
+    sources = {file.name: _load(file) for file in files}
+    target = None if how.dry_run or output is None else Path(output)
+    if target is not None:
+        check_output_folder(target, folder)
+    feeds = None
+    if how.calibration is not None:
+        encoder = sources[files[0].name]
+        given, beside = _read_texts(how.calibration), find_tokenizer(encoder.path)
+        feeds, _ = _read_feeds(given, how.tokenizer, beside, encoder)
+    with told(progress) as tell:
+
+        def run_part(source: ModelFile, written: Path | None, own: Choice, known: PartFeeds) -> OptimizationReport:
+            run = _Run(
+                source,
+                written,
+                _default_recipe(source, own),
+                text=None,
+                genai=None,
+                prompt_ids=None,
+                portable=how.portable,
+                dry_run=how.dry_run,
+            )
+            run.use(known)
+            run.execute(tell)
+            return run.report
+
+        return optimize_parts(folder, sources, target, choice, feeds, run_part, tell)
 
 
 def search(
@@ -237,7 +300,8 @@ def _default_recipe(source: ModelFile, choice: Choice) -> Choice:
     if choice.recipe is not None or choice.bits is not None:
         return choice
     stored = 0 if choice.measured else _count_stored(source)
-    return choice.adopting(f"{stored} layers store few-bit weights") if stored else choice.measuring()
+    layers = f"{stored} layers store" if stored > 1 else "1 layer stores"
+    return choice.adopting(f"{layers} few-bit weights") if stored else choice.measuring()
 
 
 class _Run:
@@ -249,17 +313,17 @@ class _Run:
         target: Path | None,
         choice: Choice,
         *,
-        text: TextInput | None,
-        wordpiece: WordPiece | None,
+        text: TextPlan | None,
         genai: GenaiConfig | None,
         prompt_ids: np.ndarray | None,
         portable: bool,
         dry_run: bool,
     ) -> None:
         self.source, self.target, self.choice = source, target, choice
-        self.text, self.wordpiece, self.genai = text, wordpiece, genai
+        self.text, self.genai = text, genai
         self.prompt_ids, self.portable, self.dry_run = prompt_ids, portable, dry_run
         self.feeds: list[Feeds] | None = None
+        self._made_up = False
         self._probes: Sequence[str] = ()  # texts that the tokenizer in the graph is compared on
         recipe = None if choice.recipe is None else self._for_host(choice.recipe)
         # Counted before the passes run: they change the model in place.
@@ -283,10 +347,18 @@ class _Run:
         if calibration is None:
             return
         given = _read_texts(calibration)
-        beside = find_tokenizer(self.source.path) if self.text is None else self.text.tokenizer
+        beside = find_tokenizer(self.source.path) if self.text is None else self.text.file.path
+        if self.text is not None and not _are_texts(given):  # it was given for the model
+            tokenizer = None
         self.feeds, self.report.feeds = _read_feeds(given, tokenizer, beside, self.source)
         self.report.tokens = count_tokens(self.feeds)
         self._probes = given[:_MOST_PROBES] if _are_texts(given) else ()
+
+    def use(self, given: PartFeeds) -> None:
+        """Feeds that are read already."""
+        self.feeds, self.report.feeds = given.feeds, given.description
+        self._made_up = given.made_up and given.feeds is not None
+        self.report.tokens = None if given.feeds is None or given.made_up else count_tokens(given.feeds)
 
     def execute(self, progress: Progress) -> None:
         """Finds the recipe where that is left open, runs it, and puts the result in its place."""
@@ -310,6 +382,7 @@ class _Run:
                 progress=progress,
             )
             context.caches.prompt_ids = self.prompt_ids
+            evidence.made_up = evidence.made_up or self._made_up
             recipe, context = self._searched(context) if searches else self._transformed(context)
             self.report.feeds = evidence.description
             if not self.dry_run:
@@ -338,6 +411,11 @@ class _Run:
         """The given recipe, and its run; one without passes where there was nothing to do, and the model may stay."""
         assert self.choice.recipe is not None
         recipe = self._for_host(self.choice.recipe)
+        if self.choice.of_other and recipe.passes:
+            recipe = for_other_model(recipe, context.evidence)
+            self.report.recipe = recipe.to_dict()
+            if not recipe.passes:
+                context.note("the model stays as it is: it has none of the layers that the recipe found changes")
         self.report.auto = self.choice.recipe.search
         logger.info("recipe %s: %s", recipe.name, recipe.description)
         logger.debug("%s", recipe.to_toml())
@@ -359,10 +437,10 @@ class _Run:
 
     def _add_tokenizer(self, context: PassContext) -> None:
         """Puts the tokenizer into the model, if one was given, and writes it."""
-        if self.text is None or self.wordpiece is None:
+        if self.text is None:
             return
         context.progress(Stage.TOKENIZER, 0, 1)
-        add_text_input(context.source.model, self.text, self.wordpiece, self._probes)
+        add_text_input(context.source.model, self.text, self._probes)
         # Its weights may lie in the file that it takes the place of.
         written = context.evidence.new_folder() / context.candidate.name
         write_model(context.source.model, written, context.telling(Stage.WRITE))
@@ -372,7 +450,8 @@ class _Run:
             if new.exists():
                 os.replace(new, old)
         context.source.model = load_model(context.candidate).model
-        check_text_model(context.candidate, self.text, self.wordpiece)
+        check_text_model(context.candidate, self.text)
+        context.note(self.text.description)
 
 
 def _read_texts(calibration: Calibration | None) -> Any:
@@ -452,8 +531,9 @@ def _candidate(work: Path, source: ModelFile, target: Path | None) -> Path:
     """Where the new model is written: in a folder of its own if that is what becomes the output."""
     if source.folder is None or source.path is None:
         return work / (target.name if target is not None else "model.onnx")
-    (work / _RESULT).mkdir()
-    return work / _RESULT / source.path.name
+    candidate = work / _RESULT / source.path.relative_to(source.folder)
+    candidate.parent.mkdir(parents=True)
+    return candidate
 
 
 def _finish(
@@ -497,8 +577,11 @@ def _in_memory(model: ir.Model) -> onnx.ModelProto:
 
 def _finish_folder(source: ModelFile, context: PassContext, target: Path, genai: GenaiConfig | None) -> None:
     """The candidate's folder, with what else lies in the original's, becomes the output."""
-    result = context.candidate.parent
-    others = find_others(source)
+    assert source.path is not None and source.folder is not None
+    result = context.candidate
+    for _ in source.path.relative_to(source.folder).parts:
+        result = result.parent
+    others = find_others(source.folder, [source])
     if others.left_out:
         context.note(f"not copied, as they lead out of the folder or are no files: {', '.join(others.left_out)}")
     copy_others(others, result, lambda done, total: context.progress(Stage.COPY, done, total))

@@ -37,7 +37,7 @@ def session_options() -> onnxruntime.SessionOptions:
 
 
 class OrtolanOptimizer:
-    """Optimizes the ONNX model in a folder that Optimum has written."""
+    """Optimizes the ONNX model in a folder that Optimum has written, or its encoder and decoders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,9 +45,10 @@ class OrtolanOptimizer:
     @classmethod
     def from_pretrained(cls, model_or_path: str | os.PathLike[str] | Any) -> OrtolanOptimizer:
         """model_or_path: a local folder, or an ORTModel, whose folder is taken. Raises ModelError."""
-        path = getattr(model_or_path, "path", model_or_path)  # of an ORTModel: its ONNX file
+        encoder = getattr(model_or_path, "encoder", None)  # of an ORTModel with decoders
+        path = getattr(encoder or model_or_path, "path", model_or_path)  # of an ORTModel: its ONNX file
         if not isinstance(path, str | os.PathLike):
-            raise ModelError(f"model is a {type(model_or_path).__name__}, expected a folder or an ORTModel of one file")
+            raise ModelError(f"model is a {type(model_or_path).__name__}, expected a folder or an ORTModel")
         folder = Path(path).parent if path is not model_or_path else Path(path)
         if not folder.is_dir():
             raise ModelError(

@@ -16,6 +16,7 @@ class Stage(StrEnum):
 
     READ_WEIGHTS = "read weights"  # of a GGUF file
     NORMALIZE = "normalize"
+    FLOAT_ACTIVATIONS = "float activations"
     CALIBRATE = "calibrate"
     SENSITIVITY = "sensitivity"  # of layers to pruning
     PRUNE = "prune"

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortolan.graph_passes.files.model_file import load_model
 from ortolan.graph_passes.files.model_folder import move_folder_into_place
 from ortolan.graph_passes.measure.feeds import model_inputs
-from ortolan.graph_passes.text.text_input import EXTENSIONS_DOMAIN
+from ortolan.graph_passes.text.nodes import EXTENSIONS_DOMAIN
 
 from .errors import ModelError, OutputError, listing
 from .library import LIBRARY_NAME, get_library_path

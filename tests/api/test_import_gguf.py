@@ -89,7 +89,7 @@ def test_tables_are_in_8_bits(tmp_path: Path, tied: bool) -> None:
     config = replace(CONFIGS["llama"], vocab_size=1200, tie_word_embeddings=tied)
     write(tmp_path / "model.gguf", config, table="Q5_0")
     report = ortolan.import_gguf(tmp_path / "model.gguf", tmp_path / "folder")
-    assert "word embedding 'model.embed_tokens.weight' is stored in int8, in groups" in report.notes
+    assert "word embedding 'model.embed_tokens.weight' is stored in int8, in groups of 32" in report.notes
     _, weights = read_gguf(tmp_path / "model.gguf")
     session = ortolan.create_session(tmp_path / "folder/model.onnx")
     graph = onnx.load(tmp_path / "folder/model.onnx")

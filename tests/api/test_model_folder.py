@@ -75,16 +75,17 @@ def test_a_folder_becomes_a_folder(folder, tmp_path):
 
 def test_the_recipe_is_chosen_by_what_the_model_stores(folder, tmp_path):
     report = optimize(folder, dry_run=True)
-    assert report.recipe["name"] == "adopt"
-    assert any("no recipe was given; 'adopt' was chosen, as 1" in note for note in report.notes)
-    assert "recipe adopt: would replace" in str(report)
+    assert report.recipe["name"] == "weights as stored"
+    (note,) = [note for note in report.notes if "no recipe was given" in note]
+    assert "layers store few-bit weights, which are taken over as they are" in note
+    assert "recipe weights as stored: would replace" in str(report)
     ir.save(tiny.mlp(), tmp_path / "float.onnx")
     report = optimize(tmp_path / "float.onnx", dry_run=True)
     assert report.recipe["name"] == "auto" and not any("chosen" in note for note in report.notes)
     assert report.auto is not None
     report = optimize(folder, dry_run=True, recipe=NAMED["int4"])
     assert report.recipe["name"] == "weights=int4, ignore=none" and not any("chosen" in note for note in report.notes)
-    with pytest.raises(RecipeError, match="recipe 'adopt' has no option 'sparsity'"):
+    with pytest.raises(RecipeError, match="recipe 'weights as stored' has no option 'sparsity'"):
         optimize(folder, options={"sparsity": 0.5})
 
 
@@ -124,10 +125,21 @@ def test_folders_with_several_models(folder, tmp_path):
         (folder / name).unlink()
     with pytest.raises(ModelError, match="holds no ONNX file, expected one"):
         ortolan.inspect_onnx(folder)
-    (folder / "onnx").mkdir()
-    ir.save(tiny.mlp(), folder / "onnx" / "model.onnx")
-    with pytest.raises(ModelError, match=r"holds no ONNX file; did you mean '.*/onnx'\?"):
+    (folder / "models").mkdir()
+    ir.save(tiny.mlp(), folder / "models" / "model.onnx")
+    with pytest.raises(ModelError, match=r"holds no ONNX file; did you mean '.*/models'\?"):
         ortolan.inspect_onnx(folder)
+
+
+def test_a_model_in_a_folder_onnx_stays_there(folder, tmp_path):
+    (folder / "onnx").mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        (folder / name).rename(folder / "onnx" / name)
+    before = logits(folder)
+    optimize(folder, tmp_path / "fast")
+    after = digests(tmp_path / "fast")
+    assert "onnx/model.onnx" in after and "model.onnx" not in after
+    assert logits(tmp_path / "fast").shape == before.shape
 
 
 def test_weights_that_another_model_reads_are_copied(folder, tmp_path):

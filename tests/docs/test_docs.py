@@ -20,9 +20,10 @@ from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.cli import app
 from ortolan.models import tiny
 
+from ..provider.sessions import needs_provider
 from ..text.wordpiece_file import write_wordpiece
 from .other_packages import NEEDS as OTHER_PACKAGES
-from .pages import ROOT, blocks, pages, run_bash
+from .pages import ROOT, blocks, pages, run_bash, run_python
 
 # Pages whose blocks run as they stand, and the modules that they need.
 PAGES: dict[str, tuple[str, ...]] = {
@@ -41,7 +42,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "serving.md": ("onnxruntime_extensions",),
     "sparse-training.md": ("tokenizers", "torch"),
 }
-WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "quantized-models.md", "text.md", "triton.md")
+WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "provider.md", "quantized-models.md", "text.md", "triton.md")
 WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 
 
@@ -184,6 +185,15 @@ def ort_headers() -> Path | None:
     """Where a build of these sources, or the system, has ONNX Runtime's headers."""
     found = [*ROOT.glob("build/**/onnxruntime_cxx_api.h"), *Path("/usr/include").glob("**/onnxruntime_cxx_api.h")]
     return found[0].parent if found else None
+
+
+@needs_provider
+def test_provider(folder):
+    """Each block in a process of its own: a provider is registered once."""
+    found = [code for language, code in blocks("provider.md") if language == "python"]
+    assert len(found) == 2
+    for code in found:
+        run_python(code + "assert session.get_providers()[0] == 'OrtolanExecutionProvider'", folder)
 
 
 def test_cpp(folder):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ..hooks.folders import WORDS, write_bert, write_llama
+from ..hooks.folders import WORDS, write_bert, write_llama, write_t5
 from .other_packages import NEEDS
 from .pages import blocks, run_bash, run_python
 
@@ -31,6 +31,7 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
         pytest.importorskip(module, version)
     write_bert(tmp_path / "bert", "BertForSequenceClassification")
     write_llama(tmp_path / "llama")
+    write_t5(tmp_path / "t5")
     rng = np.random.default_rng(0)
     (tmp_path / "texts.txt").write_text("\n".join(" ".join(rng.choice(WORDS, 12)) for _ in range(60)))
     run = {"bash": run_bash, "python": run_python}

@@ -16,7 +16,7 @@ import pytest
 
 from ortolan import TextInput
 from ortolan.benchmarks.serving import free_port
-from ortolan.graph_passes.text.text_input import add_text_input
+from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece
@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("models")
     tokenizer = write_wordpiece(found / "tokenizer.json")
     encoder = tiny.tiny_bert(vocab_size=256)
-    add_text_input(encoder, TextInput(tokenizer, max_tokens=16))
+    add_text_input(encoder, plan_text_input(encoder, TextInput(tokenizer, max_tokens=16)))
     ir.save(encoder, found / "fast.onnx")
     ir.save(tiny.tiny_llama(seed=4, vocab_size=107), found / "decoder.onnx")
     return found

@@ -90,3 +90,17 @@ def write_llama(folder: Path) -> Path:
     )
     model.eval().save_pretrained(folder)
     return folder
+
+
+def write_t5(folder: Path) -> Path:
+    """A T5 of two layers on each side."""
+    import torch
+    import transformers
+
+    size = write_tokenizer(folder, encoder=True)
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=size, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).eval().save_pretrained(folder)
+    return folder

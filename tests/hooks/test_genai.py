@@ -96,9 +96,10 @@ def float_folder(tmp_path: Path) -> Path:
 
 
 def generate(folder: Path, share_buffer: bool = True, tokens: int = 24, **search: Any) -> list[int]:
-    """The tokens behind the prompt, without an end. A library in the folder must be the one that is loaded."""
+    """The tokens behind the prompt, without an end. A library in the folder must be loaded. (Others may be from before:
+    one with the execution provider stays.)"""
     model = genai.Model(str(folder))
-    assert loaded_libraries() == {str(path) for path in folder.glob("libortolan_ops.so")}
+    assert {str(path) for path in folder.glob("libortolan_ops.so")} <= loaded_libraries()
     parameters = genai.GeneratorParams(model)
     length = len(PROMPT) + tokens
     parameters.set_search_options(
@@ -127,7 +128,7 @@ def test_exact_settings_generate_the_same_tokens(folder: Path, tmp_path: Path, s
 def test_adopted_layers_generate(tmp_path: Path, built: Callable[[str], Path]) -> None:
     folder = built("int4")
     report = ortolan.optimize_onnx(folder, tmp_path / "fast", options=FAST)
-    assert report.recipe["name"] == "adopt"
+    assert report.recipe["name"] == "weights as stored"
     # Both round activations to int8, by different sums: tokens agree until a step on an edge.
     assert generate(tmp_path / "fast")[:4] == generate(folder)[:4]
 

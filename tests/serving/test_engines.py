@@ -13,7 +13,7 @@ import ortolan
 from ortolan import SessionError, TextInput
 from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
 from ortolan.generate import generate
-from ortolan.graph_passes.text.text_input import add_text_input
+from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
 
 from ..text.wordpiece_file import write_wordpiece
@@ -24,7 +24,7 @@ def test_a_model_that_takes_texts_and_one_that_takes_tokens_give_the_same_vector
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
     model = tiny.tiny_bert(vocab_size=256)
     ir.save(model, tmp_path / "tokens.onnx")
-    add_text_input(model, TextInput(tokenizer, max_tokens=12))
+    add_text_input(model, plan_text_input(model, TextInput(tokenizer, max_tokens=12)))
     ir.save(model, tmp_path / "text.onnx")
     texts = ["The cat.", "un\0affable", "x " * 40]
     one = EmbeddingEngine(tmp_path / "text.onnx").embed(texts)

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import ortolan
 from ortolan.cli import app
 from ortolan.errors import ModelError, OutputError
-from ortolan.graph_passes.text.text_input import EMBEDDING, TEXT_INPUT, TextInput
+from ortolan.graph_passes.text.text_input import TEXT_INPUT
+from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput
 from ortolan.models import tiny
 from ortolan.triton import write_repository
 
@@ -82,7 +83,7 @@ def test_texts_have_no_dimension_but_the_batch(tmp_path, encoder):
     pytest.importorskip("onnxruntime_extensions")
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
     model = tmp_path / "text.onnx"
-    ortolan.optimize_onnx(tmp_path / "plain.onnx", model, weights="bf16", with_tokenizer=TextInput(tokenizer))
+    ortolan.optimize_onnx(tmp_path / "plain.onnx", model, weights="bf16", texts_in=TextInput(tokenizer))
     with pytest.raises(ModelError, match="libortextensions"):
         write_repository(model, tmp_path / "repo")
     library = tmp_path / "libortextensions.so"

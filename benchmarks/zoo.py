@@ -1,0 +1,151 @@
+"""The zoo: of each architecture of models/zoo.py, what of its graph is replaced, how near the answers stay, and the
+times against ONNX Runtime's float32 and dynamic int8.
+
+Models have random weights, so the answers say how exact the operators are, not how good int8 is for a trained model.
+Encoders run 1 x 128 tokens, 3 seconds of sound, or a picture; decoders one token behind 128 others. The caches of
+decoders stay float32. Needs ortolan[optimum].
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnxruntime.quantization import quantize_dynamic
+
+from ortolan.graph_passes.measure.feeds import Sizes, has_past, synthetic_feeds
+from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.session import create_session
+
+from ..errors import OrtolanError
+from ..models.zoo import ARCHITECTURES, BASE, SMALL, Architecture, Size, export, find_architecture
+from ..optimize import optimize_onnx
+from ..progress import Progress, no_progress
+from .encoder import silent_root_logger
+from .result import BenchOptions, BenchResult, BenchRow
+from .variants import session_options
+
+FP32, INT8 = "ORT fp32", "ORT dynamic int8"
+_SECONDS, _QUICK_SECONDS = 2.0, 0.5
+_MERGED = "decoder_model_merged"  # holds the other decoders
+# Reasons of products that are no layers: they have no weight.
+_NO_WEIGHT = ("computed at run time", "both inputs are constant", "an outer product")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What optimize_onnx has made of one model."""
+
+    linear: int  # layers with a weight
+    linear_replaced: int
+    attentions: int
+    fused: int
+    joined: int  # attentions whose query, key and value layers are one
+    cosine: float  # of the outputs, the least
+    reasons: tuple[str, ...]  # why layers and attentions stay
+
+    def to_case(self) -> dict[str, Any]:
+        return {
+            "linear": f"{self.linear_replaced}/{self.linear}",
+            "attention": f"{self.fused}/{self.attentions}",
+            "joined": self.joined,
+        }
+
+
+def parts(folder: Path) -> list[Path]:
+    """The models of an export; of decoders that are there merged and apart, those apart."""
+    return [path for path in sorted(folder.glob("*.onnx")) if path.stem != _MERGED]
+
+
+def study(architecture: Architecture, size: Size, source: Path, output: Path, weights: str) -> Study:
+    """Optimizes one model of an architecture of this size, with an exact cache where it has one."""
+    cache = "float32" if architecture.task.endswith("-with-past") else None
+    report = optimize_onnx(source, output, weights=weights, cache=cache)
+    before, after = (_count(ir.load(path)) for path in (source, output))
+    attentions = before["Softmax"] - architecture.layer_softmaxes * size.layers
+    layers = [layer for layer in report.layers if layer.new_op != "NoMADAttention"]
+    layers = [layer for layer in layers if not any(text in (layer.reason or "") for text in _NO_WEIGHT)]
+    reasons = Counter(layer.reason for layer in layers if layer.reason)
+    reasons.update(note for note in report.notes if "not fused" in note or ("cache of" in note and "left" in note))
+    return Study(
+        len(layers),
+        sum(layer.status == "replaced" for layer in layers),
+        attentions,
+        after["NoMADAttention"],
+        after["joined"],
+        min((output.cosine for output in report.output_error), default=1.0),
+        tuple(reasons),
+    )
+
+
+def _count(model: ir.Model) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for node in model.graph.all_nodes():
+        found[node.op_type] += 1
+        if node.op_type == "NoMADAttention" and not any(node.inputs[2:4]):
+            found["joined"] += 1
+    return found
+
+
+def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
+    """kinds: names of architectures; quick: small models. Raises OrtolanError for an unknown name, or without
+    Optimum."""
+    names = options.kinds or tuple(one.name for one in ARCHITECTURES)
+    unknown = set(names) - {one.name for one in ARCHITECTURES}
+    if unknown:
+        known = ", ".join(one.name for one in ARCHITECTURES)
+        raise OrtolanError(f"the zoo has no {', '.join(sorted(unknown))}; it has {known}")
+    chosen = [find_architecture(name) for name in names]
+    size = SMALL if options.quick else BASE
+    result = BenchResult()
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            for done, architecture in enumerate(chosen):
+                progress(architecture.name, done, len(chosen))
+                folder = Path(temporary) / architecture.name
+                try:
+                    export(architecture, size, folder)
+                except ImportError as error:
+                    raise OrtolanError(
+                        f"the zoo is exported by Optimum: pip install ortolan[optimum] ({error})"
+                    ) from None
+                for source in parts(folder):
+                    result.rows += _rows(architecture, size, source, options, result.notes)
+        progress("done", len(chosen), len(chosen))
+    except KeyboardInterrupt:
+        result.interrupted = True
+    return result
+
+
+def _rows(
+    architecture: Architecture, size: Size, source: Path, options: BenchOptions, notes: list[str]
+) -> Iterator[BenchRow]:
+    name = architecture.name if source.stem == "model" else f"{architecture.name} {source.stem.removesuffix('_model')}"
+    paths = {FP32: source, **{kind: source.with_name(f"{kind}-{source.name}") for kind in ("bf16", "int8", INT8)}}
+    found = {kind: study(architecture, size, source, paths[kind], kind) for kind in ("bf16", "int8")}
+    case = {"model": name, **found["int8"].to_case()}
+    case |= {f"cosine {kind}": f"{one.cosine:.5f}" for kind, one in found.items()}
+    notes += [f"{name}: {reason}" for reason in found["int8"].reasons]
+    try:
+        with silent_root_logger():
+            quantize_dynamic(source, paths[INT8])
+    except Exception as error:  # ONNX Runtime's quantizer raises whatever it trips over
+        notes.append(f"{name}: ONNX Runtime cannot quantize it: {error}")
+        del paths[INT8]
+    model = ir.load(source)
+    tokens = architecture.tokens
+    feeds = synthetic_feeds(model, Sizes(1, 1, tokens) if has_past(model) else Sizes(1, tokens, 0))
+    for threads in options.threads:
+        with pinned(threads):
+            sessions = {kind: create_session(path, session_options(threads)) for kind, path in paths.items()}
+            calls = {kind: partial(one.run, None, feeds) for kind, one in sessions.items() if kind != "bf16"}
+            times = interleave(calls, seconds=_QUICK_SECONDS if options.quick else _SECONDS)
+        for peer in (FP32, INT8):
+            if peer in times:
+                yield BenchRow("zoo", case, threads, times["int8"], peer, times[peer])
