@@ -1,12 +1,11 @@
-// What runs in the place of a claimed node: a plan over packed numbers, on the session's threads and in its arena.
+// What runs in the place of a group: plans over packed numbers, on the session's threads and in its arena.
 #pragma once
 
 #include <atomic>
-#include <string>
+#include <memory>
 #include <vector>
 
-#include "matmul/linear_plan.h"
-#include "provider/mat_mul_nbits.h"
+#include "provider/group.h"
 
 namespace ortolan::provider {
 
@@ -25,20 +24,21 @@ class Arena {
 };
 
 // As ORT calls it; it is its own state, as nothing of it changes between calls.
-class LayerCompute : public OrtNodeComputeInfo {
+class GroupCompute : public OrtNodeComputeInfo {
  public:
-  // node: as errors name it. The stored numbers may go when this is made.
-  LayerCompute(const HostApi& host, const std::string& node, const std::string& x_name, StoredLayer stored);
+  // fused: the node in the group's place, which says the order of inputs and outputs. The stored numbers may go when
+  // this is made.
+  GroupCompute(const HostApi& host, const Group& group, const Node& fused);
+  ~GroupCompute();
 
  private:
+  class StepCompute;
+
   void Run(OrtKernelContext& context);
 
   const OrtApi& ort_;
-  std::string node_, x_name_;
-  NBitsGroups groups_;
-  std::vector<float> bias_;
-  LinearPlan plan_;  // of the above
   Arena arena_;
+  std::vector<std::unique_ptr<StepCompute>> steps_;
 };
 
 }  // namespace ortolan::provider

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "provider/mat_mul_nbits.h"
-
 namespace ortolan::provider {
 namespace {
 
@@ -11,80 +9,85 @@ namespace {
 constexpr uint32_t kNamesBranches = 25;
 constexpr uint32_t kTellsOfParents = 24;  // to whoever claims; before it, branches are known by what they read
 
-bool IsBranch(const HostApi& host, const OrtGraph& graph) {
+bool IsBranch(const OrtGraph& ort_graph, const Graph& graph) {
+  const HostApi& host = graph.host();
   const OrtApi& ort = *host.ort;
   const OrtNode* parent = nullptr;
-  Check(ort, ort.Graph_GetParentNode(&graph, &parent));
+  Check(ort, ort.Graph_GetParentNode(&ort_graph, &parent));
   if (parent != nullptr || host.version >= kTellsOfParents) return parent != nullptr;
   size_t inputs = 0;
-  Check(ort, ort.Graph_GetNumInputs(&graph, &inputs));
+  Check(ort, ort.Graph_GetNumInputs(&ort_graph, &inputs));
   if (inputs == 0) return true;
-  const std::vector<const OrtNode*> nodes = NodesOf(host, graph);
-  return std::any_of(nodes.begin(), nodes.end(), [&](const OrtNode* node) { return Node(host, *node).ReadsOutside(); });
+  return std::any_of(graph.nodes().begin(), graph.nodes().end(), [](const Node& node) { return node.ReadsOutside(); });
 }
 
 }  // namespace
 
-ExecutionProvider::ExecutionProvider(const HostApi& host, const OrtLogger* logger, bool claims_nothing)
-    : OrtEp{}, host_(host), logger_(logger), claims_nothing_(claims_nothing) {
+ExecutionProvider::ExecutionProvider(const HostApi& host, const OrtLogger* logger, const ProviderOptions& options)
+    : OrtEp{}, host_(host), logger_(logger), options_(options) {
   ort_version_supported = host.version;
   OrtEp::GetName = [](const OrtEp*) noexcept -> const char* { return kProviderName; };
   OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* info) noexcept -> OrtStatus* {
     const ExecutionProvider& provider = *static_cast<ExecutionProvider*>(self);
     return Guarded(*provider.host_.ort, [&] { provider.Claim(*graph, *info); });
   };
-  OrtEp::Compile = [](OrtEp* self, const OrtGraph** graphs, const OrtNode**, size_t count,
+  OrtEp::Compile = [](OrtEp* self, const OrtGraph** graphs, const OrtNode** fused, size_t count,
                       OrtNodeComputeInfo** computes, OrtNode**) noexcept -> OrtStatus* {
     const ExecutionProvider& provider = *static_cast<ExecutionProvider*>(self);
     return Guarded(*provider.host_.ort, [&] {
-      std::vector<std::unique_ptr<LayerCompute>> made;  // all or, where one fails, none
-      for (size_t i = 0; i < count; ++i) made.push_back(provider.CompileGraph(*graphs[i]));
+      std::vector<std::unique_ptr<GroupCompute>> made;  // all or, where one fails, none
+      for (size_t i = 0; i < count; ++i) made.push_back(provider.CompileGraph(*graphs[i], *fused[i]));
       for (size_t i = 0; i < count; ++i) computes[i] = made[i].release();
     });
   };
   OrtEp::ReleaseNodeComputeInfos = [](OrtEp*, OrtNodeComputeInfo** computes, size_t count) noexcept {
-    for (size_t i = 0; i < count; ++i) delete static_cast<LayerCompute*>(computes[i]);
+    for (size_t i = 0; i < count; ++i) delete static_cast<GroupCompute*>(computes[i]);
   };
 }
 
-void ExecutionProvider::Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const {
-  if (claims_nothing_) {
+void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
+  if (options_.claims_nothing) {
     return Log(ORT_LOGGING_LEVEL_WARNING,
                "Ortolan claims nothing: it writes no compiled models. Leave out ep.context_enable.");
   }
-  const bool has_name = host_.version >= kNamesBranches || !IsBranch(host_, graph);
-  for (const OrtNode* const node : NodesOf(host_, graph)) ClaimNode(*node, has_name, info);
+  const Graph graph(host_, ort_graph);
+  const Claims claims = FindGroups(graph, options_.rules);
+  const bool has_names = host_.version >= kNamesBranches || claims.groups.empty() || !IsBranch(ort_graph, graph);
+  for (const auto& [node, reason] : claims.left) {
+    Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan leaves ", node->Described(), ": ", reason));
+  }
+  for (const Group& group : claims.groups) {
+    for (const Step& step : group.steps) {
+      for (const Layer& layer : step.layers) {
+        const std::string what =
+            has_names
+                ? ErrorText("Ortolan takes ", layer.Described(), ": ", layer.Numbers(), step.Fused())
+                : ErrorText("Ortolan leaves ", layer.Described(),
+                            ": it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
+        Log(ORT_LOGGING_LEVEL_INFO, what);
+      }
+    }
+    if (has_names) ClaimGroup(group, info);
+  }
 }
 
-void ExecutionProvider::ClaimNode(const OrtNode& ort_node, bool has_name, OrtEpGraphSupportInfo& info) const {
-  const Node node(host_, ort_node);
-  if (!IsMatMulNBits(node)) return;
-  try {
-    Expect(has_name, ErrorText("it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names"));
-    const NBitsWeight w = ReadMatMulNBits(node).weight;
-    const std::string problem = NBitsGroups::WhyNot(w);
-    Expect(problem.empty(), problem);
-    Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan takes ", node.Described(), ": ", w.k, " x ", w.n, ", ", w.bits,
-                                          " bits in blocks of ", w.block_size));
-  } catch (const UnfitError& reason) {
-    return Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan leaves ", node.Described(), ": ", reason.what()));
-  }
+void ExecutionProvider::ClaimGroup(const Group& group, OrtEpGraphSupportInfo& info) const {
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
   options.drop_constant_initializers = true;  // Compile packs them
-  const OrtNode* const nodes[] = {&ort_node};
-  Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, nodes, 1, &options));
+  std::vector<const OrtNode*> nodes;
+  for (const Node* const node : group.nodes) nodes.push_back(&node->ort());
+  Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, nodes.data(), nodes.size(), &options));
 }
 
-std::unique_ptr<LayerCompute> ExecutionProvider::CompileGraph(const OrtGraph& graph) const {
-  const std::vector<const OrtNode*> nodes = NodesOf(host_, graph);
-  if (nodes.size() != 1) throw OpError(ErrorText("a group of ", nodes.size(), " nodes, expected 1"));
-  const Node node(host_, *nodes[0]);
-  try {
-    return std::make_unique<LayerCompute>(host_, node.Described(), node.InputName(0), ReadMatMulNBits(node));
-  } catch (const UnfitError& reason) {
-    throw OpError(ErrorText(node.Described(), ": ", reason.what()));
+std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& ort_graph, const OrtNode& fused) const {
+  const Graph graph(host_, ort_graph);
+  const Claims claims = FindGroups(graph, options_.rules);
+  if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
+    const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
+    throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));
   }
+  return std::make_unique<GroupCompute>(host_, claims.groups.front(), Node(host_, fused));
 }
 
 void ExecutionProvider::Log(OrtLoggingLevel level, const std::string& text) const {

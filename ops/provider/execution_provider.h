@@ -8,22 +8,26 @@
 
 namespace ortolan::provider {
 
+struct ProviderOptions {
+  // The session writes a model of compiled nodes (ep.context_enable), which this provider cannot make.
+  bool claims_nothing = false;
+  ClaimRules rules;
+};
+
 class ExecutionProvider : public OrtEp {
  public:
-  // The logger is the session's, and lives as long. claims_nothing: the session writes a model of compiled nodes
-  // (ep.context_enable), which this provider cannot make.
-  ExecutionProvider(const HostApi& host, const OrtLogger* logger, bool claims_nothing);
+  // The logger is the session's, and lives as long.
+  ExecutionProvider(const HostApi& host, const OrtLogger* logger, const ProviderOptions& options);
 
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const;
-  // has_name: the host can name what takes the node's place.
-  void ClaimNode(const OrtNode& node, bool has_name, OrtEpGraphSupportInfo& info) const;
-  std::unique_ptr<LayerCompute> CompileGraph(const OrtGraph& graph) const;
+  void ClaimGroup(const Group& group, OrtEpGraphSupportInfo& info) const;
+  std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused) const;
   void Log(OrtLoggingLevel level, const std::string& text) const;
 
   const HostApi& host_;
   const OrtLogger* logger_;
-  bool claims_nothing_;
+  ProviderOptions options_;
 };
 
 }  // namespace ortolan::provider

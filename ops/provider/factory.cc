@@ -2,7 +2,6 @@
 // library is registered with RegisterExecutionProviderLibrary.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -13,6 +12,12 @@
 
 namespace ortolan::provider {
 namespace {
+
+// What to claim: what is faster than ONNX Runtime on this CPU, or all that is known. ONNX Runtime makes entries like
+// this of a provider's options.
+constexpr const char* kClaimsEntry = "ep.ortolanexecutionprovider.claims";
+constexpr const char* kFaster = "faster";
+constexpr const char* kAll = "all";
 
 class Factory : public OrtEpFactory {
  public:
@@ -89,17 +94,34 @@ OrtStatus* Factory::GetDevices(OrtEpFactory* self, const OrtHardwareDevice* cons
   return nullptr;
 }
 
+// Of the session's configuration.
+ProviderOptions ReadOptions(const OrtApi& ort, const OrtSessionOptions& session) {
+  OrtKeyValuePairs* entries = nullptr;
+  Check(ort, ort.GetSessionOptionsConfigEntries(&session, &entries));
+  const auto entry = [&](const char* key) {
+    const char* const found = ort.GetKeyValue(entries, key);
+    return std::string(found == nullptr ? "" : found);
+  };
+  const std::string context = entry("ep.context_enable"), claims = entry(kClaimsEntry);
+  ort.ReleaseKeyValuePairs(entries);
+  if (claims != "" && claims != kFaster && claims != kAll) {
+    throw OpError(
+        ErrorText("the session's ", kClaimsEntry, " is '", claims, "', expected '", kFaster, "' or '", kAll, "'"));
+  }
+  ProviderOptions options;
+  options.claims_nothing = context == "1";
+  const Features features = ActiveFeatures();
+  const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
+  options.rules.may_claim_int8 = has_vnni || claims == kAll;
+  return options;
+}
+
 OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*,
                                  size_t, const OrtSessionOptions* options, const OrtLogger* logger,
                                  OrtEp** provider) noexcept {
   const HostApi& host = static_cast<Factory*>(self)->host_;
   return Guarded(*host.ort, [&] {
-    OrtKeyValuePairs* entries = nullptr;
-    Check(*host.ort, host.ort->GetSessionOptionsConfigEntries(options, &entries));
-    const char* const found = host.ort->GetKeyValue(entries, "ep.context_enable");
-    const bool writes_compiled = found != nullptr && std::strcmp(found, "1") == 0;
-    host.ort->ReleaseKeyValuePairs(entries);
-    *provider = std::make_unique<ExecutionProvider>(host, logger, writes_compiled).release();
+    *provider = std::make_unique<ExecutionProvider>(host, logger, ReadOptions(*host.ort, *options)).release();
   });
 }
 

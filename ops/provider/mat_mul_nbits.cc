@@ -61,10 +61,9 @@ void CheckX(const Node& node) {
 
 bool IsMatMulNBits(const Node& node) { return node.Is("com.microsoft", "MatMulNBits"); }
 
-StoredLayer ReadMatMulNBits(const Node& node) {
+Layer ReadMatMulNBits(const Node& node) {
   CheckX(node);
-  StoredLayer layer;
-  NBitsWeight& w = layer.weight;
+  NBitsWeight w;
   w.k = node.Whole("K");
   w.n = node.Whole("N");
   w.bits = node.Whole("bits", 4);
@@ -78,7 +77,15 @@ StoredLayer ReadMatMulNBits(const Node& node) {
   w.scales = node.ConstantInput(kScales, "scales", {kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
   w.zero_points = ReadZeroPoints(node, w);
   if (node.Has(kOrder)) CheckOrder(node, w);
+  const std::string numbers_problem = NBitsGroups::WhyNot(w);
+  Expect(numbers_problem.empty(), numbers_problem);
+  Layer layer;
+  layer.nodes = {&node};
+  layer.x = node.Input(kX);
+  layer.y = node.Output(0);
+  Expect(layer.y != nullptr, "its output is missing");
   if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat}, {{w.n}}).Floats();
+  layer.weight = std::move(w);
   return layer;
 }
 

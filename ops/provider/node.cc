@@ -5,6 +5,16 @@
 #include <utility>
 
 namespace ortolan::provider {
+
+Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info) {
+  Shape shape;
+  size_t rank = 0;
+  Check(ort, ort.GetDimensionsCount(&info, &rank));
+  shape.resize(rank);
+  Check(ort, ort.GetDimensions(&info, shape.data(), rank));
+  return shape;
+}
+
 namespace {
 
 std::string TypeName(ONNXTensorElementDataType type) {
@@ -29,19 +39,67 @@ Constant ReadTensor(const OrtApi& ort, const OrtValue& value) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   Check(ort, ort.GetTensorTypeAndShape(&value, &info));
   Constant tensor;
-  size_t rank = 0;
-  OrtStatus* status = ort.GetTensorElementType(info, &tensor.type);
-  if (status == nullptr) status = ort.GetDimensionsCount(info, &rank);
-  if (status == nullptr) {
-    tensor.shape.resize(rank);
-    status = ort.GetDimensions(info, tensor.shape.data(), rank);
-  }
+  OrtStatus* const status = ort.GetTensorElementType(info, &tensor.type);
+  if (status == nullptr) tensor.shape = DimensionsOf(ort, *info);
   ort.ReleaseTensorTypeAndShapeInfo(info);
   Check(ort, status);
   return tensor;
 }
 
+// Of a value whose type is known.
+const OrtTensorTypeAndShapeInfo* TensorInfo(const OrtApi& ort, Value value) {
+  const OrtTypeInfo* info = nullptr;
+  const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+  Check(ort, ort.GetValueInfoTypeInfo(value, &info));
+  if (info != nullptr) Check(ort, ort.CastTypeInfoToTensorInfo(info, &tensor));
+  return tensor;
+}
+
 }  // namespace
+
+std::string NameOf(const HostApi& host, Value value) {
+  const char* name = nullptr;
+  Check(*host.ort, host.ort->GetValueInfoName(value, &name));
+  return name == nullptr ? "" : name;
+}
+
+ONNXTensorElementDataType TypeOf(const HostApi& host, Value value) {
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  if (const OrtTensorTypeAndShapeInfo* const tensor = TensorInfo(*host.ort, value)) {
+    Check(*host.ort, host.ort->GetTensorElementType(tensor, &type));
+  }
+  return type;
+}
+
+std::optional<Shape> ShapeOf(const HostApi& host, Value value) {
+  const OrtTensorTypeAndShapeInfo* const tensor = TensorInfo(*host.ort, value);
+  if (tensor == nullptr) return std::nullopt;
+  return DimensionsOf(*host.ort, *tensor);
+}
+
+bool IsConstant(const HostApi& host, Value value) {
+  bool is_constant = false;
+  Check(*host.ort, host.ort->ValueInfo_IsConstantInitializer(value, &is_constant));
+  return is_constant;
+}
+
+std::optional<Constant> ReadConstant(const HostApi& host, Value value) {
+  if (!IsConstant(host, value)) return std::nullopt;
+  const OrtValue* initializer = nullptr;
+  Check(*host.ort, host.ort->ValueInfo_GetInitializerValue(value, &initializer));
+  if (initializer == nullptr) return std::nullopt;
+  Constant tensor = ReadTensor(*host.ort, *initializer);
+  tensor.name = NameOf(host, value);
+  Check(*host.ort, host.ort->GetTensorData(initializer, &tensor.data));
+  return tensor;
+}
+
+std::optional<float> ReadNumber(const HostApi& host, Value value) {
+  const std::optional<Constant> tensor = ReadConstant(host, value);
+  const bool is_number = tensor && tensor->type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && tensor->Count() == 1;
+  if (!is_number || tensor->shape.size() > 1) return std::nullopt;
+  return tensor->Floats()[0];
+}
 
 int64_t Constant::Count() const {
   int64_t count = 1;
@@ -65,59 +123,84 @@ Node::Node(const HostApi& host, const OrtNode& node) : host_(host), node_(node) 
   name_ = text(ort.Node_GetName);
   domain_ = text(ort.Node_GetDomain);
   type_ = text(ort.Node_GetOperatorType);
-  size_t count = 0;
-  Check(ort, ort.Node_GetNumInputs(&node, &count));
-  inputs_.resize(count);
-  Check(ort, ort.Node_GetInputs(&node, inputs_.data(), count));
-  for (size_t i = 0; i < count; ++i) {
-    if (Has(i) && InputName(i).empty()) inputs_[i] = nullptr;
-  }
+  const auto values = [&](auto get_count, auto get) {
+    size_t count = 0;
+    Check(ort, get_count(&node, &count));
+    std::vector<Value> found(count);
+    Check(ort, get(&node, found.data(), count));
+    for (Value& value : found) {
+      if (value != nullptr && NameOf(host, value).empty()) value = nullptr;
+    }
+    return found;
+  };
+  inputs_ = values(ort.Node_GetNumInputs, ort.Node_GetInputs);
+  outputs_ = values(ort.Node_GetNumOutputs, ort.Node_GetOutputs);
+  implicit_inputs_ = values(ort.Node_GetNumImplicitInputs, ort.Node_GetImplicitInputs);
 }
 
 std::string Node::Described() const { return ErrorText(type_, " node '", name_, "'"); }
 
-int64_t Node::Whole(const char* name, std::optional<int64_t> missing) const {
+const OrtOpAttr* Node::Attribute(const char* name, OrtOpAttrType type, const char* what) const {
   const OrtApi& ort = *host_.ort;
   const OrtOpAttr* attribute = nullptr;
   // An error too says that there is none: the node's version of the operator does not know it.
   if (OrtStatus* const status = ort.Node_GetAttributeByName(&node_, name, &attribute)) {
     ort.ReleaseStatus(status);
-    attribute = nullptr;
+    return nullptr;
   }
+  if (attribute == nullptr) return nullptr;
+  OrtOpAttrType found = ORT_OP_ATTR_UNDEFINED;
+  Check(ort, ort.OpAttr_GetType(attribute, &found));
+  Expect(found == type, ErrorText("its attribute '", name, "' is ", what));
+  return attribute;
+}
+
+int64_t Node::Whole(const char* name, std::optional<int64_t> missing) const {
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INT, "no whole number");
   if (attribute == nullptr) {
     Expect(missing.has_value(), ErrorText("its attribute '", name, "' is missing"));
     return *missing;
   }
-  OrtOpAttrType type = ORT_OP_ATTR_UNDEFINED;
-  Check(ort, ort.OpAttr_GetType(attribute, &type));
-  Expect(type == ORT_OP_ATTR_INT, ErrorText("its attribute '", name, "' is no whole number"));
   int64_t number = 0;
   size_t size = 0;
-  Check(ort, ort.ReadOpAttr(attribute, ORT_OP_ATTR_INT, &number, sizeof(number), &size));
+  Check(*host_.ort, host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &number, sizeof(number), &size));
   return number;
 }
 
-std::string Node::InputName(size_t index) const {
-  const char* name = nullptr;
-  Check(*host_.ort, host_.ort->GetValueInfoName(inputs_[index], &name));
-  return name;
+float Node::Number(const char* name, float missing) const {
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_FLOAT, "no float");
+  if (attribute == nullptr) return missing;
+  float number = 0;
+  size_t size = 0;
+  Check(*host_.ort, host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_FLOAT, &number, sizeof(number), &size));
+  return number;
 }
 
-ONNXTensorElementDataType Node::InputType(size_t index) const {
-  const OrtApi& ort = *host_.ort;
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  const OrtTypeInfo* info = nullptr;
-  Check(ort, ort.GetValueInfoTypeInfo(inputs_[index], &info));
-  const OrtTensorTypeAndShapeInfo* tensor = nullptr;
-  if (info != nullptr) Check(ort, ort.CastTypeInfoToTensorInfo(info, &tensor));
-  if (tensor != nullptr) Check(ort, ort.GetTensorElementType(tensor, &type));
-  return type;
+std::string Node::Text(const char* name, const std::string& missing) const {
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_STRING, "no text");
+  if (attribute == nullptr) return missing;
+  size_t size = 0;
+  // The first call says how much room it takes, by an error.
+  if (OrtStatus* const status = host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, nullptr, 0, &size)) {
+    host_.ort->ReleaseStatus(status);
+  }
+  std::string text(size, '\0');
+  if (size != 0) Check(*host_.ort, host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, text.data(), size, &size));
+  while (!text.empty() && text.back() == '\0') text.pop_back();
+  return text;
 }
 
-bool Node::IsConstant(size_t index) const {
-  bool is_constant = false;
-  Check(*host_.ort, host_.ort->ValueInfo_IsConstantInitializer(inputs_[index], &is_constant));
-  return is_constant;
+std::vector<int64_t> Node::Wholes(const char* name) const {
+  const OrtOpAttr* const attribute = Attribute(name, ORT_OP_ATTR_INTS, "no list of whole numbers");
+  if (attribute == nullptr) return {};
+  size_t bytes = 0;
+  if (OrtStatus* const status = host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &bytes)) {
+    host_.ort->ReleaseStatus(status);
+  }
+  std::vector<int64_t> numbers(bytes / sizeof(int64_t));
+  if (numbers.empty()) return numbers;
+  Check(*host_.ort, host_.ort->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, numbers.data(), bytes, &bytes));
+  return numbers;
 }
 
 bool Node::ReadsOutside() const {
@@ -129,30 +212,19 @@ bool Node::ReadsOutside() const {
 }
 
 Constant Node::ConstantInput(size_t index, const char* what, std::initializer_list<ONNXTensorElementDataType> types,
-                             std::initializer_list<Shape> shapes) const {
+                             const std::vector<Shape>& shapes) const {
   Expect(Has(index), ErrorText("its input ", what, " is missing"));
   const std::string name = InputName(index);
   Expect(IsConstant(index), ErrorText("its ", what, " '", name, "' are not constant"));
-  const OrtValue* value = nullptr;
-  Check(*host_.ort, host_.ort->ValueInfo_GetInitializerValue(inputs_[index], &value));
-  Expect(value != nullptr, ErrorText("its ", what, " '", name, "' cannot be read"));
-  Constant tensor = ReadTensor(*host_.ort, *value);
-  tensor.name = name;
+  const std::optional<Constant> found = ReadConstant(host_, Input(index));
+  Expect(found.has_value(), ErrorText("its ", what, " '", name, "' cannot be read"));
+  const Constant& tensor = *found;
   Expect(std::find(types.begin(), types.end(), tensor.type) != types.end(),
          ErrorText("its ", what, " '", name, "' are ", TypeName(tensor.type), ", expected ", Listing(types, TypeName)));
-  Expect(std::find(shapes.begin(), shapes.end(), tensor.shape) != shapes.end(),
+  Expect(shapes.empty() || std::find(shapes.begin(), shapes.end(), tensor.shape) != shapes.end(),
          ErrorText("its ", what, " '", name, "' have shape ", ShapeText(tensor.shape), ", expected ",
                    Listing(shapes, ShapeText)));
-  Check(*host_.ort, host_.ort->GetTensorData(value, &tensor.data));
   return tensor;
-}
-
-std::vector<const OrtNode*> NodesOf(const HostApi& host, const OrtGraph& graph) {
-  size_t count = 0;
-  Check(*host.ort, host.ort->Graph_GetNumNodes(&graph, &count));
-  std::vector<const OrtNode*> nodes(count);
-  Check(*host.ort, host.ort->Graph_GetNodes(&graph, nodes.data(), count));
-  return nodes;
 }
 
 }  // namespace ortolan::provider

@@ -21,8 +21,10 @@ inline void Expect(bool holds, const std::string& reason) {
 }
 
 using Shape = std::vector<int64_t>;
+// A value of a graph. The same one has the same address everywhere in its graph.
+using Value = const OrtValueInfo*;
 
-// Of these numbers of elements; at any address.
+// Its numbers may lie at any address.
 struct Constant {
   std::string name;
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
@@ -34,37 +36,64 @@ struct Constant {
   int64_t Count() const;
 };
 
+Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info);
+
+std::string NameOf(const HostApi& host, Value value);
+// UNDEFINED: no tensor, or its type is not known.
+ONNXTensorElementDataType TypeOf(const HostApi& host, Value value);
+// Of a tensor; -1 where a dimension is not known. None: nothing is known of it.
+std::optional<Shape> ShapeOf(const HostApi& host, Value value);
+bool IsConstant(const HostApi& host, Value value);
+// None: it is not constant, or cannot be read.
+std::optional<Constant> ReadConstant(const HostApi& host, Value value);
+// The number of a constant of one float, which has one axis at most.
+std::optional<float> ReadNumber(const HostApi& host, Value value);
+
 class Node {
  public:
   Node(const HostApi& host, const OrtNode& node);
 
+  const OrtNode& ort() const { return node_; }
+  const std::string& type() const { return type_; }
   bool Is(const std::string& domain, const std::string& type) const { return domain_ == domain && type_ == type; }
+  // An operator of ONNX itself.
+  bool IsStandard() const { return domain_.empty() || domain_ == "ai.onnx"; }
+  bool IsStandard(const std::string& type) const { return IsStandard() && type_ == type; }
   // "MatMulNBits node 'model/…/MatMul'": the beginning of what is said of it.
   std::string Described() const;
 
   // Throws UnfitError if the attribute is no whole number, or missing where nothing stands for that.
   int64_t Whole(const char* name, std::optional<int64_t> missing = std::nullopt) const;
+  // `missing` where there is none. Throws UnfitError if it is of another type.
+  float Number(const char* name, float missing) const;
+  std::string Text(const char* name, const std::string& missing) const;
+  std::vector<int64_t> Wholes(const char* name) const;
 
-  // Inputs may be left out, at the end or in between.
-  bool Has(size_t index) const { return index < inputs_.size() && inputs_[index] != nullptr; }
-  std::string InputName(size_t index) const;
-  // UNDEFINED: no tensor, or its type is not known.
-  ONNXTensorElementDataType InputType(size_t index) const;
-  bool IsConstant(size_t index) const;
+  // Inputs may be left out, at the end or in between: they are null.
+  const std::vector<Value>& inputs() const { return inputs_; }
+  const std::vector<Value>& outputs() const { return outputs_; }
+  // What graphs inside of it read.
+  const std::vector<Value>& implicit_inputs() const { return implicit_inputs_; }
+  Value Input(size_t index) const { return index < inputs_.size() ? inputs_[index] : nullptr; }
+  Value Output(size_t index) const { return index < outputs_.size() ? outputs_[index] : nullptr; }
+  bool Has(size_t index) const { return Input(index) != nullptr; }
+  std::string InputName(size_t index) const { return NameOf(host_, Input(index)); }
+  ONNXTensorElementDataType InputType(size_t index) const { return TypeOf(host_, Input(index)); }
+  bool IsConstant(size_t index) const { return provider::IsConstant(host_, Input(index)); }
   // Whether an input is a value of a graph around its own.
   bool ReadsOutside() const;
-  // Throws UnfitError unless the input is there, constant, and of one of the types and shapes.
+  // Throws UnfitError unless the input is there, constant, and of one of the types and shapes; none: of any shape.
   Constant ConstantInput(size_t index, const char* what, std::initializer_list<ONNXTensorElementDataType> types,
-                         std::initializer_list<Shape> shapes) const;
+                         const std::vector<Shape>& shapes = {}) const;
 
  private:
+  // Null if there is none, of another type than this one: UnfitError.
+  const OrtOpAttr* Attribute(const char* name, OrtOpAttrType type, const char* what) const;
+
   const HostApi& host_;
   const OrtNode& node_;
   std::string name_, domain_, type_;
-  std::vector<const OrtValueInfo*> inputs_;
+  std::vector<Value> inputs_, outputs_, implicit_inputs_;
 };
-
-// All nodes of the graph, in its order.
-std::vector<const OrtNode*> NodesOf(const HostApi& host, const OrtGraph& graph);
 
 }  // namespace ortolan::provider

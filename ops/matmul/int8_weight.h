@@ -1,0 +1,52 @@
+// The int8 weight of a layer as models store it, and the same numbers as SparseAMXMatMul's kernels read them
+// (bitmap_weight.h).
+//
+//     W[l, j] = scales[j] (codes[l, j] - zero_points[j])        codes int8 or uint8
+//
+// The rules are those of graph_passes/find/stored_int8.py, so that a model which is run as it is and one that was
+// optimized give the same answers: where all codes less zero points fit an int8 there are no zero points, else int8
+// codes (uint8 less 128) with theirs.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "matmul/bitmap_weight.h"
+#include "matmul/linear_plan.h"
+
+namespace ortolan {
+
+struct Int8Weight {
+  int64_t k = 0;
+  int64_t n = 0;
+  const uint8_t* codes = nullptr;  // [k][n], or [n][k] if transposed
+  bool is_signed = true;
+  bool transposed = false;
+  std::vector<float> scales;         // [n]
+  std::vector<int16_t> zero_points;  // [n], in the range of the codes' type
+};
+
+// Empty, or why these numbers are not taken over. Reads codes only if the sizes allow it.
+std::string WhyNot(const Int8Weight& w);
+
+// Packed numbers that kernels may run on.
+class Int8Columns {
+ public:
+  // Weights of the same inputs, their columns side by side; all but the last of whole panels. WhyNot says nothing of
+  // any.
+  explicit Int8Columns(std::span<const Int8Weight> parts);
+  Int8Columns(const Int8Columns&) = delete;
+  Int8Columns& operator=(const Int8Columns&) = delete;
+
+  LinearLayer Layer() const;
+
+ private:
+  QuantizedBitmapMatrix numbers_;
+  std::vector<float> scales_;
+  std::vector<int32_t> column_sums_, zero_points_;
+  BitmapWeight w_;  // of the above
+};
+
+}  // namespace ortolan

@@ -1,0 +1,32 @@
+// What follows a linear layer and can be computed with it: a bias, an activation, a product with another layer's
+// output, a sum, LayerNormalization.
+//
+// The rules are those of graph_passes/find/epilogue.py and layer_norm.py. An activation may be written in many orders:
+// its nodes are worked out as polynomials in x, erf(u), tanh(u) and sigmoid(u), and told by their coefficients.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "epilogue/epilogue.h"
+#include "provider/layer.h"
+
+namespace ortolan::provider {
+
+struct Norm {
+  const Node* node = nullptr;
+  std::vector<float> weight, bias;  // [n]
+  float epsilon = 0;
+};
+
+// Adds to the layer, if it has no bias yet, the sum with a constant [n] behind it.
+void TakeBias(const Graph& graph, Layer& layer);
+
+// The activation of x, which nothing else sees, and its nodes, added to `nodes`; the result is put into x. kNone: there
+// is none, and nothing changes.
+Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>& nodes);
+
+// LayerNormalization of rows of n numbers, if x goes nowhere else.
+std::optional<Norm> FindNorm(const Graph& graph, Value x, int64_t n);
+
+}  // namespace ortolan::provider

@@ -1,0 +1,86 @@
+#include "provider/graph.h"
+
+#include <algorithm>
+
+namespace ortolan::provider {
+
+Graph::Graph(const HostApi& host, const OrtGraph& graph) : host_(host) {
+  const OrtApi& ort = *host.ort;
+  size_t count = 0;
+  Check(ort, ort.Graph_GetNumNodes(&graph, &count));
+  std::vector<const OrtNode*> found(count);
+  Check(ort, ort.Graph_GetNodes(&graph, found.data(), count));
+  nodes_.reserve(count);
+  for (const OrtNode* const node : found) nodes_.emplace_back(host, *node);
+  for (const Node& node : nodes_) {
+    for (size_t i = 0; i < node.inputs().size(); ++i) {
+      if (node.Has(i)) places_[node.Input(i)].uses.push_back({&node, static_cast<int64_t>(i)});
+    }
+    for (const Value value : node.implicit_inputs()) {
+      if (value != nullptr) places_[value].uses.push_back({&node, -1});
+    }
+    for (const Value value : node.outputs()) {
+      if (value != nullptr) places_[value].maker = &node;
+    }
+  }
+  Check(ort, ort.Graph_GetNumOutputs(&graph, &count));
+  std::vector<Value> outputs(count);
+  Check(ort, ort.Graph_GetOutputs(&graph, outputs.data(), count));
+  for (const Value value : outputs) places_[value].is_output = true;
+}
+
+const Graph::Place& Graph::Of(Value value) const {
+  static const Place kUnknown;
+  const auto found = places_.find(value);
+  return found == places_.end() ? kUnknown : found->second;
+}
+
+const Node* Graph::Maker(Value value) const { return Of(value).maker; }
+
+std::span<const Graph::Use> Graph::Uses(Value value) const { return Of(value).uses; }
+
+bool Graph::IsOutput(Value value) const { return Of(value).is_output; }
+
+const Node* Graph::OnlyReader(Value value) const {
+  const Place& place = Of(value);
+  if (place.is_output || place.uses.size() != 1 || place.uses[0].index < 0) return nullptr;
+  return place.uses[0].node;
+}
+
+bool Graph::CanBeOne(std::span<const Node* const> nodes) const {
+  std::vector<bool> is_inside(nodes_.size()), is_seen(nodes_.size());
+  size_t first = nodes_.size();
+  for (const Node* const node : nodes) {
+    is_inside[IndexOf(*node)] = true;
+    first = std::min(first, IndexOf(*node));
+  }
+  std::vector<const Node*> waiting;
+  // Behind a node of the set and outside of it: nothing that the set reads may come from there.
+  const auto wait_for = [&](const Node& reader, Value value) {
+    const Node* const maker = value == nullptr ? nullptr : Maker(value);
+    if (maker == nullptr) return true;
+    const size_t index = IndexOf(*maker);
+    if (is_inside[index]) return static_cast<bool>(is_inside[IndexOf(reader)]);
+    if (index > first && !is_seen[index]) {
+      is_seen[index] = true;
+      waiting.push_back(maker);
+    }
+    return true;
+  };
+  const auto follow = [&](const Node& node) {
+    const auto wait = [&](Value value) { return wait_for(node, value); };
+    return std::all_of(node.inputs().begin(), node.inputs().end(), wait) &&
+           std::all_of(node.implicit_inputs().begin(), node.implicit_inputs().end(), wait);
+  };
+  for (const Node* const node : nodes) {
+    if (!follow(*node)) return false;
+  }
+  while (!waiting.empty()) {
+    const Node& node = *waiting.back();
+    waiting.pop_back();
+    if (!follow(node)) return false;
+  }
+  return true;
+}
+
+}  // namespace ortolan::provider

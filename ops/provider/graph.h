@@ -1,0 +1,63 @@
+// A graph as the finders of this room see it: its nodes, who makes a value and who reads it. Valid as long as what
+// ONNX Runtime handed out.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "provider/node.h"
+
+namespace ortolan::provider {
+
+class Graph {
+ public:
+  // A node that reads a value, and at which input; -1: a graph inside of it does.
+  struct Use {
+    const Node* node;
+    int64_t index;
+  };
+
+  Graph(const HostApi& host, const OrtGraph& graph);
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  const HostApi& host() const { return host_; }
+  // In an order in which each value is made before it is read.
+  std::span<const Node> nodes() const { return nodes_; }
+  // Of this graph; null: an input, an initializer, or a value of a graph around it.
+  const Node* Maker(Value value) const;
+  std::span<const Use> Uses(Value value) const;
+  bool IsOutput(Value value) const;
+  // The one node that reads the value, once; null if there are more, or others see it: a graph inside of a node, or
+  // whoever runs the graph.
+  const Node* OnlyReader(Value value) const;
+
+  // Whether these nodes can run as one: nothing that they read hangs on what they make, but by way of themselves.
+  bool CanBeOne(std::span<const Node* const> nodes) const;
+
+  // Helpers of finders.
+  std::optional<Constant> ConstantOf(Value value) const { return value ? ReadConstant(host_, value) : std::nullopt; }
+  std::optional<float> NumberOf(Value value) const { return value ? ReadNumber(host_, value) : std::nullopt; }
+  bool IsConstantValue(Value value) const { return value != nullptr && IsConstant(host_, value); }
+  bool IsFloat(Value value) const { return TypeOf(host_, value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
+
+ private:
+  struct Place {
+    const Node* maker = nullptr;
+    std::vector<Use> uses;
+    bool is_output = false;
+  };
+  const Place& Of(Value value) const;
+  size_t IndexOf(const Node& node) const { return static_cast<size_t>(&node - nodes_.data()); }
+
+  const HostApi& host_;
+  std::vector<Node> nodes_;
+  std::unordered_map<Value, Place> places_;
+};
+
+// The other operand of an operator of two.
+inline Value Other(const Node& node, Value operand) { return node.Input(0) == operand ? node.Input(1) : node.Input(0); }
+
+}  // namespace ortolan::provider

@@ -1,0 +1,215 @@
+#include "provider/group.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+namespace ortolan::provider {
+namespace {
+
+constexpr const char* kActivationNames[] = {"", "relu", "gelu", "gelu by tanh", "silu"};
+
+template <typename List>
+bool Contains(const List& list, const Node* node) {
+  return std::find(list.begin(), list.end(), node) != list.end();
+}
+
+// Whether one weight can hold both, side by side.
+bool CanJoin(const Layer& a, const Layer& b) {
+  if (a.x != b.x || a.quantize != b.quantize || a.weight.index() != b.weight.index()) return false;
+  if (a.Columns() != b.Columns() || a.Columns() % kPanelColumns != 0) return false;
+  const NBitsWeight* const first = std::get_if<NBitsWeight>(&a.weight);
+  if (first == nullptr) return true;
+  const NBitsWeight& second = std::get<NBitsWeight>(b.weight);
+  return first->bits == second.bits && first->block_size == second.block_size;
+}
+
+class Finder {
+ public:
+  Finder(const Graph& graph, const ClaimRules& rules) : graph_(graph), rules_(rules) {}
+
+  Claims Find() {
+    ReadLayers();
+    MakeSteps();
+    MakeGroups();
+    return std::move(claims_);
+  }
+
+ private:
+  void ReadLayers() {
+    for (const Node& node : graph_.nodes()) {
+      try {
+        std::optional<Layer> layer = ReadLayer(graph_, node);
+        if (!layer) continue;
+        Expect(rules_.may_claim_int8 || !std::holds_alternative<Int8Weight>(layer->weight),
+               "without VNNI instructions ONNX Runtime's int8 layers are faster");
+        TakeBias(graph_, *layer);
+        layers_.push_back(std::move(*layer));
+      } catch (const UnfitError& reason) {
+        Leave(node, reason.what());
+      }
+    }
+    LeaveWithSharedNumbers();
+  }
+
+  // 8-bit numbers of X that others need as well are made anyway, and what makes them stays outside.
+  void LeaveWithSharedNumbers() {
+    for (bool is_changed = true; is_changed;) {
+      is_changed = false;
+      std::set<const Node*> inside;
+      for (const Layer& layer : layers_) inside.insert(layer.nodes.begin(), layer.nodes.end());
+      const auto is_shared = [&](const Layer& layer) {
+        if (layer.quantize == nullptr) return false;
+        for (const Value value : layer.quantize->outputs()) {
+          if (value == nullptr) continue;
+          if (graph_.IsOutput(value)) return true;
+          for (const Graph::Use& use : graph_.Uses(value)) {
+            if (use.index < 0 || inside.count(use.node) == 0) return true;
+          }
+        }
+        return false;
+      };
+      for (size_t i = layers_.size(); i-- > 0;) {
+        if (!is_shared(layers_[i])) continue;
+        Leave(*layers_[i].nodes.front(),
+              "others than the layers that are taken read the numbers that its input is rounded to");
+        layers_.erase(layers_.begin() + static_cast<std::ptrdiff_t>(i));
+        is_changed = true;
+      }
+    }
+  }
+
+  void MakeSteps() {
+    std::vector<bool> is_used(layers_.size());
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const std::optional<size_t> up = is_used[i] ? std::nullopt : UpOf(i, is_used);
+      if (!up) continue;
+      is_used[i] = is_used[*up] = true;
+      steps_.push_back(GatedStep(layers_[i], layers_[*up]));
+    }
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      if (is_used[i]) continue;
+      Step step;
+      step.layers = {layers_[i]};
+      step.nodes = layers_[i].nodes;
+      step.y = layers_[i].y;
+      step.activation = TakeActivation(graph_, step.y, step.nodes);
+      steps_.push_back(std::move(step));
+    }
+    // In the order of their layers, so that of two whose sum is taken it is the earlier one that takes it.
+    std::sort(steps_.begin(), steps_.end(), [](const Step& a, const Step& b) {
+      return a.layers.front().nodes.front() < b.layers.front().nodes.front();
+    });
+  }
+
+  // The layer whose output this one's, perhaps behind an activation, is multiplied with.
+  std::optional<size_t> UpOf(size_t gate, const std::vector<bool>& is_used) const {
+    Value y = layers_[gate].y;
+    std::vector<const Node*> nodes;
+    TakeActivation(graph_, y, nodes);
+    const Node* const multiply = graph_.OnlyReader(y);
+    if (multiply == nullptr || !multiply->IsStandard("Mul") || multiply->Output(0) == nullptr) return std::nullopt;
+    const Value other = Other(*multiply, y);
+    for (size_t up = 0; up < layers_.size(); ++up) {
+      const bool is_other = up != gate && !is_used[up] && layers_[up].y == other && other != nullptr;
+      if (is_other && graph_.OnlyReader(other) == multiply && CanJoin(layers_[gate], layers_[up])) return up;
+    }
+    return std::nullopt;
+  }
+
+  Step GatedStep(const Layer& gate, const Layer& up) const {
+    Step step;
+    step.layers = {gate, up};
+    step.nodes = gate.nodes;
+    step.nodes.insert(step.nodes.end(), up.nodes.begin(), up.nodes.end());
+    step.y = gate.y;
+    step.activation = TakeActivation(graph_, step.y, step.nodes);
+    const Node* const multiply = graph_.OnlyReader(step.y);
+    step.nodes.push_back(multiply);
+    step.y = multiply->Output(0);
+    return step;
+  }
+
+  // Layers of the same 8-bit numbers are one group with what makes these.
+  void MakeGroups() {
+    std::map<const Node*, std::vector<Step>> by_quantize;
+    std::vector<const Node*> quantizes;  // in the order of their first steps
+    for (Step& step : steps_) {
+      const Node* const quantize = step.layers.front().quantize;
+      if (quantize == nullptr) {
+        AddGroup({std::move(step)}, nullptr);
+      } else {
+        if (by_quantize[quantize].empty()) quantizes.push_back(quantize);
+        by_quantize[quantize].push_back(std::move(step));
+      }
+    }
+    for (const Node* const quantize : quantizes) AddGroup(std::move(by_quantize[quantize]), quantize);
+  }
+
+  void AddGroup(std::vector<Step> steps, const Node* quantize) {
+    Group group;
+    group.steps = std::move(steps);
+    if (quantize != nullptr) group.nodes.push_back(quantize);
+    for (const Step& step : group.steps) group.nodes.insert(group.nodes.end(), step.nodes.begin(), step.nodes.end());
+    if (!graph_.CanBeOne(group.nodes)) {
+      for (const Step& step : group.steps) {
+        for (const Layer& layer : step.layers) Leave(*layer.nodes.front(), "a layer of the same input hangs on it");
+      }
+      return;
+    }
+    taken_.insert(group.nodes.begin(), group.nodes.end());
+    for (Step& step : group.steps) TakeResidualAndNorm(step, group);
+    claims_.groups.push_back(std::move(group));
+  }
+
+  void TakeResidualAndNorm(Step& step, Group& group) {
+    const auto take = [&](const Node& node) {
+      if (taken_.count(&node) != 0 || node.Output(0) == nullptr) return false;
+      group.nodes.push_back(&node);
+      if (!graph_.CanBeOne(group.nodes)) {
+        group.nodes.pop_back();
+        return false;
+      }
+      taken_.insert(&node);
+      step.nodes.push_back(&node);
+      step.y = node.Output(0);
+      return true;
+    };
+    const Node* const add = graph_.OnlyReader(step.y);
+    if (add != nullptr && add->IsStandard("Add")) {
+      const Value residual = Other(*add, step.y);
+      const Node* const maker = residual == nullptr ? nullptr : graph_.Maker(residual);
+      const bool is_free = residual != nullptr && !graph_.IsConstantValue(residual) && !Contains(group.nodes, maker);
+      if (is_free && graph_.IsFloat(residual) && take(*add)) step.residual = residual;
+    }
+    const int64_t columns = step.layers.front().Columns();
+    std::optional<Norm> norm = FindNorm(graph_, step.y, columns);
+    if (norm && take(*norm->node)) step.norm = std::move(norm);
+  }
+
+  void Leave(const Node& node, const std::string& reason) { claims_.left.emplace_back(&node, reason); }
+
+  const Graph& graph_;
+  const ClaimRules rules_;
+  std::vector<Layer> layers_;
+  std::vector<Step> steps_;
+  std::set<const Node*> taken_;
+  Claims claims_;
+};
+
+}  // namespace
+
+std::string Step::Fused() const {
+  std::vector<std::string> parts;
+  if (activation != Activation::kNone) parts.push_back(kActivationNames[static_cast<size_t>(activation)]);
+  if (IsGated()) parts.push_back("gate");
+  if (residual != nullptr) parts.push_back("residual");
+  if (norm) parts.push_back("layer norm");
+  std::string text;
+  for (size_t i = 0; i < parts.size(); ++i) text += (i == 0 ? ", with " : ", ") + parts[i];
+  return text;
+}
+
+Claims FindGroups(const Graph& graph, const ClaimRules& rules) { return Finder(graph, rules).Find(); }
+
+}  // namespace ortolan::provider

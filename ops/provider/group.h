@@ -1,0 +1,45 @@
+// The groups of a graph's nodes that this room runs, each in one call: linear layers, what they are rounded by, and
+// what follows them.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "provider/epilogue.h"
+
+namespace ortolan::provider {
+
+// What one LinearPlan computes (matmul/linear_plan.h).
+struct Step {
+  std::vector<Layer> layers;  // one; or, gated, two of one X and one kind: the gate first
+  Activation activation = Activation::kNone;
+  Value residual = nullptr;  // computed when the model runs; or none
+  std::optional<Norm> norm;
+  Value y = nullptr;
+  std::vector<const Node*> nodes;  // all of the above
+
+  bool IsGated() const { return layers.size() == 2; }
+  Value X() const { return layers.front().x; }
+  // Of what follows the layer: ", with gelu, residual and layer norm"; or nothing.
+  std::string Fused() const;
+};
+
+struct Group {
+  std::vector<Step> steps;  // none reads what another one makes
+  std::vector<const Node*> nodes;
+};
+
+struct Claims {
+  std::vector<Group> groups;
+  std::vector<std::pair<const Node*, std::string>> left;  // layers that are not taken, and why
+};
+
+struct ClaimRules {
+  bool may_claim_int8 = true;
+};
+
+// Of the nodes of one group alone, it finds that group.
+Claims FindGroups(const Graph& graph, const ClaimRules& rules);
+
+}  // namespace ortolan::provider

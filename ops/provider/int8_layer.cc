@@ -1,0 +1,194 @@
+#include "provider/int8_layer.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ortolan::provider {
+namespace {
+
+constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+constexpr const char* kMicrosoft = "com.microsoft";
+
+// Of DynamicQuantizeLinear.
+enum Quantized : size_t { kCodes, kScale, kZeroPoint };
+
+// One number for all columns, or one for each.
+template <typename Number>
+std::vector<Number> Spread(const std::vector<Number>& numbers, int64_t n) {
+  return numbers.size() == 1 ? std::vector<Number>(static_cast<size_t>(n), numbers[0]) : numbers;
+}
+
+std::vector<Shape> ShapesOfColumns(int64_t n) { return {{}, {1}, {n}, {1, n}}; }
+
+// The 8-bit numbers of a layer, [k, n], with zero points.
+Int8Weight ReadCodes(const Node& node, size_t codes, size_t zero_points) {
+  Expect(node.Has(codes) && node.IsConstant(codes), "its weight is computed at run time, not constant");
+  const Constant tensor = node.ConstantInput(codes, "weight", {kInt8, kUint8});
+  Expect(tensor.shape.size() == 2,
+         ErrorText("its weight '", tensor.name, "' is ", tensor.shape.size(), "-D, expected 2-D"));
+  Int8Weight w;
+  w.k = tensor.shape[0];
+  w.n = tensor.shape[1];
+  Expect(std::min(w.k, w.n) > 0, ErrorText("its weight '", tensor.name, "' is empty: ", ShapeText(tensor.shape)));
+  w.codes = static_cast<const uint8_t*>(tensor.data);
+  w.is_signed = tensor.type == kInt8;
+  std::vector<int16_t> zeros(1);
+  if (node.Has(zero_points)) {
+    const Constant zero = node.ConstantInput(zero_points, "weight's zero points", {tensor.type}, ShapesOfColumns(w.n));
+    const uint8_t* const numbers = static_cast<const uint8_t*>(zero.data);
+    zeros.assign(static_cast<size_t>(zero.Count()), 0);
+    std::transform(numbers, numbers + zeros.size(), zeros.begin(), [&](uint8_t number) {
+      return static_cast<int16_t>(w.is_signed ? static_cast<int8_t>(number) : static_cast<int>(number));
+    });
+  }
+  w.zero_points = Spread(zeros, w.n);
+  return w;
+}
+
+std::vector<float> ReadScales(const Node& node, size_t scales, int64_t n) {
+  return Spread(node.ConstantInput(scales, "weight's scales", {kFloat}, ShapesOfColumns(n)).Floats(), n);
+}
+
+std::vector<float> ReadBias(const Node& node, size_t bias, int64_t n) {
+  return node.Has(bias) ? node.ConstantInput(bias, "bias", {kFloat}, {{n}}).Floats() : std::vector<float>{};
+}
+
+// What makes the numbers of X; the node's zero point must be its own.
+const Node& ReadQuantize(const Graph& graph, const Node& node, size_t zero_point) {
+  Expect(node.Has(0), "its first input is missing");
+  Expect(!node.IsConstant(0), "the constant is the first input (W x, not x W)");
+  const Node* const quantize = graph.Maker(node.Input(0));
+  Expect(quantize != nullptr && quantize->IsStandard("DynamicQuantizeLinear") &&
+             quantize->Output(kCodes) == node.Input(0) && quantize->Has(0),
+         "no DynamicQuantizeLinear makes its numbers");
+  Expect(node.Has(zero_point) && quantize->Output(kZeroPoint) == node.Input(zero_point),
+         "the zero point of its input is not that of its DynamicQuantizeLinear");
+  return *quantize;
+}
+
+void SetQuantize(Layer& layer, const Node& quantize) {
+  layer.quantize = &quantize;
+  layer.x = quantize.Input(0);
+}
+
+// --- MatMulInteger ------------------------------------------------------------------------------------------------
+
+const Node& NextOf(const Graph& graph, Value sums) {
+  const Node* const next = graph.OnlyReader(sums);
+  Expect(next != nullptr, ErrorText("its sums '", NameOf(graph.host(), sums),
+                                    "' are used elsewhere, too, expected only a Cast and a Mul by the scales"));
+  Expect(next->IsStandard(), ErrorText(next->Described(), " follows its sums"));
+  return *next;
+}
+
+// Multiplies the scales by a constant.
+void MultiplyBy(const Graph& graph, Value factor, std::vector<float>& scales) {
+  const std::optional<Constant> tensor = graph.ConstantOf(factor);
+  const std::vector<Shape> shapes = ShapesOfColumns(static_cast<int64_t>(scales.size()));
+  const bool fits =
+      tensor && tensor->type == kFloat &&
+      (tensor->shape == Shape{1, 1} || std::find(shapes.begin(), shapes.end(), tensor->shape) != shapes.end());
+  Expect(fits, ErrorText("its scales are no constant of ", scales.size(), " floats or one"));
+  const std::vector<float> numbers = Spread(tensor->Floats(), static_cast<int64_t>(scales.size()));
+  std::transform(scales.begin(), scales.end(), numbers.begin(), scales.begin(), std::multiplies<>());
+}
+
+// Adds those Mul to the layer that follow its sums until they are floats. One of the factors is the input's scale.
+void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
+  std::vector<float>& scales = std::get<Int8Weight>(layer.weight).scales;
+  bool has_input_scale = false, has_scales = false;
+  while (!has_input_scale || !has_scales) {
+    const Value sums = layer.nodes.back()->Output(0);
+    const Node& multiply = NextOf(graph, sums);
+    Expect(multiply.IsStandard("Mul") && multiply.inputs().size() == 2,
+           ErrorText(multiply.Described(), " follows where its scales are missing"));
+    const Value other = Other(multiply, sums);
+    const Node* const product = other == nullptr ? nullptr : graph.Maker(other);
+    std::vector<Value> factors = {other};
+    if (product != nullptr && product->IsStandard("Mul") && product->inputs().size() == 2) {
+      factors = product->inputs();
+      // ONNX Runtime may compute it for nobody, where others read it too.
+      if (graph.OnlyReader(other) == &multiply) layer.nodes.push_back(product);
+    }
+    for (const Value factor : factors) {
+      if (factor == input_scale && !has_input_scale) {
+        has_input_scale = true;
+      } else {
+        MultiplyBy(graph, factor, scales);
+        has_scales = true;
+      }
+    }
+    layer.nodes.push_back(&multiply);
+  }
+}
+
+Layer ReadMatMulInteger(const Graph& graph, const Node& node) {
+  const Node& quantize = ReadQuantize(graph, node, 2);
+  Layer layer;
+  SetQuantize(layer, quantize);
+  Int8Weight w = ReadCodes(node, 1, 3);
+  w.scales.assign(static_cast<size_t>(w.n), 1.0f);
+  layer.weight = std::move(w);
+  const Node& cast = NextOf(graph, node.Output(0));
+  Expect(cast.IsStandard("Cast") && cast.Whole("to", 0) == kFloat,
+         ErrorText("its sums go into ", cast.Described(), ", expected a Cast to float and a Mul by the scales"));
+  layer.nodes = {&node, &cast};
+  ReadMultiplications(graph, layer, quantize.Output(kScale));
+  return layer;
+}
+
+// --- operators of ONNX Runtime's own ------------------------------------------------------------------------------
+
+// A, B, a_scale, b_scale, a_zero_point, b_zero_point, bias
+Layer ReadMatMulIntegerToFloat(const Graph& graph, const Node& node) {
+  const Node& quantize = ReadQuantize(graph, node, 4);
+  Expect(node.Input(2) != nullptr && node.Input(2) == quantize.Output(kScale),
+         "its a_scale is not that of its DynamicQuantizeLinear");
+  Layer layer;
+  SetQuantize(layer, quantize);
+  Int8Weight w = ReadCodes(node, 1, 5);
+  w.scales = ReadScales(node, 3, w.n);
+  layer.bias = ReadBias(node, 6, w.n);
+  layer.weight = std::move(w);
+  layer.nodes = {&node};
+  return layer;
+}
+
+// A, B, b_scale, b_zero_point, bias
+Layer ReadDynamicQuantizeMatMul(const Graph& graph, const Node& node) {
+  Expect(node.Has(0), "its input A is missing");
+  Expect(graph.IsFloat(node.Input(0)), ErrorText("its input '", node.InputName(0), "' is not float"));
+  Expect(!node.IsConstant(0), "both inputs are constant");
+  Layer layer;
+  layer.x = node.Input(0);
+  Int8Weight w = ReadCodes(node, 1, 3);
+  w.scales = ReadScales(node, 2, w.n);
+  layer.bias = ReadBias(node, 4, w.n);
+  layer.weight = std::move(w);
+  layer.nodes = {&node};
+  return layer;
+}
+
+}  // namespace
+
+std::optional<Layer> ReadInt8Layer(const Graph& graph, const Node& node) {
+  std::optional<Layer> layer;
+  if (node.IsStandard("MatMulInteger")) {
+    layer = ReadMatMulInteger(graph, node);
+  } else if (node.Is(kMicrosoft, "MatMulIntegerToFloat")) {
+    layer = ReadMatMulIntegerToFloat(graph, node);
+  } else if (node.Is(kMicrosoft, "DynamicQuantizeMatMul")) {
+    layer = ReadDynamicQuantizeMatMul(graph, node);
+  } else {
+    return std::nullopt;
+  }
+  layer->y = layer->nodes.back()->Output(0);
+  Expect(layer->y != nullptr, "its output is missing");
+  const std::string problem = WhyNot(std::get<Int8Weight>(layer->weight));
+  Expect(problem.empty(), problem);
+  return layer;
+}
+
+}  // namespace ortolan::provider

@@ -1,0 +1,37 @@
+// A linear layer as a model has it, Y = X W + bias, its numbers few bits wide: one node, or several.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "matmul/int8_weight.h"
+#include "matmul/nbits_weight.h"
+#include "provider/graph.h"
+
+namespace ortolan::provider {
+
+using StoredWeight = std::variant<NBitsWeight, Int8Weight>;
+
+struct Layer {
+  std::vector<const Node*> nodes;  // the first has the weight, the last makes Y
+  // What makes 8-bit numbers of X for this layer, and perhaps for others: a layer rounds X itself.
+  const Node* quantize = nullptr;
+  Value x = nullptr;  // float
+  Value y = nullptr;  // float
+  StoredWeight weight;
+  std::vector<float> bias;  // [n], or none
+
+  int64_t Inputs() const;
+  int64_t Columns() const;
+  std::string Described() const { return nodes.front()->Described(); }
+  // "576 x 1536, 4 bits in blocks of 32"
+  std::string Numbers() const;
+};
+
+// None: the node is the weight's of no kind of layer that is known. Throws UnfitError, which says why, for nodes of a
+// kind that is not taken over. The stored numbers lie in the graph.
+std::optional<Layer> ReadLayer(const Graph& graph, const Node& node);
+
+}  // namespace ortolan::provider
