@@ -65,12 +65,13 @@ each_dense_form = pytest.mark.parametrize("form", DENSE)
 
 
 def dense(form: str, model: onnx.ModelProto) -> ortolan.OptimizationReport:
+    # With products of bf16 in the attention, which some CPUs have, kernels are another rounding away from the functions.
     return ortolan.optimize_onnx(
         model,
         **DENSE[form][2],
         ignore=(),
         calibration=[feeds(model, 3, rows) for rows in (7, 20, 33)],
-        options={"may_grow": True, "verify.seconds": 0.0},
+        options={"may_grow": True, "verify.seconds": 0.0, "fuse_attention.precision": "f32"},
     )
 
 
