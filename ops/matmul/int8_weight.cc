@@ -1,9 +1,11 @@
 #include "matmul/int8_weight.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "isa/features.h"
+#include "matmul/pack_panels.h"
 #include "ort/op_error.h"
 
 namespace ortolan {
@@ -63,6 +65,23 @@ bool IsForBitmap(int64_t k, int64_t n, int64_t stored) {
   return zeros >= kDenseBelow || static_cast<double>(dense) > kMostGrowth * static_cast<double>(bitmap);
 }
 
+// Columns of a panel in dense storage (formats/bitmap_int8.h). minus: of each column of the weight.
+void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& minus, uint8_t* packed) {
+  const int64_t first = panel * kPanelColumns;
+  const int64_t columns = std::min(kPanelColumns, w.n - first);
+  std::memset(packed, 0, static_cast<size_t>(kInt8Bitmap.PaddedK(w.k) * kPanelColumns));
+  const uint8_t* const less = minus.data() + first;
+  const int64_t input_step = w.transposed ? 1 : w.n, column_step = w.transposed ? w.k : 1;
+  for (int64_t l = 0; l < w.k; ++l) {
+    const uint8_t* const from = w.codes + l * input_step + first * column_step;
+    uint8_t* const to =
+        packed + l / kInt8Bitmap.row_inputs * kPanelColumns * kInt8Bitmap.row_inputs + l % kInt8Bitmap.row_inputs;
+    for (int64_t j = 0; j < columns; ++j) {
+      to[j * kInt8Bitmap.row_inputs] = static_cast<uint8_t>(from[j * column_step] - less[j]);
+    }
+  }
+}
+
 }  // namespace
 
 std::string WhyNot(const Int8Weight& w) {
@@ -87,44 +106,68 @@ std::string WhyNot(const Int8Weight& w) {
 }
 
 Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
-  const int64_t k = parts.front().k;
-  int64_t n = 0;
-  for (const Int8Weight& part : parts) n += part.n;
-  const size_t padded = static_cast<size_t>(BitmapPanels(n) * kPanelColumns);
-  std::vector<int8_t> q(static_cast<size_t>(k * n));
-  scales_.resize(padded);
-  std::vector<int32_t> zero_points(padded);
+  w_.view.k = w_.k = parts.front().k;
+  for (const Int8Weight& part : parts) w_.n += part.n;
+  w_.view.n = w_.n;
+  PackDense(parts);
+  const std::span<const uint8_t> numbers(dense_.data(), static_cast<size_t>(dense_.size()));
+  if (IsForBitmap(w_.k, w_.n, dense_.size() - std::count(numbers.begin(), numbers.end(), 0))) StoreAsBitmap();
+  w_.scales = scales_.data();
+  if (w_.k > kMostInputsWithZeroPoints) return;
+  column_sums_ = SumsOfColumnsInt8(w_.view);
+  w_.column_sums = column_sums_.data();
+  const auto is_zero = [](int32_t zero) { return zero == 0; };
+  if (!std::all_of(zero_points_.begin(), zero_points_.end(), is_zero)) w_.zero_points = zero_points_.data();
+}
+
+void Int8Columns::PackDense(std::span<const Int8Weight> parts) {
+  const int64_t panel_bytes = kInt8Bitmap.PaddedK(w_.k) * kPanelColumns;
+  const size_t padded_n = static_cast<size_t>(BitmapPanels(w_.n) * kPanelColumns);
+  dense_ = LineBytes(BitmapPanels(w_.n) * panel_bytes);
+  w_.view.values = dense_.data();
+  scales_.resize(padded_n);
+  zero_points_.resize(padded_n);
   int64_t first = 0;
   for (const Int8Weight& part : parts) {
     const bool is_symmetric = FitsInt8(RangeOf(part));
     const int middle = part.is_signed ? 0 : kMiddle;
+    std::vector<uint8_t> minus(static_cast<size_t>(part.n));  // what codes lose; modulo 256, as the result fits
     for (int64_t j = 0; j < part.n; ++j) {
-      const size_t column = static_cast<size_t>(first + j), own = static_cast<size_t>(j);
+      const size_t own = static_cast<size_t>(j), column = static_cast<size_t>(first + j);
+      const int zero = part.zero_points[own];
       scales_[column] = part.scales[own];
-      if (!is_symmetric) zero_points[column] = part.zero_points[own] - middle;
+      zero_points_[column] = is_symmetric ? 0 : zero - middle;
+      minus[own] = static_cast<uint8_t>(is_symmetric ? zero : middle);
     }
-    ForEachCode(part, [&](int64_t place, int64_t input, int64_t column) {
-      const int zero = is_symmetric ? part.zero_points[static_cast<size_t>(column)] : middle;
-      q[static_cast<size_t>(input * n + first + column)] = static_cast<int8_t>(CodeAt(part, place) - zero);
-    });
+    uint8_t* const panels = dense_.data() + first / kPanelColumns * panel_bytes;
+    ForEachPanel(BitmapPanels(part.n), panel_bytes, 0,
+                 [&](int64_t panel, int8_t*) { PackPanel(part, panel, minus, panels + panel * panel_bytes); });
     first += part.n;
   }
-  const int64_t stored = std::count_if(q.begin(), q.end(), [](int8_t number) { return number != 0; });
-  const Storage storage = IsForBitmap(k, n, stored) ? Storage::kBitmap : Storage::kDense;
-  numbers_ = PackBitmapInt8(q.data(), n, k, n, storage);
-  const bool is_dense = storage == Storage::kDense;
-  w_.k = k;
-  w_.n = n;
-  w_.view = {k, n, is_dense ? nullptr : reinterpret_cast<const uint8_t*>(numbers_.masks.data()), numbers_.values.data(),
-             is_dense ? nullptr : numbers_.offsets.data()};
-  w_.scales = scales_.data();
-  if (k > kMostInputsWithZeroPoints) return;
-  column_sums_ = SumsOfColumnsInt8(w_.view);
-  w_.column_sums = column_sums_.data();
-  if (std::any_of(zero_points.begin(), zero_points.end(), [](int32_t zero) { return zero != 0; })) {
-    zero_points_ = std::move(zero_points);
-    w_.zero_points = zero_points_.data();
+}
+
+void Int8Columns::StoreAsBitmap() {
+  const int64_t row_bytes = kPanelColumns * kInt8Bitmap.row_inputs;
+  const int64_t panel_bytes = kInt8Bitmap.PaddedK(w_.k) * kPanelColumns;
+  bitmap_.offsets.push_back(0);
+  for (int64_t panel = 0; panel < BitmapPanels(w_.n); ++panel) {
+    for (int64_t place = 0; place < panel_bytes; place += row_bytes) {
+      const uint8_t* const row = dense_.data() + panel * panel_bytes + place;
+      uint64_t mask = 0;
+      for (int64_t bit = 0; bit < row_bytes; ++bit) {
+        if (row[bit] == 0) continue;
+        mask |= uint64_t{1} << bit;
+        bitmap_.values.push_back(row[bit]);
+      }
+      bitmap_.masks.push_back(mask);
+    }
+    bitmap_.offsets.push_back(static_cast<int64_t>(bitmap_.values.size()));
   }
+  bitmap_.values.resize(bitmap_.values.size() + static_cast<size_t>(kInt8Bitmap.Padding()));
+  w_.view.masks = reinterpret_cast<const uint8_t*>(bitmap_.masks.data());
+  w_.view.values = bitmap_.values.data();
+  w_.view.offsets = bitmap_.offsets.data();
+  dense_ = LineBytes();
 }
 
 LinearLayer Int8Columns::Layer() const {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "matmul/bitmap_weight.h"
+#include "matmul/line_bytes.h"
 #include "matmul/linear_plan.h"
 
 namespace ortolan {
@@ -43,7 +44,11 @@ class Int8Columns {
   LinearLayer Layer() const;
 
  private:
-  QuantizedBitmapMatrix numbers_;
+  void PackDense(std::span<const Int8Weight> parts);
+  void StoreAsBitmap();
+
+  LineBytes dense_;
+  QuantizedBitmapMatrix bitmap_;  // in its place
   std::vector<float> scales_;
   std::vector<int32_t> column_sums_, zero_points_;
   BitmapWeight w_;  // of the above

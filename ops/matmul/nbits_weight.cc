@@ -1,17 +1,15 @@
 #include "matmul/nbits_weight.h"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <optional>
-#include <system_error>
-#include <thread>
 
 #include "formats/int4_group.h"
 #include "formats/int8_group.h"
+#include "matmul/pack_panels.h"
 #include "ort/op_error.h"
 
 namespace ortolan {
@@ -156,29 +154,6 @@ void SpreadRows(const NBitsWeight& stored, const GroupWeight& w, const std::vect
       write(place, row[g * w.view.group / stored.block_size]);
     }
   }
-}
-
-// What is worth a thread of its own.
-constexpr int64_t kThreadBytes = int64_t{1} << 20;
-
-// Calls pack(panel, scratch) for all panels, on all of the process's threads: no session's are there yet. pack must not
-// throw. scratch: as many bytes for each thread.
-template <typename Pack>
-void ForEachPanel(int64_t panels, int64_t panel_bytes, int64_t scratch_bytes, const Pack& pack) {
-  const int64_t most = std::max<int64_t>(1, std::thread::hardware_concurrency());
-  const int64_t threads = std::clamp<int64_t>(panels * panel_bytes / kThreadBytes, 1, std::min(most, panels));
-  std::vector<int8_t> scratch(static_cast<size_t>(threads * scratch_bytes));
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t thread) {
-    for (int64_t panel = next++; panel < panels; panel = next++) pack(panel, scratch.data() + thread * scratch_bytes);
-  };
-  std::vector<std::jthread> others;
-  others.reserve(static_cast<size_t>(threads));
-  try {
-    for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
-  } catch (const std::system_error&) {  // there are no more: those that are there do it
-  }
-  work(0);
 }
 
 LineBytes Zeros(int64_t bytes) {

@@ -9,12 +9,11 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <new>
 #include <string>
 #include <vector>
 
 #include "matmul/group_layer.h"
+#include "matmul/line_bytes.h"
 
 namespace ortolan {
 
@@ -33,24 +32,6 @@ struct NBitsWeight {
 
 // Empty, or why sizes like these are not taken over. What it lets pass keeps all sizes inside int64.
 std::string WhyNotSizes(int64_t k, int64_t n, int64_t bits, int64_t block_size);
-
-// Memory that begins with a cache line.
-class LineBytes {
- public:
-  LineBytes() = default;
-  explicit LineBytes(int64_t bytes)
-      : bytes_(bytes), data_(static_cast<uint8_t*>(::operator new(static_cast<size_t>(bytes), kLine))) {}
-  uint8_t* data() const { return data_.get(); }
-  int64_t size() const { return bytes_; }
-
- private:
-  static constexpr std::align_val_t kLine{64};
-  struct Free {
-    void operator()(uint8_t* data) const { ::operator delete(data, kLine); }
-  };
-  int64_t bytes_ = 0;
-  std::unique_ptr<uint8_t, Free> data_;
-};
 
 // Packed numbers that kernels may run on.
 class NBitsGroups {

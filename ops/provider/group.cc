@@ -52,30 +52,31 @@ class Finder {
     LeaveWithSharedNumbers();
   }
 
-  // 8-bit numbers of X that others need as well are made anyway, and what makes them stays outside.
+  // What a layer makes on its way from X to Y, and others need as well, is made anyway.
   void LeaveWithSharedNumbers() {
     for (bool is_changed = true; is_changed;) {
-      is_changed = false;
       std::set<const Node*> inside;
       for (const Layer& layer : layers_) inside.insert(layer.nodes.begin(), layer.nodes.end());
-      const auto is_shared = [&](const Layer& layer) {
-        if (layer.quantize == nullptr) return false;
-        for (const Value value : layer.quantize->outputs()) {
-          if (value == nullptr) continue;
-          if (graph_.IsOutput(value)) return true;
-          for (const Graph::Use& use : graph_.Uses(value)) {
-            if (use.index < 0 || inside.count(use.node) == 0) return true;
-          }
-        }
-        return false;
+      const auto is_read_outside = [&](Value value) {
+        const auto is_outside = [&](const Graph::Use& use) { return use.index < 0 || inside.count(use.node) == 0; };
+        const std::span<const Graph::Use> uses = graph_.Uses(value);
+        return graph_.IsOutput(value) || std::any_of(uses.begin(), uses.end(), is_outside);
       };
-      for (size_t i = layers_.size(); i-- > 0;) {
-        if (!is_shared(layers_[i])) continue;
-        Leave(*layers_[i].nodes.front(),
-              "others than the layers that are taken read the numbers that its input is rounded to");
-        layers_.erase(layers_.begin() + static_cast<std::ptrdiff_t>(i));
-        is_changed = true;
-      }
+      const auto is_seen = [&](const Node* node) {
+        const std::vector<Value>& values = node->outputs();
+        return std::any_of(values.begin(), values.end(),
+                           [&](Value value) { return value != nullptr && is_read_outside(value); });
+      };
+      const auto last = std::remove_if(layers_.begin(), layers_.end(), [&](const Layer& layer) {
+        if (!std::any_of(layer.nodes.begin(), layer.nodes.end() - 1, is_seen) &&
+            (layer.quantize == nullptr || !is_seen(layer.quantize))) {
+          return false;
+        }
+        Leave(*layer.nodes.front(), "others than the layers that are taken read the numbers that its input becomes");
+        return true;
+      });
+      is_changed = last != layers_.end();
+      layers_.erase(last, layers_.end());
     }
   }
 
@@ -150,7 +151,11 @@ class Finder {
     Group group;
     group.steps = std::move(steps);
     if (quantize != nullptr) group.nodes.push_back(quantize);
-    for (const Step& step : group.steps) group.nodes.insert(group.nodes.end(), step.nodes.begin(), step.nodes.end());
+    for (const Step& step : group.steps) {
+      for (const Node* const node : step.nodes) {
+        if (!Contains(group.nodes, node)) group.nodes.push_back(node);
+      }
+    }
     if (!graph_.CanBeOne(group.nodes)) {
       for (const Step& step : group.steps) {
         for (const Layer& layer : step.layers) Leave(*layer.nodes.front(), "a layer of the same input hangs on it");

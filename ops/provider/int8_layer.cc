@@ -109,8 +109,7 @@ void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
     std::vector<Value> factors = {other};
     if (product != nullptr && product->IsStandard("Mul") && product->inputs().size() == 2) {
       factors = product->inputs();
-      // ONNX Runtime may compute it for nobody, where others read it too.
-      if (graph.OnlyReader(other) == &multiply) layer.nodes.push_back(product);
+      layer.nodes.push_back(product);
     }
     for (const Value factor : factors) {
       if (factor == input_scale && !has_input_scale) {

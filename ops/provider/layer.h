@@ -15,7 +15,7 @@ namespace ortolan::provider {
 using StoredWeight = std::variant<NBitsWeight, Int8Weight>;
 
 struct Layer {
-  std::vector<const Node*> nodes;  // the first has the weight, the last makes Y
+  std::vector<const Node*> nodes;  // the first has the weight, the last makes Y; layers may share those in between
   // What makes 8-bit numbers of X for this layer, and perhaps for others: a layer rounds X itself.
   const Node* quantize = nullptr;
   Value x = nullptr;  // float

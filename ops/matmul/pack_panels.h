@@ -1,0 +1,36 @@
+// Packing of weights, panel by panel, on all of the process's threads: when a session is made, its own are not to be
+// had.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace ortolan {
+
+// What is worth a thread of its own.
+inline constexpr int64_t kPackThreadBytes = int64_t{1} << 20;
+
+// Calls pack(panel, scratch) for all panels. pack must not throw. scratch: as many bytes for each thread.
+template <typename Pack>
+void ForEachPanel(int64_t panels, int64_t panel_bytes, int64_t scratch_bytes, const Pack& pack) {
+  const int64_t most = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  const int64_t threads = std::clamp<int64_t>(panels * panel_bytes / kPackThreadBytes, 1, std::min(most, panels));
+  std::vector<int8_t> scratch(static_cast<size_t>(threads * scratch_bytes));
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t thread) {
+    for (int64_t panel = next++; panel < panels; panel = next++) pack(panel, scratch.data() + thread * scratch_bytes);
+  };
+  std::vector<std::jthread> others;
+  others.reserve(static_cast<size_t>(threads));
+  try {
+    for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
+  } catch (const std::system_error&) {  // there are no more: those that are there do it
+  }
+  work(0);
+}
+
+}  // namespace ortolan

@@ -1,0 +1,298 @@
+"""Dynamic int8 layers of unmodified models on the provider: the numbers and answers of the optimized file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime import quantization
+
+import ortolan
+from ortolan.models import tiny
+
+from ..ops.single_node import assert_same_bits
+from ..passes.int8_layers import DYNAMIC, FIXED, Int8Layer, adopt
+from ..passes.small_models import relative_error, run
+from .sessions import claimed, needs_provider, plain_session, provider_session
+
+pytestmark = needs_provider
+
+FLOAT = TensorProto.FLOAT
+node = helper.make_node
+
+
+def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Also where this CPU's own int8 layers are not the faster ones."""
+    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+
+
+def dense_numbers(k: int, n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-127, 128, (k, n)).astype(np.int8)
+
+
+def check_as_optimized(model: onnx.ModelProto, *feeds: np.ndarray, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Answers bit by bit those of the file that is made of the model."""
+    session = all_claims(model, threads)
+    optimized = adopt(model).model
+    for x in feeds:
+        (y,) = session.run(None, {"x": x})
+        assert_same_bits(y, run(optimized, {"x": x}, library=True)[0])
+    return session
+
+
+@pytest.mark.parametrize("size", [(1, 1), (31, 5), (64, 16), (100, 33), (129, 7), (300, 48)])
+@pytest.mark.parametrize("form", DYNAMIC)
+def test_every_form(form: str, size: tuple[int, int]) -> None:
+    layer = Int8Layer(form, q=dense_numbers(*size), per_column=size[1] % 2 == 0, bias=size[0] % 2 == 1)
+    session = check_as_optimized(layer.model(), *(layer.inputs(rows) for rows in (1, 7, 33)))
+    assert "linear" in claimed(session)
+    x = layer.inputs(33)
+    assert relative_error(session.run(None, {"x": x})[0], x @ layer.matrix + (layer.b if layer.bias else 0)) < 0.02
+
+
+@pytest.mark.parametrize("form", DYNAMIC)
+@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("zero_point", ["symmetric", "asymmetric"])
+def test_zero_points_of_the_weight(form: str, unsigned: bool, zero_point: str) -> None:
+    zero = (128 if unsigned else 0) + (12 if zero_point == "asymmetric" else 0)
+    codes = np.random.default_rng(4).integers(0, 256, (70, 24)).astype(np.int16) - (0 if unsigned else 128)
+    layer = Int8Layer(form, unsigned=unsigned, zero_point=zero, q=codes - zero)
+    assert "linear" in claimed(check_as_optimized(layer.model(), layer.inputs(9)))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_weights_with_zeros(share: float) -> None:
+    q = np.where(np.random.default_rng(2).random((150, 40)) < share, 0, dense_numbers(150, 40))
+    layer = Int8Layer("chain", q=q.astype(np.int8))
+    check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
+
+
+ACTIVATIONS: dict[str, list[onnx.NodeProto]] = {
+    "relu": [node("Relu", ["r"], ["a"])],
+    "gelu": [
+        node("Div", ["r", "root2"], ["g1"]),
+        node("Erf", ["g1"], ["g2"]),
+        node("Add", ["g2", "one"], ["g3"]),
+        node("Mul", ["r", "g3"], ["g4"]),
+        node("Mul", ["g4", "half"], ["a"]),
+    ],
+    "gelu, half first": [
+        node("Mul", ["r", "half"], ["g0"]),
+        node("Div", ["r", "root2"], ["g1"]),
+        node("Erf", ["g1"], ["g2"]),
+        node("Add", ["one", "g2"], ["g3"]),
+        node("Mul", ["g0", "g3"], ["a"]),
+    ],
+    "gelu by tanh": [
+        node("Pow", ["r", "three"], ["g1"]),
+        node("Mul", ["g1", "cube"], ["g2"]),
+        node("Add", ["r", "g2"], ["g3"]),
+        node("Mul", ["g3", "slope"], ["g4"]),
+        node("Tanh", ["g4"], ["g5"]),
+        node("Add", ["g5", "one"], ["g6"]),
+        node("Mul", ["half", "r"], ["g7"]),
+        node("Mul", ["g7", "g6"], ["a"]),
+    ],
+    "silu": [node("Sigmoid", ["r"], ["g1"]), node("Mul", ["r", "g1"], ["a"])],
+    "Gelu": [node("Gelu", ["r"], ["a"], domain="com.microsoft")],
+    "FastGelu": [node("FastGelu", ["r"], ["a"], domain="com.microsoft")],
+    "QuickGelu of 1": [node("QuickGelu", ["r"], ["a"], domain="com.microsoft", alpha=1.0)],
+}
+NUMBERS = {
+    "root2": np.sqrt(np.float32(2)), "one": np.float32(1), "half": np.float32(0.5), "three": np.float32(3),
+    "cube": np.float32(0.044715), "slope": np.float32(np.sqrt(2 / np.pi)),
+}  # fmt: skip
+
+
+def with_nodes(
+    layer: Int8Layer, more: list[onnx.NodeProto], inputs: tuple[str, ...] = (), **constants: np.ndarray
+) -> onnx.ModelProto:
+    """The layer makes r of x, the nodes y of r."""
+    nodes = [*layer.nodes("r"), *more]
+    used = {name for one in nodes for name in one.input}
+    tensors = layer.tensors | {name: np.asarray(number) for name, number in NUMBERS.items()} | constants
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "a layer and more",
+        [value("x", FLOAT, ["batch", layer.k]), *(value(name, FLOAT, None) for name in inputs)],
+        [value("y", FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
+    )
+    # In later opsets ONNX Runtime makes one operator of GELU by Erf before it asks.
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, ir_version=8, opset_imports=opsets)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_part_of_the_group(name: str) -> None:
+    layer = Int8Layer("chain", q=dense_numbers(64, 24), bias=True)
+    model = with_nodes(layer, [*ACTIVATIONS[name], node("Neg", ["a"], ["y"], name="behind")])
+    session = check_as_optimized(model, layer.inputs(1), layer.inputs(40))
+    names = claimed(session)
+    assert "behind" not in names and len(names) == len(model.graph.node) - 1
+
+
+@pytest.mark.parametrize("name", ["Relu", "Gelu"])
+def test_an_activation_whose_input_others_see_stays(name: str) -> None:
+    layer = Int8Layer("dynamic", q=dense_numbers(64, 24))
+    domain = "com.microsoft" if name == "Gelu" else ""
+    more = [node(name, ["r"], ["a"], name="activation", domain=domain), node("Add", ["a", "r"], ["y"], name="sum")]
+    session = check_as_optimized(with_nodes(layer, more), layer.inputs(5))
+    assert claimed(session) == ["linear"]
+
+
+def test_other_functions_stay() -> None:
+    layer = Int8Layer("dynamic", q=dense_numbers(64, 24))
+    for more in (
+        [node("Tanh", ["r"], ["y"])],
+        [node("Mul", ["r", "half"], ["h"]), node("Sigmoid", ["h"], ["s"]), node("Mul", ["r", "s"], ["y"])],
+        [node("QuickGelu", ["r"], ["y"], domain="com.microsoft")],
+    ):
+        session = check_as_optimized(with_nodes(layer, more), layer.inputs(5))
+        assert claimed(session) == ["linear"]
+
+
+def test_residual_and_layer_norm() -> None:
+    layer = Int8Layer("chain", q=dense_numbers(64, 32), bias=True)
+    rng = np.random.default_rng(7)
+    weight, bias = rng.standard_normal((2, 32)).astype(np.float32)
+    more = [
+        node("Neg", ["z"], ["residual"], name="in front"),
+        node("Add", ["residual", "r"], ["s"]),
+        node("LayerNormalization", ["s", "weight", "shift"], ["y"], axis=-1, epsilon=1e-6),
+    ]
+    model = with_nodes(layer, more, ("z",), weight=weight, shift=bias)
+    feeds = [{"x": layer.inputs(rows), "z": np.ones((rows, 32), np.float32)} for rows in (3, 5)]
+    session, optimized = all_claims(model, threads=2), adopt(model, calibration=feeds).model
+    assert "in front" not in claimed(session) and len(claimed(session)) == len(model.graph.node) - 1
+    for rows in (1, 9, 70):
+        for shape in ((rows, 32), (32,), (1, 32), (1,), (2, rows, 32)):
+            feeds = {"x": layer.inputs(rows), "z": rng.standard_normal(shape).astype(np.float32)}
+            (y,) = session.run(None, feeds)
+            assert_same_bits(y, run(optimized, feeds, library=True)[0])
+
+
+def test_a_residual_that_does_not_fit_is_an_error() -> None:
+    layer = Int8Layer("dynamic", q=dense_numbers(64, 32))
+    session = all_claims(with_nodes(layer, [node("Add", ["r", "z"], ["y"])], ("z",)))
+    with pytest.raises(Exception, match=r"DynamicQuantizeMatMul node 'linear': .* has shape \[5\]"):
+        session.run(None, {"x": layer.inputs(3), "z": np.zeros(5, np.float32)})
+
+
+def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
+    """Add(r, f(x2)) where x2 is computed from another layer of the same numbers."""
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    second = [
+        node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
+        node("Cast", ["sums2"], ["floats2"], to=FLOAT),
+        node("Mul", ["xs", "scales"], ["step2"]),
+        node("Mul", ["floats2", "step2"], ["r2"]),
+        node("Tanh", ["r2"], ["t"], name="between"),
+        node("Add", ["r", "t"], ["y"], name="sum"),
+    ]
+    model = with_nodes(layer, second, W2=dense_numbers(64, 24, seed=1))
+    session = all_claims(model)
+    assert {"linear", "linear2"} <= set(claimed(session)) and not {"between", "sum"} & set(claimed(session))
+    x = layer.inputs(6)
+    assert relative_error(session.run(None, {"x": x})[0], run(model, {"x": x})[0]) < 0.02
+
+
+def test_the_sum_of_two_layers_of_one_input() -> None:
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    second = [
+        node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
+        node("Cast", ["sums2"], ["floats2"], to=FLOAT),
+        node("Mul", ["floats2", "step"], ["r2"]),
+        node("Add", ["r", "r2"], ["y"], name="sum"),
+    ]
+    model = with_nodes(layer, second, W2=dense_numbers(64, 24, seed=1))
+    session = all_claims(model)
+    x = layer.inputs(6)
+    assert {"linear", "linear2"} <= set(claimed(session))
+    assert relative_error(run(model, {"x": x})[0], session.run(None, {"x": x})[0]) < 0.02
+
+
+def test_numbers_that_others_read_too_stay() -> None:
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    more = [node("Cast", ["xq"], ["c"], to=FLOAT), node("ReduceSum", ["c"], ["n"]), node("Add", ["r", "n"], ["y"])]
+    model = with_nodes(layer, more)
+    session = all_claims(model)
+    assert claimed(session) == []
+    x = layer.inputs(6)
+    assert_same_bits(session.run(None, {"x": x})[0], plain_session(model).run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize("form", FIXED)
+def test_fixed_ranges_stay(form: str) -> None:
+    layer = Int8Layer(form, q=dense_numbers(32, 24))
+    session = all_claims(layer.model())
+    assert claimed(session) == []
+
+
+def test_without_vnni_int8_layers_stay(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ONNX Runtime is faster at on this CPU is its own, unless all is asked for."""
+    features = ortolan._native.cpu_info()["features"]
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    has_vnni = bool({"avx512vnni", "avxvnni"} & set(features))
+    assert bool(claimed(provider_session(layer.model()))) == has_vnni
+    assert claimed(all_claims(layer.model()))
+
+
+def test_an_option_that_says_nothing_known_is_an_error() -> None:
+    with pytest.raises(Exception, match="claims is 'some', expected 'faster' or 'all'"):
+        provider_session(Int8Layer("chain").model(), ep__ortolanexecutionprovider__claims="some")
+
+
+WRONG: dict[str, dict[str, np.ndarray]] = {
+    "scales of zero": {"scales": np.zeros(24, np.float32)},
+    "scales of NaN": {"scales": np.full(24, np.nan, np.float32)},
+    "negative scales": {"scales": np.full(24, -1, np.float32)},
+    "scales of another number": {"scales": np.ones(23, np.float32)},
+    "zero points of another type": {"zeros": np.zeros(24, np.uint8)},
+    "weight in three dimensions": {"W": np.ones((1, 64, 24), np.int8)},
+    "empty weight": {"W": np.ones((64, 0), np.int8)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("form", DYNAMIC)
+def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
+    model = Int8Layer(form, q=dense_numbers(64, 24)).model()
+    for tensor in model.graph.initializer:
+        if tensor.name in WRONG[name]:
+            tensor.CopyFrom(numpy_helper.from_array(WRONG[name][tensor.name], tensor.name))
+    try:
+        session = all_claims(model)
+    except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+        return
+    assert "linear" not in claimed(session)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int8 a column"])
+def test_a_whole_encoder(kind: str, tmp_path: Any) -> None:
+    """As quantize_dynamic writes it: layers answer as in the optimized file, whose attention is left as it is here."""
+    onnx.save(ir.to_proto(tiny.tiny_bert()), tmp_path / "float.onnx")
+    weight_type = quantization.QuantType.QUInt8 if kind == "uint8" else quantization.QuantType.QInt8
+    quantization.quantize_dynamic(
+        tmp_path / "float.onnx", tmp_path / "int8.onnx", weight_type=weight_type, per_channel="column" in kind
+    )
+    model = onnx.load(tmp_path / "int8.onnx")
+    session = all_claims(model)
+    layers = [one.name for one in model.graph.node if one.op_type == "MatMulInteger"]
+    norms = [one.name for one in model.graph.node if one.op_type == "LayerNormalization"]
+    names = set(claimed(session))
+    assert len(layers) == 12 and set(layers) <= names and len(set(norms) & names) == len(norms) - 1
+    options = {"verify.seconds": 0.0, "fuse_attention.exclude": ["*"]}
+    optimized = ortolan.optimize_onnx(model, options=options).model
+    rng = np.random.default_rng(1)
+    for batch, length in ((1, 1), (1, 16), (3, 40)):
+        ids = rng.integers(0, 101, (batch, length))
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        (y,), (expected,) = session.run(None, feeds), run(optimized, feeds, library=True)
+        assert_same_bits(y, expected)
