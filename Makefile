@@ -68,8 +68,9 @@ optimum: build/testing-wheel/.built
 genai: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
 
+# One process: two Ray clusters at once slow down each other's start.
 ray: build/testing-wheel/.built
-	.ci/extra ray serve serving docs/test_serving_page.py
+	WORKERS=1 .ci/extra ray serve serving docs/test_serving_page.py
 
 # Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
 docs: $(VENV)/.installed
