@@ -60,7 +60,7 @@ ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py
 asan: build/asan-site/.installed
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 4; done
+	  PYTHONPATH=../build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 3; done
 
 optimum: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py zoo docs/test_hook_pages.py
@@ -68,8 +68,9 @@ optimum: build/testing-wheel/.built
 genai: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train
 
+# One process: two Ray clusters at once slow down each other's start.
 ray: build/testing-wheel/.built
-	.ci/extra ray serve serving docs/test_serving_page.py
+	WORKERS=1 .ci/extra ray serve serving docs/test_serving_page.py
 
 # Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
 docs: $(VENV)/.installed

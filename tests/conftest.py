@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell that starts the tests with & lets them ignore this signal, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each worker of pytest-xdist has a core: BLAS and torch that take all of them take turns. Before numpy is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

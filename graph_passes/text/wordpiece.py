@@ -11,8 +11,10 @@ token in the place of words with unknown characters and of words that are too lo
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import onnx_ir as ir
@@ -94,10 +96,10 @@ def read_wordpiece(file: TokenizerFile) -> WordPiece:
     vocabulary = _vocabulary(model["vocab"], file.added_tokens, refuse)
     prefix = model["continuing_subword_prefix"]
     special = _special_tokens(file.added_tokens, refuse)
-    known = {word for word in vocabulary if len(word) == 1}
-    within = {word for word in known if prefix + word in model["vocab"]}
+    known = frozenset(word for word in vocabulary if len(word) == 1)
+    within = frozenset(word for word in known if prefix + word in model["vocab"])
     try:
-        table, dropped, spaced = _table(tokenizer, known, within)
+        table, dropped, spaced = _table(_Splitter(json.dumps(file.said["normalizer"]), tokenizer), known, within)
     except ValueError:  # the words between the characters are not what they were
         raise refuse("has a normalizer that changes plain letters") from None
     if table.get(_TEXT_END) != "" and not any(ord(_TEXT_END) in some for some in dropped):
@@ -107,7 +109,7 @@ def read_wordpiece(file: TokenizerFile) -> WordPiece:
         raise refuse(f"has max_input_chars_per_word {most!r}, above {_MOST_CHARACTERS} or no number from 1 on")
     if "\\" in unknown or " " in unknown:
         raise refuse(f"has the unknown token {unknown!r}")
-    return WordPiece(vocabulary, unknown, prefix, most, table | special, dropped, spaced)
+    return WordPiece(vocabulary, unknown, prefix, most, {**table, **special}, dropped, spaced)
 
 
 def _vocabulary(tokens: Mapping[str, int], added: Sequence[Mapping[str, Any]], refuse: Refuse) -> tuple[str, ...]:
@@ -134,14 +136,24 @@ def _special_tokens(added: Sequence[Mapping[str, Any]], refuse: Refuse) -> dict[
     return table
 
 
+@dataclass(frozen=True)
+class _Splitter:
+    """A tokenizer with BertPreTokenizer: those of one normalizer do the same with each character."""
+
+    normalizer: str
+    tokenizer: Any = field(compare=False)
+
+
+@lru_cache(maxsize=4)  # a look at each character takes a second
 def _table(
-    tokenizer: Any, known: set[str], within: set[str]
-) -> tuple[dict[str, str], tuple[range, ...], tuple[range, ...]]:
+    splitter: _Splitter, known: frozenset[str], within: frozenset[str]
+) -> tuple[Mapping[str, str], tuple[range, ...], tuple[range, ...]]:
     """What becomes of each character.
 
     known: characters that are words. within: those that may also stand inside of words; a word of such characters alone
     always has pieces, and one with any other never does.
     """
+    tokenizer = splitter.tokenizer
     table: dict[str, str] = {}
     runs: dict[str, list[range]] = {_DROPPED: [], _UNKNOWN: []}
     start, kind = 0, ""

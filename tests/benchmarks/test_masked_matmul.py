@@ -40,9 +40,8 @@ def test_shares_of_zeros() -> None:
 
 
 def test_every_case_is_measured() -> None:
-    result = masked_matmul.run(BenchOptions((1, 2), quick=True))
-    kinds = {(row.case["kind"], row.threads) for row in result.rows}
-    assert kinds == {(kind, threads) for kind in masked_matmul.DEFAULT_KINDS for threads in (1, 2)}
+    result = masked_matmul.run(BenchOptions((1,), quick=True))
+    assert {row.case["kind"] for row in result.rows} == set(masked_matmul.DEFAULT_KINDS)
     peers = {row.peer for row in result.rows}
     assert peers >= {"ort_matmul", "ortolan_dense_bf16", "ortolan_dense_int8"}
     assert all(row.ours.min_ms > 0 and row.peer_time.min_ms > 0 for row in result.rows)
@@ -50,9 +49,12 @@ def test_every_case_is_measured() -> None:
 
 
 def test_shapes_and_shares_that_are_given() -> None:
-    options = BenchOptions((1,), cases=((20, 30, 40),), sparsity=(0.5, 0.7), kinds=("square",), quick=True)
+    options = BenchOptions((1, 2), cases=((20, 30, 40),), sparsity=(0.5, 0.7), kinds=("square",), quick=True)
     rows = [row for row in masked_matmul.run(options).rows if row.peer == "ort_matmul"]
-    assert [(row.case["shape"], row.case["a"]) for row in rows] == [("20x30x40", 0.5), ("20x30x40", 0.7)]
+    assert {(row.case["shape"], row.case["a"], row.threads) for row in rows} == {
+        ("20x30x40", share, threads) for share in (0.5, 0.7) for threads in (1, 2)
+    }
+    assert len(rows) == 4
 
 
 def test_the_heat_map_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

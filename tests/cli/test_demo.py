@@ -126,9 +126,9 @@ def test_the_command_prints_the_table_and_only_json(invoke, tiny_encoder, monkey
 
 
 @pytest.mark.network
-def test_the_published_model(run_cli):
-    result = run_cli("demo", "--json")
-    assert result.returncode == 0, result.stderr
+def test_the_published_model(invoke):
+    result = invoke("demo", "--json")
+    assert result.exit_code == 0, result.stderr
     original, _, ours = (read := json.loads(result.stdout))["variants"]
     similar = {relation: found[0] for (relation, _, _), found in zip(demo.PAIRS, read["similarities"], strict=True)}
     assert similar["same meaning"] > 0.4 > 0.2 > similar["unrelated"]

@@ -15,7 +15,6 @@ import onnx_ir as ir
 import pytest
 
 from ortolan import TextInput
-from ortolan.benchmarks.serving import free_port
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
 
@@ -26,9 +25,9 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 pytest.importorskip("onnxruntime_extensions")
 
-from ray import serve  # noqa: E402
+from ..serving.ray_cluster import ray_cluster  # noqa: E402
 
-SECONDS = 60  # for a server to answer
+SECONDS = 180  # for a server to answer
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +45,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def cluster():
     """(its address, the port of its proxy)"""
-    ray.init(num_cpus=8, object_store_memory=80 << 20, include_dashboard=False, logging_level="warning")
-    try:
-        port = free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+    with ray_cluster() as port:
         yield ray.get_runtime_context().gcs_address, port
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 def curl(command: str, port: int, expected: str) -> None:

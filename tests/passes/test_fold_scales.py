@@ -373,8 +373,9 @@ def test_stories15m():
                 **past,
             }
         )
+    left_out = ["*lm_head*", "*layers.[1-5]*"]
     errors = {
-        method: mean_error(quantized(path, feeds, method=method, symmetric=False, exclude=["*lm_head*"]))
+        method: mean_error(quantized(path, feeds, method=method, symmetric=False, exclude=left_out))
         for method in ("rtn", "gptq", "awq", "hqq")
     }
     assert errors["gptq"] < 0.85 * errors["rtn"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 import pytest
 
-from ortolan.benchmarks.serving import _BAD, check_refusals, free_port, kill_replica, run_load
+from ortolan.benchmarks.serving import _BAD, check_refusals, kill_replica, run_load
 from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
 from ortolan.models import tiny
 
@@ -42,6 +42,8 @@ from ortolan.serving import (  # noqa: E402
     generation,
     parse_request,
 )
+
+from .ray_cluster import ray_cluster  # noqa: E402
 
 
 def test_requests_that_are_taken():
@@ -193,7 +195,6 @@ def test_a_thread_is_freed_once(how):
     asyncio.run(run())
 
 
-CLUSTER_CPUS = 8  # that Ray counts: one for each replica below, whatever the machine has
 LONG = 100_000  # tokens: minutes of them
 KNOWN, UNKNOWN = "the cat", "un’"  # the models below have no embedding for the tokens of the second
 
@@ -233,28 +234,16 @@ def cluster(tmp_path_factory):
     ir.save(tiny.tiny_llama(seed=4), folder / "decoder.onnx")
     encoder = {"model": str(folder / "encoder.onnx"), "tokenizer": str(tokenizer), "max_tokens": 16}
     decoder = {"model": str(folder / "decoder.onnx"), "tokenizer": str(tokenizer), "max_new_tokens": LONG}
-    ray.init(
-        num_cpus=CLUSTER_CPUS,
-        object_store_memory=80 << 20,
-        include_dashboard=False,
-        logging_level="warning",
-        _system_config={"metrics_report_interval_ms": 500},
-    )
-    try:
-        port = free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+    with ray_cluster(_system_config={"metrics_report_interval_ms": 500}) as port:
         serve.run(embeddings(EmbeddingConfig(**encoder, replicas=2, batch_wait=0.5)))
         scaled = embeddings(EmbeddingConfig(**encoder, min_replicas=2, max_replicas=3))
         serve.run(scaled, name="autoscaled", route_prefix="/autoscaled")
         config = GenerationConfig(**decoder, max_prompt_tokens=50, max_context=LONG, max_seconds=60)
         serve.run(generation(config), name="generation", route_prefix="/generation")
         yield Cluster(port, folder)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"

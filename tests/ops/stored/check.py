@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import ortolan
 
+from .case import THREADS
 from .generate import all_cases
 from .store import STORED_AS, Store, compare
 
 
-def report(isa: str, most_rows: int | None = None) -> str:
+def report(isa: str, most_rows: int | None = None, all_threads: Iterable[int] = THREADS) -> str:
     """JSON: why it does not run here, or problems and notes (store.Comparison).
 
     most_rows: cases whose answers are the same bits, with no more rows than this; None: all cases.
+    all_threads: the numbers of threads that sessions get, one after another.
     """
     info = ortolan.cpu_info()
     if info["isa"] != isa:
@@ -28,7 +31,7 @@ def report(isa: str, most_rows: int | None = None) -> str:
             if not case.rows or not case.exact:
                 continue
             case = replace(case, rows=tuple(rows for rows in case.rows if rows <= most_rows))
-        found = compare(case, STORED_AS.get(isa, isa), stored)
+        found = compare(case, STORED_AS.get(isa, isa), stored, all_threads)
         problems += found.problems
         notes += found.notes
     problems += [f"{name}: stored, but no longer a case" for name in sorted(stored.records.keys() - names)]

@@ -61,7 +61,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
 
-def compare(case: Case, isa: str, store: Store) -> Comparison:
+def compare(case: Case, isa: str, store: Store, all_threads: Iterable[int] = THREADS) -> Comparison:
     """Runs the case in this process, whose instruction set is `isa`."""
     record = store.records.get(case.name)
     if record is None:
@@ -74,7 +74,7 @@ def compare(case: Case, isa: str, store: Store) -> Comparison:
         if value != record["tensors"].get(name):
             found.problems.append(f"{case.name}: the packed tensor {name} is not the stored one")
     checks = _Checks(case, isa, store, found)
-    for threads in THREADS:
+    for threads in all_threads:
         for label, name, array in case.outputs(threads):
             checks.check(label, name, threads, array)
     return found
