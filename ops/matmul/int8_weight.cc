@@ -4,8 +4,8 @@
 #include <cstring>
 #include <limits>
 
-#include "isa/features.h"
 #include "matmul/pack_panels.h"
+#include "matmul/storage.h"
 #include "ort/op_error.h"
 
 namespace ortolan {
@@ -14,10 +14,6 @@ namespace {
 constexpr int kMiddle = 128;
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 constexpr float kLargestScale = std::numeric_limits<float>::max() / 256;  // times a number it stays finite
-
-// Below this share of zeros dense storage is faster than a bitmap (sparse_amx_matmul/README.md).
-constexpr double kDenseBelow = 0.11;
-constexpr double kMostGrowth = 1.1;
 
 struct Range {
   int least = 0;
@@ -55,15 +51,6 @@ Range RangeOf(const Int8Weight& w) {
 }
 
 bool FitsInt8(const Range& range) { return range.least >= -kMiddle && range.most < kMiddle; }
-
-// Whether a bitmap is faster, where this CPU is fast with one: it takes an instruction that expands bytes.
-bool IsForBitmap(int64_t k, int64_t n, int64_t stored) {
-  if (!ActiveFeatures().Has(feature_set::avx512)) return false;
-  const int64_t dense = BitmapPanels(n) * kPanelColumns * kInt8Bitmap.PaddedK(k);
-  const int64_t bitmap = dense / 8 + stored + kInt8Bitmap.Padding() + 8 * (BitmapPanels(n) + 1);
-  const double zeros = 1.0 - static_cast<double>(stored) / static_cast<double>(k * n);
-  return zeros >= kDenseBelow || static_cast<double>(dense) > kMostGrowth * static_cast<double>(bitmap);
-}
 
 // Columns of a panel in dense storage (formats/bitmap_int8.h). minus: of each column of the weight.
 void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& minus, uint8_t* packed) {
@@ -111,7 +98,8 @@ Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
   w_.view.n = w_.n;
   PackDense(parts);
   const std::span<const uint8_t> numbers(dense_.data(), static_cast<size_t>(dense_.size()));
-  if (IsForBitmap(w_.k, w_.n, dense_.size() - std::count(numbers.begin(), numbers.end(), 0))) StoreAsBitmap();
+  if (IsForBitmap(kInt8Bitmap, w_.k, w_.n, dense_.size() - std::count(numbers.begin(), numbers.end(), 0)))
+    StoreAsBitmap();
   w_.scales = scales_.data();
   if (w_.k > kMostInputsWithZeroPoints) return;
   column_sums_ = SumsOfColumnsInt8(w_.view);
@@ -147,23 +135,7 @@ void Int8Columns::PackDense(std::span<const Int8Weight> parts) {
 }
 
 void Int8Columns::StoreAsBitmap() {
-  const int64_t row_bytes = kPanelColumns * kInt8Bitmap.row_inputs;
-  const int64_t panel_bytes = kInt8Bitmap.PaddedK(w_.k) * kPanelColumns;
-  bitmap_.offsets.push_back(0);
-  for (int64_t panel = 0; panel < BitmapPanels(w_.n); ++panel) {
-    for (int64_t place = 0; place < panel_bytes; place += row_bytes) {
-      const uint8_t* const row = dense_.data() + panel * panel_bytes + place;
-      uint64_t mask = 0;
-      for (int64_t bit = 0; bit < row_bytes; ++bit) {
-        if (row[bit] == 0) continue;
-        mask |= uint64_t{1} << bit;
-        bitmap_.values.push_back(row[bit]);
-      }
-      bitmap_.masks.push_back(mask);
-    }
-    bitmap_.offsets.push_back(static_cast<int64_t>(bitmap_.values.size()));
-  }
-  bitmap_.values.resize(bitmap_.values.size() + static_cast<size_t>(kInt8Bitmap.Padding()));
+  bitmap_ = BitmapOfDense<uint64_t>(kInt8Bitmap, w_.k, w_.n, static_cast<const uint8_t*>(dense_.data()));
   w_.view.masks = reinterpret_cast<const uint8_t*>(bitmap_.masks.data());
   w_.view.values = bitmap_.values.data();
   w_.view.offsets = bitmap_.offsets.data();

@@ -169,9 +169,24 @@ class GroupCompute::StepCompute {
       std::vector<uint8_t> numbers;
       return groups_.emplace(Joined(layers, numbers)).Layer();
     }
+    if (std::holds_alternative<Int8Weight>(layers.front().weight)) {
+      return columns_.emplace(Weights<Int8Weight>(layers)).Layer();
+    }
+    const std::vector<RoundedWeight> floats = Weights<RoundedWeight>(layers);
+    if (floats.front().precision == Precision::kBf16) {
+      return bf16_columns_.emplace(std::vector<FloatWeight>(floats.begin(), floats.end())).Layer();
+    }
+    std::vector<std::vector<int8_t>> codes(floats.size());
     std::vector<Int8Weight> parts;
-    for (const Layer& layer : layers) parts.push_back(std::get<Int8Weight>(layer.weight));
+    for (size_t i = 0; i < floats.size(); ++i) parts.push_back(RoundedToInt8(floats[i], codes[i]));
     return columns_.emplace(parts).Layer();
+  }
+
+  template <typename Weight>
+  static std::vector<Weight> Weights(const std::vector<Layer>& layers) {
+    std::vector<Weight> found;
+    for (const Layer& layer : layers) found.push_back(std::get<Weight>(layer.weight));
+    return found;
   }
 
   void SetBias(const std::vector<Layer>& layers) {
@@ -202,6 +217,7 @@ class GroupCompute::StepCompute {
   std::optional<size_t> residual_;
   std::optional<NBitsGroups> groups_;
   std::optional<Int8Columns> columns_;
+  std::optional<Bf16Columns> bf16_columns_;
   std::vector<float> bias_, norm_weight_, norm_bias_;
   std::optional<LinearPlan> plan_;  // of the above
 };

@@ -11,7 +11,7 @@ namespace ortolan::provider {
 struct ProviderOptions {
   // The session writes a model of compiled nodes (ep.context_enable), which this provider cannot make.
   bool claims_nothing = false;
-  ClaimRules rules;
+  LayerRules rules;
 };
 
 class ExecutionProvider : public OrtEp {

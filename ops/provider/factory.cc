@@ -2,8 +2,10 @@
 // library is registered with RegisterExecutionProviderLibrary.
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "custom_ops.h"
@@ -18,6 +20,12 @@ namespace {
 constexpr const char* kClaimsEntry = "ep.ortolanexecutionprovider.claims";
 constexpr const char* kFaster = "faster";
 constexpr const char* kAll = "all";
+// What layers of floats become.
+constexpr const char* kPrecisionEntry = "ep.ortolanexecutionprovider.precision";
+constexpr std::pair<const char*, Precision> kPrecisions[] = {{"", Precision::kFloat32},
+                                                             {"float32", Precision::kFloat32},
+                                                             {"bf16", Precision::kBf16},
+                                                             {"int8", Precision::kInt8}};
 
 class Factory : public OrtEpFactory {
  public:
@@ -103,16 +111,24 @@ ProviderOptions ReadOptions(const OrtApi& ort, const OrtSessionOptions& session)
     return std::string(found == nullptr ? "" : found);
   };
   const std::string context = entry("ep.context_enable"), claims = entry(kClaimsEntry);
+  const std::string precision = entry(kPrecisionEntry);
   ort.ReleaseKeyValuePairs(entries);
   if (claims != "" && claims != kFaster && claims != kAll) {
     throw OpError(
         ErrorText("the session's ", kClaimsEntry, " is '", claims, "', expected '", kFaster, "' or '", kAll, "'"));
   }
+  const auto known = std::find_if(std::begin(kPrecisions), std::end(kPrecisions),
+                                  [&](const auto& one) { return precision == one.first; });
+  if (known == std::end(kPrecisions)) {
+    throw OpError(
+        ErrorText("the session's ", kPrecisionEntry, " is '", precision, "', expected 'float32', 'bf16' or 'int8'"));
+  }
   ProviderOptions options;
+  options.rules.precision = known->second;
   options.claims_nothing = context == "1";
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
-  options.rules.may_claim_int8 = has_vnni || claims == kAll;
+  options.rules.may_take_int8 = has_vnni || claims == kAll;
   return options;
 }
 

@@ -26,7 +26,7 @@ bool CanJoin(const Layer& a, const Layer& b) {
 
 class Finder {
  public:
-  Finder(const Graph& graph, const ClaimRules& rules) : graph_(graph), rules_(rules) {}
+  Finder(const Graph& graph, const LayerRules& rules) : graph_(graph), rules_(rules) {}
 
   Claims Find() {
     ReadLayers();
@@ -39,10 +39,8 @@ class Finder {
   void ReadLayers() {
     for (const Node& node : graph_.nodes()) {
       try {
-        std::optional<Layer> layer = ReadLayer(graph_, node);
+        std::optional<Layer> layer = ReadLayer(graph_, node, rules_);
         if (!layer) continue;
-        Expect(rules_.may_claim_int8 || !std::holds_alternative<Int8Weight>(layer->weight),
-               "without VNNI instructions ONNX Runtime's int8 layers are faster");
         TakeBias(graph_, *layer);
         layers_.push_back(std::move(*layer));
       } catch (const UnfitError& reason) {
@@ -195,7 +193,7 @@ class Finder {
   void Leave(const Node& node, const std::string& reason) { claims_.left.emplace_back(&node, reason); }
 
   const Graph& graph_;
-  const ClaimRules rules_;
+  const LayerRules rules_;
   std::vector<Layer> layers_;
   std::vector<Step> steps_;
   std::set<const Node*> taken_;
@@ -215,6 +213,6 @@ std::string Step::Fused() const {
   return text;
 }
 
-Claims FindGroups(const Graph& graph, const ClaimRules& rules) { return Finder(graph, rules).Find(); }
+Claims FindGroups(const Graph& graph, const LayerRules& rules) { return Finder(graph, rules).Find(); }
 
 }  // namespace ortolan::provider

@@ -35,11 +35,7 @@ struct Claims {
   std::vector<std::pair<const Node*, std::string>> left;  // layers that are not taken, and why
 };
 
-struct ClaimRules {
-  bool may_claim_int8 = true;
-};
-
 // Of the nodes of one group alone, it finds that group.
-Claims FindGroups(const Graph& graph, const ClaimRules& rules);
+Claims FindGroups(const Graph& graph, const LayerRules& rules);
 
 }  // namespace ortolan::provider

@@ -1,5 +1,6 @@
 #include "provider/layer.h"
 
+#include "provider/float_layer.h"
 #include "provider/int8_layer.h"
 #include "provider/mat_mul_nbits.h"
 
@@ -18,12 +19,19 @@ std::string Layer::Numbers() const {
   if (const NBitsWeight* const w = std::get_if<NBitsWeight>(&weight)) {
     return ErrorText(sizes, ", ", w->bits, " bits in blocks of ", w->block_size);
   }
-  return sizes + ", int8";
+  const RoundedWeight* const w = std::get_if<RoundedWeight>(&weight);
+  if (w == nullptr) return sizes + ", int8";
+  return sizes + (w->precision == Precision::kBf16 ? ", floats as bf16" : ", floats as int8");
 }
 
-std::optional<Layer> ReadLayer(const Graph& graph, const Node& node) {
+std::optional<Layer> ReadLayer(const Graph& graph, const Node& node, const LayerRules& rules) {
   if (IsMatMulNBits(node)) return ReadMatMulNBits(node);
-  return ReadInt8Layer(graph, node);
+  if (rules.precision != Precision::kFloat32 && IsFloatLayer(graph, node)) {
+    return ReadFloatLayer(graph, node, rules.precision);
+  }
+  std::optional<Layer> layer = ReadInt8Layer(graph, node);
+  Expect(!layer || rules.may_take_int8, "without VNNI instructions ONNX Runtime's int8 layers are faster");
+  return layer;
 }
 
 }  // namespace ortolan::provider

@@ -1,4 +1,4 @@
-// A linear layer as a model has it, Y = X W + bias, its numbers few bits wide: one node, or several.
+// A linear layer as a model has it, Y = X W + bias: one node, or several.
 #pragma once
 
 #include <optional>
@@ -6,13 +6,26 @@
 #include <variant>
 #include <vector>
 
+#include "matmul/float_weight.h"
 #include "matmul/int8_weight.h"
 #include "matmul/nbits_weight.h"
 #include "provider/graph.h"
 
 namespace ortolan::provider {
 
-using StoredWeight = std::variant<NBitsWeight, Int8Weight>;
+// What layers of floats become.
+enum class Precision { kFloat32, kBf16, kInt8 };  // kFloat32: they stay as they are
+
+struct LayerRules {
+  bool may_take_int8 = true;  // layers that store it
+  Precision precision = Precision::kFloat32;
+};
+
+struct RoundedWeight : FloatWeight {
+  Precision precision = Precision::kBf16;  // another one than kFloat32
+};
+
+using StoredWeight = std::variant<NBitsWeight, Int8Weight, RoundedWeight>;
 
 struct Layer {
   std::vector<const Node*> nodes;  // the first has the weight, the last makes Y; layers may share those in between
@@ -32,6 +45,6 @@ struct Layer {
 
 // None: the node is the weight's of no kind of layer that is known. Throws UnfitError, which says why, for nodes of a
 // kind that is not taken over. The stored numbers lie in the graph.
-std::optional<Layer> ReadLayer(const Graph& graph, const Node& node);
+std::optional<Layer> ReadLayer(const Graph& graph, const Node& node, const LayerRules& rules);
 
 }  // namespace ortolan::provider

@@ -1,0 +1,129 @@
+#include "matmul/float_weight.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "formats/bf16.h"
+#include "matmul/pack_panels.h"
+#include "matmul/storage.h"
+#include "ort/op_error.h"
+
+namespace ortolan {
+namespace {
+
+constexpr float kLargestInt8 = 127;
+constexpr float kSmallestScale = std::numeric_limits<float>::min();
+constexpr int64_t kRowInputs = kBf16Bitmap.row_inputs;
+
+float NumberAt(const FloatWeight& w, int64_t place) {
+  float number = 0;
+  std::memcpy(&number, reinterpret_cast<const char*>(w.numbers) + place * static_cast<int64_t>(sizeof(float)),
+              sizeof(number));
+  return number;
+}
+
+int64_t PlaceOf(const FloatWeight& w, int64_t input, int64_t column) {
+  return w.transposed ? column * w.k + input : input * w.n + column;
+}
+
+std::string WhyNotSizes(const FloatWeight& w, int64_t most_inputs) {
+  if (w.k >= 1 && w.n >= 1 && w.n <= kMaxDimension && w.k <= most_inputs) return {};
+  return ErrorText("its weight is ", w.k, " x ", w.n, ", expected 1 or more inputs and outputs, and ", most_inputs,
+                   " inputs at most");
+}
+
+// Zero is +0, so that it is all bits.
+uint16_t ToBf16(float number) {
+  const uint16_t bits = RoundToBf16(number);
+  return (bits & 0x7fffu) == 0 ? uint16_t{0} : bits;
+}
+
+// Columns of a panel in dense storage (formats/bitmap.h).
+void PackPanel(const FloatWeight& w, int64_t panel, uint16_t* packed) {
+  const int64_t first = panel * kPanelColumns;
+  const int64_t columns = std::min(kPanelColumns, w.n - first);
+  std::fill_n(packed, kBf16Bitmap.PaddedK(w.k) * kPanelColumns, uint16_t{0});
+  for (int64_t l = 0; l < w.k; ++l) {
+    uint16_t* const to = packed + l / kRowInputs * kPanelColumns * kRowInputs + l % kRowInputs;
+    for (int64_t j = 0; j < columns; ++j) to[j * kRowInputs] = ToBf16(NumberAt(w, PlaceOf(w, l, first + j)));
+  }
+}
+
+}  // namespace
+
+std::string WhyNotBf16(const FloatWeight& w) { return WhyNotSizes(w, kBf16Bitmap.max_k); }
+
+std::string WhyNotInt8(const FloatWeight& w) {
+  const std::string problem = WhyNotSizes(w, kInt8Bitmap.max_k);
+  if (!problem.empty()) return problem;
+  for (int64_t place = 0; place < w.k * w.n; ++place) {
+    if (!std::isfinite(NumberAt(w, place))) return "its weight holds NaN or infinity, expected finite numbers";
+  }
+  return {};
+}
+
+Int8Weight RoundedToInt8(const FloatWeight& w, std::vector<int8_t>& codes) {
+  Int8Weight rounded;
+  rounded.k = w.k;
+  rounded.n = w.n;
+  rounded.transposed = w.transposed;
+  rounded.zero_points.assign(static_cast<size_t>(w.n), 0);
+  std::vector<float> largest(static_cast<size_t>(w.n));
+  codes.resize(static_cast<size_t>(w.k * w.n));
+  const auto for_each = [&](const auto& at) {
+    const int64_t inner = w.transposed ? w.k : w.n;
+    for (int64_t place = 0; place < w.k * w.n; ++place) {
+      at(place, static_cast<size_t>(w.transposed ? place / inner : place % inner));
+    }
+  };
+  for_each(
+      [&](int64_t place, size_t column) { largest[column] = std::max(largest[column], std::abs(NumberAt(w, place))); });
+  rounded.scales.resize(largest.size());
+  std::transform(largest.begin(), largest.end(), rounded.scales.begin(),
+                 [](float most) { return most > 0 ? std::max(most / kLargestInt8, kSmallestScale) : kSmallestScale; });
+  for_each([&](int64_t place, size_t column) {
+    const float q = std::nearbyint(NumberAt(w, place) / rounded.scales[column]);
+    codes[static_cast<size_t>(place)] = static_cast<int8_t>(std::clamp(q, -kLargestInt8, kLargestInt8));
+  });
+  rounded.codes = reinterpret_cast<const uint8_t*>(codes.data());
+  return rounded;
+}
+
+Bf16Columns::Bf16Columns(std::span<const FloatWeight> parts) {
+  w_.view.k = w_.k = parts.front().k;
+  for (const FloatWeight& part : parts) w_.n += part.n;
+  w_.view.n = w_.n;
+  const int64_t panel_numbers = kBf16Bitmap.PaddedK(w_.k) * kPanelColumns;
+  dense_ = LineBytes(BitmapPanels(w_.n) * panel_numbers * kValueBytes);
+  w_.view.values = dense_.data();
+  uint16_t* panels = reinterpret_cast<uint16_t*>(dense_.data());
+  for (const FloatWeight& part : parts) {
+    ForEachPanel(BitmapPanels(part.n), panel_numbers * kValueBytes, 0,
+                 [&](int64_t panel, int8_t*) { PackPanel(part, panel, panels + panel * panel_numbers); });
+    panels += BitmapPanels(part.n) * panel_numbers;
+  }
+  const std::span<const uint16_t> numbers(reinterpret_cast<const uint16_t*>(dense_.data()),
+                                          static_cast<size_t>(dense_.size() / kValueBytes));
+  const int64_t stored = static_cast<int64_t>(numbers.size()) - std::count(numbers.begin(), numbers.end(), 0);
+  if (IsForBitmap(kBf16Bitmap, w_.k, w_.n, stored)) StoreAsBitmap();
+}
+
+void Bf16Columns::StoreAsBitmap() {
+  bitmap_ = BitmapOfDense<uint32_t>(kBf16Bitmap, w_.k, w_.n, reinterpret_cast<const uint16_t*>(dense_.data()));
+  w_.view.masks = reinterpret_cast<const uint8_t*>(bitmap_.masks.data());
+  w_.view.values = reinterpret_cast<const uint8_t*>(bitmap_.values.data());
+  w_.view.offsets = bitmap_.offsets.data();
+  dense_ = LineBytes();
+}
+
+LinearLayer Bf16Columns::Layer() const {
+  LinearLayer layer;
+  layer.w = &w_;
+  layer.kernels = Bf16Kernels();
+  layer.panel_inputs = kBf16Bitmap.PaddedK(w_.k);
+  return layer;
+}
+
+}  // namespace ortolan

@@ -1,0 +1,51 @@
+#include "provider/float_layer.h"
+
+namespace ortolan::provider {
+namespace {
+
+constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+
+enum Input : size_t { kX, kWeight, kBias };
+
+// Y = X W + C, where C is constant [n].
+void ReadGemm(const Node& node, Layer& layer, RoundedWeight& w) {
+  Expect(node.Whole("transA", 0) == 0, "transA is 1, expected 0");
+  const float alpha = node.Number("alpha", 1.0f), beta = node.Number("beta", 1.0f);
+  Expect(alpha == 1.0f && beta == 1.0f, ErrorText("alpha is ", alpha, " and beta ", beta, ", expected 1"));
+  if (node.Whole("transB", 0) != 0) {
+    w.transposed = true;
+    std::swap(w.k, w.n);
+  }
+  if (node.Has(kBias)) layer.bias = node.ConstantInput(kBias, "bias", {kFloat}, {{w.n}}).Floats();
+}
+
+}  // namespace
+
+bool IsFloatLayer(const Graph& graph, const Node& node) {
+  if (!node.IsStandard("MatMul") && !node.IsStandard("Gemm")) return false;
+  if (!node.Has(kX) || !graph.IsConstantValue(node.Input(kWeight)) || graph.IsConstantValue(node.Input(kX)))
+    return false;
+  return graph.IsFloat(node.Input(kX)) && node.Output(0) != nullptr;
+}
+
+Layer ReadFloatLayer(const Graph&, const Node& node, Precision precision) {
+  const Constant tensor = node.ConstantInput(kWeight, "weight", {kFloat});
+  Expect(tensor.shape.size() == 2,
+         ErrorText("its weight '", tensor.name, "' is ", tensor.shape.size(), "-D, expected 2-D"));
+  Layer layer;
+  layer.nodes = {&node};
+  layer.x = node.Input(kX);
+  layer.y = node.Output(0);
+  RoundedWeight w;
+  w.precision = precision;
+  w.k = tensor.shape[0];
+  w.n = tensor.shape[1];
+  w.numbers = static_cast<const float*>(tensor.data);
+  if (node.type() == "Gemm") ReadGemm(node, layer, w);
+  const std::string problem = precision == Precision::kBf16 ? WhyNotBf16(w) : WhyNotInt8(w);
+  Expect(problem.empty(), problem);
+  layer.weight = w;
+  return layer;
+}
+
+}  // namespace ortolan::provider
