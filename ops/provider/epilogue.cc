@@ -4,8 +4,10 @@
 #include <cmath>
 #include <limits>
 #include <map>
-#include <numbers>
+#include <set>
 #include <string>
+
+#include "epilogue/formula.h"
 
 namespace ortolan::provider {
 namespace {
@@ -13,123 +15,6 @@ namespace {
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 
 // --- activations --------------------------------------------------------------------------------------------------
-
-// A sum of products: factors, sorted, and their coefficient. x is the layer's value, E, T and S stand for erf, tanh and
-// sigmoid of the one argument that activations have; "" is the constant term.
-using Polynomial = std::map<std::string, double>;
-
-constexpr size_t kMostDegree = 3;
-// Room for the product of a few numbers that were rounded to float, or written with seven digits.
-constexpr double kTolerance = 1e-6;
-
-struct Function {
-  const char* type;
-  const char* name;
-  Polynomial argument;
-};
-
-const std::vector<Function>& Functions() {
-  static const double tanh_scale = std::sqrt(2 / std::numbers::pi);
-  static const std::vector<Function> functions = {
-      {"Erf", "E", {{"x", std::sqrt(0.5)}}},
-      {"Tanh", "T", {{"x", tanh_scale}, {"xxx", 0.044715 * tanh_scale}}},
-      {"Sigmoid", "S", {{"x", 1.0}}},
-  };
-  return functions;
-}
-
-struct Formula {
-  Activation activation;
-  Polynomial polynomial;
-};
-
-const std::vector<Formula>& Formulas() {
-  static const std::vector<Formula> formulas = {
-      {Activation::kGelu, {{"x", 0.5}, {"Ex", 0.5}}},
-      {Activation::kGeluTanh, {{"x", 0.5}, {"Tx", 0.5}}},
-      {Activation::kSilu, {{"Sx", 1.0}}},
-  };
-  return formulas;
-}
-
-bool IsSame(const Polynomial& a, const Polynomial& b) {
-  const auto is_close = [](const auto& one, const auto& other) {
-    const double most = std::max(std::abs(one.second), std::abs(other.second));
-    return one.first == other.first && std::abs(one.second - other.second) <= kTolerance * most;
-  };
-  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), is_close);
-}
-
-std::optional<Polynomial> Product(const Polynomial& a, const Polynomial& b) {
-  Polynomial product;
-  for (const auto& [left, p] : a) {
-    for (const auto& [right, q] : b) {
-      std::string term = left + right;
-      if (term.size() > kMostDegree) return std::nullopt;
-      std::sort(term.begin(), term.end());
-      product[term] += p * q;
-    }
-  }
-  return product;
-}
-
-class Formulation {
- public:
-  Formulation(const Graph& graph, Value x) : graph_(graph) { known_[x] = {{"x", 1.0}}; }
-
-  // What the node computes of what is known; none: it is no polynomial, or hangs on what is not known.
-  std::optional<Polynomial> Evaluate(const Node& node) const {
-    if (!node.IsStandard()) return std::nullopt;
-    const std::optional<Polynomial> first = Operand(node.Input(0));
-    if (!first) return std::nullopt;
-    for (const Function& function : Functions()) {
-      if (node.type() != function.type) continue;
-      if (!IsSame(*first, function.argument)) return std::nullopt;
-      return Polynomial{{function.name, 1.0}};
-    }
-    if (node.inputs().size() != 2) return std::nullopt;
-    const std::optional<Polynomial> second = Operand(node.Input(1));
-    if (!second) return std::nullopt;
-    return Binary(node.type(), *first, *second);
-  }
-
-  void Know(Value value, const Polynomial& polynomial) { known_[value] = polynomial; }
-
- private:
-  static std::optional<Polynomial> Binary(const std::string& type, const Polynomial& a, const Polynomial& b) {
-    if (type == "Mul") return Product(a, b);
-    if (type == "Add") {
-      Polynomial sum = a;
-      for (const auto& [term, coefficient] : b) sum[term] += coefficient;
-      return sum;
-    }
-    const bool is_number = b.size() == 1 && b.begin()->first.empty();
-    if (!is_number) return std::nullopt;
-    const double number = b.begin()->second;
-    if (type == "Div") {
-      Polynomial quotient = a;
-      for (auto& [term, coefficient] : quotient) coefficient /= number;
-      return quotient;
-    }
-    if (type != "Pow" || (number != 2 && number != 3)) return std::nullopt;
-    const std::optional<Polynomial> square = Product(a, a);
-    return number == 2 || !square ? square : Product(*square, a);
-  }
-
-  std::optional<Polynomial> Operand(Value value) const {
-    if (value == nullptr) return std::nullopt;
-    const auto found = known_.find(value);
-    if (found != known_.end()) return found->second;
-    const std::optional<float> number = graph_.NumberOf(value);
-    // All numbers of activations are positive. Without others nothing can cancel out, and so the order of operations,
-    // which polynomials forget, changes results by no more than roundings.
-    if (!number || !(*number > 0) || std::isinf(*number)) return std::nullopt;
-    return Polynomial{{"", *number}};
-  }
-
-  const Graph& graph_;
-  std::map<Value, Polynomial> known_;
-};
 
 // An operator that is an activation by itself.
 Activation ActivationOf(const Node& node) {
@@ -150,38 +35,60 @@ Activation ActivationOf(const Node& node) {
   return node.Is("com.microsoft", "FastGelu") ? Activation::kGeluTanh : Activation::kNone;
 }
 
-// Grows a region of nodes from x until one value is all that leaves it and that value is an activation of x.
-Activation TakeFormula(const Graph& graph, Value& x, std::vector<const Node*>& nodes) {
-  Formulation known(graph, x);
-  std::vector<const Node*> region, waiting;
-  Value newest = x;
-  while (newest != nullptr && !graph.IsOutput(newest)) {
-    for (const Graph::Use& use : graph.Uses(newest)) {
-      if (use.index < 0) return Activation::kNone;
-      if (std::find(waiting.begin(), waiting.end(), use.node) == waiting.end()) waiting.push_back(use.node);
+// The nodes behind x as formula.h takes them: as many as a formula may have.
+class Region {
+ public:
+  Region(const Graph& graph, Value x) : graph_(graph) {
+    Number(x);
+    for (size_t i = 0; i < order_.size(); ++i) {
+      const Value value = order_[i];
+      if (made_.count(value) != 0 || i == 0) Follow(value);
     }
-    std::optional<Polynomial> polynomial;
-    const auto next = std::find_if(waiting.begin(), waiting.end(), [&](const Node* node) {
-      polynomial = known.Evaluate(*node);
-      return polynomial.has_value();
-    });
-    if (next == waiting.end()) break;
-    const Node& node = **next;
-    waiting.erase(next);
-    region.push_back(&node);
-    newest = node.Output(0);
-    if (waiting.empty() && newest != nullptr) {
-      for (const Formula& formula : Formulas()) {
-        if (!IsSame(*polynomial, formula.polynomial)) continue;
-        nodes.insert(nodes.end(), region.begin(), region.end());
-        x = newest;
-        return formula.activation;
-      }
-    }
-    known.Know(newest, *polynomial);
   }
-  return Activation::kNone;
-}
+
+  FoundFormula Find() const { return FindFormula(0, nodes_, values_); }
+  const Node& node(int64_t index) const { return *originals_[static_cast<size_t>(index)]; }
+
+ private:
+  int64_t Number(Value value) {
+    const auto [place, is_new] = numbers_.try_emplace(value, static_cast<int64_t>(order_.size()));
+    if (is_new) {
+      order_.push_back(value);
+      FormulaValue& known = values_.emplace_back();
+      if (const std::optional<float> number = graph_.NumberOf(value)) known.number = *number;
+    }
+    return place->second;
+  }
+
+  void Follow(Value value) {
+    const size_t place = static_cast<size_t>(Number(value));
+    bool is_seen = graph_.IsOutput(value);
+    for (const Graph::Use& use : graph_.Uses(value)) {
+      if (std::find(originals_.begin(), originals_.end(), use.node) != originals_.end()) continue;
+      const bool fits = use.index >= 0 && use.node->IsStandard() && use.node->Output(0) != nullptr;
+      if (!fits || nodes_.size() == kMostFormulaNodes) {
+        is_seen = true;
+        continue;
+      }
+      FormulaNode node;
+      node.type = use.node->type();
+      for (const Value input : use.node->inputs()) node.inputs.push_back(input == nullptr ? -1 : Number(input));
+      node.output = Number(use.node->Output(0));
+      made_.insert(use.node->Output(0));
+      nodes_.push_back(std::move(node));
+      originals_.push_back(use.node);
+    }
+    values_[place].is_seen = is_seen;
+  }
+
+  const Graph& graph_;
+  std::map<Value, int64_t> numbers_;
+  std::vector<Value> order_;
+  std::set<Value> made_;
+  std::vector<FormulaNode> nodes_;
+  std::vector<const Node*> originals_;
+  std::vector<FormulaValue> values_;
+};
 
 // --- LayerNormalization -------------------------------------------------------------------------------------------
 
@@ -214,7 +121,13 @@ void TakeBias(const Graph& graph, Layer& layer) {
 Activation TakeActivation(const Graph& graph, Value& x, std::vector<const Node*>& nodes) {
   const Node* const node = graph.OnlyReader(x);
   const Activation activation = node == nullptr ? Activation::kNone : ActivationOf(*node);
-  if (activation == Activation::kNone) return TakeFormula(graph, x, nodes);
+  if (activation == Activation::kNone) {
+    const Region region(graph, x);
+    const FoundFormula found = region.Find();
+    for (const int64_t one : found.nodes) nodes.push_back(&region.node(one));
+    if (!found.nodes.empty()) x = nodes.back()->Output(0);
+    return found.activation;
+  }
   if (node->Output(0) == nullptr) return Activation::kNone;
   nodes.push_back(node);
   x = node->Output(0);

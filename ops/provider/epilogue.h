@@ -1,8 +1,7 @@
 // What follows a linear layer and can be computed with it: a bias, an activation, a product with another layer's
 // output, a sum, LayerNormalization.
 //
-// The rules are those of graph_passes/find/epilogue.py and layer_norm.py. An activation may be written in many orders:
-// its nodes are worked out as polynomials in x, erf(u), tanh(u) and sigmoid(u), and told by their coefficients.
+// As graph_passes/find/epilogue.py and layer_norm.py do; formula.h tells activations for both.
 #pragma once
 
 #include <optional>
