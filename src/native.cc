@@ -7,6 +7,7 @@ namespace ortolan {
 
 void BindPackedWeights(py::module_& module);
 void BindCaches(py::module_& module);
+void BindRules(py::module_& module);
 
 namespace {
 
@@ -29,11 +30,12 @@ py::dict CpuInfo() {
 }  // namespace ortolan
 
 PYBIND11_MODULE(_native, module) {
-  module.doc() = "Native core of Ortolan: packers, unpackers, CPU information.";
+  module.doc() = "Native core of Ortolan: packers, unpackers, rules, CPU information.";
   module.def(
       "cpu_info", &ortolan::CpuInfo,
       "The CPU's name, the feature sets in use and those that it has (the last of each by itself), what is wrong "
       "with ORTOLAN_ISA, and the row of isa/tuning.inc in use.");
   ortolan::BindPackedWeights(module);
   ortolan::BindCaches(module);
+  ortolan::BindRules(module);
 }

@@ -2,22 +2,21 @@
 
 For operators that compute it too, layer_norm.py finds the LayerNormalization behind that.
 
-Exporters write one activation in many ways: TorchScript GELU as x (1 + erf(x / sqrt 2)) 0.5, others as
-(x 0.5) (1 + erf(...)), tf2onnx multiplies by sqrt 0.5. These orders are not listed here. The nodes behind a layer are
-worked out as polynomials in x, erf(u), tanh(u) and sigmoid(u), and an activation is told by its coefficients, so that
-every order of factors and terms is found, and nothing else. (onnxscript's rewriter would need a pattern for each
-grouping of the factors, each of which it commutes into 8 for GELU by erf and 64 by tanh.)
+Exporters write one activation in many ways: ops/epilogue/formula.h tells which one some nodes compute, for the
+execution provider too. (onnxscript's rewriter would need a pattern for each grouping of the factors, each of which it
+commutes into 8 for GELU by erf and 64 by tanh.)
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import onnx_ir as ir
+
+from ortolan import _native
 
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array
 
@@ -84,30 +83,6 @@ def describe_epilogue(
         "layer norm": norm,
     }
     return [part for part, there in parts.items() if there]
-
-
-# A sum of products: factors, sorted -> coefficient. "x" is the layer's value, a function's name stands for its value at
-# the one argument that activations have, below; () is the constant term.
-_Polynomial = dict[tuple[str, ...], float]
-
-_X: _Polynomial = {("x",): 1.0}
-_TANH_SCALE = math.sqrt(2 / math.pi)
-_ARGUMENTS: dict[str, _Polynomial] = {
-    "Erf": {("x",): math.sqrt(0.5)},
-    "Tanh": {("x",): _TANH_SCALE, ("x", "x", "x"): 0.044715 * _TANH_SCALE},
-    "Sigmoid": _X,
-}
-_ACTIVATIONS: dict[Activation, _Polynomial] = {
-    Activation.GELU: {("x",): 0.5, ("Erf", "x"): 0.5},
-    Activation.GELU_TANH: {("x",): 0.5, ("Tanh", "x"): 0.5},
-    Activation.SILU: {("Sigmoid", "x"): 1.0},
-}
-_MAXIMUM_DEGREE = 3
-
-# Room for the product of a few numbers, each rounded to float32 (by 2^-24 = 6e-8), and for those that people write with
-# seven digits. It moves an activation by less than 1e-6 |x|, as the roundings of a formula's float32 operations do.
-# Numbers that were rounded to float16 or bfloat16 (by 5e-4, 4e-3) make another function.
-_TOLERANCE = 1e-6
 
 
 def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
@@ -200,80 +175,54 @@ def _alpha(node: ir.Node, default: float) -> float:
 
 
 def _find_formula(x: ir.Value) -> tuple[Activation, list[ir.Node]]:
-    """Grows a region of nodes from x until one value is all that leaves it and that value is an activation of x."""
-    known = {x: _X}
-    nodes: list[ir.Node] = []
-    newest = x
-    waiting: list[ir.Node] = []  # outside of the region, using a value of it
-    while not newest.is_graph_output():
-        waiting += [use.node for use in newest.uses() if use.node not in waiting]
-        node, polynomial = next(
-            ((node, found) for node in waiting if (found := _evaluate(node, known)) is not None), (None, None)
-        )
-        if node is None or polynomial is None or node.graph is not graph_of(x):
-            break
-        waiting.remove(node)
-        nodes.append(node)
-        if not waiting:
-            for activation, formula in _ACTIVATIONS.items():
-                if _same(polynomial, formula):
-                    return activation, nodes
-        newest = node.outputs[0]
-        known[newest] = polynomial
-    return Activation.NONE, []
+    """The activation that the nodes behind x compute together."""
+    region = _Region(x)
+    code, chosen = _native.find_activation(region.nodes, region.values)
+    return Activation(code), [region.originals[index] for index in chosen]
 
 
-def _evaluate(node: ir.Node, known: dict[ir.Value, _Polynomial]) -> _Polynomial | None:
-    """The node's output, or None if it is no polynomial, or is computed from something that is not known (yet)."""
-    if node.domain not in DEFAULT_DOMAINS:
-        return None
-    first = _operand(node.inputs[0], known) if node.inputs else None
-    if first is None:
-        return None
-    if node.op_type in _ARGUMENTS:
-        return {(node.op_type,): 1.0} if _same(first, _ARGUMENTS[node.op_type]) else None
-    second = _operand(node.inputs[1], known) if len(node.inputs) == 2 else None
-    if second is None:
-        return None
-    number = second[()] if second.keys() == {()} else None
-    match node.op_type:
-        case "Add":
-            return {term: first.get(term, 0.0) + second.get(term, 0.0) for term in first | second}
-        case "Mul":
-            return _product(first, second)
-        case "Div" if number is not None:
-            return {term: coefficient / number for term, coefficient in first.items()}
-        case "Pow" if number == 2:
-            return _product(first, first)
-        case "Pow" if number == 3:
-            square = _product(first, first)
-            return _product(square, first) if square is not None else None
-    return None
+class _Region:
+    """The nodes behind a value as find_activation takes them: as many as a formula may have."""
+
+    def __init__(self, x: ir.Value) -> None:
+        self.nodes: list[tuple[str, list[int], int]] = []
+        self.values: list[tuple[float | None, bool]] = []
+        self.originals: list[ir.Node] = []
+        self._graph = graph_of(x)
+        self._numbers: dict[ir.Value, int] = {}
+        waiting = [x]
+        for value in waiting:
+            waiting += self._follow(value)
+
+    def _number(self, value: ir.Value | None) -> int:
+        if value is None:
+            return -1
+        if value not in self._numbers:
+            self._numbers[value] = len(self.values)
+            self.values.append((_number(value), False))
+        return self._numbers[value]
+
+    def _follow(self, value: ir.Value) -> list[ir.Value]:
+        """Adds the nodes that read the value: what they make."""
+        place, made = self._number(value), []
+        is_seen = value.is_graph_output()
+        for node in dict.fromkeys(use.node for use in value.uses()):
+            if node in self.originals:
+                continue
+            fits = node.graph is self._graph and node.domain in DEFAULT_DOMAINS and len(node.outputs) == 1
+            if not fits or len(self.nodes) == _native.MOST_FORMULA_NODES:
+                is_seen = True
+                continue
+            self.originals.append(node)
+            self.nodes.append((node.op_type, [self._number(one) for one in node.inputs], self._number(node.outputs[0])))
+            made.append(node.outputs[0])
+        self.values[place] = (self.values[place][0], is_seen)
+        return made
 
 
-def _operand(value: ir.Value | None, known: dict[ir.Value, _Polynomial]) -> _Polynomial | None:
-    if value is None or value in known:
-        return known[value] if value is not None else None
+def _number(value: ir.Value) -> float | None:
+    """Of a constant of one number. Of more axes than one, a number might add axes to the result."""
     tensor = constant_tensor(value)
-    # Of more axes than one, a number might add axes to the result.
-    if tensor is None or list(tensor.shape) not in ([], [1]):
+    if tensor is None or list(tensor.shape) not in ([], [1]) or tensor.dtype == ir.DataType.STRING:
         return None
-    number = float(tensor.numpy().item())
-    # All numbers of activations are positive. Without others nothing can cancel out, and so the order of operations,
-    # which polynomials forget, changes results by no more than roundings.
-    return {(): number} if 0 < number < math.inf else None
-
-
-def _product(a: _Polynomial, b: _Polynomial) -> _Polynomial | None:
-    product: _Polynomial = {}
-    for left, p in a.items():
-        for right, q in b.items():
-            term = tuple(sorted(left + right))
-            if len(term) > _MAXIMUM_DEGREE:
-                return None
-            product[term] = product.get(term, 0.0) + p * q
-    return product
-
-
-def _same(a: _Polynomial, b: _Polynomial) -> bool:
-    return a.keys() == b.keys() and all(math.isclose(a[term], b[term], rel_tol=_TOLERANCE) for term in a)
+    return float(tensor.numpy().item())

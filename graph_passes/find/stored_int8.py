@@ -6,7 +6,8 @@ Weights lie in com.microsoft's MatMulIntegerToFloat and DynamicQuantizeMatMul, a
     W = scale (q - zero_point), q [k, n] int8 or uint8, one scale and zero point, or one a column
 
 They are taken over number by number: where all q - zero_point lie in -128 … 127, as int8 without zero points, else as
-int8 with zero points (uint8 less 128). Of what does not fit, a reason tells why. A model is untrusted: see
+int8 with zero points (uint8 less 128). Of what does not fit, a reason tells why (ops/matmul/int8_weight.h, which the
+execution provider follows too). A model is untrusted: see
 node_checks.py.
 """
 
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ortolan import _native
+
 from ..weights.quantizers.fixed_range import FixedRange
 from ..weights.quantizers.grid import SMALLEST_SCALE
 from .constants import DEFAULT_DOMAINS, constant_tensor, float_array, lazy
 from .node_checks import MICROSOFT_DOMAIN, UnfitError, constant_input, expect, makers, node_input, whole_number
-from .quantized_weight import MAX_INPUTS, QuantizedWeight
+from .quantized_weight import QuantizedWeight
 
 INT8_TYPES = (ir.DataType.INT8, ir.DataType.UINT8)
 ZERO_POINTS = {ir.DataType.INT8: (-128, 127), ir.DataType.UINT8: (0, 255)}  # the least and the most, by type of numbers
@@ -32,9 +35,6 @@ MATMUL_INTEGER_TO_FLOAT = "MatMulIntegerToFloat"
 # Operators that move numbers about, the first input's, and change none.
 _MOVES = ("Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 _MIDDLE = 128  # int8 numbers and zero points plus this are uint8 ones
-_CHUNK = 1 << 22
-# As kMostInputsWithWeightZeroPoints in ops/matmul/bitmap_weight.h.
-_MOST_INPUTS_WITH_ZERO_POINTS = 1 << 15
 _LARGEST_SCALE = np.finfo(np.float32).max / 256  # a scale times a number stays finite
 
 
@@ -77,17 +77,13 @@ class Int8Numbers:
 
     def stored(self) -> StoredInt8 | str:
         """The same numbers as int8, or why there are none: without zero points if that can be."""
-        if self.k > MAX_INPUTS:
-            return f"it has {self.k} inputs, and a sum of more than {MAX_INPUTS} quantized products may overflow"
         least, most = ZERO_POINTS[self.codes.dtype]
         assert self.zero_points.min() >= least and self.zero_points.max() <= most
-        low, high = self._range()
+        low, high = _native.int8_range(np.ascontiguousarray(self.codes.numpy()), self.zero_points, self.transposed)
+        problem = _native.why_not_int8(self.k, self.n, (low, high))
+        if problem:
+            return problem
         symmetric = low >= -_MIDDLE and high < _MIDDLE
-        if not symmetric and self.k > _MOST_INPUTS_WITH_ZERO_POINTS:
-            return (
-                f"its numbers less their zero points go from {low} to {high}, expected -128 to 127 for its {self.k} "
-                "inputs; quantize with symmetric int8 weights to have them taken over as they are"
-            )
         shape, name = ir.Shape([self.k, self.n]), self.codes.name
         scales = ir.Tensor(self.scales.reshape(1, -1))
         if symmetric:
@@ -107,20 +103,6 @@ class Int8Numbers:
         if self._middle:
             codes = (codes ^ np.uint8(_MIDDLE)).view(np.int8)
         return codes.T if self.transposed else codes
-
-    def _range(self) -> tuple[int, int]:
-        """The lowest and the highest of codes - zero_points; where any code would do, of what codes there may be."""
-        if (self.zero_points == self._middle).all():
-            return -_MIDDLE, _MIDDLE - 1
-        codes, low, high = self.codes.numpy(), 0, 0
-        axis = 0 if self.transposed else 1  # of the outputs
-        step = max(1, _CHUNK // codes.shape[1])
-        for start in range(0, len(codes), step):
-            part = codes[start : start + step]
-            zeros = self.zero_points[start : start + step] if axis == 0 else self.zero_points
-            low = min(low, int((part.min(axis=1 - axis).astype(np.int16) - zeros).min()))
-            high = max(high, int((part.max(axis=1 - axis).astype(np.int16) - zeros).max()))
-        return low, high
 
 
 @dataclass(frozen=True)
@@ -187,10 +169,8 @@ def _matrix_shape(weight: ir.TensorProtocol) -> tuple[int, ...]:
 
 def _check_scales(scales: np.ndarray) -> None:
     """Whether kernels can compute with all of them."""
-    good = (scales >= SMALLEST_SCALE) & (scales <= _LARGEST_SCALE)  # NaN fails
-    if not good.all():
-        bad = float(scales[~good].reshape(-1)[0])
-        raise UnfitError(f"its weight has a scale of {bad:g}, expected numbers above 0; quantize the model again")
+    problem = _native.why_not_scales(scales)
+    expect(not problem, problem)
 
 
 @dataclass(frozen=True)

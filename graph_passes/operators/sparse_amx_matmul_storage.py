@@ -22,8 +22,6 @@ DENSE, BITMAP, TWO_FOUR = "dense", "bitmap", "2:4"
 SMALL = "small"
 
 BF16 = 16  # weight_bits
-# Below this sparsity dense storage is faster than a bitmap, by weight_bits. Measured: README of ops/sparse_amx_matmul.
-DENSE_BELOW = {BF16: 0.07, 8: 0.11, 4: 0.3}
 # As in ops/formats/: bytes behind the last value of a bitmap format.
 _PADDING_BYTES = 64
 # 2:4 storage is fast on every CPU, where a bitmap may meet one that is not: it may be larger by so much.
@@ -52,16 +50,15 @@ def stored_in(matrix: np.ndarray) -> Stored:
 
 
 def bitmaps_are_fast(bits: int) -> bool:
-    """Whether this CPU multiplies by a bitmap of int8 or int4 weights faster than by dense ones: it takes an
-    instruction that expands bytes (AVX-512 VBMI)."""
-    return bits == BF16 or "avx512" in _native.cpu_info()["features"]
+    """Whether this CPU multiplies by a bitmap of weights of so many bits faster than by dense ones."""
+    return _native.bitmaps_are_fast(bits)
 
 
 def choose_storage(k: int, n: int, stored: Stored, bits: int, wanted: str | None) -> str:
     """wanted: option `storage` of pass replace. What is not 2:4 is not stored so, whatever is wanted."""
     if wanted == TWO_FOUR and stored.is_two_four:
         return TWO_FOUR
-    other = DENSE if _is_dense(k, n, stored.count, bits) else BITMAP
+    other = BITMAP if _native.is_worth_bitmap(bits, k, n, stored.count) else DENSE
     if wanted != SMALL and not bitmaps_are_fast(bits):
         other = DENSE
     largest = _TWO_FOUR_GROWTH * storage_bytes(k, n, stored.count, bits, other)
@@ -85,13 +82,6 @@ def storage_bytes(k: int, n: int, stored: int, bits: int, storage: str) -> int:
     # int4: two streams side by side, as long as the longer one; at random positions they differ little.
     masks, offsets = padded // 8, 8 * (-(-n // PANEL_COLUMNS) + 1)
     return masks + -(-stored * bits // 8) + _PADDING_BYTES + offsets
-
-
-def _is_dense(k: int, n: int, stored: int, bits: int) -> bool:
-    """Whether dense storage is faster than a bitmap where that is fast, and not much larger: it needs no masks, but
-    stores all of a tile."""
-    dense, bitmap = (storage_bytes(k, n, stored, bits, storage) for storage in (DENSE, BITMAP))
-    return 1 - stored / (k * n) < DENSE_BELOW[bits] and dense <= 1.1 * bitmap
 
 
 def _padded_weights(k: int, n: int, bits: int) -> int:

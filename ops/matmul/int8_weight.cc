@@ -15,11 +15,6 @@ constexpr int kMiddle = 128;
 constexpr float kSmallestScale = std::numeric_limits<float>::min();
 constexpr float kLargestScale = std::numeric_limits<float>::max() / 256;  // times a number it stays finite
 
-struct Range {
-  int least = 0;
-  int most = 0;
-};
-
 int CodeAt(const Int8Weight& w, int64_t place) {
   return w.is_signed ? static_cast<int>(static_cast<int8_t>(w.codes[place])) : static_cast<int>(w.codes[place]);
 }
@@ -34,23 +29,6 @@ void ForEachCode(const Int8Weight& w, const At& at) {
     }
   }
 }
-
-// Of codes less zero points; where any code would do, of what codes there may be.
-Range RangeOf(const Int8Weight& w) {
-  const int16_t middle = w.is_signed ? 0 : kMiddle;
-  if (std::all_of(w.zero_points.begin(), w.zero_points.end(), [=](int16_t zero) { return zero == middle; })) {
-    return {-kMiddle, kMiddle - 1};
-  }
-  Range range;
-  ForEachCode(w, [&](int64_t place, int64_t, int64_t column) {
-    const int number = CodeAt(w, place) - w.zero_points[static_cast<size_t>(column)];
-    range.least = std::min(range.least, number);
-    range.most = std::max(range.most, number);
-  });
-  return range;
-}
-
-bool FitsInt8(const Range& range) { return range.least >= -kMiddle && range.most < kMiddle; }
 
 // Columns of a panel in dense storage (formats/bitmap_int8.h). minus: of each column of the weight.
 void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& minus, uint8_t* packed) {
@@ -71,25 +49,48 @@ void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& m
 
 }  // namespace
 
-std::string WhyNot(const Int8Weight& w) {
-  if (w.k < 1 || w.n < 1 || w.n > kMaxDimension) {
-    return ErrorText("its weight is ", w.k, " x ", w.n, ", expected 1 or more inputs and outputs");
+NumberRange RangeOf(const Int8Weight& w) {
+  const int16_t middle = w.is_signed ? 0 : kMiddle;
+  if (std::all_of(w.zero_points.begin(), w.zero_points.end(), [=](int16_t zero) { return zero == middle; })) {
+    return {-kMiddle, kMiddle - 1};
   }
-  if (w.k > kInt8Bitmap.max_k) {
-    return ErrorText("it has ", w.k, " inputs, and a sum of more than ", kInt8Bitmap.max_k,
-                     " quantized products may overflow");
-  }
-  for (const float scale : w.scales) {
+  NumberRange range;
+  ForEachCode(w, [&](int64_t place, int64_t, int64_t column) {
+    const int number = CodeAt(w, place) - w.zero_points[static_cast<size_t>(column)];
+    range.least = std::min(range.least, number);
+    range.most = std::max(range.most, number);
+  });
+  return range;
+}
+
+std::string WhyNotScales(std::span<const float> scales) {
+  for (const float scale : scales) {
     if (!(scale >= kSmallestScale && scale <= kLargestScale)) {
       return ErrorText("its weight has a scale of ", scale, ", expected numbers above 0; quantize the model again");
     }
   }
-  if (w.k <= kMostInputsWithWeightZeroPoints) return {};
-  const Range range = RangeOf(w);
-  if (FitsInt8(range)) return {};
+  return {};
+}
+
+std::string WhyNotNumbers(int64_t k, int64_t n, const NumberRange& range) {
+  if (k < 1 || n < 1 || n > kMaxDimension) {
+    return ErrorText("its weight is ", k, " x ", n, ", expected 1 or more inputs and outputs");
+  }
+  if (k > kInt8Bitmap.max_k) {
+    return ErrorText("it has ", k, " inputs, and a sum of more than ", kInt8Bitmap.max_k,
+                     " quantized products may overflow");
+  }
+  if (k <= kMostInputsWithWeightZeroPoints || range.FitsInt8()) return {};
   return ErrorText("its numbers less their zero points go from ", range.least, " to ", range.most,
-                   ", expected -128 to 127 for its ", w.k,
+                   ", expected -128 to 127 for its ", k,
                    " inputs; quantize with symmetric int8 weights to have them taken over as they are");
+}
+
+std::string WhyNot(const Int8Weight& w) {
+  const std::string problem = WhyNotScales(w.scales);
+  // What the numbers are matters to the longest layers alone.
+  const bool is_long = w.k > kMostInputsWithWeightZeroPoints && w.k <= kInt8Bitmap.max_k;
+  return problem.empty() ? WhyNotNumbers(w.k, w.n, is_long ? RangeOf(w) : NumberRange{}) : problem;
 }
 
 Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
@@ -117,7 +118,7 @@ void Int8Columns::PackDense(std::span<const Int8Weight> parts) {
   zero_points_.resize(padded_n);
   int64_t first = 0;
   for (const Int8Weight& part : parts) {
-    const bool is_symmetric = FitsInt8(RangeOf(part));
+    const bool is_symmetric = RangeOf(part).FitsInt8();
     const int middle = part.is_signed ? 0 : kMiddle;
     std::vector<uint8_t> minus(static_cast<size_t>(part.n));  // what codes lose; modulo 256, as the result fits
     for (int64_t j = 0; j < part.n; ++j) {

@@ -3,9 +3,8 @@
 //
 //     W[l, j] = scales[j] (codes[l, j] - zero_points[j])        codes int8 or uint8
 //
-// The rules are those of graph_passes/find/stored_int8.py, so that a model which is run as it is and one that was
-// optimized give the same answers: where all codes less zero points fit an int8 there are no zero points, else int8
-// codes (uint8 less 128) with theirs.
+// Where all codes less zero points fit an int8 there are no zero points, else int8 codes (uint8 less 128) with theirs.
+// The execution provider and, by way of ortolan._native, graph_passes/find/stored_int8.py follow these rules.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +28,22 @@ struct Int8Weight {
   std::vector<int16_t> zero_points;  // [n], in the range of the codes' type
 };
 
-// Empty, or why these numbers are not taken over. Reads codes only if the sizes allow it.
+struct NumberRange {
+  int least = 0;
+  int most = 0;
+
+  bool FitsInt8() const { return least >= -128 && most <= 127; }
+};
+
+// Of codes less zero points, which lie in the range of the codes' type; where any code would do, of what codes there
+// may be. It has a zero.
+NumberRange RangeOf(const Int8Weight& w);
+
+// Empty, or why such scales are not taken over.
+std::string WhyNotScales(std::span<const float> scales);
+// Empty, or why a weight of these sizes and numbers is not taken over.
+std::string WhyNotNumbers(int64_t k, int64_t n, const NumberRange& range);
+// Empty, or why the weight is not taken over.
 std::string WhyNot(const Int8Weight& w);
 
 // Packed numbers that kernels may run on.

@@ -22,9 +22,12 @@ double DenseBelow(const BitmapLayout& layout) {
 
 }  // namespace
 
-bool IsForBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored) {
-  // Weights of bytes and less take an instruction that expands bytes.
-  if (layout.value_bits < 16 && !ActiveFeatures().Has(feature_set::avx512)) return false;
+bool BitmapsAreFast(const BitmapLayout& layout) {
+  // Weights of bytes and less take an instruction that expands bytes (AVX-512 VBMI).
+  return layout.value_bits == 16 || ActiveFeatures().Has(feature_set::avx512);
+}
+
+bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored) {
   const int64_t weights = BitmapPanels(n) * kPanelColumns * layout.PaddedK(k);
   const int64_t dense = weights * layout.value_bits / 8;
   const int64_t bitmap =

@@ -7,9 +7,15 @@
 
 namespace ortolan {
 
-// Whether a bitmap is faster than dense storage for a weight of which so many numbers are not zero. The numbers behind
-// it: sparse_amx_matmul/README.md.
-bool IsForBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored);
+// Whether this CPU multiplies by a bitmap of such weights faster than by dense ones.
+bool BitmapsAreFast(const BitmapLayout& layout);
+// Whether, where they are fast, a bitmap is faster or much smaller for a weight of which so many numbers are not zero.
+// The numbers behind it: sparse_amx_matmul/README.md.
+bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored);
+
+inline bool IsForBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t stored) {
+  return BitmapsAreFast(layout) && IsWorthBitmap(layout, k, n, stored);
+}
 
 // The bitmap of the same weight in dense storage: entries [panels][padded k][16] in its order.
 template <typename Mask, typename Value>

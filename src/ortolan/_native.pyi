@@ -1,4 +1,4 @@
-"""Native core of Ortolan: packers, unpackers, CPU information."""
+"""Native core of Ortolan: packers, unpackers, rules, CPU information."""
 
 from typing import Any, Literal, TypedDict, overload
 
@@ -17,6 +17,36 @@ class CpuInfo(TypedDict):
 
 def cpu_info() -> CpuInfo:
     """What ortolan.cpu_info says."""
+
+MOST_FORMULA_NODES: int
+
+def find_activation(
+    nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]
+) -> tuple[int, list[int]]:
+    """Which activation of value 0 the nodes compute, and which of them: ops/epilogue/formula.h. 0: none.
+
+    nodes: (type, inputs, output), of ONNX's own operators; inputs that are no values are -1. values: the number of a
+    constant, and whether others than the nodes see the value.
+    Raises ValueError if a node names a value that is not there.
+    """
+
+def int8_range(codes: NDArray[Any], zero_points: NDArray[np.int16], transposed: bool) -> tuple[int, int]:
+    """The lowest and the highest of codes - zero_points, 0 among them; where any code would do, of what there may be.
+
+    codes: int8 or uint8 [k, n], or [n, k] if transposed; zero_points [n].
+    """
+
+def why_not_int8(k: int, n: int, range: tuple[int, int]) -> str:
+    """Why int8 numbers less zero points of this range are not taken over; "": they are."""
+
+def why_not_scales(scales: NDArray[Any]) -> str:
+    """Why such scales of int8 numbers are not taken over; "": they are."""
+
+def bitmaps_are_fast(bits: int) -> bool:
+    """Whether this CPU multiplies by a bitmap of weights of 16, 8 or 4 bits faster than by dense ones."""
+
+def is_worth_bitmap(bits: int, k: int, n: int, stored: int) -> bool:
+    """Whether, where bitmaps are fast, one is better than dense storage for k x n weights, so many of them not zero."""
 
 def pack_bitmap(
     w: NDArray[Any], dense: bool = False

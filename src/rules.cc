@@ -1,0 +1,85 @@
+// ortolan._native: rules that the passes and the execution provider share, so that a model which was optimized and one
+// that is run as it is give the same answers.
+#include <pybind11/stl.h>
+
+#include "arrays.h"
+#include "epilogue/formula.h"
+#include "formats/bitmap_int4.h"
+#include "formats/bitmap_int8.h"
+#include "matmul/int8_weight.h"
+#include "matmul/storage.h"
+
+namespace ortolan {
+namespace {
+
+using PyNode = std::tuple<std::string, std::vector<int64_t>, int64_t>;
+using PyValue = std::pair<std::optional<double>, bool>;
+
+py::tuple FindActivation(const std::vector<PyNode>& py_nodes, const std::vector<PyValue>& py_values) {
+  const int64_t count = static_cast<int64_t>(py_values.size());
+  Require(count > 0, "there are no values, expected x as the first of them");
+  std::vector<FormulaNode> nodes;
+  for (const auto& [type, inputs, output] : py_nodes) {
+    for (const int64_t input : inputs) Require(input >= -1 && input < count, "a node reads value ", input);
+    Require(output >= 0 && output < count, "a node makes value ", output);
+    nodes.push_back({type, inputs, output});
+  }
+  std::vector<FormulaValue> values;
+  for (const auto& [number, is_seen] : py_values) values.push_back({number, is_seen});
+  const FoundFormula found = FindFormula(0, nodes, values);
+  return py::make_tuple(static_cast<int64_t>(found.activation), found.nodes);
+}
+
+template <typename Code>
+std::pair<int, int> Int8Range(const Array<Code>& codes, const Array<int16_t>& zero_points, bool transposed) {
+  Require(codes.ndim() == 2, "codes have ", codes.ndim(), " dimensions, expected 2");
+  Int8Weight w;
+  w.k = codes.shape(transposed ? 1 : 0);
+  w.n = codes.shape(transposed ? 0 : 1);
+  Require(zero_points.size() == w.n, "there are ", zero_points.size(), " zero points, expected ", w.n);
+  w.codes = reinterpret_cast<const uint8_t*>(codes.data());
+  w.is_signed = std::is_signed_v<Code>;
+  w.transposed = transposed;
+  w.zero_points.assign(zero_points.data(), zero_points.data() + w.n);
+  py::gil_scoped_release release;
+  const NumberRange range = RangeOf(w);
+  return {range.least, range.most};
+}
+
+const BitmapLayout& LayoutOf(int64_t bits) {
+  Require(bits == 16 || bits == 8 || bits == 4, "bits is ", bits, ", expected 16, 8 or 4");
+  return bits == 16 ? kBf16Bitmap : bits == 8 ? kInt8Bitmap : kInt4Bitmap;
+}
+
+}  // namespace
+
+void BindRules(py::module_& module) {
+  module.attr("MOST_FORMULA_NODES") = kMostFormulaNodes;
+  module.def("find_activation", &FindActivation, py::arg("nodes"), py::arg("values"),
+             "nodes: (type, inputs, output); values: (number or None, whether others see it), the first one is x. The "
+             "activation and its nodes: ops/epilogue/formula.h.");
+  module.def("int8_range", &Int8Range<int8_t>, py::arg("codes").noconvert(), py::arg("zero_points"),
+             py::arg("transposed"),
+             "The lowest and the highest of codes - zero_points: codes int8 or uint8 [k, n], or [n, k] if transposed.");
+  module.def("int8_range", &Int8Range<uint8_t>, py::arg("codes").noconvert(), py::arg("zero_points"),
+             py::arg("transposed"));
+  module.def(
+      "why_not_int8",
+      [](int64_t k, int64_t n, std::pair<int, int> range) { return WhyNotNumbers(k, n, {range.first, range.second}); },
+      py::arg("k"), py::arg("n"), py::arg("range"),
+      "Why int8 numbers less zero points of this range are not taken over, or nothing: ops/matmul/int8_weight.h.");
+  module.def(
+      "why_not_scales",
+      [](const CastArray<float>& scales) { return WhyNotScales({scales.data(), static_cast<size_t>(scales.size())}); },
+      py::arg("scales"), "Why such scales of int8 numbers are not taken over, or nothing.");
+  module.def(
+      "bitmaps_are_fast", [](int64_t bits) { return BitmapsAreFast(LayoutOf(bits)); }, py::arg("bits"),
+      "Whether this CPU multiplies by a bitmap of weights of 16, 8 or 4 bits faster than by dense ones.");
+  module.def(
+      "is_worth_bitmap",
+      [](int64_t bits, int64_t k, int64_t n, int64_t stored) { return IsWorthBitmap(LayoutOf(bits), k, n, stored); },
+      py::arg("bits"), py::arg("k"), py::arg("n"), py::arg("stored"),
+      "Whether, where bitmaps are fast, one is the better storage of so many weights: ops/matmul/storage.h.");
+}
+
+}  // namespace ortolan
