@@ -82,8 +82,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch, fast_bitmaps: bool) -> None:
-    features = ["scalar", "avx2", *(["avx512"] if fast_bitmaps else [])]
-    monkeypatch.setattr(_native, "cpu_info", lambda: {"features": features})
+    monkeypatch.setattr(_native, "bitmaps_are_fast", lambda bits: bits == 16 or fast_bitmaps)
 
 
 # --- which storage ----------------------------------------------------------------------------------------------------
