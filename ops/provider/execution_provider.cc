@@ -1,6 +1,7 @@
 #include "provider/execution_provider.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "provider/mat_mul_nbits.h"
 
@@ -25,8 +26,8 @@ bool IsBranch(const HostApi& host, const OrtGraph& graph) {
 
 }  // namespace
 
-ExecutionProvider::ExecutionProvider(const HostApi& host, const OrtLogger* logger, bool claims_nothing)
-    : OrtEp{}, host_(host), logger_(logger), claims_nothing_(claims_nothing) {
+ExecutionProvider::ExecutionProvider(const HostApi& host, Claims claims, bool claims_nothing)
+    : OrtEp{}, host_(host), claims_(std::move(claims)), claims_nothing_(claims_nothing) {
   ort_version_supported = host.version;
   OrtEp::GetName = [](const OrtEp*) noexcept -> const char* { return kProviderName; };
   OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* info) noexcept -> OrtStatus* {
@@ -49,8 +50,7 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, const OrtLogger* logge
 
 void ExecutionProvider::Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const {
   if (claims_nothing_) {
-    return Log(ORT_LOGGING_LEVEL_WARNING,
-               "Ortolan claims nothing: it writes no compiled models. Leave out ep.context_enable.");
+    return claims_.Warns("Ortolan claims nothing: it writes no compiled models. Leave out ep.context_enable.");
   }
   const bool has_name = host_.version >= kNamesBranches || !IsBranch(host_, graph);
   for (const OrtNode* const node : NodesOf(host_, graph)) ClaimNode(*node, has_name, info);
@@ -64,10 +64,9 @@ void ExecutionProvider::ClaimNode(const OrtNode& ort_node, bool has_name, OrtEpG
     const NBitsWeight w = ReadMatMulNBits(node).weight;
     const std::string problem = NBitsGroups::WhyNot(w);
     Expect(problem.empty(), problem);
-    Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan takes ", node.Described(), ": ", w.k, " x ", w.n, ", ", w.bits,
-                                          " bits in blocks of ", w.block_size));
+    claims_.Takes(node, ErrorText(w.k, " x ", w.n, ", ", w.bits, " bits in blocks of ", w.block_size));
   } catch (const UnfitError& reason) {
-    return Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan leaves ", node.Described(), ": ", reason.what()));
+    return claims_.Leaves(node, reason.what());
   }
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
@@ -85,10 +84,6 @@ std::unique_ptr<LayerCompute> ExecutionProvider::CompileGraph(const OrtGraph& gr
   } catch (const UnfitError& reason) {
     throw OpError(ErrorText(node.Described(), ": ", reason.what()));
   }
-}
-
-void ExecutionProvider::Log(OrtLoggingLevel level, const std::string& text) const {
-  Check(*host_.ort, host_.ort->Logger_LogMessage(logger_, level, text.c_str(), ORT_FILE, __LINE__, "Ortolan"));
 }
 
 }  // namespace ortolan::provider

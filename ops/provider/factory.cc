@@ -2,9 +2,10 @@
 // library is registered with RegisterExecutionProviderLibrary.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "custom_ops.h"
@@ -13,6 +14,33 @@
 
 namespace ortolan::provider {
 namespace {
+
+// The session's configuration. Options of the provider are entries too: "ep.", its name in small letters, the option.
+class SessionEntries {
+ public:
+  SessionEntries(const HostApi& host, const OrtSessionOptions* options) : ort_(*host.ort) {
+    Check(ort_, ort_.GetSessionOptionsConfigEntries(options, &entries_));
+  }
+  ~SessionEntries() { ort_.ReleaseKeyValuePairs(entries_); }
+  SessionEntries(const SessionEntries&) = delete;
+  SessionEntries& operator=(const SessionEntries&) = delete;
+
+  // "" if there is none.
+  std::string Text(const std::string& key) const {
+    const char* const found = ort_.GetKeyValue(entries_, key.c_str());
+    return found == nullptr ? "" : found;
+  }
+  std::string ProviderOption(const std::string& name) const {
+    std::string prefix = std::string("ep.") + kProviderName + ".";
+    std::transform(prefix.begin(), prefix.end(), prefix.begin(),
+                   [](char c) { return 'A' <= c && c <= 'Z' ? c + 32 : c; });
+    return Text(prefix + name);
+  }
+
+ private:
+  const OrtApi& ort_;
+  OrtKeyValuePairs* entries_ = nullptr;
+};
 
 class Factory : public OrtEpFactory {
  public:
@@ -94,12 +122,10 @@ OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* co
                                  OrtEp** provider) noexcept {
   const HostApi& host = static_cast<Factory*>(self)->host_;
   return Guarded(*host.ort, [&] {
-    OrtKeyValuePairs* entries = nullptr;
-    Check(*host.ort, host.ort->GetSessionOptionsConfigEntries(options, &entries));
-    const char* const found = host.ort->GetKeyValue(entries, "ep.context_enable");
-    const bool writes_compiled = found != nullptr && std::strcmp(found, "1") == 0;
-    host.ort->ReleaseKeyValuePairs(entries);
-    *provider = std::make_unique<ExecutionProvider>(host, logger, writes_compiled).release();
+    const SessionEntries entries(host, options);
+    const bool writes_compiled = entries.Text("ep.context_enable") == "1";
+    Claims claims(host, logger, entries.ProviderOption(kClaimsFile));
+    *provider = std::make_unique<ExecutionProvider>(host, std::move(claims), writes_compiled).release();
   });
 }
 

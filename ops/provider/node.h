@@ -39,6 +39,8 @@ class Node {
   Node(const HostApi& host, const OrtNode& node);
 
   bool Is(const std::string& domain, const std::string& type) const { return domain_ == domain && type_ == type; }
+  const std::string& name() const { return name_; }
+  const std::string& type() const { return type_; }
   // "MatMulNBits node 'model/…/MatMul'": the beginning of what is said of it.
   std::string Described() const;
 
