@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .errors import LibraryError, one_line
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
+CLAIMS_FILE = "claims_file"  # the provider's option, as in ops/provider/claims.h
 
 _OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
 _OFFERS_OPERATORS = (1, 24)  # from here on ONNX Runtime asks providers for their operators
@@ -25,6 +27,17 @@ def has_provider() -> bool:
     """Whether the installed library was built with the execution provider."""
     with open(get_library_path(), "rb") as file:
         return _FACTORIES in file.read()
+
+
+def library_with_provider() -> str:
+    """The path of the installed library. Raises LibraryError where it was built without the provider."""
+    path = get_library_path()
+    if not has_provider():
+        raise LibraryError(
+            f"{path} was built without the execution provider: CMake found no headers of ONNX Runtime's API 29; "
+            "build again where they can be downloaded, or with ORT_EP_INCLUDE_DIR set"
+        )
+    return path
 
 
 def register_provider() -> None:
@@ -42,12 +55,7 @@ def register_provider() -> None:
     with _lock:
         if _devices(onnxruntime):
             return
-        path = get_library_path()
-        if not has_provider():
-            raise LibraryError(
-                f"{path} was built without the execution provider: CMake found no headers of ONNX Runtime's API 29; "
-                "build again where they can be downloaded, or with ORT_EP_INCLUDE_DIR set"
-            )
+        path = library_with_provider()
         try:
             onnxruntime.register_execution_provider_library(REGISTRATION_NAME, path)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
@@ -62,11 +70,16 @@ def session_options() -> onnxruntime.SessionOptions:
 
     They know the provider and the operators. What the provider does not take runs on ONNX Runtime's own CPU provider.
     """
+    return options_with({})
+
+
+def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:
+    """`session_options()`, with options of the provider's."""
     import onnxruntime
 
     register_provider()
     options = onnxruntime.SessionOptions()
-    options.add_provider_for_devices(_devices(onnxruntime), {})
+    options.add_provider_for_devices(_devices(onnxruntime), dict(provider_options))
     if _version(onnxruntime) < _OFFERS_OPERATORS:
         register(options)
     else:
