@@ -76,7 +76,8 @@ def inspect_provider(model: str | os.PathLike[str] | onnx.ModelProto) -> Provide
     Makes a session with the provider and lets it go: it needs the time and memory that sessions do. Nodes of operators
     that the provider does not know are not listed.
 
-    Raises LibraryError where there is no provider (see `register_provider`), SessionError if the model cannot be opened.
+    Raises LibraryError where there is no provider (see `register_provider`), SessionError if the model cannot be
+    opened.
     """
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder) / "claims.jsonl"
