@@ -54,7 +54,8 @@ static OrtValue* make_input(const OrtSession* session, float** data) {
   ort->ReleaseTypeInfo(type);
   for (size_t i = 0; i < rank; ++i) {
     if (shape[i] < 0) shape[i] = 2;
-    if (shape[i] != 0 && size > SIZE_MAX / sizeof(float) / (size_t)shape[i]) fail("the model's first input is too large");
+    if (shape[i] != 0 && size > SIZE_MAX / sizeof(float) / (size_t)shape[i])
+      fail("the model's first input is too large");
     size *= (size_t)shape[i];
   }
 
