@@ -26,7 +26,7 @@ bool IsBranch(const HostApi& host, const OrtGraph& graph) {
 
 }  // namespace
 
-ExecutionProvider::ExecutionProvider(const HostApi& host, Claims claims, bool claims_nothing)
+ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, bool claims_nothing)
     : OrtEp{}, host_(host), claims_(std::move(claims)), claims_nothing_(claims_nothing) {
   ort_version_supported = host.version;
   OrtEp::GetName = [](const OrtEp*) noexcept -> const char* { return kProviderName; };

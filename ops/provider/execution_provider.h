@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "provider/claims.h"
+#include "provider/claims_log.h"
 #include "provider/compute.h"
 
 namespace ortolan::provider {
@@ -11,7 +11,7 @@ namespace ortolan::provider {
 class ExecutionProvider : public OrtEp {
  public:
   // claims_nothing: the session writes a model of compiled nodes (ep.context_enable), which this provider cannot make.
-  ExecutionProvider(const HostApi& host, Claims claims, bool claims_nothing);
+  ExecutionProvider(const HostApi& host, ClaimsLog claims, bool claims_nothing);
 
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const;
@@ -20,7 +20,7 @@ class ExecutionProvider : public OrtEp {
   std::unique_ptr<LayerCompute> CompileGraph(const OrtGraph& graph) const;
 
   const HostApi& host_;
-  Claims claims_;
+  ClaimsLog claims_;
   bool claims_nothing_;
 };
 

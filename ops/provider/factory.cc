@@ -124,7 +124,7 @@ OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* co
   return Guarded(*host.ort, [&] {
     const SessionEntries entries(host, options);
     const bool writes_compiled = entries.Text("ep.context_enable") == "1";
-    Claims claims(host, logger, entries.ProviderOption(kClaimsFile));
+    ClaimsLog claims(host, logger, entries.ProviderOption(kClaimsFile));
     *provider = std::make_unique<ExecutionProvider>(host, std::move(claims), writes_compiled).release();
   });
 }

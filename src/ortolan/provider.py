@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
-CLAIMS_FILE = "claims_file"  # the provider's option, as in ops/provider/claims.h
+CLAIMS_FILE = "claims_file"  # the provider's option, as in ops/provider/claims_log.h
 
 _OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
 _OFFERS_OPERATORS = (1, 24)  # from here on ONNX Runtime asks providers for their operators

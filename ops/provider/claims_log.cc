@@ -1,4 +1,4 @@
-#include "provider/claims.h"
+#include "provider/claims_log.h"
 
 #include <cerrno>
 #include <cstdio>
@@ -26,35 +26,35 @@ std::string Quoted(const std::string& text) {
 
 }  // namespace
 
-Claims::Claims(const HostApi& host, const OrtLogger* logger, std::string file)
+ClaimsLog::ClaimsLog(const HostApi& host, const OrtLogger* logger, std::string file)
     : host_(host), logger_(logger), file_(std::move(file)) {
   if (!file_.empty()) Append("");
 }
 
-void Claims::Takes(const Node& node, const std::string& what) const {
+void ClaimsLog::Takes(const Node& node, const std::string& what) const {
   Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan takes ", node.Described(), ": ", what));
   Write(node, true, what, "");
 }
 
-void Claims::Leaves(const Node& node, const std::string& reason) const {
+void ClaimsLog::Leaves(const Node& node, const std::string& reason) const {
   Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan leaves ", node.Described(), ": ", reason));
   Write(node, false, "", reason);
 }
 
-void Claims::Warns(const std::string& text) const { Log(ORT_LOGGING_LEVEL_WARNING, text); }
+void ClaimsLog::Warns(const std::string& text) const { Log(ORT_LOGGING_LEVEL_WARNING, text); }
 
-void Claims::Log(OrtLoggingLevel level, const std::string& text) const {
+void ClaimsLog::Log(OrtLoggingLevel level, const std::string& text) const {
   Check(*host_.ort, host_.ort->Logger_LogMessage(logger_, level, text.c_str(), ORT_FILE, __LINE__, "Ortolan"));
 }
 
-void Claims::Write(const Node& node, bool taken, const std::string& what, const std::string& reason) const {
+void ClaimsLog::Write(const Node& node, bool taken, const std::string& what, const std::string& reason) const {
   if (file_.empty()) return;
   Append(ErrorText("{\"node\": ", Quoted(node.name()), ", \"op\": ", Quoted(node.type()), ", \"taken\": ",
                    taken ? "true" : "false", ", \"what\": ", Quoted(what), ", \"reason\": ", Quoted(reason), "}\n"));
 }
 
 // Opened anew each time: a session lives on, and what is in the file is all there whatever becomes of it.
-void Claims::Append(const std::string& text) const {
+void ClaimsLog::Append(const std::string& text) const {
   std::FILE* const file = std::fopen(file_.c_str(), "a");
   bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
   int problem = errno;

@@ -11,11 +11,11 @@ namespace ortolan::provider {
 // "ep.ortolanexecutionprovider.".
 inline constexpr const char* kClaimsFile = "claims_file";
 
-class Claims {
+class ClaimsLog {
  public:
   // The logger is the session's, and lives as long. file: a line of JSON a node is added to it; none if it is empty.
   // Throws OpError if it cannot be written.
-  Claims(const HostApi& host, const OrtLogger* logger, std::string file);
+  ClaimsLog(const HostApi& host, const OrtLogger* logger, std::string file);
 
   void Takes(const Node& node, const std::string& what) const;
   void Leaves(const Node& node, const std::string& reason) const;
