@@ -46,7 +46,7 @@ suite: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	git ls-files -co --exclude-standard '*.cc' '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	git ls-files -co --exclude-standard '*.c' '*.cc' '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
 	mkdir -p build/typing/ortolan && ln -sfn $(CURDIR)/src/ortolan/* build/typing/ortolan/
 	ln -sfn $(CURDIR)/graph_passes $(CURDIR)/models $(CURDIR)/benchmarks build/typing/ortolan/
 	$(BIN)/mypy

@@ -1,6 +1,7 @@
 #include "provider/execution_provider.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace ortolan::provider {
 namespace {
@@ -23,8 +24,8 @@ bool IsBranch(const OrtGraph& ort_graph, const Graph& graph) {
 
 }  // namespace
 
-ExecutionProvider::ExecutionProvider(const HostApi& host, const OrtLogger* logger, const ProviderOptions& options)
-    : OrtEp{}, host_(host), logger_(logger), options_(options) {
+ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, const ProviderOptions& options)
+    : OrtEp{}, host_(host), claims_(std::move(claims)), options_(options) {
   ort_version_supported = host.version;
   OrtEp::GetName = [](const OrtEp*) noexcept -> const char* { return kProviderName; };
   OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* info) noexcept -> OrtStatus* {
@@ -47,27 +48,42 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, const OrtLogger* logge
 
 void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
   if (options_.claims_nothing) {
-    return Log(ORT_LOGGING_LEVEL_WARNING,
-               "Ortolan claims nothing: it writes no compiled models. Leave out ep.context_enable.");
+    return claims_.Warns("Ortolan claims nothing: it writes no compiled models. Leave out ep.context_enable.");
   }
   const Graph graph(host_, ort_graph);
   const Claims claims = FindGroups(graph, options_.rules);
   const bool has_names = host_.version >= kNamesBranches || claims.groups.empty() || !IsBranch(ort_graph, graph);
-  for (const auto& [node, reason] : claims.left) {
-    Log(ORT_LOGGING_LEVEL_INFO, ErrorText("Ortolan leaves ", node->Described(), ": ", reason));
+  Tell(claims, has_names);
+  for (const Group& group : claims.groups) {
+    if (has_names) ClaimGroup(group, info);
   }
+}
+
+// In the order of the graph.
+void ExecutionProvider::Tell(const Claims& claims, bool has_names) const {
+  struct Line {
+    const Node* node;
+    bool is_taken;
+    std::string text;
+  };
+  std::vector<Line> lines;
+  for (const auto& [node, reason] : claims.left) lines.push_back({node, false, reason});
+  const std::string nameless =
+      ErrorText("it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
   for (const Group& group : claims.groups) {
     for (const Step& step : group.steps) {
       for (const Layer& layer : step.layers) {
-        const std::string what =
-            has_names
-                ? ErrorText("Ortolan takes ", layer.Described(), ": ", layer.Numbers(), step.Fused())
-                : ErrorText("Ortolan leaves ", layer.Described(),
-                            ": it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
-        Log(ORT_LOGGING_LEVEL_INFO, what);
+        lines.push_back({layer.nodes.front(), has_names, has_names ? layer.Numbers() + step.Fused() : nameless});
       }
     }
-    if (has_names) ClaimGroup(group, info);
+  }
+  std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.node < b.node; });
+  for (const Line& line : lines) {
+    if (line.is_taken) {
+      claims_.Takes(*line.node, line.text);
+    } else {
+      claims_.Leaves(*line.node, line.text);
+    }
   }
 }
 
@@ -88,10 +104,6 @@ std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& or
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));
   }
   return std::make_unique<GroupCompute>(host_, claims.groups.front(), Node(host_, fused));
-}
-
-void ExecutionProvider::Log(OrtLoggingLevel level, const std::string& text) const {
-  Check(*host_.ort, host_.ort->Logger_LogMessage(logger_, level, text.c_str(), ORT_FILE, __LINE__, "Ortolan"));
 }
 
 }  // namespace ortolan::provider

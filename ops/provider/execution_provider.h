@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
+#include "provider/claims_log.h"
 #include "provider/compute.h"
 
 namespace ortolan::provider {
@@ -16,17 +16,16 @@ struct ProviderOptions {
 
 class ExecutionProvider : public OrtEp {
  public:
-  // The logger is the session's, and lives as long.
-  ExecutionProvider(const HostApi& host, const OrtLogger* logger, const ProviderOptions& options);
+  ExecutionProvider(const HostApi& host, ClaimsLog claims, const ProviderOptions& options);
 
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const;
+  void Tell(const Claims& claims, bool has_names) const;
   void ClaimGroup(const Group& group, OrtEpGraphSupportInfo& info) const;
   std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused) const;
-  void Log(OrtLoggingLevel level, const std::string& text) const;
 
   const HostApi& host_;
-  const OrtLogger* logger_;
+  ClaimsLog claims_;
   ProviderOptions options_;
 };
 

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,17 +16,43 @@
 namespace ortolan::provider {
 namespace {
 
-// What to claim: what is faster than ONNX Runtime on this CPU, or all that is known. ONNX Runtime makes entries like
-// this of a provider's options.
-constexpr const char* kClaimsEntry = "ep.ortolanexecutionprovider.claims";
+// What to claim: what is faster than ONNX Runtime on this CPU, or all that is known.
+constexpr const char* kClaims = "claims";
 constexpr const char* kFaster = "faster";
 constexpr const char* kAll = "all";
 // What layers of floats become.
-constexpr const char* kPrecisionEntry = "ep.ortolanexecutionprovider.precision";
+constexpr const char* kPrecision = "precision";
 constexpr std::pair<const char*, Precision> kPrecisions[] = {{"", Precision::kFloat32},
                                                              {"float32", Precision::kFloat32},
                                                              {"bf16", Precision::kBf16},
                                                              {"int8", Precision::kInt8}};
+
+// The session's configuration. Options of the provider are entries too: "ep.", its name in small letters, the option.
+class SessionEntries {
+ public:
+  SessionEntries(const HostApi& host, const OrtSessionOptions* options) : ort_(*host.ort) {
+    Check(ort_, ort_.GetSessionOptionsConfigEntries(options, &entries_));
+  }
+  ~SessionEntries() { ort_.ReleaseKeyValuePairs(entries_); }
+  SessionEntries(const SessionEntries&) = delete;
+  SessionEntries& operator=(const SessionEntries&) = delete;
+
+  // "" if there is none.
+  std::string Text(const std::string& key) const {
+    const char* const found = ort_.GetKeyValue(entries_, key.c_str());
+    return found == nullptr ? "" : found;
+  }
+  std::string ProviderOption(const std::string& name) const {
+    std::string prefix = std::string("ep.") + kProviderName + ".";
+    std::transform(prefix.begin(), prefix.end(), prefix.begin(),
+                   [](char c) { return 'A' <= c && c <= 'Z' ? c + 32 : c; });
+    return Text(prefix + name);
+  }
+
+ private:
+  const OrtApi& ort_;
+  OrtKeyValuePairs* entries_ = nullptr;
+};
 
 class Factory : public OrtEpFactory {
  public:
@@ -102,30 +129,21 @@ OrtStatus* Factory::GetDevices(OrtEpFactory* self, const OrtHardwareDevice* cons
   return nullptr;
 }
 
-// Of the session's configuration.
-ProviderOptions ReadOptions(const OrtApi& ort, const OrtSessionOptions& session) {
-  OrtKeyValuePairs* entries = nullptr;
-  Check(ort, ort.GetSessionOptionsConfigEntries(&session, &entries));
-  const auto entry = [&](const char* key) {
-    const char* const found = ort.GetKeyValue(entries, key);
-    return std::string(found == nullptr ? "" : found);
-  };
-  const std::string context = entry("ep.context_enable"), claims = entry(kClaimsEntry);
-  const std::string precision = entry(kPrecisionEntry);
-  ort.ReleaseKeyValuePairs(entries);
+ProviderOptions ReadOptions(const SessionEntries& entries) {
+  const std::string claims = entries.ProviderOption(kClaims), precision = entries.ProviderOption(kPrecision);
   if (claims != "" && claims != kFaster && claims != kAll) {
     throw OpError(
-        ErrorText("the session's ", kClaimsEntry, " is '", claims, "', expected '", kFaster, "' or '", kAll, "'"));
+        ErrorText("the provider's option ", kClaims, " is '", claims, "', expected '", kFaster, "' or '", kAll, "'"));
   }
   const auto known = std::find_if(std::begin(kPrecisions), std::end(kPrecisions),
                                   [&](const auto& one) { return precision == one.first; });
   if (known == std::end(kPrecisions)) {
     throw OpError(
-        ErrorText("the session's ", kPrecisionEntry, " is '", precision, "', expected 'float32', 'bf16' or 'int8'"));
+        ErrorText("the provider's option ", kPrecision, " is '", precision, "', expected 'float32', 'bf16' or 'int8'"));
   }
   ProviderOptions options;
   options.rules.precision = known->second;
-  options.claims_nothing = context == "1";
+  options.claims_nothing = entries.Text("ep.context_enable") == "1";
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
   options.rules.may_take_int8 = has_vnni || claims == kAll;
@@ -137,7 +155,9 @@ OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* co
                                  OrtEp** provider) noexcept {
   const HostApi& host = static_cast<Factory*>(self)->host_;
   return Guarded(*host.ort, [&] {
-    *provider = std::make_unique<ExecutionProvider>(host, logger, ReadOptions(*host.ort, *options)).release();
+    const SessionEntries entries(host, options);
+    ClaimsLog claims(host, logger, entries.ProviderOption(kClaimsFile));
+    *provider = std::make_unique<ExecutionProvider>(host, std::move(claims), ReadOptions(entries)).release();
   });
 }
 

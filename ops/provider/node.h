@@ -59,6 +59,7 @@ class Node {
   // An operator of ONNX itself.
   bool IsStandard() const { return domain_.empty() || domain_ == "ai.onnx"; }
   bool IsStandard(const std::string& type) const { return IsStandard() && type_ == type; }
+  const std::string& name() const { return name_; }
   // "MatMulNBits node 'model/…/MatMul'": the beginning of what is said of it.
   std::string Described() const;
 

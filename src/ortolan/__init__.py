@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .importer import import_gguf
     from .inspection import inspect_onnx
     from .optimize import optimize_onnx, search
+    from .provider_inspection import inspect_provider
 
     __version__: str
 
@@ -54,6 +55,7 @@ __all__ = [
     "get_library_path",
     "import_gguf",
     "inspect_onnx",
+    "inspect_provider",
     "optimize_onnx",
     "register",
     "register_provider",
@@ -68,6 +70,7 @@ _LAZY = {
     "TextInput": "ortolan.graph_passes.text.text_plan",
     "import_gguf": "ortolan.importer",
     "inspect_onnx": "ortolan.inspection",
+    "inspect_provider": "ortolan.provider_inspection",
     "optimize_onnx": "ortolan.optimize",
     "search": "ortolan.optimize",
     "cpu_info": "ortolan.session",

@@ -324,11 +324,17 @@ def import_(
 
 
 @app.command()
-def inspect(model: options.Model, as_json: options.AsJson = False) -> None:
+def inspect(
+    model: options.Model,
+    provider: Annotated[
+        bool, typer.Option("--provider", help="Show what the execution provider takes of it, and why not the rest.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
     """Show what a model holds: its layers, and which of them Ortolan has optimized."""
-    from . import inspect_onnx
+    from . import inspect_onnx, inspect_provider
 
-    _print_result(inspect_onnx(model), as_json)
+    _print_result((inspect_provider if provider else inspect_onnx)(model), as_json)
 
 
 @app.command()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import LibraryError, one_line
 from .library import get_library_path
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 PROVIDER = "OrtolanExecutionProvider"
 REGISTRATION_NAME = "ortolan"
+PRECISIONS = ("float32", "bf16", "int8")
+CLAIMS = ("faster", "all")
+CLAIMS_FILE = "claims_file"  # the provider's option, as in ops/provider/claims_log.h
 
 _OLDEST = (1, 23)  # as kOldestApi in ops/provider/ort_api.h
 _OFFERS_OPERATORS = (1, 24)  # from here on ONNX Runtime asks providers for their operators
@@ -25,6 +29,17 @@ def has_provider() -> bool:
     """Whether the installed library was built with the execution provider."""
     with open(get_library_path(), "rb") as file:
         return _FACTORIES in file.read()
+
+
+def library_with_provider() -> str:
+    """The path of the installed library. Raises LibraryError where it was built without the provider."""
+    path = get_library_path()
+    if not has_provider():
+        raise LibraryError(
+            f"{path} was built without the execution provider: CMake found no headers of ONNX Runtime's API 29; "
+            "build again where they can be downloaded, or with ORT_EP_INCLUDE_DIR set"
+        )
+    return path
 
 
 def register_provider() -> None:
@@ -42,12 +57,7 @@ def register_provider() -> None:
     with _lock:
         if _devices(onnxruntime):
             return
-        path = get_library_path()
-        if not has_provider():
-            raise LibraryError(
-                f"{path} was built without the execution provider: CMake found no headers of ONNX Runtime's API 29; "
-                "build again where they can be downloaded, or with ORT_EP_INCLUDE_DIR set"
-            )
+        path = library_with_provider()
         try:
             onnxruntime.register_execution_provider_library(REGISTRATION_NAME, path)
         except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
@@ -57,16 +67,32 @@ def register_provider() -> None:
             ) from error
 
 
-def session_options() -> onnxruntime.SessionOptions:
+def session_options(
+    *, precision: Literal["float32", "bf16", "int8"] = "float32", claims: Literal["faster", "all"] = "faster"
+) -> onnxruntime.SessionOptions:
     """New options for sessions that run models, optimized or not, on Ortolan's kernels.
 
     They know the provider and the operators. What the provider does not take runs on ONNX Runtime's own CPU provider.
+
+    precision: what layers of floats become when the session is made. With float32 they stay ONNX Runtime's; bf16 and
+    int8 are faster and change answers (see docs/provider.md). claims: "all" takes also what ONNX Runtime is faster with
+    on this CPU.
+
+    Raises ValueError for other values, LibraryError as register_provider does.
     """
+    for name, found, known in (("precision", precision, PRECISIONS), ("claims", claims, CLAIMS)):
+        if found not in known:
+            raise ValueError(f"{name} is {found!r}, expected one of {', '.join(known)}")
+    return options_with({"precision": precision, "claims": claims})
+
+
+def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:
+    """`session_options()`, with options of the provider's."""
     import onnxruntime
 
     register_provider()
     options = onnxruntime.SessionOptions()
-    options.add_provider_for_devices(_devices(onnxruntime), {})
+    options.add_provider_for_devices(_devices(onnxruntime), dict(provider_options))
     if _version(onnxruntime) < _OFFERS_OPERATORS:
         register(options)
     else:

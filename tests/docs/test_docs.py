@@ -43,6 +43,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "sparse-training.md": ("tokenizers", "torch"),
 }
 WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "provider.md", "quantized-models.md", "text.md", "triton.md")
+KINDS = {"bash", "python", "sh", "console", "text", "c", "cpp", "csharp", "yaml"}
 WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 
 
@@ -139,7 +140,7 @@ def test_every_page_with_code_is_run():
 
 def test_blocks_that_do_not_run_are_of_known_kinds():
     for page in pages():
-        assert {language for language, _ in blocks(page)} <= {"bash", "python", "sh", "console", "text", "cpp", "yaml"}
+        assert {language for language, _ in blocks(page)} <= KINDS
         for language, code in blocks(page):
             if language == "sh":
                 lines = [line for line in code.splitlines() if line]
@@ -191,9 +192,11 @@ def ort_headers() -> Path | None:
 def test_provider(folder):
     """Each block in a process of its own: a provider is registered once."""
     found = [code for language, code in blocks("provider.md") if language == "python"]
-    assert len(found) == 2
+    assert len(found) == 3
     for code in found:
         run_python(code + "assert session.get_providers()[0] == 'OrtolanExecutionProvider'", folder)
+    ((_, command),) = [block for block in blocks("provider.md") if block[0] == "bash"]
+    run_bash(command, folder)
 
 
 def test_cpp(folder):

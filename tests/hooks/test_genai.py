@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 
 import ortolan
 from ortolan.models import tiny
+from ortolan.provider import PROVIDER, has_provider
 
 from ..recipes.forms import NAMED
 from .folders import write_llama
@@ -100,6 +103,10 @@ def generate(folder: Path, share_buffer: bool = True, tokens: int = 24, **search
     one with the execution provider stays.)"""
     model = genai.Model(str(folder))
     assert {str(path) for path in folder.glob("libortolan_ops.so")} <= loaded_libraries()
+    return generate_with(model, share_buffer, tokens, **search)
+
+
+def generate_with(model: Any, share_buffer: bool = True, tokens: int = 24, **search: Any) -> list[int]:
     parameters = genai.GeneratorParams(model)
     length = len(PROMPT) + tokens
     parameters.set_search_options(
@@ -167,3 +174,73 @@ def test_imported_gguf(tmp_path: Path) -> None:
     known = Tokenizer.from_file(str(tmp_path / "folder/tokenizer.json"))
     for line in (text, "a b", "abé ab\n3", "<|endoftext|>ab"):
         assert list(tokenizer.encode(line)) == known.encode(line).ids
+
+
+needs_provider = pytest.mark.skipif(not has_provider(), reason="the library was built without the execution provider")
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """GenAI knows the provider: onnxruntime's Python package, where `register_provider` makes it known, is apart."""
+    genai.register_execution_provider_library("ortolan", ortolan.get_library_path())
+    try:
+        yield
+    finally:
+        gc.collect()  # no model may be left
+        genai.unregister_execution_provider_library("ortolan")
+
+
+def taken(claims: Path) -> list[bool]:
+    """Of each node that the provider knows, in the order of the model."""
+    return [json.loads(line)["taken"] for line in claims.read_text().splitlines()]
+
+
+@needs_provider
+@pytest.mark.parametrize("share_buffer", [True, False])
+def test_the_provider_by_name(
+    registered: None, tmp_path: Path, built: Callable[[str], Path], share_buffer: bool
+) -> None:
+    folder = built("int4")
+    config = genai.Config(str(folder))
+    config.clear_providers()
+    config.append_provider(PROVIDER)
+    config.set_provider_option(PROVIDER, "claims_file", str(tmp_path / "claims.jsonl"))
+    found = generate_with(genai.Model(config), share_buffer)
+    assert taken(tmp_path / "claims.jsonl") == [True] * 11  # 5 in each of 2 layers, and the head
+    assert len(set(found)) > 5
+    # Both round activations to int8, by different sums: tokens agree until a step on an edge.
+    assert found[:4] == generate(folder, share_buffer)[:4]
+
+
+@needs_provider
+def test_the_provider_in_the_configuration(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
+    shutil.copytree(built("int4"), tmp_path / "model")
+    path = tmp_path / "model" / "genai_config.json"
+    config = json.loads(path.read_text())
+    options = {"claims_file": str(tmp_path / "claims.jsonl")}
+    config["model"]["decoder"]["session_options"]["provider_options"] = [{PROVIDER: options}]
+    path.write_text(json.dumps(config))
+    assert generate(tmp_path / "model")[:4] == generate(built("int4"))[:4]
+    assert taken(tmp_path / "claims.jsonl") == [True] * 11
+
+
+@needs_provider
+def test_the_provider_and_an_optimized_folder(registered: None, tmp_path: Path, built: Callable[[str], Path]) -> None:
+    """Its operators are not known twice, and the provider finds nothing."""
+    ortolan.optimize_onnx(built("int4"), tmp_path / "fast", options=FAST)
+    config = genai.Config(str(tmp_path / "fast"))
+    config.clear_providers()
+    config.append_provider(PROVIDER)
+    config.set_provider_option(PROVIDER, "claims_file", str(tmp_path / "claims.jsonl"))
+    assert generate_with(genai.Model(config)) == generate(tmp_path / "fast")
+    assert taken(tmp_path / "claims.jsonl") == []
+
+
+@needs_provider
+def test_genai_does_not_know_what_python_has_registered(built: Callable[[str], Path]) -> None:
+    """That docs/genai.md says how to register is needed."""
+    ortolan.register_provider()
+    config = genai.Config(str(built("int4")))
+    config.append_provider(PROVIDER)
+    with pytest.raises(RuntimeError, match=f"Unknown provider name '{PROVIDER}'"):
+        genai.Model(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,9 +22,12 @@ onnxruntime_part = pytest.importorskip("optimum.onnxruntime", reason="needs opti
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from ortolan.benchmarks.matmul_nbits import make_matmul_nbits  # noqa: E402
 from ortolan.generate import Decoder  # noqa: E402
 from ortolan.optimum import OrtolanOptimizer, session_options  # noqa: E402
+from ortolan.provider import PROVIDER  # noqa: E402
 
+from ..provider.sessions import needs_provider  # noqa: E402
 from ..recipes.forms import NAMED  # noqa: E402
 
 FAST = {"verify.seconds": 0.0}
@@ -299,3 +303,50 @@ def test_imported_gguf(tmp_path: Path) -> None:
         step = [int(logits.argmax())]
         expected += step
     assert found == expected
+
+
+@pytest.fixture
+def stored_4_bits(export: Export, tmp_path: Path) -> Path:
+    """A folder as Optimum writes it, whose layers are MatMulNBits."""
+    folder = shutil.copytree(export("feature-extraction"), tmp_path / "stored")
+    make_matmul_nbits(export("feature-extraction") / "model.onnx", folder / "model.onnx", 32, 4)
+    return folder
+
+
+@needs_provider
+def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
+    model_class = onnxruntime_part.ORTModelForFeatureExtraction
+    expected = model_class.from_pretrained(stored_4_bits)(**tokens(stored_4_bits)).last_hidden_state
+    ortolan.register_provider()
+    options = {"claims_file": str(tmp_path / "claims.jsonl")}
+    model = model_class.from_pretrained(stored_4_bits, provider=PROVIDER, provider_options=options)
+    assert model.providers == [PROVIDER, "CPUExecutionProvider"]
+    assert distance(model(**tokens(stored_4_bits)).last_hidden_state, expected) < 1e-5
+    claims = [json.loads(line)["taken"] for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
+    assert claims == [True] * 12  # 6 in each of 2 layers
+
+
+@needs_provider
+def test_the_provider_and_optimized_models(export: Export, tmp_path: Path) -> None:
+    """Operators are known by the options, the provider by its name."""
+    model_class = onnxruntime_part.ORTModelForFeatureExtraction
+    source = export("feature-extraction")
+    OrtolanOptimizer.from_pretrained(source).optimize(tmp_path / "fast", NAMED["sparse-bf16"], options=DENSE)
+    ortolan.register_provider()
+    inputs = tokens(source)
+    found, expected = (
+        model_class.from_pretrained(tmp_path / "fast", session_options=session_options(), **named)
+        for named in ({"provider": PROVIDER}, {})
+    )
+    assert found.providers == [PROVIDER, "CPUExecutionProvider"]
+    assert torch.equal(found(**inputs).last_hidden_state, expected(**inputs).last_hidden_state)
+
+
+@needs_provider
+def test_options_alone_do_not_choose_the_provider(stored_4_bits: Path) -> None:
+    """Optimum names providers, always: docs/optimum.md says so."""
+    with pytest.warns(UserWarning, match="already been configured with providers"):
+        model = onnxruntime_part.ORTModelForFeatureExtraction.from_pretrained(
+            stored_4_bits, session_options=ortolan.session_options()
+        )
+    assert model.providers == ["CPUExecutionProvider"]

@@ -18,11 +18,13 @@ needs_provider = pytest.mark.skipif(
 )
 
 
-def provider_session(model: onnx.ModelProto | str, threads: int = 1, **entries: str) -> ort.InferenceSession:
-    """entries: of the session's configuration, two underlines are a dot."""
+def provider_session(
+    model: onnx.ModelProto | str, threads: int = 1, log: int = 4, **entries: str
+) -> ort.InferenceSession:
+    """log: its severity level. entries: of the session's configuration, two underlines are a dot."""
     options = ortolan.session_options()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 4
+    options.log_severity_level = log
     options.add_session_config_entry(_RECORD, "1")
     for name, value in entries.items():
         options.add_session_config_entry(name.replace("__", "."), value)
