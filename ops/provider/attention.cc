@@ -52,6 +52,7 @@ class Finder {
     ReadOperand(scores->Input(1), 1);
     ReadOperand(product->Input(1), 2);
     CheckLayers();
+    ReadHeads();
     FollowOperand(0, {0, 2, 1, 3});
     FollowOperand(1, {0, 2, 3, 1});
     FollowOperand(2, {0, 2, 1, 3});
@@ -64,6 +65,42 @@ class Finder {
     ReadMerge(*product);
     for (size_t i = 0; i < 3; ++i) found_.splits[i] = TargetOf(*splits_[i]);
     for (const Node* const view : key_views_) found_.key_views.push_back(TargetOf(*view));
+    TakeWhatReadsSizes();
+    CheckInFront();
+    return std::move(found_);
+  }
+
+  // query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
+  Attention FindMultiHeadAttention() {
+    const Node& node = softmax_;
+    constexpr size_t kBias = 5;
+    for (size_t i = 3; i < node.inputs().size(); ++i) {
+      if (i != kBias && node.Has(i)) throw UnfitError(ErrorText("it has input ", i, ", '", node.InputName(i), "'"));
+    }
+    for (size_t i = 1; i < node.outputs().size(); ++i) Expect(node.Output(i) == nullptr, "it has a cache");
+    Take(node);
+    for (size_t i = 0; i < 3; ++i) {
+      Expect(IsOfLayer(node.Input(i)), What(i) + " comes from no layer that is taken");
+      SetLayer(i, node.Input(i));
+    }
+    CheckLayers();
+    const int64_t columns = LayerOf(0).Columns();
+    found_.heads = node.Whole("num_heads");
+    Expect(found_.heads > 0 && found_.heads <= kMostHeads && columns % found_.heads == 0,
+           ErrorText("its num_heads is ", found_.heads, ", expected a number that divides ", columns));
+    found_.head_dim = columns / found_.heads;
+    found_.causal = node.Whole("unidirectional", 0) == 1;
+    found_.scale = node.Number("scale", 0);
+    if (found_.scale == 0) found_.scale = 1.0f / std::sqrt(static_cast<float>(found_.head_dim));
+    Expect(std::isfinite(found_.scale), "its scale is no finite number");
+    if (node.Has(kBias)) ReadMask(node.Input(kBias));
+    const Sizes wide = {{Size::Kind::kLead, 0, nullptr}, {Size::Kind::kLead, 1, nullptr}};
+    for (Target& split : found_.splits) {
+      split = {{wide[0], wide[1], NumberSize(found_.heads), NumberSize(found_.head_dim)}, false};
+    }
+    found_.merge = {{wide[0], wide[1], NumberSize(columns)}, false};
+    found_.y = node.Output(0);
+    Expect(found_.y != nullptr, "its output is missing");
     TakeWhatReadsSizes();
     CheckInFront();
     return std::move(found_);
@@ -154,8 +191,7 @@ class Finder {
       if (node->IsStandard("Reshape")) splits_[meaning] = node;
       value = node->Input(*index);
     }
-    const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& one) { return one.y == value; });
-    found_.layers[meaning] = static_cast<size_t>(found - layers_.begin());
+    SetLayer(meaning, value);
     Expect(splits_[meaning] != nullptr, NotSplit(meaning));
   }
 
@@ -225,6 +261,11 @@ class Finder {
            std::any_of(layers_.begin(), layers_.end(), [&](const Layer& layer) { return layer.y == value; });
   }
 
+  void SetLayer(size_t meaning, Value y) {
+    const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const Layer& one) { return one.y == y; });
+    found_.layers[meaning] = static_cast<size_t>(found - layers_.begin());
+  }
+
   const Layer& LayerOf(size_t meaning) const { return layers_[found_.layers[meaning]]; }
 
   void CheckLayers() {
@@ -238,6 +279,10 @@ class Finder {
       Expect(other.Columns() == query.Columns(),
              ErrorText("its query has ", query.Columns(), " numbers and its ", kMeanings[i], " ", other.Columns()));
     }
+  }
+
+  void ReadHeads() {
+    const Layer& query = LayerOf(0);
     for (size_t i = 0; i < 3; ++i) ReadHeads(i);
     if (found_.heads == 0) return;
     Expect(found_.heads <= kMostHeads && query.Columns() == found_.heads * found_.head_dim,
@@ -625,8 +670,10 @@ std::vector<Value> Attention::Reads() const {
   return read;
 }
 
-std::optional<Attention> FindAttention(const Graph& graph, const Node& softmax, std::span<const Layer> layers) {
-  return Finder(graph, softmax, layers).Find();
+std::optional<Attention> FindAttention(const Graph& graph, const Node& node, std::span<const Layer> layers) {
+  if (node.IsStandard("Softmax")) return Finder(graph, node, layers).Find();
+  if (node.Is("com.microsoft", "MultiHeadAttention")) return Finder(graph, node, layers).FindMultiHeadAttention();
+  return std::nullopt;
 }
 
 }  // namespace ortolan::provider

@@ -3,6 +3,8 @@
 //     Reshape to [batch, rows, heads, head width] and Transpose of queries, keys and values; MatMul; a scale; a mask,
 //     added or put in the place of scores; Softmax; MatMul; Transpose and Reshape back
 //
+// or com.microsoft.MultiHeadAttention without biases of its own and key padding, which does all of that.
+//
 // The rules are those of graph_passes/find/attention.py and attention_operands.py, of queries, keys and values of one
 // X. What only computes the sizes of these Reshapes belongs to it.
 #pragma once
@@ -53,6 +55,7 @@ struct Attention {
   int64_t heads = 0;               // 0: known when it runs
   int64_t head_dim = 0;
   float scale = 1;
+  bool causal = false;
   std::vector<Mask> masks;        // in the order in which they are added
   bool zero_hidden_rows = false;  // rows that see no key give zeros, not NaN
   Value zero_rows = nullptr;  // truth values [batch, heads, rows, 1] or what broadcasts to it: where there are zeros
@@ -67,7 +70,8 @@ struct Attention {
   std::vector<Value> Reads() const;
 };
 
-// The attention that has this Softmax. None: it has another purpose. Throws UnfitError for one that is not taken.
-std::optional<Attention> FindAttention(const Graph& graph, const Node& softmax, std::span<const Layer> layers);
+// The attention that has this Softmax, or is this MultiHeadAttention. None: the node is something else. Throws
+// UnfitError for one that is not taken.
+std::optional<Attention> FindAttention(const Graph& graph, const Node& node, std::span<const Layer> layers);
 
 }  // namespace ortolan::provider

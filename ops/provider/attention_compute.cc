@@ -243,6 +243,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   attention.queries = attention.keys = sequences.rows;
   attention.head_dim = sequences.head_dim;
   attention.scale = attention_.scale;
+  attention.causal = attention_.causal;
   attention.zero_hidden_rows = attention_.zero_hidden_rows;
   const Shape by_rows = {sequences.batch, sequences.rows, sequences.heads, sequences.head_dim};
   attention.y = MakeOutput(ort, context, y_, Reshaped(by_rows, attention_.merge, call));

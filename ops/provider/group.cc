@@ -73,7 +73,7 @@ class Finder {
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
     for (const Node& node : graph_.nodes()) {
-      if (!node.IsStandard("Softmax") || layers_.empty()) continue;
+      if (layers_.empty()) break;
       try {
         if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
           for (const size_t layer : attention->layers) is_used[layer] = true;
