@@ -5,6 +5,9 @@
 #include <utility>
 
 #include "ort/broadcast.h"
+#include "provider/attention_compute.h"
+#include "provider/call_values.h"
+#include "provider/packed_layers.h"
 
 namespace ortolan::provider {
 namespace {
@@ -42,70 +45,6 @@ class SessionHost : public Host {
   Arena& arena_;
 };
 
-Shape ShapeOf(const OrtApi& ort, const OrtValue& value) {
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  Check(ort, ort.GetTensorTypeAndShape(&value, &info));
-  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
-      info, ort.ReleaseTensorTypeAndShapeInfo);
-  return DimensionsOf(ort, *info);
-}
-
-// A float input as it is now.
-struct FloatInput {
-  const float* data = nullptr;
-  Shape shape;
-};
-
-FloatInput ReadInput(const OrtApi& ort, const OrtKernelContext& context, size_t index) {
-  const OrtValue* value = nullptr;
-  Check(ort, ort.KernelContext_GetInput(&context, index, &value));
-  const void* data = nullptr;
-  Check(ort, ort.GetTensorData(value, &data));
-  return {static_cast<const float*>(data), ShapeOf(ort, *value)};
-}
-
-float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape) {
-  OrtValue* value = nullptr;
-  Check(ort, ort.KernelContext_GetOutput(&context, index, shape.data(), shape.size(), &value));
-  void* data = nullptr;
-  Check(ort, ort.GetTensorMutableData(value, &data));
-  return static_cast<float*>(data);
-}
-
-size_t PlaceOf(const HostApi& host, const std::vector<Value>& values, Value value) {
-  const std::string name = NameOf(host, value);
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (values[i] != nullptr && NameOf(host, values[i]) == name) return i;
-  }
-  throw OpError(ErrorText("value '", name, "' is no input or output of the node that ONNX Runtime made of its group"));
-}
-
-// Columns side by side, whose numbers are put into `numbers`.
-NBitsWeight Joined(const std::vector<Layer>& layers, std::vector<uint8_t>& numbers) {
-  NBitsWeight whole = std::get<NBitsWeight>(layers.front().weight);
-  if (layers.size() == 1) return whole;
-  const auto has_zero_points = [](const Layer& layer) {
-    return !std::get<NBitsWeight>(layer.weight).zero_points.empty();
-  };
-  const bool any_zero_points = std::any_of(layers.begin(), layers.end(), has_zero_points);
-  whole.n = 0;
-  whole.scales.clear();
-  whole.zero_points.clear();
-  for (const Layer& layer : layers) {
-    const NBitsWeight& w = std::get<NBitsWeight>(layer.weight);
-    numbers.insert(numbers.end(), w.numbers, w.numbers + w.n * w.ColumnBytes());
-    whole.n += w.n;
-    whole.scales.insert(whole.scales.end(), w.scales.begin(), w.scales.end());
-    if (w.zero_points.empty() && any_zero_points) {
-      whole.zero_points.resize(whole.scales.size(), w.bits == 4 ? 8.0f : 128.0f);
-    } else {
-      whole.zero_points.insert(whole.zero_points.end(), w.zero_points.begin(), w.zero_points.end());
-    }
-  }
-  whole.numbers = numbers.data();
-  return whole;
-}
-
 }  // namespace
 
 Arena::~Arena() {
@@ -126,17 +65,19 @@ OrtAllocator* Arena::Of(const OrtKernelContext& context) {
   return held;
 }
 
-// A step with its numbers packed.
-class GroupCompute::StepCompute {
+namespace {
+
+// What one LinearPlan computes.
+class LinearCompute : public StepCompute {
  public:
-  StepCompute(const HostApi& host, const Step& step, const Node& fused)
+  LinearCompute(const HostApi& host, const Step& step, const Node& fused)
       : node_(step.layers.front().Described()),
         x_name_(NameOf(host, step.X())),
         x_(PlaceOf(host, fused.inputs(), step.X())),
-        y_(PlaceOf(host, fused.outputs(), step.y)) {
+        y_(PlaceOf(host, fused.outputs(), step.y)),
+        packed_(step.layers) {
     if (step.residual != nullptr) residual_ = PlaceOf(host, fused.inputs(), step.residual);
-    LinearLayer layer = Pack(step.layers);
-    SetBias(step.layers);
+    LinearLayer layer = packed_.Linear();
     layer.activation = step.activation;
     if (step.IsGated()) layer.gated_columns = step.layers.front().Columns();
     if (step.norm) {
@@ -150,13 +91,13 @@ class GroupCompute::StepCompute {
     plan_.emplace(layer, ActiveFeatures());
   }
 
-  void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
+  void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
     const FloatInput x = ReadInput(ort, context, x_);
     Shape shape = x.shape;
     LinearCall call;
     call.m = plan_->CountRows(shape, node_, x_name_);
     call.x = x.data;
-    call.bias = bias_.empty() ? nullptr : bias_.data();
+    call.bias = packed_.Bias();
     shape.back() = plan_->layer().Columns();
     if (residual_) return RunWithResidual(ort, context, host, call, shape);
     call.y = MakeOutput(ort, context, y_, shape);
@@ -164,40 +105,6 @@ class GroupCompute::StepCompute {
   }
 
  private:
-  LinearLayer Pack(const std::vector<Layer>& layers) {
-    if (std::holds_alternative<NBitsWeight>(layers.front().weight)) {
-      std::vector<uint8_t> numbers;
-      return groups_.emplace(Joined(layers, numbers)).Layer();
-    }
-    if (std::holds_alternative<Int8Weight>(layers.front().weight)) {
-      return columns_.emplace(Weights<Int8Weight>(layers)).Layer();
-    }
-    const std::vector<RoundedWeight> floats = Weights<RoundedWeight>(layers);
-    if (floats.front().precision == Precision::kBf16) {
-      return bf16_columns_.emplace(std::vector<FloatWeight>(floats.begin(), floats.end())).Layer();
-    }
-    std::vector<std::vector<int8_t>> codes(floats.size());
-    std::vector<Int8Weight> parts;
-    for (size_t i = 0; i < floats.size(); ++i) parts.push_back(RoundedToInt8(floats[i], codes[i]));
-    return columns_.emplace(parts).Layer();
-  }
-
-  template <typename Weight>
-  static std::vector<Weight> Weights(const std::vector<Layer>& layers) {
-    std::vector<Weight> found;
-    for (const Layer& layer : layers) found.push_back(std::get<Weight>(layer.weight));
-    return found;
-  }
-
-  void SetBias(const std::vector<Layer>& layers) {
-    if (std::all_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.bias.empty(); })) return;
-    for (const Layer& layer : layers) {
-      const size_t end = bias_.size() + static_cast<size_t>(layer.Columns());
-      bias_.insert(bias_.end(), layer.bias.begin(), layer.bias.end());
-      bias_.resize(end);
-    }
-  }
-
   void RunWithResidual(const OrtApi& ort, OrtKernelContext& context, Host& host, LinearCall call,
                        const Shape& shape) const {
     const FloatInput other = ReadInput(ort, context, *residual_);
@@ -215,16 +122,22 @@ class GroupCompute::StepCompute {
   std::string node_, x_name_;
   size_t x_, y_;
   std::optional<size_t> residual_;
-  std::optional<NBitsGroups> groups_;
-  std::optional<Int8Columns> columns_;
-  std::optional<Bf16Columns> bf16_columns_;
-  std::vector<float> bias_, norm_weight_, norm_bias_;
+  PackedLayers packed_;
+  std::vector<float> norm_weight_, norm_bias_;
   std::optional<LinearPlan> plan_;  // of the above
 };
 
+}  // namespace
+
 GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& fused)
     : OrtNodeComputeInfo{}, ort_(*host.ort), arena_(*host.ort) {
-  for (const Step& step : group.steps) steps_.push_back(std::make_unique<StepCompute>(host, step, fused));
+  for (const Step& step : group.steps) {
+    if (step.attention) {
+      steps_.push_back(std::make_unique<AttentionCompute>(host, step, fused));
+    } else {
+      steps_.push_back(std::make_unique<LinearCompute>(host, step, fused));
+    }
+  }
   ort_version_supported = host.version;
   CreateState = [](OrtNodeComputeInfo* self, OrtNodeComputeContext*, void** state) -> OrtStatus* {
     *state = self;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "ort/host.h"
 #include "provider/group.h"
 
 namespace ortolan::provider {
@@ -23,6 +24,13 @@ class Arena {
   std::atomic<OrtAllocator*> allocator_{nullptr};
 };
 
+// A step with its numbers packed.
+class StepCompute {
+ public:
+  virtual ~StepCompute() = default;
+  virtual void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const = 0;
+};
+
 // As ORT calls it; it is its own state, as nothing of it changes between calls.
 class GroupCompute : public OrtNodeComputeInfo {
  public:
@@ -32,8 +40,6 @@ class GroupCompute : public OrtNodeComputeInfo {
   ~GroupCompute();
 
  private:
-  class StepCompute;
-
   void Run(OrtKernelContext& context);
 
   const OrtApi& ort_;

@@ -14,16 +14,6 @@ bool Contains(const List& list, const Node* node) {
   return std::find(list.begin(), list.end(), node) != list.end();
 }
 
-// Whether one weight can hold both, side by side.
-bool CanJoin(const Layer& a, const Layer& b) {
-  if (a.x != b.x || a.quantize != b.quantize || a.weight.index() != b.weight.index()) return false;
-  if (a.Columns() != b.Columns() || a.Columns() % kPanelColumns != 0) return false;
-  const NBitsWeight* const first = std::get_if<NBitsWeight>(&a.weight);
-  if (first == nullptr) return true;
-  const NBitsWeight& second = std::get<NBitsWeight>(b.weight);
-  return first->bits == second.bits && first->block_size == second.block_size;
-}
-
 class Finder {
  public:
   Finder(const Graph& graph, const LayerRules& rules) : graph_(graph), rules_(rules) {}
@@ -80,6 +70,17 @@ class Finder {
 
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
+    for (const Node& node : graph_.nodes()) {
+      if (layers_.empty()) break;
+      try {
+        if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
+          for (const size_t layer : attention->layers) is_used[layer] = true;
+          steps_.push_back(AttentionStep(std::move(*attention)));
+        }
+      } catch (const UnfitError& reason) {
+        Leave(node, reason.what());
+      }
+    }
     for (size_t i = 0; i < layers_.size(); ++i) {
       const std::optional<size_t> up = is_used[i] ? std::nullopt : UpOf(i, is_used);
       if (!up) continue;
@@ -88,17 +89,35 @@ class Finder {
     }
     for (size_t i = 0; i < layers_.size(); ++i) {
       if (is_used[i]) continue;
-      Step step;
-      step.layers = {layers_[i]};
-      step.nodes = layers_[i].nodes;
-      step.y = layers_[i].y;
-      step.activation = TakeActivation(graph_, step.y, step.nodes);
-      steps_.push_back(std::move(step));
+      steps_.push_back(LayerStep(layers_[i]));
     }
     // In the order of their layers, so that of two whose sum is taken it is the earlier one that takes it.
     std::sort(steps_.begin(), steps_.end(), [](const Step& a, const Step& b) {
       return a.layers.front().nodes.front() < b.layers.front().nodes.front();
     });
+  }
+
+  Step LayerStep(const Layer& layer) const {
+    Step step;
+    step.layers = {layer};
+    step.nodes = layer.nodes;
+    step.y = layer.y;
+    step.activation = TakeActivation(graph_, step.y, step.nodes);
+    return step;
+  }
+
+  // What it reads of the layers nobody else reads, so they are no other's.
+  Step AttentionStep(Attention attention) const {
+    Step step;
+    step.y = attention.y;
+    step.nodes = attention.nodes;
+    for (const size_t index : attention.layers) {
+      const Layer& layer = layers_[index];
+      step.layers.push_back(layer);
+      step.nodes.insert(step.nodes.end(), layer.nodes.begin(), layer.nodes.end());
+    }
+    step.attention = std::move(attention);
+    return step;
   }
 
   // The layer whose output this one's, perhaps behind an activation, is multiplied with.
@@ -145,7 +164,7 @@ class Finder {
     for (const Node* const quantize : quantizes) AddGroup(std::move(by_quantize[quantize]), quantize);
   }
 
-  void AddGroup(std::vector<Step> steps, const Node* quantize) {
+  static Group GroupOf(std::vector<Step> steps, const Node* quantize) {
     Group group;
     group.steps = std::move(steps);
     if (quantize != nullptr) group.nodes.push_back(quantize);
@@ -154,6 +173,41 @@ class Finder {
         if (!Contains(group.nodes, node)) group.nodes.push_back(node);
       }
     }
+    return group;
+  }
+
+  // Whether attention reads, as a mask, what a step of its own group makes.
+  bool ReadsItself(const Group& group) const {
+    return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+      const std::vector<Value> read = step.attention ? step.attention->Reads() : std::vector<Value>{};
+      return std::any_of(read.begin(), read.end(),
+                         [&](Value value) { return Contains(group.nodes, graph_.Maker(value)); });
+    });
+  }
+
+  // Their layers alone, in the place of those with attention.
+  std::vector<Step> WithoutAttention(const std::vector<Step>& steps) {
+    std::vector<Step> without;
+    for (const Step& step : steps) {
+      if (!step.attention) {
+        without.push_back(step);
+        continue;
+      }
+      for (const Layer& layer : step.layers) without.push_back(LayerStep(layer));
+      Leave(*step.nodes.front(), "what it reads hangs on a layer of the same input");
+    }
+    return without;
+  }
+
+  void AddGroup(std::vector<Step> steps, const Node* quantize) {
+    Group group = GroupOf(std::move(steps), quantize);
+    if (!graph_.CanBeOne(group.nodes) || ReadsItself(group)) {
+      group = GroupOf(WithoutAttention(group.steps), quantize);
+    }
+    if (quantize == nullptr && group.steps.size() > 1) {  // layers of no common numbers
+      for (Step& step : group.steps) AddGroup({std::move(step)}, nullptr);
+      return;
+    }
     if (!graph_.CanBeOne(group.nodes)) {
       for (const Step& step : group.steps) {
         for (const Layer& layer : step.layers) Leave(*layer.nodes.front(), "a layer of the same input hangs on it");
@@ -161,7 +215,9 @@ class Finder {
       return;
     }
     taken_.insert(group.nodes.begin(), group.nodes.end());
-    for (Step& step : group.steps) TakeResidualAndNorm(step, group);
+    for (Step& step : group.steps) {
+      if (!step.attention) TakeResidualAndNorm(step, group);
+    }
     claims_.groups.push_back(std::move(group));
   }
 
@@ -202,12 +258,22 @@ class Finder {
 
 }  // namespace
 
+bool CanJoin(const Layer& a, const Layer& b) {
+  if (a.x != b.x || a.quantize != b.quantize || a.weight.index() != b.weight.index()) return false;
+  if (a.Columns() != b.Columns() || a.Columns() % kPanelColumns != 0) return false;
+  const NBitsWeight* const first = std::get_if<NBitsWeight>(&a.weight);
+  if (first == nullptr) return true;
+  const NBitsWeight& second = std::get<NBitsWeight>(b.weight);
+  return first->bits == second.bits && first->block_size == second.block_size;
+}
+
 std::string Step::Fused() const {
   std::vector<std::string> parts;
   if (activation != Activation::kNone) parts.push_back(kActivationNames[static_cast<size_t>(activation)]);
   if (IsGated()) parts.push_back("gate");
   if (residual != nullptr) parts.push_back("residual");
   if (norm) parts.push_back("layer norm");
+  if (attention) parts.push_back(ErrorText("attention of ", attention->heads, " heads"));
   std::string text;
   for (size_t i = 0; i < parts.size(); ++i) text += (i == 0 ? ", with " : ", ") + parts[i];
   return text;

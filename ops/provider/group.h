@@ -6,16 +6,19 @@
 #include <utility>
 #include <vector>
 
+#include "provider/attention.h"
 #include "provider/epilogue.h"
 
 namespace ortolan::provider {
 
-// What one LinearPlan computes (matmul/linear_plan.h).
+// What one LinearPlan computes (matmul/linear_plan.h), or attention of queries, keys and values that layers make.
 struct Step {
-  std::vector<Layer> layers;  // one; or, gated, two of one X and one kind: the gate first
+  // One; or of one X: gated, two of one kind, the gate first; queries, keys and values, of any kinds.
+  std::vector<Layer> layers;
   Activation activation = Activation::kNone;
   Value residual = nullptr;  // computed when the model runs; or none
   std::optional<Norm> norm;
+  std::optional<Attention> attention;  // without any of the above
   Value y = nullptr;
   std::vector<const Node*> nodes;  // all of the above
 
@@ -32,8 +35,11 @@ struct Group {
 
 struct Claims {
   std::vector<Group> groups;
-  std::vector<std::pair<const Node*, std::string>> left;  // layers that are not taken, and why
+  std::vector<std::pair<const Node*, std::string>> left;  // layers and attention that are not taken, and why
 };
+
+// Whether one weight can hold both, side by side.
+bool CanJoin(const Layer& a, const Layer& b);
 
 // Of the nodes of one group alone, it finds that group.
 Claims FindGroups(const Graph& graph, const LayerRules& rules);

@@ -1,0 +1,77 @@
+// Scaled dot-product attention between three layers and whoever reads its answer, as exporters take it apart:
+//
+//     Reshape to [batch, rows, heads, head width] and Transpose of queries, keys and values; MatMul; a scale; a mask,
+//     added or put in the place of scores; Softmax; MatMul; Transpose and Reshape back
+//
+// or com.microsoft.MultiHeadAttention without biases of its own and key padding, which does all of that.
+//
+// The rules are those of graph_passes/find/attention.py and attention_operands.py, of queries, keys and values of one
+// X. What only computes the sizes of these Reshapes belongs to it.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "provider/layer.h"
+
+namespace ortolan::provider {
+
+// A number of what a Reshape makes, as ONNX has it: 0 stands for the input's own, -1 for what is left.
+struct Size {
+  enum class Kind {
+    kNumber,
+    kElement,  // number `number` of a value that is computed in front
+    kLead,     // axis `number` of a layer's output
+    kBatch,
+    kRows,
+    kHeads,
+    kHeadDim,
+  };
+  Kind kind = Kind::kNumber;
+  int64_t number = 0;
+  Value value = nullptr;  // int64
+};
+
+struct Target {
+  std::vector<Size> sizes;
+  bool copies = true;  // 0 is no size (allowzero 0)
+};
+
+// Of a shape that broadcasts to that of the scores.
+struct Mask {
+  Value value = nullptr;  // float, added; or truth values; null: it is constant
+  bool is_condition = false;
+  bool hides = true;           // scores where it is true; else where it is false
+  float fill = 0;              // in their place
+  bool is_cut = false;         // after as many keys as there are
+  std::vector<float> numbers;  // of a constant one
+  Shape shape;                 // of these
+};
+
+struct Attention {
+  std::array<size_t, 3> layers{};  // of queries, keys and values, among those that were given
+  int64_t heads = 0;               // 0: known when it runs
+  int64_t head_dim = 0;
+  float scale = 1;
+  bool causal = false;
+  std::vector<Mask> masks;        // in the order in which they are added
+  bool zero_hidden_rows = false;  // rows that see no key give zeros, not NaN
+  Value zero_rows = nullptr;  // truth values [batch, heads, rows, 1] or what broadcasts to it: where there are zeros
+  std::array<Target, 3> splits;
+  // Of keys that are transposed as [batch x heads, rows, head width]: that shape, and [batch, heads, head width, rows].
+  std::vector<Target> key_views;
+  Target merge;
+  Value y = nullptr;
+  std::vector<const Node*> nodes;  // but for those of the layers
+
+  // What it reads when it runs, besides its layers.
+  std::vector<Value> Reads() const;
+};
+
+// The attention that has this Softmax, or is this MultiHeadAttention. None: the node is something else. Throws
+// UnfitError for one that is not taken.
+std::optional<Attention> FindAttention(const Graph& graph, const Node& node, std::span<const Layer> layers);
+
+}  // namespace ortolan::provider

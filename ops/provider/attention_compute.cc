@@ -1,0 +1,275 @@
+#include "provider/attention_compute.h"
+
+#include <algorithm>
+#include <new>
+
+#include "ort/broadcast.h"
+#include "provider/call_values.h"
+
+namespace ortolan::provider {
+namespace {
+
+// That of pass fuse_attention for layers of few bits (graph_passes/forms.py): their inputs are rounded to fewer.
+constexpr int kPrecision = 16;
+constexpr int64_t kMostTokens = int64_t{1} << 24;
+constexpr int64_t kFloatBytes = sizeof(float);
+
+constexpr const char* kFeed = "Feed the model inputs of the shapes it was exported for.";
+
+// Of sizes that are positive.
+int64_t Product(int64_t a, int64_t b) {
+  int64_t product = 0;
+  if (__builtin_mul_overflow(a, b, &product)) throw std::bad_alloc();
+  return product;
+}
+
+// Of a tensor that is there, or of a part of one.
+int64_t CountOf(const Shape& shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) count = Product(count, size);
+  return count;
+}
+
+void CheckMask(const std::string& node, const Shape& shape, const Shape& scores) {
+  if (shape.size() <= scores.size() && BroadcastShape(scores, shape) == scores) return;
+  throw OpError(ErrorText(node, ": its mask has shape ", ShapeText(shape), ", which does not broadcast to ",
+                          ShapeText(scores), ". ", kFeed));
+}
+
+bool CanJoinAll(const std::vector<Layer>& layers) {
+  return std::all_of(layers.begin() + 1, layers.end(), [&](const Layer& one) { return CanJoin(layers.front(), one); });
+}
+
+}  // namespace
+
+AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), plan(packed.Linear(), ActiveFeatures()) {}
+
+AttentionCompute::AttentionCompute(const HostApi& host, const Step& step, const Node& fused)
+    : node_(step.attention->nodes.front()->Described()),
+      x_name_(NameOf(host, step.X())),
+      attention_(*step.attention),
+      x_(PlaceOf(host, fused.inputs(), step.X())),
+      y_(PlaceOf(host, fused.outputs(), step.y)),
+      plan_(kPrecision) {
+  if (CanJoinAll(step.layers)) {
+    parts_.emplace_back(step.layers);
+  } else {
+    for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
+  }
+  for (const Value value : attention_.Reads()) inputs_.emplace(value, PlaceOf(host, fused.inputs(), value));
+}
+
+struct AttentionCompute::Call {
+  const OrtApi& ort;
+  OrtKernelContext& context;
+  Host& host;
+  Shape wide;  // of a layer's output
+  std::optional<Sequences> sequences;
+  std::deque<HostMemory> memory;
+
+  // As long as the call.
+  float* Floats(int64_t count) {
+    const int64_t bytes = Product(count, kFloatBytes);
+    if (bytes > INT64_MAX - kScratchAlignment) throw std::bad_alloc();
+    return reinterpret_cast<float*>(memory.emplace_back(host, bytes).data());
+  }
+};
+
+int64_t AttentionCompute::NumberOf(const Size& size, const Call& call) const {
+  constexpr int64_t kNone = -2;
+  switch (size.kind) {
+    case Size::Kind::kNumber:
+      return size.number;
+    case Size::Kind::kElement: {
+      const InputNumbers<int64_t> input = ReadInput<int64_t>(call.ort, call.context, inputs_.at(size.value));
+      const int64_t count = input.shape.empty() ? 1 : input.shape.front();
+      return input.shape.size() <= 1 && size.number < count ? input.data[size.number] : kNone;
+    }
+    case Size::Kind::kLead:
+      return size.number < static_cast<int64_t>(call.wide.size()) ? call.wide[static_cast<size_t>(size.number)] : kNone;
+    case Size::Kind::kBatch:
+      return call.sequences->batch;
+    case Size::Kind::kRows:
+      return call.sequences->rows;
+    case Size::Kind::kHeads:
+      return call.sequences->heads;
+    case Size::Kind::kHeadDim:
+      return call.sequences->head_dim;
+  }
+  return kNone;
+}
+
+// As ONNX's Reshape.
+Shape AttentionCompute::Reshaped(const Shape& shape, const Target& target, const Call& call) const {
+  Shape made;
+  for (const Size& size : target.sizes) made.push_back(NumberOf(size, call));
+  const Shape wanted = made;
+  int64_t count = 1, rest = 1;
+  for (const int64_t size : shape) count *= size;  // of a tensor that is there
+  size_t left = made.size();
+  bool fits = true;
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (made[i] == 0 && target.copies) {
+      fits = fits && i < shape.size();
+      made[i] = i < shape.size() ? shape[i] : 0;
+    }
+    if (made[i] == -1 && left == made.size()) {
+      left = i;
+    } else if (made[i] < 0 || __builtin_mul_overflow(rest, made[i], &rest)) {
+      fits = false;
+    }
+  }
+  if (fits && left < made.size()) {
+    fits = rest != 0 && count % rest == 0;
+    if (fits) made[left] = count / rest;
+  } else {
+    fits = fits && rest == count;
+  }
+  if (!fits) {
+    throw OpError(ErrorText(node_, ": ", ShapeText(shape), " cannot be reshaped to ", ShapeText(wanted), ". ", kFeed));
+  }
+  return made;
+}
+
+AttentionCompute::Sequences AttentionCompute::SplitRows(Call& call) const {
+  // Sizes may be those of another one of the three.
+  const auto depends = [](const Target& target) {
+    return std::any_of(target.sizes.begin(), target.sizes.end(),
+                       [](const Size& size) { return size.kind >= Size::Kind::kBatch; });
+  };
+  const int64_t width = call.wide.back();
+  for (const bool are_dependent : {false, true}) {
+    for (const Target& target : attention_.splits) {
+      if (depends(target) != are_dependent) continue;
+      if (are_dependent && !call.sequences) throw OpError(ErrorText(node_, ": the sizes of its heads are not given"));
+      const Shape split = Reshaped(call.wide, target, call);
+      const bool fits = split.size() == 4 && split[2] > 0 && split[3] > 0 && width % split[2] == 0 &&
+                        width / split[2] == split[3] && (attention_.heads == 0 || split[2] == attention_.heads);
+      const bool is_same = !call.sequences || (fits && split == Shape{call.sequences->batch, call.sequences->rows,
+                                                                      call.sequences->heads, call.sequences->head_dim});
+      if (!fits || !is_same) {
+        throw OpError(ErrorText(node_, ": queries, keys or values ", ShapeText(call.wide), " are reshaped to ",
+                                ShapeText(split), ", expected [batch, rows, heads, head width] of ", width,
+                                " numbers, the same for all. ", kFeed));
+      }
+      call.sequences = {split[0], split[1], split[2], split[3]};
+    }
+  }
+  return *call.sequences;
+}
+
+void AttentionCompute::CheckKeyViews(const Call& call) const {
+  if (attention_.key_views.empty()) return;
+  const auto [batch, rows, heads, head_dim] = *call.sequences;
+  const Shape flat = Reshaped({batch, heads, rows, head_dim}, attention_.key_views[0], call);
+  const bool fits =
+      flat == Shape{batch * heads, rows, head_dim} &&
+      Reshaped({batch * heads, head_dim, rows}, attention_.key_views[1], call) == Shape{batch, heads, head_dim, rows};
+  if (!fits) {
+    throw OpError(ErrorText(node_, ": keys of ", batch, " x ", heads, " x ", rows, " x ", head_dim, " are reshaped to ",
+                            ShapeText(flat), ", not sequence by sequence. ", kFeed));
+  }
+}
+
+FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& call) const {
+  const Mask& mask = attention_.masks[index];
+  InputNumbers<void> input{mask.numbers.data(), mask.shape};
+  if (mask.value != nullptr) input = ReadInput<void>(call.ort, call.context, inputs_.at(mask.value));
+  FloatInput read{static_cast<const float*>(input.data), input.shape};
+  const bool is_longer = mask.is_cut && !input.shape.empty() && input.shape.back() > scores.back();
+  if (is_longer) read.shape.back() = scores.back();
+  CheckMask(node_, read.shape, scores);
+  if (!is_longer && !mask.is_condition) return read;
+  const int64_t count = CountOf(read.shape), row = read.shape.empty() ? 1 : read.shape.back();
+  const int64_t input_row = read.shape.empty() ? 1 : input.shape.back();
+  float* const made = call.Floats(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t place = i / row * input_row + i % row;
+    const bool is_hidden = mask.is_condition && static_cast<const bool*>(input.data)[place] == mask.hides;
+    made[i] = mask.is_condition ? (is_hidden ? mask.fill : 0.0f) : read.data[place];
+  }
+  read.data = made;
+  return read;
+}
+
+// Their sum.
+MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
+  MaskRows rows;
+  if (attention_.masks.empty()) return rows;
+  FloatInput sum = ReadMask(0, scores, call);
+  for (size_t i = 1; i < attention_.masks.size(); ++i) {
+    const FloatInput next = ReadMask(i, scores, call);
+    const Shape shape = *BroadcastShape(sum.shape, next.shape);  // both broadcast to the scores
+    float* const total = call.Floats(CountOf(shape));
+    BroadcastAdd(sum.data, sum.shape, next.data, next.shape, total, shape);
+    sum = {total, shape};
+  }
+  rows.data = sum.data;
+  const Shape strides = BroadcastStrides(sum.shape, scores);
+  std::copy(strides.begin(), strides.end(), rows.strides.begin());
+  return rows;
+}
+
+void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call) const {
+  const InputNumbers<bool> input = ReadInput<bool>(call.ort, call.context, inputs_.at(attention_.zero_rows));
+  const Shape rows = {attention.batch, attention.heads, attention.queries, 1};
+  CheckMask(node_, input.shape, rows);
+  const Shape strides = BroadcastStrides(input.shape, rows);
+  for (int64_t batch = 0; batch < attention.batch; ++batch) {
+    for (int64_t head = 0; head < attention.heads; ++head) {
+      for (int64_t query = 0; query < attention.queries; ++query) {
+        if (!input.data[batch * strides[0] + head * strides[1] + query * strides[2]]) continue;
+        std::fill_n(attention.Y(batch, head, query), attention.head_dim, 0.0f);
+      }
+    }
+  }
+}
+
+void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
+  const FloatInput x = ReadInput(ort, context, x_);
+  int64_t m = 0;
+  for (const Part& part : parts_) m = part.plan.CountRows(x.shape, node_, x_name_);
+  Call call{ort, context, host, x.shape, std::nullopt, {}};
+  const int64_t width = parts_.back().plan.layer().Columns() / (parts_.size() == 1 ? 3 : 1);
+  call.wide.back() = width;
+  const Sequences sequences = SplitRows(call);
+  CheckKeyViews(call);
+  if (sequences.rows > kMostTokens) {
+    throw OpError(ErrorText(node_, ": there are ", sequences.rows, " keys, expected at most ", kMostTokens));
+  }
+  AttentionCall attention;
+  attention.batch = sequences.batch;
+  attention.heads = attention.kv_heads = sequences.heads;
+  attention.queries = attention.keys = sequences.rows;
+  attention.head_dim = sequences.head_dim;
+  attention.scale = attention_.scale;
+  attention.causal = attention_.causal;
+  attention.zero_hidden_rows = attention_.zero_hidden_rows;
+  const Shape by_rows = {sequences.batch, sequences.rows, sequences.heads, sequences.head_dim};
+  attention.y = MakeOutput(ort, context, y_, Reshaped(by_rows, attention_.merge, call));
+  if (m == 0) return;
+  attention.mask = ReadMasks({sequences.batch, sequences.heads, sequences.rows, sequences.rows}, call);
+  float* const rows = call.Floats(Product(Product(m, 3), width));
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    LinearCall product;
+    product.x = x.data;
+    product.m = m;
+    product.bias = parts_[i].packed.Bias();
+    product.y = rows + static_cast<int64_t>(i) * m * width;
+    parts_[i].plan.Run(host, product);
+  }
+  // Side by side, or one after the other.
+  const bool is_joined = parts_.size() == 1;
+  const int64_t row_bytes = (is_joined ? 3 : 1) * width * kFloatBytes;
+  const auto heads_at = [&](int64_t index) {
+    return HeadRows{rows + index * (is_joined ? width : m * width), attention.queries * row_bytes,
+                    attention.head_dim * kFloatBytes, row_bytes};
+  };
+  attention.q = heads_at(0);
+  attention.k = heads_at(1);
+  attention.v = heads_at(2);
+  plan_.Run(host, attention);
+  if (attention_.zero_rows != nullptr) ZeroRows(attention, call);
+}
+
+}  // namespace ortolan::provider

@@ -1,0 +1,465 @@
+"""Attention of unmodified quantized models on the provider: bit by bit what the optimized file answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime import quantization
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+import ortolan
+from ortolan.models import tiny
+
+from ..ops.single_node import assert_same_bits
+from ..passes.attention_forms import (
+    FORMS,
+    filled,
+    learned_scale,
+    masked_by,
+    other_axis,
+    other_width_of_values,
+    shown_weights,
+    unknown_heads,
+    used_scores,
+)
+from ..passes.attention_graphs import FLOAT, INT64, B, D, Graph, H, S, W, feeds, plain
+from ..passes.small_models import op_types, relative_error, run
+from .nbits_models import NBits
+from .sessions import claimed, needs_provider, plain_session, provider_session
+
+pytestmark = needs_provider
+
+Build = Callable[[Graph], str]
+# Of one node, which quantize_dynamic writes as one that ONNX Runtime does not know; and a mask of its own keys.
+OTHERS = ("Attention", "Attention of heads", "causal")
+TAKEN = {name: form for name, form in FORMS.items() if name not in OTHERS}
+
+
+@pytest.fixture
+def int8(tmp_path: Path) -> Callable[[onnx.ModelProto], onnx.ModelProto]:
+    def quantized(model: onnx.ModelProto) -> onnx.ModelProto:
+        onnx.save(model, tmp_path / "float.onnx")
+        weight_type = quantization.QuantType.QInt8
+        quantization.quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx", weight_type=weight_type)
+        return onnx.load(tmp_path / "int8.onnx")
+
+    return quantized
+
+
+def four_bits(model: onnx.ModelProto) -> onnx.ModelProto:
+    quantizer = MatMulNBitsQuantizer(model, block_size=32, is_symmetric=True)
+    quantizer.process()
+    quantized: onnx.ModelProto = quantizer.model.model
+    return quantized
+
+
+def built(form: Build) -> onnx.ModelProto:
+    graph = Graph()
+    return graph.model(form(graph))
+
+
+def all_claims(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
+    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+
+
+def attentions(session: ort.InferenceSession) -> int:
+    return sum("Softmax" in name or "MultiHeadAttention" in name for name in claimed(session))
+
+
+def layers(session: ort.InferenceSession) -> int:
+    """Those of int8."""
+    return sum(name.endswith("_quant") for name in claimed(session))
+
+
+def optimized(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+    found = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0, "may_grow": True, **options}).model
+    assert found is not None
+    return found
+
+
+def check(model: onnx.ModelProto, *given: dict[str, np.ndarray], threads: int = 1) -> None:
+    """All of its attention is taken, and answers as that of the optimized file."""
+    session, expected = all_claims(model, threads), optimized(model)
+    count = op_types(expected).count("NoMADAttention")
+    assert count > 0 and attentions(session) == count
+    assert sum(op_type in ("Softmax", "MultiHeadAttention") for op_type in op_types(model)) == count
+    for one in given:
+        assert_same_bits(session.run(None, one)[0], run(expected, one, library=True)[0])
+
+
+def check_left(model: onnx.ModelProto, *given: dict[str, np.ndarray]) -> None:
+    """Its layers are taken, its attention is not, and all outputs are those of layers that are replaced alone."""
+    session, expected = all_claims(model), optimized(model, **{"fuse_attention.exclude": ["*"]})
+    assert attentions(session) == 0
+    assert layers(session) == op_types(model).count("MatMulInteger")
+    for one in given:
+        for y, wanted in zip(session.run(None, one), run(expected, one, library=True), strict=True):
+            assert_same_bits(y, wanted)
+
+
+@pytest.mark.parametrize("form", TAKEN)
+def test_every_form_in_int8(form: str, int8: Any) -> None:
+    model = int8(built(TAKEN[form]))
+    check(model, *(feeds(model, rows) for rows in (1, 2, S, 70)))
+
+
+@pytest.mark.parametrize("form", ["usual", "shape chains", "zeros for NaN", "position bias and mask"])
+def test_forms_in_four_bits(form: str) -> None:
+    model = four_bits(built(TAKEN[form]))
+    assert "MatMulNBits" in op_types(model)
+    check(model, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+@pytest.mark.parametrize("form", ["usual", "filled", "position bias and mask"])
+def test_several_threads(form: str, int8: Any) -> None:
+    model = int8(built(TAKEN[form]))
+    check(model, *(feeds(model, rows) for rows in (1, 70, 200)), threads=3)
+
+
+@pytest.mark.parametrize(
+    "form", ["usual", "filled", "filled with -Inf", "zeros for NaN", "zeros for rows without keys"]
+)
+def test_rows_that_see_nothing(form: str, int8: Any) -> None:
+    """The first sequence is hidden, the second is not. Those of -Inf are NaN."""
+    model = int8(built(TAKEN[form]))
+    given = feeds(model)
+    given["mask"][:] = np.array([[0], [1]])
+    check(model, given)
+
+
+@pytest.mark.parametrize("attributes", [{}, {"scale": 0.4}, {"unidirectional": 1}])
+def test_multi_head_attention(attributes: dict[str, Any], int8: Any) -> None:
+    def build(graph: Graph) -> str:
+        inputs = [graph.linear(name) for name in ("q", "kk", "vvv")]
+        return graph.op("MultiHeadAttention", *inputs, domain="com.microsoft", num_heads=H, **attributes)
+
+    model = int8(built(build))
+    check(model, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+@pytest.mark.parametrize("given", ["bias", "key padding", "cache", "other keys"])
+def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
+    def build(graph: Graph) -> str:
+        other = graph.op("Tanh", "x") if given == "other keys" else "x"
+        inputs = [graph.linear("q"), graph.linear("kk", other), graph.linear("vvv", other)]
+        if given == "bias":
+            inputs.append(np.linspace(-1, 1, 3 * W, dtype=np.float32))  # type: ignore[arg-type]
+        if given == "key padding":
+            graph.inputs["mask"] = (INT64, ["batch", "rows"])
+            inputs += ["", graph.op("Cast", "mask", to=TensorProto.INT32)]
+        y = graph.op("MultiHeadAttention", *inputs, domain="com.microsoft", num_heads=H)
+        if given == "cache":
+            graph.nodes[-1].output.extend(["key", "value"])
+            graph.outputs |= {name: (FLOAT, ["batch", H, "rows", D]) for name in ("key", "value")}
+        return y
+
+    model = int8(built(build))
+    session = all_claims(model)
+    assert attentions(session) == 0 and layers(session) == 3
+    for one in (feeds(model, rows) for rows in (1, S)):
+        for y, expected in zip(session.run(None, one), run(model, one), strict=True):
+            assert relative_error(expected, y) < 0.03
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantize", ["int8", "four bits"])
+@pytest.mark.parametrize(("hidden", "heads"), [(40, 4), (72, 3), (39, 3), (64, 1), (130, 2)])
+def test_encoders_of_any_sizes(quantize: str, hidden: int, heads: int, int8: Any) -> None:
+    """40, 72, 39 and 130 columns are no whole panels, so that the three layers stay three."""
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads}
+    model = ir.to_proto(tiny.tiny_bert(**sizes))
+    model = int8(model) if quantize == "int8" else four_bits(model)
+    check(model, *(tokens(model, batch, rows) for batch, rows in ((1, 1), (1, 16), (3, 33))))
+
+
+def test_an_encoder_with_a_position_bias(int8: Any) -> None:
+    model = int8(ir.to_proto(tiny.tiny_mpnet()))
+    check(model, *(tokens(model, batch, rows) for batch, rows in ((1, 1), (3, 33))))
+
+
+def tokens(model: onnx.ModelProto, batch: int, rows: int) -> dict[str, np.ndarray]:
+    mask = (np.arange(rows) < np.linspace(rows, 1, batch, dtype=int)[:, None]).astype(np.int64)
+    ids = np.where(mask, np.random.default_rng(rows).integers(2, 100, (batch, rows)), 1)
+    given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    return {value.name: given[value.name] for value in model.graph.input}
+
+
+def test_layers_of_different_kinds() -> None:
+    """Queries of 4 bits, keys of 8, values of 4 in other blocks and with a bias."""
+    layers = [NBits(W, W, 32), NBits(W, W, 32, bits=8), NBits(W, W, 64, bias=True)]
+    graph = Graph()
+    names = []
+    for index, layer in enumerate(layers):
+        names.append(f"part{index}")
+        graph.nodes.append(layer.node("x", names[-1], f"/MatMul_{index}", f"w{index}."))
+        graph.weights |= {f"w{index}.{name}": array for name, array in layer.tensors.items()}
+    scores = graph.op("MatMul", graph.heads(names[0]), graph.transpose(graph.heads(names[1]), 0, 1, 3, 2))
+    weights = graph.op("Softmax", graph.op("Mul", scores, graph.number(0.3)), axis=-1)
+    model = graph.model(graph.merge(graph.op("MatMul", weights, graph.heads(names[2]))))
+    check(model, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+def test_the_number_of_heads_may_come_when_it_runs(int8: Any) -> None:
+    model = int8(built(unknown_heads))
+    session = all_claims(model)
+    assert attentions(session) == 1
+    x = feeds(model)["x"]
+    for heads in (1, 4, 6):
+        given = {"x": x, "shape": np.array([B, S, heads, W // heads])}
+        assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+    for shape in ([B, S, H, D + 1], [B, S, 0, 0], [B, S, -1, -1], [B, S, 5, -1], [B, -1, 2 * H, D], [1, 1, 1, -2]):
+        with pytest.raises(Exception, match="shape"):
+            session.run(None, {"x": x, "shape": np.array(shape)})
+    # Heads of half the size are twice as many.
+    given = {"x": x, "shape": np.array([0, -1, 2 * H, D // 2])}
+    assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+
+
+def rows_are_fixed(graph: Graph) -> str:
+    q, k, v = (
+        graph.transpose(graph.reshape(graph.linear(name), -1, S, H, D), 0, 2, 1, 3) for name in ("q", "kk", "vvv")
+    )
+    weights = graph.op("Softmax", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), axis=-1)
+    return graph.reshape(graph.transpose(graph.op("MatMul", weights, v), 0, 2, 1, 3), -1, S, W)
+
+
+def test_another_number_of_rows_than_it_is_made_for(int8: Any) -> None:
+    model = int8(built(rows_are_fixed))
+    session = all_claims(model)
+    assert attentions(session) == 1
+    for rows in (S, 2 * S):  # two sequences of each
+        given = feeds(model, rows)
+        assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+    for runner in (session, plain_session(model)):
+        with pytest.raises(Exception, match="reshape"):
+            runner.run(None, feeds(model, S + 1))
+    session.run(None, feeds(model, S))
+
+
+def mask_as_given(graph: Graph) -> str:
+    graph.inputs["bias"] = (FLOAT, [None] * 4)
+    return masked_by(lambda _: "bias")(graph)
+
+
+def test_masks_of_any_shape(int8: Any) -> None:
+    model = int8(built(mask_as_given))
+    session, expected = all_claims(model), optimized(model)
+    assert attentions(session) == 1
+    rng = np.random.default_rng(3)
+    x = feeds(model)["x"]
+    for shape in ((1, 1, 1, 1), (B, 1, 1, S), (1, H, S, S), (B, H, S, S), (B, H, S, 1), (1, 1, S, S)):
+        given = {"x": x, "bias": rng.standard_normal(shape, dtype=np.float32)}
+        assert_same_bits(session.run(None, given)[0], run(expected, given, library=True)[0])
+    for shape in ((1, 1, 1, S + 1), (3, 1, 1, S), (1, H, 2, S), (0, 1, 1, S)):
+        with pytest.raises(Exception, match=r"mask has shape|broadcast"):
+            session.run(None, {"x": x, "bias": np.zeros(shape, np.float32)})
+
+
+def cut_mask(graph: Graph) -> str:
+    """As BART has it: of as many keys as there are."""
+    graph.inputs["bias"] = (FLOAT, ["batch", 1, 1, "most"])
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    rows = graph.op("Gather", graph.op("Shape", k), np.array([2]), axis=0)
+    mask = graph.op("Slice", "bias", np.array([0]), rows, np.array([3]), np.array([1]))
+    scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.number(D**-0.5))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, mask), axis=-1), v))
+
+
+@pytest.mark.parametrize("longer", [0, 5])
+def test_a_mask_that_is_cut_to_the_keys(longer: int, int8: Any) -> None:
+    model = int8(built(cut_mask))
+    session = all_claims(model)
+    assert attentions(session) == 1
+    bias = np.random.default_rng(0).standard_normal((B, 1, 1, S + longer), dtype=np.float32)
+    given = {"x": feeds(model)["x"], "bias": bias}
+    (y,) = session.run(None, given)
+    assert relative_error(run(model, given)[0], y) < 0.03
+    (exact,) = all_claims(int8(built(mask_as_given))).run(None, given | {"bias": bias[..., :S]})
+    assert_same_bits(y, exact)
+
+
+@pytest.mark.parametrize("form", ["whole", "expanded", "cut"])
+def test_constant_masks(form: str, int8: Any) -> None:
+    """Causal ones, as GPT-2 has them."""
+
+    def build(graph: Graph) -> str:
+        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+        scores = graph.op("Mul", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.number(D**-0.5))
+        mask: Any = np.triu(np.full((1, 1, S, S + (4 if form == "cut" else 0)), -1e4, np.float32), 1)
+        if form == "expanded":
+            mask = graph.op("Expand", mask, graph.op("Shape", scores))
+        if form == "cut":
+            rows = graph.op("Shape", k, start=2, end=3)
+            mask = graph.op("Slice", mask, np.array([0]), rows, np.array([3]))
+        scores = graph.op("Add", scores, mask)
+        return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+    model = int8(built(build))
+    session = all_claims(model)
+    assert attentions(session) == 1
+    given = feeds(model)
+    causal = np.triu(np.full((1, 1, S, S), -1e4, np.float32), 1)
+    (exact,) = all_claims(int8(built(mask_as_given))).run(None, {**given, "bias": causal})
+    assert_same_bits(session.run(None, given)[0], exact)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, W), (3, 0, W), (0, 0, W)])
+def test_nothing_to_do(shape: tuple[int, ...], int8: Any) -> None:
+    session = all_claims(int8(built(TAKEN["no mask"])))
+    (y,) = session.run(None, {"x": np.zeros(shape, np.float32)})
+    assert y.shape == shape
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def shown_query(graph: Graph) -> str:
+    q = graph.linear("q")
+    graph.outputs["shown"] = (FLOAT, ["batch", "rows", W])
+    graph.nodes.append(helper.make_node("Identity", [q], ["shown"], "/shown"))
+    return attend_from(graph, q)
+
+
+def query_that_others_use(graph: Graph) -> str:
+    q = graph.linear("q")
+    return graph.op("Add", attend_from(graph, q), graph.op("Tanh", q))
+
+
+def attend_from(graph: Graph, q: str, k: str = "", v: str = "") -> str:
+    k, v = k or graph.linear("kk"), v or graph.linear("vvv")
+    scores = graph.op("MatMul", graph.heads(q), graph.transpose(graph.heads(k), 0, 1, 3, 2))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), graph.heads(v)))
+
+
+def keys_are_values(graph: Graph) -> str:
+    shared = graph.linear("kk")
+    return graph.op("Add", attend_from(graph, graph.linear("q"), shared, shared), graph.linear("vvv"))
+
+
+def keys_of_something_else(graph: Graph) -> str:
+    other = graph.op("Tanh", "x")
+    return attend_from(graph, graph.linear("q"), graph.linear("kk", other), graph.linear("vvv", other))
+
+
+def heads_at_the_end(graph: Graph) -> str:
+    """[batch, rows, head width, heads]"""
+    q, k, v = (
+        graph.transpose(graph.reshape(graph.linear(name), 0, 0, D, H), 0, 3, 1, 2) for name in ("q", "kk", "vvv")
+    )
+    weights = graph.op("Softmax", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), axis=-1)
+    return graph.reshape(graph.transpose(graph.op("MatMul", weights, v), 0, 2, 3, 1), 0, 0, W)
+
+
+def keys_by_queries(graph: Graph) -> str:
+    """Scores the other way round are another Softmax."""
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.transpose(graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), 0, 1, 3, 2)
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def merged_otherwise(graph: Graph) -> str:
+    weights, value = plain(graph)
+    return graph.reshape(graph.transpose(graph.op("MatMul", weights, value), 0, 1, 2, 3), 0, -1, W)
+
+
+def scaled_after_the_mask(graph: Graph) -> str:
+    q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
+    scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.additive_mask())
+    scores = graph.op("Mul", scores, graph.number(0.25))
+    return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
+
+
+def scaled_values(graph: Graph) -> str:
+    weights, value = plain(graph)
+    return graph.merge(graph.op("MatMul", weights, graph.op("Mul", value, graph.number(0.5))))
+
+
+def mask_of_a_layer_of_the_same_input(graph: Graph) -> str:
+    """As one call with the layers of queries, keys and values, it would need its own result."""
+    mask = graph.op("Unsqueeze", graph.op("ReduceMean", graph.linear("mmmm"), axes=[2], keepdims=0), np.array([1, 2]))
+    return masked_by(lambda _: mask)(graph)
+
+
+def mask_is_a_layer_of_the_same_input(graph: Graph) -> str:
+    return masked_by(lambda graph: graph.linear("mmmm", width=S))(graph)
+
+
+def test_a_mask_that_a_layer_of_its_group_makes(int8: Any) -> None:
+    model = int8(built(mask_is_a_layer_of_the_same_input))
+    session = all_claims(model)
+    assert attentions(session) == 0 and layers(session) == 4
+    given = {"x": feeds(model)["x"][:1]}
+    assert relative_error(run(model, given)[0], session.run(None, given)[0]) < 0.03
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        other_axis,
+        shown_weights,
+        used_scores,
+        learned_scale,
+        other_width_of_values,
+        filled(hides=True, fill=-10000.0),
+        shown_query,
+        query_that_others_use,
+        keys_are_values,
+        keys_of_something_else,
+        heads_at_the_end,
+        keys_by_queries,
+        merged_otherwise,
+        scaled_after_the_mask,
+        scaled_values,
+        mask_of_a_layer_of_the_same_input,
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_something_else_stays(form: Build, int8: Any) -> None:
+    model = int8(built(form))
+    check_left(model, *(feeds(model, rows) for rows in (1, S)))
+
+
+def test_attention_of_float_layers_stays() -> None:
+    model = built(TAKEN["usual"])
+    assert claimed(all_claims(model)) == []
+
+
+def test_other_layers_of_the_same_input_are_in_its_group(int8: Any) -> None:
+    def with_another(graph: Graph) -> str:
+        return graph.op("Add", attend_from(graph, graph.linear("q")), graph.op("Relu", graph.linear("mmmm")))
+
+    model = int8(built(with_another))
+    check(model, *(feeds(model, rows) for rows in (1, S)))
+
+
+def test_sizes_may_be_used_elsewhere_too(int8: Any) -> None:
+    """Those that are computed in front of it; those of its own values make it stay."""
+
+    def with_sizes(of: str) -> Build:
+        def build(graph: Graph) -> str:
+            q = graph.linear("q")
+            rows = graph.op("Shape", "x" if of == "x" else q, start=1, end=2)
+            shape = graph.op("Concat", np.array([-1]), rows, np.array([H, D]), axis=0)
+            parts = [q, graph.linear("kk"), graph.linear("vvv")]
+            q, k, v = (graph.transpose(graph.op("Reshape", part, shape), 0, 2, 1, 3) for part in parts)
+            weights = graph.op("Softmax", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), axis=-1)
+            y = graph.merge(graph.op("MatMul", weights, v))
+            graph.outputs["shape"] = (INT64, [4])
+            graph.nodes.append(helper.make_node("Identity", [shape], ["shape"], "/shape"))
+            return y
+
+        return build
+
+    model = int8(built(with_sizes("x")))
+    check(model, *(feeds(model, rows) for rows in (1, S)))
+    check_left(int8(built(with_sizes("q"))), feeds(model))
