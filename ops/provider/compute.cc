@@ -72,12 +72,19 @@ float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, co
   return static_cast<float*>(data);
 }
 
-size_t PlaceOf(const HostApi& host, const std::vector<Value>& values, Value value) {
+std::optional<size_t> FindPlace(const HostApi& host, const std::vector<Value>& values, Value value) {
   const std::string name = NameOf(host, value);
   for (size_t i = 0; i < values.size(); ++i) {
     if (values[i] != nullptr && NameOf(host, values[i]) == name) return i;
   }
-  throw OpError(ErrorText("value '", name, "' is no input or output of the node that ONNX Runtime made of its group"));
+  return std::nullopt;
+}
+
+size_t InputPlace(const HostApi& host, const Node& fused, Value value) {
+  const std::optional<size_t> place = FindPlace(host, fused.inputs(), value);
+  if (place) return *place;
+  throw OpError(
+      ErrorText("value '", NameOf(host, value), "' is no input of the node that ONNX Runtime made of its group"));
 }
 
 // Columns side by side, whose numbers are put into `numbers`.
@@ -132,9 +139,9 @@ class GroupCompute::StepCompute {
   StepCompute(const HostApi& host, const Step& step, const Node& fused)
       : node_(step.layers.front().Described()),
         x_name_(NameOf(host, step.X())),
-        x_(PlaceOf(host, fused.inputs(), step.X())),
-        y_(PlaceOf(host, fused.outputs(), step.y)) {
-    if (step.residual != nullptr) residual_ = PlaceOf(host, fused.inputs(), step.residual);
+        x_(InputPlace(host, fused, step.X())),
+        y_(FindPlace(host, fused.outputs(), step.y)) {
+    if (step.residual != nullptr) residual_ = InputPlace(host, fused, step.residual);
     LinearLayer layer = Pack(step.layers);
     SetBias(step.layers);
     layer.activation = step.activation;
@@ -151,6 +158,7 @@ class GroupCompute::StepCompute {
   }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
+    if (!y_) return;
     const FloatInput x = ReadInput(ort, context, x_);
     Shape shape = x.shape;
     LinearCall call;
@@ -159,7 +167,7 @@ class GroupCompute::StepCompute {
     call.bias = bias_.empty() ? nullptr : bias_.data();
     shape.back() = plan_->layer().Columns();
     if (residual_) return RunWithResidual(ort, context, host, call, shape);
-    call.y = MakeOutput(ort, context, y_, shape);
+    call.y = MakeOutput(ort, context, *y_, shape);
     plan_->Run(host, call);
   }
 
@@ -193,12 +201,13 @@ class GroupCompute::StepCompute {
                               ", which does not fit ", ShapeText(shape),
                               ". Feed the model inputs of the shapes it was exported for."));
     }
-    call.y = MakeOutput(ort, context, y_, *sum_shape);
+    call.y = MakeOutput(ort, context, *y_, *sum_shape);
     plan_->RunWithResidual(host, call, shape, {other.data, other.shape}, *sum_shape);
   }
 
   std::string node_, x_name_;
-  size_t x_, y_;
+  size_t x_;
+  std::optional<size_t> y_;  // none: nobody reads it
   std::optional<size_t> residual_;
   std::optional<NBitsGroups> groups_;
   std::optional<Int8Columns> columns_;
