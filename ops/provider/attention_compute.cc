@@ -48,15 +48,15 @@ AttentionCompute::AttentionCompute(const HostApi& host, const Step& step, const 
     : node_(step.attention->nodes.front()->Described()),
       x_name_(NameOf(host, step.X())),
       attention_(*step.attention),
-      x_(PlaceOf(host, fused.inputs(), step.X())),
-      y_(PlaceOf(host, fused.outputs(), step.y)),
+      x_(InputPlace(host, fused, step.X())),
+      y_(OutputPlace(host, fused, step.y)),
       plan_(kPrecision) {
   if (CanJoinAll(step.layers)) {
     parts_.emplace_back(step.layers);
   } else {
     for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
   }
-  for (const Value value : attention_.Reads()) inputs_.emplace(value, PlaceOf(host, fused.inputs(), value));
+  for (const Value value : attention_.Reads()) inputs_.emplace(value, InputPlace(host, fused, value));
 }
 
 struct AttentionCompute::Call {
@@ -226,6 +226,7 @@ void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call
 }
 
 void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
+  if (!y_) return;
   const FloatInput x = ReadInput(ort, context, x_);
   int64_t m = 0;
   for (const Part& part : parts_) m = part.plan.CountRows(x.shape, node_, x_name_);
@@ -246,7 +247,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   attention.causal = attention_.causal;
   attention.zero_hidden_rows = attention_.zero_hidden_rows;
   const Shape by_rows = {sequences.batch, sequences.rows, sequences.heads, sequences.head_dim};
-  attention.y = MakeOutput(ort, context, y_, Reshaped(by_rows, attention_.merge, call));
+  attention.y = MakeOutput(ort, context, *y_, Reshaped(by_rows, attention_.merge, call));
   if (m == 0) return;
   attention.mask = ReadMasks({sequences.batch, sequences.heads, sequences.rows, sequences.rows}, call);
   float* const rows = call.Floats(Product(Product(m, 3), width));

@@ -46,7 +46,8 @@ class AttentionCompute : public StepCompute {
 
   std::string node_, x_name_;
   Attention attention_;
-  size_t x_, y_;
+  size_t x_;
+  std::optional<size_t> y_;                   // none: nobody reads it
   std::unordered_map<Value, size_t> inputs_;  // of masks and sizes
   std::deque<Part> parts_;                    // one of all three, or three
   AttentionPlan plan_;

@@ -1,7 +1,7 @@
 // What a claimed node reads and makes when it runs.
 #pragma once
 
-#include <vector>
+#include <optional>
 
 #include "provider/node.h"
 
@@ -28,7 +28,8 @@ InputNumbers<Number> ReadInput(const OrtApi& ort, const OrtKernelContext& contex
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape);
 
-// The place of a value of the group among those of the node that ONNX Runtime made of it.
-size_t PlaceOf(const HostApi& host, const std::vector<Value>& values, Value value);
+// The places of a value of the group among those of the node that ONNX Runtime made of it. No output: nobody reads it.
+size_t InputPlace(const HostApi& host, const Node& fused, Value value);
+std::optional<size_t> OutputPlace(const HostApi& host, const Node& fused, Value value);
 
 }  // namespace ortolan::provider

@@ -73,10 +73,10 @@ class LinearCompute : public StepCompute {
   LinearCompute(const HostApi& host, const Step& step, const Node& fused)
       : node_(step.layers.front().Described()),
         x_name_(NameOf(host, step.X())),
-        x_(PlaceOf(host, fused.inputs(), step.X())),
-        y_(PlaceOf(host, fused.outputs(), step.y)),
+        x_(InputPlace(host, fused, step.X())),
+        y_(OutputPlace(host, fused, step.y)),
         packed_(step.layers) {
-    if (step.residual != nullptr) residual_ = PlaceOf(host, fused.inputs(), step.residual);
+    if (step.residual != nullptr) residual_ = InputPlace(host, fused, step.residual);
     LinearLayer layer = packed_.Linear();
     layer.activation = step.activation;
     if (step.IsGated()) layer.gated_columns = step.layers.front().Columns();
@@ -92,6 +92,7 @@ class LinearCompute : public StepCompute {
   }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
+    if (!y_) return;
     const FloatInput x = ReadInput(ort, context, x_);
     Shape shape = x.shape;
     LinearCall call;
@@ -100,7 +101,7 @@ class LinearCompute : public StepCompute {
     call.bias = packed_.Bias();
     shape.back() = plan_->layer().Columns();
     if (residual_) return RunWithResidual(ort, context, host, call, shape);
-    call.y = MakeOutput(ort, context, y_, shape);
+    call.y = MakeOutput(ort, context, *y_, shape);
     plan_->Run(host, call);
   }
 
@@ -115,12 +116,13 @@ class LinearCompute : public StepCompute {
                               ", which does not fit ", ShapeText(shape),
                               ". Feed the model inputs of the shapes it was exported for."));
     }
-    call.y = MakeOutput(ort, context, y_, *sum_shape);
+    call.y = MakeOutput(ort, context, *y_, *sum_shape);
     plan_->RunWithResidual(host, call, shape, {other.data, other.shape}, *sum_shape);
   }
 
   std::string node_, x_name_;
-  size_t x_, y_;
+  size_t x_;
+  std::optional<size_t> y_;  // none: nobody reads it
   std::optional<size_t> residual_;
   PackedLayers packed_;
   std::vector<float> norm_weight_, norm_bias_;

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnxruntime import quantization
 
 import ortolan
@@ -18,21 +18,12 @@ from ortolan.models import tiny
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, FIXED, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
+from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
 from .sessions import claimed, needs_provider, plain_session, provider_session
 
 pytestmark = needs_provider
 
-FLOAT = TensorProto.FLOAT
 node = helper.make_node
-
-
-def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
-    """Also where this CPU's own int8 layers are not the faster ones."""
-    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
-
-
-def dense_numbers(k: int, n: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-127, 128, (k, n)).astype(np.int8)
 
 
 def check_as_optimized(model: onnx.ModelProto, *feeds: np.ndarray, threads: int = 1) -> onnxruntime.InferenceSession:
@@ -70,63 +61,6 @@ def test_weights_with_zeros(share: float) -> None:
     q = np.where(np.random.default_rng(2).random((150, 40)) < share, 0, dense_numbers(150, 40))
     layer = Int8Layer("chain", q=q.astype(np.int8))
     check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
-
-
-ACTIVATIONS: dict[str, list[onnx.NodeProto]] = {
-    "relu": [node("Relu", ["r"], ["a"])],
-    "gelu": [
-        node("Div", ["r", "root2"], ["g1"]),
-        node("Erf", ["g1"], ["g2"]),
-        node("Add", ["g2", "one"], ["g3"]),
-        node("Mul", ["r", "g3"], ["g4"]),
-        node("Mul", ["g4", "half"], ["a"]),
-    ],
-    "gelu, half first": [
-        node("Mul", ["r", "half"], ["g0"]),
-        node("Div", ["r", "root2"], ["g1"]),
-        node("Erf", ["g1"], ["g2"]),
-        node("Add", ["one", "g2"], ["g3"]),
-        node("Mul", ["g0", "g3"], ["a"]),
-    ],
-    "gelu by tanh": [
-        node("Pow", ["r", "three"], ["g1"]),
-        node("Mul", ["g1", "cube"], ["g2"]),
-        node("Add", ["r", "g2"], ["g3"]),
-        node("Mul", ["g3", "slope"], ["g4"]),
-        node("Tanh", ["g4"], ["g5"]),
-        node("Add", ["g5", "one"], ["g6"]),
-        node("Mul", ["half", "r"], ["g7"]),
-        node("Mul", ["g7", "g6"], ["a"]),
-    ],
-    "silu": [node("Sigmoid", ["r"], ["g1"]), node("Mul", ["r", "g1"], ["a"])],
-    "Gelu": [node("Gelu", ["r"], ["a"], domain="com.microsoft")],
-    "FastGelu": [node("FastGelu", ["r"], ["a"], domain="com.microsoft")],
-    "QuickGelu of 1": [node("QuickGelu", ["r"], ["a"], domain="com.microsoft", alpha=1.0)],
-}
-NUMBERS = {
-    "root2": np.sqrt(np.float32(2)), "one": np.float32(1), "half": np.float32(0.5), "three": np.float32(3),
-    "cube": np.float32(0.044715), "slope": np.float32(np.sqrt(2 / np.pi)),
-}  # fmt: skip
-
-
-def with_nodes(
-    layer: Int8Layer, more: list[onnx.NodeProto], inputs: tuple[str, ...] = (), **constants: np.ndarray
-) -> onnx.ModelProto:
-    """The layer makes r of x, the nodes y of r."""
-    nodes = [*layer.nodes("r"), *more]
-    used = {name for one in nodes for name in one.input}
-    tensors = layer.tensors | {name: np.asarray(number) for name, number in NUMBERS.items()} | constants
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "a layer and more",
-        [value("x", FLOAT, ["batch", layer.k]), *(value(name, FLOAT, None) for name in inputs)],
-        [value("y", FLOAT, None)],
-        [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
-    )
-    # In later opsets ONNX Runtime makes one operator of GELU by Erf before it asks.
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, ir_version=8, opset_imports=opsets)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -201,6 +135,25 @@ def test_a_residual_that_hangs_on_the_layer_stays_outside() -> None:
     assert {"linear", "linear2"} <= set(claimed(session)) and not {"between", "sum"} & set(claimed(session))
     x = layer.inputs(6)
     assert relative_error(session.run(None, {"x": x})[0], run(model, {"x": x})[0]) < 0.02
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_layer_whose_output_nobody_reads(with_residual: bool) -> None:
+    """It has no place among the outputs of what ONNX Runtime makes of its group."""
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    second = [
+        node("MatMulInteger", ["xq", "W2", "xz", "zeros"], ["sums2"], name="linear2"),
+        node("Cast", ["sums2"], ["floats2"], to=FLOAT),
+        node("Mul", ["floats2", "step"], ["r2"]),
+        node("Neg", ["r"], ["y"]),
+    ]
+    if with_residual:
+        second += [node("Neg", ["x2"], ["n"]), node("Add", ["r2", "n"], ["s2"])]
+    model = with_nodes(layer, second, ("x2",) if with_residual else (), W2=dense_numbers(64, 24, seed=1))
+    session, x = all_claims(model), layer.inputs(6)
+    assert {"linear", "linear2"} <= set(claimed(session))
+    feeds = {"x": x, "x2": np.ones((6, 24), np.float32)} if with_residual else {"x": x}
+    assert relative_error(run(model, feeds)[0], session.run(None, feeds)[0]) < 0.02
 
 
 def test_the_sum_of_two_layers_of_one_input() -> None:

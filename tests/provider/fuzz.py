@@ -1,0 +1,312 @@
+"""Damaged models in sessions with the provider: an error, or answers near ONNX Runtime's, never a crash or a hang.
+
+    python -m tests.provider.fuzz --models 20000 --seed 1
+
+Each model has a seed of its own, from --seed on: a run that was stopped goes on from the last one that it printed.
+Models run in processes of their own; what ends one is named with its seed, and the model is saved. `ortolan` must be
+importable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnx import ModelProto, numpy_helper
+
+from .fuzz_models import Feeds, Rng, damaged, model_of, odd_feeds
+from .sessions import claimed, plain_session, provider_session
+
+MODELS_PER_PROCESS = 400  # sanitizers do not give memory back
+MOST_MEMORY = 8 << 30
+MOST_NUMBERS = 1 << 20  # of an input that is made up
+SANE = 1e4  # larger numbers, fed or stored, may overflow or cancel out: their answers are not compared
+TOLERANCE = 0.1  # of the norm of an answer; inputs are rounded to int8 by both, a tensor or a group at a time
+NOISE = 0.02  # of the inputs' norm: where it changes ONNX Runtime's own answers a fifth as much, they say nothing
+TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "uint8": np.uint8, "int8": np.int8}
+TYPES |= {"int32": np.int32, "int64": np.int64, "bool": np.bool_}
+# What must not happen, but for crashes and hangs.
+WRONG = ("other answers", "refused by the provider alone", "other answers after an error")
+
+
+@dataclass
+class Report:
+    """What became of how many models, and lines that say what must not be."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def model_of_seed(seed: int) -> tuple[ModelProto, Feeds, list[str], Rng]:
+    rng = np.random.default_rng(seed)
+    model, feeds = model_of(rng)
+    return model, feeds, damaged(rng, model), rng
+
+
+# --- one model --------------------------------------------------------------------------------------------------------
+
+
+def feeds_for(session: onnxruntime.InferenceSession, known: Feeds) -> Feeds:
+    """Of the model's inputs as they are now."""
+    feeds = {}
+    for value in session.get_inputs():
+        if value.name in known:
+            feeds[value.name] = known[value.name]
+            continue
+        shape = [size if isinstance(size, int) and size >= 0 else 3 for size in value.shape]
+        dtype = TYPES.get(value.type.removeprefix("tensor(").removesuffix(")"), np.float32)
+        if np.prod(shape, dtype=float) <= MOST_NUMBERS:
+            feeds[value.name] = np.ones(shape, dtype)
+    return feeds
+
+
+def is_sane(model: ModelProto, feeds: Feeds) -> bool:
+    def floats() -> Iterator[np.ndarray]:
+        yield from (array for array in feeds.values() if array.dtype.kind == "f")
+        for tensor in model.graph.initializer:
+            array = numpy_helper.to_array(tensor)
+            if array.dtype.kind == "f":
+                yield array
+
+    try:
+        return all(bool((np.abs(array) < SANE).all()) for array in floats())
+    except Exception:  # what cannot be read, in as many ways as there are
+        return False
+
+
+def differences(expected: list[Any], found: list[Any]) -> list[float]:
+    """Of each output of floats that are finite in `expected`, of its norm; infinite where types or shapes differ."""
+    errors = []
+    for plain, ours in zip(expected, found, strict=True):
+        if not isinstance(plain, np.ndarray) or plain.dtype.kind not in "fiu":
+            errors.append(0.0)
+        elif plain.dtype != ours.dtype or plain.shape != ours.shape:
+            errors.append(np.inf)
+        elif plain.dtype.kind != "f" or not np.isfinite(plain).all():
+            errors.append(0.0)
+        else:
+            error = float(np.linalg.norm(np.float64(plain) - ours)) / max(
+                float(np.linalg.norm(np.float64(plain))), 1e-6
+            )
+            errors.append(error if error >= 0 else np.inf)
+    return errors
+
+
+def with_noise(feeds: Feeds) -> Feeds:
+    rng, noisy = np.random.default_rng(0), dict(feeds)
+    for name, array in feeds.items():
+        if array.dtype == np.float32 and array.size:
+            step = NOISE * float(np.sqrt(np.mean(array**2)))
+            noisy[name] = array + step * rng.standard_normal(array.shape).astype(np.float32)
+    return noisy
+
+
+def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> str:
+    """What became of a model; what is in WRONG comes with a reason behind a colon."""
+    plain_error = our_error = ""
+    try:
+        plain = plain_session(model)
+    except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
+        plain, plain_error = None, str(error)
+    try:
+        ours = provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+    except Exception as error:
+        ours, our_error = None, str(error)
+    if ours is None:
+        return "no session" if plain is None else f"{WRONG[1]}: {our_error}"
+    taken = "taken" if claimed(ours) else "left"
+    feeds = feeds_for(ours, known)
+    answers: list[list[Any] | None] = []
+    for fed in (feeds, with_odd(feeds, odd), feeds):
+        try:
+            answers.append(ours.run(None, fed))
+        except Exception as error:
+            answers.append(None)
+            our_error = our_error or str(error)
+    if plain is None:
+        return f"{taken}, where ONNX Runtime makes no session ({plain_error[:80]!r})"
+    first, again = answers[0], answers[2]
+    if (first is None) != (again is None) or (first and again and not same_bits(first, again)):
+        return f"{WRONG[2]}: {our_error}"
+    try:
+        expected = plain.run(None, feeds)
+    except Exception:
+        return f"{taken}, {'both refuse the feeds' if first is None else 'ONNX Runtime alone refuses the feeds'}"
+    if first is None:
+        return f"{WRONG[1]}: {our_error}"
+    if not is_sane(model, feeds):
+        return f"{taken}, numbers beyond bounds"
+    errors = differences(expected, first)
+    if max(errors, default=0.0) > TOLERANCE:
+        own = differences(expected, plain.run(None, with_noise(feeds)))
+        if any(error > max(TOLERANCE, 5 * noise) for error, noise in zip(errors, own, strict=True)):
+            return f"{WRONG[0]}: outputs differ by {errors} of their norms"
+    return f"{taken}, answered"
+
+
+def run_plain(model: ModelProto, known: Feeds, odd: Feeds) -> None:
+    try:
+        session = plain_session(model)
+    except Exception:
+        return
+    feeds = feeds_for(session, known)
+    for fed in (feeds, with_odd(feeds, odd)):
+        with contextlib.suppress(Exception):
+            session.run(None, fed)
+
+
+def with_odd(feeds: Feeds, odd: Feeds) -> Feeds:
+    return feeds | {name: odd[name] for name in odd if name in feeds}
+
+
+def same_bits(one: list[Any], other: list[Any]) -> bool:
+    return all(
+        not isinstance(a, np.ndarray) or (a.shape == b.shape and a.tobytes() == b.tobytes())
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def work(first: int, end: int, plain_only: bool) -> None:
+    """In a process of its own: a line when a model begins, and one with its outcome."""
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # whose shadow takes all addresses
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for seed in range(first, end):
+        print(f"begin {seed}", flush=True)
+        model, feeds, damage, rng = model_of_seed(seed)
+        odd = odd_feeds(rng, feeds)
+        if plain_only:
+            run_plain(model, feeds, odd)
+            print(f"end\t{seed}", flush=True)
+            continue
+        text = outcome(model, feeds, odd, threads=1 + (seed % 16 == 0))
+        print("end", seed, ", ".join(damage) or "no damage", " ".join(text.split()), sep="\t", flush=True)
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+def start(first: int, end: int, errors: Any, *more: str) -> subprocess.Popen[bytes]:
+    paths = [str(Path(__file__).parents[2]), *(os.path.abspath(path) for path in sys.path if path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # A tensor of terabytes is an error, as without sanitizers.
+    environment["ASAN_OPTIONS"] = environment.get("ASAN_OPTIONS", "") + ":allocator_may_return_null=1"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.provider.fuzz",
+        "--work",
+        f"--seed={first}",
+        f"--models={end - first}",
+        *more,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
+
+
+def lines_in_time(process: subprocess.Popen[bytes], seconds: float) -> Iterator[str]:
+    """What a process prints, until it ends or prints nothing for so long."""
+    assert process.stdout is not None
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while selector.select(seconds):
+            read = os.read(process.stdout.fileno(), 1 << 16)
+            if not read:
+                return
+            *lines, rest = (rest + read).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+
+
+def crashes_without_the_provider(seed: int, seconds: float) -> bool:
+    with start(seed, seed + 1, subprocess.DEVNULL, "--plain-only") as process:
+        lines = list(lines_in_time(process, seconds))
+        process.kill()
+    return f"end\t{seed}" not in lines
+
+
+def run(seed: int, models: int, folder: Path, seconds: float = 120.0, show: bool = False) -> Report:
+    """Of the models of these seeds. seconds: the most that one may take. Models of what is wrong go to the folder."""
+    report = Report()
+
+    def tell(kind: str, at: int, text: str) -> None:
+        model, _, damage, _ = model_of_seed(at)
+        path = folder / f"{at}.onnx"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(model.SerializeToString())
+        report.wrong.append(f"{kind}: seed {at} ({', '.join(damage)}), {path}: {text}")
+        if show:
+            print(report.wrong[-1], flush=True)
+
+    at, end = seed, seed + models
+    while at < end:
+        until = min(at + MODELS_PER_PROCESS, end)
+        ended, errors = follow(at, until, seconds, report, tell)
+        if ended < until:
+            if crashes_without_the_provider(ended, seconds):
+                report.counts["crash of ONNX Runtime's own"] += 1
+            else:
+                report.counts["crash or hang"] += 1
+                tell("crash or hang", ended, " ".join(errors.split())[-1000:])
+            ended += 1
+        at = ended
+        if show:
+            print(f"up to seed {at - 1}: {dict(sorted(report.counts.items()))}", flush=True)
+    return report
+
+
+def follow(first: int, end: int, seconds: float, report: Report, tell: Any) -> tuple[int, str]:
+    """Runs models in one process: the seed of the one that ended it, or the end; and what the process wrote."""
+    with tempfile.TemporaryFile() as errors:
+        process = start(first, end, errors)
+        assert process.stdout is not None
+        done = first
+        try:
+            for line in lines_in_time(process, seconds):
+                if not line.startswith("end\t"):
+                    continue
+                _, number, _, text = line.split("\t", 3)
+                kind = text.split(": ")[0].split(" (")[0]
+                report.counts[kind] += 1
+                if kind in WRONG:
+                    tell(kind, int(number), text)
+                done = int(number) + 1
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        return done, errors.read().decode(errors="replace")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=1, help="of the first model")
+    parser.add_argument("--folder", type=Path, default=Path("build/fuzz"), help="for models of what is wrong")
+    parser.add_argument("--seconds", type=float, default=120.0, help="the most that one model may take")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plain-only", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.work:
+        work(chosen.seed, chosen.seed + chosen.models, chosen.plain_only)
+        return 0
+    report = run(chosen.seed, chosen.models, chosen.folder, chosen.seconds, show=True)
+    print(f"{len(report.wrong)} wrong of {chosen.models}")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,622 @@
+"""Models for the provider with random damage: what the seed says, the same everywhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnxruntime import quantization
+from onnxruntime.quantization import matmul_nbits_quantizer
+
+from ortolan.models import tiny
+
+from ..passes.int8_layers import DYNAMIC, Int8Layer
+from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_numbers, with_nodes
+from .nbits_models import NBits, whole
+
+Rng = np.random.Generator
+Feeds = dict[str, np.ndarray]
+
+ODD_WHOLES = [
+    -(2**63),
+    -(2**31),
+    -2,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    15,
+    16,
+    31,
+    32,
+    33,
+    48,
+    63,
+    64,
+    65,
+    96,
+    128,
+    256,
+    2**16,
+]
+ODD_WHOLES += [2**31 - 1, 2**31, 2**32, 2**32 + 32, 2**62, 2**63 - 1]
+ODD_FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -1.0, 1.0, 0.5, 1e-45, 1e-20, 1e20, 3e38]
+ODD_NAMES = ["", " ", "a\nb", "%s%n", "\"'\\", "läyer/ü", "x" * 3000, "/", "linear", "x", "y", "W", "..", "\x7f"]
+ODD_SIZES = [0, 1, 2, 3, 16, 24, 31, 32, 33, 48, 64, 65, 128]
+ATTRIBUTES = [
+    "K",
+    "N",
+    "bits",
+    "block_size",
+    "accuracy_level",
+    "weight_prepacked",
+    "axis",
+    "epsilon",
+    "stash_type",
+    "to",
+]
+ATTRIBUTES += ["alpha", "approximate", "transB", "fmod", "saturate", "no such attribute"]
+OPERATORS = ["Add", "Mul", "Sub", "Div", "Pow", "Relu", "Gelu", "Erf", "Tanh", "Sigmoid", "Cast", "Identity", "MatMul"]
+OPERATORS += ["MatMulInteger", "DynamicQuantizeLinear", "LayerNormalization", "MatMulNBits", "FastGelu", "QuickGelu"]
+TYPES = [TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.UINT8]
+TYPES += [TensorProto.INT8, TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING]
+TYPES += [TensorProto.UINT4, TensorProto.UNDEFINED]
+NUMPY_TYPES = [np.float32, np.float16, np.float64, np.uint8, np.int8, np.int32, np.int64, np.bool_]
+
+
+def pick(rng: Rng, some: Any) -> Any:
+    return some[int(rng.integers(len(some)))]
+
+
+# --- models as tools write them ---------------------------------------------------------------------------------------
+
+
+def nbits_layer(rng: Rng, k: int, n: int) -> NBits:
+    bits = pick(rng, [4, 8])
+    return NBits(
+        k,
+        n,
+        pick(rng, [16, 32, 64, 128]),
+        bits,
+        pick(rng, ["", "packed", "whole", "fractions"][: 4 if bits == 4 else 3]),
+        bias=bool(rng.integers(2)),
+        flat=bool(rng.integers(2)),
+        accuracy_level=pick(rng, [None, 0, 4]),
+    )
+
+
+def behind(rng: Rng, n: int) -> tuple[list[NodeProto], tuple[str, ...], dict[str, np.ndarray]]:
+    """r -> y: an activation, a residual z and LayerNormalization, some of them; their inputs and constants."""
+    node, nodes, value, inputs = helper.make_node, [], "r", ()
+    if rng.random() < 0.5:
+        nodes += pick(rng, list(ACTIVATIONS.values()))
+        value = "a"
+    if rng.random() < 0.5:
+        nodes.append(node("Add", pick(rng, [[value, "z"], ["z", value]]), ["s"], name="residual"))
+        value, inputs = "s", ("z",)
+    if rng.random() < 0.5:
+        nodes.append(node("LayerNormalization", [value, "weight", "shift"], ["l"], name="norm", axis=-1))
+        value = "l"
+    nodes.append(node("Identity" if rng.random() < 0.5 else "Neg", [value], ["y"], name="behind"))
+    constants = {name: rng.standard_normal(n).astype(np.float32) for name in ("weight", "shift")}
+    return nodes, inputs, constants
+
+
+def feeds_of(rng: Rng, k: int, n: int) -> Feeds:
+    rows = int(rng.integers(1, 40))
+    return {name: rng.standard_normal((rows, size)).astype(np.float32) for name, size in (("x", k), ("z", n))}
+
+
+def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    k, n = pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
+    flags = [bool(flag) for flag in rng.integers(0, 2, 3)]
+    layer = Int8Layer(pick(rng, DYNAMIC), q=dense_numbers(k, n), unsigned=flags[0], per_column=flags[1], bias=flags[2])
+    layer.zero_point = 128 if layer.unsigned else 0
+    nodes, inputs, constants = behind(rng, n)
+    return with_nodes(layer, nodes, inputs, **constants), feeds_of(rng, k, n)
+
+
+def nbits_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    k, n = pick(rng, [1, 31, 64, 100, 160]), pick(rng, [1, 16, 24, 32])
+    layer = nbits_layer(rng, k, n)
+    more, inputs, constants = behind(rng, n)
+    return joined([layer.node("x", "r")], more, layer.initializers(), inputs, constants, k), feeds_of(rng, k, n)
+
+
+def joined(nodes: Any, more: Any, tensors: Any, inputs: Any, constants: dict[str, np.ndarray], k: int) -> ModelProto:
+    value, nodes = helper.make_tensor_value_info, [*nodes, *more]
+    used = {name for node in nodes for name in node.input}
+    arrays = {name: np.asarray(number) for name, number in NUMBERS.items()} | constants
+    tensors = [*tensors, *(numpy_helper.from_array(array, name) for name, array in arrays.items() if name in used)]
+    values = [value("x", FLOAT, ["batch", k]), *(value(name, FLOAT, None) for name in inputs)]
+    model = whole(helper.make_graph(nodes, "layers", values, [value("y", FLOAT, None)], tensors))
+    del model.opset_import[:]
+    model.opset_import.extend([helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)])
+    return model
+
+
+def gated_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    """act(x G) * (x U), of MatMulNBits or of int8 layers that share x's numbers, or do not."""
+    node, k, n = helper.make_node, pick(rng, [31, 64, 100]), pick(rng, [16, 32, 24])
+    activation = pick(rng, list(ACTIVATIONS.values()))
+    more = [*activation, node("Mul", pick(rng, [["a", "u"], ["u", "a"]]), ["y"], name="gate")]
+    if rng.random() < 0.5:
+        gate = nbits_layer(rng, k, n)
+        up = gate if rng.random() < 0.5 else nbits_layer(rng, k, n)
+        nodes = [gate.node("x", "r", "linear", "gate."), up.node("x", "u", "linear2", "up.")]
+        tensors = [*gate.initializers("gate."), *up.initializers("up.")]
+        return joined(nodes, more, tensors, (), {}, k), feeds_of(rng, k, n)
+    layer = Int8Layer("chain", q=dense_numbers(k, n))
+    second = [
+        node("MatMulInteger", ["xq", pick(rng, ["W", "W2"]), "xz", "zeros"], ["sums2"], name="linear2"),
+        node("Cast", ["sums2"], ["floats2"], to=FLOAT),
+        node("Mul", ["floats2", "step"], ["u"]),
+    ]
+    return with_nodes(layer, [*second, *more], W2=dense_numbers(k, n, 1)), feeds_of(rng, k, n)
+
+
+@functools.cache
+def encoders() -> list[ModelProto]:
+    """Whole encoders as ONNX Runtime's quantizers write them."""
+    logging.disable(logging.WARNING)
+    float_model, models = ir.to_proto(tiny.tiny_bert()), []
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
+        onnx.save(float_model, source)
+        for weight_type in (quantization.QuantType.QUInt8, quantization.QuantType.QInt8):
+            per_channel = weight_type == quantization.QuantType.QInt8
+            quantization.quantize_dynamic(source, made, weight_type=weight_type, per_channel=per_channel)
+            models.append(onnx.load(made))
+    for symmetric in (True, False):
+        copied = ModelProto.FromString(float_model.SerializeToString())
+        quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
+            copied, block_size=32, is_symmetric=symmetric, accuracy_level=4
+        )
+        quantizer.process()
+        models.append(quantizer.model.model)
+    logging.disable(logging.NOTSET)
+    return models
+
+
+def encoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    model = ModelProto.FromString(pick(rng, encoders()).SerializeToString())
+    ids = rng.integers(0, 101, (int(rng.integers(1, 3)), int(rng.integers(1, 12))))
+    return model, {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+
+
+def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
+    """All nodes in both branches of an If, or the last ones alone; values and tensors are shared across them."""
+    graph, value = model.graph, helper.make_tensor_value_info
+    first = 0 if rng.random() < 0.5 else int(rng.integers(len(graph.node)))
+    inside, outputs = list(graph.node)[first:], [one.name for one in graph.output]
+    made = {name for node in inside for name in node.output}
+    if not set(outputs) <= made:
+        return model
+    branches = {}
+    for name in ("then_branch", "else_branch"):
+        renamed = [NodeProto.FromString(node.SerializeToString()) for node in inside]
+        for node in renamed if name == "else_branch" else ():
+            node.input[:] = [one + "_else" if one in made else one for one in node.input]
+            node.output[:] = [one + "_else" if one in made else one for one in node.output]
+        ends = [one + "_else" * (name == "else_branch") for one in outputs]
+        branches[name] = helper.make_graph(renamed, name, [], [value(end, FLOAT, None) for end in ends])
+    condition = helper.make_node("If", ["condition"], [name + "_of_if" for name in outputs], name="if", **branches)
+    del graph.node[first:]
+    graph.node.append(condition)
+    for one in graph.output:
+        one.name += "_of_if"
+    graph.input.append(value("condition", TensorProto.BOOL, []))
+    return model
+
+
+def model_of(rng: Rng) -> tuple[ModelProto, Feeds]:
+    make = pick(rng, [int8_model, int8_model, nbits_model, nbits_model, gated_model, gated_model, encoder_model])
+    model, feeds = make(rng)
+    if rng.random() < 0.15:
+        model = in_branches(rng, model)
+        feeds["condition"] = np.array(rng.random() < 0.5)
+    return model, feeds
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield from graphs(attribute.g)
+
+
+class Nothing(Exception):
+    """There is nothing of the kind to damage."""
+
+
+def some_of(rng: Rng, found: Any) -> Any:
+    found = list(found)
+    if not found:
+        raise Nothing
+    return pick(rng, found)
+
+
+def some_graph(rng: Rng, model: ModelProto) -> GraphProto:
+    return some_of(rng, [graph for graph in graphs(model.graph) if graph.node])
+
+
+def some_node(rng: Rng, model: ModelProto) -> NodeProto:
+    return some_of(rng, some_graph(rng, model).node)
+
+
+def some_tensor(rng: Rng, model: ModelProto) -> TensorProto:
+    return some_of(rng, model.graph.initializer)
+
+
+def some_array(rng: Rng, model: ModelProto) -> tuple[TensorProto, np.ndarray]:
+    tensor = some_tensor(rng, model)
+    try:
+        return tensor, numpy_helper.to_array(tensor)
+    except Exception as error:  # it is damaged already
+        raise Nothing from error
+
+
+def value_names(model: ModelProto) -> list[str]:
+    names = [one.name for one in [*model.graph.input, *model.graph.initializer]]
+    return [*names, *(name for graph in graphs(model.graph) for node in graph.node for name in node.output)]
+
+
+def odd_attribute(rng: Rng, name: str) -> AttributeProto:
+    values: list[Any] = [pick(rng, ODD_WHOLES), float(pick(rng, ODD_FLOATS)), pick(rng, ["tanh", "none", *ODD_NAMES])]
+    values += [[1, 2], [0.5], ["a", "b"], numpy_helper.from_array(np.ones((2, 2), np.float32), "tensor")]
+    return helper.make_attribute(name, pick(rng, values))
+
+
+def attribute_value(rng: Rng, model: ModelProto) -> None:
+    node = some_node(rng, model)
+    attribute = some_of(rng, node.attribute)
+    if attribute.type == AttributeProto.INT:
+        attribute.i = pick(rng, ODD_WHOLES)
+    elif attribute.type == AttributeProto.FLOAT:
+        attribute.f = pick(rng, ODD_FLOATS)
+    elif attribute.type == AttributeProto.STRING:
+        attribute.s = pick(rng, ["tanh", "none", *ODD_NAMES]).encode()
+    else:
+        raise Nothing
+
+
+def attribute_type(rng: Rng, model: ModelProto) -> None:
+    attribute = some_of(rng, some_node(rng, model).attribute)
+    attribute.CopyFrom(odd_attribute(rng, attribute.name))
+
+
+def attribute_missing(rng: Rng, model: ModelProto) -> None:
+    node = some_node(rng, model)
+    some_of(rng, node.attribute)
+    del node.attribute[int(rng.integers(len(node.attribute)))]
+
+
+def attribute_more(rng: Rng, model: ModelProto) -> None:
+    some_node(rng, model).attribute.append(odd_attribute(rng, pick(rng, ATTRIBUTES)))
+
+
+def layer_attributes(rng: Rng, model: ModelProto) -> None:
+    node = some_of(rng, [node for graph in graphs(model.graph) for node in graph.node if node.op_type == "MatMulNBits"])
+    for attribute in node.attribute:
+        if rng.random() < 0.5:
+            attribute.i = pick(rng, ODD_WHOLES)
+
+
+def tensor_dims(rng: Rng, model: ModelProto) -> None:
+    """A shape that the numbers do not fill, or overfill."""
+    tensor = some_tensor(rng, model)
+    dims = list(tensor.dims)
+    if dims and rng.random() < 0.7:
+        dims[int(rng.integers(len(dims)))] = pick(rng, [*ODD_SIZES, *ODD_WHOLES])
+    else:
+        dims = [int(pick(rng, ODD_SIZES)) for _ in range(int(rng.integers(0, 5)))]
+    tensor.dims[:] = dims
+
+
+def tensor_shape(rng: Rng, model: ModelProto) -> None:
+    """Another shape of numbers that fill it."""
+    tensor, array = some_array(rng, model)
+    kind = int(rng.integers(6))
+    if kind == 0:
+        array = array.reshape(-1)
+    elif kind == 1:
+        array = array.reshape(1, *array.shape)
+    elif kind == 2:
+        array = array.T
+    elif kind == 3:
+        array = np.resize(array, tuple(int(pick(rng, ODD_SIZES)) for _ in range(int(rng.integers(0, 4)))))
+    elif kind == 4 and array.ndim:
+        array = np.resize(array, (*array.shape[:-1], array.shape[-1] + int(rng.integers(-1, 2))))
+    elif array.size:
+        array = array.reshape(-1)[:1].reshape(pick(rng, [(), (1,), (1, 1)]))
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), tensor.name))
+
+
+def tensor_type(rng: Rng, model: ModelProto) -> None:
+    if rng.random() < 0.3:
+        some_tensor(rng, model).data_type = pick(rng, TYPES)
+        return
+    tensor, array = some_array(rng, model)
+    with np.errstate(all="ignore"):
+        tensor.CopyFrom(numpy_helper.from_array(array.astype(pick(rng, NUMPY_TYPES)), tensor.name))
+
+
+def tensor_numbers(rng: Rng, model: ModelProto) -> None:
+    tensor, array = some_array(rng, model)
+    array = array.copy()
+    some = rng.random(array.shape) < pick(rng, [0.05, 1.0])
+    if array.dtype.kind == "f":
+        array[some] = pick(rng, ODD_FLOATS)
+    elif array.dtype.kind in "iu":
+        limits = np.iinfo(array.dtype)
+        array[some] = pick(rng, [limits.min, limits.max, 0, 1, limits.max // 2])
+    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def tensor_bytes(rng: Rng, model: ModelProto) -> None:
+    tensor = some_tensor(rng, model)
+    if rng.random() < 0.1:
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", pick(rng, ["none", "../x", "/dev/zero"])), ("offset", "-1"), ("length", "4")):
+            tensor.external_data.add(key=key, value=value)
+        return
+    raw = tensor.raw_data
+    tensor.raw_data = pick(rng, [raw[:-1], raw + b"\0", raw[: len(raw) // 2], b"", raw * 2, raw[::-1]])
+
+
+def tensor_becomes_node(rng: Rng, model: ModelProto) -> None:
+    tensor = TensorProto.FromString(some_tensor(rng, model).SerializeToString())
+    model.graph.initializer.remove(tensor)
+    model.graph.node.insert(0, helper.make_node("Constant", [], [tensor.name], value=tensor))
+
+
+def tensor_becomes_input(rng: Rng, model: ModelProto) -> None:
+    """It may be fed in its place, or must be."""
+    tensor = TensorProto.FromString(some_tensor(rng, model).SerializeToString())
+    model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    if rng.random() < 0.5:
+        model.graph.initializer.remove(tensor)
+
+
+def input_becomes_tensor(rng: Rng, model: ModelProto) -> None:
+    value = some_of(rng, model.graph.input)
+    shape = [size.dim_value or 3 for size in value.type.tensor_type.shape.dim]
+    if any(not 0 <= size < 1000 for size in shape):
+        raise Nothing
+    array = np.ones(shape, helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+    model.graph.initializer.append(numpy_helper.from_array(array, value.name))
+    if rng.random() < 0.7:
+        model.graph.input.remove(value)
+
+
+def tensor_in_the_branch(rng: Rng, model: ModelProto) -> None:
+    """Of the same name as one around it, or instead of it."""
+    graph = some_of(rng, list(graphs(model.graph))[1:])
+    tensor = TensorProto.FromString(some_tensor(rng, model).SerializeToString())
+    graph.initializer.append(tensor)
+    if rng.random() < 0.7:
+        model.graph.initializer.remove(tensor)
+
+
+def input_missing(rng: Rng, model: ModelProto) -> None:
+    node = some_node(rng, model)
+    place = int(rng.integers(len(some_of(rng, [node.input]) or [0])))
+    if not node.input:
+        raise Nothing
+    if rng.random() < 0.5:
+        node.input[place] = ""
+    else:
+        del node.input[place]
+
+
+def input_another(rng: Rng, model: ModelProto) -> None:
+    node = some_node(rng, model)
+    if not node.input:
+        raise Nothing
+    place = int(rng.integers(len(node.input)))
+    kind = int(rng.integers(4))
+    if kind == 0:
+        node.input[place] = pick(rng, list(node.input))
+    elif kind == 1:
+        node.input[:] = list(node.input)[::-1]
+    elif kind == 2:
+        node.input.append(pick(rng, value_names(model)))
+    else:
+        node.input[place] = pick(rng, value_names(model))
+
+
+def output_another(rng: Rng, model: ModelProto) -> None:
+    node = some_node(rng, model)
+    kind = int(rng.integers(3))
+    if kind == 0:
+        node.output[int(rng.integers(len(some_of(rng, [node.output]))))] = ""
+    elif kind == 1:
+        node.output.append(pick(rng, ["", "more", *value_names(model)]))
+    else:
+        node.output[0] = pick(rng, value_names(model))
+
+
+def nodes_gone(rng: Rng, model: ModelProto) -> None:
+    graph = some_graph(rng, model)
+    del graph.node[int(rng.integers(len(graph.node)))]
+
+
+def nodes_twice(rng: Rng, model: ModelProto) -> None:
+    """Once more, under names of its own; what it makes is perhaps read, or an output."""
+    graph = some_graph(rng, model)
+    place = int(rng.integers(len(graph.node)))
+    again = NodeProto.FromString(graph.node[place].SerializeToString())
+    if rng.random() < 0.8:
+        again.output[:] = [name and name + "_again" for name in again.output]
+    graph.node.insert(place + 1, again)
+    if rng.random() < 0.5 and again.output:
+        graph.output.append(helper.make_empty_tensor_value_info(again.output[0]))
+
+
+def nodes_reordered(rng: Rng, model: ModelProto) -> None:
+    graph = some_graph(rng, model)
+    nodes = [NodeProto.FromString(node.SerializeToString()) for node in graph.node]
+    del graph.node[:]
+    graph.node.extend([nodes[i] for i in rng.permutation(len(nodes))])
+
+
+def node_between(rng: Rng, model: ModelProto) -> None:
+    """A node more between one and those that read it, of a constant of any shape, or of the value itself."""
+    graph = some_graph(rng, model)
+    place = int(rng.integers(len(graph.node)))
+    name = some_of(rng, graph.node[place].output)
+    for node in graph.node:
+        node.input[:] = [one if one != name else "between" for one in node.input]
+    kind, shapes = pick(rng, OPERATORS), [(), (1,), (1, 1), (24,), (16,), (32,), (1, 32), (3, 1), (1, 1, 1), (0,)]
+    number = numpy_helper.from_array(np.full(pick(rng, shapes), 1.5, np.float32), "number_between")
+    operands = pick(rng, [[name], [name, "number_between"], ["number_between", name], [name, name]])
+    attributes = {"to": pick(rng, [1, 10, 11, 6])} if kind == "Cast" else {}
+    domain = "com.microsoft" if kind in ("FastGelu", "QuickGelu", "MatMulNBits") else ""
+    model.graph.initializer.append(number)
+    graph.node.insert(place + 1, helper.make_node(kind, operands, ["between"], domain=domain, **attributes))
+
+
+def node_type(rng: Rng, model: ModelProto) -> None:
+    node = some_node(rng, model)
+    if rng.random() < 0.2:
+        node.domain = pick(rng, ["", "ai.onnx", "com.microsoft", "ai.ortolan", "no such domain"])
+    else:
+        node.op_type = pick(rng, OPERATORS)
+
+
+def more_readers(rng: Rng, model: ModelProto) -> None:
+    graph = some_graph(rng, model)
+    name = some_of(rng, [name for node in graph.node for name in node.output])
+    kind = int(rng.integers(3))
+    if kind:
+        graph.node.append(helper.make_node("Identity", [name], ["read_too"]))
+        name = "read_too"
+    graph.output.append(helper.make_empty_tensor_value_info(name))
+
+
+def graph_outputs(rng: Rng, model: ModelProto) -> None:
+    graph = some_graph(rng, model)
+    some_of(rng, graph.output)
+    kind = int(rng.integers(4))
+    if kind == 0:
+        del graph.output[int(rng.integers(len(graph.output)))]
+    elif kind == 1:
+        graph.output[0].name = pick(rng, value_names(model))
+    elif kind == 2:
+        graph.output.append(graph.output[0])
+    else:
+        graph.output[0].type.tensor_type.elem_type = pick(rng, TYPES)
+        graph.output[0].type.tensor_type.shape.dim.add(dim_value=int(pick(rng, ODD_SIZES)))
+
+
+def graph_inputs(rng: Rng, model: ModelProto) -> None:
+    value = some_of(rng, model.graph.input)
+    kind, tensor = int(rng.integers(5)), value.type.tensor_type
+    if kind == 0:
+        tensor.elem_type = pick(rng, TYPES)
+    elif kind == 1:
+        tensor.ClearField("shape")
+    elif kind == 2:
+        del tensor.shape.dim[:]
+        for _ in range(int(rng.integers(0, 5))):
+            tensor.shape.dim.add(dim_param=pick(rng, ["batch", "k", ""]))
+    elif kind == 3 and tensor.shape.dim:
+        tensor.shape.dim[-1].dim_value = pick(rng, [*ODD_SIZES, *ODD_WHOLES])
+    elif tensor.shape.dim:
+        tensor.shape.dim[-1].dim_param = "k"
+
+
+def value_name(rng: Rng, model: ModelProto) -> None:
+    """Everywhere in the model, or with one of its places left as it was."""
+    old, new = some_of(rng, value_names(model)), pick(rng, ODD_NAMES)
+    for graph in graphs(model.graph):
+        for node in graph.node:
+            node.input[:] = [new if name == old else name for name in node.input]
+            node.output[:] = [new if name == old else name for name in node.output]
+        for value in [*graph.input, *graph.output, *graph.initializer]:
+            if value.name == old and rng.random() < 0.95:
+                value.name = new
+
+
+def node_name(rng: Rng, model: ModelProto) -> None:
+    for graph in graphs(model.graph):
+        for node in graph.node:
+            if rng.random() < 0.5:
+                node.name = pick(rng, ODD_NAMES)
+
+
+def versions(rng: Rng, model: ModelProto) -> None:
+    imported = some_of(rng, model.opset_import)
+    if rng.random() < 0.5:
+        imported.version = int(rng.integers(7, 24))
+    elif rng.random() < 0.5:
+        model.ir_version = int(rng.integers(3, 12))
+    else:
+        model.opset_import.remove(imported)
+
+
+def branches(rng: Rng, model: ModelProto) -> None:
+    if any(node.op_type == "If" for node in model.graph.node) or not model.graph.node:
+        raise Nothing
+    in_branches(rng, model)
+
+
+DAMAGES: list[Callable[[Rng, ModelProto], None]] = [
+    attribute_value, attribute_type, attribute_missing, attribute_more, layer_attributes, tensor_dims, tensor_shape,
+    tensor_shape, tensor_type, tensor_numbers, tensor_numbers, tensor_bytes, tensor_becomes_node, tensor_becomes_input,
+    input_becomes_tensor, tensor_in_the_branch, input_missing, input_another, input_another, output_another, nodes_gone,
+    nodes_twice, nodes_reordered, node_between, node_between, node_type, more_readers, graph_outputs, graph_inputs,
+    value_name, node_name, versions, branches,
+]  # fmt: skip
+
+
+def damaged(rng: Rng, model: ModelProto) -> list[str]:
+    """Up to four kinds of damage are done to the model; their names."""
+    done = []
+    for _ in range(int(rng.choice([0, 1, 2, 3, 4], p=[0.05, 0.55, 0.25, 0.1, 0.05]))):
+        damage = pick(rng, DAMAGES)
+        try:
+            damage(rng, model)
+            done.append(damage.__name__)
+        except Nothing:
+            continue
+    return done
+
+
+def odd_feeds(rng: Rng, feeds: Feeds) -> Feeds:
+    """One of them of another shape, or with numbers that are none."""
+    if not feeds:
+        return {}
+    name = pick(rng, sorted(feeds))
+    array, kind = feeds[name], int(rng.integers(7))
+    if kind == 0 and array.ndim:
+        array = array[:0]
+    elif kind == 1:
+        array = array.reshape(-1)
+    elif kind == 2:
+        array = array[None]
+    elif kind == 3 and array.ndim:
+        array = np.resize(array, (*array.shape[:-1], int(pick(rng, ODD_SIZES))))
+    elif kind == 4:
+        array = np.resize(array, tuple(int(size) for size in rng.integers(0, 4, int(rng.integers(0, 4)))))
+    elif array.dtype.kind == "f" and array.size:
+        array = array.copy()
+        array[rng.random(array.shape) < 0.1] = pick(rng, ODD_FLOATS)
+    return feeds | {name: np.ascontiguousarray(array).reshape(array.shape)}

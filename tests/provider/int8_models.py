@@ -1,0 +1,80 @@
+"""Dynamic int8 layers with what follows them in models, and sessions that take them on every CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from ..passes.int8_layers import Int8Layer
+from .sessions import provider_session
+
+FLOAT = TensorProto.FLOAT
+node = helper.make_node
+
+
+def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.InferenceSession:
+    """Also where this CPU's own int8 layers are not the faster ones."""
+    return provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+
+
+def dense_numbers(k: int, n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-127, 128, (k, n)).astype(np.int8)
+
+
+ACTIVATIONS: dict[str, list[onnx.NodeProto]] = {
+    "relu": [node("Relu", ["r"], ["a"])],
+    "gelu": [
+        node("Div", ["r", "root2"], ["g1"]),
+        node("Erf", ["g1"], ["g2"]),
+        node("Add", ["g2", "one"], ["g3"]),
+        node("Mul", ["r", "g3"], ["g4"]),
+        node("Mul", ["g4", "half"], ["a"]),
+    ],
+    "gelu, half first": [
+        node("Mul", ["r", "half"], ["g0"]),
+        node("Div", ["r", "root2"], ["g1"]),
+        node("Erf", ["g1"], ["g2"]),
+        node("Add", ["one", "g2"], ["g3"]),
+        node("Mul", ["g0", "g3"], ["a"]),
+    ],
+    "gelu by tanh": [
+        node("Pow", ["r", "three"], ["g1"]),
+        node("Mul", ["g1", "cube"], ["g2"]),
+        node("Add", ["r", "g2"], ["g3"]),
+        node("Mul", ["g3", "slope"], ["g4"]),
+        node("Tanh", ["g4"], ["g5"]),
+        node("Add", ["g5", "one"], ["g6"]),
+        node("Mul", ["half", "r"], ["g7"]),
+        node("Mul", ["g7", "g6"], ["a"]),
+    ],
+    "silu": [node("Sigmoid", ["r"], ["g1"]), node("Mul", ["r", "g1"], ["a"])],
+    "Gelu": [node("Gelu", ["r"], ["a"], domain="com.microsoft")],
+    "FastGelu": [node("FastGelu", ["r"], ["a"], domain="com.microsoft")],
+    "QuickGelu of 1": [node("QuickGelu", ["r"], ["a"], domain="com.microsoft", alpha=1.0)],
+}
+NUMBERS = {
+    "root2": np.sqrt(np.float32(2)), "one": np.float32(1), "half": np.float32(0.5), "three": np.float32(3),
+    "cube": np.float32(0.044715), "slope": np.float32(np.sqrt(2 / np.pi)),
+}  # fmt: skip
+
+
+def with_nodes(
+    layer: Int8Layer, more: list[onnx.NodeProto], inputs: tuple[str, ...] = (), **constants: np.ndarray
+) -> onnx.ModelProto:
+    """The layer makes r of x, the nodes y of r."""
+    nodes = [*layer.nodes("r"), *more]
+    used = {name for one in nodes for name in one.input}
+    tensors = layer.tensors | {name: np.asarray(number) for name, number in NUMBERS.items()} | constants
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "a layer and more",
+        [value("x", FLOAT, ["batch", layer.k]), *(value(name, FLOAT, None) for name in inputs)],
+        [value("y", FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
+    )
+    # In later opsets ONNX Runtime makes one operator of GELU by Erf before it asks.
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, ir_version=8, opset_imports=opsets)
