@@ -1,5 +1,8 @@
 """Instructions that tests need: what neither the CPU nor the emulator of tests/amx has skips them, with a reason that
-the end of the run counts."""
+the end of the run counts.
+
+python -m tests.instructions prints the feature sets that tests can run here: the sanitizer build has no others.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +53,7 @@ def _kernels() -> Iterable[tuple[str, _testing.KernelInfo]]:
 def _runs(feature_set: str) -> bool:
     """By the CPU, or by the emulator on it."""
     return cpu_has({"amx": AMX_KERNELS, "avxvnni": AMX_EMULATOR}.get(feature_set, feature_set))
+
+
+if __name__ == "__main__":
+    print(";".join(name for name in _testing.feature_sets() if _runs(name)))

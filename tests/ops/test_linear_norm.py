@@ -20,6 +20,7 @@ from ortolan.graph_passes.operators.sparse_amx_matmul_function import sparse_amx
 from ortolan.graph_passes.operators.w4a8_matmul_function import INPUTS as W4A8_INPUTS
 from ortolan.graph_passes.operators.w4a8_matmul_function import Uses as W4A8Uses
 
+from ..pairwise import pairwise
 from .group_node import node_model
 from .groups import GroupLayer
 from .linear_kinds import GROUPS, RESIDUALS, attributes, packed, scales, uses
@@ -95,10 +96,10 @@ def test_the_product_is_normalized(m: int, kind: str, library: bool) -> None:
     norm.check(run(model, library, x=x), run(layer_model(kind), library, x=x))
 
 
-@both
-@each_kind
-@pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU])
-@pytest.mark.parametrize("form", RESIDUALS)
+@pytest.mark.parametrize(
+    ("form", "activation", "kind", "library"),
+    pairwise(list(RESIDUALS), [Activation.NONE, Activation.GELU], list(KINDS), [True, False]),
+)
 def test_the_sum_with_any_residual_is_normalized(form: str, activation: Activation, kind: str, library: bool) -> None:
     rng = np.random.default_rng(3)
     norm, shape = LayerNorm.random(rng, N, 1e-12), RESIDUALS[form](20, N)

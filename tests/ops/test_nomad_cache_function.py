@@ -16,13 +16,15 @@ from onnx.reference import ReferenceEvaluator
 from ortolan import _native
 from ortolan.graph_passes.operators.nomad_cache_function import nomad_cache_function
 
+from ..pairwise import pairwise
 from .attention import LOWEST
 from .cache_function import Both, all_uses_of, uses_of
 from .cached_attention import NOTHING, Decoder, Setup, declare_ranks, node_model
 from .single_node import session
 
 CALLS = (7, 1, 3, 18, 2, 1, 1)  # tokens; the fifth call ends before a block does, the sixth with it
-kinds = pytest.mark.parametrize("kind", ["float", "codes", "codes_float"])
+KINDS = ["float", "codes", "codes_float"]
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @kinds
@@ -87,9 +89,10 @@ def test_inputs_by_heads(kind: str, by_heads: set[str]) -> None:
         both.check(decoder.call(queries))
 
 
-@kinds
-@pytest.mark.parametrize("queries", [1, 3, 6])
-@pytest.mark.parametrize("shape", [(2, 4, "S", "T"), (2, 1, "S", 1), ("S", "T"), ("T",), ()])
+@pytest.mark.parametrize(
+    ("kind", "queries", "shape"),
+    pairwise(KINDS, [1, 3, 6], [((2, 4, "S", "T"),), ((2, 1, "S", 1),), (("S", "T"),), (("T",),), ((),)]),
+)
 def test_masks(kind: str, queries: int, shape: tuple[int | str, ...]) -> None:
     setup = Setup(kind=kind, mask=True)
     both, decoder = Both(setup), Decoder(setup)
@@ -248,7 +251,7 @@ def test_of_equal_distances_the_first() -> None:
         np.testing.assert_array_equal(present[0, 0], [[0x11] * 8, [0x22] * 8])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     kind=st.sampled_from(["codes", "codes_float"]),
     size=st.sampled_from([(16, 1), (16, 4), (32, 2), (48, 4)]),
@@ -285,7 +288,7 @@ def test_any_bytes_of_the_past(kind, size, room, share, queries, seed) -> None:
     np.testing.assert_allclose(ours[0], body[0], rtol=0, atol=0.05)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     kind=st.sampled_from(["float", "codes", "codes_float"]),
     d_sub=st.sampled_from([1, 2, 4]),

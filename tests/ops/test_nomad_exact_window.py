@@ -11,23 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..pairwise import pairwise
 from .attention import LOWEST
 from .cache_function import Both, all_uses_of
 from .cached_attention import Decoder, Setup, declare_ranks, node_model, run_shared
 from .single_node import session
 
 CALLS = (7, 1, 1, 3, 9, 2, 1, 4, 8, 1, 4, 12, 2, 1)  # tokens; 56 in all
-kinds = pytest.mark.parametrize("kind", ["codes", "codes_float"])
+KINDS = ["codes", "codes_float"]
+kinds = pytest.mark.parametrize("kind", KINDS)
 # The ring turns within calls and between them; is smaller than short calls; holds all; sinks that are filled late.
-windows = pytest.mark.parametrize(
-    ("window", "sinks"),
-    [(1, 0), (2, 1), (3, 0), (16, 4), (5, 11), (0, 4), (0, 1), (24, 0), (64, 0), (200, 20), (0, 99)],
-)
+WINDOWS = [(1, 0), (2, 1), (3, 0), (16, 4), (5, 11), (0, 4), (0, 1), (24, 0), (64, 0), (200, 20), (0, 99)]
 
 
-@kinds
-@windows
-@pytest.mark.parametrize("rotary", [None, "half"])
+@pytest.mark.parametrize(("kind", "window", "sinks", "rotary"), pairwise(KINDS, WINDOWS, [None, "half"]))
 def test_calls_one_after_another(kind: str, window: int, sinks: int, rotary: str | None) -> None:
     setup = Setup(kind=kind, window=window, sinks=sinks, rotary=rotary, packed=rotary is None, lengths=rotary is None)
     ours, decoder = session(node_model(setup), threads=2), Decoder(setup)
@@ -157,9 +154,7 @@ def test_empty_inputs() -> None:
             call.check(ours.run(None, call.feeds))
 
 
-@kinds
-@windows
-@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize(("kind", "window", "sinks", "lengths"), pairwise(KINDS, WINDOWS, [True, False]))
 def test_the_function(kind: str, window: int, sinks: int, lengths: bool) -> None:
     """What runs without our library."""
     setup = Setup(kind=kind, window=window, sinks=sinks, lengths=lengths, rotary="half" if lengths else None)

@@ -16,6 +16,7 @@ from ortolan import ModelError, NothingToReplaceError, OptimizationReport, Recip
 from ortolan.benchmarks.matmul_nbits import make_matmul_nbits
 from ortolan.models import tiny
 
+from ..pairwise import pairwise
 from ..recipes.forms import NAMED, named
 from .small_models import make_model, op_types, random_weight, relative_error, run
 from .stored_layers import DequantizedLayer, NBitsLayer, unpacked_matrix
@@ -34,10 +35,13 @@ def node_of(report: OptimizationReport) -> onnx.NodeProto:
     return node
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("zero_points", ["", "packed", "float"])
 @pytest.mark.parametrize(
-    ("k", "n", "block"), [(256, 64, 32), (300, 33, 64), (1000, 70, 128), (520, 40, 256), (20, 5, 32), (1, 1, 32)]
+    ("k", "n", "block", "zero_points", "dtype"),
+    pairwise(
+        [(256, 64, 32), (300, 33, 64), (1000, 70, 128), (520, 40, 256), (20, 5, 32), (1, 1, 32)],
+        ["", "packed", "float"],
+        [np.float32, np.float16],
+    ),
 )
 def test_numbers_are_kept_and_answers_are_as_good_as_onnx_runtimes(k, n, block, zero_points, dtype):
     """Against accuracy_level 0: no larger an error than that of accuracy_level 4, which rounds inputs the same way."""
@@ -79,9 +83,14 @@ def test_an_original_that_rounds_no_inputs():
     assert not any("accuracy_level" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("form", ["matmul", "transpose", "gemm", "gemm_trans_b"])
-@pytest.mark.parametrize(("signed", "zero_points"), [(True, False), (True, True), (False, True), (False, False)])
-@pytest.mark.parametrize("block", [32, 256, None])
+@pytest.mark.parametrize(
+    ("form", "signed", "zero_points", "block"),
+    pairwise(
+        ["matmul", "transpose", "gemm", "gemm_trans_b"],
+        [(True, False), (True, True), (False, True), (False, False)],
+        [32, 256, None],
+    ),
+)
 def test_dequantize_linear(form, signed, zero_points, block):
     layer = DequantizedLayer(300, 33, block, signed, zero_points, form)
     report = adopt(layer.model())
@@ -389,9 +398,9 @@ def test_scales_are_not_folded_into_stored_weights():
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("block_size", [32, 64, 128])
-@pytest.mark.parametrize("attention", ["standard", "gqa"])
+@pytest.mark.parametrize(
+    ("attention", "block_size", "symmetric"), pairwise(["standard", "gqa"], [32, 64, 128], [True, False])
+)
 def test_a_decoder(tmp_path, attention, block_size, symmetric):
     ir.save(tiny.tiny_llama(attention=attention, head_dim=16), tmp_path / "float.onnx")
     make_matmul_nbits(tmp_path / "float.onnx", tmp_path / "nbits.onnx", block_size, 4, symmetric=symmetric)

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 import ortolan
 from ortolan import NothingToReplaceError, OptimizationReport
 
+from ..pairwise import pairwise
 from .small_models import make_model, op_types, relative_error, run
 
 TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -148,10 +149,10 @@ def by_column(
     return Written(nodes, constants, matrix / kept if divides else matrix * kept)
 
 
-@pytest.mark.parametrize(("k", "n"), [(64, 48), (300, 33), (7, 5)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("shape", [[], [1], None, "row"])
-@pytest.mark.parametrize("scale_first", [False, True])
+@pytest.mark.parametrize(
+    ("k", "n", "dtype", "shape", "scale_first"),
+    pairwise([(64, 48), (300, 33), (7, 5)], ["float32", "float16"], [[], [1], None, "row"], [False, True]),
+)
 def test_cast_and_scale(k: int, n: int, dtype: str, shape: Any, scale_first: bool) -> None:
     written = by_column(k, n, dtype, shape=[1, n] if shape == "row" else shape, scale_first=scale_first)
     check(written, "SparseAMXMatMul", 8)
@@ -219,11 +220,14 @@ def by_group(
     return Written(nodes, constants, matrix if form == "rows" else matrix.T, turned=form == "gemm")
 
 
-@pytest.mark.parametrize("form", ["rows", "turned", "gemm"])
 @pytest.mark.parametrize(
-    ("k", "n", "group"), [(128, 33, 32), (192, 48, 64), (256, 5, 128), (512, 7, 256), (192, 9, 96)]
+    ("form", "k", "n", "group", "dtype"),
+    pairwise(
+        ["rows", "turned", "gemm"],
+        [(128, 33, 32), (192, 48, 64), (256, 5, 128), (512, 7, 256), (192, 9, 96)],
+        ["float32", "float16"],
+    ),
 )
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_groups(form: str, k: int, n: int, group: int, dtype: str) -> None:
     report = check(by_group(k, n, group, dtype, form), "W8A8MatMul", 8)
     node = next(node for node in report.model.graph.node if node.op_type == "W8A8MatMul")
@@ -261,10 +265,15 @@ def dequantized(k: int, n: int, block: int, turned: bool, dtype: str, codes: Any
     return Written(nodes, constants, matrix.T if turned else matrix)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("k", "n", "block"), [(128, 33, 32), (200, 5, 64), (300, 48, 128)])
-@pytest.mark.parametrize(("codes", "zero"), [(np.int8, False), (np.int8, True), (np.uint8, True)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("turned", "k", "n", "block", "codes", "zero", "dtype"),
+    pairwise(
+        [False, True],
+        [(128, 33, 32), (200, 5, 64), (300, 48, 128)],
+        [(np.int8, False), (np.int8, True), (np.uint8, True)],
+        ["float32", "float16"],
+    ),
+)
 def test_dequantize_linear_with_blocks(
     turned: bool, k: int, n: int, block: int, codes: Any, zero: bool, dtype: str
 ) -> None:
@@ -292,10 +301,15 @@ def four_bits(k: int, n: int, group: int, zero: Any, signed: bool = False, dtype
     return Written(nodes, constants, (numbers * scales.astype(np.float64)).reshape(k, n))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(("k", "n", "group"), [(128, 33, 32), (192, 6, 64), (256, 48, 128)])
-@pytest.mark.parametrize("zero", [None, 8, 0, 15, 7.4375, -3.25, "each"])
-@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(
+    ("k", "n", "group", "zero", "signed", "dtype"),
+    pairwise(
+        [(128, 33, 32), (192, 6, 64), (256, 48, 128)],
+        [None, 8, 0, 15, 7.4375, -3.25, "each"],
+        [False, True],
+        ["float32", "float16"],
+    ),
+)
 def test_four_bits(k: int, n: int, group: int, zero: Any, signed: bool, dtype: str) -> None:
     """Zero points whole, or fractions, which become minimums."""
     given = np.random.default_rng(4).uniform(0, 15, (k // group, 1, n)) if zero == "each" else zero

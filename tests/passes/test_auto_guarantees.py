@@ -23,7 +23,7 @@ from ortolan.graph_passes.measure.timing import interleave
 from ortolan.models import tiny
 
 BUDGET = 0.98
-RUNS = 20
+RUNS = 8  # two of each kind of model
 # Times on a shared machine mean little: this is only to find models that are really slower.
 MARGIN = 1.5
 
