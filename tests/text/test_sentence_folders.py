@@ -112,7 +112,7 @@ def test_a_folder_needs_no_flags(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pooling", "normalized"), [(pooling, number % 2 == 0) for number, pooling in enumerate([*POOLED, "cls"], 1)]
+    ("pooling", "normalized"), [(pooling, number % 2 == 1) for number, pooling in enumerate(POOLED)] + [("cls", True)]
 )
 def test_pooling_and_normalize(folder, tmp_path, pooling, normalized):
     write_json(folder / "1_Pooling" / "config.json", {"embedding_dimension": 48, "pooling_mode": pooling})
