@@ -57,7 +57,7 @@ lint: $(VENV)/.installed
 # Columns that neither this CPU nor an emulator on it can run are not built.
 # A small quarantine and one run a part: in such a build, memory of thousands of sessions does not come back.
 ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
-ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "amx"
+ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "amx" "provider"
 asan: build/asan-site/.installed
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \

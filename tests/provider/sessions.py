@@ -31,8 +31,10 @@ def provider_session(
     return ort.InferenceSession(model if isinstance(model, str) else model.SerializeToString(), options)
 
 
-def plain_session(model: onnx.ModelProto) -> ort.InferenceSession:
+def plain_session(model: onnx.ModelProto, fuses: bool = True) -> ort.InferenceSession:
     options = ort.SessionOptions()
+    if not fuses:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
