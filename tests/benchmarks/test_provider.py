@@ -20,6 +20,7 @@ def test_a_model_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     ir.save(tiny.tiny_bert(vocab_size=30_001), tmp_path / "float.onnx")
     quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx")
     arguments = ["--model", str(tmp_path / "int8.onnx"), "--shape", "1x4", "--seconds", "0"]
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", ["provider", *arguments])
     provider.main()
     shown = capsys.readouterr().out
