@@ -54,7 +54,7 @@ def context_nodes(folder: Path) -> list[dict[str, Any]]:
 def check_round_trip(model: onnx.ModelProto, folder: Path, *feeds: dict[str, np.ndarray], **entries: str) -> None:
     """Answers of the compiled model bit by bit those of the model, in which there are groups."""
     expected = all_claims(model)
-    written = compile_model(model, folder, **entries)
+    written = compile_model(model, folder, 1, **entries)
     read = compiled_session(folder)
     nodes = context_nodes(folder)
     assert nodes and all(one["source"].decode() == PROVIDER for one in nodes)
