@@ -23,7 +23,7 @@ from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, Int8Layer
 from .nbits_models import NBits, whole
-from .sessions import claimed, needs_provider, provider_session
+from .sessions import ORT_VERSION, claimed, needs_provider, provider_session
 from .test_int8_layers import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 
 pytestmark = needs_provider
@@ -90,6 +90,18 @@ def test_zero_points_of_an_int8_weight(tmp_path: Path) -> None:
     codes = np.random.default_rng(4).integers(0, 256, (70, 24)).astype(np.int16)
     layer = Int8Layer("chain", unsigned=True, zero_point=140, q=codes - 140)
     check_round_trip(layer.model(), tmp_path, {"x": layer.inputs(9)})
+
+
+def test_one_layer_behind_another(tmp_path: Path) -> None:
+    """What goes from one EPContext node to another has a type as well."""
+    first, second = NBits(64, 32, 32), NBits(32, 48, 32)
+    value = helper.make_tensor_value_info
+    nodes = [first.node(y="h", name="first", prefix="1 "), second.node(x="h", name="second", prefix="2 ")]
+    tensors = [*first.initializers("1 "), *second.initializers("2 ")]
+    x, y = value("x", FLOAT, ["batch", 64]), value("y", FLOAT, None)
+    model = whole(helper.make_graph(nodes, "two layers", [x], [y], tensors))
+    check_round_trip(model, tmp_path, {"x": first.x(5)})
+    assert len(context_nodes(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -232,6 +244,7 @@ def test_nodes_of_other_providers_stay(tmp_path: Path) -> None:
         provider_session(model)
 
 
+@pytest.mark.skipif(ORT_VERSION < (1, 32), reason="this onnxruntime writes no such model")
 def test_layers_in_branches_are_not_compiled(tmp_path: Path) -> None:
     # Small, and of its own weights: ONNX Runtime leaves out what branches alone read of the graph around them, and
     # fails to write branches with more than 127 bytes of weights.
@@ -239,7 +252,8 @@ def test_layers_in_branches_are_not_compiled(tmp_path: Path) -> None:
     inner = layer.node(y="a", name="inner", prefix="inner ")
     then = helper.make_graph([inner], "then", [], [value("a", FLOAT, None)], layer.initializers("inner "))
     other = helper.make_graph([node("Neg", ["first"], ["b"])], "else", [], [value("b", FLOAT, None)])
-    nodes = [layer.node(y="first", name="outer"), node("If", ["condition"], ["y"], then_branch=then, else_branch=other)]
+    branches = node("If", ["condition"], ["chosen"], then_branch=then, else_branch=other)
+    nodes = [layer.node(y="first", name="outer"), branches, node("Add", ["first", "chosen"], ["y"])]
     inputs = [value("x", FLOAT, ["batch", 32]), value("condition", TensorProto.BOOL, [])]
     model = whole(helper.make_graph(nodes, "branches", inputs, [value("y", FLOAT, None)], layer.initializers()))
     feeds = [{"x": layer.x(3), "condition": np.array(condition)} for condition in (False, True)]
