@@ -24,6 +24,7 @@ from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, Int8Layer
 from .nbits_models import NBits, whole
 from .sessions import ORT_VERSION, claimed, needs_provider, provider_session
+from .test_float_layers import layer_model, precise_session
 from .test_int8_layers import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 
 pytestmark = needs_provider
@@ -102,6 +103,18 @@ def test_one_layer_behind_another(tmp_path: Path) -> None:
     model = whole(helper.make_graph(nodes, "two layers", [x], [y], tensors))
     check_round_trip(model, tmp_path, {"x": first.x(5)})
     assert len(context_nodes(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.6])
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_float_layers(precision: str, zeros: float, tmp_path: Path) -> None:
+    """A session on the compiled model needs no word on precision."""
+    model = layer_model("MatMul", zeros=zeros)
+    feed = {"x": np.random.default_rng(1).standard_normal((9, 40), np.float32)}
+    (expected,) = precise_session(model, precision).run(None, feed)
+    compile_model(model, tmp_path, 1, ep__ortolanexecutionprovider__precision=precision)
+    assert len(context_nodes(tmp_path)) == 1
+    assert_same_bits(compiled_session(tmp_path).run(None, feed)[0], expected)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -478,20 +491,24 @@ print(errors)
 """
 
 
-@pytest.mark.parametrize("kind", ["int8", "bitmap", "4 bits", "8 bits"])
+@pytest.mark.parametrize("kind", ["int8", "bitmap", "bf16", "4 bits", "8 bits"])
 def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
     """In a process of its own: an error or an answer, and no signal."""
     feeds: dict[str, np.ndarray]
+    entries: dict[str, str] = {}
     if kind == "int8":
         model, (feeds,) = encoder_layer(), encoder_feeds(5)
     elif kind == "bitmap":
         q = np.where(np.random.default_rng(2).random((150, 40)) < 0.6, 0, dense_numbers(150, 40)).astype(np.int8)
         layer = Int8Layer("chain", q=q, bias=True)
         model, feeds = layer.model(), {"x": layer.inputs(5)}
+    elif kind == "bf16":
+        model, feeds = layer_model("MatMul", zeros=0.6), {"x": np.ones((5, 40), np.float32)}
+        entries["ep__ortolanexecutionprovider__precision"] = "bf16"
     else:
         few = NBits(100, 40, 32, int(kind[0]), zero_points="packed" if kind[0] == "4" else "", bias=True)
         model, feeds = few.model(), {"x": few.x(5)}
-    compile_model(model, tmp_path)
+    compile_model(model, tmp_path, 1, **entries)
     np.savez(tmp_path / "feeds.npz", **feeds)  # type: ignore[arg-type]
     isa = ortolan._native.cpu_info()["isa"]
     done = run_with_isa(isa, FUZZ, str(tmp_path), "1", "400")
