@@ -38,7 +38,8 @@ HEADER = 64
 def compile_model(model: onnx.ModelProto, folder: Path, threads: int = 1, **entries: str) -> ort.InferenceSession:
     """Writes model.onnx and model_ctx.onnx; the session that wrote it."""
     onnx.save(model, folder / "model.onnx")
-    return provider_session(str(folder / "model.onnx"), threads, ep__context_enable="1", **(ENTRIES | entries))
+    all_entries: dict[str, Any] = ENTRIES | {"ep__context_enable": "1"} | entries
+    return provider_session(str(folder / "model.onnx"), threads, **all_entries)
 
 
 def compiled_session(folder: Path, threads: int = 1) -> ort.InferenceSession:
