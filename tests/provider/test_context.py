@@ -22,10 +22,10 @@ from ortolan.provider import PROVIDER
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, Int8Layer
+from .int8_models import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 from .nbits_models import NBits, whole
 from .sessions import ORT_VERSION, claimed, needs_provider, provider_session
 from .test_float_layers import layer_model, precise_session
-from .test_int8_layers import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 
 pytestmark = needs_provider
 
