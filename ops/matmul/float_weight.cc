@@ -110,6 +110,14 @@ Bf16Columns::Bf16Columns(std::span<const FloatWeight> parts) {
   if (IsForBitmap(kBf16Bitmap, w_.k, w_.n, stored)) StoreAsBitmap();
 }
 
+Bf16Columns::Bf16Columns(const StoredBytes& packed) {
+  const std::string problem = WhyNotStored(kBf16Bitmap, packed);
+  if (!problem.empty()) throw OpError(problem);
+  w_.view = packed.View();
+  w_.k = packed.k;
+  w_.n = packed.n;
+}
+
 void Bf16Columns::StoreAsBitmap() {
   bitmap_ = BitmapOfDense<uint32_t>(kBf16Bitmap, w_.k, w_.n, reinterpret_cast<const uint16_t*>(dense_.data()));
   w_.view.masks = reinterpret_cast<const uint8_t*>(bitmap_.masks.data());

@@ -35,10 +35,15 @@ class Bf16Columns {
  public:
   // Weights of the same inputs, their columns side by side; all but the last of whole panels.
   explicit Bf16Columns(std::span<const FloatWeight> parts);
+  // Numbers that others own, as long as this is there (formats/bitmap.h). Throws OpError if they are not as they must
+  // be.
+  explicit Bf16Columns(const StoredBytes& packed);
   Bf16Columns(const Bf16Columns&) = delete;
   Bf16Columns& operator=(const Bf16Columns&) = delete;
 
   LinearLayer Layer() const;
+  // As long as this is there.
+  StoredBytes Packed() const { return BytesOf(kBf16Bitmap, w_.view); }
 
  private:
   void StoreAsBitmap();

@@ -30,6 +30,31 @@ void ForEachCode(const Int8Weight& w, const At& at) {
   }
 }
 
+// Empty, or why kernels may not run on them.
+std::string WhyNotPacked(const PackedInt8& packed) {
+  const std::string problem = WhyNotStored(kInt8Bitmap, packed);
+  if (!problem.empty()) return problem;
+  const size_t columns = static_cast<size_t>(BitmapPanels(packed.n) * kPanelColumns);
+  const size_t sums = packed.k <= kMostInputsWithZeroPoints ? columns : 0;
+  if (packed.scales.size() != columns || packed.column_sums.size() != sums) {
+    return ErrorText("there are ", packed.scales.size(), " scales and ", packed.column_sums.size(),
+                     " sums of columns, expected ", columns, " and ", sums);
+  }
+  // So that no product or sum of theirs leaves an int32.
+  const auto are_within = [](std::span<const int32_t> numbers, int64_t least, int64_t most) {
+    return std::all_of(numbers.begin(), numbers.end(), [=](int32_t one) { return one >= least && one <= most; });
+  };
+  if (!are_within(packed.column_sums, -kMiddle * packed.k, kMiddle * packed.k)) {
+    return ErrorText("the sums of its columns are none of ", packed.k, " int8 numbers");
+  }
+  if (packed.zero_points.empty()) return {};
+  if (packed.zero_points.size() != columns || packed.k > kMostInputsWithWeightZeroPoints) {
+    return ErrorText("there are ", packed.zero_points.size(), " zero points for ", packed.k, " inputs, expected ",
+                     columns, " and at most ", kMostInputsWithWeightZeroPoints);
+  }
+  return are_within(packed.zero_points, -kMiddle, kMiddle - 1) ? "" : "its zero points are no int8 numbers";
+}
+
 // Columns of a panel in dense storage (formats/bitmap_int8.h). minus: of each column of the weight.
 void PackPanel(const Int8Weight& w, int64_t panel, const std::vector<uint8_t>& minus, uint8_t* packed) {
   const int64_t first = panel * kPanelColumns;
@@ -107,6 +132,25 @@ Int8Columns::Int8Columns(std::span<const Int8Weight> parts) {
   w_.column_sums = column_sums_.data();
   const auto is_zero = [](int32_t zero) { return zero == 0; };
   if (!std::all_of(zero_points_.begin(), zero_points_.end(), is_zero)) w_.zero_points = zero_points_.data();
+}
+
+Int8Columns::Int8Columns(const PackedInt8& packed) {
+  const std::string problem = WhyNotPacked(packed);
+  if (!problem.empty()) throw OpError(problem);
+  w_.view = packed.View();
+  w_.k = packed.k;
+  w_.n = packed.n;
+  w_.scales = packed.scales.data();
+  if (!packed.column_sums.empty()) w_.column_sums = packed.column_sums.data();
+  if (!packed.zero_points.empty()) w_.zero_points = packed.zero_points.data();
+}
+
+PackedInt8 Int8Columns::Packed() const {
+  const size_t columns = static_cast<size_t>(BitmapPanels(w_.n) * kPanelColumns);
+  PackedInt8 packed{BytesOf(kInt8Bitmap, w_.view), {static_cast<const float*>(w_.scales), columns}, {}, {}};
+  if (w_.column_sums != nullptr) packed.column_sums = {w_.column_sums, columns};
+  if (w_.zero_points != nullptr) packed.zero_points = {w_.zero_points, columns};
+  return packed;
 }
 
 void Int8Columns::PackDense(std::span<const Int8Weight> parts) {

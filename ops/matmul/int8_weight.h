@@ -15,6 +15,7 @@
 #include "matmul/bitmap_weight.h"
 #include "matmul/line_bytes.h"
 #include "matmul/linear_plan.h"
+#include "matmul/storage.h"
 
 namespace ortolan {
 
@@ -46,16 +47,27 @@ std::string WhyNotNumbers(int64_t k, int64_t n, const NumberRange& range);
 // Empty, or why the weight is not taken over.
 std::string WhyNot(const Int8Weight& w);
 
+// Packed numbers as they lie in memory, or in a file (formats/bitmap_int8.h).
+struct PackedInt8 : StoredBytes {
+  std::span<const float> scales;  // [panels][16]
+  // [panels][16]: sums where there are kMostInputsWithZeroPoints at most; zero points where there are any, beside sums.
+  std::span<const int32_t> column_sums, zero_points;
+};
+
 // Packed numbers that kernels may run on.
 class Int8Columns {
  public:
   // Weights of the same inputs, their columns side by side; all but the last of whole panels. WhyNot says nothing of
   // any.
   explicit Int8Columns(std::span<const Int8Weight> parts);
+  // Numbers that others own, as long as this is there. Throws OpError if they are not as they must be.
+  explicit Int8Columns(const PackedInt8& packed);
   Int8Columns(const Int8Columns&) = delete;
   Int8Columns& operator=(const Int8Columns&) = delete;
 
   LinearLayer Layer() const;
+  // As long as this is there.
+  PackedInt8 Packed() const;
 
  private:
   void PackDense(std::span<const Int8Weight> parts);

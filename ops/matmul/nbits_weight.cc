@@ -178,6 +178,30 @@ LineBytes PackFloats(const NBitsWeight& stored, const GroupWeight& w, const std:
   return packed;
 }
 
+int64_t SizeOf(std::span<const uint8_t> bytes) { return static_cast<int64_t>(bytes.size()); }
+
+// Empty, or why kernels may not run on them.
+std::string WhyNotPacked(const PackedNBits& packed) {
+  if (packed.bits != 4 && packed.bits != 8) return ErrorText("its weight has ", packed.bits, " bits, expected 4 or 8");
+  const int64_t scale_bytes = packed.has_half_scales ? 2 : 4;
+  for (const std::span<const uint8_t> rows : {packed.scales, packed.minimums}) {
+    if (SizeOf(rows) % scale_bytes != 0) return ErrorText("its scales or minimums hold ", rows.size(), " bytes");
+  }
+  if (packed.bits == 8 && !(packed.zero_points.empty() && packed.minimums.empty())) {
+    return "its weight of 8 bits has zero points or minimums, expected none";
+  }
+  GroupClaim claim;
+  claim.k = packed.k;
+  claim.n = packed.n;
+  claim.group = packed.group;
+  claim.weight_bytes = SizeOf(packed.weights);
+  claim.scale_count = SizeOf(packed.scales) / scale_bytes;
+  claim.zero_points = packed.zero_points.data();
+  claim.zero_point_count = SizeOf(packed.zero_points);
+  claim.minimum_count = SizeOf(packed.minimums) / scale_bytes;
+  return ValidateGroups(packed.bits == 4 ? kInt4Bitmap : kInt8Bitmap, claim);
+}
+
 }  // namespace
 
 std::string WhyNotSizes(int64_t k, int64_t n, int64_t bits, int64_t block_size) {
@@ -216,6 +240,40 @@ NBitsGroups::NBitsGroups(const NBitsWeight& stored) : kind_(stored.bits == 4 ? I
     PackNumbers8(stored);
   }
   PackScales(stored);
+}
+
+NBitsGroups::NBitsGroups(const PackedNBits& packed) : kind_(packed.bits == 4 ? Int4Groups() : Int8Groups()) {
+  const std::string problem = WhyNotPacked(packed);
+  if (!problem.empty()) throw OpError(problem);
+  GroupView& view = w_.view;
+  view.k = w_.k = packed.k;
+  view.n = w_.n = packed.n;
+  view.group = packed.group;
+  view.scale_type = packed.has_half_scales ? ScaleType::kFloat16 : ScaleType::kFloat32;
+  view.weights = packed.weights.data();
+  view.scales = packed.scales.data();
+  if (!packed.zero_points.empty()) view.zero_points = packed.zero_points.data();
+  if (!packed.minimums.empty()) view.minimums = packed.minimums.data();
+}
+
+PackedNBits NBitsGroups::Packed() const {
+  const GroupView& view = w_.view;
+  const auto bytes = [](const uint8_t* data, int64_t size) {
+    return std::span(data, data == nullptr ? 0 : static_cast<size_t>(size));
+  };
+  PackedNBits packed;
+  packed.k = w_.k;
+  packed.n = w_.n;
+  packed.bits = kind_.layout.value_bits;
+  packed.group = view.group;
+  packed.has_half_scales = view.scale_type == ScaleType::kFloat16;
+  const int64_t count = BitmapPanels(w_.n) * ScaleRows(w_.k, view.group) * kPanelColumns;
+  const int64_t scale_bytes = count * (packed.has_half_scales ? 2 : 4);
+  packed.weights = bytes(view.weights, GroupWeightBytes(kind_.layout, w_.k, w_.n));
+  packed.scales = bytes(view.scales, scale_bytes);
+  packed.zero_points = bytes(view.zero_points, count);
+  packed.minimums = bytes(view.minimums, scale_bytes);
+  return packed;
 }
 
 void NBitsGroups::PackNumbers4(const NBitsWeight& stored) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,11 +34,24 @@ struct NBitsWeight {
 // Empty, or why sizes like these are not taken over. What it lets pass keeps all sizes inside int64.
 std::string WhyNotSizes(int64_t k, int64_t n, int64_t bits, int64_t block_size);
 
+// Packed numbers as they lie in memory, or in a file (formats/group.h).
+struct PackedNBits {
+  int64_t k = 0;
+  int64_t n = 0;
+  int64_t bits = 0;  // 4 or 8
+  int64_t group = 0;
+  bool has_half_scales = false;
+  std::span<const uint8_t> weights, scales;
+  std::span<const uint8_t> zero_points, minimums;  // of 4 bits, at most one of them
+};
+
 // Packed numbers that kernels may run on.
 class NBitsGroups {
  public:
   // Of sizes that WhyNotSizes lets pass. Throws OpError if these numbers cannot be taken over (WhyNot).
   explicit NBitsGroups(const NBitsWeight& stored);
+  // Numbers that others own, as long as this is there. Throws OpError if they are not as they must be.
+  explicit NBitsGroups(const PackedNBits& packed);
   NBitsGroups(const NBitsGroups&) = delete;
   NBitsGroups& operator=(const NBitsGroups&) = delete;
 
@@ -45,6 +59,8 @@ class NBitsGroups {
   static std::string WhyNot(const NBitsWeight& stored);
 
   LinearLayer Layer() const { return LayerOf(kind_, w_); }
+  // As long as this is there.
+  PackedNBits Packed() const;
 
  private:
   void PackNumbers4(const NBitsWeight& stored);

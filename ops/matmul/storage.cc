@@ -2,6 +2,7 @@
 
 #include "formats/bitmap_int4.h"
 #include "isa/features.h"
+#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {
@@ -34,6 +35,47 @@ bool IsWorthBitmap(const BitmapLayout& layout, int64_t k, int64_t n, int64_t sto
       weights / 8 + (stored * layout.value_bits + 7) / 8 + layout.Padding() + 8 * (BitmapPanels(n) + 1);
   const double zeros = 1.0 - static_cast<double>(stored) / static_cast<double>(k * n);
   return zeros >= DenseBelow(layout) || static_cast<double>(dense) > kMostGrowth * static_cast<double>(bitmap);
+}
+
+BitmapView StoredBytes::View() const {
+  BitmapView view;
+  view.k = k;
+  view.n = n;
+  view.values = values.data();
+  if (!masks.empty()) {
+    view.masks = masks.data();
+    view.offsets = offsets.data();
+  }
+  return view;
+}
+
+StoredBytes BytesOf(const BitmapLayout& layout, const BitmapView& view) {
+  const int64_t panels = BitmapPanels(view.n), tiles = panels * layout.Tiles(view.k);
+  int64_t entries = tiles * layout.TileEntries();
+  StoredBytes stored;
+  stored.k = view.k;
+  stored.n = view.n;
+  if (!view.IsDense()) {
+    stored.masks = {view.masks, static_cast<size_t>(tiles * layout.TileMaskBytes())};
+    stored.offsets = {view.offsets, static_cast<size_t>(panels + 1)};
+    entries = stored.offsets.back() + layout.Padding();
+  }
+  stored.values = {view.values, static_cast<size_t>(entries * layout.EntryBytes())};
+  return stored;
+}
+
+std::string WhyNotStored(const BitmapLayout& layout, const StoredBytes& stored) {
+  const int64_t value_bytes = static_cast<int64_t>(stored.values.size());
+  if (value_bytes % layout.EntryBytes() != 0) return ErrorText("values hold ", value_bytes, " bytes");
+  BitmapClaim claim;
+  claim.k = stored.k;
+  claim.n = stored.n;
+  claim.masks = stored.masks.data();
+  claim.mask_bytes = static_cast<int64_t>(stored.masks.size());
+  claim.value_count = value_bytes / layout.EntryBytes();
+  claim.offsets = stored.offsets.data();
+  claim.offset_count = static_cast<int64_t>(stored.offsets.size());
+  return ValidateBitmap(claim, layout);
 }
 
 }  // namespace ortolan

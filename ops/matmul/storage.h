@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string>
 
 #include "formats/bitmap.h"
 
@@ -38,5 +40,21 @@ PackedBitmap<Mask, Value> BitmapOfDense(const BitmapLayout& layout, int64_t k, i
   bitmap.values.resize(bitmap.values.size() + static_cast<size_t>(layout.Padding()));
   return bitmap;
 }
+
+// A packed matrix as it lies in memory, or in a file: dense, or as a bitmap.
+struct StoredBytes {
+  int64_t k = 0;
+  int64_t n = 0;
+  std::span<const uint8_t> masks, values;
+  std::span<const int64_t> offsets;
+
+  // Of what has been found fit.
+  BitmapView View() const;
+};
+
+// As long as what the view is of. Of no 2:4 storage.
+StoredBytes BytesOf(const BitmapLayout& layout, const BitmapView& view);
+// Empty, or why kernels may not run on it.
+std::string WhyNotStored(const BitmapLayout& layout, const StoredBytes& stored);
 
 }  // namespace ortolan

@@ -225,6 +225,11 @@ void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call
   }
 }
 
+// Sessions that write a compiled model take layers alone (LayerRules).
+void AttentionCompute::Write(ContextWriter&) const {
+  throw OpError(ErrorText(node_, ": attention is no part of compiled models"));
+}
+
 void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
   if (!y_) return;
   const FloatInput x = ReadInput(ort, context, x_);

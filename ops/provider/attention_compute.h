@@ -18,6 +18,7 @@ class AttentionCompute : public StepCompute {
   // As GroupCompute; step has attention.
   AttentionCompute(const HostApi& host, const Step& step, const Node& fused);
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
+  void Write(ContextWriter& writer) const override;
 
  private:
   // Layers whose outputs are rows of one tensor.

@@ -41,8 +41,6 @@ void ClaimsLog::Leaves(const Node& node, const std::string& reason) const {
   Write(node, false, "", reason);
 }
 
-void ClaimsLog::Warns(const std::string& text) const { Log(ORT_LOGGING_LEVEL_WARNING, text); }
-
 void ClaimsLog::Log(OrtLoggingLevel level, const std::string& text) const {
   Check(*host_.ort, host_.ort->Logger_LogMessage(logger_, level, text.c_str(), ORT_FILE, __LINE__, "Ortolan"));
 }

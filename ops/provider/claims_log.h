@@ -19,8 +19,6 @@ class ClaimsLog {
 
   void Takes(const Node& node, const std::string& what) const;
   void Leaves(const Node& node, const std::string& reason) const;
-  // Of the whole session.
-  void Warns(const std::string& text) const;
 
  private:
   void Log(OrtLoggingLevel level, const std::string& text) const;

@@ -67,6 +67,34 @@ OrtAllocator* Arena::Of(const OrtKernelContext& context) {
 
 namespace {
 
+// Where the steps of a compiled model's node find what they read and make, in the node that ONNX Runtime made of it.
+class Places {
+ public:
+  Places(const HostApi& host, const Node& node, const Node& fused) : host_(host), node_(node), fused_(fused) {}
+
+  // Throw OpError if there is no such value, or it is of another type: steps read and write numbers as they are.
+  size_t Input(int64_t index) const { return InputPlace(host_, fused_, Find(node_.inputs(), index)); }
+  // None: nobody reads it.
+  std::optional<size_t> Output(int64_t index) const { return OutputPlace(host_, fused_, Find(node_.outputs(), index)); }
+
+ private:
+  Value Find(const std::vector<Value>& values, int64_t index) const {
+    const bool is_there = index >= 0 && index < static_cast<int64_t>(values.size());
+    const Value value = is_there ? values[static_cast<size_t>(index)] : nullptr;
+    if (value == nullptr) {
+      throw OpError(ErrorText("a step is of input or output ", index, ", and there are ", values.size()));
+    }
+    if (TypeOf(host_, value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
+      throw OpError(ErrorText("its value '", NameOf(host_, value), "' has another type than its steps have"));
+    }
+    return value;
+  }
+
+  const HostApi& host_;
+  const Node& node_;
+  const Node& fused_;
+};
+
 // What one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
@@ -81,15 +109,60 @@ class LinearCompute : public StepCompute {
     layer.activation = step.activation;
     if (step.IsGated()) layer.gated_columns = step.layers.front().Columns();
     if (step.norm) {
-      norm_weight_ = step.norm->weight;
-      norm_bias_ = step.norm->bias;
-      LayerNormArgs& norm = layer.norm.emplace();
-      norm.epsilon = step.norm->epsilon;
-      norm.weight = norm_weight_.data();
-      norm.bias = norm_bias_.data();
+      own_norm_weight_ = step.norm->weight;
+      own_norm_bias_ = step.norm->bias;
+      SetNorm(layer, own_norm_weight_, own_norm_bias_, step.norm->epsilon);
     }
     plan_.emplace(layer, ActiveFeatures());
   }
+
+  // As Write wrote it.
+  LinearCompute(ContextReader& reader, const Places& places)
+      : node_(reader.Text()),
+        x_name_(reader.Text()),
+        x_(places.Input(reader.Number())),
+        y_(ReadOutput(reader, places)),
+        residual_(ReadResidual(reader, places)),
+        packed_(reader) {
+    LinearLayer layer = packed_.Linear();
+    const int64_t activation = reader.Number(), gated = reader.Number(), n = layer.w->n;
+    if (!IsActivation(activation)) throw OpError(ErrorText("an activation is ", activation));
+    layer.activation = static_cast<Activation>(activation);
+    if (gated != 0 && (gated < 1 || gated > n || n != 2 * kPanelColumns * BitmapPanels(gated))) {
+      throw OpError(ErrorText("a step of ", n, " columns is gated for ", gated));
+    }
+    layer.gated_columns = gated;
+    if (reader.Number() != 0) {
+      const float epsilon = reader.Real();
+      const std::span<const float> weight = reader.Array<float>(), bias = reader.Array<float>();
+      const size_t columns = static_cast<size_t>(layer.Columns());
+      if (!(epsilon >= 0) || weight.size() != columns || bias.size() != columns) {
+        throw OpError(ErrorText("a normalization of ", columns, " columns has ", weight.size(), " weights, ",
+                                bias.size(), " numbers of bias and epsilon ", epsilon));
+      }
+      SetNorm(layer, weight, bias, epsilon);
+    }
+    plan_.emplace(layer, ActiveFeatures());
+  }
+
+  void Write(ContextWriter& writer) const override {
+    const LinearLayer& layer = plan_->layer();
+    writer.Text(node_);
+    writer.Text(x_name_);
+    writer.Number(static_cast<int64_t>(x_));
+    writer.Number(y_ ? static_cast<int64_t>(*y_) : kNone);
+    writer.Number(residual_ ? static_cast<int64_t>(*residual_) : kNone);
+    packed_.Write(writer);
+    writer.Number(static_cast<int64_t>(layer.activation));
+    writer.Number(layer.gated_columns);
+    writer.Number(layer.norm ? 1 : 0);
+    if (!layer.norm) return;
+    writer.Real(layer.norm->epsilon);
+    writer.Array(std::span(layer.norm->weight, static_cast<size_t>(layer.Columns())));
+    writer.Array(std::span(layer.norm->bias, static_cast<size_t>(layer.Columns())));
+  }
+
+  std::optional<size_t> y() const { return y_; }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
     if (!y_) return;
@@ -106,6 +179,27 @@ class LinearCompute : public StepCompute {
   }
 
  private:
+  static constexpr int64_t kNone = -1;
+
+  static std::optional<size_t> ReadResidual(ContextReader& reader, const Places& places) {
+    const int64_t index = reader.Number();
+    if (index == kNone) return std::nullopt;
+    return places.Input(index);
+  }
+
+  static std::optional<size_t> ReadOutput(ContextReader& reader, const Places& places) {
+    const int64_t index = reader.Number();
+    if (index == kNone) return std::nullopt;
+    return places.Output(index);
+  }
+
+  static void SetNorm(LinearLayer& layer, std::span<const float> weight, std::span<const float> bias, float epsilon) {
+    LayerNormArgs& norm = layer.norm.emplace();
+    norm.epsilon = epsilon;
+    norm.weight = weight.data();
+    norm.bias = bias.data();
+  }
+
   void RunWithResidual(const OrtApi& ort, OrtKernelContext& context, Host& host, LinearCall call,
                        const Shape& shape) const {
     const FloatInput other = ReadInput(ort, context, *residual_);
@@ -125,21 +219,13 @@ class LinearCompute : public StepCompute {
   std::optional<size_t> y_;  // none: nobody reads it
   std::optional<size_t> residual_;
   PackedLayers packed_;
-  std::vector<float> norm_weight_, norm_bias_;
-  std::optional<LinearPlan> plan_;  // of the above
+  std::vector<float> own_norm_weight_, own_norm_bias_;  // or a file's
+  std::optional<LinearPlan> plan_;                      // of the above
 };
 
 }  // namespace
 
-GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& fused)
-    : OrtNodeComputeInfo{}, ort_(*host.ort), arena_(*host.ort) {
-  for (const Step& step : group.steps) {
-    if (step.attention) {
-      steps_.push_back(std::make_unique<AttentionCompute>(host, step, fused));
-    } else {
-      steps_.push_back(std::make_unique<LinearCompute>(host, step, fused));
-    }
-  }
+GroupCompute::GroupCompute(const HostApi& host) : OrtNodeComputeInfo{}, ort_(*host.ort), arena_(*host.ort) {
   ort_version_supported = host.version;
   CreateState = [](OrtNodeComputeInfo* self, OrtNodeComputeContext*, void** state) -> OrtStatus* {
     *state = self;
@@ -152,7 +238,44 @@ GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& 
   ReleaseState = [](OrtNodeComputeInfo*, void*) {};
 }
 
+GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& fused) : GroupCompute(host) {
+  for (const Step& step : group.steps) {
+    if (step.attention) {
+      steps_.push_back(std::make_unique<AttentionCompute>(host, step, fused));
+    } else {
+      steps_.push_back(std::make_unique<LinearCompute>(host, step, fused));
+    }
+  }
+}
+
+GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name,
+                           const Node& node, const Node& fused)
+    : GroupCompute(host) {
+  file_ = std::move(file);
+  const Places places(host, node, fused);
+  ContextReader reader = file_->Group(name);
+  std::vector<bool> is_made(fused.outputs().size());
+  const int64_t count = reader.Number();
+  for (int64_t i = 0; i < count; ++i) {
+    auto step = std::make_unique<LinearCompute>(reader, places);
+    if (const std::optional<size_t> y = step->y()) {
+      if (is_made[*y]) throw OpError(ErrorText("two steps make one output, ", *y));
+      is_made[*y] = true;
+    }
+    steps_.push_back(std::move(step));
+  }
+  reader.End();
+  if (std::find(is_made.begin(), is_made.end(), false) != is_made.end()) {
+    throw OpError(ErrorText("its ", count, " steps do not make all of its ", is_made.size(), " outputs"));
+  }
+}
+
 GroupCompute::~GroupCompute() = default;
+
+void GroupCompute::Write(ContextWriter& writer) const {
+  writer.Number(static_cast<int64_t>(steps_.size()));
+  for (const std::unique_ptr<StepCompute>& step : steps_) step->Write(writer);
+}
 
 void GroupCompute::Run(OrtKernelContext& context) {
   SessionHost host(ort_, context, arena_);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ort/host.h"
+#include "provider/context_file.h"
 #include "provider/group.h"
 
 namespace ortolan::provider {
@@ -29,6 +30,8 @@ class StepCompute {
  public:
   virtual ~StepCompute() = default;
   virtual void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const = 0;
+  // For GroupCompute's.
+  virtual void Write(ContextWriter& writer) const = 0;
 };
 
 // As ORT calls it; it is its own state, as nothing of it changes between calls.
@@ -37,13 +40,22 @@ class GroupCompute : public OrtNodeComputeInfo {
   // fused: the node in the group's place, which says the order of inputs and outputs. The stored numbers may go when
   // this is made.
   GroupCompute(const HostApi& host, const Group& group, const Node& fused);
+  // As it was written to the group `name` of a file. node: whose inputs and outputs are those of the node that had the
+  // group's place then. Throws OpError if the file or the node are not as they must be.
+  GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name, const Node& node,
+               const Node& fused);
   ~GroupCompute();
 
+  // What the numbers lie in must be there until they are written.
+  void Write(ContextWriter& writer) const;
+
  private:
+  GroupCompute(const HostApi& host);
   void Run(OrtKernelContext& context);
 
   const OrtApi& ort_;
   Arena arena_;
+  std::shared_ptr<const ContextFile> file_;  // or none
   std::vector<std::unique_ptr<StepCompute>> steps_;
 };
 

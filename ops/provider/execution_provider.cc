@@ -1,6 +1,7 @@
 #include "provider/execution_provider.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace ortolan::provider {
@@ -25,7 +26,7 @@ bool IsBranch(const OrtGraph& ort_graph, const Graph& graph) {
 }  // namespace
 
 ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, const ProviderOptions& options)
-    : OrtEp{}, host_(host), claims_(std::move(claims)), options_(options) {
+    : OrtEp{}, host_(host), claims_(std::move(claims)), options_(options), context_(host, options.context) {
   ort_version_supported = host.version;
   OrtEp::GetName = [](const OrtEp*) noexcept -> const char* { return kProviderName; };
   OrtEp::GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* info) noexcept -> OrtStatus* {
@@ -33,12 +34,10 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
     return Guarded(*provider.host_.ort, [&] { provider.Claim(*graph, *info); });
   };
   OrtEp::Compile = [](OrtEp* self, const OrtGraph** graphs, const OrtNode** fused, size_t count,
-                      OrtNodeComputeInfo** computes, OrtNode**) noexcept -> OrtStatus* {
-    const ExecutionProvider& provider = *static_cast<ExecutionProvider*>(self);
+                      OrtNodeComputeInfo** computes, OrtNode** context_nodes) noexcept -> OrtStatus* {
+    ExecutionProvider& provider = *static_cast<ExecutionProvider*>(self);
     return Guarded(*provider.host_.ort, [&] {
-      std::vector<std::unique_ptr<GroupCompute>> made;  // all or, where one fails, none
-      for (size_t i = 0; i < count; ++i) made.push_back(provider.CompileGraph(*graphs[i], *fused[i]));
-      for (size_t i = 0; i < count; ++i) computes[i] = made[i].release();
+      provider.CompileAll(std::span(graphs, count), std::span(fused, count), computes, context_nodes);
     });
   };
   OrtEp::ReleaseNodeComputeInfos = [](OrtEp*, OrtNodeComputeInfo** computes, size_t count) noexcept {
@@ -46,21 +45,31 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
   };
 }
 
-void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
-  if (options_.claims_nothing) {
-    return claims_.Warns("Ortolan claims nothing: it writes no compiled models. Leave out ep.context_enable.");
+std::string ExecutionProvider::WhyNot(const OrtGraph& ort_graph, const Graph& graph) const {
+  if (options_.context.enabled && has_compiled_) {
+    return "ONNX Runtime takes the nodes of a compiled model once, and this one is of a function";
   }
+  if (host_.version >= kNamesBranches && !options_.context.enabled) return {};
+  if (!IsBranch(ort_graph, graph)) return {};
+  if (options_.context.enabled) return "it is in a branch, which ONNX Runtime does not put into compiled models";
+  return ErrorText("it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
+}
+
+void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
   const Graph graph(host_, ort_graph);
+  for (const Node& node : graph.nodes()) {
+    if (IsContextNode(node)) ClaimNodes(std::array{&node}, info);
+  }
   const Claims claims = FindGroups(graph, options_.rules);
-  const bool has_names = host_.version >= kNamesBranches || claims.groups.empty() || !IsBranch(ort_graph, graph);
-  Tell(claims, has_names);
+  const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
+  Tell(claims, why_not);
   for (const Group& group : claims.groups) {
-    if (has_names) ClaimGroup(group, info);
+    if (why_not.empty()) ClaimNodes(group.nodes, info);
   }
 }
 
 // In the order of the graph.
-void ExecutionProvider::Tell(const Claims& claims, bool has_names) const {
+void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) const {
   struct Line {
     const Node* node;
     bool is_taken;
@@ -68,12 +77,11 @@ void ExecutionProvider::Tell(const Claims& claims, bool has_names) const {
   };
   std::vector<Line> lines;
   for (const auto& [node, reason] : claims.left) lines.push_back({node, false, reason});
-  const std::string nameless =
-      ErrorText("it is in a branch, for which ONNX Runtime before 1.", kNamesBranches, " has no names");
   for (const Group& group : claims.groups) {
     for (const Step& step : group.steps) {
       for (const Layer& layer : step.layers) {
-        lines.push_back({layer.nodes.front(), has_names, has_names ? layer.Numbers() + step.Fused() : nameless});
+        lines.push_back(
+            {layer.nodes.front(), why_not.empty(), why_not.empty() ? layer.Numbers() + step.Fused() : why_not});
       }
     }
   }
@@ -87,23 +95,44 @@ void ExecutionProvider::Tell(const Claims& claims, bool has_names) const {
   }
 }
 
-void ExecutionProvider::ClaimGroup(const Group& group, OrtEpGraphSupportInfo& info) const {
+void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, OrtEpGraphSupportInfo& info) const {
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
   options.drop_constant_initializers = true;  // Compile packs them
-  std::vector<const OrtNode*> nodes;
-  for (const Node* const node : group.nodes) nodes.push_back(&node->ort());
-  Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, nodes.data(), nodes.size(), &options));
+  std::vector<const OrtNode*> claimed;
+  for (const Node* const node : nodes) claimed.push_back(&node->ort());
+  Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, claimed.data(), claimed.size(), &options));
 }
 
-std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& ort_graph, const OrtNode& fused) const {
+void ExecutionProvider::CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
+                                   OrtNodeComputeInfo** computes, OrtNode** context_nodes) {
+  std::vector<std::unique_ptr<GroupCompute>> made;  // all or, where one fails, none
+  for (size_t i = 0; i < graphs.size(); ++i) made.push_back(CompileGraph(*graphs[i], *fused[i]));
+  if (options_.context.enabled) {
+    const std::vector<OrtNode*> nodes = context_.Write(made, fused, PathOf(*graphs.front()));
+    std::copy(nodes.begin(), nodes.end(), context_nodes);
+  }
+  for (size_t i = 0; i < made.size(); ++i) computes[i] = made[i].release();
+  has_compiled_ = true;
+}
+
+std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& ort_graph, const OrtNode& fused) {
   const Graph graph(host_, ort_graph);
+  if (graph.nodes().size() == 1 && IsContextNode(graph.nodes().front())) {
+    return context_.Read(graph.nodes().front(), Node(host_, fused), PathOf(ort_graph));
+  }
   const Claims claims = FindGroups(graph, options_.rules);
   if (claims.groups.size() != 1 || claims.groups.front().nodes.size() != graph.nodes().size()) {
     const std::string reason = claims.left.empty() ? "" : ": " + claims.left.front().second;
     throw OpError(ErrorText("a group of ", graph.nodes().size(), " nodes is not what was claimed", reason));
   }
   return std::make_unique<GroupCompute>(host_, claims.groups.front(), Node(host_, fused));
+}
+
+std::string ExecutionProvider::PathOf(const OrtGraph& graph) const {
+  const ORTCHAR_T* path = nullptr;
+  Check(*host_.ort, host_.ort->Graph_GetModelPath(&graph, &path));
+  return path == nullptr ? "" : path;
 }
 
 }  // namespace ortolan::provider

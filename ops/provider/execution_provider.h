@@ -2,15 +2,16 @@
 #pragma once
 
 #include <memory>
+#include <span>
+#include <string>
 
 #include "provider/claims_log.h"
-#include "provider/compute.h"
+#include "provider/context_model.h"
 
 namespace ortolan::provider {
 
 struct ProviderOptions {
-  // The session writes a model of compiled nodes (ep.context_enable), which this provider cannot make.
-  bool claims_nothing = false;
+  ContextOptions context;
   LayerRules rules;
 };
 
@@ -20,13 +21,21 @@ class ExecutionProvider : public OrtEp {
 
  private:
   void Claim(const OrtGraph& graph, OrtEpGraphSupportInfo& info) const;
-  void Tell(const Claims& claims, bool has_names) const;
-  void ClaimGroup(const Group& group, OrtEpGraphSupportInfo& info) const;
-  std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused) const;
+  // Why nothing of the graph is claimed; or empty.
+  std::string WhyNot(const OrtGraph& ort_graph, const Graph& graph) const;
+  void Tell(const Claims& claims, const std::string& why_not) const;
+  void ClaimNodes(std::span<const Node* const> nodes, OrtEpGraphSupportInfo& info) const;
+  void CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
+                  OrtNodeComputeInfo** computes, OrtNode** context_nodes);
+  std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused);
+  // Empty: the model is none of a file.
+  std::string PathOf(const OrtGraph& graph) const;
 
   const HostApi& host_;
   ClaimsLog claims_;
   ProviderOptions options_;
+  ContextModel context_;
+  bool has_compiled_ = false;
 };
 
 }  // namespace ortolan::provider

@@ -143,7 +143,10 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   }
   ProviderOptions options;
   options.rules.precision = known->second;
-  options.claims_nothing = entries.Text("ep.context_enable") == "1";
+  options.context.enabled = entries.Text("ep.context_enable") == "1";
+  options.rules.may_take_attention = !options.context.enabled;  // compiled models have none
+  options.context.embeds = entries.Text("ep.context_embed_mode") == "1";
+  options.context.path = entries.Text("ep.context_file_path");
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
   options.rules.may_take_int8 = has_vnni || claims == kAll;

@@ -71,7 +71,7 @@ class Finder {
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
     for (const Node& node : graph_.nodes()) {
-      if (layers_.empty()) break;
+      if (layers_.empty() || !rules_.may_take_attention) break;
       try {
         if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
           for (const size_t layer : attention->layers) is_used[layer] = true;

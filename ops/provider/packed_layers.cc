@@ -5,6 +5,8 @@
 namespace ortolan::provider {
 namespace {
 
+enum class Kind : int64_t { kNBits = 0, kInt8 = 1, kBf16 = 2 };
+
 // Columns side by side, whose numbers are put into `numbers`.
 NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& numbers) {
   NBitsWeight whole = std::get<NBitsWeight>(layers.front().weight);
@@ -31,41 +33,136 @@ NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& numbers)
   return whole;
 }
 
+void WriteNBits(const PackedNBits& packed, ContextWriter& writer) {
+  writer.Number(packed.k);
+  writer.Number(packed.n);
+  writer.Number(packed.bits);
+  writer.Number(packed.group);
+  writer.Number(packed.has_half_scales ? 1 : 0);
+  writer.Array(packed.weights);
+  writer.Array(packed.scales);
+  writer.Array(packed.zero_points);
+  writer.Array(packed.minimums);
+}
+
+PackedNBits ReadNBits(ContextReader& reader) {
+  PackedNBits packed;
+  packed.k = reader.Number();
+  packed.n = reader.Number();
+  packed.bits = reader.Number();
+  packed.group = reader.Number();
+  packed.has_half_scales = reader.Number() != 0;
+  packed.weights = reader.Array<uint8_t>();
+  packed.scales = reader.Array<uint8_t>();
+  packed.zero_points = reader.Array<uint8_t>();
+  packed.minimums = reader.Array<uint8_t>();
+  return packed;
+}
+
+void WriteStored(const StoredBytes& stored, ContextWriter& writer) {
+  writer.Number(stored.k);
+  writer.Number(stored.n);
+  writer.Array(stored.masks);
+  writer.Array(stored.values);
+  writer.Array(stored.offsets);
+}
+
+StoredBytes ReadStored(ContextReader& reader) {
+  StoredBytes stored;
+  stored.k = reader.Number();
+  stored.n = reader.Number();
+  stored.masks = reader.Array<uint8_t>();
+  stored.values = reader.Array<uint8_t>();
+  stored.offsets = reader.Array<int64_t>();
+  return stored;
+}
+
+void WriteInt8(const PackedInt8& packed, ContextWriter& writer) {
+  WriteStored(packed, writer);
+  writer.Array(packed.scales);
+  writer.Array(packed.column_sums);
+  writer.Array(packed.zero_points);
+}
+
+PackedInt8 ReadInt8(ContextReader& reader) {
+  PackedInt8 packed{ReadStored(reader), {}, {}, {}};
+  packed.scales = reader.Array<float>();
+  packed.column_sums = reader.Array<int32_t>();
+  packed.zero_points = reader.Array<int32_t>();
+  return packed;
+}
+
 template <typename Weight>
-std::vector<Weight> WeightsOf(std::span<const Layer> layers) {
-  std::vector<Weight> weights;
-  for (const Layer& layer : layers) weights.push_back(std::get<Weight>(layer.weight));
-  return weights;
+std::vector<Weight> Weights(std::span<const Layer> layers) {
+  std::vector<Weight> found;
+  for (const Layer& layer : layers) found.push_back(std::get<Weight>(layer.weight));
+  return found;
 }
 
 }  // namespace
 
 PackedLayers::PackedLayers(std::span<const Layer> layers) {
+  Pack(layers);
+  if (std::all_of(layers.begin(), layers.end(), [](const Layer& layer) { return layer.bias.empty(); })) return;
+  for (const Layer& layer : layers) {
+    const size_t end = own_bias_.size() + static_cast<size_t>(layer.Columns());
+    own_bias_.insert(own_bias_.end(), layer.bias.begin(), layer.bias.end());
+    own_bias_.resize(end);
+  }
+  bias_ = own_bias_;
+}
+
+void PackedLayers::Pack(std::span<const Layer> layers) {
   if (std::holds_alternative<NBitsWeight>(layers.front().weight)) {
     std::vector<uint8_t> numbers;
     groups_.emplace(Joined(layers, numbers));
-  } else if (std::holds_alternative<Int8Weight>(layers.front().weight)) {
-    columns_.emplace(WeightsOf<Int8Weight>(layers));
-  } else {
-    PackFloats(WeightsOf<RoundedWeight>(layers));
+    return;
   }
-  if (std::all_of(layers.begin(), layers.end(), [](const auto& layer) { return layer.bias.empty(); })) return;
-  for (const Layer& layer : layers) {
-    const size_t end = bias_.size() + static_cast<size_t>(layer.Columns());
-    bias_.insert(bias_.end(), layer.bias.begin(), layer.bias.end());
-    bias_.resize(end);
+  if (std::holds_alternative<Int8Weight>(layers.front().weight)) {
+    columns_.emplace(Weights<Int8Weight>(layers));
+    return;
+  }
+  const std::vector<RoundedWeight> floats = Weights<RoundedWeight>(layers);
+  if (floats.front().precision == Precision::kBf16) {
+    bf16_columns_.emplace(std::vector<FloatWeight>(floats.begin(), floats.end()));
+    return;
+  }
+  std::vector<std::vector<int8_t>> codes(floats.size());
+  std::vector<Int8Weight> parts;
+  for (size_t i = 0; i < floats.size(); ++i) parts.push_back(RoundedToInt8(floats[i], codes[i]));
+  columns_.emplace(parts);
+}
+
+PackedLayers::PackedLayers(ContextReader& reader) {
+  const int64_t kind = reader.Number();
+  if (kind == static_cast<int64_t>(Kind::kNBits)) {
+    groups_.emplace(ReadNBits(reader));
+  } else if (kind == static_cast<int64_t>(Kind::kInt8)) {
+    columns_.emplace(ReadInt8(reader));
+  } else if (kind == static_cast<int64_t>(Kind::kBf16)) {
+    bf16_columns_.emplace(ReadStored(reader));
+  } else {
+    throw OpError(ErrorText("a weight is of kind ", kind, ", expected 0, 1 or 2"));
+  }
+  bias_ = reader.Array<float>();
+  const int64_t n = Linear().w->n;
+  if (!bias_.empty() && static_cast<int64_t>(bias_.size()) != n) {
+    throw OpError(ErrorText("a bias has ", bias_.size(), " numbers, expected ", n));
   }
 }
 
-void PackedLayers::PackFloats(const std::vector<RoundedWeight>& weights) {
-  if (weights.front().precision == Precision::kBf16) {
-    bf16_columns_.emplace(std::vector<FloatWeight>(weights.begin(), weights.end()));
-    return;
+void PackedLayers::Write(ContextWriter& writer) const {
+  if (groups_) {
+    writer.Number(static_cast<int64_t>(Kind::kNBits));
+    WriteNBits(groups_->Packed(), writer);
+  } else if (columns_) {
+    writer.Number(static_cast<int64_t>(Kind::kInt8));
+    WriteInt8(columns_->Packed(), writer);
+  } else {
+    writer.Number(static_cast<int64_t>(Kind::kBf16));
+    WriteStored(bf16_columns_->Packed(), writer);
   }
-  std::vector<std::vector<int8_t>> codes(weights.size());
-  std::vector<Int8Weight> parts;
-  for (size_t i = 0; i < weights.size(); ++i) parts.push_back(RoundedToInt8(weights[i], codes[i]));
-  columns_.emplace(parts);
+  writer.Array(bias_);
 }
 
 LinearLayer PackedLayers::Linear() const {

@@ -339,16 +339,3 @@ def test_the_process_ends_well_with_sessions_alive() -> None:
         print(sessions[2].run(None, {"x": NBits(64, 20, 32).x(3)})[0].shape)
     """
     assert run_python(text).strip() == "(3, 20)"
-
-
-@needs_provider
-def test_compiled_models_are_not_written(tmp_path: Path) -> None:
-    """With ep.context_enable the provider claims nothing, rather than fail."""
-    layer = NBits(64, 20, 32)
-    session = provider_session(
-        layer.model(), ep__context_enable="1", ep__context_file_path=str(tmp_path / "context.onnx")
-    )
-    assert claimed(session) == []
-    x = layer.x(3)
-    expected = plain_session(layer.model()).run(None, {"x": x})[0]
-    np.testing.assert_array_equal(session.run(None, {"x": x})[0], expected)

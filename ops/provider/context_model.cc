@@ -1,0 +1,221 @@
+#include "provider/context_model.h"
+
+#include <array>
+#include <filesystem>
+#include <utility>
+
+namespace ortolan::provider {
+namespace {
+
+constexpr const char* kOperator = "EPContext";
+constexpr const char* kDomain = "com.microsoft";
+constexpr const char* kAdvice =
+    ". Make the compiled model anew, by a session with ep.context_enable on the model itself.";
+// Protocol buffers hold less than 2 GiB.
+constexpr size_t kMostEmbedded = size_t{1} << 30;
+
+constexpr char kDigits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+
+std::string ToBase64(std::span<const uint8_t> bytes) {
+  std::string text;
+  text.reserve((bytes.size() + 2) / 3 * 4);
+  for (size_t i = 0; i < bytes.size(); i += 3) {
+    const size_t count = std::min<size_t>(3, bytes.size() - i);
+    uint32_t bits = 0;
+    for (size_t j = 0; j < 3; ++j) bits = bits << 8 | (j < count ? bytes[i + j] : 0);
+    for (size_t j = 0; j < 4; ++j) text += j <= count ? kDigits[bits >> (18 - 6 * j) & 63] : '=';
+  }
+  return text;
+}
+
+// Throws OpError for other texts than ToBase64 makes.
+std::vector<uint8_t> FromBase64(const std::string& text) {
+  std::array<int8_t, 256> values;
+  values.fill(-1);
+  for (int8_t i = 0; i < 64; ++i) values[static_cast<uint8_t>(kDigits[i])] = i;
+  const size_t end = text.find('=');
+  const size_t digits = end == std::string::npos ? text.size() : end;
+  if (text.size() % 4 != 0 || text.size() - digits > 2) throw OpError("its ep_cache_context is no Base64");
+  std::vector<uint8_t> bytes;
+  bytes.reserve(text.size() / 4 * 3);
+  uint32_t bits = 0;
+  for (size_t i = 0; i < digits; ++i) {
+    const int8_t value = values[static_cast<uint8_t>(text[i])];
+    if (value < 0) throw OpError("its ep_cache_context is no Base64");
+    bits = bits << 6 | static_cast<uint32_t>(value);
+    if (i % 4 != 0) bytes.push_back(static_cast<uint8_t>(bits >> (6 - i % 4 * 2)));
+  }
+  return bytes;
+}
+
+std::string IdText(uint64_t id) {
+  std::array<char, 32> text;
+  std::snprintf(text.data(), text.size(), "id %016llx", static_cast<unsigned long long>(id));
+  return text.data();
+}
+
+// As ONNX Runtime names it where the session does not.
+std::string ContextPath(const ContextOptions& options, const std::string& model_path) {
+  if (!options.path.empty()) return options.path;
+  if (model_path.empty()) {
+    throw OpError(
+        "the compiled model has no name, as the model is none of a file. Set the session's ep.context_file_path to the "
+        "path of the compiled model, or ep.context_embed_mode to 1");
+  }
+  return model_path.substr(0, model_path.find_last_of('.')) + "_ctx.onnx";
+}
+
+// "model_ctx.onnx" has "model_ctx_ortolan.bin".
+std::filesystem::path BesideModel(const std::filesystem::path& path) {
+  return path.parent_path() / (path.stem().string() + "_ortolan.bin");
+}
+
+// Throws OpError unless the path stays in the model's folder.
+void CheckPath(const std::filesystem::path& path) {
+  bool stays = path.has_filename() && path.is_relative();
+  for (const std::filesystem::path& part : path) stays = stays && part != "..";
+  if (!stays) throw OpError(ErrorText("its file is '", path.string(), "', expected one in the model's folder"));
+}
+
+std::vector<std::string> NamesOf(const HostApi& host, const std::vector<Value>& values) {
+  std::vector<std::string> names;
+  for (const Value value : values) names.push_back(value == nullptr ? "" : NameOf(host, value));
+  return names;
+}
+
+std::vector<const char*> Pointers(const std::vector<std::string>& names) {
+  std::vector<const char*> pointers;
+  for (const std::string& name : names) pointers.push_back(name.c_str());
+  return pointers;
+}
+
+class Attributes {
+ public:
+  explicit Attributes(const OrtApi& ort) : ort_(ort) {}
+  ~Attributes() {
+    for (OrtOpAttr* const attribute : all_) ort_.ReleaseOpAttr(attribute);
+  }
+  Attributes(const Attributes&) = delete;
+  Attributes& operator=(const Attributes&) = delete;
+
+  void Whole(const char* name, int64_t number) { Add(name, &number, ORT_OP_ATTR_INT, 1); }
+  void Text(const char* name, const std::string& text) {
+    Add(name, text.c_str(), ORT_OP_ATTR_STRING, static_cast<int>(text.size()));
+  }
+  std::vector<OrtOpAttr*>& all() { return all_; }
+
+ private:
+  void Add(const char* name, const void* data, OrtOpAttrType type, int size) {
+    OrtOpAttr* attribute = nullptr;
+    Check(ort_, ort_.CreateOpAttr(name, data, size, type, &attribute));
+    all_.push_back(attribute);
+  }
+
+  const OrtApi& ort_;
+  std::vector<OrtOpAttr*> all_;
+};
+
+}  // namespace
+
+bool IsContextNode(const Node& node) { return node.Is(kDomain, kOperator) && node.Text("source", "") == kProviderName; }
+
+OrtNode* ContextModel::MakeNode(const Node& fused, const std::string& content, uint64_t id) const {
+  const OrtApi& ort = *host_.ort;
+  Attributes attributes(ort);
+  attributes.Whole("main_context", 1);
+  attributes.Whole("embed_mode", options_.embeds ? 1 : 0);
+  attributes.Text("ep_cache_context", content);
+  attributes.Text("ep_sdk_version", ErrorText("Ortolan ", ORTOLAN_VERSION));
+  attributes.Text("partition_name", fused.name());
+  attributes.Text("source", kProviderName);
+  attributes.Text("notes", IdText(id));
+  const std::vector<std::string> inputs = NamesOf(host_, fused.inputs()), outputs = NamesOf(host_, fused.outputs());
+  const std::vector<const char*> input_names = Pointers(inputs), output_names = Pointers(outputs);
+  OrtNode* node = nullptr;
+  // ONNX Runtime finds the node that it stands for by its name.
+  Check(ort, ort.GetModelEditorApi()->CreateNode(kOperator, kDomain, fused.name().c_str(), input_names.data(),
+                                                 input_names.size(), output_names.data(), output_names.size(),
+                                                 attributes.all().data(), attributes.all().size(), &node));
+  return node;
+}
+
+std::vector<OrtNode*> ContextModel::Write(std::span<const std::unique_ptr<GroupCompute>> groups,
+                                          std::span<const OrtNode* const> fused, const std::string& model_path) const {
+  const OrtApi& ort = *host_.ort;
+  const auto release = [&](OrtNode* node) { ort.ReleaseNode(node); };
+  std::vector<std::unique_ptr<OrtNode, decltype(release)>> nodes;
+  ContextWriter all;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const Node node(host_, *fused[i]);
+    ContextWriter own;
+    ContextWriter& writer = options_.embeds ? own : all;
+    writer.BeginGroup(node.name());
+    groups[i]->Write(writer);
+    if (!options_.embeds) continue;
+    const std::vector<uint8_t> bytes = own.Bytes();
+    if (bytes.size() > kMostEmbedded) {
+      throw OpError(ErrorText(node.Described(), ": its packed numbers take ", bytes.size(),
+                              " bytes, too much for a model file. Set the session's ep.context_embed_mode to 0"));
+    }
+    nodes.emplace_back(MakeNode(node, ToBase64(bytes), own.Id()), release);
+  }
+  if (!options_.embeds) {
+    const std::filesystem::path path = BesideModel(ContextPath(options_, model_path));
+    all.Save(path.string());
+    for (const OrtNode* const one : fused) {
+      nodes.emplace_back(MakeNode(Node(host_, *one), path.filename().string(), all.Id()), release);
+    }
+  }
+  std::vector<OrtNode*> given;
+  for (auto& node : nodes) given.push_back(node.release());
+  return given;
+}
+
+std::shared_ptr<const ContextFile> ContextModel::FileOf(const Node& node, const std::string& model_path) {
+  const std::string content = node.Text("ep_cache_context", "");
+  const int64_t embed_mode = node.Whole("embed_mode", 1);
+  if (embed_mode == 1) return ContextFile::Take(FromBase64(content), "ep_cache_context");
+  if (embed_mode != 0) throw OpError(ErrorText("its embed_mode is ", embed_mode, ", expected 0 or 1"));
+  CheckPath(content);
+  // Of a model in memory, the session may say where it came from.
+  const std::filesystem::path model(model_path.empty() ? options_.path : model_path);
+  if (model.empty()) {
+    throw OpError(ErrorText("its file '", content,
+                            "' is in the model's folder, and the model is none of a file. Set the session's "
+                            "ep.context_file_path to the path of the compiled model"));
+  }
+  const std::string path = (model.parent_path() / content).string();
+  std::shared_ptr<const ContextFile>& file = files_[path];
+  if (file == nullptr) file = ContextFile::Map(path);
+  return file;
+}
+
+std::unique_ptr<GroupCompute> ContextModel::TryRead(const Node& node, const Node& fused,
+                                                    const std::string& model_path) {
+  const std::shared_ptr<const ContextFile> file = FileOf(node, model_path);
+  const std::string id = node.Text("notes", "");
+  if (id != IdText(file->id())) {
+    throw OpError(
+        ErrorText(file->Described(), ", has ", IdText(file->id()), ", expected ", id, ": it is another model's file"));
+  }
+  try {
+    return std::make_unique<GroupCompute>(host_, file, node.Text("partition_name", ""), node, fused);
+  } catch (const OpError& error) {
+    throw OpError(ErrorText(file->Described(), ": ", error.what()));
+  }
+}
+
+std::unique_ptr<GroupCompute> ContextModel::Read(const Node& node, const Node& fused, const std::string& model_path) {
+  if (options_.enabled) {
+    throw OpError(ErrorText(node.Described(), " is compiled already. Leave out ep.context_enable"));
+  }
+  try {
+    return TryRead(node, fused, model_path);
+  } catch (const OpError& error) {
+    throw OpError(ErrorText(node.Described(), ": ", error.what(), kAdvice));
+  } catch (const UnfitError& error) {
+    throw OpError(ErrorText(node.Described(), ": ", error.what(), kAdvice));
+  }
+}
+
+}  // namespace ortolan::provider
