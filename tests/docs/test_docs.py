@@ -192,7 +192,7 @@ def ort_headers() -> Path | None:
 def test_provider(folder):
     """Each block in a process of its own: a provider is registered once."""
     found = [code for language, code in blocks("provider.md") if language == "python"]
-    assert len(found) == 5
+    assert len(found) == 6
     for code in found:
         run_python(code + "assert session.get_providers()[0] == 'OrtolanExecutionProvider'", folder)
     ((_, command),) = [block for block in blocks("provider.md") if block[0] == "bash"]
