@@ -4,7 +4,8 @@
 // which is run as it is and one that was optimized give the same answers:
 //
 //     bf16   W[l, j] to nearest even
-//     int8   q[l, j] = round(W[l, j] / scales[j]), ties to even, scales[j] = max over l of |W[l, j]| / 127
+//     int8   q[l, j] = round(W[l, j] / scales[j]), ties to even, scales[j] = max over l of |W[l, j]| / 127, but at
+//          least the smallest normal float
 #pragma once
 
 #include <cstdint>

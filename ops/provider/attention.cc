@@ -285,7 +285,8 @@ class Finder {
     const Layer& query = LayerOf(0);
     for (size_t i = 0; i < 3; ++i) ReadHeads(i);
     if (found_.heads == 0) return;
-    Expect(found_.heads <= kMostHeads && query.Columns() == found_.heads * found_.head_dim,
+    Expect(found_.heads <= kMostHeads && query.Columns() % found_.heads == 0 &&
+               query.Columns() / found_.heads == found_.head_dim,
            ErrorText("its layers of ", query.Columns(), " numbers are not split into ", found_.heads, " heads of ",
                      found_.head_dim));
     heads_ = NumberSize(found_.heads);
@@ -389,7 +390,9 @@ class Finder {
     if (!IsMadeInside(value, steps) && taken_.count(maker) == 0) return SizesInFront(value);
     const Node& node = *maker;
     if (node.type() == "Shape") {
-      const Sizes& all = sizes_.at(node.Input(0));
+      const auto found = sizes_.find(node.Input(0));
+      if (found == sizes_.end()) return std::nullopt;
+      const Sizes& all = found->second;
       const int64_t rank = static_cast<int64_t>(all.size());
       return Part(all, node.Whole("start", 0), node.Whole("end", rank));
     }
@@ -529,6 +532,12 @@ class Finder {
     found_.masks.push_back(std::move(mask));
   }
 
+  // Whether its last dimension is 1: it says something of rows.
+  bool IsOneARow(Value value) const {
+    const std::optional<Shape> shape = ShapeOf(graph_.host(), value);
+    return shape && !shape->empty() && shape->back() == 1;
+  }
+
   // --- the answer ---------------------------------------------------------------------------------------------------
 
   void ReadMerge(const Node& product) {
@@ -547,7 +556,7 @@ class Finder {
     const Node* node = value == nullptr ? nullptr : only(value);
     // Zeros in the place of the rows that see no key, as transformers 5 exports them.
     if (node != nullptr && node->IsStandard("Where") && node->Input(2) == value && node->Output(0) != nullptr &&
-        graph_.NumberOf(node->Input(1)) == 0.0f && node->Has(0) && !node->IsConstant(0)) {
+        graph_.NumberOf(node->Input(1)) == 0.0f && node->Has(0) && !node->IsConstant(0) && IsOneARow(node->Input(0))) {
       found_.zero_rows = node->Input(0);
       Take(*node);
       value = node->Output(0);

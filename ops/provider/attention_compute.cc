@@ -192,6 +192,15 @@ FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& c
   return read;
 }
 
+// What a condition hides is its fill, whatever was there before: the sum of two lowest floats would be -Inf.
+void Replace(const FloatInput& fills, const Shape& shape, float* total) {
+  const Shape strides = BroadcastStrides(fills.shape, shape);
+  for (int64_t i = 0; i < CountOf(shape); ++i) {
+    const float fill = fills.data[PlaceOf(i, shape, strides)];
+    if (fill != 0) total[i] = fill;
+  }
+}
+
 // Their sum.
 MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
   MaskRows rows;
@@ -202,6 +211,7 @@ MaskRows AttentionCompute::ReadMasks(const Shape& scores, Call& call) const {
     const Shape shape = *BroadcastShape(sum.shape, next.shape);  // both broadcast to the scores
     float* const total = call.Floats(CountOf(shape));
     BroadcastAdd(sum.data, sum.shape, next.data, next.shape, total, shape);
+    if (attention_.masks[i].is_condition) Replace(next, shape, total);
     sum = {total, shape};
   }
   rows.data = sum.data;

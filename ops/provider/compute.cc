@@ -227,15 +227,15 @@ class LinearCompute : public StepCompute {
 
 GroupCompute::GroupCompute(const HostApi& host) : OrtNodeComputeInfo{}, ort_(*host.ort), arena_(*host.ort) {
   ort_version_supported = host.version;
-  CreateState = [](OrtNodeComputeInfo* self, OrtNodeComputeContext*, void** state) -> OrtStatus* {
+  CreateState = [](OrtNodeComputeInfo* self, OrtNodeComputeContext*, void** state) noexcept -> OrtStatus* {
     *state = self;
     return nullptr;
   };
-  Compute = [](OrtNodeComputeInfo* self, void*, OrtKernelContext* context) -> OrtStatus* {
+  Compute = [](OrtNodeComputeInfo* self, void*, OrtKernelContext* context) noexcept -> OrtStatus* {
     GroupCompute& group = *static_cast<GroupCompute*>(self);
     return Guarded(group.ort_, [&] { group.Run(*context); });
   };
-  ReleaseState = [](OrtNodeComputeInfo*, void*) {};
+  ReleaseState = [](OrtNodeComputeInfo*, void*) noexcept {};
 }
 
 GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& fused) : GroupCompute(host) {

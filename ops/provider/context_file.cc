@@ -167,9 +167,9 @@ void ContextWriter::ForEachPiece(const Put& put) const {
 void ContextWriter::Save(const std::string& path) const {
   static std::atomic<int> count{0};
   const std::string unfinished = ErrorText(path, ".", getpid(), "-", count++, ".tmp");
+  Descriptor file(open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  if (file.get() < 0) FailToWrite(path, errno);
   try {
-    Descriptor file(open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-    if (file.get() < 0) FailToWrite(path, errno);
     ForEachPiece([&](std::span<const uint8_t> piece) { WriteAll(file.get(), piece, path); });
     if (!file.Close() || std::rename(unfinished.c_str(), path.c_str()) != 0) FailToWrite(path, errno);
   } catch (...) {

@@ -58,7 +58,9 @@ std::string ExecutionProvider::WhyNot(const OrtGraph& ort_graph, const Graph& gr
 void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
   const Graph graph(host_, ort_graph);
   for (const Node& node : graph.nodes()) {
-    if (IsContextNode(node)) ClaimNodes(std::array{&node}, info);
+    if (!IsContextNode(node)) continue;
+    claims_.Takes(node, "compiled");
+    ClaimNodes(std::array{&node}, info);
   }
   const Claims claims = FindGroups(graph, options_.rules);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);

@@ -42,14 +42,32 @@ class SessionEntries {
     const char* const found = ort_.GetKeyValue(entries_, key.c_str());
     return found == nullptr ? "" : found;
   }
-  std::string ProviderOption(const std::string& name) const {
-    std::string prefix = std::string("ep.") + kProviderName + ".";
-    std::transform(prefix.begin(), prefix.end(), prefix.begin(),
-                   [](char c) { return 'A' <= c && c <= 'Z' ? c + 32 : c; });
-    return Text(prefix + name);
+  std::string ProviderOption(const std::string& name) const { return Text(Prefix() + name); }
+  // Throws OpError if there is an option of the provider's that it does not know.
+  void CheckOptions() const {
+    const char* const* keys = nullptr;
+    const char* const* values = nullptr;
+    size_t count = 0;
+    ort_.GetKeyValuePairs(entries_, &keys, &values, &count);
+    const std::string prefix = Prefix();
+    for (size_t i = 0; i < count; ++i) {
+      const std::string key = keys[i];
+      if (key.compare(0, prefix.size(), prefix) != 0) continue;
+      const std::string name = key.substr(prefix.size());
+      if (name == kClaims || name == kPrecision || name == kClaimsFile) continue;
+      throw OpError(ErrorText("the provider has no option '", name, "', expected ", kPrecision, ", ", kClaims, " or ",
+                              kClaimsFile));
+    }
   }
 
  private:
+  static std::string Prefix() {
+    std::string prefix = std::string("ep.") + kProviderName + ".";
+    std::transform(prefix.begin(), prefix.end(), prefix.begin(),
+                   [](char c) { return 'A' <= c && c <= 'Z' ? c + 32 : c; });
+    return prefix;
+  }
+
   const OrtApi& ort_;
   OrtKeyValuePairs* entries_ = nullptr;
 };
@@ -130,6 +148,7 @@ OrtStatus* Factory::GetDevices(OrtEpFactory* self, const OrtHardwareDevice* cons
 }
 
 ProviderOptions ReadOptions(const SessionEntries& entries) {
+  entries.CheckOptions();
   const std::string claims = entries.ProviderOption(kClaims), precision = entries.ProviderOption(kPrecision);
   if (claims != "" && claims != kFaster && claims != kAll) {
     throw OpError(

@@ -28,7 +28,7 @@ bool IsFloatLayer(const Graph& graph, const Node& node) {
   return graph.IsFloat(node.Input(kX)) && node.Output(0) != nullptr;
 }
 
-Layer ReadFloatLayer(const Graph&, const Node& node, Precision precision) {
+Layer ReadFloatLayer(const Node& node, Precision precision) {
   const Constant tensor = node.ConstantInput(kWeight, "weight", {kFloat});
   Expect(tensor.shape.size() == 2,
          ErrorText("its weight '", tensor.name, "' is ", tensor.shape.size(), "-D, expected 2-D"));

@@ -10,6 +10,6 @@ namespace ortolan::provider {
 bool IsFloatLayer(const Graph& graph, const Node& node);
 
 // Throws UnfitError, which says why, for those that are not taken.
-Layer ReadFloatLayer(const Graph& graph, const Node& node, Precision precision);
+Layer ReadFloatLayer(const Node& node, Precision precision);
 
 }  // namespace ortolan::provider

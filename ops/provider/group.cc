@@ -74,7 +74,12 @@ class Finder {
       if (layers_.empty() || !rules_.may_take_attention) break;
       try {
         if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
+          const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
+          Expect(std::none_of(attention->nodes.begin(), attention->nodes.end(), is_taken),
+                 "another attention has nodes of it");
           for (const size_t layer : attention->layers) is_used[layer] = true;
+          // No layer whose output one of them adds may take that for a residual.
+          taken_.insert(attention->nodes.begin(), attention->nodes.end());
           steps_.push_back(AttentionStep(std::move(*attention)));
         }
       } catch (const UnfitError& reason) {
@@ -273,7 +278,8 @@ std::string Step::Fused() const {
   if (IsGated()) parts.push_back("gate");
   if (residual != nullptr) parts.push_back("residual");
   if (norm) parts.push_back("layer norm");
-  if (attention) parts.push_back(ErrorText("attention of ", attention->heads, " heads"));
+  if (attention)
+    parts.push_back(attention->heads == 0 ? "attention" : ErrorText("attention of ", attention->heads, " heads"));
   std::string text;
   for (size_t i = 0; i < parts.size(); ++i) text += (i == 0 ? ", with " : ", ") + parts[i];
   return text;

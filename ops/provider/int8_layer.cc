@@ -83,13 +83,15 @@ const Node& NextOf(const Graph& graph, Value sums) {
   return *next;
 }
 
-// Multiplies the scales by a constant.
-void MultiplyBy(const Graph& graph, Value factor, std::vector<float>& scales) {
+// Multiplies the scales by a constant. has_rows: X has two axes or more, so that factors of two add none.
+void MultiplyBy(const Graph& graph, Value factor, bool has_rows, std::vector<float>& scales) {
   const std::optional<Constant> tensor = graph.ConstantOf(factor);
   const std::vector<Shape> shapes = ShapesOfColumns(static_cast<int64_t>(scales.size()));
   const bool fits =
       tensor && tensor->type == kFloat &&
       (tensor->shape == Shape{1, 1} || std::find(shapes.begin(), shapes.end(), tensor->shape) != shapes.end());
+  Expect(!fits || has_rows || tensor->shape.size() < 2,
+         "its scales have two axes, and its input is not known to have as many");
   Expect(fits, ErrorText("its scales are no constant of ", scales.size(), " floats or one"));
   const std::vector<float> numbers = Spread(tensor->Floats(), static_cast<int64_t>(scales.size()));
   std::transform(scales.begin(), scales.end(), numbers.begin(), scales.begin(), std::multiplies<>());
@@ -99,6 +101,8 @@ void MultiplyBy(const Graph& graph, Value factor, std::vector<float>& scales) {
 void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
   std::vector<float>& scales = std::get<Int8Weight>(layer.weight).scales;
   bool has_input_scale = false, has_scales = false;
+  const std::optional<Shape> x_shape = ShapeOf(graph.host(), layer.x);
+  const bool has_rows = x_shape && x_shape->size() >= 2;
   while (!has_input_scale || !has_scales) {
     const Value sums = layer.nodes.back()->Output(0);
     const Node& multiply = NextOf(graph, sums);
@@ -115,7 +119,7 @@ void ReadMultiplications(const Graph& graph, Layer& layer, Value input_scale) {
       if (factor == input_scale && !has_input_scale) {
         has_input_scale = true;
       } else {
-        MultiplyBy(graph, factor, scales);
+        MultiplyBy(graph, factor, has_rows, scales);
         has_scales = true;
       }
     }

@@ -27,7 +27,7 @@ std::string Layer::Numbers() const {
 std::optional<Layer> ReadLayer(const Graph& graph, const Node& node, const LayerRules& rules) {
   if (IsMatMulNBits(node)) return ReadMatMulNBits(node);
   if (rules.precision != Precision::kFloat32 && IsFloatLayer(graph, node)) {
-    return ReadFloatLayer(graph, node, rules.precision);
+    return ReadFloatLayer(node, rules.precision);
   }
   std::optional<Layer> layer = ReadInt8Layer(graph, node);
   Expect(!layer || rules.may_take_int8, "without VNNI instructions ONNX Runtime's int8 layers are faster");

@@ -18,8 +18,8 @@ constexpr int64_t kInt8Accuracy = 4;
 std::vector<float> ReadZeroPoints(const Node& node, const NBitsWeight& w) {
   const int64_t blocks = w.Blocks();
   if (!node.Has(kZeroPoints)) return {};
-  if (node.InputType(kZeroPoints) != kByte) {
-    return node.ConstantInput(kZeroPoints, "zero points", {kByte, kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
+  if (node.ConstantInput(kZeroPoints, "zero points", {kByte, kFloat}).type == kFloat) {
+    return node.ConstantInput(kZeroPoints, "zero points", {kFloat}, {{w.n, blocks}, {w.n * blocks}}).Floats();
   }
   const int64_t bytes = w.bits == 8 ? blocks : (blocks + 1) / 2;
   const Constant tensor = node.ConstantInput(kZeroPoints, "zero points", {kByte}, {{w.n, bytes}, {w.n * bytes}});

@@ -329,12 +329,27 @@ def inspect(
     provider: Annotated[
         bool, typer.Option("--provider", help="Show what the execution provider takes of it, and why not the rest.")
     ] = False,
+    precision: Annotated[
+        str, typer.Option(help="With --provider: what layers of floats become: float32 (they stay), bf16 or int8.")
+    ] = "float32",
+    claims: Annotated[
+        str, typer.Option(help="With --provider: faster (than ONNX Runtime on this CPU), or all that is known.")
+    ] = "faster",
     as_json: options.AsJson = False,
 ) -> None:
     """Show what a model holds: its layers, and which of them Ortolan has optimized."""
     from . import inspect_onnx, inspect_provider
+    from .provider import checked_options
 
-    _print_result((inspect_provider if provider else inspect_onnx)(model), as_json)
+    if not provider:
+        if (precision, claims) != ("float32", "faster"):
+            raise typer.BadParameter("it is for --provider", param_hint="--precision, --claims")
+        return _print_result(inspect_onnx(model), as_json)
+    try:
+        checked_options(precision, claims)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--precision, --claims") from error
+    _print_result(inspect_provider(model, precision=precision, claims=claims), as_json)  # type: ignore[arg-type]
 
 
 @app.command()

@@ -80,10 +80,15 @@ def session_options(
 
     Raises ValueError for other values, LibraryError as register_provider does.
     """
+    return options_with(checked_options(precision, claims))
+
+
+def checked_options(precision: str, claims: str) -> dict[str, str]:
+    """Options of the provider. Raises ValueError."""
     for name, found, known in (("precision", precision, PRECISIONS), ("claims", claims, CLAIMS)):
         if found not in known:
             raise ValueError(f"{name} is {found!r}, expected one of {', '.join(known)}")
-    return options_with({"precision": precision, "claims": claims})
+    return {"precision": precision, "claims": claims}
 
 
 def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOptions:

@@ -8,12 +8,12 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ortolan.graph_passes.report.optimization import as_text
 
 from .errors import SessionError
-from .provider import CLAIMS_FILE, PROVIDER, options_with
+from .provider import CLAIMS_FILE, PROVIDER, checked_options, options_with
 from .session import create_session
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class ProviderInspection:
         from rich.text import Text
 
         if not self.nodes:
-            return Group(Text(f"{self.model}: no node is of an operator that the provider takes"))
+            text = "no node is of an operator that the provider takes; layers of floats are taken with a precision"
+            return Group(Text(f"{self.model}: {text}"))
         taken = sum(node.taken for node in self.nodes)
         table = Table()
         table.add_column("node", overflow="fold")
@@ -70,23 +71,28 @@ class ProviderInspection:
         return Group(Text(f"{self.model}: the provider takes {taken} of {len(self.nodes)} nodes that it knows"), table)
 
 
-def inspect_provider(model: str | os.PathLike[str] | onnx.ModelProto) -> ProviderInspection:
+def inspect_provider(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    *,
+    precision: Literal["float32", "bf16", "int8"] = "float32",
+    claims: Literal["faster", "all"] = "faster",
+) -> ProviderInspection:
     """What `OrtolanExecutionProvider` takes of a model, and what it leaves to ONNX Runtime and why.
 
     Makes a session with the provider and lets it go: it needs the time and memory that sessions do. Nodes of operators
-    that the provider does not know are not listed.
+    that the provider does not know are not listed. precision and claims: as for `session_options`.
 
-    Raises LibraryError where there is no provider (see `register_provider`), SessionError if the model cannot be
-    opened.
+    Raises ValueError for other values, LibraryError where there is no provider (see `register_provider`), SessionError
+    if the model cannot be opened.
     """
     with tempfile.TemporaryDirectory() as folder:
-        claims = Path(folder) / "claims.jsonl"
-        options = options_with({CLAIMS_FILE: str(claims)})
+        file = Path(folder) / "claims.jsonl"
+        options = options_with({**checked_options(precision, claims), CLAIMS_FILE: str(file)})
         options.log_severity_level = 3
         options.add_session_config_entry(_RECORD, "1")
         session = create_session(model, options)
         # Names are what the model's file says, UTF-8 or not.
-        lines = claims.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     name = str(model) if isinstance(model, str | os.PathLike) else "the given ModelProto"
     found = ProviderInspection(name, [ProviderNode(**json.loads(line)) for line in lines if line])
     _check(found, session)

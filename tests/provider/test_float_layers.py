@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -125,3 +127,18 @@ def test_a_whole_encoder_is_near(precision: str) -> None:
     (y,), (expected,) = session.run(None, feeds), plain.run(None, feeds)
     assert len([name for name in claimed(session) if "MatMul" in name or "dense" in name]) >= 12
     assert np.linalg.norm(y - expected) <= (0.01 if precision == "bf16" else 0.05) * np.linalg.norm(expected)
+
+
+def test_options_that_the_provider_does_not_know_are_errors() -> None:
+    with pytest.raises(Exception, match="no option 'Precision', expected precision, claims or claims_file"):
+        provider_session(layer_model("MatMul"), ep__ortolanexecutionprovider__Precision="bf16")
+    with pytest.raises(ValueError, match="precision is 'int3', expected one of float32, bf16, int8"):
+        ortolan.session_options(precision="int3")  # type: ignore[arg-type]
+
+
+def test_inspection_with_a_precision(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(layer_model("Gemm"), path)
+    assert ortolan.inspect_provider(path).nodes == []
+    (node,) = ortolan.inspect_provider(path, precision="bf16").nodes
+    assert (node.node, node.taken, node.what) == ("linear", True, "40 x 24, floats as bf16")
