@@ -160,3 +160,10 @@ def test_claims_that_onnx_runtime_does_not_know_of_are_told(monkeypatch: pytest.
     monkeypatch.setattr(provider_inspection, "create_session", without_provider)
     with pytest.raises(ortolan.SessionError, match="the provider takes 1, and ONNX Runtime gives it 0 nodes"):
         ortolan.inspect_provider(two_layers())
+
+
+def test_a_model_that_only_imports_our_operators_is_not_optimized() -> None:
+    """As ONNX Runtime writes compiled models."""
+    model = float_model()
+    model.opset_import.add(domain="ai.ortolan", version=1)
+    assert ortolan.inspect_onnx(model).optimized is None
