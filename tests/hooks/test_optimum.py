@@ -315,15 +315,21 @@ def stored_4_bits(export: Export, tmp_path: Path) -> Path:
 
 @needs_provider
 def test_the_provider_by_name(stored_4_bits: Path, tmp_path: Path) -> None:
+    """The answers of the optimized folder. Those of the original are near: products of attention are of bf16."""
     model_class = onnxruntime_part.ORTModelForFeatureExtraction
-    expected = model_class.from_pretrained(stored_4_bits)(**tokens(stored_4_bits)).last_hidden_state
+    OrtolanOptimizer.from_pretrained(stored_4_bits).optimize(tmp_path / "fast")
+    inputs = tokens(stored_4_bits)
+    optimized = model_class.from_pretrained(tmp_path / "fast", session_options=session_options())(**inputs)
+    original = model_class.from_pretrained(stored_4_bits)(**inputs)
     ortolan.register_provider()
     options = {"claims_file": str(tmp_path / "claims.jsonl")}
     model = model_class.from_pretrained(stored_4_bits, provider=PROVIDER, provider_options=options)
     assert model.providers == [PROVIDER, "CPUExecutionProvider"]
-    assert distance(model(**tokens(stored_4_bits)).last_hidden_state, expected) < 1e-5
+    found = model(**inputs).last_hidden_state
+    assert torch.equal(found, optimized.last_hidden_state)
+    assert distance(found, original.last_hidden_state) < 0.05
     claims = [json.loads(line)["taken"] for line in (tmp_path / "claims.jsonl").read_text().splitlines()]
-    assert claims == [True] * 12  # 6 in each of 2 layers
+    assert claims == [True] * 12  # 6 in each of 2 layers; attention goes with its own
 
 
 @needs_provider
