@@ -7,6 +7,7 @@
 
 #include "isa/kernel_table.h"
 #include "nomad_attention/decode_rows.h"
+#include "ort/error_text.h"
 
 namespace ortolan {
 namespace {
@@ -18,6 +19,30 @@ constexpr int64_t kMostFloatBytes = int64_t{64} << 20;
 void Copy(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
 
 }  // namespace
+
+std::string CachedCall::SetLengths(std::span<const int32_t> lengths, int64_t past_room, int64_t prompt_tokens,
+                                   const std::string& name, const std::string& past_name) {
+  room = past_room;
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    const int64_t last = lengths[b] - prompt_tokens;
+    if (last < 0) {
+      return ErrorText(name, " holds ", lengths[b], " for sequence ", b,
+                       ", expected its tokens after this call less 1, ", prompt_tokens, " or more",
+                       prompt_tokens > 0 ? ": those of the prompt in the model count" : "");
+    }
+    // Of a first prompt, a sequence may be shorter than the longest: what follows it is padding.
+    const int64_t before = std::max<int64_t>(last + 1 - queries, 0);
+    if (before > past_room) {
+      return ErrorText("sequence ", b, " has ", last + 1, " tokens after this call of ", queries, ", but ", past_name,
+                       " holds ", past_room, ". Feed a cache that holds all tokens before.");
+    }
+    past.push_back(before);
+    added.push_back(last + 1 - before);
+    room = std::max(room, before + queries);
+  }
+  keys = prompt_tokens + room;
+  return {};
+}
 
 // `head` counts the heads of keys and values of all sequences.
 class CachedPlan::Running {

@@ -2,6 +2,8 @@
 // the cache. Free of ONNX Runtime. op_cached.h says what the inputs and outputs mean.
 #pragma once
 
+#include <span>
+#include <string>
 #include <vector>
 
 #include "attention/decode.h"
@@ -52,6 +54,12 @@ struct CachedCall : AttentionCall {
   CacheRows key_cache, value_cache, exact_keys;
   const float* cos = nullptr;  // [positions][head_dim / 2]; null: no rotary embedding
   const float* sin = nullptr;
+
+  // Sets past, added, room and keys. lengths: of each sequence, its tokens after this call less 1, with the
+  // `prompt_tokens` of a prompt in the model; past_room: that of the past cache. Returns what is wrong, or nothing;
+  // `name` and `past_name` are what the text calls the lengths and the past.
+  std::string SetLengths(std::span<const int32_t> lengths, int64_t past_room, int64_t prompt_tokens,
+                         const std::string& name, const std::string& past_name);
 
   int64_t Past(int64_t b) const { return past[static_cast<size_t>(b)]; }
   int64_t Tokens(int64_t b) const { return Past(b) + added[static_cast<size_t>(b)]; }

@@ -14,6 +14,8 @@
 
 namespace ortolan {
 
+inline constexpr int64_t kMaxTokens = int64_t{1} << 24;  // of a sequence
+
 // Rows of heads in memory; bytes from one to the next.
 struct HeadRows {
   const float* data = nullptr;

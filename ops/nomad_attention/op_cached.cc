@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <span>
 
 namespace ortolan {
 namespace {
@@ -227,27 +228,10 @@ void CachedAttention::ReadLengths(const Ort::KernelContext& context, CachedCall&
     throw node_.Error("lengths has shape ", ShapeText(info.GetShape()), ", expected [", call.batch,
                       "], one for each sequence. Feed the model inputs of the shapes it was exported for.");
   }
-  call.room = room;
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t given = lengths_.In(value)[b];
-    const int64_t last = given - form_.prompt.tokens;
-    if (last < 0) {
-      throw node_.Error("lengths holds ", given, " for sequence ", b, ", expected its tokens after this call less 1, ",
-                        form_.prompt.tokens, " or more",
-                        form_.prompt.tokens > 0 ? ": those of the prompt in the model count" : "");
-    }
-    // Of a first prompt, a sequence may be shorter than the longest: what follows it is padding.
-    const int64_t past = std::max<int64_t>(last + 1 - call.queries, 0);
-    if (past > room) {
-      throw node_.Error("sequence ", b, " has ", last + 1, " tokens after this call of ", call.queries,
-                        ", but past_key '", node_.inputs[kPastKey], "' holds ", room,
-                        ". Feed a cache that holds all tokens before.");
-    }
-    call.past.push_back(past);
-    call.added.push_back(last + 1 - past);
-    call.room = std::max(call.room, past + call.queries);
-  }
-  call.keys = form_.prompt.tokens + call.room;
+  const std::span<const int32_t> lengths(lengths_.In(value), static_cast<size_t>(call.batch));
+  const std::string problem = call.SetLengths(lengths, room, form_.prompt.tokens, "lengths",
+                                              ErrorText("past_key '", node_.inputs[kPastKey], "'"));
+  if (!problem.empty()) throw node_.Error(problem);
 }
 
 CacheRows CachedAttention::Present(Ort::KernelContext& context, size_t input, size_t output, const CachedCall& call,

@@ -76,8 +76,6 @@ enum Input : size_t {
 };
 enum Output : size_t { kY, kPresentKey, kPresentValue, kPresentExactKey, kOutputCount };
 
-inline constexpr int64_t kMaxTokens = int64_t{1} << 24;
-
 using Shape = std::vector<int64_t>;
 
 inline Shape ShapeOf(const Ort::KernelContext& context, size_t input) {

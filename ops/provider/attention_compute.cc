@@ -1,7 +1,6 @@
 #include "provider/attention_compute.h"
 
 #include <algorithm>
-#include <new>
 
 #include "ort/broadcast.h"
 #include "provider/call_values.h"
@@ -15,20 +14,6 @@ constexpr int64_t kMostTokens = int64_t{1} << 24;
 constexpr int64_t kFloatBytes = sizeof(float);
 
 constexpr const char* kFeed = "Feed the model inputs of the shapes it was exported for.";
-
-// Of sizes that are positive.
-int64_t Product(int64_t a, int64_t b) {
-  int64_t product = 0;
-  if (__builtin_mul_overflow(a, b, &product)) throw std::bad_alloc();
-  return product;
-}
-
-// Of a tensor that is there, or of a part of one.
-int64_t CountOf(const Shape& shape) {
-  int64_t count = 1;
-  for (const int64_t size : shape) count = Product(count, size);
-  return count;
-}
 
 void CheckMask(const std::string& node, const Shape& shape, const Shape& scores) {
   if (shape.size() <= scores.size() && BroadcastShape(scores, shape) == scores) return;
@@ -65,14 +50,9 @@ struct AttentionCompute::Call {
   Host& host;
   Shape wide;  // of a layer's output
   std::optional<Sequences> sequences;
-  std::deque<HostMemory> memory;
+  CallMemory memory;
 
-  // As long as the call.
-  float* Floats(int64_t count) {
-    const int64_t bytes = Product(count, kFloatBytes);
-    if (bytes > INT64_MAX - kScratchAlignment) throw std::bad_alloc();
-    return reinterpret_cast<float*>(memory.emplace_back(host, bytes).data());
-  }
+  float* Floats(int64_t count) { return memory.Floats(count); }
 };
 
 int64_t AttentionCompute::NumberOf(const Size& size, const Call& call) const {
@@ -245,7 +225,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   const FloatInput x = ReadInput(ort, context, x_);
   int64_t m = 0;
   for (const Part& part : parts_) m = part.plan.CountRows(x.shape, node_, x_name_);
-  Call call{ort, context, host, x.shape, std::nullopt, {}};
+  Call call{ort, context, host, x.shape, std::nullopt, CallMemory(host)};
   const int64_t width = parts_.back().plan.layer().Columns() / (parts_.size() == 1 ? 3 : 1);
   call.wide.back() = width;
   const Sequences sequences = SplitRows(call);

@@ -1,6 +1,7 @@
 #include "provider/call_values.h"
 
 #include <memory>
+#include <new>
 
 namespace ortolan::provider {
 namespace {
@@ -21,6 +22,23 @@ Shape ShapeOf(const OrtApi& ort, const OrtValue& value) {
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> held(
       info, ort.ReleaseTensorTypeAndShapeInfo);
   return DimensionsOf(ort, *info);
+}
+
+int64_t Product(int64_t a, int64_t b) {
+  int64_t product = 0;
+  if (__builtin_mul_overflow(a, b, &product)) throw std::bad_alloc();
+  return product;
+}
+
+int64_t CountOf(const Shape& shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) count = Product(count, size);
+  return count;
+}
+
+char* CallMemory::Bytes(int64_t count) {
+  if (count > INT64_MAX - kScratchAlignment) throw std::bad_alloc();
+  return pieces_.emplace_back(host_, count).data();
 }
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape) {

@@ -1,8 +1,11 @@
 // What a claimed node reads and makes when it runs.
 #pragma once
 
+#include <cstring>
+#include <deque>
 #include <optional>
 
+#include "ort/host.h"
 #include "provider/node.h"
 
 namespace ortolan::provider {
@@ -25,6 +28,33 @@ InputNumbers<Number> ReadInput(const OrtApi& ort, const OrtKernelContext& contex
   Check(ort, ort.GetTensorData(value, &data));
   return {static_cast<const Number*>(data), ShapeOf(ort, *value)};
 }
+
+// Of sizes that are not negative. Throw std::bad_alloc if the product is no int64.
+int64_t Product(int64_t a, int64_t b);
+int64_t CountOf(const Shape& shape);
+
+// Memory as long as a call.
+class CallMemory {
+ public:
+  explicit CallMemory(Host& host) : host_(host) {}
+
+  // Throw std::bad_alloc.
+  char* Bytes(int64_t count);
+  float* Floats(int64_t count) { return reinterpret_cast<float*>(Bytes(Product(count, sizeof(float)))); }
+  // The same numbers, copied if they do not lie as C++ wants it: those of an initializer may have any address.
+  template <typename Number>
+  InputNumbers<Number> AlignedNumbers(const InputNumbers<Number>& input) {
+    if (reinterpret_cast<uintptr_t>(input.data) % alignof(Number) == 0) return input;
+    const int64_t bytes = Product(CountOf(input.shape), sizeof(Number));
+    char* const copy = Bytes(bytes);
+    std::memcpy(copy, static_cast<const void*>(input.data), static_cast<size_t>(bytes));
+    return {reinterpret_cast<const Number*>(copy), input.shape};
+  }
+
+ private:
+  Host& host_;
+  std::deque<HostMemory> pieces_;
+};
 
 float* MakeOutput(const OrtApi& ort, OrtKernelContext& context, size_t index, const Shape& shape);
 

@@ -6,6 +6,7 @@
 
 #include "ort/broadcast.h"
 #include "provider/attention_compute.h"
+#include "provider/cached_attention_compute.h"
 #include "provider/call_values.h"
 #include "provider/packed_layers.h"
 
@@ -239,6 +240,9 @@ GroupCompute::GroupCompute(const HostApi& host) : OrtNodeComputeInfo{}, ort_(*ho
 }
 
 GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& fused) : GroupCompute(host) {
+  if (group.cached_attention) {
+    steps_.push_back(std::make_unique<CachedAttentionCompute>(host, *group.cached_attention, fused));
+  }
   for (const Step& step : group.steps) {
     if (step.attention) {
       steps_.push_back(std::make_unique<AttentionCompute>(host, step, fused));

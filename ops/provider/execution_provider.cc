@@ -60,13 +60,15 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
-    ClaimNodes(std::array{&node}, info);
+    ClaimNodes(std::array{&node}, true, info);
   }
   const Claims claims = FindGroups(graph, options_.rules);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
-    if (why_not.empty()) ClaimNodes(group.nodes, info);
+    // Compile packs the constants of layers. Tables of a rotary embedding are those of all layers, and read as they
+    // are.
+    if (why_not.empty()) ClaimNodes(group.nodes, !group.cached_attention, info);
   }
 }
 
@@ -80,6 +82,10 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
   std::vector<Line> lines;
   for (const auto& [node, reason] : claims.left) lines.push_back({node, false, reason});
   for (const Group& group : claims.groups) {
+    if (group.cached_attention) {
+      lines.push_back({group.cached_attention->node, why_not.empty(),
+                       why_not.empty() ? group.cached_attention->Described() : why_not});
+    }
     for (const Step& step : group.steps) {
       for (const Layer& layer : step.layers) {
         lines.push_back(
@@ -97,10 +103,11 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
   }
 }
 
-void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, OrtEpGraphSupportInfo& info) const {
+void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, bool drops_constants,
+                                   OrtEpGraphSupportInfo& info) const {
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
-  options.drop_constant_initializers = true;  // Compile packs them
+  options.drop_constant_initializers = drops_constants;
   std::vector<const OrtNode*> claimed;
   for (const Node* const node : nodes) claimed.push_back(&node->ort());
   Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, claimed.data(), claimed.size(), &options));

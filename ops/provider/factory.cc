@@ -169,6 +169,11 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
   options.rules.may_take_int8 = has_vnni || claims == kAll;
+  if (options.context.enabled) {
+    options.rules.why_no_cached_attention = "it has nothing to compile: sessions on the compiled model take it";
+  } else if (!features.Has(feature_set::avx2) && claims != kAll) {
+    options.rules.why_no_cached_attention = "without AVX2 ONNX Runtime's attention with a cache is faster";
+  }
   return options;
 }
 

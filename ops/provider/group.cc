@@ -22,6 +22,7 @@ class Finder {
     ReadLayers();
     MakeSteps();
     MakeGroups();
+    TakeCachedAttention();
     return std::move(claims_);
   }
 
@@ -249,6 +250,19 @@ class Finder {
     const int64_t columns = step.layers.front().Columns();
     std::optional<Norm> norm = FindNorm(graph_, step.y, columns);
     if (norm && take(*norm->node)) step.norm = std::move(norm);
+  }
+
+  void TakeCachedAttention() {
+    for (const Node& node : graph_.nodes()) {
+      try {
+        std::optional<CachedAttention> attention = FindCachedAttention(graph_, node);
+        if (!attention) continue;
+        Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
+        claims_.groups.push_back({{}, std::move(attention), {&node}});
+      } catch (const UnfitError& reason) {
+        Leave(node, reason.what());
+      }
+    }
   }
 
   void Leave(const Node& node, const std::string& reason) { claims_.left.emplace_back(&node, reason); }

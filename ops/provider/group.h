@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "provider/attention.h"
+#include "provider/cached_attention.h"
 #include "provider/epilogue.h"
 
 namespace ortolan::provider {
@@ -29,7 +30,8 @@ struct Step {
 };
 
 struct Group {
-  std::vector<Step> steps;  // none reads what another one makes
+  std::vector<Step> steps;                          // none reads what another one makes
+  std::optional<CachedAttention> cached_attention;  // and no steps
   std::vector<const Node*> nodes;
 };
 

@@ -20,6 +20,7 @@ struct LayerRules {
   bool may_take_int8 = true;  // layers that store it
   Precision precision = Precision::kFloat32;
   bool may_take_attention = true;
+  std::string why_no_cached_attention;  // is taken; empty: it is
 };
 
 struct RoundedWeight : FloatWeight {

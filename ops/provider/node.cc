@@ -203,6 +203,21 @@ std::vector<int64_t> Node::Wholes(const char* name) const {
   return numbers;
 }
 
+std::vector<std::string> Node::AttributeNames() const {
+  const OrtApi& ort = *host_.ort;
+  size_t count = 0;
+  Check(ort, ort.Node_GetNumAttributes(&node_, &count));
+  std::vector<const OrtOpAttr*> attributes(count);
+  Check(ort, ort.Node_GetAttributes(&node_, attributes.data(), count));
+  std::vector<std::string> names;
+  for (const OrtOpAttr* const attribute : attributes) {
+    const char* name = nullptr;
+    Check(ort, ort.OpAttr_GetName(attribute, &name));
+    names.emplace_back(name);
+  }
+  return names;
+}
+
 bool Node::ReadsOutside() const {
   return std::any_of(inputs_.begin(), inputs_.end(), [&](const OrtValueInfo* input) {
     bool is_outside = false;

@@ -69,6 +69,8 @@ class Node {
   float Number(const char* name, float missing) const;
   std::string Text(const char* name, const std::string& missing) const;
   std::vector<int64_t> Wholes(const char* name) const;
+  // Of all that it has; ONNX Runtime writes those that a model leaves out into its nodes, as they are then.
+  std::vector<std::string> AttributeNames() const;
 
   // Inputs may be left out, at the end or in between: they are null.
   const std::vector<Value>& inputs() const { return inputs_; }

@@ -1,0 +1,144 @@
+#include "provider/cached_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+namespace ortolan::provider {
+namespace {
+
+constexpr int64_t kMostHeads = 1 << 16;
+constexpr int64_t kMostHeadDim = 1 << 16;
+
+enum Input : size_t { kQuery, kKey, kValue, kPastKey, kPastValue, kLengths, kTotal, kCos, kSin, kInputCount };
+enum Output : size_t { kY, kPresentKey, kPresentValue, kOutputCount };
+constexpr const char* kInputNames[] = {
+    "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"};
+constexpr const char* kOutputNames[] = {"output", "present_key", "present_value"};
+static_assert(std::size(kInputNames) == kInputCount && std::size(kOutputNames) == kOutputCount);
+
+// ONNX Runtime writes the defaults of attributes into nodes, so one that is not known here may ask for anything.
+constexpr const char* kRead[] = {"num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale", "softcap"};
+// Of normalizations whose weights are inputs behind those that are taken.
+constexpr const char* kOfOtherInputs[] = {"qk_norm_epsilon", "q_norm_epsilon", "k_norm_epsilon"};
+struct Whole {
+  const char* name;
+  int64_t missing;
+  int64_t off;  // asks for nothing, as `missing` does
+};
+constexpr Whole kWholes[] = {
+    {"local_window_size", -1, -1}, {"smooth_softmax", -1, 0},    {"qk_output", 0, 0}, {"qk_matmul_output_mode", 0, 0},
+    {"softmax_precision", 0, 1},   {"kv_cache_bit_width", 0, 0}, {"causal", 1, 1},    {"sliding_window_cache", 0, 0}};
+constexpr const char* kQuantizations[] = {"k_quant_type", "v_quant_type"};
+
+void CheckAttributes(const Node& node) {
+  for (const Whole& one : kWholes) {
+    const int64_t found = node.Whole(one.name, one.missing);
+    Expect(found == one.missing || found == one.off,
+           ErrorText("its ", one.name, " is ", found, ", which Ortolan's attention does not know"));
+  }
+  const float softcap = node.Number("softcap", 0);
+  Expect(softcap == 0, ErrorText("its softcap is ", softcap, ", which Ortolan's attention does not know"));
+  for (const char* const name : kQuantizations) {
+    Expect(node.Text(name, "NONE") == "NONE", ErrorText("its ", name, " is not NONE: its cache is quantized"));
+  }
+  for (const std::string& name : node.AttributeNames()) {
+    const auto is_it = [&](const char* one) { return name == one; };
+    const auto is_its_name = [&](const Whole& one) { return name == one.name; };
+    const bool is_known = std::any_of(std::begin(kRead), std::end(kRead), is_it) ||
+                          std::any_of(std::begin(kOfOtherInputs), std::end(kOfOtherInputs), is_it) ||
+                          std::any_of(std::begin(kWholes), std::end(kWholes), is_its_name) ||
+                          std::any_of(std::begin(kQuantizations), std::end(kQuantizations), is_it);
+    Expect(is_known, ErrorText("it has ", name, ", which Ortolan's attention does not know"));
+  }
+}
+
+void CheckValue(const HostApi& host, Value value, const char* what, ONNXTensorElementDataType type) {
+  Expect(value != nullptr, ErrorText("its ", what, " is missing"));
+  Expect(TypeOf(host, value) == type, ErrorText("its ", what, " '", NameOf(host, value), "' is not ",
+                                                type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? "float" : "int32"));
+}
+
+void CheckValues(const HostApi& host, const Node& node, bool is_packed, bool is_rotary) {
+  for (size_t i = 0; i < kInputCount; ++i) {
+    if (is_packed && (i == kKey || i == kValue)) continue;
+    if (!is_rotary && i >= kCos) break;
+    const bool is_whole = i == kLengths || i == kTotal;
+    CheckValue(host, node.Input(i), kInputNames[i],
+               is_whole ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+  }
+  for (size_t i = kInputCount; i < node.inputs().size(); ++i) {
+    Expect(!node.Has(i), ErrorText("it has input ", i, ", '", node.InputName(i), "'"));
+  }
+  for (size_t i = 0; i < kOutputCount; ++i) {
+    Expect(node.Output(i) != nullptr, ErrorText("its ", kOutputNames[i], " is missing"));
+  }
+  Expect(node.Output(kOutputCount) == nullptr, "it puts out its scores");
+}
+
+// The width of heads.
+int64_t ReadHeadDim(const HostApi& host, const Node& node, int64_t kv_heads) {
+  const auto text = [&](size_t input, const std::optional<Shape>& shape, const std::string& expected) {
+    return ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' has shape ",
+                     shape ? ShapeText(*shape) : "unknown", ", expected ", expected);
+  };
+  const std::optional<Shape> past = ShapeOf(host, node.Input(kPastKey));
+  const bool is_known = past && past->size() == 4 && past->back() > 0 && past->back() <= kMostHeadDim;
+  Expect(is_known, text(kPastKey, past, "[batch, heads, tokens, width of a head], with a width that is known"));
+  const int64_t head_dim = past->back();
+  for (const size_t input : {kPastKey, kPastValue}) {
+    const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
+    const bool fits = shape && shape->size() == 4 && (*shape)[1] == kv_heads && shape->back() == head_dim;
+    Expect(fits, text(input, shape, ErrorText("[batch, ", kv_heads, ", tokens, ", head_dim, "]")));
+  }
+  for (const size_t input : {kCos, kSin}) {
+    if (!node.Has(input) || node.Whole("do_rotary", 0) != 1) continue;
+    const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
+    const bool fits = shape && shape->size() == 2 && head_dim % 2 == 0 && shape->back() == head_dim / 2;
+    Expect(fits, text(input, shape, ErrorText("[positions, ", head_dim / 2, "], for all numbers of a head")));
+  }
+  return head_dim;
+}
+
+}  // namespace
+
+std::string CachedAttention::Described() const {
+  return ErrorText("attention of ", heads, " heads of ", head_dim, " over a cache of ", kv_heads,
+                   cos == nullptr ? "" : ", with rotary embedding");
+}
+
+std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Node& node) {
+  if (!node.Is("com.microsoft", "GroupQueryAttention")) return std::nullopt;
+  CheckAttributes(node);
+  const bool is_packed = !node.Has(kKey) && !node.Has(kValue), is_rotary = node.Whole("do_rotary", 0) == 1;
+  CheckValues(graph.host(), node, is_packed, is_rotary);
+  CachedAttention found;
+  found.node = &node;
+  found.heads = node.Whole("num_heads");
+  found.kv_heads = node.Whole("kv_num_heads");
+  Expect(found.heads > 0 && found.heads <= kMostHeads && found.kv_heads > 0 && found.heads % found.kv_heads == 0,
+         ErrorText("its num_heads is ", found.heads, " and kv_num_heads ", found.kv_heads,
+                   ", expected a positive number and one that divides it"));
+  found.head_dim = ReadHeadDim(graph.host(), node, found.kv_heads);
+  found.scale = node.Number("scale", 0);
+  if (found.scale == 0) found.scale = 1.0f / std::sqrt(static_cast<float>(found.head_dim));
+  Expect(std::isfinite(found.scale), "its scale is no finite number");
+  found.is_interleaved = node.Whole("rotary_interleaved", 0) == 1;
+  found.query = node.Input(kQuery);
+  found.key = node.Input(kKey);
+  found.value = node.Input(kValue);
+  found.past_key = node.Input(kPastKey);
+  found.past_value = node.Input(kPastValue);
+  found.lengths = node.Input(kLengths);
+  found.total = node.Input(kTotal);
+  if (is_rotary) {
+    found.cos = node.Input(kCos);
+    found.sin = node.Input(kSin);
+  }
+  found.y = node.Output(kY);
+  found.present_key = node.Output(kPresentKey);
+  found.present_value = node.Output(kPresentValue);
+  return found;
+}
+
+}  // namespace ortolan::provider

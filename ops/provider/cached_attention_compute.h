@@ -1,0 +1,50 @@
+// What runs in the place of attention with a cache: a CachedPlan, as in NoMADAttention over floats
+// (nomad_attention/op_cached.h), which says what lengths and caches mean.
+//
+// Where the host gives one buffer for past and present, as with IOBinding, new tokens are appended in place.
+#pragma once
+
+#include "nomad_attention/cached_plan.h"
+#include "provider/cached_attention.h"
+#include "provider/call_values.h"
+#include "provider/compute.h"
+
+namespace ortolan::provider {
+
+class CachedAttentionCompute : public StepCompute {
+ public:
+  CachedAttentionCompute(const HostApi& host, const CachedAttention& attention, const Node& fused);
+  void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
+  // Throws OpError: it has no numbers to pack, so sessions that write compiled models leave it as it is.
+  void Write(ContextWriter& writer) const override;
+
+ private:
+  // An input of the node: its place among those of the fused one, its name for errors.
+  struct Place {
+    size_t index = 0;
+    std::string name;
+  };
+  struct Running;  // a call's context
+
+  // [batch, rows, heads x head_dim].
+  HeadRows ReadRows(Running& running, const Place& place, int64_t heads, CachedCall& call) const;
+  int64_t ReadRoom(Running& running, const CachedCall& call) const;
+  void ReadLengths(Running& running, CachedCall& call) const;
+  void ReadRotary(Running& running, CachedCall& call) const;
+  CacheRows Present(Running& running, const Place& past, std::optional<size_t> present, const CachedCall& call) const;
+
+  template <typename... Parts>
+  OpError Error(const Parts&... parts) const {
+    return OpError(ErrorText(node_, ": ", parts...));
+  }
+  OpError WrongShape(const Place& place, const Shape& found, const std::string& expected) const;
+
+  std::string node_;
+  AttentionCall sizes_;  // of every call
+  Place query_, past_key_, past_value_, lengths_, total_;
+  std::optional<Place> key_, value_, cos_, sin_;
+  std::optional<size_t> y_, present_key_, present_value_;  // none: nobody reads it
+  CachedPlan plan_;
+};
+
+}  // namespace ortolan::provider
