@@ -108,10 +108,12 @@ void CachedAttentionCompute::ReadLengths(Running& running, CachedCall& call) con
   const std::string problem = call.SetLengths({lengths.data, static_cast<size_t>(call.batch)}, room, 0,
                                               "'" + lengths_.name + "'", "'" + past_key_.name + "'");
   if (!problem.empty()) throw Error(problem);
-  if (*total.data > kMaxTokens) {
-    throw Error("'", total_.name, "' is ", *total.data, ", expected at most ", kMaxTokens, " tokens");
+  if (*total.data > room + call.queries) {
+    throw Error("'", total_.name, "' is ", *total.data, ", but '", past_key_.name, "' holds ", room,
+                " tokens and the call ", call.queries, ", expected as many at most. ", kFeed);
   }
-  call.room = std::max<int64_t>(call.room, *total.data);  // as the host expects the shape of present caches
+  // Longer than any sequence is then, where the past is: as the host expects the shape of present caches.
+  call.room = std::max<int64_t>(call.room, *total.data);
   call.keys = call.room;
 }
 

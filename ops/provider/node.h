@@ -80,7 +80,8 @@ class Node {
   Value Input(size_t index) const { return index < inputs_.size() ? inputs_[index] : nullptr; }
   Value Output(size_t index) const { return index < outputs_.size() ? outputs_[index] : nullptr; }
   bool Has(size_t index) const { return Input(index) != nullptr; }
-  std::string InputName(size_t index) const { return NameOf(host_, Input(index)); }
+  // Empty where it is left out.
+  std::string InputName(size_t index) const { return Has(index) ? NameOf(host_, Input(index)) : ""; }
   ONNXTensorElementDataType InputType(size_t index) const { return TypeOf(host_, Input(index)); }
   bool IsConstant(size_t index) const { return provider::IsConstant(host_, Input(index)); }
   // Whether an input is a value of a graph around its own.

@@ -1,0 +1,463 @@
+"""GroupQueryAttention over caches of floats on the provider: bit by bit what NoMADAttention answers, in place too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
+
+from ..ops.cached_attention import Setup, node_model
+from ..ops.isa_process import run_with_isa
+from ..ops.single_node import assert_same_bits
+from ..passes.cached_llama import LAYERS, Decoding, llama
+from ..passes.small_models import op_types
+from .sessions import ORT_VERSION, claimed, needs_provider, plain_session, provider_session
+from .test_attention import four_bits
+
+pytestmark = needs_provider
+
+Arrays = dict[str, np.ndarray]
+FLOAT, INT32 = TensorProto.FLOAT, TensorProto.INT32
+NAME = "attention"
+ALL = {"ep__ortolanexecutionprovider__claims": "all"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A node. rotary: None, half or interleaved. scale 0: its default. more: attributes; values: more inputs."""
+
+    packed: bool = False
+    rotary: str | None = None
+    scale: float = 0.0
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    positions: int = 128
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(
+            self.heads, self.kv_heads, self.head_dim, packed=self.packed, rotary=self.rotary, scale=self.scale,
+            positions=self.positions,
+        )  # fmt: skip
+
+    def node(self, **more: Any) -> onnx.NodeProto:
+        attributes = {"num_heads": self.heads, "kv_num_heads": self.kv_heads, "scale": self.scale}
+        if self.rotary:
+            attributes |= {"do_rotary": 1, "rotary_interleaved": int(self.rotary == "interleaved")}
+        own = ["", ""] if self.packed else ["key", "value"]
+        tables = ["cos", "sin"] if self.rotary else []
+        inputs = ["query", *own, "past_key", "past_value", "lengths", "total", *tables]
+        outputs = ["y", "present_key", "present_value"]
+        return helper.make_node(
+            "GroupQueryAttention", inputs, outputs, NAME, domain="com.microsoft", **attributes | more
+        )
+
+    def model(self, node: onnx.NodeProto | None = None, **others: Any) -> onnx.ModelProto:
+        """others: shapes and types of inputs that are not as usual, (type, shape); None: left out."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        cache = ["batch", self.kv_heads, "past", self.head_dim]
+        inputs: dict[str, Any] = {
+            "query": (FLOAT, ["batch", "rows", wide + 2 * narrow if self.packed else wide]),
+            "key": (FLOAT, ["batch", "rows", narrow]),
+            "value": (FLOAT, ["batch", "rows", narrow]),
+            "past_key": (FLOAT, cache),
+            "past_value": (FLOAT, cache),
+            "lengths": (INT32, ["batch"]),
+            "total": (INT32, []),
+        } | others
+        node = node or self.node()
+        value = helper.make_tensor_value_info
+        tables = dict(zip(("cos", "sin"), self.setup.cos_sin(), strict=True))
+        graph = helper.make_graph(
+            [node],
+            "attention with a cache",
+            [value(name, *inputs[name]) for name in inputs if name in node.input],
+            [value(name, FLOAT, None) for name in node.output],
+            [numpy_helper.from_array(tables[name], name) for name in tables if name in node.input],
+        )
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+    def feeds(self, batch: int, rows: int, past: int, lengths: Any = None, room: int = 0, seed: int = 0) -> Arrays:
+        """lengths: tokens of each sequence after the call. room: of the cache; 0: as many as are in the past."""
+        rng = np.random.default_rng(seed)
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {"query": wide + 2 * narrow} if self.packed else {"query": wide, "key": narrow, "value": narrow}
+        tokens = np.full(batch, past + rows) if lengths is None else np.asarray(lengths)
+        cache = (batch, self.kv_heads, room or past, self.head_dim)
+        return {
+            **{name: rng.standard_normal((batch, rows, width), np.float32) for name, width in widths.items()},
+            "past_key": rng.standard_normal(cache, np.float32),
+            "past_value": rng.standard_normal(cache, np.float32),
+            "lengths": (tokens - 1).astype(np.int32),
+            "total": np.array(tokens.max(), np.int32),
+        }
+
+
+FORMS = {
+    "separate": Form(),
+    "packed": Form(packed=True),
+    "rotary": Form(rotary="half"),
+    "packed, interleaved": Form(packed=True, rotary="interleaved"),
+    "scale": Form(scale=0.4, packed=True, rotary="half"),
+    "one head of keys": Form(kv_heads=1, head_dim=64),
+    "as many heads of keys": Form(kv_heads=6, head_dim=16, rotary="half"),
+}
+# batch, rows, past
+CALLS = [(1, 1, 0), (2, 1, 37), (1, 4, 20), (2, 5, 0), (1, 70, 0), (1, 33, 40), (2, 70, 0)]
+
+
+def operator_answers(form: Form, feeds: Arrays) -> list[np.ndarray]:
+    """Of NoMADAttention."""
+    options = ort.SessionOptions()
+    ortolan.register(options)
+    session = ort.InferenceSession(node_model(form.setup).SerializeToString(), options)
+    answers: list[np.ndarray] = session.run(None, {name: feeds[name] for name in feeds if name != "total"})
+    return answers
+
+
+def check(form: Form, session: ort.InferenceSession, feeds: Arrays) -> None:
+    assert claimed(session) == [NAME]
+    for found, expected in zip(session.run(None, feeds), operator_answers(form, feeds), strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name: str, threads: int) -> None:
+    form = FORMS[name]
+    session, plain = provider_session(form.model(), threads, **ALL), plain_session(form.model())
+    for call in CALLS:
+        feeds = form.feeds(*call)
+        check(form, session, feeds)
+        for found, expected in zip(session.run(None, feeds), plain.run(None, feeds), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["separate", "packed, interleaved"])
+def test_sequences_of_different_lengths(name: str) -> None:
+    """What follows the shorter ones is padding in a prompt, and room in the cache of a step."""
+    form = FORMS[name]
+    session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
+    prompt, step = form.feeds(3, 20, 0, [20, 1, 13]), form.feeds(3, 1, 20, [21, 2, 14])
+    for feeds in (prompt, step):
+        check(form, session, feeds)
+        found, expected = session.run(None, feeds), plain.run(None, feeds)
+        for sequence, last in enumerate(feeds["lengths"]):
+            seen = slice(0, min(feeds["query"].shape[1], last + 1))
+            np.testing.assert_allclose(found[0][sequence, seen], expected[0][sequence, seen], atol=1e-5)
+            for ours, theirs in zip(found[1:], expected[1:], strict=True):
+                assert ours.shape == theirs.shape
+                np.testing.assert_allclose(ours[sequence, :, : last + 1], theirs[sequence, :, : last + 1], atol=1e-6)
+
+
+def test_the_cache_is_as_long_as_the_host_says() -> None:
+    """One token behind a past of 20, of which no sequence has more than 14."""
+    form = FORMS["rotary"]
+    feeds = form.feeds(2, 1, 20, [15, 3]) | {"total": np.array(21, np.int32)}
+    session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
+    found, expected = session.run(None, feeds), plain.run(None, feeds)
+    assert [one.shape for one in found] == [one.shape for one in expected]
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    assert found[1].shape[2] == 21 and not found[1][0, :, 15:].any()
+
+
+def bound(session: ort.InferenceSession, feeds: Arrays, shared: bool) -> tuple[list[np.ndarray], bool]:
+    """The answers by IOBinding, and whether the present caches lie where the past ones do."""
+    binding, values = session.io_binding(), {}
+    for name, array in feeds.items():
+        values[name] = ort.OrtValue.ortvalue_from_numpy(array.copy())
+        binding.bind_ortvalue_input(name, values[name])
+    for output in session.get_outputs():
+        past = output.name.replace("present", "past")
+        if shared and past in values:
+            binding.bind_ortvalue_output(output.name, values[past])
+        else:
+            binding.bind_output(output.name)
+    session.run_with_iobinding(binding)
+    made = binding.get_outputs()
+    places = [value.data_ptr() for value in made[1:]]
+    return [value.numpy().copy() for value in made], places == [
+        values[f"past_{one}"].data_ptr() for one in ("key", "value")
+    ]
+
+
+@pytest.mark.parametrize("name", ["separate", "packed, interleaved"])
+@pytest.mark.parametrize("call", [(2, 1, 37), (1, 4, 20), (2, 30, 0), (1, 20, 10)])
+def test_in_place(name: str, call: tuple[int, int, int]) -> None:
+    """Past and present are one buffer of 64 tokens: what is behind the tokens stays."""
+    form, (_, rows, past) = FORMS[name], call
+    session, plain = provider_session(form.model(), **ALL), plain_session(form.model())
+    assert claimed(session) == [NAME]
+    feeds = form.feeds(*call, room=64)
+    found, in_place = bound(session, feeds, shared=True)
+    assert in_place
+    apart, in_place = bound(session, feeds, shared=False)
+    assert not in_place
+    assert_same_bits(found[0], apart[0])
+    theirs, _ = bound(plain, feeds, shared=True)
+    np.testing.assert_allclose(found[0], theirs[0], atol=1e-5)
+    for ours, own, expected, before in zip(
+        found[1:], apart[1:], theirs[1:], (feeds["past_key"], feeds["past_value"]), strict=True
+    ):
+        assert_same_bits(ours[:, :, : past + rows], own[:, :, : past + rows])
+        assert_same_bits(ours[:, :, :past], before[:, :, :past])
+        assert_same_bits(ours[:, :, past + rows :], before[:, :, past + rows :])
+        np.testing.assert_allclose(ours[:, :, : past + rows], expected[:, :, : past + rows], atol=1e-6)
+
+
+def test_one_buffer_that_is_too_short() -> None:
+    form = FORMS["separate"]
+    session = provider_session(form.model(), **ALL)
+    binding, values = session.io_binding(), {}
+    feeds = form.feeds(1, 1, 8)
+    for name, array in feeds.items():
+        values[name] = ort.OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_input(name, values[name])
+    binding.bind_output("y")
+    for one in ("key", "value"):
+        binding.bind_ortvalue_output(f"present_{one}", values[f"past_{one}"])
+    with pytest.raises(Exception, match=r"present_key|shape"):
+        session.run_with_iobinding(binding)
+    for one in ("key", "value"):
+        np.testing.assert_array_equal(values[f"past_{one}"].numpy(), feeds[f"past_{one}"])
+
+
+def decoder_answers(session: ort.InferenceSession, model: onnx.ModelProto) -> list[np.ndarray]:
+    """Of a prompt and three steps."""
+    ids = np.random.default_rng(0).integers(0, 90, (2, 23))
+    decoding, begin, answers = Decoding(model, ids), 0, []
+    names = [output.name for output in session.get_outputs()]
+    for end in (20, 21, 22, 23):
+        outputs = dict(zip(names, session.run(None, decoding.feeds(begin, end)), strict=True))
+        decoding.caches = {name: outputs[name.replace("past_key_values", "present")] for name in decoding.caches}
+        answers += outputs.values()
+        begin = end
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["float", "4 bits"])
+def test_a_decoder_answers_as_the_optimized_file(kind: str, tmp_path: Path) -> None:
+    model = llama("gqa")
+    if kind == "4 bits":
+        model = four_bits(model)
+    session = provider_session(model, **ALL)
+    assert sum("Attention" in name or "attn" in name for name in claimed(session)) >= LAYERS
+    steps: list[dict[str, Any]] = [
+        {"name": "normalize"},
+        {"name": "compress_cache", "keys": "float32", "values": "float32"},
+        *([{"name": "replace", "may_grow": True}] if kind == "4 bits" else []),
+        {"name": "verify", "seconds": 0.0},
+    ]
+    recipe = ortolan.Recipe.from_dict({"name": "float caches", "pass": steps})
+    expected = ortolan.optimize_onnx(model, recipe=recipe).model
+    assert expected is not None and op_types(expected).count("NoMADAttention") == LAYERS
+    optimized = ortolan.create_session(expected.SerializeToString())
+    for found, wanted in zip(decoder_answers(session, model), decoder_answers(optimized, expected), strict=True):
+        assert_same_bits(found, wanted)
+
+
+def test_nobody_reads_the_present() -> None:
+    form = FORMS["rotary"]
+    model, feeds = form.model(), form.feeds(2, 3, 5)
+    for wanted in ("y", "present_value"):
+        some = onnx.ModelProto.FromString(model.SerializeToString())
+        kept = [output for output in model.graph.output if output.name == wanted]
+        del some.graph.output[:]
+        some.graph.output.extend(kept)
+        session = provider_session(some, **ALL)
+        assert claimed(session) == [NAME]
+        expected = operator_answers(form, feeds)[["y", "present_key", "present_value"].index(wanted)]
+        assert_same_bits(session.run(None, feeds)[0], expected)
+
+
+def test_numbers_at_odd_addresses(tmp_path: Path) -> None:
+    """Tables of the rotary embedding in a file, mapped from an odd byte on."""
+    form = FORMS["rotary"]
+    model, data = form.model(), b"?"
+    for tensor in model.graph.initializer:
+        entries = {"location": "tables.bin", "offset": str(len(data)), "length": str(len(tensor.raw_data))}
+        data += tensor.raw_data
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, text in entries.items():
+            tensor.external_data.add(key=key, value=text)
+    (tmp_path / "tables.bin").write_bytes(data)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    check(form, provider_session(str(tmp_path / "model.onnx"), **ALL), form.feeds(2, 3, 5))
+
+
+def with_input(place: int, name: str) -> onnx.NodeProto:
+    node = FORMS["rotary"].node()
+    node.input.extend([""] * (place + 1 - len(node.input)))
+    node.input[place] = name
+    return node
+
+
+def without_inputs(form: Form, *places: int) -> onnx.NodeProto:
+    node = form.node()
+    for place in places:
+        node.input[place] = ""
+    return node
+
+
+ROTARY = FORMS["rotary"]
+CACHE = ["batch", 2, "past", 16]
+NOT_KNOWN = "which Ortolan's attention does not know"
+# The node, inputs that are not as usual, the reason.
+LEFT: dict[str, tuple[onnx.NodeProto, dict[str, Any], str]] = {
+    "softcap": (ROTARY.node(softcap=30.0), {}, f"its softcap is 30, {NOT_KNOWN}"),
+    "a window": (ROTARY.node(local_window_size=8), {}, f"its local_window_size is 8, {NOT_KNOWN}"),
+    "smooth softmax": (ROTARY.node(smooth_softmax=1), {}, f"its smooth_softmax is 1, {NOT_KNOWN}"),
+    "positions": (
+        with_input(9, "position_ids"),
+        {"position_ids": (TensorProto.INT64, ["batch", "rows"])},
+        "it has input 9, 'position_ids'",
+    ),
+    "a mask": (with_input(10, "bias"), {"bias": (FLOAT, [1, 1, "rows", "all"])}, "it has input 10, 'bias'"),
+    "sinks": (with_input(11, "sink"), {"sink": (FLOAT, [6])}, "it has input 11, 'sink'"),
+    "no cache": (without_inputs(ROTARY, 3, 4), {}, "its past_key is missing"),
+    "unknown width": (
+        ROTARY.node(),
+        {"past_key": (FLOAT, ["batch", 2, "past", "width"])},
+        "its past_key 'past_key' has shape [-1, 2, -1, -1], expected [batch, heads, tokens, width of a head], with a "
+        "width that is known",
+    ),
+    "other heads": (
+        ROTARY.node(),
+        {"past_key": (FLOAT, ["batch", "heads", "past", 16])},
+        "its past_key 'past_key' has shape [-1, -1, -1, 16], expected [batch, 2, tokens, 16]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_with_a_reason(name: str) -> None:
+    node, inputs, reason = LEFT[name]
+    model = ROTARY.model(node, **inputs)
+    session = provider_session(model, **ALL)
+    assert claimed(session) == []
+    found = ortolan.inspect_provider(model, claims="all").nodes
+    assert [(one.node, one.taken, one.reason) for one in found] == [(NAME, False, reason)]
+
+
+def test_a_part_of_the_head_turns() -> None:
+    model = ROTARY.model()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor)[:, :4], tensor.name))
+    (found,) = ortolan.inspect_provider(model, claims="all").nodes
+    expected = "its cos_cache 'cos' has shape [128, 4], expected [positions, 8], for all numbers of a head"
+    assert (found.taken, found.reason) == (False, expected)
+
+
+@pytest.mark.skipif(ORT_VERSION < (1, 32), reason="the attribute is newer")
+def test_every_token_sees_every_other() -> None:
+    (found,) = ortolan.inspect_provider(ROTARY.model(ROTARY.node(causal=0)), claims="all").nodes
+    assert (found.taken, found.reason) == (False, f"its causal is 0, {NOT_KNOWN}")
+    assert claimed(provider_session(ROTARY.model(ROTARY.node(causal=1)), **ALL)) == [NAME]
+
+
+BAD: dict[str, tuple[Arrays, str]] = {
+    "width": (
+        {"query": np.zeros((1, 1, 95), np.float32)},
+        r"'query' has shape \[1, 1, 95\], expected \[batch, rows, 96\]",
+    ),
+    "rank": ({"query": np.zeros((1, 96), np.float32)}, r"'query' has shape \[1, 96\]"),
+    "keys": (
+        {"key": np.zeros((1, 2, 32), np.float32)},
+        r"'key' has shape \[1, 2, 32\], expected \[1, 1, 32\], as the query",
+    ),
+    "a cache of two": ({"past_value": np.zeros((2, 2, 9, 16), np.float32)}, r"'past_value' has shape \[2, 2, 9, 16\]"),
+    "fewer values": (
+        {"past_value": np.zeros((1, 2, 8, 16), np.float32)},
+        "'past_key' holds 9 tokens and 'past_value' 8",
+    ),
+    "negative": ({"lengths": np.array([-1], np.int32)}, "'lengths' holds -1 for sequence 0, expected its tokens"),
+    "too many": (
+        {"lengths": np.array([10], np.int32)},
+        "sequence 0 has 11 tokens after this call of 1, but 'past_key' holds 9",
+    ),
+    "lowest": ({"lengths": np.array([-(2**31)], np.int32)}, "'lengths' holds -2147483648"),
+    "two lengths": ({"lengths": np.array([9, 9], np.int32)}, r"'lengths' has shape \[2\], expected \[1\]"),
+    "two totals": ({"total": np.array([9, 9], np.int32)}, r"'total' has shape \[2\], expected one number"),
+    "room for all": (
+        {"total": np.array(2**31 - 1, np.int32)},
+        "'total' is 2147483647, but 'past_key' holds 9 tokens and the call 1",
+    ),
+    "positions": (
+        {
+            "past_key": np.zeros((1, 2, 128, 16), np.float32),
+            "past_value": np.zeros((1, 2, 128, 16), np.float32),
+            "lengths": np.array([128], np.int32),
+        },
+        "a sequence has 129 tokens, but 'cos' and 'sin' are for 128 positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_feeds_that_do_not_fit(name: str) -> None:
+    """An error that names the node; the next call is right."""
+    odd, message = BAD[name]
+    free = {one: (FLOAT, None) for one in ("query", "key", "value")} | {
+        one: (INT32, None) for one in ("lengths", "total")
+    }
+    batches = {one: (FLOAT, ["any", 2, "past", 16]) for one in ("past_key", "past_value")}
+    session = provider_session(ROTARY.model(**free, **batches), **ALL)
+    feeds = ROTARY.feeds(1, 1, 9)
+    with pytest.raises(Exception, match=f"GroupQueryAttention node '{NAME}': .*{message}"):
+        session.run(None, feeds | odd)
+    check(ROTARY, session, feeds)
+
+
+@pytest.mark.parametrize("call", [(0, 3, 4), (2, 0, 5), (0, 0, 0)])
+def test_nothing_to_do(call: tuple[int, int, int]) -> None:
+    session = provider_session(ROTARY.model(), **ALL)
+    batch, rows, past = call
+    feeds = ROTARY.feeds(batch, rows, past, [past + rows])
+    feeds["lengths"] = np.full(batch, past + rows - 1, np.int32)
+    y, key, value = session.run(None, feeds)
+    assert y.shape == (batch, rows, 96) and key.shape == value.shape == (batch, 2, past + rows, 16)
+    assert_same_bits(key[:, :, :past], feeds["past_key"])
+
+
+def test_compiled_models_have_it_as_it_is(tmp_path: Path) -> None:
+    """It has no numbers to pack: sessions on the compiled model take it."""
+    model = four_bits(llama("gqa"))
+    onnx.save(model, tmp_path / "model.onnx")
+    entries = ALL | {"ep__context_enable": "1"}
+    writing = provider_session(str(tmp_path / "model.onnx"), **entries)
+    compiled = onnx.load(tmp_path / "model_ctx.onnx")
+    assert op_types(compiled).count("GroupQueryAttention") == LAYERS and "EPContext" in op_types(compiled)
+    session, plain = provider_session(str(tmp_path / "model_ctx.onnx"), **ALL), provider_session(model, **ALL)
+    names = [node.name for node in compiled.graph.node if node.op_type == "GroupQueryAttention"]
+    assert set(names) <= set(claimed(session)) and not set(names) & set(claimed(writing))
+    for found, expected in zip(decoder_answers(session, model), decoder_answers(plain, model), strict=True):
+        assert_same_bits(found, expected)
+
+
+def test_a_cpu_without_vectors_leaves_it(tmp_path: Path) -> None:
+    """The portable kernel is slower than ONNX Runtime's."""
+    onnx.save(ROTARY.model(), tmp_path / "model.onnx")
+    code = f"""
+import ortolan
+for claims in ("faster", "all"):
+    (node,) = ortolan.inspect_provider({str(tmp_path / "model.onnx")!r}, claims=claims).nodes
+    print(node.taken, node.reason or node.what)
+"""
+    done = run_with_isa("scalar", code)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines == [
+        "False without AVX2 ONNX Runtime's attention with a cache is faster",
+        "True attention of 6 heads of 16 over a cache of 2, with rotary embedding",
+    ]
