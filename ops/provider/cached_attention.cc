@@ -76,28 +76,55 @@ void CheckValues(const HostApi& host, const Node& node, bool is_packed, bool is_
   Expect(node.Output(kOutputCount) == nullptr, "it puts out its scores");
 }
 
-// The width of heads.
-int64_t ReadHeadDim(const HostApi& host, const Node& node, int64_t kv_heads) {
-  const auto text = [&](size_t input, const std::optional<Shape>& shape, const std::string& expected) {
-    return ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' has shape ",
-                     shape ? ShapeText(*shape) : "unknown", ", expected ", expected);
-  };
-  const std::optional<Shape> past = ShapeOf(host, node.Input(kPastKey));
-  const bool is_known = past && past->size() == 4 && past->back() > 0 && past->back() <= kMostHeadDim;
-  Expect(is_known, text(kPastKey, past, "[batch, heads, tokens, width of a head], with a width that is known"));
-  const int64_t head_dim = past->back();
-  for (const size_t input : {kPastKey, kPastValue}) {
-    const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
-    const bool fits = shape && shape->size() == 4 && (*shape)[1] == kv_heads && shape->back() == head_dim;
-    Expect(fits, text(input, shape, ErrorText("[batch, ", kv_heads, ", tokens, ", head_dim, "]")));
+// The size of an axis, -1 if it is not known. Throws UnfitError for an input of another rank.
+int64_t SizeOf(const HostApi& host, const Node& node, size_t input, size_t rank, size_t axis) {
+  const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
+  if (!shape || shape->empty()) return -1;
+  Expect(shape->size() == rank, ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' has shape ",
+                                          ShapeText(*shape), ", expected one of ", rank, " axes"));
+  return (*shape)[axis];
+}
+
+// The width of heads: that of the caches or, where a model does not say it, of queries or keys. What is said must
+// agree, as a table of a rotary embedding for fewer numbers is of another kind.
+int64_t ReadHeadDim(const HostApi& host, const Node& node, const CachedAttention& found) {
+  const int64_t query_heads = node.Has(kKey) ? found.heads : found.heads + 2 * found.kv_heads;
+  const struct {
+    size_t input, rank;
+    int64_t heads;
+  } widths[] = {{kPastKey, 4, 1},
+                {kPastValue, 4, 1},
+                {kQuery, 3, query_heads},
+                {kKey, 3, found.kv_heads},
+                {kValue, 3, found.kv_heads}};
+  int64_t head_dim = -1;
+  for (const auto& [input, rank, heads] : widths) {
+    const int64_t width = node.Has(input) ? SizeOf(host, node, input, rank, rank - 1) : -1;
+    if (width == -1) continue;
+    if (head_dim == -1 && width % heads == 0) head_dim = width / heads;
+    Expect(width == heads * head_dim,
+           ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' is ", width,
+                     " wide, expected heads of one width, as many as num_heads and ", "kv_num_heads say"));
   }
-  for (const size_t input : {kCos, kSin}) {
-    if (!node.Has(input) || node.Whole("do_rotary", 0) != 1) continue;
-    const std::optional<Shape> shape = ShapeOf(host, node.Input(input));
-    const bool fits = shape && shape->size() == 2 && head_dim % 2 == 0 && shape->back() == head_dim / 2;
-    Expect(fits, text(input, shape, ErrorText("[positions, ", head_dim / 2, "], for all numbers of a head")));
+  Expect(head_dim != -1, "the width of its heads is not known before it runs");
+  Expect(head_dim > 0 && head_dim <= kMostHeadDim,
+         ErrorText("its heads are of ", head_dim, " numbers, expected 1 to ", kMostHeadDim));
+  for (const size_t input : {kPastKey, kPastValue}) {
+    const int64_t heads = SizeOf(host, node, input, 4, 1);
+    Expect(heads == -1 || heads == found.kv_heads, ErrorText("its ", kInputNames[input], " '", node.InputName(input),
+                                                             "' has ", heads, " heads, expected ", found.kv_heads));
   }
   return head_dim;
+}
+
+void CheckTables(const HostApi& host, const Node& node, int64_t head_dim) {
+  for (const size_t input : {kCos, kSin}) {
+    const int64_t width = SizeOf(host, node, input, 2, 1);
+    Expect(head_dim % 2 == 0 && width == head_dim / 2,
+           ErrorText("its ", kInputNames[input], " '", node.InputName(input), "' turns ",
+                     width == -1 ? "an unknown number" : std::to_string(2 * width), " of the ", head_dim,
+                     " numbers of a head, expected all"));
+  }
 }
 
 }  // namespace
@@ -119,7 +146,8 @@ std::optional<CachedAttention> FindCachedAttention(const Graph& graph, const Nod
   Expect(found.heads > 0 && found.heads <= kMostHeads && found.kv_heads > 0 && found.heads % found.kv_heads == 0,
          ErrorText("its num_heads is ", found.heads, " and kv_num_heads ", found.kv_heads,
                    ", expected a positive number and one that divides it"));
-  found.head_dim = ReadHeadDim(graph.host(), node, found.kv_heads);
+  found.head_dim = ReadHeadDim(graph.host(), node, found);
+  if (is_rotary) CheckTables(graph.host(), node, found.head_dim);
   found.scale = node.Number("scale", 0);
   if (found.scale == 0) found.scale = 1.0f / std::sqrt(static_cast<float>(found.head_dim));
   Expect(std::isfinite(found.scale), "its scale is no finite number");
