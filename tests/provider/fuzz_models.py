@@ -18,7 +18,9 @@ from onnxruntime.quantization import matmul_nbits_quantizer
 
 from ortolan.models import tiny
 
+from ..passes.cached_llama import llama, prompt
 from ..passes.int8_layers import DYNAMIC, Int8Layer
+from .cached_models import Form
 from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_numbers, with_nodes
 from .nbits_models import NBits, whole
 
@@ -68,9 +70,19 @@ ATTRIBUTES = [
     "stash_type",
     "to",
 ]
+ATTRIBUTES += ["num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "scale", "softcap", "causal"]
+ATTRIBUTES += ["local_window_size", "smooth_softmax", "qk_output", "k_quant_type", "sliding_window_cache"]
 ATTRIBUTES += ["alpha", "approximate", "transB", "fmod", "saturate", "no such attribute"]
 OPERATORS = ["Add", "Mul", "Sub", "Div", "Pow", "Relu", "Gelu", "Erf", "Tanh", "Sigmoid", "Cast", "Identity", "MatMul"]
-OPERATORS += ["MatMulInteger", "DynamicQuantizeLinear", "LayerNormalization", "MatMulNBits", "FastGelu", "QuickGelu"]
+OPERATORS += [
+    "MatMulInteger",
+    "GroupQueryAttention",
+    "DynamicQuantizeLinear",
+    "LayerNormalization",
+    "MatMulNBits",
+    "FastGelu",
+    "QuickGelu",
+]
 TYPES = [TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.UINT8]
 TYPES += [TensorProto.INT8, TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING]
 TYPES += [TensorProto.UINT4, TensorProto.UNDEFINED]
@@ -197,6 +209,35 @@ def encoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     return model, {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
 
 
+def cached_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    """Attention with a cache alone."""
+    form = Form(
+        packed=bool(rng.integers(2)),
+        rotary=pick(rng, [None, "half", "interleaved"]),
+        scale=pick(rng, [0.0, 0.3]),
+        heads=6,
+        kv_heads=pick(rng, [1, 2, 6]),
+        positions=48,
+    )
+    batch, rows, past = pick(rng, [(1, 1, 0), (2, 1, 9), (2, 7, 0), (1, 5, 9), (3, 1, 30)])
+    return form.model(), form.feeds(batch, rows, past)  # all of one length: what padding gives is nobody's
+
+
+@functools.cache
+def decoder() -> ModelProto:
+    """A whole decoder in 4 bits."""
+    logging.disable(logging.WARNING)
+    quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(llama("gqa"), block_size=32, is_symmetric=True)
+    quantizer.process()
+    logging.disable(logging.NOTSET)
+    return quantizer.model.model
+
+
+def decoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    model = ModelProto.FromString(decoder().SerializeToString())
+    return model, prompt(model, int(rng.integers(1, 3)), int(rng.integers(1, 12)))
+
+
 def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
     """All nodes in both branches of an If, or the last ones alone; values and tensors are shared across them."""
     graph, value = model.graph, helper.make_tensor_value_info
@@ -223,7 +264,8 @@ def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
 
 
 def model_of(rng: Rng) -> tuple[ModelProto, Feeds]:
-    make = pick(rng, [int8_model, int8_model, nbits_model, nbits_model, gated_model, gated_model, encoder_model])
+    makers = [int8_model, int8_model, nbits_model, nbits_model, gated_model, gated_model, encoder_model]
+    make = pick(rng, [*makers, cached_model, cached_model, decoder_model])
     model, feeds = make(rng)
     if rng.random() < 0.15:
         model = in_branches(rng, model)
@@ -317,6 +359,12 @@ def layer_attributes(rng: Rng, model: ModelProto) -> None:
     for attribute in node.attribute:
         if rng.random() < 0.5:
             attribute.i = pick(rng, ODD_WHOLES)
+
+
+def cache_attributes(rng: Rng, model: ModelProto) -> None:
+    found = [node for graph in graphs(model.graph) for node in graph.node if node.op_type == "GroupQueryAttention"]
+    attribute = some_of(rng, [one for one in some_of(rng, found).attribute if one.type == AttributeProto.INT])
+    attribute.i = int(pick(rng, [*range(-1, 8), *ODD_WHOLES]))
 
 
 def tensor_dims(rng: Rng, model: ModelProto) -> None:
@@ -579,11 +627,11 @@ def branches(rng: Rng, model: ModelProto) -> None:
 
 
 DAMAGES: list[Callable[[Rng, ModelProto], None]] = [
-    attribute_value, attribute_type, attribute_missing, attribute_more, layer_attributes, tensor_dims, tensor_shape,
-    tensor_shape, tensor_type, tensor_numbers, tensor_numbers, tensor_bytes, tensor_becomes_node, tensor_becomes_input,
-    input_becomes_tensor, tensor_in_the_branch, input_missing, input_another, input_another, output_another, nodes_gone,
-    nodes_twice, nodes_reordered, node_between, node_between, node_type, more_readers, graph_outputs, graph_inputs,
-    value_name, node_name, versions, branches,
+    attribute_value, attribute_type, attribute_missing, attribute_more, layer_attributes, cache_attributes,
+    tensor_dims, tensor_shape, tensor_shape, tensor_type, tensor_numbers, tensor_numbers, tensor_bytes,
+    tensor_becomes_node, tensor_becomes_input, input_becomes_tensor, tensor_in_the_branch, input_missing,
+    input_another, input_another, output_another, nodes_gone, nodes_twice, nodes_reordered, node_between, node_between,
+    node_type, more_readers, graph_outputs, graph_inputs, value_name, node_name, versions, branches,
 ]  # fmt: skip
 
 

@@ -1,0 +1,90 @@
+"""Models of one GroupQueryAttention over caches of floats, and what they are fed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from ..ops.cached_attention import Setup
+
+Arrays = dict[str, np.ndarray]
+FLOAT, INT32 = TensorProto.FLOAT, TensorProto.INT32
+NAME = "attention"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A node. rotary: None, half or interleaved. scale 0: its default."""
+
+    packed: bool = False
+    rotary: str | None = None
+    scale: float = 0.0
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    positions: int = 128
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(
+            self.heads, self.kv_heads, self.head_dim, packed=self.packed, rotary=self.rotary, scale=self.scale,
+            positions=self.positions,
+        )  # fmt: skip
+
+    def node(self, **more: Any) -> onnx.NodeProto:
+        """more: attributes."""
+        attributes = {"num_heads": self.heads, "kv_num_heads": self.kv_heads, "scale": self.scale}
+        if self.rotary:
+            attributes |= {"do_rotary": 1, "rotary_interleaved": int(self.rotary == "interleaved")}
+        own = ["", ""] if self.packed else ["key", "value"]
+        tables = ["cos", "sin"] if self.rotary else []
+        inputs = ["query", *own, "past_key", "past_value", "lengths", "total", *tables]
+        outputs = ["y", "present_key", "present_value"]
+        return helper.make_node(
+            "GroupQueryAttention", inputs, outputs, NAME, domain="com.microsoft", **attributes | more
+        )
+
+    def model(self, node: onnx.NodeProto | None = None, **others: Any) -> onnx.ModelProto:
+        """others: types and shapes of inputs that are not as usual."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        cache = ["batch", self.kv_heads, "past", self.head_dim]
+        inputs: dict[str, Any] = {
+            "query": (FLOAT, ["batch", "rows", wide + 2 * narrow if self.packed else wide]),
+            "key": (FLOAT, ["batch", "rows", narrow]),
+            "value": (FLOAT, ["batch", "rows", narrow]),
+            "past_key": (FLOAT, cache),
+            "past_value": (FLOAT, cache),
+            "lengths": (INT32, ["batch"]),
+            "total": (INT32, []),
+        } | others
+        node = node or self.node()
+        value = helper.make_tensor_value_info
+        tables = dict(zip(("cos", "sin"), self.setup.cos_sin(), strict=True))
+        graph = helper.make_graph(
+            [node],
+            "attention with a cache",
+            [value(name, *inputs[name]) for name in inputs if name in node.input],
+            [value(name, FLOAT, None) for name in node.output],
+            [numpy_helper.from_array(tables[name], name) for name in tables if name in node.input],
+        )
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+    def feeds(self, batch: int, rows: int, past: int, lengths: Any = None, room: int = 0, seed: int = 0) -> Arrays:
+        """lengths: tokens of each sequence after the call. room: of the cache; 0: as many as are in the past."""
+        rng = np.random.default_rng(seed)
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {"query": wide + 2 * narrow} if self.packed else {"query": wide, "key": narrow, "value": narrow}
+        tokens = np.full(batch, past + rows) if lengths is None else np.asarray(lengths)
+        cache = (batch, self.kv_heads, room or past, self.head_dim)
+        return {
+            **{name: rng.standard_normal((batch, rows, width), np.float32) for name, width in widths.items()},
+            "past_key": rng.standard_normal(cache, np.float32),
+            "past_value": rng.standard_normal(cache, np.float32),
+            "lengths": (tokens - 1).astype(np.int32),
+            "total": np.array(tokens.max(), np.int32),
+        }
