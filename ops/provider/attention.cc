@@ -22,6 +22,7 @@ constexpr size_t kMostNodes = 200;  // that only ask for sizes
 constexpr int64_t kMostSizes = 16;  // in a value
 constexpr int kMostVisits = 20000;  // of nodes, some more than once
 constexpr int64_t kMostHeads = 1 << 16;
+constexpr float kPaddingFill = -10000.0f;  // of MultiHeadAttention
 
 using Axes = std::vector<int64_t>;
 using Sizes = std::vector<Size>;
@@ -73,9 +74,9 @@ class Finder {
   // query, key, value, bias, key_padding_mask, attention_bias, past_key, past_value, past_sequence_length, …
   Attention FindMultiHeadAttention() {
     const Node& node = softmax_;
-    constexpr size_t kBias = 5;
-    for (size_t i = 3; i < node.inputs().size(); ++i) {
-      if (i != kBias && node.Has(i)) throw UnfitError(ErrorText("it has input ", i, ", '", node.InputName(i), "'"));
+    constexpr size_t kBias = 3, kKeyPadding = 4, kScoreBias = 5;
+    for (size_t i = kScoreBias + 1; i < node.inputs().size(); ++i) {
+      Expect(!node.Has(i), ErrorText("it has input ", i, ", '", node.InputName(i), "'"));
     }
     for (size_t i = 1; i < node.outputs().size(); ++i) Expect(node.Output(i) == nullptr, "it has a cache");
     Take(node);
@@ -93,7 +94,9 @@ class Finder {
     found_.scale = node.Number("scale", 0);
     if (found_.scale == 0) found_.scale = 1.0f / std::sqrt(static_cast<float>(found_.head_dim));
     Expect(std::isfinite(found_.scale), "its scale is no finite number");
-    if (node.Has(kBias)) ReadMask(node.Input(kBias));
+    if (node.Has(kBias)) ReadBiases(node.ConstantInput(kBias, "bias", {kFloat}, {{3 * columns}}));
+    if (node.Has(kScoreBias)) ReadMask(node.Input(kScoreBias));
+    if (node.Has(kKeyPadding)) ReadKeyPadding(node.Input(kKeyPadding));
     const Sizes wide = {{Size::Kind::kLead, 0, nullptr}, {Size::Kind::kLead, 1, nullptr}};
     for (Target& split : found_.splits) {
       split = {{wide[0], wide[1], NumberSize(found_.heads), NumberSize(found_.head_dim)}, false};
@@ -513,6 +516,34 @@ class Finder {
     if (graph_.NumberOf(value) == 0.0f) return;
     Mask mask;
     mask.value = value;
+    found_.masks.push_back(std::move(mask));
+  }
+
+  // Of queries, keys and values, one after another.
+  void ReadBiases(const Constant& bias) {
+    const std::vector<float> numbers = bias.Floats();
+    const auto columns = static_cast<std::ptrdiff_t>(numbers.size() / 3);
+    for (size_t i = 0; i < 3; ++i) {
+      Expect(LayerOf(i).bias.empty(), ErrorText("it has a bias, and the layer of its ", kMeanings[i], " as well"));
+      const auto begin = numbers.begin() + static_cast<std::ptrdiff_t>(i) * columns;
+      found_.biases[i].assign(begin, begin + columns);
+    }
+  }
+
+  void ReadKeyPadding(Value value) {
+    const std::optional<Shape> shape = ShapeOf(graph_.host(), value);
+    const std::string name = NameOf(graph_.host(), value);
+    Expect(TypeOf(graph_.host(), value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 && !graph_.IsConstantValue(value),
+           ErrorText("its key_padding_mask '", name, "' is no int32 that is computed when the model runs"));
+    const size_t rank = shape ? shape->size() : 0;
+    Expect(rank == 2 || rank == 3,
+           ErrorText("its key_padding_mask '", name, "' is not known to be [batch, keys] or ", "[batch, rows, keys]"));
+    Expect(!found_.causal, "it is causal and has a key_padding_mask");
+    Mask mask;
+    mask.value = value;
+    mask.is_padding = true;
+    mask.fill = softmax_.Number("mask_filter_value", kPaddingFill);
+    Expect(std::isfinite(mask.fill), "its mask_filter_value is no finite number");
     found_.masks.push_back(std::move(mask));
   }
 

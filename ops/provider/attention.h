@@ -3,7 +3,7 @@
 //     Reshape to [batch, rows, heads, head width] and Transpose of queries, keys and values; MatMul; a scale; a mask,
 //     added or put in the place of scores; Softmax; MatMul; Transpose and Reshape back
 //
-// or com.microsoft.MultiHeadAttention without biases of its own and key padding, which does all of that.
+// or com.microsoft.MultiHeadAttention without a cache, which does all of that. Its biases become those of the layers.
 //
 // The rules are those of graph_passes/find/attention.py and attention_operands.py, of queries, keys and values of one
 // X. What only computes the sizes of these Reshapes belongs to it.
@@ -41,10 +41,12 @@ struct Target {
 
 // Of a shape that broadcasts to that of the scores.
 struct Mask {
-  Value value = nullptr;  // float, added; or truth values; null: it is constant
+  Value value = nullptr;  // float, added; or truth values; or key padding; null: it is constant
   bool is_condition = false;
-  bool hides = true;           // scores where it is true; else where it is false
-  float fill = 0;              // in their place
+  bool hides = true;  // scores where it is true; else where it is false
+  float fill = 0;     // in their place
+  // int32 [batch, keys] or [batch, rows, keys], above 0 where keys are seen: the fill is added to the other scores.
+  bool is_padding = false;
   bool is_cut = false;         // after as many keys as there are
   std::vector<float> numbers;  // of a constant one
   Shape shape;                 // of these
@@ -56,8 +58,9 @@ struct Attention {
   int64_t head_dim = 0;
   float scale = 1;
   bool causal = false;
-  std::vector<Mask> masks;        // in the order in which they are added
-  bool zero_hidden_rows = false;  // rows that see no key give zeros, not NaN
+  std::array<std::vector<float>, 3> biases;  // of the layers, which have none then; or none
+  std::vector<Mask> masks;                   // in the order in which they are added
+  bool zero_hidden_rows = false;             // rows that see no key give zeros, not NaN
   Value zero_rows = nullptr;  // truth values [batch, heads, rows, 1] or what broadcasts to it: where there are zeros
   std::array<Target, 3> splits;
   // Of keys that are transposed as [batch x heads, rows, head width]: that shape, and [batch, heads, head width, rows].

@@ -151,11 +151,25 @@ void AttentionCompute::CheckKeyViews(const Call& call) const {
   }
 }
 
+// As what is added to scores of [batch, heads, rows, keys].
+FloatInput AttentionCompute::ReadPadding(const Mask& mask, const InputNumbers<void>& input, const Shape& scores,
+                                         Call& call) const {
+  Shape shape = input.shape;
+  shape.insert(shape.begin() + std::min<std::ptrdiff_t>(1, std::ssize(shape)), input.shape.size() == 2 ? 2 : 1, 1);
+  CheckMask(node_, shape, scores);
+  const int64_t count = CountOf(shape);
+  float* const made = call.Floats(count);
+  const int32_t* const seen = static_cast<const int32_t*>(input.data);
+  for (int64_t i = 0; i < count; ++i) made[i] = seen[i] > 0 ? 0.0f : mask.fill;
+  return {made, shape};
+}
+
 FloatInput AttentionCompute::ReadMask(size_t index, const Shape& scores, Call& call) const {
   const Mask& mask = attention_.masks[index];
   InputNumbers<void> input{mask.numbers.data(), mask.shape};
   if (mask.value != nullptr) input = ReadInput<void>(call.ort, call.context, inputs_.at(mask.value));
   FloatInput read{static_cast<const float*>(input.data), input.shape};
+  if (mask.is_padding) return ReadPadding(mask, input, scores, call);
   const bool is_longer = mask.is_cut && !input.shape.empty() && input.shape.back() > scores.back();
   if (is_longer) read.shape.back() = scores.back();
   CheckMask(node_, read.shape, scores);

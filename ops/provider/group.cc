@@ -119,8 +119,10 @@ class Finder {
     step.nodes = attention.nodes;
     for (const size_t index : attention.layers) {
       const Layer& layer = layers_[index];
-      step.layers.push_back(layer);
       step.nodes.insert(step.nodes.end(), layer.nodes.begin(), layer.nodes.end());
+      const std::vector<float>& bias = attention.biases[step.layers.size()];
+      step.layers.push_back(layer);
+      if (!bias.empty()) step.layers.back().bias = bias;
     }
     step.attention = std::move(attention);
     return step;
@@ -199,7 +201,7 @@ class Finder {
         without.push_back(step);
         continue;
       }
-      for (const Layer& layer : step.layers) without.push_back(LayerStep(layer));
+      for (const size_t index : step.attention->layers) without.push_back(LayerStep(layers_[index]));
       Leave(*step.nodes.front(), "what it reads hangs on a layer of the same input");
     }
     return without;

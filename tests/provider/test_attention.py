@@ -31,7 +31,7 @@ from ..passes.attention_forms import (
     used_scores,
 )
 from ..passes.attention_graphs import FLOAT, INT64, B, D, Graph, H, S, W, feeds, plain
-from ..passes.small_models import op_types, relative_error, run
+from ..passes.small_models import op_types, random_weight, relative_error, run
 from .nbits_models import NBits
 from .sessions import claimed, needs_provider, plain_session, provider_session
 
@@ -145,16 +145,81 @@ def test_multi_head_attention(attributes: dict[str, Any], int8: Any) -> None:
     check(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
-@pytest.mark.parametrize("given", ["bias", "key padding", "cache", "other keys"])
+def key_padding(graph: Graph, rank: int = 2) -> str:
+    """Of MultiHeadAttention: int32, [batch, keys] or, what each row sees, [batch, rows, keys]; rank 1: counts."""
+    graph.inputs["mask"] = (INT64, ["batch", "rows"])
+    whole = graph.op("Cast", "mask", to=TensorProto.INT32)
+    if rank == 1:
+        return graph.op("ReduceSum", whole, np.array([1]), keepdims=0)  # type: ignore[arg-type]
+    if rank == 2:
+        return whole
+    columns = graph.op("Unsqueeze", whole, np.array([1]))  # type: ignore[arg-type]
+    return graph.op("Mul", columns, graph.op("Unsqueeze", whole, np.array([2])))  # type: ignore[arg-type]
+
+
+def with_biases(*, bias: bool = True, padding: int = 0, added: bool = False, **attributes: Any) -> Build:
+    """MultiHeadAttention as ONNX Runtime's optimizer writes it. padding: the rank of its mask."""
+
+    def build(graph: Graph) -> str:
+        given: list[Any] = [graph.op("MatMul", "x", random_weight(W, W, seed=seed)) for seed in (1, 2, 3)]
+        given.append(np.linspace(-1, 1, 3 * W, dtype=np.float32) if bias else "")
+        given.append(key_padding(graph, padding) if padding else "")
+        if added:
+            square = graph.op("Cast", key_padding(graph, rank=3), to=FLOAT)
+            by_heads = graph.op("Unsqueeze", square, np.array([1]))  # type: ignore[arg-type]
+            factors = np.linspace(-2, 2, H, dtype=np.float32).reshape(1, H, 1, 1)
+            given.append(graph.op("Mul", by_heads, factors))  # type: ignore[arg-type]
+        return graph.op("MultiHeadAttention", *given, domain="com.microsoft", num_heads=H, **attributes)
+
+    return build
+
+
+@pytest.mark.parametrize("quantize", ["int8", "four bits"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"unidirectional": 1},
+        {"padding": 2},
+        {"padding": 3},
+        {"padding": 2, "bias": False},
+        {"padding": 2, "added": True},
+        {"padding": 3, "added": True, "mask_filter_value": -3.5, "scale": 0.4},
+    ],
+)
+def test_multi_head_attention_with_biases_and_key_padding(given: dict[str, Any], quantize: str, int8: Any) -> None:
+    model = built(with_biases(**given))
+    model = int8(model) if quantize == "int8" else four_bits(model)
+    fed = [feeds(model, rows) for rows in (1, S, 70)]
+    for one in fed if given.get("padding") else ():
+        one["mask"][0, one["mask"].shape[1] // 2 :] = 0
+        one["mask"][1] = np.arange(one["mask"].shape[1]) % 3 - 1
+    check(model, *fed)
+
+
+def test_key_padding_of_another_size(int8: Any) -> None:
+    model = int8(built(with_biases(padding=2)))
+    session = all_claims(model)
+    given = feeds(model)
+    for shape in ((B, S + 1), (B + 1, S)):
+        with pytest.raises(Exception, match=r"MultiHeadAttention node .* its mask has shape .* does not broadcast to"):
+            session.run(None, given | {"mask": np.ones(shape, np.int64)})
+    assert_same_bits(session.run(None, given)[0], run(optimized(model), given, library=True)[0])
+
+
+@pytest.mark.parametrize("given", ["causal and padding", "counts", "cache", "other keys", "biases of its layers too"])
 def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
     def build(graph: Graph) -> str:
+        if given == "causal and padding":
+            return with_biases(padding=2, unidirectional=1)(graph)
+        if given == "counts":
+            return with_biases(padding=1)(graph)
         other = graph.op("Tanh", "x") if given == "other keys" else "x"
-        inputs = [graph.linear("q"), graph.linear("kk", other), graph.linear("vvv", other)]
-        if given == "bias":
-            inputs.append(np.linspace(-1, 1, 3 * W, dtype=np.float32))  # type: ignore[arg-type]
-        if given == "key padding":
-            graph.inputs["mask"] = (INT64, ["batch", "rows"])
-            inputs += ["", graph.op("Cast", "mask", to=TensorProto.INT32)]
+        inputs: list[Any] = [graph.linear("q"), graph.linear("kk", other), graph.linear("vvv", other)]
+        if given == "biases of its layers too":
+            numbers = np.linspace(-1, 1, 3 * W, dtype=np.float32)
+            inputs[1] = graph.op("Add", inputs[1], numbers[:W])  # type: ignore[arg-type]
+            inputs.append(numbers)
         y = graph.op("MultiHeadAttention", *inputs, domain="com.microsoft", num_heads=H)
         if given == "cache":
             graph.nodes[-1].output.extend(["key", "value"])
