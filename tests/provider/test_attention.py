@@ -207,6 +207,20 @@ def test_key_padding_of_another_size(int8: Any) -> None:
     assert_same_bits(session.run(None, given)[0], run(optimized(model), given, library=True)[0])
 
 
+def test_biases_of_layers_without_their_attention(int8: Any) -> None:
+    """Its padding hangs on a layer of the same numbers: layers are taken alone, and are what they were."""
+
+    def build(graph: Graph) -> str:
+        largest = graph.op("ReduceMax", graph.op("MatMul", "x", random_weight(W, W, seed=4)), axes=[-1], keepdims=0)
+        shown = graph.op("Cast", graph.op("Greater", largest, graph.number(0.0)), to=TensorProto.INT32)
+        y = with_biases()(graph)
+        graph.nodes[-1].input[4] = shown
+        return y
+
+    model = int8(built(build))
+    check_left(model, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
 @pytest.mark.parametrize("given", ["causal and padding", "counts", "cache", "other keys", "biases of its layers too"])
 def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
     def build(graph: Graph) -> str:
