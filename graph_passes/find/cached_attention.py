@@ -37,6 +37,8 @@ _OFF: dict[str, tuple[object, ...]] = {
     "local_window_size": (-1,),
     "softcap": (0.0,),
     "smooth_softmax": (0, -1),
+    "causal": (1,),
+    "sliding_window_cache": (0,),
     "qk_output": (0,),
     "qk_matmul_output_mode": (0,),
     "softmax_precision": (0, 1),

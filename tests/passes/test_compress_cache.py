@@ -272,6 +272,7 @@ def hide_present(model: onnx.ModelProto) -> None:
         (set_attribute("local_window_size", 64), "it has local_window_size 64", 2),
         (set_attribute("softcap", 30.0), "it has softcap 30.0", 2),
         (set_attribute("smooth_softmax", 1), "it has smooth_softmax 1", 2),
+        (set_attribute("causal", 0), "it has causal 0", 2),
         (add_bias, "it has an input attention_bias", 2),
         (read_head_dim, "its cache 'past_key_values.0.key' is also used by Shape 'asks'", 1),
         (use_present, "its cache 'present.0.key' is also used by Relu 'reads'", 1),
