@@ -1,8 +1,8 @@
 """Instructions that tests need: what neither the CPU nor the emulator of tests/amx has skips them, with a reason that
 the end of the run counts.
 
-python -m tests.instructions prints the feature sets that the sanitizer build has: those that tests can run here, but for
-one whose code is that of its neighbours.
+python -m tests.instructions prints the feature sets of the sanitizer build: those that tests can run here, but for one
+whose code is that of its neighbours.
 """
 
 from __future__ import annotations
