@@ -71,7 +71,7 @@ class Finder {
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
     for (const Node& node : graph_.nodes()) {
-      if (layers_.empty() || !rules_.may_take_attention) break;
+      if (layers_.empty()) break;
       try {
         if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
           const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };

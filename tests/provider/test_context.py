@@ -22,6 +22,7 @@ from ortolan.provider import PROVIDER
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, Int8Layer
+from .context_records import HEADER
 from .int8_models import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 from .nbits_models import NBits, whole
 from .sessions import ORT_VERSION, claimed, needs_provider, provider_session
@@ -32,7 +33,7 @@ pytestmark = needs_provider
 FLOAT = TensorProto.FLOAT
 node = helper.make_node
 ENTRIES = {"ep__ortolanexecutionprovider__claims": "all"}
-HEADER = 64
+FORMAT = 2
 
 
 def compile_model(model: onnx.ModelProto, folder: Path, threads: int = 1, **entries: str) -> ort.InferenceSession:
@@ -55,18 +56,8 @@ def context_nodes(folder: Path) -> list[dict[str, Any]]:
 
 def check_round_trip(model: onnx.ModelProto, folder: Path, *feeds: dict[str, np.ndarray], **entries: str) -> None:
     """Answers of the compiled model bit by bit those of the model, in which there are groups."""
-    check_compiled(model, all_claims(model), folder, *feeds, **entries)
-
-
-def check_compiled(
-    model: onnx.ModelProto,
-    expected: ort.InferenceSession | None,
-    folder: Path,
-    *feeds: dict[str, np.ndarray],
-    **entries: str,
-) -> None:
+    expected = provider_session(model, **ENTRIES | entries)
     written = compile_model(model, folder, 1, **entries)
-    expected = expected or written
     read = compiled_session(folder)
     nodes = context_nodes(folder)
     assert nodes and all(one["source"].decode() == PROVIDER for one in nodes)
@@ -190,8 +181,7 @@ def ids(batch: int, length: int) -> dict[str, np.ndarray]:
 def test_a_whole_encoder(embed_mode: str, tmp_path: Path) -> None:
     model = tiny_encoder(tmp_path)
     feeds = [ids(1, 1), ids(1, 16), ids(3, 40)]
-    # Of the session that writes: without attention, which is no part of compiled models.
-    check_compiled(model, None, tmp_path, *feeds, ep__context_embed_mode=embed_mode)
+    check_round_trip(model, tmp_path, *feeds, ep__context_embed_mode=embed_mode)
     assert len(context_nodes(tmp_path)) >= 6
     files = {one.name for one in tmp_path.iterdir()} - {"float.onnx", "int8.onnx", "model.onnx"}
     assert files == {"model_ctx.onnx", *(["model_ctx_ortolan.bin"] if embed_mode == "0" else [])}
@@ -395,12 +385,13 @@ def test_another_file(compiled: Path) -> None:
     refuse(compiled, "it does not begin as files of compiled models do")
 
 
-def test_a_newer_file(compiled: Path) -> None:
+@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
+def test_a_file_of_another_format(number: int, compiled: Path) -> None:
     content = bytearray(binary(compiled).read_bytes())
-    content[8:16] = struct.pack("<q", 2)
+    content[8:16] = struct.pack("<q", number)
     content[40:64] = b"9.1.0".ljust(24, b"\0")
     binary(compiled).write_bytes(content)
-    refuse(compiled, r"it has format 2 \(by Ortolan 9\.1\.0\), expected 1")
+    refuse(compiled, rf"it has format {number} \(by Ortolan 9\.1\.0\), expected {FORMAT}")
 
 
 def test_the_file_of_another_model(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -503,9 +494,17 @@ print(errors)
 """
 
 
+def mutate_in_a_process(model: onnx.ModelProto, feeds: dict[str, np.ndarray], folder: Path, **entries: str) -> None:
+    """Sessions and calls on 400 damaged files: errors or answers, and no signal."""
+    compile_model(model, folder, 1, **entries)
+    np.savez(folder / "feeds.npz", **feeds)  # type: ignore[arg-type]
+    done = run_with_isa(ortolan._native.cpu_info()["isa"], FUZZ, str(folder), "1", "400")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
 @pytest.mark.parametrize("kind", ["int8", "bitmap", "bf16", "4 bits", "8 bits"])
 def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
-    """In a process of its own: an error or an answer, and no signal."""
     feeds: dict[str, np.ndarray]
     entries: dict[str, str] = {}
     if kind == "int8":
@@ -520,9 +519,4 @@ def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
     else:
         few = NBits(100, 40, 32, int(kind[0]), zero_points="packed" if kind[0] == "4" else "", bias=True)
         model, feeds = few.model(), {"x": few.x(5)}
-    compile_model(model, tmp_path, 1, **entries)
-    np.savez(tmp_path / "feeds.npz", **feeds)  # type: ignore[arg-type]
-    isa = ortolan._native.cpu_info()["isa"]
-    done = run_with_isa(isa, FUZZ, str(tmp_path), "1", "400")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 100
+    mutate_in_a_process(model, feeds, tmp_path, **entries)
