@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from onnxruntime import quantization
 
 import ortolan
+from ortolan import _testing
 from ortolan.models import tiny
 from ortolan.provider import PROVIDER
 
@@ -185,6 +186,19 @@ def test_a_whole_encoder(embed_mode: str, tmp_path: Path) -> None:
     assert len(context_nodes(tmp_path)) >= 6
     files = {one.name for one in tmp_path.iterdir()} - {"float.onnx", "int8.onnx", "model.onnx"}
     assert files == {"model_ctx.onnx", *(["model_ctx_ortolan.bin"] if embed_mode == "0" else [])}
+
+
+def test_what_one_model_can_hold() -> None:
+    """In Base64, all groups together: 2 GiB - 1."""
+    most = 2**31 // 4 * 3 - 3
+    for files in ([], [0, 1, 2], [most], [most - 3 * 2**20, 3 * 2**19, 3 * 2**19]):
+        _testing.check_embedded(files)
+    for files in ([most + 1], [most, 1], [2**30, 2**30], [2**60], [1, 2**62]):
+        pattern = (
+            f"numbers of {len(files)} groups take {sum(files)} bytes, .*Set the session's ep.context_embed_mode to 0"
+        )
+        with pytest.raises(RuntimeError, match=pattern):
+            _testing.check_embedded(files)
 
 
 def test_weights_are_in_the_file_alone(tmp_path: Path) -> None:
