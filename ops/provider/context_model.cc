@@ -11,6 +11,7 @@ namespace {
 
 constexpr const char* kOperator = "EPContext";
 constexpr const char* kDomain = "com.microsoft";
+constexpr const char* kFormat = "format ";
 constexpr const char* kAdvice =
     ". Make the compiled model anew, by a session with ep.context_enable on the model itself.";
 
@@ -116,6 +117,17 @@ class Attributes {
 };
 
 }  // namespace
+
+const char* CompatibilityInfo() {
+  static const std::string info = ErrorText(kFormat, kContextFormat, " (Ortolan ", ORTOLAN_VERSION, ")");
+  return info.c_str();
+}
+
+OrtCompiledModelCompatibility CompatibilityOf(const std::string& info) {
+  if (!info.starts_with(kFormat)) return OrtCompiledModelCompatibility_EP_NOT_APPLICABLE;
+  const bool is_known = info.starts_with(ErrorText(kFormat, kContextFormat, " "));
+  return is_known ? OrtCompiledModelCompatibility_EP_SUPPORTED_OPTIMAL : OrtCompiledModelCompatibility_EP_UNSUPPORTED;
+}
 
 bool IsContextNode(const Node& node) { return node.Is(kDomain, kOperator) && node.Text("source", "") == kProviderName; }
 

@@ -40,6 +40,9 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
       provider.CompileAll(std::span(graphs, count), std::span(fused, count), computes, context_nodes);
     });
   };
+  OrtEp::GetCompiledModelCompatibilityInfo = [](OrtEp* self, const OrtGraph*) noexcept -> const char* {
+    return static_cast<ExecutionProvider*>(self)->has_compiled_ ? CompatibilityInfo() : "";
+  };
   OrtEp::ReleaseNodeComputeInfos = [](OrtEp*, OrtNodeComputeInfo** computes, size_t count) noexcept {
     for (size_t i = 0; i < count; ++i) delete static_cast<GroupCompute*>(computes[i]);
   };

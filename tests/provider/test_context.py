@@ -201,6 +201,28 @@ def test_what_one_model_can_hold() -> None:
             _testing.check_embedded(files)
 
 
+def test_a_host_may_ask_whether_it_runs_here(tmp_path: Path) -> None:
+    compile_model(NBits(64, 20, 32).model(), tmp_path)
+    metadata = {one.key: one.value for one in onnx.load(tmp_path / "model_ctx.onnx").metadata_props}
+    info = f"format {FORMAT} (Ortolan {ortolan.__version__})"
+    assert metadata[f"ep_compatibility_info.{PROVIDER}"] == info
+    native = ort.capi.onnxruntime_pybind11_state
+    if not hasattr(native, "get_compatibility_info_from_model"):
+        pytest.skip("onnxruntime has no such functions for Python")
+    assert native.get_compatibility_info_from_model(str(tmp_path / "model_ctx.onnx"), PROVIDER) == info
+    devices = [one for one in ort.get_ep_devices() if one.ep_name == PROVIDER]
+
+    def ask(text: str) -> str:
+        found: str = native.get_model_compatibility_for_ep_devices(devices, text).name
+        return found
+
+    assert ask(info) == "EP_SUPPORTED_OPTIMAL"
+    for other in (f"format {FORMAT + 1} (Ortolan 9.1.0)", "format 1 (Ortolan 0.1.0)", "format ", f"format {FORMAT}"):
+        assert ask(other) == "EP_UNSUPPORTED"
+    for strange in ("", "another", "Format 2"):
+        assert ask(strange) == "EP_NOT_APPLICABLE"
+
+
 def test_weights_are_in_the_file_alone(tmp_path: Path) -> None:
     layer = NBits(512, 256, 32)
     compile_model(layer.model(), tmp_path)
