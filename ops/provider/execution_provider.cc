@@ -63,13 +63,13 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
-    ClaimNodes(std::array{&node}, info);
+    ClaimNodes(std::array{&node}, false, info);
   }
   const Claims claims = FindGroups(graph, options_.rules);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
-    if (why_not.empty()) ClaimNodes(group.nodes, info);
+    if (why_not.empty()) ClaimNodes(group.nodes, true, info);
   }
 }
 
@@ -100,10 +100,10 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
   }
 }
 
-void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, OrtEpGraphSupportInfo& info) const {
+void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, bool packs, OrtEpGraphSupportInfo& info) const {
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
-  options.drop_constant_initializers = true;  // Compile packs them
+  options.drop_constant_initializers = packs;
   std::vector<const OrtNode*> claimed;
   for (const Node* const node : nodes) claimed.push_back(&node->ort());
   Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, claimed.data(), claimed.size(), &options));

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import quantization
 
 import ortolan
@@ -283,6 +283,25 @@ def test_a_compiled_model_is_not_compiled(tmp_path: Path) -> None:
             ep__context_enable="1",
             ep__context_file_path=str(tmp_path / "second_ctx.onnx"),
         )
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_layer_that_makes_nothing(residual: bool, tmp_path: Path) -> None:
+    """ONNX Runtime keeps its node, and a node of a compiled model must make something."""
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    more = [node("Add", ["r", "x2"], ["s"], name="sum")] if residual else []
+    model = with_nodes(layer, [*more, node("Neg", ["x2"], ["y"])], ("x2",))
+    session = compile_model(model, tmp_path)
+    assert claimed(session) == [] and not (tmp_path / "model_ctx.onnx").exists()
+
+
+def test_an_input_that_has_a_value(tmp_path: Path) -> None:
+    """ONNX Runtime makes a constant of it, and a node of a compiled model may read that."""
+    layer = NBits(64, 20, 32)
+    model = layer.model()
+    model.graph.initializer.append(numpy_helper.from_array(layer.x(3), "x"))
+    compile_model(model, tmp_path)
+    assert_same_bits(compiled_session(tmp_path).run(None, {})[0], provider_session(model).run(None, {})[0])
 
 
 def test_nodes_of_other_providers_stay(tmp_path: Path) -> None:
