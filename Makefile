@@ -54,14 +54,14 @@ lint: $(VENV)/.installed
 	$(BIN)/python .ci/native_facts.py
 
 # The tests of formats, kernels and operators, in a build whose every wrong access or undefined operation ends the run.
-# Columns that neither this CPU nor an emulator on it can run are not built.
+# Columns that neither this CPU nor an emulator on it can run are not built, nor one that is made of two others.
 # A small quarantine and one run a part: in such a build, memory of thousands of sessions does not come back.
 ASAN_OPTIONS = detect_leaks=0:quarantine_size_mb=16:thread_local_quarantine_size_kb=64
 ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py" "ops/test_[t-z]*.py" "amx" "provider"
 asan: build/asan-site/.installed
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 3; done
+	  PYTHONPATH=../build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
 
 optimum: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py zoo docs/test_hook_pages.py

@@ -1,5 +1,5 @@
 """The zoo: of each architecture of models/zoo.py, what of its graph is replaced, how near the answers stay, and the
-times against ONNX Runtime's float32 and dynamic int8.
+times against ONNX Runtime's float32 and dynamic int8; and the file of dynamic int8 as it is, on the execution provider.
 
 Models have random weights, so the answers say how exact the operators are, not how good int8 is for a trained model.
 Encoders run 1 x 128 tokens, 3 seconds of sound, or a picture; decoders one token behind 128 others. The caches of
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+import onnxruntime as ort
 from onnxruntime.quantization import quantize_dynamic
 
 from ortolan.graph_passes.measure.feeds import Sizes, has_past, synthetic_feeds
@@ -27,11 +28,14 @@ from ..errors import OrtolanError
 from ..models.zoo import ARCHITECTURES, BASE, SMALL, Architecture, Size, export, find_architecture
 from ..optimize import optimize_onnx
 from ..progress import Progress, no_progress
+from ..provider import has_provider
+from ..provider import session_options as provider_options
 from .encoder import silent_root_logger
 from .result import BenchOptions, BenchResult, BenchRow
 from .variants import session_options
 
 FP32, INT8 = "ORT fp32", "ORT dynamic int8"
+_OPTIMIZED, _PROVIDER = "optimized int8", "provider, of dynamic int8"  # what is timed against these
 _SECONDS, _QUICK_SECONDS = 2.0, 0.5
 _MERGED = "decoder_model_merged"  # holds the other decoders
 # Reasons of products that are no layers: they have no weight.
@@ -144,8 +148,14 @@ def _rows(
     for threads in options.threads:
         with pinned(threads):
             sessions = {kind: create_session(path, session_options(threads)) for kind, path in paths.items()}
-            calls = {kind: partial(one.run, None, feeds) for kind, one in sessions.items() if kind != "bf16"}
+            del sessions["bf16"]
+            if INT8 in paths and has_provider():
+                with_provider = provider_options()
+                with_provider.intra_op_num_threads = threads
+                sessions[_PROVIDER] = ort.InferenceSession(paths[INT8], with_provider)
+            calls = {kind: partial(one.run, None, feeds) for kind, one in sessions.items()}
             times = interleave(calls, seconds=_QUICK_SECONDS if options.quick else _SECONDS)
-        for peer in (FP32, INT8):
-            if peer in times:
-                yield BenchRow("zoo", case, threads, times["int8"], peer, times[peer])
+        for ours, name, peer in (("int8", _OPTIMIZED, FP32), ("int8", _OPTIMIZED, INT8), (_PROVIDER, _PROVIDER, INT8)):
+            if ours in times and peer in times:
+                shown = case if ours == "int8" else {"model": case["model"]}
+                yield BenchRow("zoo", {"ours": name, **shown}, threads, times[ours], peer, times[peer])

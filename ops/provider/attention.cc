@@ -16,11 +16,10 @@ constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 
 constexpr const char* kMeanings[] = {"query", "key", "value"};
-constexpr float kHidden = -1e30f;   // a number below that leaves nothing of a score
-constexpr int kMostSteps = 16;      // between the scores and the Softmax, and behind a size
-constexpr size_t kMostNodes = 200;  // that only ask for sizes
-constexpr int64_t kMostSizes = 16;  // in a value
-constexpr int kMostVisits = 20000;  // of nodes, some more than once
+constexpr int kMostSteps = kMostScoreSteps;  // behind a size as well
+constexpr size_t kMostNodes = 200;           // that only ask for sizes
+constexpr int64_t kMostSizes = 16;           // in a value
+constexpr int kMostVisits = 20000;           // of nodes, some more than once
 constexpr int64_t kMostHeads = 1 << 16;
 constexpr float kPaddingFill = -10000.0f;  // of MultiHeadAttention
 
@@ -550,7 +549,7 @@ class Finder {
   // Of scores that are replaced by a number: as if that were added, since nothing is left of them then.
   void ReadFill(const Node& where, size_t index) {
     const std::optional<float> fill = index == 0 ? std::nullopt : graph_.NumberOf(where.Input(3 - index));
-    Expect(fill && *fill < kHidden,
+    Expect(fill && *fill < kHiddenScore,
            ErrorText(where.Described(), " replaces scores by something else than -Inf or the lowest float"));
     const Value condition = where.Input(0);
     Expect(condition != nullptr && TypeOf(graph_.host(), condition) == kBool,
@@ -640,7 +639,7 @@ class Finder {
       return maker != nullptr && taken_.count(maker) != 0;
     };
     for (Mask& mask : found_.masks) {
-      for (; is_inside(mask.value); mask.value = graph_.Maker(mask.value)->Input(0)) {
+      for (; !mask.is_padding && is_inside(mask.value); mask.value = graph_.Maker(mask.value)->Input(0)) {
         const Node& node = *graph_.Maker(mask.value);
         // A mask that is made as large as the scores, which broadcasting does as well.
         if (node.IsStandard("Expand")) continue;
@@ -659,7 +658,8 @@ class Finder {
   void ReadNumbers(Mask& mask) const {
     const std::optional<Constant> tensor = graph_.ConstantOf(mask.value);
     Expect(tensor && tensor->type == kFloat && tensor->Count() > 0, "its mask is constant, and not float");
-    mask.numbers = tensor->Floats();
+    mask.own_numbers = std::make_shared<const std::vector<float>>(tensor->Floats());
+    mask.numbers = *mask.own_numbers;
     mask.shape = tensor->shape;
     mask.value = nullptr;
   }

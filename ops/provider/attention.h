@@ -10,6 +10,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -17,6 +18,9 @@
 #include "provider/layer.h"
 
 namespace ortolan::provider {
+
+inline constexpr float kHiddenScore = -1e30f;  // a number below that leaves nothing of a score
+inline constexpr int kMostScoreSteps = 16;     // nodes between the scores and the Softmax
 
 // A number of what a Reshape makes, as ONNX has it: 0 stands for the input's own, -1 for what is left.
 struct Size {
@@ -47,9 +51,11 @@ struct Mask {
   float fill = 0;     // in their place
   // int32 [batch, keys] or [batch, rows, keys], above 0 where keys are seen: the fill is added to the other scores.
   bool is_padding = false;
-  bool is_cut = false;         // after as many keys as there are
-  std::vector<float> numbers;  // of a constant one
-  Shape shape;                 // of these
+  bool is_cut = false;             // after as many keys as there are
+  std::span<const float> numbers;  // of a constant one
+  Shape shape;                     // of these
+  // They lie here, or in the file of a compiled model.
+  std::shared_ptr<const std::vector<float>> own_numbers;
 };
 
 struct Attention {

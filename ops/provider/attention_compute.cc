@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ort/broadcast.h"
+#include "provider/attention_record.h"
 #include "provider/call_values.h"
 
 namespace ortolan::provider {
@@ -29,6 +30,8 @@ bool CanJoinAll(const std::vector<Layer>& layers) {
 
 AttentionCompute::Part::Part(std::span<const Layer> layers) : packed(layers), plan(packed.Linear(), ActiveFeatures()) {}
 
+AttentionCompute::Part::Part(ContextReader& reader) : packed(reader), plan(packed.Linear(), ActiveFeatures()) {}
+
 AttentionCompute::AttentionCompute(const HostApi& host, const Step& step, const Node& fused)
     : node_(step.attention->nodes.front()->Described()),
       x_name_(NameOf(host, step.X())),
@@ -42,6 +45,33 @@ AttentionCompute::AttentionCompute(const HostApi& host, const Step& step, const 
     for (const Layer& layer : step.layers) parts_.emplace_back(std::span(&layer, 1));
   }
   for (const Value value : attention_.Reads()) inputs_.emplace(value, InputPlace(host, fused, value));
+}
+
+AttentionCompute::AttentionCompute(ContextReader& reader, const Places& places)
+    : node_(reader.Text()),
+      x_name_(reader.Text()),
+      x_(places.Input(reader)),
+      y_(places.Output(reader)),
+      plan_(kPrecision) {
+  ReadParts(reader);
+  attention_ = ReadAttention(reader, places, Width());
+  for (const Value value : attention_.Reads()) inputs_.emplace(value, places.PlaceOf(value));
+}
+
+void AttentionCompute::ReadParts(ContextReader& reader) {
+  const int64_t count = reader.Number();
+  if (count != 1 && count != 3) {
+    throw OpError(ErrorText("queries, keys and values are ", count, " parts, expected 1 or 3"));
+  }
+  for (int64_t i = 0; i < count; ++i) parts_.emplace_back(reader);
+  const MatMulWeight& first = *parts_.front().plan.layer().w;
+  for (const Part& part : parts_) {
+    const MatMulWeight& w = *part.plan.layer().w;
+    if (w.k != first.k || w.n != first.n || (count == 1 && w.n % 3 != 0)) {
+      throw OpError(ErrorText("queries, keys and values are ", count, " parts of ", first.k, " x ", first.n, " and ",
+                              w.k, " x ", w.n));
+    }
+  }
 }
 
 struct AttentionCompute::Call {
@@ -229,9 +259,15 @@ void AttentionCompute::ZeroRows(const AttentionCall& attention, const Call& call
   }
 }
 
-// Sessions that write a compiled model take layers alone (LayerRules).
-void AttentionCompute::Write(ContextWriter&) const {
-  throw OpError(ErrorText(node_, ": attention is no part of compiled models"));
+void AttentionCompute::Write(ContextWriter& writer) const {
+  writer.Number(static_cast<int64_t>(StepKind::kAttention));
+  writer.Text(node_);
+  writer.Text(x_name_);
+  WritePlace(writer, x_);
+  WritePlace(writer, y_);
+  writer.Number(static_cast<int64_t>(parts_.size()));
+  for (const Part& part : parts_) part.packed.Write(writer);
+  WriteAttention(attention_, inputs_, writer);
 }
 
 void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const {
@@ -240,7 +276,7 @@ void AttentionCompute::Run(const OrtApi& ort, OrtKernelContext& context, Host& h
   int64_t m = 0;
   for (const Part& part : parts_) m = part.plan.CountRows(x.shape, node_, x_name_);
   Call call{ort, context, host, x.shape, std::nullopt, CallMemory(host)};
-  const int64_t width = parts_.back().plan.layer().Columns() / (parts_.size() == 1 ? 3 : 1);
+  const int64_t width = Width();
   call.wide.back() = width;
   const Sequences sequences = SplitRows(call);
   CheckKeyViews(call);

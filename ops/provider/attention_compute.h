@@ -10,6 +10,7 @@
 #include "provider/call_values.h"
 #include "provider/compute.h"
 #include "provider/packed_layers.h"
+#include "provider/places.h"
 
 namespace ortolan::provider {
 
@@ -17,6 +18,9 @@ class AttentionCompute : public StepCompute {
  public:
   // As GroupCompute; step has attention.
   AttentionCompute(const HostApi& host, const Step& step, const Node& fused);
+  // As Write wrote it, behind its kind. Throws OpError.
+  AttentionCompute(ContextReader& reader, const Places& places);
+  std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   void Write(ContextWriter& writer) const override;
 
@@ -24,6 +28,7 @@ class AttentionCompute : public StepCompute {
   // Layers whose outputs are rows of one tensor.
   struct Part {
     explicit Part(std::span<const Layer> layers);
+    explicit Part(ContextReader& reader);
     PackedLayers packed;
     LinearPlan plan;
   };
@@ -37,6 +42,9 @@ class AttentionCompute : public StepCompute {
   // A call's context, and what is known of its sizes.
   struct Call;
 
+  void ReadParts(ContextReader& reader);
+  // Of the queries, of the keys and of the values.
+  int64_t Width() const { return parts_.back().plan.layer().Columns() / (parts_.size() == 1 ? 3 : 1); }
   int64_t NumberOf(const Size& size, const Call& call) const;
   Shape Reshaped(const Shape& shape, const Target& target, const Call& call) const;
   Sequences SplitRows(Call& call) const;

@@ -14,6 +14,7 @@ namespace ortolan::provider {
 class CachedAttentionCompute : public StepCompute {
  public:
   CachedAttentionCompute(const HostApi& host, const CachedAttention& attention, const Node& fused);
+  std::optional<size_t> y() const override { return y_; }
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override;
   // Throws OpError: it has no numbers to pack, so sessions that write compiled models leave it as it is.
   void Write(ContextWriter& writer) const override;

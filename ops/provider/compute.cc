@@ -9,6 +9,7 @@
 #include "provider/cached_attention_compute.h"
 #include "provider/call_values.h"
 #include "provider/packed_layers.h"
+#include "provider/places.h"
 
 namespace ortolan::provider {
 namespace {
@@ -68,34 +69,6 @@ OrtAllocator* Arena::Of(const OrtKernelContext& context) {
 
 namespace {
 
-// Where the steps of a compiled model's node find what they read and make, in the node that ONNX Runtime made of it.
-class Places {
- public:
-  Places(const HostApi& host, const Node& node, const Node& fused) : host_(host), node_(node), fused_(fused) {}
-
-  // Throw OpError if there is no such value, or it is of another type: steps read and write numbers as they are.
-  size_t Input(int64_t index) const { return InputPlace(host_, fused_, Find(node_.inputs(), index)); }
-  // None: nobody reads it.
-  std::optional<size_t> Output(int64_t index) const { return OutputPlace(host_, fused_, Find(node_.outputs(), index)); }
-
- private:
-  Value Find(const std::vector<Value>& values, int64_t index) const {
-    const bool is_there = index >= 0 && index < static_cast<int64_t>(values.size());
-    const Value value = is_there ? values[static_cast<size_t>(index)] : nullptr;
-    if (value == nullptr) {
-      throw OpError(ErrorText("a step is of input or output ", index, ", and there are ", values.size()));
-    }
-    if (TypeOf(host_, value) != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) {
-      throw OpError(ErrorText("its value '", NameOf(host_, value), "' has another type than its steps have"));
-    }
-    return value;
-  }
-
-  const HostApi& host_;
-  const Node& node_;
-  const Node& fused_;
-};
-
 // What one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
@@ -117,13 +90,13 @@ class LinearCompute : public StepCompute {
     plan_.emplace(layer, ActiveFeatures());
   }
 
-  // As Write wrote it.
+  // As Write wrote it, behind its kind.
   LinearCompute(ContextReader& reader, const Places& places)
       : node_(reader.Text()),
         x_name_(reader.Text()),
-        x_(places.Input(reader.Number())),
-        y_(ReadOutput(reader, places)),
-        residual_(ReadResidual(reader, places)),
+        x_(places.Input(reader)),
+        y_(places.Output(reader)),
+        residual_(places.InputOrNone(reader)),
         packed_(reader) {
     LinearLayer layer = packed_.Linear();
     const int64_t activation = reader.Number(), gated = reader.Number(), n = layer.w->n;
@@ -133,7 +106,7 @@ class LinearCompute : public StepCompute {
       throw OpError(ErrorText("a step of ", n, " columns is gated for ", gated));
     }
     layer.gated_columns = gated;
-    if (reader.Number() != 0) {
+    if (reader.Flag()) {
       const float epsilon = reader.Real();
       const std::span<const float> weight = reader.Array<float>(), bias = reader.Array<float>();
       const size_t columns = static_cast<size_t>(layer.Columns());
@@ -148,22 +121,23 @@ class LinearCompute : public StepCompute {
 
   void Write(ContextWriter& writer) const override {
     const LinearLayer& layer = plan_->layer();
+    writer.Number(static_cast<int64_t>(StepKind::kLayers));
     writer.Text(node_);
     writer.Text(x_name_);
-    writer.Number(static_cast<int64_t>(x_));
-    writer.Number(y_ ? static_cast<int64_t>(*y_) : kNone);
-    writer.Number(residual_ ? static_cast<int64_t>(*residual_) : kNone);
+    WritePlace(writer, x_);
+    WritePlace(writer, y_);
+    WritePlace(writer, residual_);
     packed_.Write(writer);
     writer.Number(static_cast<int64_t>(layer.activation));
     writer.Number(layer.gated_columns);
-    writer.Number(layer.norm ? 1 : 0);
+    writer.Flag(layer.norm.has_value());
     if (!layer.norm) return;
     writer.Real(layer.norm->epsilon);
     writer.Array(std::span(layer.norm->weight, static_cast<size_t>(layer.Columns())));
     writer.Array(std::span(layer.norm->bias, static_cast<size_t>(layer.Columns())));
   }
 
-  std::optional<size_t> y() const { return y_; }
+  std::optional<size_t> y() const override { return y_; }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const override {
     if (!y_) return;
@@ -180,20 +154,6 @@ class LinearCompute : public StepCompute {
   }
 
  private:
-  static constexpr int64_t kNone = -1;
-
-  static std::optional<size_t> ReadResidual(ContextReader& reader, const Places& places) {
-    const int64_t index = reader.Number();
-    if (index == kNone) return std::nullopt;
-    return places.Input(index);
-  }
-
-  static std::optional<size_t> ReadOutput(ContextReader& reader, const Places& places) {
-    const int64_t index = reader.Number();
-    if (index == kNone) return std::nullopt;
-    return places.Output(index);
-  }
-
   static void SetNorm(LinearLayer& layer, std::span<const float> weight, std::span<const float> bias, float epsilon) {
     LayerNormArgs& norm = layer.norm.emplace();
     norm.epsilon = epsilon;
@@ -223,6 +183,13 @@ class LinearCompute : public StepCompute {
   std::vector<float> own_norm_weight_, own_norm_bias_;  // or a file's
   std::optional<LinearPlan> plan_;                      // of the above
 };
+
+std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const Places& places) {
+  const int64_t kind = reader.Number();
+  if (kind == static_cast<int64_t>(StepKind::kLayers)) return std::make_unique<LinearCompute>(reader, places);
+  if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, places);
+  throw OpError(ErrorText("a step is of kind ", kind, ", expected 0 or 1"));
+}
 
 }  // namespace
 
@@ -261,7 +228,7 @@ GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFil
   std::vector<bool> is_made(fused.outputs().size());
   const int64_t count = reader.Number();
   for (int64_t i = 0; i < count; ++i) {
-    auto step = std::make_unique<LinearCompute>(reader, places);
+    std::unique_ptr<StepCompute> step = ReadStep(reader, places);
     if (const std::optional<size_t> y = step->y()) {
       if (is_made[*y]) throw OpError(ErrorText("two steps make one output, ", *y));
       is_made[*y] = true;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "ort/host.h"
@@ -25,10 +26,15 @@ class Arena {
   std::atomic<OrtAllocator*> allocator_{nullptr};
 };
 
+// What the record of a step begins with.
+enum class StepKind : int64_t { kLayers = 0, kAttention = 1 };
+
 // A step with its numbers packed.
 class StepCompute {
  public:
   virtual ~StepCompute() = default;
+  // The output that it makes; none: nobody reads it.
+  virtual std::optional<size_t> y() const = 0;
   virtual void Run(const OrtApi& ort, OrtKernelContext& context, Host& host) const = 0;
   // For GroupCompute's.
   virtual void Write(ContextWriter& writer) const = 0;

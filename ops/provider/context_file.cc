@@ -144,6 +144,8 @@ std::vector<uint8_t> ContextWriter::Records() const {
 
 uint64_t ContextWriter::Id() const { return Mixed(14695981039346656037u ^ sections_hash_, Records()); }
 
+int64_t ContextWriter::Size() const { return kContextLine + Padded(SizeOf(Records()), kContextLine) + section_bytes_; }
+
 template <typename Put>
 void ContextWriter::ForEachPiece(const Put& put) const {
   std::vector<uint8_t> records = Records();
@@ -154,7 +156,7 @@ void ContextWriter::ForEachPiece(const Put& put) const {
   header.id = Id();
   std::snprintf(header.made_by, sizeof(header.made_by), "%s", ORTOLAN_VERSION);
   records.resize(static_cast<size_t>(Padded(SizeOf(records), kContextLine)));
-  header.file_bytes = kContextLine + SizeOf(records) + section_bytes_;
+  header.file_bytes = Size();
   put({reinterpret_cast<const uint8_t*>(&header), sizeof(header)});
   put(records);
   static constexpr uint8_t kZeros[kContextLine] = {};
@@ -197,6 +199,12 @@ int64_t ContextReader::Number() {
   int64_t number = 0;
   std::memcpy(&number, Take(sizeof(number)).data(), sizeof(number));
   return number;
+}
+
+bool ContextReader::Flag() {
+  const int64_t number = Number();
+  if (number != 0 && number != 1) throw OpError(ErrorText("a flag is ", number, ", expected 0 or 1"));
+  return number == 1;
 }
 
 float ContextReader::Real() { return std::bit_cast<float>(static_cast<int32_t>(Number())); }

@@ -15,7 +15,7 @@
 
 namespace ortolan::provider {
 
-inline constexpr int64_t kContextFormat = 1;
+inline constexpr int64_t kContextFormat = 2;
 inline constexpr int64_t kContextLine = 64;
 
 class ContextWriter {
@@ -23,6 +23,7 @@ class ContextWriter {
   // What follows belongs to it.
   void BeginGroup(const std::string& name);
   void Number(int64_t number);
+  void Flag(bool flag) { Number(flag ? 1 : 0); }
   void Real(float number);
   void Text(const std::string& text);
   // They must be there until the file is written.
@@ -36,6 +37,8 @@ class ContextWriter {
   // Under another name first, so that there is no half of a file. Throws OpError.
   void Save(const std::string& path) const;
   std::vector<uint8_t> Bytes() const;
+  // Of the file.
+  int64_t Size() const;
 
  private:
   struct Group {
@@ -61,6 +64,7 @@ class ContextReader {
       : record_(record), sections_(sections) {}
 
   int64_t Number();
+  bool Flag();
   float Real();
   std::string Text();
   template <typename T>

@@ -4,21 +4,22 @@
 #include <filesystem>
 #include <utility>
 
+#include "provider/embedded.h"
+
 namespace ortolan::provider {
 namespace {
 
 constexpr const char* kOperator = "EPContext";
 constexpr const char* kDomain = "com.microsoft";
+constexpr const char* kFormat = "format ";
 constexpr const char* kAdvice =
     ". Make the compiled model anew, by a session with ep.context_enable on the model itself.";
-// Protocol buffers hold less than 2 GiB.
-constexpr size_t kMostEmbedded = size_t{1} << 30;
 
 constexpr char kDigits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
 std::string ToBase64(std::span<const uint8_t> bytes) {
   std::string text;
-  text.reserve((bytes.size() + 2) / 3 * 4);
+  text.reserve(static_cast<size_t>(Base64Size(static_cast<int64_t>(bytes.size()))));
   for (size_t i = 0; i < bytes.size(); i += 3) {
     const size_t count = std::min<size_t>(3, bytes.size() - i);
     uint32_t bits = 0;
@@ -117,6 +118,17 @@ class Attributes {
 
 }  // namespace
 
+const char* CompatibilityInfo() {
+  static const std::string info = ErrorText(kFormat, kContextFormat, " (Ortolan ", ORTOLAN_VERSION, ")");
+  return info.c_str();
+}
+
+OrtCompiledModelCompatibility CompatibilityOf(const std::string& info) {
+  if (!info.starts_with(kFormat)) return OrtCompiledModelCompatibility_EP_NOT_APPLICABLE;
+  const bool is_known = info.starts_with(ErrorText(kFormat, kContextFormat, " "));
+  return is_known ? OrtCompiledModelCompatibility_EP_SUPPORTED_OPTIMAL : OrtCompiledModelCompatibility_EP_UNSUPPORTED;
+}
+
 bool IsContextNode(const Node& node) { return node.Is(kDomain, kOperator) && node.Text("source", "") == kProviderName; }
 
 OrtNode* ContextModel::MakeNode(const Node& fused, const std::string& content, uint64_t id) const {
@@ -144,26 +156,24 @@ std::vector<OrtNode*> ContextModel::Write(std::span<const std::unique_ptr<GroupC
   const OrtApi& ort = *host_.ort;
   const auto release = [&](OrtNode* node) { ort.ReleaseNode(node); };
   std::vector<std::unique_ptr<OrtNode, decltype(release)>> nodes;
-  ContextWriter all;
+  std::vector<ContextWriter> files(options_.embeds ? groups.size() : 1);
   for (size_t i = 0; i < groups.size(); ++i) {
-    const Node node(host_, *fused[i]);
-    ContextWriter own;
-    ContextWriter& writer = options_.embeds ? own : all;
-    writer.BeginGroup(node.name());
+    ContextWriter& writer = options_.embeds ? files[i] : files.front();
+    writer.BeginGroup(Node(host_, *fused[i]).name());
     groups[i]->Write(writer);
-    if (!options_.embeds) continue;
-    const std::vector<uint8_t> bytes = own.Bytes();
-    if (bytes.size() > kMostEmbedded) {
-      throw OpError(ErrorText(node.Described(), ": its packed numbers take ", bytes.size(),
-                              " bytes, too much for a model file. Set the session's ep.context_embed_mode to 0"));
-    }
-    nodes.emplace_back(MakeNode(node, ToBase64(bytes), own.Id()), release);
   }
-  if (!options_.embeds) {
+  if (options_.embeds) {
+    std::vector<int64_t> sizes;
+    for (const ContextWriter& file : files) sizes.push_back(file.Size());
+    CheckEmbedded(sizes);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      nodes.emplace_back(MakeNode(Node(host_, *fused[i]), ToBase64(files[i].Bytes()), files[i].Id()), release);
+    }
+  } else {
     const std::filesystem::path path = BesideModel(ContextPath(options_, model_path));
-    all.Save(path.string());
+    files.front().Save(path.string());
     for (const OrtNode* const one : fused) {
-      nodes.emplace_back(MakeNode(Node(host_, *one), path.filename().string(), all.Id()), release);
+      nodes.emplace_back(MakeNode(Node(host_, *one), path.filename().string(), files.front().Id()), release);
     }
   }
   std::vector<OrtNode*> given;

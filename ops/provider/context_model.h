@@ -29,6 +29,11 @@ struct ContextOptions {
 
 bool IsContextNode(const Node& node);
 
+// What a compiled model says of itself in its metadata, for hosts that ask before they make a session.
+const char* CompatibilityInfo();
+// Whether files of the format that it names are read here.
+OrtCompiledModelCompatibility CompatibilityOf(const std::string& info);
+
 // Those of one session.
 class ContextModel {
  public:

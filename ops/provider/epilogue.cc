@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 #include <map>
-#include <set>
 #include <string>
 
 #include "epilogue/formula.h"
@@ -38,12 +37,8 @@ Activation ActivationOf(const Node& node) {
 // The nodes behind x as formula.h takes them: as many as a formula may have.
 class Region {
  public:
-  Region(const Graph& graph, Value x) : graph_(graph) {
-    Number(x);
-    for (size_t i = 0; i < order_.size(); ++i) {
-      const Value value = order_[i];
-      if (made_.count(value) != 0 || i == 0) Follow(value);
-    }
+  Region(const Graph& graph, Value x) : graph_(graph), waiting_{x} {
+    for (size_t i = 0; i < waiting_.size(); ++i) Follow(waiting_[i]);
   }
 
   FoundFormula Find() const { return FindFormula(0, nodes_, values_); }
@@ -51,9 +46,8 @@ class Region {
 
  private:
   int64_t Number(Value value) {
-    const auto [place, is_new] = numbers_.try_emplace(value, static_cast<int64_t>(order_.size()));
+    const auto [place, is_new] = numbers_.try_emplace(value, static_cast<int64_t>(values_.size()));
     if (is_new) {
-      order_.push_back(value);
       FormulaValue& known = values_.emplace_back();
       if (const std::optional<float> number = graph_.NumberOf(value)) known.number = *number;
     }
@@ -74,7 +68,7 @@ class Region {
       node.type = use.node->type();
       for (const Value input : use.node->inputs()) node.inputs.push_back(input == nullptr ? -1 : Number(input));
       node.output = Number(use.node->Output(0));
-      made_.insert(use.node->Output(0));
+      waiting_.push_back(use.node->Output(0));
       nodes_.push_back(std::move(node));
       originals_.push_back(use.node);
     }
@@ -82,9 +76,8 @@ class Region {
   }
 
   const Graph& graph_;
+  std::vector<Value> waiting_;  // x, and what the nodes make
   std::map<Value, int64_t> numbers_;
-  std::vector<Value> order_;
-  std::set<Value> made_;
   std::vector<FormulaNode> nodes_;
   std::vector<const Node*> originals_;
   std::vector<FormulaValue> values_;

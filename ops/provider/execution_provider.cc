@@ -40,6 +40,9 @@ ExecutionProvider::ExecutionProvider(const HostApi& host, ClaimsLog claims, cons
       provider.CompileAll(std::span(graphs, count), std::span(fused, count), computes, context_nodes);
     });
   };
+  OrtEp::GetCompiledModelCompatibilityInfo = [](OrtEp* self, const OrtGraph*) noexcept -> const char* {
+    return static_cast<ExecutionProvider*>(self)->has_compiled_ ? CompatibilityInfo() : "";
+  };
   OrtEp::ReleaseNodeComputeInfos = [](OrtEp*, OrtNodeComputeInfo** computes, size_t count) noexcept {
     for (size_t i = 0; i < count; ++i) delete static_cast<GroupCompute*>(computes[i]);
   };
@@ -60,14 +63,13 @@ void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& 
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
-    ClaimNodes(std::array{&node}, true, info);
+    ClaimNodes(std::array{&node}, false, info);
   }
   const Claims claims = FindGroups(graph, options_.rules);
   const std::string why_not = claims.groups.empty() ? "" : WhyNot(ort_graph, graph);
   Tell(claims, why_not);
   for (const Group& group : claims.groups) {
-    // Compile packs the constants of layers. Tables of a rotary embedding are those of all layers, and read as they
-    // are.
+    // Tables of a rotary embedding are those of all layers, and read as they are.
     if (why_not.empty()) ClaimNodes(group.nodes, !group.cached_attention, info);
   }
 }
@@ -103,11 +105,10 @@ void ExecutionProvider::Tell(const Claims& claims, const std::string& why_not) c
   }
 }
 
-void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, bool drops_constants,
-                                   OrtEpGraphSupportInfo& info) const {
+void ExecutionProvider::ClaimNodes(std::span<const Node* const> nodes, bool packs, OrtEpGraphSupportInfo& info) const {
   OrtNodeFusionOptions options{};
   options.ort_version_supported = host_.version;
-  options.drop_constant_initializers = drops_constants;
+  options.drop_constant_initializers = packs;
   std::vector<const OrtNode*> claimed;
   for (const Node* const node : nodes) claimed.push_back(&node->ort());
   Check(*host_.ort, host_.ep->EpGraphSupportInfo_AddNodesToFuse(&info, claimed.data(), claimed.size(), &options));

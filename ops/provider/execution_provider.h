@@ -24,8 +24,8 @@ class ExecutionProvider : public OrtEp {
   // Why nothing of the graph is claimed; or empty.
   std::string WhyNot(const OrtGraph& ort_graph, const Graph& graph) const;
   void Tell(const Claims& claims, const std::string& why_not) const;
-  // drops_constants: the session need not keep them.
-  void ClaimNodes(std::span<const Node* const> nodes, bool drops_constants, OrtEpGraphSupportInfo& info) const;
+  // packs: Compile packs its constants, so that the node in their place does not read them.
+  void ClaimNodes(std::span<const Node* const> nodes, bool packs, OrtEpGraphSupportInfo& info) const;
   void CompileAll(std::span<const OrtGraph* const> graphs, std::span<const OrtNode* const> fused,
                   OrtNodeComputeInfo** computes, OrtNode** context_nodes);
   std::unique_ptr<GroupCompute> CompileGraph(const OrtGraph& graph, const OrtNode& fused);

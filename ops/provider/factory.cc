@@ -82,6 +82,8 @@ class Factory : public OrtEpFactory {
   static OrtStatus* MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*,
                                  size_t, const OrtSessionOptions* options, const OrtLogger* logger,
                                  OrtEp** provider) noexcept;
+  static OrtStatus* CheckCompiled(OrtEpFactory* self, const OrtHardwareDevice* const*, size_t, const char* info,
+                                  OrtCompiledModelCompatibility* compatibility) noexcept;
   void SetMemory();
   void SetDomains();
 
@@ -96,6 +98,7 @@ Factory::Factory(const HostApi& host) : OrtEpFactory{}, host_(host) {
   OrtEpFactory::GetVersion = [](const OrtEpFactory*) noexcept -> const char* { return ORTOLAN_VERSION; };
   OrtEpFactory::GetSupportedDevices = GetDevices;
   OrtEpFactory::CreateEp = MakeProvider;
+  OrtEpFactory::ValidateCompiledModelCompatibilityInfo = CheckCompiled;
   OrtEpFactory::ReleaseEp = [](OrtEpFactory*, OrtEp* provider) noexcept {
     delete static_cast<ExecutionProvider*>(provider);
   };
@@ -163,7 +166,6 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   ProviderOptions options;
   options.rules.precision = known->second;
   options.context.enabled = entries.Text("ep.context_enable") == "1";
-  options.rules.may_take_attention = !options.context.enabled;  // compiled models have none
   options.context.embeds = entries.Text("ep.context_embed_mode") == "1";
   options.context.path = entries.Text("ep.context_file_path");
   const Features features = ActiveFeatures();
@@ -186,6 +188,12 @@ OrtStatus* Factory::MakeProvider(OrtEpFactory* self, const OrtHardwareDevice* co
     ClaimsLog claims(host, logger, entries.ProviderOption(kClaimsFile));
     *provider = std::make_unique<ExecutionProvider>(host, std::move(claims), ReadOptions(entries)).release();
   });
+}
+
+OrtStatus* Factory::CheckCompiled(OrtEpFactory* self, const OrtHardwareDevice* const*, size_t, const char* info,
+                                  OrtCompiledModelCompatibility* compatibility) noexcept {
+  return Guarded(*static_cast<Factory*>(self)->host_.ort,
+                 [&] { *compatibility = CompatibilityOf(info == nullptr ? "" : info); });
 }
 
 // A factory for as long as the process lives, as the library itself (-z nodelete): sessions that outlive their

@@ -72,7 +72,7 @@ class Finder {
   void MakeSteps() {
     std::vector<bool> is_used(layers_.size());
     for (const Node& node : graph_.nodes()) {
-      if (layers_.empty() || !rules_.may_take_attention) break;
+      if (layers_.empty()) break;
       try {
         if (std::optional<Attention> attention = FindAttention(graph_, node, layers_)) {
           const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
@@ -184,6 +184,12 @@ class Finder {
     return group;
   }
 
+  // Else the node in its place would make nothing, which compiled models cannot have.
+  bool IsRead(const Group& group) const {
+    return std::any_of(group.steps.begin(), group.steps.end(),
+                       [&](const Step& step) { return graph_.IsOutput(step.y) || !graph_.Uses(step.y).empty(); });
+  }
+
   // Whether attention reads, as a mask, what a step of its own group makes.
   bool ReadsItself(const Group& group) const {
     return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
@@ -226,7 +232,11 @@ class Finder {
     for (Step& step : group.steps) {
       if (!step.attention) TakeResidualAndNorm(step, group);
     }
-    claims_.groups.push_back(std::move(group));
+    if (IsRead(group)) {
+      claims_.groups.push_back(std::move(group));
+    } else {
+      for (const Step& step : group.steps) Leave(*step.layers.front().nodes.front(), "nobody reads what it makes");
+    }
   }
 
   void TakeResidualAndNorm(Step& step, Group& group) {

@@ -19,7 +19,6 @@ enum class Precision { kFloat32, kBf16, kInt8 };  // kFloat32: they stay as they
 struct LayerRules {
   bool may_take_int8 = true;  // layers that store it
   Precision precision = Precision::kFloat32;
-  bool may_take_attention = true;
   std::string why_no_cached_attention;  // is taken; empty: it is
 };
 

@@ -38,7 +38,7 @@ void WriteNBits(const PackedNBits& packed, ContextWriter& writer) {
   writer.Number(packed.n);
   writer.Number(packed.bits);
   writer.Number(packed.group);
-  writer.Number(packed.has_half_scales ? 1 : 0);
+  writer.Flag(packed.has_half_scales);
   writer.Array(packed.weights);
   writer.Array(packed.scales);
   writer.Array(packed.zero_points);
@@ -51,7 +51,7 @@ PackedNBits ReadNBits(ContextReader& reader) {
   packed.n = reader.Number();
   packed.bits = reader.Number();
   packed.group = reader.Number();
-  packed.has_half_scales = reader.Number() != 0;
+  packed.has_half_scales = reader.Flag();
   packed.weights = reader.Array<uint8_t>();
   packed.scales = reader.Array<uint8_t>();
   packed.zero_points = reader.Array<uint8_t>();

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 def feature_sets() -> list[str]:
     """The names of all rows of ops/isa/feature_sets.inc, a set behind those that it contains."""
 
+def check_embedded(files: list[int]) -> None:
+    """Raises where files of so many bytes are too much for a compiled model that holds them."""
+
 def simd_lanes() -> dict[str, int]:
     """The columns of the build that this CPU can run, and how many floats a register of each holds."""
 

@@ -17,7 +17,7 @@ from ortolan.graph_passes.text.text_input import TEXT_INPUT
 from ortolan.graph_passes.text.text_plan import EMBEDDING
 
 from .errors import OrtolanError, SessionError, listing
-from .session import create_session
+from .session import create_session, new_options
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -30,9 +30,7 @@ def serving_options(threads: int, spin: bool = False) -> onnxruntime.SessionOpti
 
     threads: of ONNX Runtime's pool. spin: idle threads wait in a loop, which answers sooner and keeps cores busy.
     """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
+    options = new_options()
     options.intra_op_num_threads = threads
     options.add_session_config_entry(_SPINNING, "1" if spin else "0")
     return options

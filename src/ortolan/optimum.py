@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .choice import read_choice
 from .errors import ModelError
 from .optimize import optimize_onnx
-from .session import register
+from .session import new_options, register
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def session_options() -> onnxruntime.SessionOptions:
     """New session options that know Ortolan's operators, for `ORTModelForX.from_pretrained(…, session_options=…)`."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
+    options = new_options()
     register(options)
     return options
 

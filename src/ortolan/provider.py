@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import LibraryError, one_line
 from .library import get_library_path
-from .session import REGISTERED, register
+from .session import REGISTERED, new_options, register
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -96,7 +96,7 @@ def options_with(provider_options: Mapping[str, str]) -> onnxruntime.SessionOpti
     import onnxruntime
 
     register_provider()
-    options = onnxruntime.SessionOptions()
+    options = new_options()
     options.add_provider_for_devices(_devices(onnxruntime), dict(provider_options))
     if _version(onnxruntime) < _OFFERS_OPERATORS:
         register(options)

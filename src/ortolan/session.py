@@ -84,6 +84,19 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
     session_options.add_session_config_entry(REGISTERED, "1")
 
 
+def new_options() -> onnxruntime.SessionOptions:
+    """The session options of all sessions that Ortolan makes by itself.
+
+    They plan no memory patterns: these hold a call's tensors apart from what operators use for themselves, so that more
+    memory is in use, which caches and page tables feel (docs/deploy.md), and each shape of inputs gets a plan.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.enable_mem_pattern = False
+    return options
+
+
 def create_session(
     path: str | os.PathLike[str] | onnx.ModelProto,
     session_options: onnxruntime.SessionOptions | None = None,
@@ -96,9 +109,8 @@ def create_session(
 
     Raises SessionError if the model cannot be opened, LibraryError if an operator library cannot be loaded.
     """
-    import onnxruntime
 
-    options = session_options if session_options is not None else onnxruntime.SessionOptions()
+    options = session_options if session_options is not None else new_options()
     register(options)
     try:
         return _open(path, options, providers)

@@ -21,7 +21,7 @@ from ortolan.graph_passes.passes.compress_cache import CompressCacheOptions
 from .choice import read_choice
 from .errors import ModelError, NothingToReplaceError, RecipeError
 from .optimize import optimize_onnx
-from .session import register
+from .session import new_options, register
 
 try:
     import torch
@@ -178,9 +178,7 @@ class OrtolanModelRunner(OnnxModelRunner):  # type: ignore[misc]
         providers: list[Any] | None = None,
         session_options: onnxruntime.SessionOptions | None = None,
     ) -> Any:
-        import onnxruntime
-
-        options = session_options if session_options is not None else onnxruntime.SessionOptions()
+        options = session_options if session_options is not None else new_options()
         register(options)
         if device is None and providers is None:
             device = "cpu"

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_testing, module) {
   ortolan::BindAttention(module);
   ortolan::BindDecodeAttention(module);
   ortolan::BindMaskedMatMul(module);
+  ortolan::BindProvider(module);
   ortolan::BindEpilogue(module);
   ortolan::BindLutPostOp(module);
   ortolan::BindSimd(module);

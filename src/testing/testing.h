@@ -15,6 +15,7 @@ void BindLinearPlan(py::module_& module);
 void BindAttention(py::module_& module);
 void BindDecodeAttention(py::module_& module);
 void BindMaskedMatMul(py::module_& module);
+void BindProvider(py::module_& module);
 void BindEpilogue(py::module_& module);
 void BindLutPostOp(py::module_& module);
 void BindSimd(py::module_& module);

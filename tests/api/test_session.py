@@ -14,6 +14,7 @@ import pytest
 
 import ortolan
 from ortolan import LibraryError, SessionError
+from ortolan.engines import serving_options
 from ortolan.models import tiny
 
 from ..recipes.forms import NAMED
@@ -143,3 +144,12 @@ def test_timing_and_versions_need_no_native_module():
     )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == str(["numpy", "onnx", "onnx-ir", "onnxruntime", "ortolan", "python"])
+
+
+def test_sessions_of_ours_plan_no_memory_patterns(tmp_path: Path) -> None:
+    """Options that a user brings stay as they are."""
+    onnx.save(ir.to_proto(tiny.mlp()), tmp_path / "model.onnx")
+    given = onnxruntime.SessionOptions()
+    for options, expected in ((None, False), (serving_options(1), False), (given, True)):
+        session = ortolan.create_session(tmp_path / "model.onnx", options)
+        assert session.get_session_options().enable_mem_pattern is expected

@@ -35,11 +35,12 @@ MOST_MEMORY = 8 << 30
 MOST_NUMBERS = 1 << 20  # of an input that is made up
 SANE = 1e4  # larger numbers, fed or stored, may overflow or cancel out: their answers are not compared
 TOLERANCE = 0.1  # of the norm of an answer; inputs are rounded to int8 by both, a tensor or a group at a time
+ALL = {"ep__ortolanexecutionprovider__claims": "all"}
 NOISE = 0.02  # of the inputs' norm: where it changes ONNX Runtime's own answers a fifth as much, they say nothing
 TYPES = {"float": np.float32, "double": np.float64, "float16": np.float16, "uint8": np.uint8, "int8": np.int8}
 TYPES |= {"int32": np.int32, "int64": np.int64, "bool": np.bool_}
 # What must not happen, but for crashes and hangs.
-WRONG = ("other answers", "refused by the provider alone", "other answers after an error")
+WRONG = ("other answers", "refused by the provider alone", "other answers after an error", "wrong when compiled")
 
 
 @dataclass
@@ -131,6 +132,27 @@ def with_noise(feeds: Feeds) -> Feeds:
     return noisy
 
 
+def wrong_when_compiled(model: ModelProto, feeds: Feeds, answers: list[Any], threads: int) -> str:
+    """Why a compiled model is not as the session that gave these answers; or nothing, also where it is not written."""
+    if {one.name for one in model.graph.input} & {one.name for one in model.graph.initializer}:
+        return ""  # ONNX Runtime makes constants of them
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = Path(folder) / "model.onnx", Path(folder) / "model_ctx.onnx"
+        source.write_bytes(model.SerializeToString())
+        embeds = str(len(feeds) % 2)
+        try:
+            provider_session(str(source), threads, **ALL, ep__context_enable="1", ep__context_embed_mode=embeds)
+        except Exception as error:  # ONNX Runtime does not write all models that it runs
+            return f"not written: {error}" if "Ortolan" in str(error) else ""
+        if not path.exists():
+            return ""
+        try:
+            found = provider_session(str(path), threads, **ALL).run(None, feeds)
+        except Exception as error:
+            return f"not read: {error}" if "Ortolan" in str(error) else ""
+        return "" if same_bits(answers, found) else f"answers differ by {differences(answers, found)} of their norms"
+
+
 def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> str:
     """What became of a model; what is in WRONG comes with a reason behind a colon."""
     plain_error = our_error = ""
@@ -139,7 +161,7 @@ def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> st
     except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
         plain, plain_error = None, str(error)
     try:
-        ours = provider_session(model, threads, ep__ortolanexecutionprovider__claims="all")
+        ours = provider_session(model, threads, **ALL)
     except Exception as error:
         ours, our_error = None, str(error)
     if ours is None:
@@ -158,6 +180,9 @@ def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> st
     first, again = answers[0], answers[2]
     if (first is None) != (again is None) or (first and again and not same_bits(first, again)):
         return f"{WRONG[2]}: {our_error}"
+    wrong = wrong_when_compiled(model, feeds, first, threads) if first and taken == "taken" else ""
+    if wrong:
+        return f"{WRONG[3]}: {wrong}"
     try:
         expected = plain.run(None, feeds)
     except Exception:

@@ -135,13 +135,17 @@ def test_rows_that_see_nothing(form: str, int8: Any) -> None:
     check(model, given)
 
 
-@pytest.mark.parametrize("attributes", [{}, {"scale": 0.4}, {"unidirectional": 1}])
-def test_multi_head_attention(attributes: dict[str, Any], int8: Any) -> None:
+def multi_head(**attributes: Any) -> Build:
     def build(graph: Graph) -> str:
         inputs = [graph.linear(name) for name in ("q", "kk", "vvv")]
         return graph.op("MultiHeadAttention", *inputs, domain="com.microsoft", num_heads=H, **attributes)
 
-    model = int8(built(build))
+    return build
+
+
+@pytest.mark.parametrize("attributes", [{}, {"scale": 0.4}, {"unidirectional": 1}])
+def test_multi_head_attention(attributes: dict[str, Any], int8: Any) -> None:
+    model = int8(built(multi_head(**attributes)))
     check(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
@@ -221,7 +225,9 @@ def test_biases_of_layers_without_their_attention(int8: Any) -> None:
     check_left(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
-@pytest.mark.parametrize("given", ["causal and padding", "counts", "cache", "other keys", "biases of its layers too"])
+@pytest.mark.parametrize(
+    "given", ["causal and padding", "counts", "padding of its sizes", "cache", "other keys", "biases of its layers too"]
+)
 def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
     def build(graph: Graph) -> str:
         if given == "causal and padding":
@@ -234,6 +240,9 @@ def test_multi_head_attention_that_stays(given: str, int8: Any) -> None:
             numbers = np.linspace(-1, 1, 3 * W, dtype=np.float32)
             inputs[1] = graph.op("Add", inputs[1], numbers[:W])  # type: ignore[arg-type]
             inputs.append(numbers)
+        if given == "padding of its sizes":
+            sizes = graph.op("Gather", graph.op("Shape", inputs[0]), np.array([0, 1]))  # type: ignore[arg-type]
+            inputs += ["", graph.op("Expand", np.ones(1, np.int32), sizes)]  # type: ignore[arg-type]
         y = graph.op("MultiHeadAttention", *inputs, domain="com.microsoft", num_heads=H)
         if given == "cache":
             graph.nodes[-1].output.extend(["key", "value"])
@@ -273,7 +282,7 @@ def tokens(model: onnx.ModelProto, batch: int, rows: int) -> dict[str, np.ndarra
     return {value.name: given[value.name] for value in model.graph.input}
 
 
-def test_layers_of_different_kinds() -> None:
+def of_different_kinds() -> onnx.ModelProto:
     """Queries of 4 bits, keys of 8, values of 4 in other blocks and with a bias."""
     layers = [NBits(W, W, 32), NBits(W, W, 32, bits=8), NBits(W, W, 64, bias=True)]
     graph = Graph()
@@ -284,7 +293,11 @@ def test_layers_of_different_kinds() -> None:
         graph.weights |= {f"w{index}.{name}": array for name, array in layer.tensors.items()}
     scores = graph.op("MatMul", graph.heads(names[0]), graph.transpose(graph.heads(names[1]), 0, 1, 3, 2))
     weights = graph.op("Softmax", graph.op("Mul", scores, graph.number(0.3)), axis=-1)
-    model = graph.model(graph.merge(graph.op("MatMul", weights, graph.heads(names[2]))))
+    return graph.model(graph.merge(graph.op("MatMul", weights, graph.heads(names[2]))))
+
+
+def test_layers_of_different_kinds() -> None:
+    model = of_different_kinds()
     check(model, *(feeds(model, rows) for rows in (1, S, 70)))
 
 
@@ -367,9 +380,8 @@ def test_a_mask_that_is_cut_to_the_keys(longer: int, int8: Any) -> None:
     assert_same_bits(y, exact)
 
 
-@pytest.mark.parametrize("form", ["whole", "expanded", "cut"])
-def test_constant_masks(form: str, int8: Any) -> None:
-    """Causal ones, as GPT-2 has them."""
+def constant_mask(form: str) -> Build:
+    """A causal one, as GPT-2 has it."""
 
     def build(graph: Graph) -> str:
         q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
@@ -383,7 +395,12 @@ def test_constant_masks(form: str, int8: Any) -> None:
         scores = graph.op("Add", scores, mask)
         return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
 
-    model = int8(built(build))
+    return build
+
+
+@pytest.mark.parametrize("form", ["whole", "expanded", "cut"])
+def test_constant_masks(form: str, int8: Any) -> None:
+    model = int8(built(constant_mask(form)))
     session = all_claims(model)
     assert attentions(session) == 1
     given = feeds(model)

@@ -12,16 +12,18 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import quantization
 
 import ortolan
+from ortolan import _testing
 from ortolan.models import tiny
 from ortolan.provider import PROVIDER
 
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import DYNAMIC, Int8Layer
+from .context_records import HEADER
 from .int8_models import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 from .nbits_models import NBits, whole
 from .sessions import ORT_VERSION, claimed, needs_provider, provider_session
@@ -32,7 +34,7 @@ pytestmark = needs_provider
 FLOAT = TensorProto.FLOAT
 node = helper.make_node
 ENTRIES = {"ep__ortolanexecutionprovider__claims": "all"}
-HEADER = 64
+FORMAT = 2
 
 
 def compile_model(model: onnx.ModelProto, folder: Path, threads: int = 1, **entries: str) -> ort.InferenceSession:
@@ -55,18 +57,8 @@ def context_nodes(folder: Path) -> list[dict[str, Any]]:
 
 def check_round_trip(model: onnx.ModelProto, folder: Path, *feeds: dict[str, np.ndarray], **entries: str) -> None:
     """Answers of the compiled model bit by bit those of the model, in which there are groups."""
-    check_compiled(model, all_claims(model), folder, *feeds, **entries)
-
-
-def check_compiled(
-    model: onnx.ModelProto,
-    expected: ort.InferenceSession | None,
-    folder: Path,
-    *feeds: dict[str, np.ndarray],
-    **entries: str,
-) -> None:
+    expected = provider_session(model, **ENTRIES | entries)
     written = compile_model(model, folder, 1, **entries)
-    expected = expected or written
     read = compiled_session(folder)
     nodes = context_nodes(folder)
     assert nodes and all(one["source"].decode() == PROVIDER for one in nodes)
@@ -190,11 +182,45 @@ def ids(batch: int, length: int) -> dict[str, np.ndarray]:
 def test_a_whole_encoder(embed_mode: str, tmp_path: Path) -> None:
     model = tiny_encoder(tmp_path)
     feeds = [ids(1, 1), ids(1, 16), ids(3, 40)]
-    # Of the session that writes: without attention, which is no part of compiled models.
-    check_compiled(model, None, tmp_path, *feeds, ep__context_embed_mode=embed_mode)
+    check_round_trip(model, tmp_path, *feeds, ep__context_embed_mode=embed_mode)
     assert len(context_nodes(tmp_path)) >= 6
     files = {one.name for one in tmp_path.iterdir()} - {"float.onnx", "int8.onnx", "model.onnx"}
     assert files == {"model_ctx.onnx", *(["model_ctx_ortolan.bin"] if embed_mode == "0" else [])}
+
+
+def test_what_one_model_can_hold() -> None:
+    """In Base64, all groups together: 2 GiB - 1."""
+    most = 2**31 // 4 * 3 - 3
+    for files in ([], [0, 1, 2], [most], [most - 3 * 2**20, 3 * 2**19, 3 * 2**19]):
+        _testing.check_embedded(files)
+    for files in ([most + 1], [most, 1], [2**30, 2**30], [2**60], [1, 2**62]):
+        pattern = (
+            f"numbers of {len(files)} groups take {sum(files)} bytes, .*Set the session's ep.context_embed_mode to 0"
+        )
+        with pytest.raises(RuntimeError, match=pattern):
+            _testing.check_embedded(files)
+
+
+def test_a_host_may_ask_whether_it_runs_here(tmp_path: Path) -> None:
+    compile_model(NBits(64, 20, 32).model(), tmp_path)
+    metadata = {one.key: one.value for one in onnx.load(tmp_path / "model_ctx.onnx").metadata_props}
+    info = f"format {FORMAT} (Ortolan {ortolan.__version__})"
+    assert metadata[f"ep_compatibility_info.{PROVIDER}"] == info
+    native = ort.capi.onnxruntime_pybind11_state
+    if not hasattr(native, "get_compatibility_info_from_model"):
+        pytest.skip("onnxruntime has no such functions for Python")
+    assert native.get_compatibility_info_from_model(str(tmp_path / "model_ctx.onnx"), PROVIDER) == info
+    devices = [one for one in ort.get_ep_devices() if one.ep_name == PROVIDER]
+
+    def ask(text: str) -> str:
+        found: str = native.get_model_compatibility_for_ep_devices(devices, text).name
+        return found
+
+    assert ask(info) == "EP_SUPPORTED_OPTIMAL"
+    for other in (f"format {FORMAT + 1} (Ortolan 9.1.0)", "format 1 (Ortolan 0.1.0)", "format ", f"format {FORMAT}"):
+        assert ask(other) == "EP_UNSUPPORTED"
+    for strange in ("", "another", "Format 2"):
+        assert ask(strange) == "EP_NOT_APPLICABLE"
 
 
 def test_weights_are_in_the_file_alone(tmp_path: Path) -> None:
@@ -257,6 +283,25 @@ def test_a_compiled_model_is_not_compiled(tmp_path: Path) -> None:
             ep__context_enable="1",
             ep__context_file_path=str(tmp_path / "second_ctx.onnx"),
         )
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_layer_that_makes_nothing(residual: bool, tmp_path: Path) -> None:
+    """ONNX Runtime keeps its node, and a node of a compiled model must make something."""
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    more = [node("Add", ["r", "x2"], ["s"], name="sum")] if residual else []
+    model = with_nodes(layer, [*more, node("Neg", ["x2"], ["y"])], ("x2",))
+    session = compile_model(model, tmp_path)
+    assert claimed(session) == [] and not (tmp_path / "model_ctx.onnx").exists()
+
+
+def test_an_input_that_has_a_value(tmp_path: Path) -> None:
+    """ONNX Runtime makes a constant of it, and a node of a compiled model may read that."""
+    layer = NBits(64, 20, 32)
+    model = layer.model()
+    model.graph.initializer.append(numpy_helper.from_array(layer.x(3), "x"))
+    compile_model(model, tmp_path)
+    assert_same_bits(compiled_session(tmp_path).run(None, {})[0], provider_session(model).run(None, {})[0])
 
 
 def test_nodes_of_other_providers_stay(tmp_path: Path) -> None:
@@ -395,12 +440,13 @@ def test_another_file(compiled: Path) -> None:
     refuse(compiled, "it does not begin as files of compiled models do")
 
 
-def test_a_newer_file(compiled: Path) -> None:
+@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1])
+def test_a_file_of_another_format(number: int, compiled: Path) -> None:
     content = bytearray(binary(compiled).read_bytes())
-    content[8:16] = struct.pack("<q", 2)
+    content[8:16] = struct.pack("<q", number)
     content[40:64] = b"9.1.0".ljust(24, b"\0")
     binary(compiled).write_bytes(content)
-    refuse(compiled, r"it has format 2 \(by Ortolan 9\.1\.0\), expected 1")
+    refuse(compiled, rf"it has format {number} \(by Ortolan 9\.1\.0\), expected {FORMAT}")
 
 
 def test_the_file_of_another_model(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -503,9 +549,17 @@ print(errors)
 """
 
 
+def mutate_in_a_process(model: onnx.ModelProto, feeds: dict[str, np.ndarray], folder: Path, **entries: str) -> None:
+    """Sessions and calls on 400 damaged files: errors or answers, and no signal."""
+    compile_model(model, folder, 1, **entries)
+    np.savez(folder / "feeds.npz", **feeds)  # type: ignore[arg-type]
+    done = run_with_isa(ortolan._native.cpu_info()["isa"], FUZZ, str(folder), "1", "400")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
+
+
 @pytest.mark.parametrize("kind", ["int8", "bitmap", "bf16", "4 bits", "8 bits"])
 def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
-    """In a process of its own: an error or an answer, and no signal."""
     feeds: dict[str, np.ndarray]
     entries: dict[str, str] = {}
     if kind == "int8":
@@ -520,9 +574,4 @@ def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
     else:
         few = NBits(100, 40, 32, int(kind[0]), zero_points="packed" if kind[0] == "4" else "", bias=True)
         model, feeds = few.model(), {"x": few.x(5)}
-    compile_model(model, tmp_path, 1, **entries)
-    np.savez(tmp_path / "feeds.npz", **feeds)  # type: ignore[arg-type]
-    isa = ortolan._native.cpu_info()["isa"]
-    done = run_with_isa(isa, FUZZ, str(tmp_path), "1", "400")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 100
+    mutate_in_a_process(model, feeds, tmp_path, **entries)

@@ -23,6 +23,7 @@ from ortolan.provider import PROVIDER
 from ..docs.pages import ROOT, blocks
 from .nbits_models import NBits
 from .sessions import needs_provider
+from .test_context import FORMAT, compile_model
 from .test_inspection import TAKEN, two_layers
 from .test_registration import run_python
 
@@ -104,6 +105,23 @@ def test_the_c_example_says_what_is_wrong(host: Path, tmp_path: Path) -> None:
     ):
         done = run(host, *arguments)
         assert done.returncode == code and message in done.stderr and done.stdout == ""
+
+
+@needs_provider
+def test_hosts_in_c_refuse_compiled_models_of_another_format(host: Path, tmp_path: Path) -> None:
+    """ONNX Runtime asks the provider, by what the model's metadata say."""
+    compile_model(NBits(64, 20, 32).model(), tmp_path)
+    path = tmp_path / "model_ctx.onnx"
+    done = run(host, ortolan.get_library_path(), path)
+    assert done.returncode == 0, done.stderr
+    model = onnx.load(path)
+    (info,) = (one for one in model.metadata_props if one.key == f"ep_compatibility_info.{PROVIDER}")
+    info.value = info.value.replace(f"format {FORMAT} ", f"format {FORMAT + 1} ")
+    model.ir_version = 11  # that onnx writes is newer than what some ONNX Runtimes read
+    onnx.save(model, path)
+    done = run(host, ortolan.get_library_path(), path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"Compiled model is not supported by execution provider: {PROVIDER}" in done.stderr
 
 
 def test_the_page_shows_the_example() -> None:

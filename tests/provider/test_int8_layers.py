@@ -81,6 +81,26 @@ def test_an_activation_whose_input_others_see_stays(name: str) -> None:
     assert claimed(session) == ["linear"]
 
 
+@pytest.mark.parametrize(
+    "name, inner",
+    # Of "g7", ONNX Runtime itself makes no session: it fuses the others and loses that one.
+    [(name, one.output[0]) for name, nodes in ACTIVATIONS.items() for one in nodes[:-1] if one.output != ["g7"]],
+)
+def test_an_activation_whose_numbers_others_see_stays(name: str, inner: str) -> None:
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    model = with_nodes(layer, [*ACTIVATIONS[name], node("Tanh", [inner], ["t"]), node("Add", ["a", "t"], ["y"])])
+    session = check_as_optimized(model, layer.inputs(5))
+    assert len(claimed(session)) == len(layer.nodes("r"))
+
+
+def test_a_layer_that_makes_nothing_stays() -> None:
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    for more in ([], [node("Add", ["r", "x2"], ["s"]), node("Relu", ["s"], ["t"])]):
+        model = with_nodes(layer, [*more, node("Neg", ["x2"], ["y"])], ("x2",))
+        session, x2 = all_claims(model), np.ones((6, 24), np.float32)
+        np.testing.assert_array_equal(session.run(None, {"x": layer.inputs(6), "x2": x2})[0], -x2)
+
+
 def test_other_functions_stay() -> None:
     layer = Int8Layer("dynamic", q=dense_numbers(64, 24))
     for more in (

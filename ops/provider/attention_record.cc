@@ -1,0 +1,178 @@
+#include "provider/attention_record.h"
+
+#include <cmath>
+
+namespace ortolan::provider {
+namespace {
+
+constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+constexpr auto kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+
+// Of masks.
+constexpr int64_t kAdded = 0, kCondition = 1, kPadding = 2;
+
+class Writer {
+ public:
+  Writer(const std::unordered_map<Value, size_t>& inputs, ContextWriter& writer) : inputs_(inputs), writer_(writer) {}
+
+  void Write(const Attention& attention) {
+    writer_.Number(attention.heads);
+    writer_.Number(attention.head_dim);
+    writer_.Real(attention.scale);
+    writer_.Flag(attention.causal);
+    writer_.Flag(attention.zero_hidden_rows);
+    WriteInput(attention.zero_rows);
+    for (const Target& split : attention.splits) WriteTarget(split);
+    writer_.Number(Count(attention.key_views));
+    for (const Target& view : attention.key_views) WriteTarget(view);
+    WriteTarget(attention.merge);
+    writer_.Number(Count(attention.masks));
+    for (const Mask& mask : attention.masks) WriteMask(mask);
+  }
+
+ private:
+  template <typename Item>
+  static int64_t Count(const std::vector<Item>& items) {
+    return static_cast<int64_t>(items.size());
+  }
+
+  void WriteInput(Value value) {
+    WritePlace(writer_, value == nullptr ? std::nullopt : std::optional(inputs_.at(value)));
+  }
+
+  void WriteTarget(const Target& target) {
+    writer_.Flag(target.copies);
+    writer_.Number(Count(target.sizes));
+    for (const Size& size : target.sizes) {
+      writer_.Number(static_cast<int64_t>(size.kind));
+      writer_.Number(size.number);
+      WriteInput(size.value);
+    }
+  }
+
+  void WriteMask(const Mask& mask) {
+    writer_.Number(mask.is_padding ? kPadding : mask.is_condition ? kCondition : kAdded);
+    WriteInput(mask.value);
+    writer_.Flag(mask.hides);
+    writer_.Real(mask.fill);
+    writer_.Flag(mask.is_cut);
+    if (mask.value != nullptr) return;
+    writer_.Number(Count(mask.shape));
+    for (const int64_t size : mask.shape) writer_.Number(size);
+    writer_.Array(mask.numbers);
+  }
+
+  const std::unordered_map<Value, size_t>& inputs_;
+  ContextWriter& writer_;
+};
+
+class Reader {
+ public:
+  Reader(ContextReader& reader, const Places& places) : reader_(reader), places_(places) {}
+
+  Attention Read(int64_t width) {
+    Attention attention;
+    attention.heads = reader_.Number();
+    attention.head_dim = reader_.Number();
+    const int64_t heads = attention.heads, head_dim = attention.head_dim;
+    const bool are_known = heads > 0 && heads <= width && width % heads == 0 && head_dim == width / heads;
+    if (!are_known && (heads != 0 || head_dim != 0)) {
+      throw OpError(ErrorText("attention of ", width, " columns has ", heads, " heads of ", head_dim));
+    }
+    attention.scale = reader_.Real();
+    if (!std::isfinite(attention.scale)) throw OpError(ErrorText("scores are scaled by ", attention.scale));
+    attention.causal = reader_.Flag();
+    attention.zero_hidden_rows = reader_.Flag();
+    attention.zero_rows = places_.InputValue(reader_, kBool);
+    for (Target& split : attention.splits) split = ReadTarget();
+    const int64_t views = Count("views of keys");
+    if (views != 0 && views != 2) throw OpError(ErrorText("there are ", views, " views of keys, expected 0 or 2"));
+    for (int64_t i = 0; i < views; ++i) attention.key_views.push_back(ReadTarget());
+    attention.merge = ReadTarget();
+    const int64_t masks = Count("masks");
+    if (masks > kMostScoreSteps) throw OpError(ErrorText("there are ", masks, " masks"));
+    for (int64_t i = 0; i < masks; ++i) attention.masks.push_back(ReadMask());
+    return attention;
+  }
+
+ private:
+  // What is larger than the record ends it.
+  int64_t Count(const char* what) {
+    const int64_t count = reader_.Number();
+    if (count < 0) throw OpError(ErrorText("there are ", count, " ", what));
+    return count;
+  }
+
+  Target ReadTarget() {
+    Target target;
+    target.copies = reader_.Flag();
+    const int64_t count = Count("sizes of a Reshape");
+    for (int64_t i = 0; i < count; ++i) target.sizes.push_back(ReadSize());
+    return target;
+  }
+
+  Size ReadSize() {
+    const int64_t kind = reader_.Number(), number = reader_.Number();
+    const Value value = places_.InputValue(reader_, kInt64);
+    Size size;
+    const bool is_kind = kind >= 0 && kind <= static_cast<int64_t>(Size::Kind::kHeadDim);
+    if (is_kind) size = {static_cast<Size::Kind>(kind), number, value};
+    const bool is_read = is_kind && size.kind == Size::Kind::kElement;
+    const bool has_place = is_read || size.kind == Size::Kind::kLead;
+    if (!is_kind || is_read != (value != nullptr) || (has_place && number < 0)) {
+      throw OpError(ErrorText("a size is number ", number, " of kind ", kind));
+    }
+    return size;
+  }
+
+  Mask ReadMask() {
+    Mask mask;
+    const int64_t kind = reader_.Number();
+    if (kind < kAdded || kind > kPadding) throw OpError(ErrorText("a mask is of kind ", kind));
+    mask.is_condition = kind == kCondition;
+    mask.is_padding = kind == kPadding;
+    mask.value = places_.InputValue(reader_, mask.is_padding ? kInt32 : mask.is_condition ? kBool : kFloat);
+    mask.hides = reader_.Flag();
+    mask.fill = reader_.Real();
+    mask.is_cut = reader_.Flag();
+    const bool fits = !mask.is_condition || (mask.value != nullptr && mask.fill < kHiddenScore);
+    if (!fits) throw OpError(ErrorText("scores that a condition hides become ", mask.fill));
+    if (mask.is_padding && (mask.value == nullptr || !std::isfinite(mask.fill))) {
+      throw OpError(ErrorText("key padding that adds ", mask.fill, mask.value == nullptr ? " is missing" : ""));
+    }
+    if (mask.value == nullptr) ReadNumbers(mask);
+    return mask;
+  }
+
+  void ReadNumbers(Mask& mask) {
+    const int64_t axes = Count("axes of a mask");
+    int64_t count = 1;
+    bool fits = true;
+    for (int64_t i = 0; i < axes; ++i) {
+      mask.shape.push_back(reader_.Number());
+      fits = fits && mask.shape.back() > 0 && !__builtin_mul_overflow(count, mask.shape.back(), &count);
+    }
+    mask.numbers = reader_.Array<float>();
+    if (!fits || count != static_cast<int64_t>(mask.numbers.size())) {
+      throw OpError(ErrorText("a mask of shape ", ShapeText(mask.shape), " has ", mask.numbers.size(), " numbers"));
+    }
+  }
+
+  ContextReader& reader_;
+  const Places& places_;
+};
+
+}  // namespace
+
+void WriteAttention(const Attention& attention, const std::unordered_map<Value, size_t>& inputs,
+                    ContextWriter& writer) {
+  Writer(inputs, writer).Write(attention);
+}
+
+Attention ReadAttention(ContextReader& reader, const Places& places, int64_t width) {
+  return Reader(reader, places).Read(width);
+}
+
+}  // namespace ortolan::provider

@@ -1,0 +1,18 @@
+// Attention in the record of a compiled model, but for its layers. README.md draws it.
+#pragma once
+
+#include <unordered_map>
+
+#include "provider/attention.h"
+#include "provider/places.h"
+
+namespace ortolan::provider {
+
+// inputs: of what the attention reads, the numbers.
+void WriteAttention(const Attention& attention, const std::unordered_map<Value, size_t>& inputs, ContextWriter& writer);
+
+// width: of its queries, of its keys and of its values. What it reads are values of the EPContext node; numbers of
+// masks lie in the file. Throws OpError.
+Attention ReadAttention(ContextReader& reader, const Places& places, int64_t width);
+
+}  // namespace ortolan::provider

@@ -1,0 +1,35 @@
+// Files of compiled models that the models hold themselves: texts in Base64, as ONNX Runtime ends what it is given at
+// the first zero. Free of ONNX Runtime.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+
+#include "ort/op_error.h"
+
+namespace ortolan::provider {
+
+// A model is a protocol buffer: less than 2 GiB, with all that is in it.
+inline constexpr int64_t kMostEmbeddedText = std::numeric_limits<int32_t>::max();
+
+inline int64_t Base64Size(int64_t bytes) { return (bytes + 2) / 3 * 4; }
+
+// Of files of so many bytes, all in one model. Throws OpError if they are too much for it.
+inline void CheckEmbedded(std::span<const int64_t> files) {
+  int64_t left = kMostEmbeddedText;
+  for (const int64_t bytes : files) {
+    const bool fits = bytes <= left && Base64Size(bytes) <= left;
+    if (fits) {
+      left -= Base64Size(bytes);
+      continue;
+    }
+    int64_t all = 0;
+    for (const int64_t one : files) all += one;
+    throw OpError(ErrorText("the packed numbers of ", files.size(), " groups take ", all,
+                            " bytes, and a third more as text: too much for a model file, which holds less than 2 GiB. "
+                            "Set the session's ep.context_embed_mode to 0, so that they are in a file of their own"));
+  }
+}
+
+}  // namespace ortolan::provider

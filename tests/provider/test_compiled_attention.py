@@ -1,0 +1,364 @@
+"""Attention in compiled models: answers bit by bit those of a session on the model, and damaged records."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import helper
+
+from ortolan.models import tiny
+
+from ..ops.single_node import assert_same_bits
+from ..passes.attention_forms import unknown_heads
+from ..passes.attention_graphs import FLOAT, B, H, S, W, feeds
+from .context_records import LAYERS, steps
+from .sessions import needs_provider
+from .test_attention import (
+    TAKEN,
+    all_claims,
+    attentions,
+    built,
+    constant_mask,
+    cut_mask,
+    four_bits,
+    int8,
+    mask_as_given,
+    multi_head,
+    of_different_kinds,
+    rows_are_fixed,
+    tokens,
+    with_biases,
+)
+from .test_attention_masks import BATCH, CAUSAL, HEADS, ROWS, D, attention
+from .test_context import (
+    binary,
+    check_round_trip,
+    compile_model,
+    compiled_session,
+    context_nodes,
+    mutate_in_a_process,
+    refuse,
+)
+
+pytestmark = needs_provider
+
+__all__ = ["int8"]  # a fixture
+
+Quantize = Callable[[onnx.ModelProto], onnx.ModelProto]
+node, value = helper.make_node, helper.make_tensor_value_info
+
+
+def check(model: onnx.ModelProto, folder: Path, *given: dict[str, np.ndarray], **entries: str) -> None:
+    """All attention is in the compiled model."""
+    left = sum(one.op_type in ("Softmax", "MultiHeadAttention") for one in model.graph.node)
+    assert left > 0
+    check_round_trip(model, folder, *given, **entries)
+    operators = [one.op_type for one in onnx.load(folder / "model_ctx.onnx").graph.node]
+    assert not {"Softmax", "MultiHeadAttention", "MatMul"} & set(operators)
+
+
+@pytest.mark.parametrize("embed_mode", ["0", "1"])
+@pytest.mark.parametrize("form", TAKEN)
+def test_every_form(form: str, embed_mode: str, int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(TAKEN[form]))
+    given = [feeds(model, rows) for rows in (1, 2, S, 70)]
+    check(model, tmp_path, *given, ep__context_embed_mode=embed_mode)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(constant_mask(form) for form in ("whole", "expanded", "cut")),
+        multi_head(scale=0.4),
+        multi_head(unidirectional=1),
+    ],
+)
+def test_constants_and_attributes(form: Any, int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(form))
+    check(model, tmp_path, feeds(model))
+
+
+@pytest.mark.parametrize("form", ["usual", "shape chains", "zeros for NaN", "position bias and mask"])
+def test_four_bits(form: str, tmp_path: Path) -> None:
+    model = four_bits(built(TAKEN[form]))
+    check(model, tmp_path, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+@pytest.mark.parametrize("padding", [0, 2, 3])
+def test_biases_and_key_padding(padding: int, int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(with_biases(padding=padding, mask_filter_value=-7.5)))
+    check(model, tmp_path, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+def test_layers_of_different_kinds(tmp_path: Path) -> None:
+    model = of_different_kinds()
+    check(model, tmp_path, *(feeds(model, rows) for rows in (1, S, 70)))
+
+
+@pytest.mark.parametrize("embed_mode", ["0", "1"])
+@pytest.mark.parametrize("made", ["three parts", "position bias"])
+def test_whole_encoders(made: str, embed_mode: str, int8: Quantize, tmp_path: Path) -> None:
+    """40 columns are no whole panels, so that the three layers stay three."""
+    sizes = {"hidden_size": 40, "num_attention_heads": 4}
+    encoder = tiny.tiny_bert(**sizes) if made == "three parts" else tiny.tiny_mpnet()
+    model = int8(ir.to_proto(encoder))
+    given = [tokens(model, batch, rows) for batch, rows in ((1, 1), (1, 16), (3, 33))]
+    check(model, tmp_path, *given, ep__context_embed_mode=embed_mode)
+
+
+def test_several_threads(int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(TAKEN["position bias and mask"]))
+    compile_model(model, tmp_path, 3)
+    expected, read = all_claims(model, 3), compiled_session(tmp_path, 3)
+    for rows in (1, 70, 200):
+        given = feeds(model, rows)
+        assert_same_bits(read.run(None, given)[0], expected.run(None, given)[0])
+
+
+# --- what comes when it runs ------------------------------------------------------------------------------------------
+
+
+def both(model: onnx.ModelProto, folder: Path) -> tuple[ort.InferenceSession, ort.InferenceSession]:
+    """A session on the model, and one on the compiled model."""
+    compile_model(model, folder)
+    expected = all_claims(model)
+    assert attentions(expected) == 1
+    return expected, compiled_session(folder)
+
+
+def check_both(
+    sessions: tuple[ort.InferenceSession, ort.InferenceSession], given: dict[str, np.ndarray], error: str = ""
+) -> None:
+    expected, read = sessions
+    if not error:
+        assert_same_bits(read.run(None, given)[0], expected.run(None, given)[0])
+        return
+    for session in sessions:
+        with pytest.raises(Exception, match=error):
+            session.run(None, given)
+
+
+def test_the_number_of_heads(int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(unknown_heads))
+    sessions, x = both(model, tmp_path), feeds(model)["x"]
+    for shape in ([B, S, 1, W], [B, S, 6, W // 6], [0, -1, 2 * H, W // H // 2]):
+        check_both(sessions, {"x": x, "shape": np.array(shape)})
+    for shape in ([B, S, H, W // H + 1], [B, S, -1, -1], [B, -1, 2 * H, W // H], [1, 1, 1, -2]):
+        check_both(sessions, {"x": x, "shape": np.array(shape)}, error="shape")
+
+
+def test_the_number_of_rows(int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(rows_are_fixed))
+    sessions = both(model, tmp_path)
+    check_both(sessions, feeds(model, S))
+    check_both(sessions, feeds(model, 2 * S))
+    check_both(sessions, feeds(model, S + 1), error="reshape")
+
+
+def test_masks_of_any_shape(int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(mask_as_given))
+    sessions, x = both(model, tmp_path), feeds(model)["x"]
+    rng = np.random.default_rng(3)
+    for shape in ((1, 1, 1, 1), (B, 1, 1, S), (1, H, S, S), (B, H, S, S), (B, H, S, 1)):
+        check_both(sessions, {"x": x, "bias": rng.standard_normal(shape, dtype=np.float32)})
+    for shape in ((1, 1, 1, S + 1), (3, 1, 1, S), (0, 1, 1, S)):
+        check_both(sessions, {"x": x, "bias": np.zeros(shape, np.float32)}, error=r"mask has shape|broadcast")
+
+
+@pytest.mark.parametrize("longer", [0, 5])
+def test_a_mask_that_is_cut(longer: int, int8: Quantize, tmp_path: Path) -> None:
+    model = int8(built(cut_mask))
+    bias = np.random.default_rng(0).standard_normal((B, 1, 1, S + longer), dtype=np.float32)
+    check_both(both(model, tmp_path), {"x": feeds(model)["x"], "bias": bias})
+
+
+def conditions() -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """What is added, a condition, and zeros in the place of a row."""
+    inputs = [
+        value("mask", FLOAT, ["batch", 1, 1, "keys"]),
+        value("causal", helper.TensorProto.BOOL, [1, 1, "rows", "keys"]),
+        value("rows_of_zeros", helper.TensorProto.BOOL, ["batch", 1, "rows", 1]),
+    ]
+    model = attention([("Add", "mask"), ("Where", "causal")], inputs, zero_rows="rows_of_zeros")
+    rng = np.random.default_rng(1)
+    return model, {
+        "x": rng.standard_normal((BATCH, ROWS, D), np.float32),
+        "mask": rng.standard_normal((BATCH, 1, 1, ROWS), np.float32),
+        "causal": CAUSAL,
+        "rows_of_zeros": rng.random((BATCH, 1, ROWS, 1)) < 0.4,
+    }
+
+
+BF16 = {"ep__ortolanexecutionprovider__precision": "bf16"}
+
+
+@pytest.mark.parametrize("embed_mode", ["0", "1"])
+def test_conditions(embed_mode: str, tmp_path: Path) -> None:
+    model, given = conditions()
+    check(model, tmp_path, given, **BF16, ep__context_embed_mode=embed_mode)
+
+
+def test_a_layer_that_makes_the_mask(tmp_path: Path) -> None:
+    """From one EPContext node to another."""
+    layer = node("MatMul", ["f", "w_bias"], ["bias"], name="bias_layer")
+    model = attention([("Add", "bias")], [value("f", FLOAT, ["batch", HEADS, "rows", 8])], [layer])
+    rng = np.random.default_rng(2)
+    x, f = rng.standard_normal((BATCH, ROWS, D), np.float32), rng.standard_normal((BATCH, HEADS, ROWS, 8), np.float32)
+    check(model, tmp_path, {"x": x, "f": f}, **BF16)
+    assert len(context_nodes(tmp_path)) == 2
+
+
+# --- damaged records --------------------------------------------------------------------------------------------------
+
+
+def bits(number: float) -> int:
+    return int(np.array(number, np.float32).view(np.int32))
+
+
+def change(folder: Path, step: int, **numbers: int) -> None:
+    """Numbers of a step, by the names of context_records, two underlines for a dot."""
+    content = bytearray(binary(folder).read_bytes())
+    places = list(steps(bytes(content)))[step]
+    for name, number in numbers.items():
+        struct.pack_into("<q", content, places[name.replace("__", ".")], number)
+    binary(folder).write_bytes(content)
+
+
+LARGE = 1 << 40
+
+
+@pytest.mark.parametrize(
+    "numbers, pattern",
+    [
+        ({"kind": 2}, "a step is of kind 2, expected 0 or 1"),
+        ({"kind": LAYERS}, "."),
+        ({"x": 9}, "a step is of input or output 9"),
+        ({"x": -1}, "a step is of input or output -1"),
+        ({"y": 1}, "a step is of input or output 1"),
+        ({"y": -1}, "its 1 steps do not make all of its 1 outputs"),
+        ({"parts": 2}, "queries, keys and values are 2 parts, expected 1 or 3"),
+        ({"parts": 0}, "are 0 parts"),
+        ({"parts": LARGE}, "parts, expected 1 or 3"),
+        ({"part0": 3}, "a weight is of kind 3"),
+        ({"heads": 0}, "has 0 heads of 12"),
+        ({"heads": -4}, "has -4 heads of 12"),
+        ({"heads": 5}, "attention of 48 columns has 5 heads of 12"),
+        ({"heads": LARGE}, "heads of 12"),
+        ({"head_dim": 0}, "has 4 heads of 0"),
+        ({"scale": bits(np.nan)}, "scores are scaled by -?nan"),
+        ({"scale": bits(np.inf)}, "scores are scaled by inf"),
+        ({"causal": 2}, "a flag is 2, expected 0 or 1"),
+        ({"zero_hidden_rows": -1}, "a flag is -1"),
+        ({"zero_rows": 0}, "has another type than its steps have"),
+        ({"zero_rows": -2}, "a step is of input or output -2"),
+        ({"query__copies": 3}, "a flag is 3"),
+        ({"query__sizes": -1}, "there are -1 sizes of a Reshape"),
+        ({"query__sizes": LARGE}, "."),
+        ({"key__0__kind": 7}, "a size is number 0 of kind 7"),
+        ({"key__0__kind": -1}, "of kind -1"),
+        ({"key__0__kind": 1}, "of kind 1"),  # of a value that is not named
+        ({"key__0__kind": 2, "key__0__number": -1}, "a size is number -1 of kind 2"),
+        ({"value__1__input": 0}, "has another type than its steps have"),
+        ({"views": 1}, "there are 1 views of keys, expected 0 or 2"),
+        ({"views": -2}, "there are -2 views of keys"),
+        ({"masks": -1}, "there are -1 masks"),
+        ({"masks": 17}, "there are 17 masks"),
+        ({"mask0__kind": 1}, "scores that a condition hides become 0"),
+        ({"mask0__kind": 2}, "key padding that adds 0 is missing"),
+        ({"mask0__kind": 3}, "a mask is of kind 3"),
+        ({"mask0__axes": -1}, "there are -1 axes of a mask"),
+        ({"mask0__axes": LARGE}, "."),
+        ({"mask0__axis2": 0}, "a mask of shape .* has 81 numbers"),
+        ({"mask0__axis2": -9}, "a mask of shape .* has 81 numbers"),
+        ({"mask0__axis2": 10}, "a mask of shape .* has 81 numbers"),
+        ({"mask0__axis0": 1 << 62, "mask0__axis1": 4}, "a mask of shape .* has 81 numbers"),
+        ({"mask0__numbers__bytes": 80 * 4}, "a mask of shape .* has 80 numbers"),
+        ({"mask0__numbers__bytes": 81 * 4 - 1}, "numbers of 4 bytes lie in 323 bytes"),
+        ({"mask0__numbers__first": 1}, "numbers of 4 bytes lie in"),
+        ({"mask0__numbers__first": LARGE}, "numbers of 4 bytes lie in"),
+        ({"mask0__is_cut": 2}, "a flag is 2"),
+    ],
+)
+def test_wrong_numbers(numbers: dict[str, int], pattern: str, int8: Quantize, tmp_path: Path) -> None:
+    compile_model(int8(built(constant_mask("whole"))), tmp_path)
+    change(tmp_path, 0, **numbers)
+    refuse(tmp_path, pattern)
+
+
+@pytest.mark.parametrize(
+    "numbers, pattern",
+    [
+        ({"mask1__fill": bits(np.nan)}, "scores that a condition hides become -?nan"),
+        ({"mask1__fill": bits(-1e4)}, "scores that a condition hides become -10000"),
+        ({"mask1__input": -1}, "scores that a condition hides become"),
+        ({"mask1__kind": 0}, "has another type than its steps have"),
+        ({"mask0__kind": 1}, "has another type than its steps have"),
+        ({"mask0__kind": 2}, "has another type than its steps have"),
+    ],
+)
+def test_wrong_conditions(numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
+    """Layers in int8, whose records are read here."""
+    model, _ = conditions()
+    compile_model(model, tmp_path, 1, ep__ortolanexecutionprovider__precision="int8")
+    change(tmp_path, 0, **numbers)
+    refuse(tmp_path, pattern)
+
+
+def test_sizes_of_no_whole_numbers(int8: Quantize, tmp_path: Path) -> None:
+    """What says how many heads there are is an input: it must have the type that is read."""
+    compile_model(int8(built(unknown_heads)), tmp_path)
+    model = onnx.load(tmp_path / "model_ctx.onnx")
+    (shape,) = (one for one in model.graph.input if one.name == "shape")
+    shape.type.tensor_type.elem_type = FLOAT
+    onnx.save(model, tmp_path / "model_ctx.onnx")
+    refuse(tmp_path, "its value 'shape' has another type than its steps have")
+
+
+def test_parts_of_different_sizes(int8: Quantize, tmp_path: Path) -> None:
+    """The record of another layer of the model in the place of the values' one."""
+    compile_model(int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4))), tmp_path)
+    content = bytearray(binary(tmp_path).read_bytes())
+    found = list(steps(bytes(content)))
+
+    def part(step: dict[str, int], index: int) -> bytes:
+        return bytes(content[step[f"part{index}"] : step[f"part{index} end"]])
+
+    (attention, *_) = (one for one in found if "part2" in one)
+    size = len(part(attention, 2))
+    others = [part(one, 0) for one in found if "part2" not in one]
+    (other, *_) = (one for one in others if struct.unpack_from("<qqq", one) != (1, 40, 40) and len(one) == size)
+    content[attention["part2"] : attention["part2 end"]] = other
+    binary(tmp_path).write_bytes(content)
+    refuse(tmp_path, "queries, keys and values are 3 parts of 40 x 40 and ")
+
+
+def test_a_node_without_its_inputs(int8: Quantize, tmp_path: Path) -> None:
+    compile_model(int8(built(TAKEN["usual"])), tmp_path)
+    model = onnx.load(tmp_path / "model_ctx.onnx")
+    (context,) = (one for one in model.graph.node if one.op_type == "EPContext")
+    del context.input[1:]
+    onnx.save(model, tmp_path / "model_ctx.onnx")
+    refuse(tmp_path, "a step is of input or output 1, and there are 1")
+
+
+@pytest.mark.parametrize("kind", ["constant mask", "sizes", "three parts", "conditions"])
+def test_mutated_files_never_crash(kind: str, int8: Quantize, tmp_path: Path) -> None:
+    entries: dict[str, str] = {}
+    if kind == "conditions":
+        model, given = conditions()
+        entries = BF16
+    elif kind == "three parts":
+        model = int8(ir.to_proto(tiny.tiny_bert(hidden_size=40, num_attention_heads=4, num_hidden_layers=1)))
+        given = tokens(model, 2, 9)
+    else:
+        model = int8(built(constant_mask("cut") if kind == "constant mask" else unknown_heads))
+        given = feeds(model) | ({"shape": np.array([B, S, H, W // H])} if kind == "sizes" else {})
+    mutate_in_a_process(model, given, tmp_path, **entries)
