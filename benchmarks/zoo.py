@@ -120,7 +120,10 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
                         f"the zoo is exported by Optimum: pip install ortolan[optimum] ({error})"
                     ) from None
                 for source in parts(folder):
-                    result.rows += _rows(architecture, size, source, options, result.notes)
+                    try:
+                        result.rows += _rows(architecture, size, source, options, result.notes)
+                    except Exception as error:  # one model of many: the others are still to be timed
+                        result.notes.append(f"{architecture.name}, {source.name}, failed: {error}")
         progress("done", len(chosen), len(chosen))
     except KeyboardInterrupt:
         result.interrupted = True
