@@ -18,10 +18,10 @@
 // 2^-126 of a row's largest may count as zero.
 //
 // A mask of -Inf takes a key out: its p is 0. In a row where all s are -Inf, y is NaN; where they all are the lowest
-// float (-3.4e38), which absorbs the products, y is the mean of v: as ONNX Softmax has it. A NaN in a row of s, or a
-// +Inf, makes the row of y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch has it for
-// masks of truth values. Inf and NaN in v reach y by IEEE 754's rules, also where p is 0; those of keys that
-// causal hides may or may not. |s| above 2^126 may count as Inf.
+// float (-3.4e38) or the largest, which absorb the products, y is the mean of v: as ONNX Softmax has it. A NaN in a row
+// of s, or a +Inf, makes the row of y NaN. With zero_hidden_rows, rows whose p are NaN give zeros instead, as PyTorch
+// has it for masks of truth values. Inf and NaN in v reach y by IEEE 754's rules, also where p is 0; those of keys that
+// causal hides may or may not. |s| above 2^126 of which the mask is no such float may count as Inf.
 //
 // A kernel works on a range of rows, row r being query r % queries of head r / queries. It allocates nothing and knows
 // no threads.

@@ -176,9 +176,10 @@ class AttentionLoop {
     }
   }
 
-  // A mask in powers of two. The lowest floats stay what they are: times log2(e) they would be -Inf.
+  // A mask in powers of two. The lowest and the largest floats stay what they are: times log2(e) they would be Inf.
   static Float InPowersOfTwo(Float mask) {
-    return Simd::SelectLess(mask, Simd::Set(-0x1p126f), mask, Simd::Multiply(mask, Simd::Set(kLog2E)));
+    const Float powers = Simd::SelectLess(Simd::Set(0x1p126f), mask, mask, Simd::Multiply(mask, Simd::Set(kLog2E)));
+    return Simd::SelectLess(mask, Simd::Set(-0x1p126f), mask, powers);
   }
 
   // One number a key for all rows.

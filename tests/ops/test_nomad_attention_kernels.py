@@ -104,13 +104,14 @@ def test_fewer_keys_than_queries(kernel: str) -> None:
 @pytest.mark.parametrize("keys", [5, 150])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_rows_that_see_nothing(kernel: str, keys: int, by_row: bool) -> None:
-    """Of the lowest float everywhere, the mean; of -Inf everywhere, NaN: as ONNX Softmax."""
+    """Of the lowest or the largest float everywhere, the mean; of -Inf everywhere, NaN: as ONNX Softmax."""
     q, k, v = random(np.random.default_rng(2), 1, 20, keys, 24)
     mask = np.zeros((1, 20 if by_row else 1, keys), np.float32)
-    mask[:, -1] = LOWEST
-    y = _testing.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
     tolerance = 2.0**-7 if kernel in PRECISION else 1e-5
-    np.testing.assert_allclose(y[0, -1], v.astype(np.float64).mean(0), atol=tolerance)
+    for absorbing in (-LOWEST, LOWEST):
+        mask[:, -1] = absorbing
+        y = _testing.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
+        np.testing.assert_allclose(y[0, -1], v.astype(np.float64).mean(0), atol=tolerance)
     mask[:, -1, : keys // 2] = -np.inf
     y = _testing.nomad_attention(q, k, v, 0.5, mask, kernel=kernel)
     np.testing.assert_allclose(y[0, -1], v[keys // 2 :].astype(np.float64).mean(0), atol=tolerance)
