@@ -323,15 +323,23 @@ class PanelLoop {
     for (int64_t four = 0; four < (end - begin) * kSpanRows; four += kFourRows) {
       WideFour<Simd, Weights>(sums, x, [&](int c, int row) { return next(c, four, row); });
     }
+    if (end < front.layer.spans) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kPanelsTogether; ++c) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) Weights::StoreSums(waiting[c].at[i + first + r], sums[r][c]);
+      }
+      return;
+    }
+#pragma GCC unroll 4
     for (int c = 0; c < kPanelsTogether; ++c) {
+      // Copies: stores to y might change what they were copied from, for all that the compiler knows.
       const auto scales = panels.at[c].scales.Of(0);
+      const auto output = panels.at[c].output.RowsFrom(i + first);
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        if (end < front.layer.spans) {
-          Weights::StoreSums(waiting[c].at[i + first + r], sums[r][c]);
-          continue;
-        }
         const Floats total = numbers.Add(Columns::Set(0.0f), sums[r][c], scales, 0, first + r);
-        panels.at[c].output.StoreWithBias(i + first + r, numbers.End(total, first + r));
+        output.StoreWithBias(r, numbers.End(total, first + r));
       }
     }
   }

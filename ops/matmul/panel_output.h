@@ -7,30 +7,38 @@
 namespace ortolan {
 namespace {
 
-// The outputs of a panel: 16 columns or, at the end of n, fewer.
+// The outputs of a panel: 16 columns or, at the end of n, fewer. Loops that store many rows take a copy: of what lies
+// in memory, stores to y might change anything, for all that a compiler knows.
 template <typename Simd>
 struct PanelOutput {
   using Columns = simd::Columns<Simd>;
 
-  PanelOutput(const MatMulArgs& args_, int64_t panel_)
-      : args(args_),
-        panel(panel_),
+  PanelOutput(const MatMulArgs& args, int64_t panel)
+      : y(args.Y(0, panel)),
+        row_bytes(args.y_row_bytes),
+        bias(args.bias == nullptr ? nullptr : args.bias + panel * kPanelColumns),
         columns(args.w->n - panel * kPanelColumns < kPanelColumns ? args.w->n - panel * kPanelColumns : kPanelColumns) {
   }
 
+  // The same of the rows from i on.
+  PanelOutput RowsFrom(int64_t i) const {
+    PanelOutput rows = *this;
+    rows.y = Row(i);
+    return rows;
+  }
+  float* Row(int64_t i) const { return reinterpret_cast<float*>(reinterpret_cast<char*>(y) + i * row_bytes); }
   typename Columns::Floats Bias() const {
-    return args.bias == nullptr ? Columns::Set(0.0f) : Columns::LoadFirst(args.bias + panel * kPanelColumns, columns);
+    return bias == nullptr ? Columns::Set(0.0f) : Columns::LoadFirst(bias, columns);
   }
   // Row i of y is the sums, of all 16 columns.
-  void Store(int64_t i, const typename Columns::Floats& sums) const {
-    Columns::StoreFirst(args.Y(i, panel), columns, sums);
-  }
+  void Store(int64_t i, const typename Columns::Floats& sums) const { Columns::StoreFirst(Row(i), columns, sums); }
   void StoreWithBias(int64_t i, const typename Columns::Floats& sums) const {
-    Store(i, args.bias == nullptr ? sums : Columns::Add(sums, Bias()));
+    Store(i, bias == nullptr ? sums : Columns::Add(sums, Bias()));
   }
 
-  const MatMulArgs& args;
-  int64_t panel;
+  float* y;  // row 0
+  int64_t row_bytes;
+  const float* bias;  // or null
   int64_t columns;
 };
 

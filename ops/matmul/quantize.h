@@ -74,14 +74,21 @@ InputSums QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, 
   const auto zero_point = Simd::SetInt(scale.zero_point);
   typename Simd::Int sums = Simd::SetInt(0);
   int8_t* to = reinterpret_cast<int8_t*>(block) + begin * rows + kFourQuads * i;
-  for (int64_t l = begin; l < end; l += kFourQuads, to += kFourQuads * rows) {
+  const auto quantize = [&](int64_t l, const auto& load) {
     for (int64_t lane = 0; lane < kFourQuads; lane += Simd::kLanes) {
-      const auto value = Simd::LoadSome(x + l + lane, quantized - l - lane);
-      const auto steps = Simd::RoundToInt(Simd::Min(Simd::Multiply(value, factor), most));
+      const auto steps = Simd::RoundToInt(Simd::Min(Simd::Multiply(load(l + lane), factor), most));
       const auto rounded = Simd::AddInt(steps, zero_point);
       Simd::StoreInt8(to + lane, rounded);
       sums = Simd::AddInt(sums, rounded);
     }
+    to += kFourQuads * rows;
+  };
+  int64_t l = begin;
+  for (; l < end && l + kFourQuads <= quantized; l += kFourQuads) {
+    quantize(l, [&](int64_t at) { return Simd::Load(x + at); });
+  }
+  for (; l < end; l += kFourQuads) {
+    quantize(l, [&](int64_t at) { return Simd::LoadSome(x + at, quantized - at); });
   }
   if constexpr (!Simd::kNarrowNibbleSums) {
     return {Simd::SumOfIntLanes(sums), 0};
