@@ -26,16 +26,12 @@
 // All of these are constants, and x_scale is needed. hidden_k 0: whatever stands in their places is ignored.
 #include <limits>
 
-#include "matmul/block_sparse_weight.h"
+#include "matmul/block_sparse_layer.h"
 #include "matmul/linear_op.h"
 #include "rooms.h"
 
 namespace ortolan {
 namespace {
-
-// Tokens whose activations the cores keep in the cache, while the weights pass by.
-constexpr int64_t kTokenChunk = 64;
-static_assert(kTokenChunk % kMostRowBlock == 0);
 
 // What a weight holds beside its tensors.
 struct WeightMemory {
@@ -43,10 +39,6 @@ struct WeightMemory {
   AlignedConstant<float> scales;
   std::vector<int32_t> sums;
 };
-
-// What a panel costs, for cutting up the work: a quarter of the inputs that it holds. A piece should have some panels,
-// since the kernels write y by several.
-int64_t InputsOfPanel(const BlockSparseView& w) { return w.starts[w.Groups()] * kQuadInputs / w.Groups() / 4 + 1; }
 
 class Kernel : public LinearOp {
  public:
@@ -76,11 +68,7 @@ class Kernel : public LinearOp {
 
   explicit Kernel(const OrtKernelInfo& info) : LinearOp(info, kOpType, kFormatVersion, kInputs) {
     w_ = ReadWeight(info, "", IntAttribute(info, "k", node()), IntAttribute(info, "n", node()), w_memory_);
-    LinearLayer layer;
-    layer.w = &w_;
-    layer.kernels = BlockSparseKernels();
-    layer.panel_inputs = InputsOfPanel(w_.view);
-    layer.row_chunk = kTokenChunk;
+    LinearLayer layer = LayerOf(w_);
     const int64_t hidden_k = IntAttributeOr(info, "hidden_k", 0);
     if (hidden_k != 0) {
       ReadHiddenLayer(info, hidden_k);
