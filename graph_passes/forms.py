@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ortolan import _native
 from ortolan.errors import RecipeError
 
 from .options import HEADS, Globs, PassOptions, takes
@@ -314,7 +315,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "calibrate"},
         {"name": "fuse_attention", "precision": "bf16"},
         # Of blocks of four outputs and one input.
-        {"name": "replace", "op": "VNNISpMM", "min_sparsity": 0.5},
+        {"name": "replace", "op": "VNNISpMM", "min_sparsity": _native.LEAST_ZERO_BLOCKS},
         # A weight of one or two inputs has the pattern without a zero.
         {"name": "replace", "op": "SparseAMXMatMul", "storage": TWO_FOUR, "keep_numbers": True, "min_sparsity": 0.4},
         {"name": "replace", "op": "W4A8MatMul"},

@@ -6,6 +6,7 @@
 #include "epilogue/formula.h"
 #include "formats/bitmap_int4.h"
 #include "formats/bitmap_int8.h"
+#include "matmul/block_int8_weight.h"
 #include "matmul/int8_weight.h"
 #include "matmul/storage.h"
 
@@ -55,6 +56,7 @@ const BitmapLayout& LayoutOf(int64_t bits) {
 
 void BindRules(py::module_& module) {
   module.attr("MOST_FORMULA_NODES") = kMostFormulaNodes;
+  module.attr("LEAST_ZERO_BLOCKS") = kLeastZeroBlocks;
   module.def("find_activation", &FindActivation, py::arg("nodes"), py::arg("values"),
              "nodes: (type, inputs, output); values: (number or None, whether others see it), the first one is x. The "
              "activation and its nodes: ops/epilogue/formula.h.");

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ortolan import _native
+
 from ..operators.sparse_amx_matmul_storage import BF16, bitmaps_are_fast
 from ..passes.prune_options import SAME_SHARE
 from ..recipe import Recipe
@@ -44,7 +46,7 @@ _GPTQ = {"method": "gptq"}
 _INT8 = {"bits": 8}
 ROWS = 256  # of inputs to each layer, on which its error is measured
 HELD_OUT = 4  # every so-manieth of the feeds: the whole is judged by these, and the rest is for fitting
-_BLOCKS = {"min_sparsity": 0.5}  # VNNISpMM gains from nothing denser
+_BLOCKS = {"min_sparsity": _native.LEAST_ZERO_BLOCKS}
 _TWO_FOUR = {"storage": "2:4"}
 
 # By error, the smallest first: a form that is not faster than those before it is not looked at any further.

@@ -170,7 +170,10 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   options.context.path = entries.Text("ep.context_file_path");
   const Features features = ActiveFeatures();
   const bool has_vnni = features.Has(feature_set::avx512vnni) || features.Has(feature_set::avxvnni);
-  options.rules.may_take_int8 = has_vnni || claims == kAll;
+  if (!has_vnni && claims != kAll) {
+    // Where VNNISpMM is no slower with one token either (vnni_spmm/README.md); other CPUs than AVX2's are not measured.
+    options.rules.least_zero_blocks = features.Has(feature_set::avx2) ? 0.8 : 2.0;
+  }
   if (options.context.enabled) {
     options.rules.why_no_cached_attention = "it has nothing to compile: sessions on the compiled model take it";
   } else if (!features.Has(feature_set::avx2) && claims != kAll) {

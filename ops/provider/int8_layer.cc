@@ -189,8 +189,10 @@ std::optional<Layer> ReadInt8Layer(const Graph& graph, const Node& node) {
   }
   layer->y = layer->nodes.back()->Output(0);
   Expect(layer->y != nullptr, "its output is missing");
-  const std::string problem = WhyNot(std::get<Int8Weight>(layer->weight));
+  const Int8Weight& w = std::get<Int8Weight>(layer->weight);
+  const std::string problem = WhyNot(w);
   Expect(problem.empty(), problem);
+  if (IsBlockSparse(w)) layer->weight = BlockInt8Weight{w};
   return layer;
 }
 

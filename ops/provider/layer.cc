@@ -5,6 +5,19 @@
 #include "provider/mat_mul_nbits.h"
 
 namespace ortolan::provider {
+namespace {
+
+// Empty, or why the layer is left to ONNX Runtime.
+std::string WhyNotFaster(const Layer& layer, double least_zero_blocks) {
+  if (least_zero_blocks <= 0) return {};
+  const std::string reason = "without VNNI instructions ONNX Runtime's int8 layers are faster";
+  if (least_zero_blocks > 1) return reason;
+  const BlockInt8Weight* const blocks = std::get_if<BlockInt8Weight>(&layer.weight);
+  if (blocks != nullptr && IsBlockSparse(*blocks, least_zero_blocks)) return {};
+  return ErrorText(reason, ", but for those of which ", 100 * least_zero_blocks, " % lie in blocks of zeros, of 4 x 1");
+}
+
+}  // namespace
 
 int64_t Layer::Inputs() const {
   return std::visit([](const auto& w) { return w.k; }, weight);
@@ -19,6 +32,7 @@ std::string Layer::Numbers() const {
   if (const NBitsWeight* const w = std::get_if<NBitsWeight>(&weight)) {
     return ErrorText(sizes, ", ", w->bits, " bits in blocks of ", w->block_size);
   }
+  if (std::holds_alternative<BlockInt8Weight>(weight)) return sizes + ", int8 in blocks of 4 x 1";
   const RoundedWeight* const w = std::get_if<RoundedWeight>(&weight);
   if (w == nullptr) return sizes + ", int8";
   return sizes + (w->precision == Precision::kBf16 ? ", floats as bf16" : ", floats as int8");
@@ -30,7 +44,9 @@ std::optional<Layer> ReadLayer(const Graph& graph, const Node& node, const Layer
     return ReadFloatLayer(node, rules.precision);
   }
   std::optional<Layer> layer = ReadInt8Layer(graph, node);
-  Expect(!layer || rules.may_take_int8, "without VNNI instructions ONNX Runtime's int8 layers are faster");
+  if (!layer) return std::nullopt;
+  const std::string problem = WhyNotFaster(*layer, rules.least_zero_blocks);
+  Expect(problem.empty(), problem);
   return layer;
 }
 

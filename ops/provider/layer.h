@@ -6,6 +6,7 @@
 #include <variant>
 #include <vector>
 
+#include "matmul/block_int8_weight.h"
 #include "matmul/float_weight.h"
 #include "matmul/int8_weight.h"
 #include "matmul/nbits_weight.h"
@@ -17,7 +18,7 @@ namespace ortolan::provider {
 enum class Precision { kFloat32, kBf16, kInt8 };  // kFloat32: they stay as they are
 
 struct LayerRules {
-  bool may_take_int8 = true;  // layers that store it
+  double least_zero_blocks = 0.0;  // of layers that store int8, their share (IsBlockSparse); above 1: none is taken
   Precision precision = Precision::kFloat32;
   std::string why_no_cached_attention;  // is taken; empty: it is
 };
@@ -26,7 +27,9 @@ struct RoundedWeight : FloatWeight {
   Precision precision = Precision::kBf16;  // another one than kFloat32
 };
 
-using StoredWeight = std::variant<NBitsWeight, Int8Weight, RoundedWeight>;
+struct BlockInt8Weight : Int8Weight {};  // IsBlockSparse
+
+using StoredWeight = std::variant<NBitsWeight, Int8Weight, BlockInt8Weight, RoundedWeight>;
 
 struct Layer {
   std::vector<const Node*> nodes;  // the first has the weight, the last makes Y; layers may share those in between

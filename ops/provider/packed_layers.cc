@@ -5,7 +5,7 @@
 namespace ortolan::provider {
 namespace {
 
-enum class Kind : int64_t { kNBits = 0, kInt8 = 1, kBf16 = 2 };
+enum class Kind : int64_t { kNBits = 0, kInt8 = 1, kBf16 = 2, kBlocks = 3 };
 
 // Columns side by side, whose numbers are put into `numbers`.
 NBitsWeight Joined(std::span<const Layer> layers, std::vector<uint8_t>& numbers) {
@@ -92,6 +92,26 @@ PackedInt8 ReadInt8(ContextReader& reader) {
   return packed;
 }
 
+void WriteBlocks(const PackedBlocks& packed, ContextWriter& writer) {
+  writer.Number(packed.k);
+  writer.Number(packed.n);
+  writer.Array(packed.values);
+  writer.Array(packed.indices);
+  writer.Array(packed.starts);
+  writer.Array(packed.scales);
+}
+
+PackedBlocks ReadBlocks(ContextReader& reader) {
+  PackedBlocks packed;
+  packed.k = reader.Number();
+  packed.n = reader.Number();
+  packed.values = reader.Array<int8_t>();
+  packed.indices = reader.Array<uint16_t>();
+  packed.starts = reader.Array<int64_t>();
+  packed.scales = reader.Array<float>();
+  return packed;
+}
+
 template <typename Weight>
 std::vector<Weight> Weights(std::span<const Layer> layers) {
   std::vector<Weight> found;
@@ -122,6 +142,11 @@ void PackedLayers::Pack(std::span<const Layer> layers) {
     columns_.emplace(Weights<Int8Weight>(layers));
     return;
   }
+  if (std::holds_alternative<BlockInt8Weight>(layers.front().weight)) {
+    const std::vector<BlockInt8Weight> blocks = Weights<BlockInt8Weight>(layers);
+    blocks_.emplace(std::vector<Int8Weight>(blocks.begin(), blocks.end()));
+    return;
+  }
   const std::vector<RoundedWeight> floats = Weights<RoundedWeight>(layers);
   if (floats.front().precision == Precision::kBf16) {
     bf16_columns_.emplace(std::vector<FloatWeight>(floats.begin(), floats.end()));
@@ -139,10 +164,12 @@ PackedLayers::PackedLayers(ContextReader& reader) {
     groups_.emplace(ReadNBits(reader));
   } else if (kind == static_cast<int64_t>(Kind::kInt8)) {
     columns_.emplace(ReadInt8(reader));
+  } else if (kind == static_cast<int64_t>(Kind::kBlocks)) {
+    blocks_.emplace(ReadBlocks(reader));
   } else if (kind == static_cast<int64_t>(Kind::kBf16)) {
     bf16_columns_.emplace(ReadStored(reader));
   } else {
-    throw OpError(ErrorText("a weight is of kind ", kind, ", expected 0, 1 or 2"));
+    throw OpError(ErrorText("a weight is of kind ", kind, ", expected 0 to 3"));
   }
   bias_ = reader.Array<float>();
   const int64_t n = Linear().w->n;
@@ -158,6 +185,9 @@ void PackedLayers::Write(ContextWriter& writer) const {
   } else if (columns_) {
     writer.Number(static_cast<int64_t>(Kind::kInt8));
     WriteInt8(columns_->Packed(), writer);
+  } else if (blocks_) {
+    writer.Number(static_cast<int64_t>(Kind::kBlocks));
+    WriteBlocks(blocks_->Packed(), writer);
   } else {
     writer.Number(static_cast<int64_t>(Kind::kBf16));
     WriteStored(bf16_columns_->Packed(), writer);
@@ -167,6 +197,7 @@ void PackedLayers::Write(ContextWriter& writer) const {
 
 LinearLayer PackedLayers::Linear() const {
   if (groups_) return groups_->Layer();
+  if (blocks_) return blocks_->Layer();
   return columns_ ? columns_->Layer() : bf16_columns_->Layer();
 }
 

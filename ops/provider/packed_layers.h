@@ -31,6 +31,7 @@ class PackedLayers {
 
   std::optional<NBitsGroups> groups_;
   std::optional<Int8Columns> columns_;
+  std::optional<BlockColumns> blocks_;
   std::optional<Bf16Columns> bf16_columns_;
   std::vector<float> own_bias_;
   std::span<const float> bias_;  // that, or a file's

@@ -19,6 +19,7 @@ def cpu_info() -> CpuInfo:
     """What ortolan.cpu_info says."""
 
 MOST_FORMULA_NODES: int
+LEAST_ZERO_BLOCKS: float  # of the int8 weights that VNNISpMM gains from: the share in blocks that are all zero
 
 def find_activation(
     nodes: list[tuple[str, list[int], int]], values: list[tuple[float | None, bool]]

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 HEADER = 64
 LAYERS, ATTENTION = 0, 1  # kinds of steps
-_ARRAYS = {1: ("masks", "values", "offsets", "scales", "column sums", "zero points")}
+_ARRAYS = {
+    1: ("masks", "values", "offsets", "scales", "column sums", "zero points"),
+    3: ("values", "indices", "starts", "scales"),
+}
 
 
 class _Walk:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
 
 from ..passes.int8_layers import Int8Layer
 from .sessions import provider_session
@@ -21,6 +25,28 @@ def all_claims(model: onnx.ModelProto, threads: int = 1) -> onnxruntime.Inferenc
 
 def dense_numbers(k: int, n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-127, 128, (k, n)).astype(np.int8)
+
+
+def in_blocks(model: onnx.ModelProto) -> dict[str, bool]:
+    """Of the int8 layers that the provider takes: whether it does so as blocks of zeros and others."""
+    taken = [one for one in ortolan.inspect_provider(model, claims="all").nodes if "int8" in one.what]
+    return {one.node: "int8 in blocks of 4 x 1" in one.what for one in taken}
+
+
+def with_zero_blocks(model: onnx.ModelProto, share: float = 0.75, only: Sequence[int] | None = None) -> onnx.ModelProto:
+    """This share of the blocks of each int8 weight, 4 outputs x 1 input, becomes its zero point. only: of these
+    MatMulInteger, in their order."""
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    layers = [one for one in model.graph.node if one.op_type == "MatMulInteger"]
+    for index in range(len(layers)) if only is None else only:
+        _, weight, _, zero = layers[index].input
+        codes, zeros = numpy_helper.to_array(tensors[weight]), numpy_helper.to_array(tensors[zero])
+        k, n = codes.shape
+        kept = np.repeat(np.random.default_rng(index).random((k, -(-n // 4))) >= share, 4, axis=1)[:, :n]
+        least = -128 if codes.dtype == np.int8 else 0
+        near = codes.clip(np.maximum(zeros.astype(np.int16) - 128, least), zeros.astype(np.int16) + 127)
+        tensors[weight].CopyFrom(numpy_helper.from_array(np.where(kept, near, zeros).astype(codes.dtype), weight))
+    return model
 
 
 ACTIVATIONS: dict[str, list[onnx.NodeProto]] = {

@@ -247,7 +247,7 @@ LARGE = 1 << 40
         ({"parts": 2}, "queries, keys and values are 2 parts, expected 1 or 3"),
         ({"parts": 0}, "are 0 parts"),
         ({"parts": LARGE}, "parts, expected 1 or 3"),
-        ({"part0": 3}, "a weight is of kind 3"),
+        ({"part0": 4}, "a weight is of kind 4, expected 0 to 3"),
         ({"heads": 0}, "has 0 heads of 12"),
         ({"heads": -4}, "has -4 heads of 12"),
         ({"heads": 5}, "attention of 48 columns has 5 heads of 12"),

@@ -22,7 +22,7 @@ from ortolan.provider import PROVIDER
 
 from ..ops.isa_process import run_with_isa
 from ..ops.single_node import assert_same_bits
-from ..passes.int8_layers import DYNAMIC, Int8Layer
+from ..passes.int8_layers import DYNAMIC, Int8Layer, sparse_numbers
 from .context_records import HEADER
 from .int8_models import ACTIVATIONS, all_claims, dense_numbers, with_nodes
 from .nbits_models import NBits, whole
@@ -558,7 +558,7 @@ def mutate_in_a_process(model: onnx.ModelProto, feeds: dict[str, np.ndarray], fo
     assert int(done.stdout) > 100
 
 
-@pytest.mark.parametrize("kind", ["int8", "bitmap", "bf16", "4 bits", "8 bits"])
+@pytest.mark.parametrize("kind", ["int8", "bitmap", "blocks", "bf16", "4 bits", "8 bits"])
 def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
     feeds: dict[str, np.ndarray]
     entries: dict[str, str] = {}
@@ -567,6 +567,9 @@ def test_mutated_files_never_crash(kind: str, tmp_path: Path) -> None:
     elif kind == "bitmap":
         q = np.where(np.random.default_rng(2).random((150, 40)) < 0.6, 0, dense_numbers(150, 40)).astype(np.int8)
         layer = Int8Layer("chain", q=q, bias=True)
+        model, feeds = layer.model(), {"x": layer.inputs(5)}
+    elif kind == "blocks":
+        layer = Int8Layer("chain", q=sparse_numbers(150, 42), bias=True)
         model, feeds = layer.model(), {"x": layer.inputs(5)}
     elif kind == "bf16":
         model, feeds = layer_model("MatMul", zeros=0.6), {"x": np.ones((5, 40), np.float32)}
