@@ -63,6 +63,17 @@ def test_weights_with_zeros(share: float) -> None:
     check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
 
 
+def test_two_four_weights() -> None:
+    """The optimized file stores them otherwise."""
+    lost = np.argsort(np.random.default_rng(3).random((40, 4, 40)), axis=1) < 2
+    layer = Int8Layer("chain", q=np.where(lost.reshape(160, 40), 0, dense_numbers(160, 40) | 1).astype(np.int8))
+    check_as_optimized(layer.model(), layer.inputs(1), layer.inputs(20))
+    graph = adopt(layer.model()).model.graph
+    (linear,) = (one for one in graph.node if one.op_type == "SparseAMXMatMul")
+    sizes = {one.name: np.prod(one.dims) for one in graph.initializer}
+    assert sizes[linear.input[1]] > 0 == sizes[linear.input[3]]  # masks, and no offsets
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_part_of_the_group(name: str) -> None:
     layer = Int8Layer("chain", q=dense_numbers(64, 24), bias=True)
