@@ -19,9 +19,9 @@ from onnxruntime.quantization import matmul_nbits_quantizer
 from ortolan.models import tiny
 
 from ..passes.cached_llama import llama, prompt
-from ..passes.int8_layers import DYNAMIC, Int8Layer
+from ..passes.int8_layers import DYNAMIC, Int8Layer, sparse_numbers
 from .cached_models import Form
-from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_numbers, with_nodes
+from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_numbers, with_nodes, with_zero_blocks
 from .nbits_models import NBits, whole
 
 Rng = np.random.Generator
@@ -132,10 +132,16 @@ def feeds_of(rng: Rng, k: int, n: int) -> Feeds:
     return {name: rng.standard_normal((rows, size)).astype(np.float32) for name, size in (("x", k), ("z", n))}
 
 
+def int8_numbers(rng: Rng, k: int, n: int, seed: int = 0) -> np.ndarray:
+    """Dense ones, or in blocks; more or fewer of these are zero than the provider asks for."""
+    return pick(rng, [dense_numbers(k, n, seed), sparse_numbers(k, n, pick(rng, [0.45, 0.55, 0.8, 1.0]), seed)])
+
+
 def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     k, n = pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
     flags = [bool(flag) for flag in rng.integers(0, 2, 3)]
-    layer = Int8Layer(pick(rng, DYNAMIC), q=dense_numbers(k, n), unsigned=flags[0], per_column=flags[1], bias=flags[2])
+    q = int8_numbers(rng, k, n)
+    layer = Int8Layer(pick(rng, DYNAMIC), q=q, unsigned=flags[0], per_column=flags[1], bias=flags[2])
     layer.zero_point = 128 if layer.unsigned else 0
     nodes, inputs, constants = behind(rng, n)
     return with_nodes(layer, nodes, inputs, **constants), feeds_of(rng, k, n)
@@ -171,13 +177,13 @@ def gated_model(rng: Rng) -> tuple[ModelProto, Feeds]:
         nodes = [gate.node("x", "r", "linear", "gate."), up.node("x", "u", "linear2", "up.")]
         tensors = [*gate.initializers("gate."), *up.initializers("up.")]
         return joined(nodes, more, tensors, (), {}, k), feeds_of(rng, k, n)
-    layer = Int8Layer("chain", q=dense_numbers(k, n))
+    layer = Int8Layer("chain", q=int8_numbers(rng, k, n))
     second = [
         node("MatMulInteger", ["xq", pick(rng, ["W", "W2"]), "xz", "zeros"], ["sums2"], name="linear2"),
         node("Cast", ["sums2"], ["floats2"], to=FLOAT),
         node("Mul", ["floats2", "step"], ["u"]),
     ]
-    return with_nodes(layer, [*second, *more], W2=dense_numbers(k, n, 1)), feeds_of(rng, k, n)
+    return with_nodes(layer, [*second, *more], W2=int8_numbers(rng, k, n, 1)), feeds_of(rng, k, n)
 
 
 @functools.cache
@@ -191,7 +197,7 @@ def encoders() -> list[ModelProto]:
         for weight_type in (quantization.QuantType.QUInt8, quantization.QuantType.QInt8):
             per_channel = weight_type == quantization.QuantType.QInt8
             quantization.quantize_dynamic(source, made, weight_type=weight_type, per_channel=per_channel)
-            models.append(onnx.load(made))
+            models += [onnx.load(made), with_zero_blocks(onnx.load(made))]
     for symmetric in (True, False):
         copied = ModelProto.FromString(float_model.SerializeToString())
         quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
