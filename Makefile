@@ -61,7 +61,7 @@ ASAN_PARTS = "formats" "ops/test_[a-l]*.py" "ops/test_[m-r]*.py" "ops/test_s*.py
 asan: build/asan-site/.installed
 	cd tests && set -e && for part in $(ASAN_PARTS); do ASAN_OPTIONS=$(ASAN_OPTIONS) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  PYTHONPATH=../build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
+	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
 
 optimum: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py zoo docs/test_hook_pages.py
