@@ -548,8 +548,8 @@ class Finder {
 
   // Of scores that are replaced by a number: as if that were added, since nothing is left of them then.
   void ReadFill(const Node& where, size_t index) {
-    const std::optional<float> fill = index == 0 ? std::nullopt : graph_.NumberOf(where.Input(3 - index));
-    Expect(fill && *fill < kHiddenScore,
+    const float fill = index == 0 ? 0.0f : graph_.NumberOf(where.Input(3 - index)).value_or(0.0f);
+    Expect(fill < kHiddenScore,
            ErrorText(where.Described(), " replaces scores by something else than -Inf or the lowest float"));
     const Value condition = where.Input(0);
     Expect(condition != nullptr && TypeOf(graph_.host(), condition) == kBool,
@@ -558,7 +558,7 @@ class Finder {
     mask.value = condition;
     mask.is_condition = true;
     mask.hides = index == 2;
-    mask.fill = *fill;
+    mask.fill = fill;
     found_.masks.push_back(std::move(mask));
   }
 

@@ -69,6 +69,12 @@ OrtAllocator* Arena::Of(const OrtKernelContext& context) {
 
 namespace {
 
+// As ONNX's Clip.
+void Cut(const Bounds& bounds, const float* from, int64_t count, float* to) {
+  std::transform(from, from + count, to,
+                 [&](float number) { return std::min(std::max(number, bounds.least), bounds.most); });
+}
+
 // What one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
@@ -87,6 +93,8 @@ class LinearCompute : public StepCompute {
       own_norm_bias_ = step.norm->bias;
       SetNorm(layer, own_norm_weight_, own_norm_bias_, step.norm->epsilon);
     }
+    x_bounds_ = step.layers.front().x_bounds;
+    y_bounds_ = step.y_bounds;
     plan_.emplace(layer, ActiveFeatures());
   }
 
@@ -147,10 +155,18 @@ class LinearCompute : public StepCompute {
     call.m = plan_->CountRows(shape, node_, x_name_);
     call.x = x.data;
     call.bias = packed_.Bias();
+    CallMemory memory(host);
+    if (x_bounds_) {
+      const int64_t count = CountOf(x.shape);
+      float* const inside = memory.Floats(count);
+      Cut(*x_bounds_, x.data, count, inside);
+      call.x = inside;
+    }
     shape.back() = plan_->layer().Columns();
     if (residual_) return RunWithResidual(ort, context, host, call, shape);
     call.y = MakeOutput(ort, context, *y_, shape);
     plan_->Run(host, call);
+    if (y_bounds_) Cut(*y_bounds_, call.y, call.m * shape.back(), call.y);
   }
 
  private:
@@ -173,15 +189,45 @@ class LinearCompute : public StepCompute {
     }
     call.y = MakeOutput(ort, context, *y_, *sum_shape);
     plan_->RunWithResidual(host, call, shape, {other.data, other.shape}, *sum_shape);
+    if (y_bounds_) Cut(*y_bounds_, call.y, CountOf(*sum_shape), call.y);
   }
 
   std::string node_, x_name_;
   size_t x_;
   std::optional<size_t> y_;  // none: nobody reads it
   std::optional<size_t> residual_;
+  std::optional<Bounds> x_bounds_, y_bounds_;  // no part of compiled models
   PackedLayers packed_;
   std::vector<float> own_norm_weight_, own_norm_bias_;  // or a file's
   std::optional<LinearPlan> plan_;                      // of the above
+};
+
+// What a group hands on of what it reads.
+class CopyCompute : public StepCompute {
+ public:
+  CopyCompute(const HostApi& host, const Copy& copy, const Node& fused)
+      : x_(InputPlace(host, fused, copy.from)), y_(OutputPlace(host, fused, copy.to)), bounds_(copy.bounds) {}
+
+  std::optional<size_t> y() const override { return y_; }
+
+  void Write(ContextWriter&) const override { throw OpError("a compiled model holds no copies"); }
+
+  void Run(const OrtApi& ort, OrtKernelContext& context, Host&) const override {
+    if (!y_) return;
+    const FloatInput x = ReadInput(ort, context, x_);
+    const int64_t count = CountOf(x.shape);
+    float* const y = MakeOutput(ort, context, *y_, x.shape);
+    if (bounds_) {
+      Cut(*bounds_, x.data, count, y);
+    } else {
+      std::copy_n(x.data, count, y);
+    }
+  }
+
+ private:
+  size_t x_;
+  std::optional<size_t> y_;  // none: nobody reads it
+  std::optional<Bounds> bounds_;
 };
 
 std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const Places& places) {
@@ -217,6 +263,7 @@ GroupCompute::GroupCompute(const HostApi& host, const Group& group, const Node& 
       steps_.push_back(std::make_unique<LinearCompute>(host, step, fused));
     }
   }
+  for (const Copy& copy : group.copies) steps_.push_back(std::make_unique<CopyCompute>(host, copy, fused));
 }
 
 GroupCompute::GroupCompute(const HostApi& host, std::shared_ptr<const ContextFile> file, const std::string& name,

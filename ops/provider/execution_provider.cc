@@ -59,7 +59,7 @@ std::string ExecutionProvider::WhyNot(const OrtGraph& ort_graph, const Graph& gr
 }
 
 void ExecutionProvider::Claim(const OrtGraph& ort_graph, OrtEpGraphSupportInfo& info) const {
-  const Graph graph(host_, ort_graph);
+  Graph graph(host_, ort_graph);
   for (const Node& node : graph.nodes()) {
     if (!IsContextNode(node)) continue;
     claims_.Takes(node, "compiled");
@@ -127,7 +127,7 @@ void ExecutionProvider::CompileAll(std::span<const OrtGraph* const> graphs, std:
 }
 
 std::unique_ptr<GroupCompute> ExecutionProvider::CompileGraph(const OrtGraph& ort_graph, const OrtNode& fused) {
-  const Graph graph(host_, ort_graph);
+  Graph graph(host_, ort_graph);
   if (graph.nodes().size() == 1 && IsContextNode(graph.nodes().front())) {
     return context_.Read(graph.nodes().front(), Node(host_, fused), PathOf(ort_graph));
   }

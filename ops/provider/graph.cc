@@ -1,6 +1,7 @@
 #include "provider/graph.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace ortolan::provider {
 
@@ -12,7 +13,16 @@ Graph::Graph(const HostApi& host, const OrtGraph& graph) : host_(host) {
   Check(ort, ort.Graph_GetNodes(&graph, found.data(), count));
   nodes_.reserve(count);
   for (const OrtNode* const node : found) nodes_.emplace_back(host, *node);
+  Check(ort, ort.Graph_GetNumOutputs(&graph, &count));
+  outputs_.resize(count);
+  Check(ort, ort.Graph_GetOutputs(&graph, outputs_.data(), count));
+  FindPlaces();
+}
+
+void Graph::FindPlaces() {
+  places_.clear();
   for (const Node& node : nodes_) {
+    if (view_.hidden.count(&node) != 0) continue;
     for (size_t i = 0; i < node.inputs().size(); ++i) {
       if (node.Has(i)) places_[node.Input(i)].uses.push_back({&node, static_cast<int64_t>(i)});
     }
@@ -20,18 +30,36 @@ Graph::Graph(const HostApi& host, const OrtGraph& graph) : host_(host) {
       if (value != nullptr) places_[value].uses.push_back({&node, -1});
     }
     for (const Value value : node.outputs()) {
-      if (value != nullptr) places_[value].maker = &node;
+      if (value != nullptr) places_[Seen(value)].maker = &node;
     }
   }
-  Check(ort, ort.Graph_GetNumOutputs(&graph, &count));
-  std::vector<Value> outputs(count);
-  Check(ort, ort.Graph_GetOutputs(&graph, outputs.data(), count));
-  for (const Value value : outputs) places_[value].is_output = true;
+  for (const Value value : outputs_) places_[Seen(value)].is_output = true;
+}
+
+void Graph::See(View view) {
+  view_ = std::move(view);
+  for (Node& node : nodes_) node.See(view_.instead);
+  FindPlaces();
+}
+
+std::optional<Constant> Graph::ConstantOf(Value value) const {
+  if (value == nullptr) return std::nullopt;
+  const auto found = view_.constants.find(value);
+  return found != view_.constants.end() ? found->second : ReadConstant(host_, value);
+}
+
+std::optional<float> Graph::NumberOf(Value value) const {
+  const std::optional<Constant> tensor = ConstantOf(value);
+  return tensor ? tensor->Number() : std::nullopt;
+}
+
+bool Graph::IsConstantValue(Value value) const {
+  return value != nullptr && (view_.constants.count(value) != 0 || IsConstant(host_, value));
 }
 
 const Graph::Place& Graph::Of(Value value) const {
   static const Place kUnknown;
-  const auto found = places_.find(value);
+  const auto found = places_.find(Seen(value));
   return found == places_.end() ? kUnknown : found->second;
 }
 

@@ -5,11 +5,19 @@
 #include <memory>
 #include <span>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "provider/node.h"
 
 namespace ortolan::provider {
+
+// What finders see in the place of some of a graph's values and nodes.
+struct View {
+  std::unordered_map<Value, Value> instead;        // of a value
+  std::unordered_set<const Node*> hidden;          // nodes
+  std::unordered_map<Value, Constant> constants;   // what hidden nodes make
+};
 
 class Graph {
  public:
@@ -24,6 +32,12 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
 
   const HostApi& host() const { return host_; }
+
+  // All that follows is said of the graph as it is seen from now on; at first it is seen as it is. The numbers of
+  // constants must be there as long as the graph.
+  void See(View view);
+  Value Seen(Value value) const { return provider::Seen(view_.instead, value); }
+
   // In an order in which each value is made before it is read.
   std::span<const Node> nodes() const { return nodes_; }
   // Of this graph; null: an input, an initializer, or a value of a graph around it.
@@ -38,9 +52,9 @@ class Graph {
   bool CanBeOne(std::span<const Node* const> nodes) const;
 
   // Helpers of finders.
-  std::optional<Constant> ConstantOf(Value value) const { return value ? ReadConstant(host_, value) : std::nullopt; }
-  std::optional<float> NumberOf(Value value) const { return value ? ReadNumber(host_, value) : std::nullopt; }
-  bool IsConstantValue(Value value) const { return value != nullptr && IsConstant(host_, value); }
+  std::optional<Constant> ConstantOf(Value value) const;
+  std::optional<float> NumberOf(Value value) const;
+  bool IsConstantValue(Value value) const;
   bool IsFloat(Value value) const { return TypeOf(host_, value) == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
 
  private:
@@ -49,11 +63,14 @@ class Graph {
     std::vector<Use> uses;
     bool is_output = false;
   };
+  void FindPlaces();
   const Place& Of(Value value) const;
   size_t IndexOf(const Node& node) const { return static_cast<size_t>(&node - nodes_.data()); }
 
   const HostApi& host_;
   std::vector<Node> nodes_;
+  std::vector<Value> outputs_;
+  View view_;
   std::unordered_map<Value, Place> places_;
 };
 

@@ -14,9 +14,15 @@ bool Contains(const List& list, const Node* node) {
   return std::find(list.begin(), list.end(), node) != list.end();
 }
 
+void AddNodes(const Layer& layer, std::vector<const Node*>& nodes) {
+  nodes.insert(nodes.end(), layer.nodes.begin(), layer.nodes.end());
+  nodes.insert(nodes.end(), layer.weight_nodes.begin(), layer.weight_nodes.end());
+}
+
 class Finder {
  public:
-  Finder(const Graph& graph, const LayerRules& rules) : graph_(graph), rules_(rules) {}
+  Finder(const Graph& graph, const Roundings& roundings, const LayerRules& rules)
+      : graph_(graph), roundings_(roundings), rules_(rules) {}
 
   Claims Find() {
     ReadLayers();
@@ -30,7 +36,7 @@ class Finder {
   void ReadLayers() {
     for (const Node& node : graph_.nodes()) {
       try {
-        std::optional<Layer> layer = ReadLayer(graph_, node, rules_);
+        std::optional<Layer> layer = ReadLayer(graph_, roundings_, node, rules_);
         if (!layer) continue;
         TakeBias(graph_, *layer);
         layers_.push_back(std::move(*layer));
@@ -41,11 +47,15 @@ class Finder {
     LeaveWithSharedNumbers();
   }
 
-  // What a layer makes on its way from X to Y, and others need as well, is made anyway.
+  // What a layer makes on its way from X to Y, and others need as well, is made anyway. Roundings::Place sees to that
+  // of static layers.
   void LeaveWithSharedNumbers() {
     for (bool is_changed = true; is_changed;) {
       std::set<const Node*> inside;
-      for (const Layer& layer : layers_) inside.insert(layer.nodes.begin(), layer.nodes.end());
+      for (const Layer& layer : layers_) {
+        inside.insert(layer.nodes.begin(), layer.nodes.end());
+        inside.insert(layer.weight_nodes.begin(), layer.weight_nodes.end());
+      }
       const auto is_read_outside = [&](Value value) {
         const auto is_outside = [&](const Graph::Use& use) { return use.index < 0 || inside.count(use.node) == 0; };
         const std::span<const Graph::Use> uses = graph_.Uses(value);
@@ -58,7 +68,7 @@ class Finder {
       };
       const auto last = std::remove_if(layers_.begin(), layers_.end(), [&](const Layer& layer) {
         if (!std::any_of(layer.nodes.begin(), layer.nodes.end() - 1, is_seen) &&
-            (layer.quantize == nullptr || !is_seen(layer.quantize))) {
+            (layer.quantize == nullptr || layer.is_static || !is_seen(layer.quantize))) {
           return false;
         }
         Leave(*layer.nodes.front(), "others than the layers that are taken read the numbers that its input becomes");
@@ -78,6 +88,9 @@ class Finder {
           const auto is_taken = [&](const Node* one) { return taken_.count(one) != 0; };
           Expect(std::none_of(attention->nodes.begin(), attention->nodes.end(), is_taken),
                  "another attention has nodes of it");
+          const auto is_cut = [&](size_t layer) { return layers_[layer].x_bounds.has_value(); };
+          Expect(std::none_of(attention->layers.begin(), attention->layers.end(), is_cut),
+                 "the range of its layers' input begins at 0");
           for (const size_t layer : attention->layers) is_used[layer] = true;
           // No layer whose output one of them adds may take that for a residual.
           taken_.insert(attention->nodes.begin(), attention->nodes.end());
@@ -106,7 +119,7 @@ class Finder {
   Step LayerStep(const Layer& layer) const {
     Step step;
     step.layers = {layer};
-    step.nodes = layer.nodes;
+    AddNodes(layer, step.nodes);
     step.y = layer.y;
     step.activation = TakeActivation(graph_, step.y, step.nodes);
     return step;
@@ -119,7 +132,7 @@ class Finder {
     step.nodes = attention.nodes;
     for (const size_t index : attention.layers) {
       const Layer& layer = layers_[index];
-      step.nodes.insert(step.nodes.end(), layer.nodes.begin(), layer.nodes.end());
+      AddNodes(layer, step.nodes);
       const std::vector<float>& bias = attention.biases[step.layers.size()];
       step.layers.push_back(layer);
       if (!bias.empty()) step.layers.back().bias = bias;
@@ -146,8 +159,8 @@ class Finder {
   Step GatedStep(const Layer& gate, const Layer& up) const {
     Step step;
     step.layers = {gate, up};
-    step.nodes = gate.nodes;
-    step.nodes.insert(step.nodes.end(), up.nodes.begin(), up.nodes.end());
+    AddNodes(gate, step.nodes);
+    AddNodes(up, step.nodes);
     step.y = gate.y;
     step.activation = TakeActivation(graph_, step.y, step.nodes);
     const Node* const multiply = graph_.OnlyReader(step.y);
@@ -270,7 +283,7 @@ class Finder {
         std::optional<CachedAttention> attention = FindCachedAttention(graph_, node);
         if (!attention) continue;
         Expect(rules_.why_no_cached_attention.empty(), rules_.why_no_cached_attention);
-        claims_.groups.push_back({{}, std::move(attention), {&node}});
+        claims_.groups.push_back({{}, std::move(attention), {}, {&node}});
       } catch (const UnfitError& reason) {
         Leave(node, reason.what());
       }
@@ -280,6 +293,7 @@ class Finder {
   void Leave(const Node& node, const std::string& reason) { claims_.left.emplace_back(&node, reason); }
 
   const Graph& graph_;
+  const Roundings& roundings_;
   const LayerRules rules_;
   std::vector<Layer> layers_;
   std::vector<Step> steps_;
@@ -311,6 +325,13 @@ std::string Step::Fused() const {
   return text;
 }
 
-Claims FindGroups(const Graph& graph, const LayerRules& rules) { return Finder(graph, rules).Find(); }
+Claims FindGroups(Graph& graph, const LayerRules& rules) {
+  Roundings roundings(graph, rules.may_cut);
+  for (;;) {
+    graph.See(roundings.Seen());
+    Claims claims = Finder(graph, roundings, rules).Find();
+    if (roundings.Place(graph, claims)) return claims;
+  }
+}
 
 }  // namespace ortolan::provider

@@ -21,6 +21,7 @@ struct Step {
   std::optional<Norm> norm;
   std::optional<Attention> attention;  // without any of the above
   Value y = nullptr;
+  std::optional<Bounds> y_bounds;  // that it is cut off at, at the end
   std::vector<const Node*> nodes;  // all of the above
 
   bool IsGated() const { return layers.size() == 2; }
@@ -29,9 +30,17 @@ struct Step {
   std::string Fused() const;
 };
 
+// What a group reads, and others read behind a rounding that is gone.
+struct Copy {
+  Value from = nullptr;
+  Value to = nullptr;
+  std::optional<Bounds> bounds;
+};
+
 struct Group {
   std::vector<Step> steps;                          // none reads what another one makes
   std::optional<CachedAttention> cached_attention;  // and no steps
+  std::vector<Copy> copies;
   std::vector<const Node*> nodes;
 };
 
@@ -43,7 +52,7 @@ struct Claims {
 // Whether one weight can hold both, side by side.
 bool CanJoin(const Layer& a, const Layer& b);
 
-// Of the nodes of one group alone, it finds that group.
-Claims FindGroups(const Graph& graph, const LayerRules& rules);
+// Of the nodes of one group alone, it finds that group. From then on, the graph is seen as the groups see it.
+Claims FindGroups(Graph& graph, const LayerRules& rules);
 
 }  // namespace ortolan::provider

@@ -1,55 +1,18 @@
 #include "provider/int8_layer.h"
 
 #include <algorithm>
-#include <cstring>
+#include <functional>
+
+#include "provider/int8_numbers.h"
 
 namespace ortolan::provider {
 namespace {
 
 constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
-constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
 constexpr const char* kMicrosoft = "com.microsoft";
 
 // Of DynamicQuantizeLinear.
 enum Quantized : size_t { kCodes, kScale, kZeroPoint };
-
-// One number for all columns, or one for each.
-template <typename Number>
-std::vector<Number> Spread(const std::vector<Number>& numbers, int64_t n) {
-  return numbers.size() == 1 ? std::vector<Number>(static_cast<size_t>(n), numbers[0]) : numbers;
-}
-
-std::vector<Shape> ShapesOfColumns(int64_t n) { return {{}, {1}, {n}, {1, n}}; }
-
-// The 8-bit numbers of a layer, [k, n], with zero points.
-Int8Weight ReadCodes(const Node& node, size_t codes, size_t zero_points) {
-  Expect(node.Has(codes) && node.IsConstant(codes), "its weight is computed at run time, not constant");
-  const Constant tensor = node.ConstantInput(codes, "weight", {kInt8, kUint8});
-  Expect(tensor.shape.size() == 2,
-         ErrorText("its weight '", tensor.name, "' is ", tensor.shape.size(), "-D, expected 2-D"));
-  Int8Weight w;
-  w.k = tensor.shape[0];
-  w.n = tensor.shape[1];
-  Expect(std::min(w.k, w.n) > 0, ErrorText("its weight '", tensor.name, "' is empty: ", ShapeText(tensor.shape)));
-  w.codes = static_cast<const uint8_t*>(tensor.data);
-  w.is_signed = tensor.type == kInt8;
-  std::vector<int16_t> zeros(1);
-  if (node.Has(zero_points)) {
-    const Constant zero = node.ConstantInput(zero_points, "weight's zero points", {tensor.type}, ShapesOfColumns(w.n));
-    const uint8_t* const numbers = static_cast<const uint8_t*>(zero.data);
-    zeros.assign(static_cast<size_t>(zero.Count()), 0);
-    std::transform(numbers, numbers + zeros.size(), zeros.begin(), [&](uint8_t number) {
-      return static_cast<int16_t>(w.is_signed ? static_cast<int8_t>(number) : static_cast<int>(number));
-    });
-  }
-  w.zero_points = Spread(zeros, w.n);
-  return w;
-}
-
-std::vector<float> ReadScales(const Node& node, size_t scales, int64_t n) {
-  return Spread(node.ConstantInput(scales, "weight's scales", {kFloat}, ShapesOfColumns(n)).Floats(), n);
-}
 
 std::vector<float> ReadBias(const Node& node, size_t bias, int64_t n) {
   return node.Has(bias) ? node.ConstantInput(bias, "bias", {kFloat}, {{n}}).Floats() : std::vector<float>{};
@@ -131,7 +94,7 @@ Layer ReadMatMulInteger(const Graph& graph, const Node& node) {
   const Node& quantize = ReadQuantize(graph, node, 2);
   Layer layer;
   SetQuantize(layer, quantize);
-  Int8Weight w = ReadCodes(node, 1, 3);
+  Int8Weight w = ReadInt8Numbers(node, 1, 3);
   w.scales.assign(static_cast<size_t>(w.n), 1.0f);
   layer.weight = std::move(w);
   const Node& cast = NextOf(graph, node.Output(0));
@@ -151,7 +114,7 @@ Layer ReadMatMulIntegerToFloat(const Graph& graph, const Node& node) {
          "its a_scale is not that of its DynamicQuantizeLinear");
   Layer layer;
   SetQuantize(layer, quantize);
-  Int8Weight w = ReadCodes(node, 1, 5);
+  Int8Weight w = ReadInt8Numbers(node, 1, 5);
   w.scales = ReadScales(node, 3, w.n);
   layer.bias = ReadBias(node, 6, w.n);
   layer.weight = std::move(w);
@@ -166,7 +129,7 @@ Layer ReadDynamicQuantizeMatMul(const Graph& graph, const Node& node) {
   Expect(!node.IsConstant(0), "both inputs are constant");
   Layer layer;
   layer.x = node.Input(0);
-  Int8Weight w = ReadCodes(node, 1, 3);
+  Int8Weight w = ReadInt8Numbers(node, 1, 3);
   w.scales = ReadScales(node, 2, w.n);
   layer.bias = ReadBias(node, 4, w.n);
   layer.weight = std::move(w);

@@ -3,6 +3,7 @@
 #include "provider/float_layer.h"
 #include "provider/int8_layer.h"
 #include "provider/mat_mul_nbits.h"
+#include "provider/static_layer.h"
 
 namespace ortolan::provider {
 namespace {
@@ -11,7 +12,7 @@ namespace {
 std::string WhyNotFaster(const Layer& layer, double least_zero_blocks) {
   if (least_zero_blocks <= 0) return {};
   const std::string reason = "without VNNI instructions ONNX Runtime's int8 layers are faster";
-  if (least_zero_blocks > 1) return reason;
+  if (least_zero_blocks > 1 || layer.is_static) return reason;  // those of fixed ranges are none of blocks
   const BlockInt8Weight* const blocks = std::get_if<BlockInt8Weight>(&layer.weight);
   if (blocks != nullptr && IsBlockSparse(*blocks, least_zero_blocks)) return {};
   return ErrorText(reason, ", but for those of which ", 100 * least_zero_blocks, " % lie in blocks of zeros, of 4 x 1");
@@ -38,12 +39,14 @@ std::string Layer::Numbers() const {
   return sizes + (w->precision == Precision::kBf16 ? ", floats as bf16" : ", floats as int8");
 }
 
-std::optional<Layer> ReadLayer(const Graph& graph, const Node& node, const LayerRules& rules) {
+std::optional<Layer> ReadLayer(const Graph& graph, const Roundings& roundings, const Node& node,
+                               const LayerRules& rules) {
   if (IsMatMulNBits(node)) return ReadMatMulNBits(node);
   if (rules.precision != Precision::kFloat32 && IsFloatLayer(graph, node)) {
     return ReadFloatLayer(node, rules.precision);
   }
-  std::optional<Layer> layer = ReadInt8Layer(graph, node);
+  std::optional<Layer> layer = ReadStaticLayer(graph, roundings, node);
+  if (!layer) layer = ReadInt8Layer(graph, node);
   if (!layer) return std::nullopt;
   const std::string problem = WhyNotFaster(*layer, rules.least_zero_blocks);
   Expect(problem.empty(), problem);

@@ -11,6 +11,7 @@
 #include "matmul/int8_weight.h"
 #include "matmul/nbits_weight.h"
 #include "provider/graph.h"
+#include "provider/roundings.h"
 
 namespace ortolan::provider {
 
@@ -21,6 +22,7 @@ struct LayerRules {
   double least_zero_blocks = 0.0;  // of layers that store int8, their share (IsBlockSparse); above 1: none is taken
   Precision precision = Precision::kFloat32;
   std::string why_no_cached_attention;  // is taken; empty: it is
+  bool may_cut = true;                  // numbers in front of layers and behind, where bounds stand for a Relu
 };
 
 struct RoundedWeight : FloatWeight {
@@ -33,12 +35,15 @@ using StoredWeight = std::variant<NBitsWeight, Int8Weight, BlockInt8Weight, Roun
 
 struct Layer {
   std::vector<const Node*> nodes;  // the first has the weight, the last makes Y; layers may share those in between
+  std::vector<const Node*> weight_nodes;  // what makes floats of the weight's numbers
   // What makes 8-bit numbers of X for this layer, and perhaps for others: a layer rounds X itself.
   const Node* quantize = nullptr;
   Value x = nullptr;  // float
   Value y = nullptr;  // float
   StoredWeight weight;
-  std::vector<float> bias;  // [n], or none
+  std::vector<float> bias;         // [n], or none
+  bool is_static = false;          // of a model that may have fixed ranges: roundings may be its group's
+  std::optional<Bounds> x_bounds;  // that X must be cut off at
 
   int64_t Inputs() const;
   int64_t Columns() const;
@@ -49,6 +54,7 @@ struct Layer {
 
 // None: the node is the weight's of no kind of layer that is known. Throws UnfitError, which says why, for nodes of a
 // kind that is not taken over. The stored numbers lie in the graph.
-std::optional<Layer> ReadLayer(const Graph& graph, const Node& node, const LayerRules& rules);
+std::optional<Layer> ReadLayer(const Graph& graph, const Roundings& roundings, const Node& node,
+                               const LayerRules& rules);
 
 }  // namespace ortolan::provider

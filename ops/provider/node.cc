@@ -77,6 +77,11 @@ std::optional<Shape> ShapeOf(const HostApi& host, Value value) {
   return DimensionsOf(*host.ort, *tensor);
 }
 
+Value Seen(const std::unordered_map<Value, Value>& instead, Value value) {
+  for (auto found = instead.find(value); found != instead.end(); found = instead.find(value)) value = found->second;
+  return value;
+}
+
 bool IsConstant(const HostApi& host, Value value) {
   bool is_constant = false;
   Check(*host.ort, host.ort->ValueInfo_IsConstantInitializer(value, &is_constant));
@@ -94,11 +99,9 @@ std::optional<Constant> ReadConstant(const HostApi& host, Value value) {
   return tensor;
 }
 
-std::optional<float> ReadNumber(const HostApi& host, Value value) {
-  const std::optional<Constant> tensor = ReadConstant(host, value);
-  const bool is_number = tensor && tensor->type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && tensor->Count() == 1;
-  if (!is_number || tensor->shape.size() > 1) return std::nullopt;
-  return tensor->Floats()[0];
+std::optional<float> Constant::Number() const {
+  const bool is_number = type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT && shape.size() <= 1 && Count() == 1;
+  return is_number ? std::optional(Floats()[0]) : std::nullopt;
 }
 
 int64_t Constant::Count() const {
@@ -136,6 +139,20 @@ Node::Node(const HostApi& host, const OrtNode& node) : host_(host), node_(node) 
   inputs_ = values(ort.Node_GetNumInputs, ort.Node_GetInputs);
   outputs_ = values(ort.Node_GetNumOutputs, ort.Node_GetOutputs);
   implicit_inputs_ = values(ort.Node_GetNumImplicitInputs, ort.Node_GetImplicitInputs);
+  stored_inputs_ = inputs_;
+  stored_implicit_inputs_ = implicit_inputs_;
+}
+
+std::vector<Value> Node::StoredReads() const {
+  std::vector<Value> values = stored_inputs_;
+  values.insert(values.end(), stored_implicit_inputs_.begin(), stored_implicit_inputs_.end());
+  return values;
+}
+
+void Node::See(const std::unordered_map<Value, Value>& instead) {
+  const auto seen = [&](Value value) { return value == nullptr ? value : Seen(instead, value); };
+  std::transform(stored_inputs_.begin(), stored_inputs_.end(), inputs_.begin(), seen);
+  std::transform(stored_implicit_inputs_.begin(), stored_implicit_inputs_.end(), implicit_inputs_.begin(), seen);
 }
 
 std::string Node::Described() const { return ErrorText(type_, " node '", name_, "'"); }

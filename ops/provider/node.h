@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "provider/ort_api.h"
@@ -24,6 +25,9 @@ using Shape = std::vector<int64_t>;
 // A value of a graph. The same one has the same address everywhere in its graph.
 using Value = const OrtValueInfo*;
 
+// What is seen in the place of a value, itself if there is nothing.
+Value Seen(const std::unordered_map<Value, Value>& instead, Value value);
+
 // Its numbers may lie at any address.
 struct Constant {
   std::string name;
@@ -34,6 +38,8 @@ struct Constant {
   // Of a tensor of floats.
   std::vector<float> Floats() const;
   int64_t Count() const;
+  // Of one float, which has one axis at most.
+  std::optional<float> Number() const;
 };
 
 Shape DimensionsOf(const OrtApi& ort, const OrtTensorTypeAndShapeInfo& info);
@@ -46,9 +52,6 @@ std::optional<Shape> ShapeOf(const HostApi& host, Value value);
 bool IsConstant(const HostApi& host, Value value);
 // None: it is not constant, or cannot be read.
 std::optional<Constant> ReadConstant(const HostApi& host, Value value);
-// The number of a constant of one float, which has one axis at most.
-std::optional<float> ReadNumber(const HostApi& host, Value value);
-
 class Node {
  public:
   Node(const HostApi& host, const OrtNode& node);
@@ -77,6 +80,11 @@ class Node {
   const std::vector<Value>& outputs() const { return outputs_; }
   // What graphs inside of it read.
   const std::vector<Value>& implicit_inputs() const { return implicit_inputs_; }
+  // As the model has it, whatever is seen in its place (Graph::See).
+  Value StoredInput(size_t index) const { return index < stored_inputs_.size() ? stored_inputs_[index] : nullptr; }
+  // All inputs likewise, and what graphs inside of it read.
+  std::vector<Value> StoredReads() const;
+  void See(const std::unordered_map<Value, Value>& instead);
   Value Input(size_t index) const { return index < inputs_.size() ? inputs_[index] : nullptr; }
   Value Output(size_t index) const { return index < outputs_.size() ? outputs_[index] : nullptr; }
   bool Has(size_t index) const { return Input(index) != nullptr; }
@@ -98,6 +106,7 @@ class Node {
   const OrtNode& node_;
   std::string name_, domain_, type_;
   std::vector<Value> inputs_, outputs_, implicit_inputs_;
+  std::vector<Value> stored_inputs_, stored_implicit_inputs_;
 };
 
 }  // namespace ortolan::provider

@@ -1,0 +1,437 @@
+#include "provider/roundings.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "provider/group.h"
+
+namespace ortolan::provider {
+namespace {
+
+constexpr auto kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+constexpr auto kUint8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr const char* kMicrosoft = "com.microsoft";
+
+constexpr const char* kNeverNegative[] = {"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt"};
+// What the first input says.
+constexpr const char* kMoves[] = {"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"};
+constexpr size_t kMostVisits = 64;
+
+template <typename Types>
+bool IsOneOf(const Node& node, const Types& types) {
+  return node.IsStandard() && std::any_of(std::begin(types), std::end(types),
+                                          [&](const char* type) { return node.type() == type; });
+}
+
+// Where a layer of 8-bit numbers has scale and zero point of its first input.
+struct RangePlace {
+  size_t scale, zero_point;
+};
+std::optional<RangePlace> InputRangeOf(const Node& node) {
+  if (node.IsStandard("QLinearMatMul") || node.Is(kMicrosoft, "QGemm")) return RangePlace{1, 2};
+  if (node.Is(kMicrosoft, "MatMulIntegerToFloat")) return RangePlace{2, 4};
+  return std::nullopt;
+}
+
+// And of its output, if that is of 8 bits.
+std::optional<RangePlace> OutputRangeOf(const Node& node) {
+  if (node.IsStandard("QLinearMatMul")) return RangePlace{6, 7};
+  if (node.Is(kMicrosoft, "QGemm") && node.Has(7)) return RangePlace{7, 8};
+  return std::nullopt;
+}
+
+// Whether the attributes say nothing but what an operator of one range for all numbers has.
+bool IsPlain(const Node& node) {
+  try {
+    return node.Whole("output_dtype", 0) == 0 && node.Whole("precision", 0) == 0 && node.Whole("block_size", 0) == 0;
+  } catch (const UnfitError&) {
+    return false;
+  }
+}
+
+// Of a constant of whole numbers.
+int64_t NumberAt(const Constant& tensor, int64_t place) {
+  const char* const bytes = static_cast<const char*>(tensor.data);
+  if (tensor.type == kUint8) return static_cast<uint8_t>(bytes[place]);
+  if (tensor.type == kInt8) return static_cast<int8_t>(bytes[place]);
+  int32_t number = 0;
+  std::memcpy(&number, bytes + place * static_cast<int64_t>(sizeof(number)), sizeof(number));
+  return number;
+}
+
+}  // namespace
+
+bool FixedRange::BeginsAtZero() const { return zero_point == (type == kInt8 ? -128 : 0); }
+
+Bounds Rounding::RangeBounds() const {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  return {0, static_cast<float>(std::min(255 * static_cast<double>(range.scale), kLargest))};
+}
+
+std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
+                                  ONNXTensorElementDataType kind) {
+  const std::optional<Constant> scales = graph.ConstantOf(node.StoredInput(scale));
+  if (!scales || scales->type != kFloat || scales->shape.size() > 1 || scales->Count() != 1) return std::nullopt;
+  FixedRange range{scales->Floats()[0], 0, kind};
+  if (!(range.scale > 0) || std::isinf(range.scale)) return std::nullopt;
+  if (node.StoredInput(zero_point) == nullptr) return range;
+  const std::optional<Constant> zero = graph.ConstantOf(node.StoredInput(zero_point));
+  if (!zero || (zero->type != kUint8 && zero->type != kInt8) || zero->shape.size() > 1 || zero->Count() != 1) {
+    return std::nullopt;
+  }
+  range.zero_point = static_cast<int>(NumberAt(*zero, 0));
+  range.type = zero->type;
+  return range;
+}
+
+Roundings::Roundings(const Graph& graph, bool may_cut) : may_cut_(may_cut) {
+  for (const Node& node : graph.nodes()) {
+    if (node.IsStandard("DequantizeLinear")) Fold(graph, node);
+    if (node.IsStandard("QuantizeLinear") || OutputRangeOf(node)) Find(graph, node);
+  }
+  for (Rounding& rounding : roundings_) {
+    by_maker_[rounding.maker] = &rounding;
+    by_value_[rounding.maker->Output(0)] = &rounding;
+    for (const Node* const end : rounding.ends) by_value_[end->Output(0)] = &rounding;
+  }
+  for (Rounding& rounding : roundings_) LookAbove(graph, rounding);
+}
+
+void Roundings::Find(const Graph& graph, const Node& maker) {
+  Rounding rounding;
+  rounding.maker = &maker;
+  const bool quantizes = maker.IsStandard("QuantizeLinear");
+  const RangePlace place = quantizes ? RangePlace{1, 2} : *OutputRangeOf(maker);
+  const std::optional<FixedRange> range = RangeAt(graph, maker, place.scale, place.zero_point, kUint8);
+  const Value codes = maker.Output(0);
+  if (!range || codes == nullptr || !IsPlain(maker)) return;
+  rounding.range = *range;
+  if (quantizes) {
+    rounding.floats = maker.Input(0);
+    // Of a constant it is a weight, or a mask.
+    if (rounding.floats == nullptr || graph.IsConstantValue(rounding.floats) || !graph.IsFloat(rounding.floats)) return;
+  }
+  if (graph.IsOutput(codes)) return;
+  rounding.is_alone = graph.OnlyReader(rounding.Source()) != nullptr;
+  for (const Graph::Use& use : graph.Uses(codes)) {
+    if (use.index != 0) return;
+    const bool is_end = use.node->IsStandard("DequantizeLinear") && IsPlain(*use.node);
+    const std::optional<RangePlace> own = is_end ? RangePlace{1, 2} : InputRangeOf(*use.node);
+    if (!own || RangeAt(graph, *use.node, own->scale, own->zero_point, range->type) != range) return;
+    const Value floats = use.node->Output(0);
+    if (!is_end) {
+      rounding.readers.push_back({use, nullptr});
+      rounding.is_alone = false;
+      continue;
+    }
+    if (floats == nullptr) return;
+    rounding.ends.push_back(use.node);
+    for (const Graph::Use& other : graph.Uses(floats)) rounding.readers.push_back({other, use.node});
+    if (graph.IsOutput(floats)) rounding.last.push_back(use.node);
+  }
+  if (!quantizes && rounding.ends.empty()) return;  // there are no floats
+  rounding.is_alone = rounding.is_alone && rounding.ends.size() == 1;
+  roundings_.push_back(std::move(rounding));
+}
+
+// Constants of one axis at most: biases, weights of norms, numbers of formulas.
+void Roundings::Fold(const Graph& graph, const Node& node) {
+  const std::optional<Constant> codes = graph.ConstantOf(node.Input(0)), scale = graph.ConstantOf(node.Input(1));
+  const Node* const reader = node.Output(0) == nullptr ? nullptr : graph.OnlyReader(node.Output(0));
+  if (!codes || !scale || !IsPlain(node) || reader == nullptr) return;
+  const bool is_known = codes->type == kUint8 || codes->type == kInt8 || codes->type == kInt32;
+  const bool has_one = scale->type == kFloat && scale->shape.size() <= 1 && scale->Count() == 1;
+  const bool has_each = scale->type == kFloat && scale->shape == codes->shape;
+  if (!is_known || codes->shape.size() > 1 || (!has_one && !has_each)) return;
+  std::optional<Constant> zeros;
+  if (node.Has(2)) {
+    zeros = graph.ConstantOf(node.Input(2));
+    if (!zeros || zeros->type != codes->type || zeros->shape != scale->shape) return;
+  }
+  const std::vector<float> scales = scale->Floats();
+  Folded folded{&node, reader, {NameOf(graph.host(), node.Output(0)), kFloat, codes->shape, nullptr}, {}};
+  for (int64_t i = 0; i < codes->Count(); ++i) {
+    const int64_t own = has_one ? 0 : i;
+    const int64_t number = NumberAt(*codes, i) - (zeros ? NumberAt(*zeros, own) : 0);
+    folded.numbers.push_back(static_cast<float>(number) * scales[static_cast<size_t>(own)]);
+  }
+  folded_.push_back(std::move(folded));
+  folded_.back().constant.data = folded_.back().numbers.data();
+}
+
+// Whether what leads to the value, by nodes that move numbers about and by roundings, is sure not to be below 0.
+bool Roundings::IsOfMoves(const Graph& graph, Value value, std::vector<const Node*>& nodes) const {
+  for (size_t visits = 0; visits < kMostVisits; ++visits) {
+    const Node* const node = value == nullptr ? nullptr : graph.Maker(value);
+    if (node == nullptr) return false;
+    nodes.push_back(node);
+    if (IsOneOf(*node, kNeverNegative)) return true;
+    const Rounding* const rounding = Of(value);
+    if (rounding != nullptr) {
+      nodes.push_back(rounding->maker);
+      value = rounding->floats;
+    } else if (IsOneOf(*node, kMoves)) {
+      value = node->Input(0);
+    } else {
+      return false;
+    }
+  }
+  return false;
+}
+
+void Roundings::LookAbove(const Graph& graph, Rounding& rounding) const {
+  if (!rounding.range.BeginsAtZero()) return;
+  if (rounding.floats != nullptr && IsOfMoves(graph, rounding.floats, rounding.above)) return;
+  rounding.above.clear();
+  rounding.state = Rounding::State::kCut;
+  if (may_cut_) return;
+  rounding.state = Rounding::State::kStays;
+  rounding.reason = "its input has a range that begins at 0, and bounds are no part of compiled models";
+}
+
+View Roundings::Seen() const {
+  View view;
+  for (const Rounding& rounding : roundings_) {
+    if (rounding.state == Rounding::State::kStays) continue;
+    const bool is_gone = rounding.state == Rounding::State::kGone, quantizes = rounding.floats != nullptr;
+    const Value codes = rounding.maker->Output(0);
+    const Value first = rounding.ends.empty() ? codes : rounding.ends.front()->Output(0);
+    const Value seen = is_gone && quantizes ? rounding.floats : first;
+    const auto see = [&](Value value) {
+      if (value != seen) view.instead[value] = seen;
+    };
+    for (const Node* const end : rounding.ends) see(end->Output(0));
+    if (is_gone || quantizes) see(codes);
+    // A QuantizeLinear that cuts is seen as what makes the floats behind; of numbers of a layer, the DequantizeLinear.
+    if (is_gone && quantizes) view.hidden.insert(rounding.maker);
+    const bool shows_end = !is_gone && !quantizes;
+    view.hidden.insert(rounding.ends.begin() + (shows_end ? 1 : 0), rounding.ends.end());
+  }
+  for (const Folded& folded : folded_) {
+    if (!folded.is_seen) continue;
+    view.constants[folded.node->Output(0)] = folded.constant;
+    view.hidden.insert(folded.node);
+  }
+  return view;
+}
+
+const Rounding* Roundings::Of(Value stored) const {
+  const auto found = by_value_.find(stored);
+  return found == by_value_.end() ? nullptr : found->second;
+}
+
+const Rounding* Roundings::MadeBy(const Node& layer) const {
+  const auto found = by_maker_.find(&layer);
+  return found == by_maker_.end() ? nullptr : found->second;
+}
+
+// The groups that were found, and which nodes they have by now.
+struct Roundings::Groups {
+  explicit Groups(Claims& claims) : claims(claims) {
+    for (size_t i = 0; i < claims.groups.size(); ++i) {
+      for (const Node* const node : claims.groups[i].nodes) of[node] = i;
+    }
+  }
+
+  Group* Of(const Node* node) {
+    const auto found = of.find(node);
+    return found == of.end() ? nullptr : &claims.groups[found->second];
+  }
+  void Add(Group& group, const Node* node) {
+    if (!of.try_emplace(node, static_cast<size_t>(&group - claims.groups.data())).second) return;
+    group.nodes.push_back(node);
+  }
+  void Add(Group& group, const Rounding& rounding) {
+    Add(group, rounding.maker);
+    for (const Node* const end : rounding.ends) Add(group, end);
+  }
+  bool HasAll(const Group& group, const std::vector<const Node*>& nodes) {
+    return std::all_of(nodes.begin(), nodes.end(), [&](const Node* node) { return Of(node) == &group; });
+  }
+
+  // Whether groups, each of which can be one, cannot be so together: what one hands on as copies leads back to it.
+  bool HangOnEachOther(const Graph& graph) const;
+
+  Claims& claims;
+  std::unordered_map<const Node*, size_t> of;
+};
+
+bool Roundings::Groups::HangOnEachOther(const Graph& graph) const {
+  const auto has_copies = [](const Group& group) { return !group.copies.empty(); };
+  if (std::none_of(claims.groups.begin(), claims.groups.end(), has_copies)) return false;
+  const std::span<const Node> nodes = graph.nodes();
+  const size_t group_count = claims.groups.size();
+  const auto part_of = [&](const Node& node) {
+    const auto found = of.find(&node);
+    return found != of.end() ? found->second : group_count + static_cast<size_t>(&node - nodes.data());
+  };
+  std::unordered_map<Value, size_t> makers;
+  for (const Node& node : nodes) {
+    for (const Value value : node.outputs()) {
+      if (value != nullptr) makers[value] = part_of(node);
+    }
+  }
+  std::vector<std::vector<size_t>> readers(group_count + nodes.size());
+  std::vector<size_t> waits_for(readers.size());
+  for (const Node& node : nodes) {
+    for (const Value value : node.StoredReads()) {
+      const auto maker = makers.find(value);
+      if (maker == makers.end() || maker->second == part_of(node)) continue;
+      readers[maker->second].push_back(part_of(node));
+      ++waits_for[part_of(node)];
+    }
+  }
+  std::vector<size_t> ready;
+  for (size_t part = 0; part < readers.size(); ++part) {
+    if (waits_for[part] == 0) ready.push_back(part);
+  }
+  size_t done = 0;
+  for (; done < ready.size(); ++done) {
+    for (const size_t reader : readers[ready[done]]) {
+      if (--waits_for[reader] == 0) ready.push_back(reader);
+    }
+  }
+  return done != readers.size();
+}
+
+namespace {
+
+template <typename Holds>
+bool AnyLayer(const Group& group, const Holds& holds) {
+  return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+    return std::any_of(step.layers.begin(), step.layers.end(), holds);
+  });
+}
+
+bool IsStatic(const Group& group) {
+  return AnyLayer(group, [](const Layer& layer) { return layer.is_static; });
+}
+
+// Whether a layer of the group has it for the range of its input.
+bool IsInputOf(const Group& group, const Rounding& rounding) {
+  return AnyLayer(group, [&](const Layer& layer) { return layer.quantize == rounding.maker; });
+}
+
+// Whether it is the reader's input of a layer.
+bool IsInput(const Group& group, const Rounding& rounding, const Graph::Use& use) {
+  return use.index == 0 && AnyLayer(group, [&](const Layer& layer) {
+           return layer.nodes.front() == use.node && layer.quantize == rounding.maker;
+         });
+}
+
+// Whether the group reads the value when it runs.
+bool ReadsAtRunTime(const Group& group, Value value) {
+  return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
+    if (step.residual == value || step.X() == value) return true;
+    const std::vector<Value> read = step.attention ? step.attention->Reads() : std::vector<Value>{};
+    return std::find(read.begin(), read.end(), value) != read.end();
+  });
+}
+
+}  // namespace
+
+bool Roundings::Place(const Graph& graph, Claims& claims) {
+  Groups groups(claims);
+  bool are_placed = true;
+  // Those behind first: where one rounding follows another, the one in front is read by it.
+  for (auto rounding = roundings_.rbegin(); rounding != roundings_.rend(); ++rounding) {
+    if (rounding->state == Rounding::State::kStays || PlaceOne(graph, *rounding, groups)) continue;
+    LetStay(*rounding);
+    are_placed = false;
+  }
+  for (Folded& folded : folded_) {
+    Group* const group = folded.is_seen ? groups.Of(folded.reader) : nullptr;
+    if (group == nullptr) continue;
+    if (IsStatic(*group) && !ReadsAtRunTime(*group, folded.node->Output(0))) {
+      groups.Add(*group, folded.node);
+    } else {
+      folded.is_seen = are_placed = false;
+    }
+  }
+  if (are_placed && groups.HangOnEachOther(graph)) {
+    for (Rounding& rounding : roundings_) {
+      const Group* const group = groups.Of(rounding.maker);
+      if (rounding.state != Rounding::State::kStays && group != nullptr && !group->copies.empty()) LetStay(rounding);
+    }
+    return false;
+  }
+  return are_placed;
+}
+
+// To the group whose layers have it for their input, or else that of all who read it.
+bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const {
+  const bool is_cut = rounding.state == Rounding::State::kCut, quantizes = rounding.floats != nullptr;
+  Group* group = nullptr;
+  for (const Rounding::Reader& reader : rounding.readers) {
+    Group* const own = groups.Of(reader.use.node);
+    if (own != nullptr && (group == nullptr || IsInputOf(*own, rounding))) group = own;
+  }
+  if (group == nullptr || !IsStatic(*group) || !(quantizes || groups.Of(rounding.maker) == group)) return false;
+  if (!is_cut && !groups.HasAll(*group, rounding.above)) return false;
+  std::vector<const Node*> outside = rounding.last;
+  for (const auto& [use, end] : rounding.readers) {
+    if (use.index >= 0 && groups.Of(use.node) == group) {
+      if (is_cut && !IsInput(*group, rounding, use)) return false;
+    } else {
+      outside.push_back(end);
+    }
+  }
+  if (!outside.empty()) {
+    const Node* const maker = graph.Maker(rounding.Source());
+    const bool is_made_inside = maker != nullptr && groups.Of(maker) == group;
+    const bool are_floats = std::find(outside.begin(), outside.end(), nullptr) == outside.end();
+    if (!may_cut_ || !IsInputOf(*group, rounding) || is_made_inside || !are_floats) return false;
+  }
+  groups.Add(*group, rounding);
+  for (const Node* const end : rounding.ends) {
+    if (std::find(outside.begin(), outside.end(), end) == outside.end()) continue;
+    Copy& copy = group->copies.emplace_back();
+    copy.from = graph.Seen(rounding.floats);
+    copy.to = end->Output(0);
+    if (is_cut) copy.bounds = rounding.RangeBounds();
+  }
+  return true;
+}
+
+// To the group that makes what is rounded, and nothing else reads: its output is what the end makes.
+bool Roundings::PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const {
+  const bool is_cut = rounding.state == Rounding::State::kCut;
+  const Node* const source = graph.Maker(rounding.Source());
+  Group* const group = source == nullptr ? nullptr : groups.Of(source);
+  if (group == nullptr || !rounding.is_alone || !IsStatic(*group)) return false;
+  if (!is_cut && !groups.HasAll(*group, rounding.above)) return false;
+  for (const Rounding::Reader& reader : rounding.readers) {
+    const Group* const own = groups.Of(reader.use.node);
+    if (own != nullptr && IsInputOf(*own, rounding)) return false;
+  }
+  for (Step& step : group->steps) {
+    if (graph.Seen(step.y) != graph.Seen(rounding.Source()) || step.y_bounds || (is_cut && step.attention)) continue;
+    step.y = rounding.ends.front()->Output(0);
+    if (is_cut) step.y_bounds = rounding.RangeBounds();
+    groups.Add(*group, rounding);
+    return true;
+  }
+  return false;
+}
+
+bool Roundings::PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const {
+  const bool is_read = std::any_of(rounding.readers.begin(), rounding.readers.end(), [&](const auto& reader) {
+    return groups.Of(reader.use.node) != nullptr;
+  });
+  if (is_read && PlaceInFront(graph, rounding, groups)) return true;
+  if (PlaceBehind(graph, rounding, groups)) return true;
+  // One in front of groups or behind them may be left alone; a layer that makes numbers may not.
+  return !is_read && (rounding.floats != nullptr || groups.Of(rounding.maker) == nullptr);
+}
+
+void Roundings::LetStay(Rounding& rounding) const {
+  const bool may_be_cut = rounding.state == Rounding::State::kGone && !rounding.above.empty() && may_cut_;
+  rounding.state = may_be_cut ? Rounding::State::kCut : Rounding::State::kStays;
+  rounding.reason = "its input is rounded to a fixed range, and not only layers that are taken read that";
+}
+
+}  // namespace ortolan::provider

@@ -1,0 +1,114 @@
+// What a model of fixed ranges rounds to 8 bits between its operators, as quantize_static writes it:
+//
+//     floats -> QuantizeLinear -> numbers -> DequantizeLinear, one or more, or layers that take the numbers themselves
+//
+// or the numbers come from such a layer. Layers of ours round their inputs row by row, so that these roundings go: who
+// reads what a DequantizeLinear makes sees the floats in front. A range that begins at 0 stays as bounds, as it may
+// stand for a Relu that ONNX Runtime's quantizer has left out.
+//
+// The rules are those of graph_passes/find/rounded_activations.py and stored_int8.py. There all roundings of a model
+// go; here those that lie in one group, as Compile sees nothing else: the others are seen as they are. What others read
+// of one, the group hands them as the floats that it has.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "provider/graph.h"
+
+namespace ortolan::provider {
+
+// The number q stands for scale (q - zero_point).
+struct FixedRange {
+  float scale = 0;
+  int zero_point = 0;
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // of q
+
+  bool operator==(const FixedRange&) const = default;
+  bool BeginsAtZero() const;
+};
+
+struct Bounds {
+  float least = 0;
+  float most = 0;
+};
+
+struct Rounding {
+  // Who reads what an end makes, or the numbers themselves.
+  struct Reader {
+    Graph::Use use;
+    const Node* end;  // null: a layer that takes the numbers
+  };
+  enum class State {
+    kGone,    // its floats are seen in the place of what its ends make
+    kCut,     // the floats within bounds
+    kStays,
+  };
+
+  const Node* maker = nullptr;     // of the numbers: QuantizeLinear, or a layer
+  Value floats = nullptr;          // in front of the QuantizeLinear; null: a layer makes numbers
+  std::vector<const Node*> ends;   // DequantizeLinear
+  std::vector<const Node*> last;   // of the ends, those whose floats are outputs of the graph
+  std::vector<Reader> readers;
+  bool is_alone = false;           // it has one end, and nothing else reads its source
+  FixedRange range;
+  State state = State::kGone;
+  std::vector<const Node*> above;  // nodes that show that nothing comes in below 0, if the range begins there
+  std::string reason;              // why it stays
+
+  Bounds RangeBounds() const;
+  // What is rounded: the floats, or of a layer the numbers.
+  Value Source() const { return floats != nullptr ? floats : maker->Output(0); }
+};
+
+// The range that these inputs of a node say; none: it is not one of 8 bits and constant numbers above 0.
+// kind: of the numbers, if there is no zero point.
+std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t scale, size_t zero_point,
+                                  ONNXTensorElementDataType kind);
+
+struct Claims;
+
+class Roundings {
+ public:
+  // may_cut: whether bounds may be a group's.
+  Roundings(const Graph& graph, bool may_cut);
+  Roundings(const Roundings&) = delete;
+  Roundings& operator=(const Roundings&) = delete;
+
+  // The graph without those that are gone.
+  View Seen() const;
+  // Of what a node reads, as the model has it; null: none.
+  const Rounding* Of(Value stored) const;
+  const Rounding* MadeBy(const Node& layer) const;
+  // Gives each rounding between nodes of a group to that group. False: some cannot be anyone's, stay from now on, and
+  // the groups are to be found anew.
+  bool Place(const Graph& graph, Claims& claims);
+
+ private:
+  struct Folded {  // a constant behind DequantizeLinear
+    const Node* node;
+    const Node* reader;
+    Constant constant;
+    std::vector<float> numbers;
+    bool is_seen = true;
+  };
+
+  void Find(const Graph& graph, const Node& maker);
+  void Fold(const Graph& graph, const Node& node);
+  void LookAbove(const Graph& graph, Rounding& rounding) const;
+  bool IsOfMoves(const Graph& graph, Value value, std::vector<const Node*>& nodes) const;
+  struct Groups;
+  bool PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const;
+  bool PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const;
+  bool PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const;
+  void LetStay(Rounding& rounding) const;
+
+  bool may_cut_;
+  std::deque<Rounding> roundings_;  // in the order of the graph
+  std::deque<Folded> folded_;
+  std::unordered_map<Value, const Rounding*> by_value_;  // numbers, and what their ends make
+  std::unordered_map<const Node*, const Rounding*> by_maker_;
+};
+
+}  // namespace ortolan::provider

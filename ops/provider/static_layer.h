@@ -1,0 +1,19 @@
+// int8 layers of models whose activations have fixed ranges (roundings.h), in the forms of quantize_static and of weights
+// that are stored in 8 bits alone:
+//
+//     MatMul or Gemm, the weight behind DequantizeLinear, perhaps transposed
+//     QLinearMatMul; com.microsoft.QGemm; com.microsoft.MatMulIntegerToFloat behind QuantizeLinear
+//
+// The rules are those of graph_passes/find/quantized_forms.py and stored_int8.py: our layer rounds each row of the
+// floats in front by itself. Without a range in front, it is a layer all the same.
+#pragma once
+
+#include "provider/layer.h"
+#include "provider/roundings.h"
+
+namespace ortolan::provider {
+
+// As ReadLayer.
+std::optional<Layer> ReadStaticLayer(const Graph& graph, const Roundings& roundings, const Node& node);
+
+}  // namespace ortolan::provider
