@@ -17,6 +17,7 @@ constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr const char* kMicrosoft = "com.microsoft";
 
 constexpr const char* kNeverNegative[] = {"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt"};
+constexpr const char* kWithinOne[] = {"Erf", "Tanh"};
 // What the first input says.
 constexpr const char* kMoves[] = {"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"};
 constexpr size_t kMostVisits = 64;
@@ -150,7 +151,7 @@ void Roundings::Fold(const Graph& graph, const Node& node) {
   std::optional<Constant> zeros;
   if (node.Has(2)) {
     zeros = graph.ConstantOf(node.Input(2));
-    if (!zeros || zeros->type != codes->type || zeros->shape != scale->shape) return;
+    if (!zeros || zeros->type != codes->type || zeros->Count() != scale->Count()) return;
   }
   const std::vector<float> scales = scale->Floats();
   Folded folded{&node, reader, {NameOf(graph.host(), node.Output(0)), kFloat, codes->shape, nullptr}, {}};
@@ -163,13 +164,37 @@ void Roundings::Fold(const Graph& graph, const Node& node) {
   folded_.back().constant.data = folded_.back().numbers.data();
 }
 
+std::optional<float> Roundings::NumberOf(const Graph& graph, Value value) const {
+  const auto is_made = [&](const Folded& folded) { return folded.node->Output(0) == value; };
+  const auto folded = std::find_if(folded_.begin(), folded_.end(), is_made);
+  return folded != folded_.end() ? folded->constant.Number() : graph.NumberOf(value);
+}
+
+// Whether a node adds 1 to what is -1 at least, but for what a constant has lost by rounding.
+bool Roundings::IsOneMore(const Graph& graph, const Node& add, std::vector<const Node*>& nodes) const {
+  if (!add.IsStandard("Add") || !add.Has(0) || !add.Has(1)) return false;
+  for (const size_t index : {0, 1}) {
+    Value value = add.Input(index);
+    if (const Rounding* const rounding = Of(value); rounding != nullptr && rounding->floats != nullptr) {
+      nodes.push_back(graph.Maker(value));
+      nodes.push_back(rounding->maker);
+      value = rounding->floats;
+    }
+    const Node* const node = graph.Maker(value);
+    if (node == nullptr || !IsOneOf(*node, kWithinOne)) continue;
+    nodes.push_back(node);
+    return NumberOf(graph, add.Input(1 - index)).value_or(0.0f) > 0.99f;
+  }
+  return false;
+}
+
 // Whether what leads to the value, by nodes that move numbers about and by roundings, is sure not to be below 0.
-bool Roundings::IsOfMoves(const Graph& graph, Value value, std::vector<const Node*>& nodes) const {
+bool Roundings::IsAbove(const Graph& graph, Value value, std::vector<const Node*>& nodes) const {
   for (size_t visits = 0; visits < kMostVisits; ++visits) {
     const Node* const node = value == nullptr ? nullptr : graph.Maker(value);
     if (node == nullptr) return false;
     nodes.push_back(node);
-    if (IsOneOf(*node, kNeverNegative)) return true;
+    if (IsOneOf(*node, kNeverNegative) || IsOneMore(graph, *node, nodes)) return true;
     const Rounding* const rounding = Of(value);
     if (rounding != nullptr) {
       nodes.push_back(rounding->maker);
@@ -185,7 +210,7 @@ bool Roundings::IsOfMoves(const Graph& graph, Value value, std::vector<const Nod
 
 void Roundings::LookAbove(const Graph& graph, Rounding& rounding) const {
   if (!rounding.range.BeginsAtZero()) return;
-  if (rounding.floats != nullptr && IsOfMoves(graph, rounding.floats, rounding.above)) return;
+  if (rounding.floats != nullptr && IsAbove(graph, rounding.floats, rounding.above)) return;
   rounding.above.clear();
   rounding.state = Rounding::State::kCut;
   if (may_cut_) return;

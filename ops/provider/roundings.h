@@ -97,7 +97,9 @@ class Roundings {
   void Find(const Graph& graph, const Node& maker);
   void Fold(const Graph& graph, const Node& node);
   void LookAbove(const Graph& graph, Rounding& rounding) const;
-  bool IsOfMoves(const Graph& graph, Value value, std::vector<const Node*>& nodes) const;
+  bool IsAbove(const Graph& graph, Value value, std::vector<const Node*>& nodes) const;
+  bool IsOneMore(const Graph& graph, const Node& add, std::vector<const Node*>& nodes) const;
+  std::optional<float> NumberOf(const Graph& graph, Value value) const;
   struct Groups;
   bool PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const;
   bool PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const;
