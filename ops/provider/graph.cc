@@ -75,8 +75,9 @@ const Node* Graph::OnlyReader(Value value) const {
   return place.uses[0].node;
 }
 
-bool Graph::CanBeOne(std::span<const Node* const> nodes) const {
-  std::vector<bool> is_inside(nodes_.size()), is_seen(nodes_.size());
+bool Graph::CanBeOne(std::span<const Node* const> nodes, std::span<const Node* const> behind) const {
+  std::vector<bool> is_inside(nodes_.size()), is_behind(nodes_.size()), is_seen(nodes_.size());
+  for (const Node* const node : behind) is_behind[IndexOf(*node)] = true;
   size_t first = nodes_.size();
   for (const Node* const node : nodes) {
     is_inside[IndexOf(*node)] = true;
@@ -89,6 +90,7 @@ bool Graph::CanBeOne(std::span<const Node* const> nodes) const {
     if (maker == nullptr) return true;
     const size_t index = IndexOf(*maker);
     if (is_inside[index]) return static_cast<bool>(is_inside[IndexOf(reader)]);
+    if (is_behind[index]) return false;
     if (index > first && !is_seen[index]) {
       is_seen[index] = true;
       waiting.push_back(maker);

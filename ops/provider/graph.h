@@ -14,9 +14,9 @@ namespace ortolan::provider {
 
 // What finders see in the place of some of a graph's values and nodes.
 struct View {
-  std::unordered_map<Value, Value> instead;        // of a value
-  std::unordered_set<const Node*> hidden;          // nodes
-  std::unordered_map<Value, Constant> constants;   // what hidden nodes make
+  std::unordered_map<Value, Value> instead;       // of a value
+  std::unordered_set<const Node*> hidden;         // nodes
+  std::unordered_map<Value, Constant> constants;  // what hidden nodes make
 };
 
 class Graph {
@@ -49,7 +49,8 @@ class Graph {
   const Node* OnlyReader(Value value) const;
 
   // Whether these nodes can run as one: nothing that they read hangs on what they make, but by way of themselves.
-  bool CanBeOne(std::span<const Node* const> nodes) const;
+  // behind: others that wait for them, too.
+  bool CanBeOne(std::span<const Node* const> nodes, std::span<const Node* const> behind = {}) const;
 
   // Helpers of finders.
   std::optional<Constant> ConstantOf(Value value) const;

@@ -252,11 +252,24 @@ class Finder {
     }
   }
 
+  // Others that read what a rounding of the group becomes: they get it from the group.
+  std::vector<const Node*> ReadersOfRoundings(const Group& group) const {
+    std::vector<const Node*> readers;
+    for (const Node* const node : group.nodes) {
+      const Rounding* const rounding = roundings_.MadeBy(*node);
+      if (rounding == nullptr || rounding->state == Rounding::State::kStays) continue;
+      for (const Rounding::Reader& reader : rounding->readers) {
+        if (!Contains(group.nodes, reader.use.node)) readers.push_back(reader.use.node);
+      }
+    }
+    return readers;
+  }
+
   void TakeResidualAndNorm(Step& step, Group& group) {
     const auto take = [&](const Node& node) {
       if (taken_.count(&node) != 0 || node.Output(0) == nullptr) return false;
       group.nodes.push_back(&node);
-      if (!graph_.CanBeOne(group.nodes)) {
+      if (!graph_.CanBeOne(group.nodes, ReadersOfRoundings(group))) {
         group.nodes.pop_back();
         return false;
       }

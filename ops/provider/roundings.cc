@@ -16,7 +16,8 @@ constexpr auto kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
 constexpr auto kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr const char* kMicrosoft = "com.microsoft";
 
-constexpr const char* kNeverNegative[] = {"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Sqrt"};
+constexpr const char* kNeverNegative[] = {"Abs",     "Exp",     "HardSigmoid", "Relu",
+                                          "Sigmoid", "Softmax", "Softplus",    "Sqrt"};
 constexpr const char* kWithinOne[] = {"Erf", "Tanh"};
 // What the first input says.
 constexpr const char* kMoves[] = {"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"};
@@ -24,8 +25,8 @@ constexpr size_t kMostVisits = 64;
 
 template <typename Types>
 bool IsOneOf(const Node& node, const Types& types) {
-  return node.IsStandard() && std::any_of(std::begin(types), std::end(types),
-                                          [&](const char* type) { return node.type() == type; });
+  return node.IsStandard() &&
+         std::any_of(std::begin(types), std::end(types), [&](const char* type) { return node.type() == type; });
 }
 
 // Where a layer of 8-bit numbers has scale and zero point of its first input.
@@ -327,9 +328,8 @@ namespace {
 
 template <typename Holds>
 bool AnyLayer(const Group& group, const Holds& holds) {
-  return std::any_of(group.steps.begin(), group.steps.end(), [&](const Step& step) {
-    return std::any_of(step.layers.begin(), step.layers.end(), holds);
-  });
+  return std::any_of(group.steps.begin(), group.steps.end(),
+                     [&](const Step& step) { return std::any_of(step.layers.begin(), step.layers.end(), holds); });
 }
 
 bool IsStatic(const Group& group) {
@@ -444,9 +444,8 @@ bool Roundings::PlaceBehind(const Graph& graph, const Rounding& rounding, Groups
 }
 
 bool Roundings::PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const {
-  const bool is_read = std::any_of(rounding.readers.begin(), rounding.readers.end(), [&](const auto& reader) {
-    return groups.Of(reader.use.node) != nullptr;
-  });
+  const bool is_read = std::any_of(rounding.readers.begin(), rounding.readers.end(),
+                                   [&](const auto& reader) { return groups.Of(reader.use.node) != nullptr; });
   if (is_read && PlaceInFront(graph, rounding, groups)) return true;
   if (PlaceBehind(graph, rounding, groups)) return true;
   // One in front of groups or behind them may be left alone; a layer that makes numbers may not.

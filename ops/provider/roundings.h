@@ -41,17 +41,17 @@ struct Rounding {
     const Node* end;  // null: a layer that takes the numbers
   };
   enum class State {
-    kGone,    // its floats are seen in the place of what its ends make
-    kCut,     // the floats within bounds
+    kGone,  // its floats are seen in the place of what its ends make
+    kCut,   // the floats within bounds
     kStays,
   };
 
-  const Node* maker = nullptr;     // of the numbers: QuantizeLinear, or a layer
-  Value floats = nullptr;          // in front of the QuantizeLinear; null: a layer makes numbers
-  std::vector<const Node*> ends;   // DequantizeLinear
-  std::vector<const Node*> last;   // of the ends, those whose floats are outputs of the graph
+  const Node* maker = nullptr;    // of the numbers: QuantizeLinear, or a layer
+  Value floats = nullptr;         // in front of the QuantizeLinear; null: a layer makes numbers
+  std::vector<const Node*> ends;  // DequantizeLinear
+  std::vector<const Node*> last;  // of the ends, those whose floats are outputs of the graph
   std::vector<Reader> readers;
-  bool is_alone = false;           // it has one end, and nothing else reads its source
+  bool is_alone = false;  // it has one end, and nothing else reads its source
   FixedRange range;
   State state = State::kGone;
   std::vector<const Node*> above;  // nodes that show that nothing comes in below 0, if the range begins there

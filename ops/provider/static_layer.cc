@@ -101,8 +101,8 @@ const Node* FindWeight(const Graph& graph, const Node& node, std::vector<const N
 
 Int8Weight ReadDequantized(const Node& node, bool transposed) {
   const int64_t axis = node.Whole("axis", 1), block_size = node.Whole("block_size", 0);
-  Expect(block_size == 0, ErrorText("its scales are for blocks of ", block_size,
-                                    " inputs, expected one scale, or one a column"));
+  Expect(block_size == 0,
+         ErrorText("its scales are for blocks of ", block_size, " inputs, expected one scale, or one a column"));
   Expect(axis >= -2 && axis < 2, ErrorText("axis of its DequantizeLinear is ", axis, ", expected 0 or 1"));
   const int64_t made = node.Whole("output_dtype", 0);
   Expect(made == 0 || made == kFloat, "its DequantizeLinear makes another type than that of its scales");

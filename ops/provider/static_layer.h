@@ -1,5 +1,5 @@
-// int8 layers of models whose activations have fixed ranges (roundings.h), in the forms of quantize_static and of weights
-// that are stored in 8 bits alone:
+// int8 layers of models whose activations have fixed ranges (roundings.h), in the forms of quantize_static and of
+// weights that are stored in 8 bits alone:
 //
 //     MatMul or Gemm, the weight behind DequantizeLinear, perhaps transposed
 //     QLinearMatMul; com.microsoft.QGemm; com.microsoft.MatMulIntegerToFloat behind QuantizeLinear

@@ -27,7 +27,9 @@ import numpy as np
 import onnxruntime
 from onnx import ModelProto, helper, numpy_helper
 
-from .fuzz_models import Feeds, Rng, damaged, model_of, odd_feeds
+from ..passes.int8_layers import adopt
+from ..passes.small_models import run as run_model
+from .fuzz_models import Feeds, Rng, damaged, graphs, model_of, odd_feeds
 from .sessions import claimed, plain_session, provider_session
 
 MODELS_PER_PROCESS = 400  # sanitizers do not give memory back
@@ -199,9 +201,27 @@ def outcome(model: ModelProto, known: Feeds, odd: Feeds, threads: int = 1) -> st
         plain = plain_session(model, fuses=False)
         expected = plain.run(None, feeds)
         errors, own = differences(expected, first), differences(expected, plain.run(None, with_noise(feeds)))
+        if has_fixed_ranges(model) and max(errors) > TOLERANCE:
+            # Which the provider takes away, as the optimized file does.
+            expected = answers_of_file(model, feeds)
+            if expected is None:
+                return f"{taken}, ranges that no file is made of"
+            errors = [min(pair) for pair in zip(errors, differences(expected, first), strict=True)]
         if any(error > max(TOLERANCE, 5 * noise) for error, noise in zip(errors, own, strict=True)):
             return f"{WRONG[0]}: outputs differ by {errors} of their norms"
     return f"{taken}, answered"
+
+
+def has_fixed_ranges(model: ModelProto) -> bool:
+    return any(node.op_type == "QuantizeLinear" for graph in graphs(model.graph) for node in graph.node)
+
+
+def answers_of_file(model: ModelProto, feeds: Feeds) -> list[Any] | None:
+    """Of the optimized file; None: there is none."""
+    try:
+        return run_model(adopt(model).model, feeds, library=True)
+    except Exception:
+        return None
 
 
 def run_plain(model: ModelProto, known: Feeds, odd: Feeds) -> None:

@@ -19,7 +19,7 @@ from onnxruntime.quantization import matmul_nbits_quantizer
 from ortolan.models import tiny
 
 from ..passes.cached_llama import llama, prompt
-from ..passes.int8_layers import DYNAMIC, Int8Layer, sparse_numbers
+from ..passes.int8_layers import DYNAMIC, FIXED, ROUNDED, Int8Layer, sparse_numbers
 from .cached_models import Form
 from .int8_models import ACTIVATIONS, FLOAT, NUMBERS, dense_numbers, with_nodes, with_zero_blocks
 from .nbits_models import NBits, whole
@@ -75,6 +75,9 @@ ATTRIBUTES += ["local_window_size", "smooth_softmax", "qk_output", "k_quant_type
 ATTRIBUTES += ["alpha", "approximate", "transB", "fmod", "saturate", "no such attribute"]
 OPERATORS = ["Add", "Mul", "Sub", "Div", "Pow", "Relu", "Gelu", "Erf", "Tanh", "Sigmoid", "Cast", "Identity", "MatMul"]
 OPERATORS += [
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "QLinearMatMul",
     "MatMulInteger",
     "GroupQueryAttention",
     "DynamicQuantizeLinear",
@@ -147,6 +150,36 @@ def int8_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     return with_nodes(layer, nodes, inputs, **constants), feeds_of(rng, k, n)
 
 
+def static_model(rng: Rng) -> tuple[ModelProto, Feeds]:
+    """A layer of a fixed range, perhaps with a rounding behind it that others read, too."""
+    node, k, n = helper.make_node, pick(rng, [1, 31, 32, 64, 100]), pick(rng, [1, 16, 24, 32])
+    flags = [bool(flag) for flag in rng.integers(0, 2, 4)]
+    layer = Int8Layer(
+        pick(rng, [*FIXED, *ROUNDED]), q=dense_numbers(k, n), unsigned=flags[0], per_column=flags[1], bias=flags[2],
+        x_unsigned=flags[3], zero_point=128 if flags[0] else 0,
+    )  # fmt: skip
+    layer.y_scale = np.float32(0.5)
+    nodes, inputs, constants = behind(rng, n)
+    names = ["y_scale", pick(rng, ["y_zero", "lowest"])]
+    constants |= {"y_scale": layer.tensors["y_scale"], "y_zero": layer.tensors["y_zero"]}
+    constants["lowest"] = np.array(0 if layer.x_unsigned else -128, layer.tensors["y_zero"].dtype)
+    if rng.random() < 0.6:
+        nodes = [NodeProto.FromString(one.SerializeToString()) for one in nodes]  # others have them, too
+        for one in nodes:
+            one.input[:] = ["rd" if name == "r" else name for name in one.input]
+        rounding = [node("QuantizeLinear", ["r", *names], ["rq"]), node("DequantizeLinear", ["rq", *names], ["rd"])]
+        nodes = [*rounding, *nodes]
+    reads_too, made = rng.random() < 0.4, {name for one in layer.nodes("r") for name in one.output}
+    if reads_too:
+        product = ["MatMul", ["xd" if "xd" in made and rng.random() < 0.7 else "x", "V"], ["p2"]]
+        nodes = [*nodes, node(*product, name="linear2"), node("Relu", ["p2"], ["y2"])]
+        constants["V"] = dense_numbers(k, n, 1).astype(np.float32)
+    model = with_nodes(layer, nodes, inputs, **constants)
+    if reads_too:
+        model.graph.output.append(helper.make_tensor_value_info("y2", FLOAT, None))
+    return model, feeds_of(rng, k, n)
+
+
 def nbits_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     k, n = pick(rng, [1, 31, 64, 100, 160]), pick(rng, [1, 16, 24, 32])
     layer = nbits_layer(rng, k, n)
@@ -186,6 +219,23 @@ def gated_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     return with_nodes(layer, [*second, *more], W2=int8_numbers(rng, k, n, 1)), feeds_of(rng, k, n)
 
 
+def token_feeds(rng: Rng, batch: int, length: int) -> Feeds:
+    ids = rng.integers(0, 101, (batch, length))
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+
+
+def static_texts() -> quantization.CalibrationDataReader:
+    class Texts(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            rng = np.random.default_rng(0)
+            self._left = [token_feeds(rng, 2, 16) for _ in range(3)]
+
+        def get_next(self) -> Feeds | None:
+            return self._left.pop() if self._left else None
+
+    return Texts()
+
+
 @functools.cache
 def encoders() -> list[ModelProto]:
     """Whole encoders as ONNX Runtime's quantizers write them."""
@@ -198,6 +248,12 @@ def encoders() -> list[ModelProto]:
             per_channel = weight_type == quantization.QuantType.QInt8
             quantization.quantize_dynamic(source, made, weight_type=weight_type, per_channel=per_channel)
             models += [onnx.load(made), with_zero_blocks(onnx.load(made))]
+        for form in quantization.QuantFormat:
+            for types in (["MatMul"], None):
+                quantization.quantize_static(
+                    source, made, static_texts(), quant_format=form, op_types_to_quantize=types
+                )
+                models.append(onnx.load(made))
     for symmetric in (True, False):
         copied = ModelProto.FromString(float_model.SerializeToString())
         quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
@@ -211,8 +267,7 @@ def encoders() -> list[ModelProto]:
 
 def encoder_model(rng: Rng) -> tuple[ModelProto, Feeds]:
     model = ModelProto.FromString(pick(rng, encoders()).SerializeToString())
-    ids = rng.integers(0, 101, (int(rng.integers(1, 3)), int(rng.integers(1, 12))))
-    return model, {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    return model, token_feeds(rng, int(rng.integers(1, 3)), int(rng.integers(1, 12)))
 
 
 def cached_model(rng: Rng) -> tuple[ModelProto, Feeds]:
@@ -270,8 +325,8 @@ def in_branches(rng: Rng, model: ModelProto) -> ModelProto:
 
 
 def model_of(rng: Rng) -> tuple[ModelProto, Feeds]:
-    makers = [int8_model, int8_model, nbits_model, nbits_model, gated_model, gated_model, encoder_model]
-    make = pick(rng, [*makers, cached_model, cached_model, decoder_model])
+    makers = [int8_model, static_model, static_model, static_model, nbits_model, nbits_model, gated_model]
+    make = pick(rng, [*makers, encoder_model, cached_model, cached_model, decoder_model])
     model, feeds = make(rng)
     if rng.random() < 0.15:
         model = in_branches(rng, model)

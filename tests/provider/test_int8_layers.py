@@ -16,7 +16,7 @@ import ortolan
 from ortolan.models import tiny
 
 from ..ops.single_node import assert_same_bits
-from ..passes.int8_layers import DYNAMIC, FIXED, Int8Layer, adopt
+from ..passes.int8_layers import DYNAMIC, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
 from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
 from .sessions import claimed, needs_provider, plain_session, provider_session
@@ -210,13 +210,6 @@ def test_numbers_that_others_read_too_stay() -> None:
     assert claimed(session) == []
     x = layer.inputs(6)
     assert_same_bits(session.run(None, {"x": x})[0], plain_session(model).run(None, {"x": x})[0])
-
-
-@pytest.mark.parametrize("form", FIXED)
-def test_fixed_ranges_stay(form: str) -> None:
-    layer = Int8Layer(form, q=dense_numbers(32, 24))
-    session = all_claims(layer.model())
-    assert claimed(session) == []
 
 
 def test_without_vnni_int8_layers_stay(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

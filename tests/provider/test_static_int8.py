@@ -1,0 +1,301 @@
+"""Layers of models with fixed ranges on the provider: QDQ, QLinearMatMul, QGemm. Answers are those of the optimized file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+from onnxruntime import quantization
+
+import ortolan
+from ortolan.models import tiny
+
+from ..ops.single_node import assert_same_bits
+from ..passes.int8_layers import ROUNDED, Int8Layer, adopt
+from ..passes.small_models import relative_error, run
+from .fuzz_models import static_texts, token_feeds
+from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
+from .sessions import claimed, needs_provider, plain_session, provider_session
+
+pytestmark = needs_provider
+
+node = helper.make_node
+QDQ = ["qdq", "qdq_transpose", "qdq_gemm", "qdq_gemm_trans_b"]
+FORMS = [*QDQ, *ROUNDED, "to_float"]
+LEVELS = [ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL]
+
+
+def session_at(model: onnx.ModelProto, level: ort.GraphOptimizationLevel) -> ort.InferenceSession:
+    options = ortolan.session_options(claims="all")
+    options.graph_optimization_level = level
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    return ort.InferenceSession(model.SerializeToString(), options)
+
+
+def check_as_optimized(model: onnx.ModelProto, *feeds: np.ndarray, **more: np.ndarray) -> list[str]:
+    """Answers bit by bit those of the file that is made of the model, however ONNX Runtime optimizes it. The names of
+    the nodes that are taken of the graph as it is."""
+    optimized = adopt(model, calibration=[{"x": feeds[0]} | more]).model
+    for level in LEVELS:
+        session = session_at(model, level)
+        for x in feeds:
+            found = session.run(None, {"x": x} | more)
+            for ours, theirs in zip(found, run(optimized, {"x": x} | more, library=True), strict=True):
+                assert_same_bits(ours, theirs)
+    return claimed(session)
+
+
+def rounding(source: str, made: str, scale: str, zero: str) -> list[onnx.NodeProto]:
+    numbers = made + "_numbers"
+    return [
+        node("QuantizeLinear", [source, scale, zero], [numbers], name=made + "_quantize"),
+        node("DequantizeLinear", [numbers, scale, zero], [made], name=made + "_dequantize"),
+    ]
+
+
+def constants_of(layer: Int8Layer, **more: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: layer.tensors[name] for name in ("y_scale", "y_zero")} | more
+
+
+@pytest.mark.parametrize("size", [(1, 1), (31, 5), (64, 16), (100, 33), (300, 48)])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form: str, size: tuple[int, int]) -> None:
+    layer = Int8Layer(form, q=dense_numbers(*size), per_column=size[1] % 2 == 0, bias=size[0] % 2 == 1)
+    model = layer.model()
+    taken = check_as_optimized(model, *(layer.inputs(rows) for rows in (1, 7, 33)))
+    assert len(taken) == len(model.graph.node)
+    x = layer.inputs(33)
+    exact = x @ layer.matrix + (layer.b if layer.bias and form != "qlinear" else 0)
+    assert relative_error(exact, all_claims(model).run(None, {"x": x})[0]) < 0.02
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("x_unsigned", [False, True])
+@pytest.mark.parametrize("offset", [0, 12])
+def test_zero_points(form: str, unsigned: bool, x_unsigned: bool, offset: int) -> None:
+    zero = (128 if unsigned else 0) + offset
+    codes = np.random.default_rng(4).integers(0, 256, (70, 24)).astype(np.int16) - (0 if unsigned else 128)
+    layer = Int8Layer(form, unsigned=unsigned, x_unsigned=x_unsigned, zero_point=zero, q=codes - zero)
+    try:
+        plain_session(layer.model())
+    except Exception:  # ONNX Runtime has no kernel for these types
+        pytest.skip("ONNX Runtime does not run it")
+    assert "linear" in check_as_optimized(layer.model(), layer.inputs(9))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("form", ["qdq", "qlinear"])
+def test_activations_behind_a_rounding(form: str, name: str) -> None:
+    layer = Int8Layer(form, q=dense_numbers(64, 24))
+    more = [onnx.NodeProto.FromString(one.SerializeToString()) for one in ACTIVATIONS[name]]
+    if form == "qdq":
+        for one in more:
+            one.input[:] = ["s" if of == "r" else of for of in one.input]
+        more = [*rounding("r", "s", "y_scale", "y_zero"), *more]
+    model = with_nodes(layer, [*more, node("Neg", ["a"], ["y"], name="behind")], **constants_of(layer))
+    taken = check_as_optimized(model, layer.inputs(1), layer.inputs(40))
+    # Readers of one DequantizeLinear get one each.
+    assert "behind" not in taken and len(taken) >= len(model.graph.node) - 1
+
+
+@pytest.mark.parametrize("x_unsigned", [False, True])
+def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None:
+    """In front of a layer, and behind one where nothing else reads what is rounded."""
+    layer = Int8Layer("qdq", q=dense_numbers(64, 24), x_unsigned=x_unsigned)
+    layer.x_zero = layer.y_zero = 0 if x_unsigned else -128
+    layer.y_scale = np.float32(2**-6)  # so that much is beyond 255 steps
+    model = with_nodes(layer, rounding("r", "y", "y_scale", "y_zero"), **constants_of(layer))
+    x = layer.inputs(9)
+    x[0, :5] = [9, -9, np.inf, -0.0, 1e30]
+    taken = check_as_optimized(model, x[1:], x)
+    assert len(taken) == len(model.graph.node)
+    y = all_claims(model).run(None, {"x": x})[0]
+    assert y.min() == 0 and y.max() == 255 * layer.y_scale
+
+
+def test_a_relu_needs_no_bounds() -> None:
+    """A perceptron: the rounding behind its Relu is the first layer's."""
+    layer = Int8Layer("qdq", q=dense_numbers(64, 32), bias=True)
+    more = [
+        node("Relu", ["r"], ["a"], name="relu"),
+        *rounding("a", "h", "narrow", "lowest"),
+        node("DequantizeLinear", ["W2", "narrow", "zero"], ["V"], name="weight2"),
+        node("MatMul", ["h", "V"], ["p2"], name="linear2"),
+        *rounding("p2", "y", "y_scale", "y_zero"),
+    ]
+    numbers = {"narrow": np.float32(2**-9), "lowest": np.uint8(0), "zero": np.int8(0)}
+    model = with_nodes(layer, more, W2=dense_numbers(32, 16, 1), **constants_of(layer), **numbers)
+    assert len(check_as_optimized(model, layer.inputs(9))) == len(model.graph.node)
+
+
+def test_layers_and_a_residual_of_one_rounding() -> None:
+    """What others read of it, they get as floats: ONNX Runtime gives each reader a DequantizeLinear of its own.
+
+    Three axes, as it makes a Gemm of a MatMul and an Add of matrices."""
+    layer = Int8Layer("qdq", q=dense_numbers(32, 32))
+    more = [
+        node("DequantizeLinear", ["W2", "y_scale", "zero"], ["V"], name="weight2"),
+        node("MatMul", ["xd", "V"], ["p2"], name="linear2"),
+        *rounding("p2", "pd", "y_scale", "y_zero"),
+        node("Mul", ["pd", "r"], ["m"], name="mul"),
+        *rounding("m", "md", "y_scale", "y_zero"),
+        node("DequantizeLinear", ["W3", "y_scale", "zero"], ["U"], name="weight3"),
+        node("MatMul", ["md", "U"], ["q"], name="linear3"),
+        node("Add", ["q", "xd"], ["s"], name="add"),
+        node("LayerNormalization", ["s", "weight", "shift"], ["y"], name="norm", axis=-1),
+        node("Neg", ["xd"], ["z"], name="outside"),
+    ]
+    norm = dict(zip(("weight", "shift"), np.random.default_rng(1).random((2, 32), np.float32), strict=True))
+    numbers = {"W2": dense_numbers(32, 32, 1), "W3": dense_numbers(32, 32, 2), "zero": np.int8(0)}
+    model = with_nodes(layer, more, **constants_of(layer), **numbers, **norm)
+    model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, None))
+    model.graph.input[0].type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="texts"))
+    taken = check_as_optimized(model, layer.inputs(1)[None], layer.inputs(10).reshape(2, 5, 32))
+    assert {"linear", "linear2", "linear3", "add", "norm"} <= set(taken) and "outside" not in taken
+
+
+def test_rounding_that_leads_back_to_its_layer() -> None:
+    """A residual of the layer is made of what others read of its input: ONNX Runtime's nodes cannot be in a ring."""
+    layer = Int8Layer("qdq", q=dense_numbers(64, 64))
+    more = [node("Tanh", ["xd"], ["t"], name="tanh"), node("Add", ["r", "t"], ["y"], name="add")]
+    model = with_nodes(layer, more)
+    model.graph.input[0].type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="texts"))
+    taken = check_as_optimized(model, layer.inputs(9)[None])
+    assert "linear" in taken and not {"tanh", "add"} & set(taken)
+
+
+def test_biases_of_whole_numbers() -> None:
+    """int32 behind DequantizeLinear, as quantize_static writes them for Gemm; uint8 behind one, for an Add."""
+    layer = Int8Layer("qdq_gemm", q=dense_numbers(64, 24))
+    nodes = layer.nodes("r")
+    nodes[-1].input.append("b_floats")
+    steps = np.asarray(layer.scales * layer.x_scale)
+    more = [
+        *nodes[:-1],
+        node("DequantizeLinear", ["b_int32", "steps"], ["b_floats"], name="bias", axis=0),
+        nodes[-1],
+        node("DequantizeLinear", ["b_uint8", "y_scale", "y_zero"], ["c"], name="bias2"),
+        node("Add", ["c", "r"], ["y"], name="add"),
+    ]
+    base = with_nodes(layer, [node("Identity", ["r"], ["y"])])
+    del base.graph.node[:]
+    base.graph.node.extend(more)
+    codes = np.random.default_rng(2).integers(0, 256, 24).astype(np.uint8)
+    tensors = {"b_int32": layer.tensors["b_int32"], "steps": steps, "b_uint8": codes} | constants_of(layer)
+    base.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())
+    taken = check_as_optimized(base, layer.inputs(9))
+    assert {"linear", "bias"} <= set(taken)
+
+
+def test_a_weight_of_8_bits_alone() -> None:
+    layer = Int8Layer("qdq", q=dense_numbers(64, 24))
+    model = layer.model()
+    kept = [one for one in model.graph.node if one.name not in ("quantize", "dequantize")]
+    kept[-1].input[0] = "x"
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    assert len(check_as_optimized(model, layer.inputs(9))) == 2
+
+
+@pytest.mark.parametrize("form", ["qdq", "qlinear", "qgemm"])
+def test_numbers_that_are_an_output_keep_the_layer(form: str) -> None:
+    layer = Int8Layer(form, q=dense_numbers(64, 24))
+    model = layer.model()
+    for name in ("xq",) if form == "qdq" else ("xq", "yq"):
+        changed = onnx.ModelProto.FromString(model.SerializeToString())
+        changed.graph.output.append(helper.make_empty_tensor_value_info(name))
+        session = all_claims(changed)
+        assert claimed(session) == []
+        for ours, plain in zip(
+            *(one.run(None, {"x": layer.inputs()}) for one in (session, plain_session(changed))), strict=True
+        ):
+            assert_same_bits(ours, plain)
+
+
+WRONG: dict[str, dict[str, np.ndarray]] = {
+    "weight scales of zero": {"scales": np.zeros(24, np.float32)},
+    "weight scales of NaN": {"scales": np.full(24, np.nan, np.float32)},
+    "negative weight scales": {"scales": np.full(24, -1, np.float32)},
+    "weight scales of another number": {"scales": np.ones(23, np.float32)},
+    "weight in three dimensions": {"W": np.ones((1, 64, 24), np.int8)},
+    "empty weight": {"W": np.ones((64, 0), np.int8)},
+    "weight zero points of another type": {"zeros": np.zeros(24, np.uint8)},
+    "a scale of zero": {"x_scale": np.float32(0)},
+    "a negative scale": {"x_scale": np.float32(-1)},
+    "a scale that is none": {"x_scale": np.float32(np.nan)},
+    "an infinite scale": {"x_scale": np.float32(np.inf)},
+    "scales an input": {"x_scale": np.ones(64, np.float32)},
+    "16 bits": {"x_zero": np.uint16(5)},
+    "half floats": {"x_scale": np.float16(0.5)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("form", [*QDQ, *ROUNDED])
+def test_malformed_layers_are_errors_or_left(form: str, name: str) -> None:
+    model = Int8Layer(form, q=dense_numbers(64, 24)).model(opset=21, ir_version=10)
+    for tensor in model.graph.initializer:
+        if tensor.name in WRONG[name]:
+            tensor.CopyFrom(numpy_helper.from_array(np.asarray(WRONG[name][tensor.name]), tensor.name))
+    try:
+        session = all_claims(model)
+    except Exception:  # ONNX Runtime's exceptions have no common base but Exception
+        return
+    assert "linear" not in claimed(session)
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, onnx.ModelProto]:
+    folder, made = tmp_path_factory.mktemp("encoders"), {}
+    onnx.save(ir.to_proto(tiny.tiny_bert()), folder / "float.onnx")
+    for form in quantization.QuantFormat:
+        for name, types in (("layers", ["MatMul"]), ("all", None)):
+            path = folder / f"{form}_{name}.onnx"
+            quantization.quantize_static(
+                folder / "float.onnx", path, static_texts(), quant_format=form, op_types_to_quantize=types,
+                per_channel=form == quantization.QuantFormat.QDQ,
+                extra_options={"MatMulConstBOnly": types is not None},
+            )  # fmt: skip
+            made[f"{form.name} {name}"] = onnx.load(path)
+    made["float"] = onnx.load(folder / "float.onnx")
+    return made
+
+
+def counted(model: onnx.ModelProto, session: ort.InferenceSession, op_type: str) -> int:
+    names = {one.name for one in model.graph.node if one.op_type == op_type}
+    return len(names & set(claimed(session)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["QDQ layers", "QOperator layers"])
+def test_a_whole_encoder(name: str, level: ort.GraphOptimizationLevel, encoders: dict[str, onnx.ModelProto]) -> None:
+    """With its attention, residuals and norms: it answers as the optimized file."""
+    model = encoders[name]
+    session = session_at(model, level)
+    optimized = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0}).model
+    # The last layer's norm, too; the first one is behind embeddings.
+    assert counted(model, session, "LayerNormalization") == 4 and counted(model, session, "Softmax") == 2
+    for batch, length in ((1, 1), (1, 16), (3, 40)):
+        feeds = token_feeds(np.random.default_rng(length), batch, length)
+        (y,), (expected,) = session.run(None, feeds), run(optimized, feeds, library=True)
+        assert_same_bits(y, expected)
+
+
+def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]) -> None:
+    """Roundings that lie in no group stay. What goes brings answers nearer to the floats."""
+    model = encoders["QDQ all"]
+    session = all_claims(model)
+    assert counted(model, session, "Softmax") == 2 and counted(model, session, "MatMul") == 16
+    feeds = token_feeds(np.random.default_rng(3), 3, 40)
+    exact, ours, theirs = (
+        one.run(None, feeds)[0] for one in (plain_session(encoders["float"]), session, plain_session(model))
+    )
+    assert relative_error(exact, ours) < relative_error(exact, theirs)
