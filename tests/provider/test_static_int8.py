@@ -1,9 +1,6 @@
-"""Layers of models with fixed ranges on the provider: QDQ, QLinearMatMul, QGemm. Answers are those of the optimized file."""
+"""Layers of fixed ranges on the provider, as quantize_static writes them: answers are those of the optimized file."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -21,7 +18,7 @@ from ..passes.int8_layers import ROUNDED, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
 from .fuzz_models import static_texts, token_feeds
 from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
-from .sessions import claimed, needs_provider, plain_session, provider_session
+from .sessions import claimed, needs_provider, plain_session
 
 pytestmark = needs_provider
 
