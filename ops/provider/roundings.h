@@ -71,7 +71,7 @@ struct Claims;
 
 class Roundings {
  public:
-  // may_cut: whether bounds may be a group's.
+  // may_cut: whether bounds and copies may be a group's.
   Roundings(const Graph& graph, bool may_cut);
   Roundings(const Roundings&) = delete;
   Roundings& operator=(const Roundings&) = delete;

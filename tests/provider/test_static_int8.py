@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -18,7 +20,7 @@ from ..passes.int8_layers import ROUNDED, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
 from .fuzz_models import static_texts, token_feeds
 from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
-from .sessions import claimed, needs_provider, plain_session
+from .sessions import claimed, needs_provider, plain_session, provider_session
 
 pytestmark = needs_provider
 
@@ -296,3 +298,15 @@ def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]
         one.run(None, feeds)[0] for one in (plain_session(encoders["float"]), session, plain_session(model))
     )
     assert relative_error(exact, ours) < relative_error(exact, theirs)
+
+
+def test_a_compiled_model_holds_them(encoders: dict[str, onnx.ModelProto], tmp_path: Path) -> None:
+    """But for those that bounds or copies are needed for."""
+    model = encoders["QOperator layers"]
+    path = str(tmp_path / "compiled.onnx")
+    writer = provider_session(
+        model, ep__ortolanexecutionprovider__claims="all", ep__context_enable="1", ep__context_file_path=path
+    )
+    assert counted(model, writer, "QLinearMatMul") == 12
+    feeds = token_feeds(np.random.default_rng(3), 3, 40)
+    assert_same_bits(provider_session(path).run(None, feeds)[0], writer.run(None, feeds)[0])
