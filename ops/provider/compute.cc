@@ -75,6 +75,24 @@ void Cut(const Bounds& bounds, const float* from, int64_t count, float* to) {
                  [&](float number) { return std::min(std::max(number, bounds.least), bounds.most); });
 }
 
+void WriteBounds(ContextWriter& writer, const std::optional<Bounds>& bounds) {
+  writer.Flag(bounds.has_value());
+  if (!bounds) return;
+  writer.Real(bounds->least);
+  writer.Real(bounds->most);
+}
+
+std::optional<Bounds> ReadBounds(ContextReader& reader) {
+  if (!reader.Flag()) return std::nullopt;
+  Bounds bounds;
+  bounds.least = reader.Real();
+  bounds.most = reader.Real();
+  if (!(bounds.least <= bounds.most)) {
+    throw OpError(ErrorText("numbers are cut off below ", bounds.least, " and above ", bounds.most));
+  }
+  return bounds;
+}
+
 // What one LinearPlan computes.
 class LinearCompute : public StepCompute {
  public:
@@ -124,6 +142,8 @@ class LinearCompute : public StepCompute {
       }
       SetNorm(layer, weight, bias, epsilon);
     }
+    x_bounds_ = ReadBounds(reader);
+    y_bounds_ = ReadBounds(reader);
     plan_.emplace(layer, ActiveFeatures());
   }
 
@@ -139,10 +159,13 @@ class LinearCompute : public StepCompute {
     writer.Number(static_cast<int64_t>(layer.activation));
     writer.Number(layer.gated_columns);
     writer.Flag(layer.norm.has_value());
-    if (!layer.norm) return;
-    writer.Real(layer.norm->epsilon);
-    writer.Array(std::span(layer.norm->weight, static_cast<size_t>(layer.Columns())));
-    writer.Array(std::span(layer.norm->bias, static_cast<size_t>(layer.Columns())));
+    if (layer.norm) {
+      writer.Real(layer.norm->epsilon);
+      writer.Array(std::span(layer.norm->weight, static_cast<size_t>(layer.Columns())));
+      writer.Array(std::span(layer.norm->bias, static_cast<size_t>(layer.Columns())));
+    }
+    WriteBounds(writer, x_bounds_);
+    WriteBounds(writer, y_bounds_);
   }
 
   std::optional<size_t> y() const override { return y_; }
@@ -196,7 +219,7 @@ class LinearCompute : public StepCompute {
   size_t x_;
   std::optional<size_t> y_;  // none: nobody reads it
   std::optional<size_t> residual_;
-  std::optional<Bounds> x_bounds_, y_bounds_;  // no part of compiled models
+  std::optional<Bounds> x_bounds_, y_bounds_;
   PackedLayers packed_;
   std::vector<float> own_norm_weight_, own_norm_bias_;  // or a file's
   std::optional<LinearPlan> plan_;                      // of the above
@@ -208,9 +231,18 @@ class CopyCompute : public StepCompute {
   CopyCompute(const HostApi& host, const Copy& copy, const Node& fused)
       : x_(InputPlace(host, fused, copy.from)), y_(OutputPlace(host, fused, copy.to)), bounds_(copy.bounds) {}
 
-  std::optional<size_t> y() const override { return y_; }
+  // As Write wrote it, behind its kind.
+  CopyCompute(ContextReader& reader, const Places& places)
+      : x_(places.Input(reader)), y_(places.Output(reader)), bounds_(ReadBounds(reader)) {}
 
-  void Write(ContextWriter&) const override { throw OpError("a compiled model holds no copies"); }
+  void Write(ContextWriter& writer) const override {
+    writer.Number(static_cast<int64_t>(StepKind::kCopy));
+    WritePlace(writer, x_);
+    WritePlace(writer, y_);
+    WriteBounds(writer, bounds_);
+  }
+
+  std::optional<size_t> y() const override { return y_; }
 
   void Run(const OrtApi& ort, OrtKernelContext& context, Host&) const override {
     if (!y_) return;
@@ -234,7 +266,8 @@ std::unique_ptr<StepCompute> ReadStep(ContextReader& reader, const Places& place
   const int64_t kind = reader.Number();
   if (kind == static_cast<int64_t>(StepKind::kLayers)) return std::make_unique<LinearCompute>(reader, places);
   if (kind == static_cast<int64_t>(StepKind::kAttention)) return std::make_unique<AttentionCompute>(reader, places);
-  throw OpError(ErrorText("a step is of kind ", kind, ", expected 0 or 1"));
+  if (kind == static_cast<int64_t>(StepKind::kCopy)) return std::make_unique<CopyCompute>(reader, places);
+  throw OpError(ErrorText("a step is of kind ", kind, ", expected 0, 1 or 2"));
 }
 
 }  // namespace

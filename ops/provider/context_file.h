@@ -15,7 +15,7 @@
 
 namespace ortolan::provider {
 
-inline constexpr int64_t kContextFormat = 2;
+inline constexpr int64_t kContextFormat = 3;
 inline constexpr int64_t kContextLine = 64;
 
 class ContextWriter {

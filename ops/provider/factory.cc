@@ -166,7 +166,6 @@ ProviderOptions ReadOptions(const SessionEntries& entries) {
   ProviderOptions options;
   options.rules.precision = known->second;
   options.context.enabled = entries.Text("ep.context_enable") == "1";
-  options.rules.may_cut = !options.context.enabled;  // compiled models have no bounds and no copies
   options.context.embeds = entries.Text("ep.context_embed_mode") == "1";
   options.context.path = entries.Text("ep.context_file_path");
   const Features features = ActiveFeatures();

@@ -339,7 +339,7 @@ std::string Step::Fused() const {
 }
 
 Claims FindGroups(Graph& graph, const LayerRules& rules) {
-  Roundings roundings(graph, rules.may_cut);
+  Roundings roundings(graph);
   for (;;) {
     graph.See(roundings.Seen());
     Claims claims = Finder(graph, roundings, rules).Find();

@@ -22,7 +22,6 @@ struct LayerRules {
   double least_zero_blocks = 0.0;  // of layers that store int8, their share (IsBlockSparse); above 1: none is taken
   Precision precision = Precision::kFloat32;
   std::string why_no_cached_attention;  // is taken; empty: it is
-  bool may_cut = true;                  // numbers of fixed ranges within bounds, and hand on copies of them
 };
 
 struct RoundedWeight : FloatWeight {

@@ -90,7 +90,7 @@ std::optional<FixedRange> RangeAt(const Graph& graph, const Node& node, size_t s
   return range;
 }
 
-Roundings::Roundings(const Graph& graph, bool may_cut) : may_cut_(may_cut) {
+Roundings::Roundings(const Graph& graph) {
   for (const Node& node : graph.nodes()) {
     if (node.IsStandard("DequantizeLinear")) Fold(graph, node);
     if (node.IsStandard("QuantizeLinear") || OutputRangeOf(node)) Find(graph, node);
@@ -214,9 +214,6 @@ void Roundings::LookAbove(const Graph& graph, Rounding& rounding) const {
   if (rounding.floats != nullptr && IsAbove(graph, rounding.floats, rounding.above)) return;
   rounding.above.clear();
   rounding.state = Rounding::State::kCut;
-  if (may_cut_) return;
-  rounding.state = Rounding::State::kStays;
-  rounding.reason = "its input has a range that begins at 0, and bounds are no part of compiled models";
 }
 
 View Roundings::Seen() const {
@@ -409,7 +406,7 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
     const Node* const maker = graph.Maker(rounding.Source());
     const bool is_made_inside = maker != nullptr && groups.Of(maker) == group;
     const bool are_floats = std::find(outside.begin(), outside.end(), nullptr) == outside.end();
-    if (!may_cut_ || !IsInputOf(*group, rounding) || is_made_inside || !are_floats) return false;
+    if (!IsInputOf(*group, rounding) || is_made_inside || !are_floats) return false;
   }
   groups.Add(*group, rounding);
   for (const Node* const end : rounding.ends) {
@@ -453,7 +450,7 @@ bool Roundings::PlaceOne(const Graph& graph, const Rounding& rounding, Groups& g
 }
 
 void Roundings::LetStay(Rounding& rounding) const {
-  const bool may_be_cut = rounding.state == Rounding::State::kGone && !rounding.above.empty() && may_cut_;
+  const bool may_be_cut = rounding.state == Rounding::State::kGone && !rounding.above.empty();
   rounding.state = may_be_cut ? Rounding::State::kCut : Rounding::State::kStays;
   rounding.reason = "its input is rounded to a fixed range, and not only layers that are taken read that";
 }

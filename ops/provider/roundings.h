@@ -71,8 +71,7 @@ struct Claims;
 
 class Roundings {
  public:
-  // may_cut: whether bounds and copies may be a group's.
-  Roundings(const Graph& graph, bool may_cut);
+  explicit Roundings(const Graph& graph);
   Roundings(const Roundings&) = delete;
   Roundings& operator=(const Roundings&) = delete;
 
@@ -106,7 +105,6 @@ class Roundings {
   bool PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const;
   void LetStay(Rounding& rounding) const;
 
-  bool may_cut_;
   std::deque<Rounding> roundings_;  // in the order of the graph
   std::deque<Folded> folded_;
   std::unordered_map<Value, const Rounding*> by_value_;  // numbers, and what their ends make

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 HEADER = 64
-LAYERS, ATTENTION = 0, 1  # kinds of steps
+LAYERS, ATTENTION, COPY = 0, 1, 2  # kinds of steps
 _ARRAYS = {
     1: ("masks", "values", "offsets", "scales", "column sums", "zero points"),
     3: ("values", "indices", "starts", "scales"),
@@ -46,6 +46,10 @@ class _Walk:
             self.array(f"{name}.{array}")
         self.places[f"{name} end"] = self.at
 
+    def bounds(self, name: str) -> None:
+        if self.number(name):
+            self.numbers(name, ".least", ".most")
+
     def target(self, name: str) -> None:
         self.number(f"{name}.copies")
         for i in range(self.number(f"{name}.sizes")):
@@ -74,11 +78,14 @@ class _Walk:
 
     def step(self) -> None:
         kind = self.number("kind")
-        self.text()
-        self.text()
+        if kind != COPY:
+            self.text()
+            self.text()
         self.numbers("", "x", "y")
         if kind == ATTENTION:
             return self.attention()
+        if kind == COPY:
+            return self.bounds("bounds")
         self.number("residual")
         self.layers("part0")
         self.numbers("", "activation", "gated")
@@ -86,6 +93,8 @@ class _Walk:
             self.number("epsilon")
             self.array("weight")
             self.array("shift")
+        self.bounds("x_bounds")
+        self.bounds("y_bounds")
 
 
 def steps(content: bytes) -> Iterator[dict[str, int]]:

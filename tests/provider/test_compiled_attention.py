@@ -238,7 +238,7 @@ LARGE = 1 << 40
 @pytest.mark.parametrize(
     "numbers, pattern",
     [
-        ({"kind": 2}, "a step is of kind 2, expected 0 or 1"),
+        ({"kind": 3}, "a step is of kind 3, expected 0, 1 or 2"),
         ({"kind": LAYERS}, "."),
         ({"x": 9}, "a step is of input or output 9"),
         ({"x": -1}, "a step is of input or output -1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,12 @@ from ortolan.models import tiny
 from ..ops.single_node import assert_same_bits
 from ..passes.int8_layers import ROUNDED, Int8Layer, adopt
 from ..passes.small_models import relative_error, run
+from .context_records import steps
 from .fuzz_models import static_texts, token_feeds
 from .int8_models import ACTIVATIONS, FLOAT, all_claims, dense_numbers, with_nodes
-from .sessions import claimed, needs_provider, plain_session, provider_session
+from .sessions import claimed, needs_provider, plain_session
+from .test_compiled_attention import bits, change
+from .test_context import binary, check_round_trip, compile_model, mutate_in_a_process, refuse
 
 pytestmark = needs_provider
 
@@ -105,15 +109,25 @@ def test_activations_behind_a_rounding(form: str, name: str) -> None:
     assert "behind" not in taken and len(taken) >= len(model.graph.node) - 1
 
 
-@pytest.mark.parametrize("x_unsigned", [False, True])
-def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None:
-    """In front of a layer, and behind one where nothing else reads what is rounded."""
+def layer_behind_a_relu(x_unsigned: bool) -> Int8Layer:
     layer = Int8Layer("qdq", q=dense_numbers(64, 24), x_unsigned=x_unsigned)
     layer.x_zero = layer.y_zero = 0 if x_unsigned else -128
     layer.y_scale = np.float32(2**-6)  # so that much is beyond 255 steps
-    model = with_nodes(layer, rounding("r", "y", "y_scale", "y_zero"), **constants_of(layer))
+    return layer
+
+
+def beyond_bounds(layer: Int8Layer) -> np.ndarray:
     x = layer.inputs(9)
     x[0, :5] = [9, -9, np.inf, -0.0, 1e30]
+    return x
+
+
+@pytest.mark.parametrize("x_unsigned", [False, True])
+def test_a_range_that_begins_at_zero_stands_for_a_relu(x_unsigned: bool) -> None:
+    """In front of a layer, and behind one where nothing else reads what is rounded."""
+    layer = layer_behind_a_relu(x_unsigned)
+    model = with_nodes(layer, rounding("r", "y", "y_scale", "y_zero"), **constants_of(layer))
+    x = beyond_bounds(layer)
     taken = check_as_optimized(model, x[1:], x)
     assert len(taken) == len(model.graph.node)
     y = all_claims(model).run(None, {"x": x})[0]
@@ -135,11 +149,9 @@ def test_a_relu_needs_no_bounds() -> None:
     assert len(check_as_optimized(model, layer.inputs(9))) == len(model.graph.node)
 
 
-def test_layers_and_a_residual_of_one_rounding() -> None:
-    """What others read of it, they get as floats: ONNX Runtime gives each reader a DequantizeLinear of its own.
-
-    Three axes, as it makes a Gemm of a MatMul and an Add of matrices."""
-    layer = Int8Layer("qdq", q=dense_numbers(32, 32))
+def residuals(layer: Int8Layer) -> onnx.ModelProto:
+    """Layers and a residual of one rounding. Three axes, as ONNX Runtime makes a Gemm of a MatMul and an Add of
+    matrices."""
     more = [
         node("DequantizeLinear", ["W2", "y_scale", "zero"], ["V"], name="weight2"),
         node("MatMul", ["xd", "V"], ["p2"], name="linear2"),
@@ -157,6 +169,13 @@ def test_layers_and_a_residual_of_one_rounding() -> None:
     model = with_nodes(layer, more, **constants_of(layer), **numbers, **norm)
     model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, None))
     model.graph.input[0].type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="texts"))
+    return model
+
+
+def test_layers_and_a_residual_of_one_rounding() -> None:
+    """What others read of it, they get as floats: ONNX Runtime gives each reader a DequantizeLinear of its own."""
+    layer = Int8Layer("qdq", q=dense_numbers(32, 32))
+    model = residuals(layer)
     taken = check_as_optimized(model, layer.inputs(1)[None], layer.inputs(10).reshape(2, 5, 32))
     assert {"linear", "linear2", "linear3", "add", "norm"} <= set(taken) and "outside" not in taken
 
@@ -300,13 +319,68 @@ def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]
     assert relative_error(exact, ours) < relative_error(exact, theirs)
 
 
-def test_a_compiled_model_holds_them(encoders: dict[str, onnx.ModelProto], tmp_path: Path) -> None:
-    """But for those that bounds or copies are needed for."""
-    model = encoders["QOperator layers"]
-    path = str(tmp_path / "compiled.onnx")
-    writer = provider_session(
-        model, ep__ortolanexecutionprovider__claims="all", ep__context_enable="1", ep__context_file_path=path
-    )
-    assert counted(model, writer, "QLinearMatMul") == 12
-    feeds = token_feeds(np.random.default_rng(3), 3, 40)
-    assert_same_bits(provider_session(path).run(None, feeds)[0], writer.run(None, feeds)[0])
+# --- compiled models --------------------------------------------------------------------------------------------------
+
+
+def bounded() -> tuple[onnx.ModelProto, np.ndarray]:
+    """A layer whose input and output have bounds, and a copy of the input within them."""
+    layer = layer_behind_a_relu(x_unsigned=True)
+    more = [*rounding("r", "y", "y_scale", "y_zero"), node("Neg", ["xd"], ["z"], name="outside")]
+    model = with_nodes(layer, more, **constants_of(layer))
+    model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, None))
+    return model, beyond_bounds(layer)
+
+
+@pytest.mark.parametrize("embed_mode", ["0", "1"])
+@pytest.mark.parametrize("name", ["QDQ layers", "QOperator layers", "QDQ all"])
+def test_a_compiled_encoder(name: str, embed_mode: str, encoders: dict[str, onnx.ModelProto], tmp_path: Path) -> None:
+    feeds = [token_feeds(np.random.default_rng(length), batch, length) for batch, length in ((1, 1), (3, 40))]
+    check_round_trip(encoders[name], tmp_path, *feeds, ep__context_embed_mode=embed_mode)
+
+
+@pytest.mark.parametrize("embed_mode", ["0", "1"])
+def test_compiled_bounds_and_copies(embed_mode: str, tmp_path: Path) -> None:
+    model, x = bounded()
+    check_round_trip(model, tmp_path, {"x": x}, ep__context_embed_mode=embed_mode)
+    operators = [one.op_type for one in onnx.load(tmp_path / "model_ctx.onnx").graph.node]
+    assert sorted(operators) == ["EPContext", "Neg"]
+
+
+def test_compiled_copies_without_bounds(tmp_path: Path) -> None:
+    layer = Int8Layer("qdq", q=dense_numbers(32, 32))
+    check_round_trip(residuals(layer), tmp_path, {"x": layer.inputs(10).reshape(2, 5, 32)})
+    assert "MatMul" not in [one.op_type for one in onnx.load(tmp_path / "model_ctx.onnx").graph.node]
+
+
+@pytest.mark.parametrize(
+    "step, numbers, pattern",
+    [
+        (0, {"x_bounds": 2}, "a flag is 2, expected 0 or 1"),
+        (0, {"x_bounds__least": bits(np.nan)}, "numbers are cut off below -?nan"),
+        (0, {"x_bounds__most": bits(-1)}, "numbers are cut off below 0 and above -1"),
+        (0, {"y_bounds__most": bits(np.nan)}, "numbers are cut off below 0 and above -?nan"),
+        (0, {"y_bounds": 0}, "."),
+        (1, {"kind": 3}, "a step is of kind 3, expected 0, 1 or 2"),
+        (1, {"kind": 0}, "."),
+        (1, {"x": 9}, "a step is of input or output 9"),
+        (1, {"y": -1}, "its 2 steps do not make all of its 2 outputs"),
+        (1, {"bounds__least": bits(np.inf)}, "numbers are cut off below inf"),
+    ],
+)
+def test_wrong_records(step: int, numbers: dict[str, int], pattern: str, tmp_path: Path) -> None:
+    compile_model(bounded()[0], tmp_path)
+    change(tmp_path, step, **numbers)
+    refuse(tmp_path, pattern)
+
+
+def test_two_steps_of_one_output(tmp_path: Path) -> None:
+    compile_model(bounded()[0], tmp_path)
+    layer, _ = steps(binary(tmp_path).read_bytes())
+    (made,) = struct.unpack_from("<q", binary(tmp_path).read_bytes(), layer["y"])
+    change(tmp_path, 1, y=made)
+    refuse(tmp_path, "two steps make one output")
+
+
+def test_mutated_files_never_crash(tmp_path: Path) -> None:
+    model, x = bounded()
+    mutate_in_a_process(model, {"x": x}, tmp_path)
