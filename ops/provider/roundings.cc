@@ -21,6 +21,8 @@ constexpr const char* kNeverNegative[] = {"Abs",     "Exp",     "HardSigmoid", "
 constexpr const char* kWithinOne[] = {"Erf", "Tanh"};
 // What the first input says.
 constexpr const char* kMoves[] = {"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"};
+// What ONNX Runtime moves a QuantizeLinear across.
+constexpr const char* kMovedAcross[] = {"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"};
 constexpr size_t kMostVisits = 64;
 
 template <typename Types>
@@ -260,7 +262,7 @@ struct Roundings::Groups {
     }
   }
 
-  Group* Of(const Node* node) {
+  Group* Of(const Node* node) const {
     const auto found = of.find(node);
     return found == of.end() ? nullptr : &claims.groups[found->second];
   }
@@ -419,12 +421,38 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
   return true;
 }
 
+// Whether what the ends make is moved about and then rounded, by nodes of no group. A session on a compiled model would
+// move that QuantizeLinear to right behind the group's node, whose output has no type then: ONNX Runtime knows those of
+// EPContext nodes from the file alone. Numbers are the same if the rounding in front stays, and as fast.
+bool Roundings::IsRoundedAgain(const Graph& graph, const Rounding& rounding, const Groups& groups) const {
+  std::vector<Value> waiting;
+  const auto move = [&](const Node& node) {
+    if (groups.Of(&node) == nullptr && IsOneOf(node, kMovedAcross)) waiting.push_back(node.Output(0));
+  };
+  for (const Rounding::Reader& reader : rounding.readers) {
+    if (reader.use.index == 0) move(*reader.use.node);
+  }
+  for (size_t i = 0; i < waiting.size() && i < kMostVisits; ++i) {
+    const auto is_rounded = [&](const Rounding& other) {
+      return other.floats == waiting[i] && groups.Of(other.maker) == nullptr;
+    };
+    if (std::any_of(roundings_.begin(), roundings_.end(), is_rounded)) return true;
+    for (const Graph::Use& use : graph.Uses(waiting[i])) {
+      if (use.index != 0) continue;
+      if (use.node->IsStandard("QuantizeLinear")) return true;
+      move(*use.node);
+    }
+  }
+  return false;
+}
+
 // To the group that makes what is rounded, and nothing else reads: its output is what the end makes.
 bool Roundings::PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const {
   const bool is_cut = rounding.state == Rounding::State::kCut;
   const Node* const source = graph.Maker(rounding.Source());
   Group* const group = source == nullptr ? nullptr : groups.Of(source);
   if (group == nullptr || !rounding.is_alone || !IsStatic(*group)) return false;
+  if (rounding.floats != nullptr && IsRoundedAgain(graph, rounding, groups)) return false;
   if (!is_cut && !groups.HasAll(*group, rounding.above)) return false;
   for (const Rounding::Reader& reader : rounding.readers) {
     const Group* const own = groups.Of(reader.use.node);

@@ -103,6 +103,7 @@ class Roundings {
   bool PlaceOne(const Graph& graph, const Rounding& rounding, Groups& groups) const;
   bool PlaceInFront(const Graph& graph, const Rounding& rounding, Groups& groups) const;
   bool PlaceBehind(const Graph& graph, const Rounding& rounding, Groups& groups) const;
+  bool IsRoundedAgain(const Graph& graph, const Rounding& rounding, const Groups& groups) const;
   void LetStay(Rounding& rounding) const;
 
   std::deque<Rounding> roundings_;  // in the order of the graph

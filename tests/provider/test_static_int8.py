@@ -352,6 +352,21 @@ def test_compiled_copies_without_bounds(tmp_path: Path) -> None:
     assert "MatMul" not in [one.op_type for one in onnx.load(tmp_path / "model_ctx.onnx").graph.node]
 
 
+def test_a_compiled_layer_in_front_of_a_reshape(tmp_path: Path) -> None:
+    """ONNX Runtime moves a QuantizeLinear from behind the Reshape to the compiled node, and loses a type there: the
+    rounding that it had put there before stays."""
+    layer = Int8Layer("qdq", q=dense_numbers(64, 24))
+    more = [
+        *rounding("r", "s", "y_scale", "y_zero"),
+        node("Reshape", ["s", "sizes"], ["t"], name="reshape"),
+        *rounding("t", "y", "y_scale", "y_zero"),
+    ]
+    model = with_nodes(layer, more, **constants_of(layer), sizes=np.array([-1, 4, 6]))
+    check_round_trip(model, tmp_path, {"x": layer.inputs(9)})
+    operators = [one.op_type for one in onnx.load(tmp_path / "model_ctx.onnx").graph.node]
+    assert operators[:3] == ["EPContext", "QuantizeLinear", "DequantizeLinear"]
+
+
 @pytest.mark.parametrize(
     "step, numbers, pattern",
     [
