@@ -24,7 +24,8 @@ void SetX(const Graph& graph, const Rounding& rounding, Layer& layer) {
 
 std::string WhyItStays(const Rounding* rounding) {
   if (rounding != nullptr) return rounding->reason;
-  return "the range of its input is not one of 8 bits and constant numbers above 0, from a QuantizeLinear on";
+  return "its input's range is none of 8 bits and constant numbers above 0, or others take its 8-bit numbers as they "
+         "are";
 }
 
 // Floats.
@@ -46,8 +47,9 @@ void ReadX(const Graph& graph, const Roundings& roundings, const Node& node, Lay
 const Rounding& ReadNumbersOfX(const Graph& graph, const Roundings& roundings, const Node& node, Layer& layer) {
   Expect(node.StoredInput(0) != nullptr, "its first input is missing");
   const Rounding* const rounding = roundings.Of(node.StoredInput(0));
+  Expect(rounding == nullptr || rounding->floats != nullptr,
+         "another layer makes its numbers, and no floats lie in between");
   Expect(rounding != nullptr && rounding->state != Rounding::State::kStays, WhyItStays(rounding));
-  Expect(rounding->floats != nullptr, "another layer makes its numbers, and no floats lie in between");
   SetX(graph, *rounding, layer);
   return *rounding;
 }
