@@ -138,6 +138,7 @@ void Roundings::Find(const Graph& graph, const Node& maker) {
     if (graph.IsOutput(floats)) rounding.last.push_back(use.node);
   }
   if (!quantizes && rounding.ends.empty()) return;  // there are no floats
+  if (rounding.readers.empty() && rounding.last.empty()) return;
   rounding.is_alone = rounding.is_alone && rounding.ends.size() == 1;
   roundings_.push_back(std::move(rounding));
 }
@@ -274,8 +275,13 @@ struct Roundings::Groups {
     Add(group, rounding.maker);
     for (const Node* const end : rounding.ends) Add(group, end);
   }
-  bool HasAll(const Group& group, const std::vector<const Node*>& nodes) {
+  bool HasAll(const Group& group, const std::vector<const Node*>& nodes) const {
     return std::all_of(nodes.begin(), nodes.end(), [&](const Node* node) { return Of(node) == &group; });
+  }
+  // Or those that it has not are nobody's yet: roundings in front.
+  bool MayHaveAll(const Group& group, const std::vector<const Node*>& nodes) const {
+    return std::all_of(nodes.begin(), nodes.end(),
+                       [&](const Node* node) { return Of(node) == &group || Of(node) == nullptr; });
   }
 
   // Whether groups, each of which can be one, cannot be so together: what one hands on as copies leads back to it.
@@ -367,6 +373,14 @@ bool Roundings::Place(const Graph& graph, Claims& claims) {
     LetStay(*rounding);
     are_placed = false;
   }
+  // What shows that no bounds are needed must be seen by Compile, too.
+  for (Rounding& rounding : roundings_) {
+    const Group* const group = groups.Of(rounding.maker);
+    const bool is_gone = rounding.state == Rounding::State::kGone && group != nullptr;
+    if (!is_gone || groups.HasAll(*group, rounding.above)) continue;
+    LetStay(rounding);
+    are_placed = false;
+  }
   for (Folded& folded : folded_) {
     Group* const group = folded.is_seen ? groups.Of(folded.reader) : nullptr;
     if (group == nullptr) continue;
@@ -395,7 +409,7 @@ bool Roundings::PlaceInFront(const Graph& graph, const Rounding& rounding, Group
     if (own != nullptr && (group == nullptr || IsInputOf(*own, rounding))) group = own;
   }
   if (group == nullptr || !IsStatic(*group) || !(quantizes || groups.Of(rounding.maker) == group)) return false;
-  if (!is_cut && !groups.HasAll(*group, rounding.above)) return false;
+  if (!is_cut && !groups.MayHaveAll(*group, rounding.above)) return false;
   std::vector<const Node*> outside = rounding.last;
   for (const auto& [use, end] : rounding.readers) {
     if (use.index >= 0 && groups.Of(use.node) == group) {
@@ -452,8 +466,8 @@ bool Roundings::PlaceBehind(const Graph& graph, const Rounding& rounding, Groups
   const Node* const source = graph.Maker(rounding.Source());
   Group* const group = source == nullptr ? nullptr : groups.Of(source);
   if (group == nullptr || !rounding.is_alone || !IsStatic(*group)) return false;
+  if (!is_cut && !groups.MayHaveAll(*group, rounding.above)) return false;
   if (rounding.floats != nullptr && IsRoundedAgain(graph, rounding, groups)) return false;
-  if (!is_cut && !groups.HasAll(*group, rounding.above)) return false;
   for (const Rounding::Reader& reader : rounding.readers) {
     const Group* const own = groups.Of(reader.use.node);
     if (own != nullptr && IsInputOf(*own, rounding)) return false;

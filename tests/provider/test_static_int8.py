@@ -190,6 +190,19 @@ def test_rounding_that_leads_back_to_its_layer() -> None:
     assert "linear" in taken and not {"tanh", "add"} & set(taken)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_rounding_that_nobody_reads(count: int) -> None:
+    """Nodes that lead nowhere, between a layer and its bias."""
+    layer = Int8Layer("qdq", q=dense_numbers(64, 24))
+    bias = node("Add", ["r", "shift"], ["y"], name="add")
+    constants = constants_of(layer, shift=np.random.default_rng(3).random(24, np.float32))
+    model = with_nodes(layer, [*rounding("r", "unread", "y_scale", "y_zero")[:count], bias], **constants)
+    session, x = session_at(model, LEVELS[1]), layer.inputs(9)
+    assert "linear" in claimed(session)
+    expected = with_nodes(layer, [bias], shift=constants["shift"])
+    assert_same_bits(session.run(None, {"x": x})[0], session_at(expected, LEVELS[1]).run(None, {"x": x})[0])
+
+
 def test_biases_of_whole_numbers() -> None:
     """int32 behind DequantizeLinear, as quantize_static writes them for Gemm; uint8 behind one, for an Add."""
     layer = Int8Layer("qdq_gemm", q=dense_numbers(64, 24))
@@ -312,6 +325,7 @@ def test_an_encoder_of_which_all_is_rounded(encoders: dict[str, onnx.ModelProto]
     model = encoders["QDQ all"]
     session = all_claims(model)
     assert counted(model, session, "Softmax") == 2 and counted(model, session, "MatMul") == 16
+    assert counted(model, session, "Erf") == 2
     feeds = token_feeds(np.random.default_rng(3), 3, 40)
     exact, ours, theirs = (
         one.run(None, feeds)[0] for one in (plain_session(encoders["float"]), session, plain_session(model))
