@@ -85,9 +85,13 @@ class Region {
 
 // --- LayerNormalization -------------------------------------------------------------------------------------------
 
-std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, int64_t n) {
+// n floats, of a constant with `axes` axes at most, all of 1 but the last one.
+std::optional<std::vector<float>> VectorOf(const Graph& graph, Value value, int64_t n, size_t axes = 1) {
   const std::optional<Constant> tensor = graph.ConstantOf(value);
-  if (!tensor || tensor->type != kFloat || tensor->shape != Shape{n}) return std::nullopt;
+  if (!tensor || tensor->type != kFloat || tensor->shape.empty() || tensor->shape.size() > axes) return std::nullopt;
+  Shape expected(tensor->shape.size(), 1);
+  expected.back() = n;
+  if (tensor->shape != expected) return std::nullopt;
   return tensor->Floats();
 }
 
@@ -104,7 +108,9 @@ void TakeBias(const Graph& graph, Layer& layer) {
   if (!layer.bias.empty()) return;
   const Node* const add = graph.OnlyReader(layer.y);
   if (add == nullptr || !add->IsStandard("Add") || add->Output(0) == nullptr) return;
-  std::optional<std::vector<float>> bias = VectorOf(graph, Other(*add, layer.y), layer.Columns());
+  const std::optional<Shape> shape = ShapeOf(graph.host(), layer.y);  // of as many axes as the sum's, then
+  const size_t axes = shape ? std::max<size_t>(shape->size(), 1) : 1;
+  std::optional<std::vector<float>> bias = VectorOf(graph, Other(*add, layer.y), layer.Columns(), axes);
   if (!bias) return;
   layer.bias = std::move(*bias);
   layer.nodes.push_back(add);

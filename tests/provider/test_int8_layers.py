@@ -83,6 +83,19 @@ def test_activations_are_part_of_the_group(name: str) -> None:
     assert "behind" not in names and len(names) == len(model.graph.node) - 1
 
 
+@pytest.mark.parametrize("shape, taken", [((24,), True), ((1, 24), True), ((1, 1, 24), False), ((24, 24), False)])
+def test_a_bias_of_several_axes(shape: tuple[int, ...], taken: bool) -> None:
+    """Heads of BART-like decoders have one of [1, n]. One of more axes than the layer's output gives the sum its own."""
+    layer = Int8Layer("chain", q=dense_numbers(64, 24))
+    shift = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    model = with_nodes(layer, [node("Add", ["shift", "r"], ["y"], name="sum")], shift=shift)
+    session, x = all_claims(model), layer.inputs(24)
+    (y,) = session.run(None, {"x": x})
+    assert ("sum" in claimed(session)) == taken
+    plain = all_claims(with_nodes(layer, [node("Identity", ["r"], ["y"])])).run(None, {"x": x})[0]
+    assert_same_bits(y, plain + shift)
+
+
 @pytest.mark.parametrize("name", ["Relu", "Gelu"])
 def test_an_activation_whose_input_others_see_stays(name: str) -> None:
     layer = Int8Layer("dynamic", q=dense_numbers(64, 24))
