@@ -14,9 +14,13 @@ import onnx_ir as ir
 from ..names import ORTOLAN_DOMAIN
 from .function_body import FunctionBody
 from .nodes import input_of
+from .packed_tokens import packed, unpacked
 
 OP_TYPE = "NoMADAttention"
+PACKED_OP_TYPE = "PackedNoMADAttention"  # of packed sequences
 INPUTS = ("query", "mask", "key", "value")
+PACKED_INPUTS = (*INPUTS, "kept")
+_OPERANDS = ("query", "key", "value")
 ATTRIBUTES = {
     "num_heads": ir.AttributeType.INT,
     "kv_num_heads": ir.AttributeType.INT,
@@ -39,8 +43,9 @@ class Uses:
     grouped: bool = False  # some have fewer heads of keys and values than of queries
     causal: bool = False  # some are
     zero_hidden_rows: bool = False  # some have that
+    kept: bool = False  # all are PackedNoMADAttention, and have all inputs; or none
     by_heads: frozenset[str] = frozenset()  # query, key, value: those that some have as [B, heads, S, D]
-    by_rows: frozenset[str] = frozenset(INPUTS)  # and those that some have as [B, S, heads D]
+    by_rows: frozenset[str] = frozenset(_OPERANDS)  # and those that some have as [B, S, heads D]
 
 
 def uses_of(nodes: Sequence[ir.Node]) -> Uses:
@@ -48,33 +53,41 @@ def uses_of(nodes: Sequence[ir.Node]) -> Uses:
         return any(node.attributes[name].as_int() == 1 for node in nodes)
 
     def given(by_heads: bool) -> frozenset[str]:
-        inputs = ((name, input_of(node, INPUTS, name)) for node in nodes for name in INPUTS if name != "mask")
+        inputs = ((name, input_of(node, INPUTS, name)) for node in nodes for name in _OPERANDS)
         ranks = ((name, 3 if x.shape is None else len(x.shape)) for name, x in inputs if x is not None)
         return frozenset(name for name, rank in ranks if (rank == 4) == by_heads)
 
     heads = [[node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")] for node in nodes]
     by_heads = given(by_heads=True)
     return Uses(
-        packed=all(len(node.inputs) <= INPUTS.index("key") for node in nodes),
+        packed=all(not is_given(input_of(node, INPUTS, "key")) for node in nodes),
+        kept=any(node.op_type == PACKED_OP_TYPE for node in nodes),
         mask=any(len(node.inputs) > INPUTS.index("mask") for node in nodes),
         grouped=any(kv_heads not in (0, count) for count, kv_heads in heads),
         causal=some("causal"),
         zero_hidden_rows=some("zero_hidden_rows"),
         by_heads=by_heads,
-        by_rows=given(by_heads=False) | (set(INPUTS) - by_heads),
+        by_rows=given(by_heads=False) | (set(_OPERANDS) - by_heads),
     )
+
+
+def is_given(value: ir.Value | None) -> bool:
+    """Whether an input is there, and no constant of one number that stands for none."""
+    return value is not None and (value.const_value is None or value.const_value.size != 1)
 
 
 def nomad_attention_function(opset: int, uses: Uses) -> ir.Function:
     """The function for a model of this opset."""
-    inputs = {name: ir.val(name) for name in INPUTS}
-    if uses.packed:  # an evaluator may want as many as the function has
-        inputs = {name: inputs[name] for name in INPUTS[: 2 if uses.mask else 1]}
+    names: tuple[str, ...] = PACKED_INPUTS if uses.kept else INPUTS
+    if uses.packed and not uses.kept:  # an evaluator may want as many as the function has
+        names = INPUTS[: 2 if uses.mask else 1]
+    inputs = {name: ir.val(name) for name in names}
     body = FunctionBody(opset)
     y = _Attention(body, inputs, uses).output()
-    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=OP_TYPE)
+    op_type = PACKED_OP_TYPE if uses.kept else OP_TYPE
+    graph = ir.Graph(list(inputs.values()), [y], nodes=body.nodes, opset_imports={"": opset}, name=op_type)
     attributes = [ir.Attr(name, kind, None) for name, kind in ATTRIBUTES.items()]
-    return ir.Function(ORTOLAN_DOMAIN, OP_TYPE, graph=graph, attributes=attributes)
+    return ir.Function(ORTOLAN_DOMAIN, op_type, graph=graph, attributes=attributes)
 
 
 def scale_of(body: FunctionBody, head_dim: ir.Value) -> ir.Value:
@@ -100,6 +113,11 @@ class _Attention:
         self._body = body
         self._inputs = inputs
         self._uses = uses
+        self._kept: ir.Value | None = None
+        if uses.kept:
+            self._kept = inputs["kept"]
+            operands = _OPERANDS[: 1 if uses.packed else None]
+            self._inputs = inputs | {name: unpacked(body, self._kept, inputs[name]) for name in operands}
         self._heads = self._kv_heads = body.attribute("num_heads")
         if uses.grouped:
             given = body.attribute("kv_num_heads")
@@ -107,7 +125,7 @@ class _Attention:
         all_heads = self._heads
         if uses.packed:
             all_heads = body.op("Add", self._heads, body.op("Mul", self._kv_heads, body.integer(2)))
-        width = self._size(inputs["query"], -1)
+        width = self._size(self._inputs["query"], -1)
         self._head_dim = self._by_layout("query", body.op("Div", width, all_heads), width)
 
     def output(self) -> ir.Value:
@@ -122,6 +140,9 @@ class _Attention:
             scores = op("Reshape", scores, body.shape(0, self._heads, queries, keys))
         if self._uses.mask:
             scores = op("Add", scores, self._inputs["mask"])
+        if self._kept is not None:
+            there = op("Unsqueeze", op("Cast", self._kept, to=ir.DataType.BOOL), body.ints(1, 2))
+            scores = op("Where", there, scores, body.number(-np.inf))
         if self._uses.causal:
             scores = op("Where", self._seen(queries, keys), scores, body.number(-np.inf))
         weights = weights_of(body, scores, self._uses.zero_hidden_rows)
@@ -134,6 +155,8 @@ class _Attention:
         # As zeros, the first dimensions would make ONNX Runtime put -1 for the width, which fails where they are 0.
         batch, rows = (self._size(self._inputs["query"], axis) for axis in (0, -2))
         y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), body.shape(batch, rows, width))
+        if self._kept is not None:
+            y = packed(body, self._kept, y)
         y.name = "Y"
         return y
 

@@ -8,6 +8,7 @@
 
 #include "attention/attention.h"
 #include "attention/decode.h"
+#include "attention/kept_tokens.h"
 #include "isa/tuning.h"
 #include "ort/thread_scratch.h"
 #include "simd/at_byte.h"
@@ -87,6 +88,11 @@ class AttentionPlan {
 
   // Queries, keys and values of the call alone. Throws std::bad_alloc.
   void Run(Host& host, const AttentionCall& call) const;
+
+  // The same of packed sequences, each of which sees itself alone. The call's rows are the tokens, one behind the
+  // other: it has a batch of 1 and as many queries and keys as there are tokens. Its mask is that of the padded
+  // sequences, of a shape that broadcasts to [batch, heads, tokens, tokens]. Throws std::bad_alloc.
+  void Run(Host& host, const AttentionCall& call, const KeptTokens& kept) const;
 
  private:
   const AttentionKernel& kernel_;

@@ -18,6 +18,14 @@
 // 0 as below, lengths int32 of shape [0]. The operator is there once for each kind of cache: float, codes with int8
 // values, codes with float values.
 //
+// PackedNoMADAttention is the same of packed sequences (PackTokens):
+//
+//     query, mask, key, value as above, kept int64 [batch, tokens], not 0 where a token is there -> Y
+//
+// B is 1, S and T are the number of tokens that are there. Each sequence sees itself alone, and the mask is that of the
+// padded sequences: of a shape that broadcasts to [batch, H, tokens, tokens]. mask, key and value that are left out are
+// constants, a float 0 of shape [1].
+//
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
 // [1], which stands for none.
@@ -27,19 +35,23 @@
 #include "nomad_attention/op_cached.h"
 #include "ort/broadcast.h"
 #include "ort/ort_op.h"
+#include "pack_tokens/kept_input.h"
 #include "rooms.h"
 
 namespace ortolan {
 namespace {
 
 constexpr const char* kOpType = "NoMADAttention";
+constexpr const char* kPackedOpType = "PackedNoMADAttention";
 constexpr int64_t kMaxHeads = int64_t{1} << 16;
 constexpr int64_t kMostHeadDim = int64_t{1} << 24;
 constexpr int64_t kFloat = sizeof(float);
 
 class Kernel {
  public:
-  explicit Kernel(const OrtKernelInfo& info) : node_(info, kOpType) {
+  // of_packed: of the operator on packed sequences.
+  Kernel(const OrtKernelInfo& info, bool of_packed)
+      : node_(info, of_packed ? kPackedOpType : kOpType), has_kept_(of_packed) {
     node_.heads = IntAttribute(info, "num_heads", node_.text);
     node_.kv_heads = IntAttributeOr(info, "kv_num_heads", 0);
     if (node_.kv_heads == 0) node_.kv_heads = node_.heads;
@@ -63,7 +75,10 @@ class Kernel {
     }
     has_mask_ = node_.HasNumbers(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
-    if (node_.HasNumbers(info, kPastKey)) {
+    if (has_kept_) {
+      kept_ = AlignedConstant<int64_t>(info, kKept);
+      plan_.emplace(node_.precision);
+    } else if (node_.HasNumbers(info, kPastKey)) {
       cache_.emplace(info, node_);
     } else {
       CheckNoCache(info);
@@ -81,6 +96,7 @@ class Kernel {
     }
     AttentionCall call = call_;
     ReadInputs(context, call);
+    if (has_kept_) return RunKept(context, host, call);
     if (call.keys > kMaxTokens) throw node_.Error("there are ", call.keys, " keys, expected at most ", kMaxTokens);
     if (call.causal && call.keys < call.queries) {
       throw node_.Error("causal with ", call.queries, " queries and ", call.keys,
@@ -88,6 +104,20 @@ class Kernel {
     }
     Complete(context, call);
     plan_->Run(host, call);
+  }
+
+  void RunKept(Ort::KernelContext& context, Host& host, AttentionCall& call) const {
+    const KeptTokens kept = ReadKept(context, kKept, kept_, node_.text, node_.inputs[kKept]);
+    if (kept.tokens > kMaxTokens) {
+      throw node_.Error("there are ", kept.tokens, " tokens, expected at most ", kMaxTokens);
+    }
+    if (call.batch != 1 || call.queries != kept.Count() || call.keys != kept.Count()) {
+      throw node_.Error("there are ", call.batch, " x ", call.queries, " queries and ", call.keys, " keys, but kept '",
+                        node_.inputs[kKept], "' has ", kept.Count(), " tokens that are there, expected 1 x ",
+                        kept.Count(), " of both");
+    }
+    Complete(context, call, {kept.batch, call.heads, kept.tokens, kept.tokens});
+    plan_->Run(host, call, kept);
   }
 
  private:
@@ -175,12 +205,14 @@ class Kernel {
                     : ErrorText(call.batch, " sequences of ", call.keys, " rows and ", heads, ", as the key has it"));
   }
 
-  // Sets what follows from the sizes, the mask and the output.
   void Complete(Ort::KernelContext& context, AttentionCall& call) const {
+    Complete(context, call, {call.batch, call.heads, call.queries, call.keys});
+  }
+  // Sets what follows from the sizes, the mask, which broadcasts to `full`, and the output.
+  void Complete(Ort::KernelContext& context, AttentionCall& call, const Shape& full) const {
     if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.head_dim));
     if (has_mask_) {
       const Shape shape = ShapeOf(context, kMask);
-      const Shape full{call.batch, call.heads, call.queries, call.keys};
       if (shape.size() > full.size() || BroadcastShape(full, shape) != full) {
         throw node_.WrongShape(context, kMask, "mask", "one that broadcasts to " + ShapeText(full));
       }
@@ -195,6 +227,8 @@ class Kernel {
   AttentionNode node_;
   AttentionCall call_;                         // what attributes say; scale 0: that of the heads' size
   AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
+  AlignedConstant<int64_t> kept_;
+  bool has_kept_;
   bool packed_ = false;
   bool has_mask_ = false;
   std::optional<AttentionPlan> plan_;  // without a cache
@@ -208,8 +242,34 @@ constexpr ONNXTensorElementDataType kBf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr ONNXTensorElementDataType kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 
+template <bool kOfPacked>
+struct KernelOf : Kernel {
+  explicit KernelOf(const OrtKernelInfo& info) : Kernel(info, kOfPacked) {}
+};
+
+void InferY(OrtShapeInferContext* context) {
+  // Of present_key and present_value, the number of tokens has no name.
+  if (Rank(context, kQuery) != 3) return;
+  int64_t width = LastDimension(context, kQuery);
+  if (width < 0) return;
+  if (Rank(context, kKey) < 2) {
+    // Packed, or a key of which nothing is known.
+    const bool packed = !HasMoreInputs(context, kKey) || IsOneNumber(context, kKey);
+    if (!packed) return;
+    const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
+    int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
+    if (kv_heads == 0) kv_heads = heads;
+    for (const int64_t count : {heads, kv_heads}) {
+      if (count < 1 || count > kMaxHeads) return;  // the kernel complains
+    }
+    if (width % (heads + 2 * kv_heads) != 0) return;
+    width = width / (heads + 2 * kv_heads) * heads;
+  }
+  CopyShape(context, width);
+}
+
 template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueType>
-struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
+struct Op : OrtOp<Op<kKeyType, kValueType>, KernelOf<false>> {
   static constexpr ONNXTensorElementDataType kInputTypes[] = {
       kFloats,  kFloats,    kFloats, kFloats,  // query, mask, key, value
       kKeyType, kValueType, kFloats, kInt32,   // the past cache, codebooks, lengths
@@ -231,26 +291,16 @@ struct Op : OrtOp<Op<kKeyType, kValueType>, Kernel> {
   OrtCustomOpInputOutputCharacteristic GetOutputCharacteristic(size_t index) const {
     return index == kY ? INPUT_OUTPUT_REQUIRED : INPUT_OUTPUT_OPTIONAL;
   }
-  static void InferShape(OrtShapeInferContext* context) {
-    // Y alone: of present_key and present_value, the number of tokens has no name.
-    if (Rank(context, kQuery) != 3) return;
-    int64_t width = LastDimension(context, kQuery);
-    if (width < 0) return;
-    if (Rank(context, kKey) < 2) {
-      // Packed, or a key of which nothing is known.
-      const bool packed = !HasMoreInputs(context, kKey) || IsOneNumber(context, kKey);
-      if (!packed) return;
-      const int64_t heads = ShapeAttributeOr(context, "num_heads", 1);
-      int64_t kv_heads = ShapeAttributeOr(context, "kv_num_heads", 0);
-      if (kv_heads == 0) kv_heads = heads;
-      for (const int64_t count : {heads, kv_heads}) {
-        if (count < 1 || count > kMaxHeads) return;  // the kernel complains
-      }
-      if (width % (heads + 2 * kv_heads) != 0) return;
-      width = width / (heads + 2 * kv_heads) * heads;
-    }
-    CopyShape(context, width);
-  }
+  static void InferShape(OrtShapeInferContext* context) { InferY(context); }
+};
+
+struct PackedOp : OrtOp<PackedOp, KernelOf<true>> {
+  const char* GetName() const { return kPackedOpType; }
+  size_t GetInputTypeCount() const { return kKept + 1; }
+  size_t GetOutputTypeCount() const { return 1; }
+  ONNXTensorElementDataType GetInputType(size_t index) const { return index == kKept ? kInt64 : kFloats; }
+  ONNXTensorElementDataType GetOutputType(size_t) const { return kFloats; }
+  static void InferShape(OrtShapeInferContext* context) { InferY(context); }
 };
 
 template <ONNXTensorElementDataType kKeyType, ONNXTensorElementDataType kValueType>
@@ -264,5 +314,9 @@ const OrtCustomOp* OpFor() {
 const OrtCustomOp* NoMADAttentionOp() { return OpFor<kFloats, kFloats>(); }
 const OrtCustomOp* NoMADAttentionCodesOp() { return OpFor<kBytes, kBytes>(); }
 const OrtCustomOp* NoMADAttentionCodesFloatOp() { return OpFor<kBytes, kFloats>(); }
+const OrtCustomOp* PackedNoMADAttentionOp() {
+  static const PackedOp op;
+  return &op;
+}
 
 }  // namespace ortolan

@@ -60,6 +60,7 @@ enum Input : size_t {
   kKey,
   kValue,
   kPastKey,
+  kKept = kPastKey,  // of packed sequences
   kPastValue,
   kCodebooks,
   kLengths,

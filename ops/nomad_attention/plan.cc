@@ -1,4 +1,5 @@
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -46,6 +47,50 @@ void Decode(Host& host, const DecodeFunctions& kernel, const AttentionCall& call
                       call.head_dim * static_cast<int64_t>(sizeof(float)));
       });
 }
+
+// Masks of packed sequences: in the one of all where a sequence has no gap, else a copy of what belongs to its tokens.
+class KeptMasks {
+ public:
+  KeptMasks(Host& host, const MaskRows& mask, int64_t heads, const KeptTokens& kept) : mask_(mask), of_(kept) {
+    if (mask.data == nullptr || (mask.strides[2] == 0 && mask.strides[3] == 0)) return;
+    const auto size = [&](size_t axis, int64_t count) { return mask.strides[axis] == 0 ? 1 : count; };
+    copies_.resize(static_cast<size_t>(kept.batch));
+    for (int64_t b = 0; b < kept.batch; ++b) {
+      if (kept.IsWhole(b)) continue;
+      const int64_t count = kept.Count(b), queries = size(2, count), keys = size(3, count);
+      auto& copy = copies_[static_cast<size_t>(b)];
+      copy = std::make_unique<HostMemory>(host, size(1, heads) * queries * keys * static_cast<int64_t>(sizeof(float)));
+      float* to = reinterpret_cast<float*>(copy->data());
+      for (int64_t head = 0; head < size(1, heads); ++head) {
+        for (int64_t i = 0; i < queries; ++i) {
+          const float* const row = mask.At(b, head, kept.Places(b)[i]);
+          for (int64_t j = 0; j < keys; ++j) *to++ = row[kept.Places(b)[j] * mask.strides[3]];
+        }
+      }
+    }
+  }
+
+  MaskRows Of(int64_t b) const {
+    MaskRows mask = mask_;
+    if (mask.data == nullptr) return mask;
+    mask.strides[0] = 0;
+    if (copies_.empty() || copies_[static_cast<size_t>(b)] == nullptr) {
+      const int64_t first = of_.Count(b) == 0 ? 0 : of_.Places(b)[0];
+      mask.data = mask_.At(b, 0, first) + first * mask.strides[3];
+      return mask;
+    }
+    const int64_t count = of_.Count(b);
+    mask.data = reinterpret_cast<const float*>(copies_[static_cast<size_t>(b)]->data());
+    mask.strides[2] = mask.strides[2] == 0 ? 0 : mask.strides[3] == 0 ? 1 : count;
+    if (mask.strides[1] != 0) mask.strides[1] = (mask.strides[2] == 0 ? 1 : count) * (mask.strides[3] == 0 ? 1 : count);
+    return mask;
+  }
+
+ private:
+  MaskRows mask_;
+  const KeptTokens& of_;
+  std::vector<std::unique_ptr<HostMemory>> copies_;  // [batch]; null where there is no gap. Empty: none
+};
 
 }  // namespace
 
@@ -103,6 +148,46 @@ void AttentionPlan::Run(Host& host, const AttentionCall& call) const {
   AttendHeads(host, kernel_, heads, call.Group() * call.queries, call.keys, call.head_dim, [&](int64_t head) {
     const int64_t batch = split.others[static_cast<size_t>(head / call.kv_heads)];
     return ArgsOf(call, batch, head % call.kv_heads, 0, call.queries);
+  });
+}
+
+void AttentionPlan::Run(Host& host, const AttentionCall& call, const KeptTokens& kept) const {
+  // Of one head of keys and values of a sequence, at most kAttentionRows rows from `row` on.
+  struct Unit {
+    int64_t sequence, kv_head, row;
+  };
+  const KeptMasks masks(host, call.mask, call.heads, kept);
+  std::vector<AttentionCall> calls;  // of each sequence
+  std::vector<Unit> units;
+  std::vector<size_t> items{0};  // where the units of each begin: as many as are worth handing to another thread
+  int64_t item_macs = 0;
+  for (int64_t b = 0; b < kept.batch; ++b) {
+    AttentionCall& own = calls.emplace_back(call);
+    const int64_t begin = kept.Begin(b);
+    own.queries = own.keys = kept.Count(b);
+    for (HeadRows* rows : {&own.q, &own.k, &own.v}) rows->data = rows->At(0, 0, begin);
+    own.mask = masks.Of(b);
+    own.y = call.Y(0, 0, begin);
+    const int64_t rows = own.Group() * own.queries;
+    for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
+      for (int64_t row = 0; row < rows; row += kAttentionRows) {
+        units.push_back({b, kv_head, row});
+        item_macs += 2 * std::min(rows - row, kAttentionRows) * own.keys * call.head_dim;
+        if (item_macs < ActiveTuning().piece_macs) continue;
+        items.push_back(units.size());
+        item_macs = 0;
+      }
+    }
+  }
+  if (items.back() != units.size()) items.push_back(units.size());
+  const int64_t scratch_bytes = kernel_.scratch_bytes(call.head_dim);
+  ForEachWithScratch(host, static_cast<int64_t>(items.size()) - 1, scratch_bytes, [&](int64_t item, char* scratch) {
+    for (size_t u = items[static_cast<size_t>(item)]; u < items[static_cast<size_t>(item) + 1]; ++u) {
+      const Unit& unit = units[u];
+      const AttentionCall& own = calls[static_cast<size_t>(unit.sequence)];
+      const int64_t end = std::min(own.Group() * own.queries, unit.row + kAttentionRows);
+      kernel_.run(ArgsOf(own, 0, unit.kv_head, 0, own.queries), unit.row, end, scratch);
+    }
   });
 }
 

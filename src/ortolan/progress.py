@@ -31,6 +31,7 @@ class Stage(StrEnum):
     COMPRESS_CACHE = "compress cache"
     REPLACE = "replace"
     FUSE_LUT = "fuse tables"
+    UNPAD = "unpad"
     WRITE = "write"
     VERIFY = "verify"
     TOKENIZER = "tokenizer"

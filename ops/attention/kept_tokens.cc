@@ -1,0 +1,27 @@
+#include "attention/kept_tokens.h"
+
+
+namespace ortolan {
+
+KeptTokens::KeptTokens(const int64_t* kept, int64_t batch_, int64_t tokens_) : batch(batch_), tokens(tokens_) {
+  begins.reserve(static_cast<size_t>(batch) + 1);
+  places.resize(static_cast<size_t>(batch * tokens));
+  size_t count = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    begins.push_back(static_cast<int64_t>(count));
+    const int64_t* const row = kept + b * tokens;
+    for (int64_t place = 0; place < tokens; ++place) {
+      places[count] = place;  // taken back by the next one, if this one is not there
+      count += row[place] != 0;
+    }
+  }
+  begins.push_back(static_cast<int64_t>(count));
+  places.resize(count);
+}
+
+bool KeptTokens::IsWhole(int64_t b) const {
+  const int64_t count = Count(b);
+  return count == 0 || Places(b)[count - 1] - Places(b)[0] == count - 1;
+}
+
+}  // namespace ortolan

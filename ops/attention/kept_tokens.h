@@ -1,0 +1,29 @@
+// The tokens of padded sequences that are there, in the order of the sequences: rows of a packed tensor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ortolan {
+
+struct KeptTokens {
+  // kept: [batch][tokens], not 0 where a token is there. Throws std::bad_alloc.
+  KeptTokens(const int64_t* kept, int64_t batch_, int64_t tokens_);
+
+  int64_t Count() const { return begins.back(); }
+  // Of a sequence.
+  int64_t Count(int64_t b) const { return begins[static_cast<size_t>(b) + 1] - begins[static_cast<size_t>(b)]; }
+  int64_t Begin(int64_t b) const { return begins[static_cast<size_t>(b)]; }
+  // Its places in it, rising; of Count(b).
+  const int64_t* Places(int64_t b) const { return places.data() + Begin(b); }
+  // Whether they follow each other without a gap.
+  bool IsWhole(int64_t b) const;
+
+  int64_t batch;
+  int64_t tokens;               // of a padded sequence
+  std::vector<int64_t> begins;  // [batch + 1]: the row of the first token of each; the last one is their number
+  std::vector<int64_t> places;  // [rows]
+};
+
+}  // namespace ortolan

@@ -1,0 +1,22 @@
+// The input `kept` of operators on packed tokens. For their adapters.
+#pragma once
+
+#include <string>
+
+#include "attention/kept_tokens.h"
+#include "ort/ort_op.h"
+
+namespace ortolan {
+
+// int64 [batch, tokens]. Throws OpError.
+inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, const AlignedConstant<int64_t>& constant,
+                           const std::string& node, const std::string& name) {
+  const Ort::ConstValue value = context.GetInput(input);
+  const std::vector<int64_t> shape = value.GetTensorTypeAndShapeInfo().GetShape();
+  if (shape.size() != 2) {
+    throw OpError(ErrorText(node, ": kept '", name, "' has shape ", ShapeText(shape), ", expected [batch, tokens]"));
+  }
+  return {constant.In(value), shape[0], shape[1]};
+}
+
+}  // namespace ortolan
