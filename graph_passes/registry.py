@@ -16,6 +16,7 @@ from .passes.prune import PrunePass
 from .passes.quantize import QuantizePass
 from .passes.ranges import RangesPass
 from .passes.replace import ReplacePass
+from .passes.unpad import UnpadPass
 from .passes.verify import VerifyPass
 
 PASSES: dict[str, type[RecipePass]] = {
@@ -32,5 +33,6 @@ PASSES: dict[str, type[RecipePass]] = {
     "compress_cache": CompressCachePass,
     "replace": ReplacePass,
     "fuse_lut": FuseLutPass,
+    "unpad": UnpadPass,
     "verify": VerifyPass,
 }

@@ -119,8 +119,8 @@ def without_padding(feeds: Feeds, answers: Outputs) -> Outputs:
     def hide(answer: np.ndarray | None) -> np.ndarray | None:
         if answer is None:
             return None
-        if answer.ndim == 3 and answer.shape[:2] == new.shape:
-            return np.where(new[:, :, None], answer, answer.dtype.type(0))
+        if answer.ndim in (2, 3) and answer.shape[:2] == new.shape:
+            return np.where(new[:, :, None] if answer.ndim == 3 else new, answer, answer.dtype.type(0))
         if answer.ndim == 4 and (answer.shape[0], answer.shape[2]) == mask.shape:
             return np.where((mask != 0)[:, None, :, None], answer, answer.dtype.type(0))
         return answer

@@ -35,6 +35,7 @@ class Layers:
     packed_weights: int = 0  # in all matrices that were packed so far
     embeddings: list[StoredEmbedding] = field(default_factory=list)  # tables of words that pass embeddings has stored
     freed: int = 0  # activations that were rounded to fixed ranges, and are floats now
+    unpadded: bool = False  # outputs are 0 where no token is
     unified: list[ir.Node] = field(default_factory=list)  # products of int8 layers in another form (quantized_forms.py)
 
     def add(self, layer: Linear | NotLinear) -> None:

@@ -51,7 +51,7 @@ class Answers:
         hidden = [names.index(name) for name in context.caches.outputs]
         before, reference, after = ([without(one, hidden) for one in runs] for runs in (before, reference, after))
         compare_shapes(names, before, after)
-        if context.caches.rounding:
+        if context.caches.rounding or context.layers.unpadded:
             before, reference, after = (
                 [without_padding(*one) for one in zip(feeds, runs, strict=True)] for runs in (before, reference, after)
             )

@@ -64,7 +64,7 @@ QUANTIZE = PRUNE.replace("prune", "quantize")
             'name = "r"',
             r"has no \[\[pass\]\]; the passes are: activations, cache_prompt, calibrate, compress_cache, "
             "embeddings, float_activations, fuse_attention, fuse_lut, normalize, prune, quantize, ranges, replace, "
-            "verify",
+            "unpad, verify",
         ),
         ('name = "r"\npass = 3', r"has no \[\[pass\]\]"),
         ('name = "r"\npass = [1]', r"has no \[\[pass\]\]; .* or say: pass = \[\]"),
@@ -141,7 +141,7 @@ def test_passes_in_the_wrong_order(names):
     steps = [{"name": name} for name in ("normalize", before, after)]
     order = (
         "normalize, float_activations, calibrate, prune, quantize, embeddings, fuse_attention, ranges, activations, "
-        "cache_prompt, compress_cache, replace, fuse_lut, verify"
+        "cache_prompt, compress_cache, replace, fuse_lut, unpad, verify"
     )
     message = f"'{after}' comes after pass '{before}', expected the order: {order}"
     with pytest.raises(RecipeError, match=message):

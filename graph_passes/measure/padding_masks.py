@@ -1,0 +1,165 @@
+"""Which tokens the masks of attention hide: what computes them of the model's attention_mask is run on some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from ortolan.errors import ModelError
+
+from ..files.model_file import to_bytes, to_proto
+from ..find.constants import constant_tensor, remove_dead
+from ..names import ORTOLAN_DOMAIN
+from .feeds import Sizes, synthetic_feeds
+from .sessions import open_quietly, run_session
+
+_HIDES = -1e4  # an added number that leaves a key no weight; what exporters write is this, or far less
+_SIZES = (Sizes(4, 6, 0), Sizes(5, 9, 0))
+_FROM_TOKENS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "Einsum", "Softmax"))
+
+
+class MaskError(Exception):
+    """What keeps a mask from being one of padding."""
+
+
+class PaddingMasks:
+    """Of one model."""
+
+    def __init__(self, model: ir.Model, attention_mask: ir.Value) -> None:
+        """attention_mask: the input [batch, tokens], not 0 where a token is there."""
+        self._model = model
+        self._attention_mask = attention_mask
+        self._kinds: dict[ir.Value, str] = {}
+        self._dropped: dict[ir.Value, None] = {}
+
+    def beside_padding(self, mask: ir.Value | None) -> ir.Value | None:
+        """What is still to be added to scores of tokens that are there; None: nothing. Raises MaskError for a mask that
+        does not hide the others, or of which that is not known."""
+        if mask is None or constant_tensor(mask) is not None:
+            raise MaskError("attention sees tokens that attention_mask hides")
+        kind = self._kind(mask)
+        if kind == "other":
+            raise MaskError(f"mask {mask.name!r} shows tokens that attention_mask hides")
+        if kind == "hides more":
+            own = self._other_summand(mask)
+            if own is None:
+                return mask
+            self._dropped[mask] = None
+            return own
+        self._dropped[mask] = None
+        return None
+
+    def zeroes_hidden(self, factor: ir.Value | None, hidden: ir.Value) -> bool:
+        """Whether a factor of a value [batch, tokens, width] is 0 where no token is; its shape may be read of that."""
+        if factor is None or constant_tensor(factor) is not None or self._from_tokens(factor, hidden) is not None:
+            return False
+        width = 4 if hidden.shape is None or not isinstance(hidden.shape[-1], int) else hidden.shape[-1]
+        for kept, found in self._runs(factor, hidden, width):
+            if found is None or found.ndim not in (2, 3) or found.shape[:2] != kept.shape or found[~kept].any():
+                return False
+        return True
+
+    def remove_unused(self) -> None:
+        """Removes what computed masks that are no longer needed."""
+        for mask in self._dropped:
+            remove_dead(mask)
+
+    def _other_summand(self, mask: ir.Value) -> ir.Value | None:
+        """What a mask of padding was added to, if that does not depend on attention_mask."""
+        node = mask.producer()
+        if node is None or node.op_type != "Add" or len(mask.uses()) == 0:
+            return None
+        for one, other in (node.inputs, reversed(node.inputs)):
+            assert one is not None and other is not None
+            if self._attention_mask in _sources(other) or self._attention_mask not in _sources(one):
+                continue
+            if self._kind(one) == "padding":
+                return other
+        return None
+
+    def _kind(self, mask: ir.Value) -> str:
+        """padding: it hides the tokens that are not there, and does nothing else; hides more: it hides them, and adds
+        something to scores of others; other: it does not hide them."""
+        if mask not in self._kinds:
+            self._kinds[mask] = self._find_kind(mask)
+        return self._kinds[mask]
+
+    def _find_kind(self, mask: ir.Value) -> str:
+        node = self._from_tokens(mask)
+        if node is not None:
+            raise MaskError(f"mask {mask.name!r} is computed from tokens (by {node.op_type} {node.name!r})")
+        does_more = False
+        for kept, added in self._runs(mask):
+            batch, tokens = kept.shape
+            if added is None or added.ndim > 4:
+                return "other"
+            heads = added.shape[1] if added.ndim == 4 else added.shape[0] if added.ndim == 3 else 1
+            try:
+                added = np.broadcast_to(added, (batch, heads, tokens, tokens))
+            except ValueError:
+                return "other"
+            seen = np.broadcast_to(kept[:, None, :, None] & kept[:, None, None, :], added.shape)
+            hidden = np.broadcast_to(kept[:, None, :, None] & ~kept[:, None, None, :], added.shape)
+            if not (added[hidden] <= _HIDES).all():
+                return "other"
+            does_more = does_more or bool(added[seen].any())
+        return "hides more" if does_more else "padding"
+
+    def _from_tokens(self, value: ir.Value, but: ir.Value | None = None) -> ir.Node | None:
+        """A node that works on tokens among what computes the value."""
+        for source in _sources(value, but):
+            node = source.producer()
+            if source is but or node is None:
+                continue
+            if node.domain == ORTOLAN_DOMAIN or node.op_type in _FROM_TOKENS:
+                return node
+        return None
+
+    def _runs(
+        self, value: ir.Value, given: ir.Value | None = None, width: int = 0
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Some attention_mask, as truth values, and what the model makes of it. given: a value [batch, tokens, width]
+        that is zeros."""
+        inputs = [*self._model.graph.inputs, *([] if given is None else [given])]
+        part = ir.Model(ir.convenience.extract(self._model.graph, inputs, [value]), ir_version=self._model.ir_version)
+        if given is not None:
+            part.graph.inputs[-1].type = ir.TensorType(ir.DataType.FLOAT)
+            part.graph.inputs[-1].shape = ir.Shape([None] * 3)
+        session = open_quietly(to_bytes(to_proto(part)))
+        known = {one.name for one in session.get_inputs()}
+        name = self._attention_mask.name or ""
+        for sizes in _SIZES:
+            feeds = synthetic_feeds(self._model, sizes)
+            kept = _kept(*feeds[name].shape)
+            feeds[name] = kept.astype(feeds[name].dtype)
+            if given is not None:
+                feeds[given.name or ""] = np.zeros((*kept.shape, width), np.float32)
+            feeds = {key: array for key, array in feeds.items() if key in known}
+            (found,) = run_session(session, feeds, "what computes a mask of the model", ModelError)
+            yield kept, found
+
+
+def _kept(batch: int, tokens: int) -> np.ndarray:
+    """Tokens of sequences that are whole, padded behind and in front, and with gaps."""
+    kept = np.random.default_rng(0).random((batch, tokens)) < 0.5
+    kept[:, tokens // 2] = True
+    kept[:1] = True
+    kept[1:2] = np.arange(tokens) < tokens - 2
+    kept[2:3] = np.arange(tokens) >= 2
+    return kept
+
+
+def _sources(value: ir.Value, but: ir.Value | None = None) -> dict[ir.Value, None]:
+    """The value and all that it is computed from, but what one of these is computed from."""
+    found: dict[ir.Value, None] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if one in found:
+            continue
+        found[one] = None
+        node = None if one is but else one.producer()
+        waiting += [] if node is None else [source for source in node.inputs if source is not None]
+    return found
