@@ -37,6 +37,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "gguf.md": ("gguf", "tokenizers"),
     "long-context.md": ("tokenizers",),
     "methods.md": ("tokenizers",),
+    "padding.md": (),
     "quickstart.md": (),
     "recipes.md": (),
     "serving.md": ("onnxruntime_extensions",),
