@@ -30,21 +30,15 @@ def packed_tokens_function(op_type: str, opset: int) -> ir.Function:
 
 def packed(body: FunctionBody, kept: ir.Value, x: ir.Value) -> ir.Value:
     op = body.op
-    rest = _behind_tokens(body, x)
-    whole = op("Expand", x, op("Concat", op("Shape", kept), rest, axis=0))
-    # The number of places, not -1, which sizes of 0 leave open.
-    flat = op("Reshape", whole, op("Concat", body.vector(op("Size", kept)), rest, axis=0))
-    return op("Gather", flat, _places(body, kept), axis=0)
+    # No Reshape, whose zeros stand for sizes of its input.
+    whole = op("Expand", x, op("Concat", op("Shape", kept), _behind_tokens(body, x), axis=0))
+    return op("Unsqueeze", op("GatherND", whole, _places(body, kept)), body.ints(0))
 
 
 def unpacked(body: FunctionBody, kept: ir.Value, x: ir.Value) -> ir.Value:
     op = body.op
-    rest = _behind_tokens(body, x)
-    count = body.vector(op("Size", kept))
-    zeros = op("Expand", body.number(0), op("Concat", count, rest, axis=0))
-    rows = op("Squeeze", x, body.ints(0))
-    flat = op("ScatterND", zeros, op("Transpose", _places(body, kept), perm=[1, 0]), rows)
-    return op("Reshape", flat, op("Concat", op("Shape", kept), rest, axis=0))
+    zeros = op("Expand", body.number(0), op("Concat", op("Shape", kept), _behind_tokens(body, x), axis=0))
+    return op("ScatterND", zeros, _places(body, kept), op("Squeeze", x, body.ints(0)))
 
 
 def _behind_tokens(body: FunctionBody, x: ir.Value) -> ir.Value:
@@ -53,5 +47,5 @@ def _behind_tokens(body: FunctionBody, x: ir.Value) -> ir.Value:
 
 
 def _places(body: FunctionBody, kept: ir.Value) -> ir.Value:
-    """Of the tokens that are kept, in all sequences one behind the other: [1, kept tokens]."""
-    return body.op("NonZero", body.op("Reshape", kept, body.ints(-1)))
+    """Of the tokens that are kept, in all sequences one behind the other: [kept tokens, 2]."""
+    return body.op("Transpose", body.op("NonZero", kept), perm=[1, 0])
