@@ -1,6 +1,5 @@
 #include "attention/kept_tokens.h"
 
-
 namespace ortolan {
 
 KeptTokens::KeptTokens(const int64_t* kept, int64_t batch_, int64_t tokens_) : batch(batch_), tokens(tokens_) {
