@@ -10,7 +10,12 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from ortolan.graph_passes.operators.nomad_attention_function import Uses, nomad_attention_function
+from ortolan.graph_passes.operators.nomad_attention_function import (
+    PACKED_INPUTS,
+    PACKED_OP_TYPE,
+    Uses,
+    nomad_attention_function,
+)
 
 
 def node_model(
@@ -23,29 +28,36 @@ def node_model(
     shapes: dict[str, Sequence[int | str]] | None = None,
     mask_rank: int = 4,
     by_heads: Collection[str] = (),
+    kept: bool = False,
     **attributes: Any,
 ) -> onnx.ModelProto:
     """One NoMADAttention node with its function. mask: an input, or a constant. Inputs have the names of the op's;
-    those of by_heads are [B, heads, S, D]."""
+    those of by_heads are [B, heads, S, D]. kept: PackedNoMADAttention, which has all inputs."""
     names = ["query", "mask" if mask is not False else "", *([] if packed else ["key", "value"])]
+    initializers = [numpy_helper.from_array(mask, "mask")] if isinstance(mask, np.ndarray) else []
+    if kept:
+        constants = [name for name in PACKED_INPUTS[:-1] if name not in names]
+        initializers += [numpy_helper.from_array(np.zeros(1, np.float32), name) for name in constants]
+        names = list(PACKED_INPUTS)
     while not names[-1]:
         names.pop()
-    initializers = [numpy_helper.from_array(mask, "mask")] if isinstance(mask, np.ndarray) else []
     shapes = {
         name: [f"{name}{axis}" for axis in range(mask_rank if name == "mask" else 4 if name in by_heads else 3)]
         for name in names
     } | (shapes or {})
+    given = [name for name in names if name and name not in {one.name for one in initializers}]
+    if kept:
+        shapes["kept"] = ["batch", "tokens"]
     inputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[name])
-        for name in names
-        if name and not (name == "mask" and initializers)
+        helper.make_tensor_value_info(name, TensorProto.INT64 if name == "kept" else TensorProto.FLOAT, shapes[name])
+        for name in given
     ]
     attributes = {"scale": 0.0, "causal": 0, "zero_hidden_rows": 0, "precision": 32} | attributes
     flags = [attributes[name] == 1 for name in ("causal", "zero_hidden_rows")]
     layouts = {"by_heads": frozenset(by_heads), "by_rows": frozenset(names) - frozenset(by_heads)}
-    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags, **layouts)
+    uses = uses or Uses(packed, mask is not False, kv_num_heads not in (0, num_heads), *flags, kept, **layouts)
     node = helper.make_node(
-        "NoMADAttention",
+        PACKED_OP_TYPE if kept else "NoMADAttention",
         names,
         ["y"],
         "attention",

@@ -129,7 +129,12 @@ def test_function_body_serves_every_opset_and_evaluator(op_type: str, opset: int
 def test_threads(op_type: str, threads: int) -> None:
     """Work enough to be divided, at places that fall into sequences; empty ones among them."""
     rng = np.random.default_rng(5)
-    for batch, tokens, width, density in ((9, 700, 300, 0.7), (2, 9000, 40, 0.99), (400, 30, 60, 0.1), (3, 5, 200000, 1)):
+    for batch, tokens, width, density in (
+        (9, 700, 300, 0.7),
+        (2, 9000, 40, 0.99),
+        (400, 30, 60, 0.1),
+        (3, 5, 200000, 1),
+    ):
         kept = random_kept(rng, batch, tokens, density)
         kept[rng.integers(0, batch)] = 0
         x = x_of(op_type, kept, (width,), rng)
@@ -169,7 +174,9 @@ def test_shapes_that_are_not_known() -> None:
 def test_kept_of_another_rank(op_type: str, shape: tuple[int, ...]) -> None:
     model = node_model(op_type, kept_rank=len(shape))
     text = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
-    with pytest.raises(Exception, match=rf"{op_type} node 'tokens': kept 'kept' has shape {text}, expected \[batch, to"):
+    with pytest.raises(
+        Exception, match=rf"{op_type} node 'tokens': kept 'kept' has shape {text}, expected \[batch, to"
+    ):
         session(model).run(None, {"kept": np.ones(shape, np.int64), "X": np.zeros((1, 6, 2), np.float32)})
 
 

@@ -1,0 +1,429 @@
+"""PackedNoMADAttention, of sequences one behind the other: against the oracle, its own ONNX function and NoMADAttention
+of the padded sequences, and on bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx.reference import ReferenceEvaluator
+
+from ortolan.graph_passes.operators.nomad_attention_function import PACKED_INPUTS
+
+from .attention import LOWEST, Floats, assert_attention_close
+from .attention_node import node_model
+from .isa_process import check_with_isa, each_isa
+from .packed_tokens import packed, random_kept
+from .single_node import session
+
+NODE = "PackedNoMADAttention node 'attention'"
+
+
+class Case:
+    """Random padded sequences, and the check of what is made of them."""
+
+    def __init__(
+        self, seed: int, batch=3, tokens=9, heads=4, kv_heads=4, head_dim=8, mask=None, kept=None, density=0.7
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.kept = random_kept(rng, batch, tokens, density) if kept is None else np.array(kept, np.int64)
+        batch, tokens = self.kept.shape
+        widths = {"query": heads, "key": kv_heads, "value": kv_heads}
+        self.padded: dict[str, Floats] = {
+            name: rng.standard_normal((batch, tokens, count * head_dim), dtype=np.float32)
+            for name, count in widths.items()
+        }
+        self.mask = None
+        if mask is not None:
+            self.mask = np.array(rng.standard_normal(mask), np.float32)
+
+    def feeds(self, joined: bool = False) -> dict[str, np.ndarray]:
+        """Of packed sequences. joined: keys and values in query."""
+        rows = {name: packed(self.kept, x) for name, x in self.padded.items()}
+        if joined:
+            rows = {"query": np.concatenate(list(rows.values()), -1)}
+        masks = {} if self.mask is None else {"mask": self.mask}
+        return rows | masks | {"kept": self.kept}
+
+    def full_mask(self) -> Floats | None:
+        if self.mask is None:
+            return None
+        batch, tokens = self.kept.shape
+        return np.broadcast_to(self.mask, (batch, self.heads, tokens, tokens))
+
+    def check(self, y: Floats, scale: float | None = None, causal: bool = False, precision: int = 32) -> None:
+        """Each sequence's rows are attention of that sequence's tokens alone."""
+        assert y.shape == (1, np.count_nonzero(self.kept), self.heads * self.head_dim) and y.dtype == np.float32
+        scale = self.head_dim**-0.5 if scale is None else scale
+        mask, begin = self.full_mask(), 0
+        for b, there in enumerate(self.kept != 0):
+            count = int(there.sum())
+            if count == 0:
+                continue
+            own = {name: x[b, there].reshape(count, -1, self.head_dim) for name, x in self.padded.items()}
+            q, k, v = (x.repeat(self.heads // x.shape[1], 1).transpose(1, 0, 2) for x in own.values())
+            found = y[0, begin : begin + count].reshape(count, self.heads, self.head_dim).transpose(1, 0, 2)
+            begin += count
+            seen = None if mask is None else mask[b][:, there][:, :, there]
+            assert_attention_close(found, q, k, v, scale, seen, causal, precision)
+
+
+def kept_model(case: Case, joined: bool = False, **options: Any) -> onnx.ModelProto:
+    rank = 0 if case.mask is None else case.mask.ndim
+    return node_model(case.heads, case.kv_heads, joined, case.mask is not None, kept=True, mask_rank=rank, **options)
+
+
+def padded_model(case: Case, **options: Any) -> onnx.ModelProto:
+    return node_model(case.heads, case.kv_heads, False, True, **options)
+
+
+def runs(model: onnx.ModelProto, feeds: dict[str, np.ndarray], threads: int = 1) -> list[Floats]:
+    """Our kernel's answer, and that of the function's body."""
+    onnx.checker.check_model(model)
+    return [session(model, library=library, threads=threads).run(None, feeds)[0] for library in (True, False)]
+
+
+MASKS = [
+    None,
+    (),
+    (1,),
+    (9,),
+    (9, 9),
+    (9, 1),
+    (4, 9, 9),
+    (3, 1, 1, 9),
+    (3, 4, 1, 9),
+    (1, 4, 9, 9),
+    (3, 4, 9, 9),
+    (3, 1, 9, 9),
+    (1, 4, 9, 1),
+    (3, 4, 9, 1),
+    (3, 4, 1, 1),
+    (3, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_kernel_and_function_body_agree(mask: tuple[int, ...] | None, kv_heads: int, joined: bool, causal: int) -> None:
+    """Sequences that are whole, padded behind, in front and between, and empty."""
+    kept = np.ones((3, 9), np.int64)
+    for row in ([0, 0, 1, 1, 0, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1], [0] * 9):
+        kept[1] = row
+        case = Case(kv_heads, kv_heads=kv_heads, mask=mask, kept=kept)
+        for y in runs(kept_model(case, joined, causal=causal), case.feeds(joined)):
+            case.check(y, causal=bool(causal))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    batch=st.integers(0, 4),
+    tokens=st.integers(0, 90),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    head_dim=st.integers(1, 40),
+    axes=st.none() | st.lists(st.booleans(), max_size=4),
+    causal=st.booleans(),
+    joined=st.booleans(),
+    scale=st.sampled_from([0.0, 0.3, -0.2]),
+    density=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape(batch, tokens, kv_heads, group, head_dim, axes, causal, joined, scale, density, seed) -> None:
+    heads = kv_heads * group
+    mask = None
+    if axes is not None:
+        sizes = [batch, heads, tokens, tokens][4 - len(axes) :]
+        mask = [size if whole else 1 for size, whole in zip(sizes, axes, strict=True)]
+    case = Case(seed, batch, tokens, heads, kv_heads, head_dim, mask, density=density)
+    model, feeds = kept_model(case, joined, causal=int(causal), scale=scale), case.feeds(joined)
+    if (
+        batch * tokens == 0 and group > 1
+    ):  # the body's Reshape takes a size of 0 for that of its input, as NoMADAttention's does
+        case.check(session(model, threads=2).run(None, feeds)[0], scale or None, causal)
+        return
+    for y in runs(model, feeds, threads=2):
+        case.check(y, scale or None, causal)
+
+
+@pytest.mark.parametrize(
+    "kept", [[[0, 0, 0]], [[0, 0, 0], [0, 0, 0]], np.ones((0, 3)), np.ones((2, 0)), np.ones((0, 0))]
+)
+@pytest.mark.parametrize("mask", [None, (1, 1, 1, 1)])
+def test_no_tokens(kept: Any, mask: tuple[int, ...] | None) -> None:
+    case = Case(0, mask=mask, kept=kept)
+    for joined in (False, True):
+        for y in runs(kept_model(case, joined), case.feeds(joined)):
+            assert y.shape == (1, 0, 32)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_rows_that_see_no_key(zero: int) -> None:
+    """NaN, or zeros by attribute; those that see one stay what they are; with a gap in the sequence, and without."""
+    kept = [[1, 1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 1, 0]]
+    case = Case(0, kept=kept, mask=(2, 1, 7, 7))
+    model = kept_model(case, zero_hidden_rows=zero)
+    before = runs(model, case.feeds())
+    case.mask[:, :, 3] = -np.inf
+    case.mask[:, :, :, [5, 6]] = 0  # of what is not there: nothing to see
+    case.mask[1, :, 3, [0, 2]] = 0
+    case.mask[1, :, 3, 5] = -np.inf
+    after = runs(model, case.feeds())
+    for plain, y in zip(before, after, strict=True):
+        wanted = 0 if zero else np.nan
+        np.testing.assert_array_equal(y[0, [3, 6]], np.full((2, 32), wanted, np.float32))
+        np.testing.assert_array_equal(y[0, :3], plain[0, :3])
+
+
+def test_what_is_not_there_plays_no_part() -> None:
+    """Numbers of a mask at its places, and of queries, keys and values, which are not even read."""
+    kept = [[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]]
+    case = Case(1, kept=kept, mask=(3, 4, 5, 5))
+    model = kept_model(case)
+    plain = runs(model, case.feeds())
+    there = (case.kept != 0)[:, None, :, None] & (case.kept != 0)[:, None, None, :]
+    case.mask[~np.broadcast_to(there, case.mask.shape)] = np.nan
+    (y,) = session(model).run(None, case.feeds())
+    np.testing.assert_array_equal(y, plain[0])
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 21, 23])
+@pytest.mark.parametrize("joined", [False, True])
+def test_function_body_serves_every_opset_and_evaluator(opset: int, joined: bool) -> None:
+    case = Case(opset, kv_heads=2, mask=(3, 1, 9, 9))
+    model = kept_model(case, joined, opset=opset)
+    for y in (*runs(model, case.feeds(joined)), ReferenceEvaluator(model).run(None, case.feeds(joined))[0]):
+        case.check(y)
+
+
+@pytest.mark.parametrize("mask", [None, (3, 1, 1, 150), (3, 4, 150, 150)])
+def test_precision_of_16_bits(mask: tuple[int, ...] | None) -> None:
+    case = Case(3, tokens=150, head_dim=32, mask=mask)
+    (y,) = session(kept_model(case, precision=16)).run(None, case.feeds())
+    case.check(y, precision=16)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_and_long_sequences(threads: int) -> None:
+    """Work enough to be divided: in few long sequences, and in many short ones, some of which have no token."""
+    for sizes in (
+        {"batch": 1, "tokens": 700, "heads": 2, "kv_heads": 1, "head_dim": 64},
+        {"batch": 3, "tokens": 300, "heads": 6, "kv_heads": 2, "head_dim": 32, "mask": (3, 1, 300, 300)},
+        {"batch": 200, "tokens": 12, "density": 0.2},
+    ):
+        case = Case(9, **sizes)
+        (y,) = session(kept_model(case), threads=threads).run(None, case.feeds())
+        case.check(y)
+
+
+def check_same_bits(
+    lengths: list[int],
+    room: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    causal: bool = False,
+    precision: int = 32,
+    bias: bool = False,
+    seed: int = 0,
+) -> None:
+    """Sequences of these lengths and so many places more give the same bits: alone and in a batch, by NoMADAttention
+    padded behind, packed wherever padding is in front, and with one and more threads."""
+    batch, tokens = len(lengths), max(lengths) + room
+    kept = (np.arange(tokens) < np.array(lengths)[:, None]).astype(np.int64)
+    case = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=kept)
+    own_mask = np.random.default_rng(seed).standard_normal((heads, tokens, tokens), dtype=np.float32)
+    own_mask *= bias
+    case.mask = np.broadcast_to(own_mask, (batch, heads, tokens, tokens)).copy()
+    options = {"causal": int(causal), "precision": precision}
+    ours = [session(kept_model(case, **options), threads=threads) for threads in (1, 2)]
+    y = ours[0].run(None, case.feeds())[0]
+    np.testing.assert_array_equal(ours[1].run(None, case.feeds())[0], y)
+
+    padding = np.where(kept[:, None, None] != 0, 0, LOWEST)
+    hidden = np.where(padding == 0, case.mask, padding).astype(np.float32)
+    padded = session(padded_model(case, **options), threads=2).run(None, case.padded | {"mask": hidden})[0]
+    np.testing.assert_array_equal(packed(kept, padded), y)
+
+    begin = 0
+    in_front = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=kept[:, ::-1])
+    in_front.mask = np.zeros_like(case.mask)
+    for b, length in enumerate(lengths):
+        alone = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=np.ones((1, length)))
+        alone.padded = {name: x[b : b + 1, :length] for name, x in case.padded.items()}
+        alone.mask = case.mask[b : b + 1, :, :length, :length].copy()
+        rows = y[:, begin : begin + length]
+        begin += length
+        np.testing.assert_array_equal(ours[1].run(None, alone.feeds())[0], rows)
+        if length:
+            unpadded = session(padded_model(case, **options)).run(None, alone.padded | {"mask": alone.mask})[0]
+            np.testing.assert_array_equal(unpadded, rows)
+        for name, x in in_front.padded.items():
+            x[b, tokens - length :] = case.padded[name][b, :length]
+        in_front.mask[b, :, tokens - length :, tokens - length :] = alone.mask[0]
+    np.testing.assert_array_equal(ours[1].run(None, in_front.feeds())[0], y)
+
+    # And with gaps: places between tokens, of which the mask says anything.
+    spread = np.random.default_rng(seed).permuted(kept, axis=1)
+    with_gaps = Case(seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kept=spread)
+    with_gaps.mask = np.full_like(case.mask, 7)
+    for b, length in enumerate(lengths):
+        places = np.flatnonzero(spread[b])
+        for name, x in with_gaps.padded.items():
+            x[b, places] = case.padded[name][b, :length]
+        with_gaps.mask[b][:, places[:, None], places] = case.mask[b, :, :length, :length]
+    np.testing.assert_array_equal(ours[0].run(None, with_gaps.feeds())[0], y)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
+    room=st.integers(0, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    head_dim=st.integers(1, 40),
+    causal=st.booleans(),
+    precision=st.sampled_from([32, 16]),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_sequence_is_answered_alike_alone_padded_and_packed(
+    lengths, room, kv_heads, group, head_dim, causal, precision, bias, seed
+) -> None:
+    check_same_bits(lengths, room, kv_heads * group, kv_heads, head_dim, causal, precision, bias, seed)
+
+
+SCRIPT = """
+from tests.ops.test_nomad_kept_op import Case, check_same_bits, kept_model, session
+for precision in (32, 16):
+    for bias, causal in ((True, False), (False, True), (False, False)):
+        check_same_bits([1, 130, 0, 17, 64, 65, 3], 9, 6, 2, 20, causal, precision, bias)
+        check_same_bits([300, 2], 0, 2, 2, 64, causal, precision, bias)
+case = Case(2, kv_heads=2, tokens=70, mask=(3, 1, 70, 70))
+case.check(session(kept_model(case)).run(None, case.feeds())[0])
+"""
+
+
+@each_isa
+def test_with_each_isa(isa: str) -> None:
+    check_with_isa(isa, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"num_heads": 0}, "num_heads is 0 and kv_num_heads 0, expected a positive number"),
+        ({"kv_num_heads": 3}, "num_heads is 4 and kv_num_heads 3"),
+        ({"causal": 2}, "causal is 2, expected 0 or 1"),
+        ({"zero_hidden_rows": -1}, "zero_hidden_rows is -1, expected 0 or 1"),
+        ({"precision": 8}, "precision is 8, expected 32 or 16"),
+        ({"scale": float("inf")}, "scale is inf, expected a finite number"),
+    ],
+)
+def test_bad_attributes(attributes: dict[str, Any], message: str) -> None:
+    model = node_model(**{"num_heads": 4, "kept": True} | attributes)  # type: ignore[arg-type]
+    model.ClearField("functions")
+    with pytest.raises(Exception, match=f"{NODE}: {message}"):
+        session(model)
+
+
+ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"kept": (6,)}, r"kept 'kept' has shape \[6\], expected \[batch, tokens\]"),
+        ({"kept": (2, 3, 1)}, r"kept 'kept' has shape \[2, 3, 1\]"),
+        (
+            {"kept": (2, 4)},
+            "there are 1 x 6 queries and 6 keys, but kept 'kept' has 8 tokens that are there, expected 1 x 8",
+        ),
+        ({"kept": (0, 4)}, "there are 1 x 6 queries and 6 keys, but kept 'kept' has 0 tokens"),
+        ({name: (2, 3, 32) for name in ROWS}, "there are 2 x 3 queries and 3 keys, but kept 'kept' has 6 tokens"),
+        ({name: (0, 6, 32) for name in ROWS}, "there are 0 x 6 queries"),
+        ({"query": (1, 5, 32)}, "there are 1 x 5 queries and 6 keys"),
+        ({"key": (1, 7, 32), "value": (1, 7, 32)}, "there are 1 x 6 queries and 7 keys"),
+        ({"key": (2, 6, 32)}, r"key 'key' has shape \[2, 6, 32\], expected \[1, T, 32\] \(4 heads of 8\)\. Feed"),
+        ({"value": (1, 5, 32)}, r"value 'value' has shape \[1, 5, 32\], expected 1 sequences of 6 rows"),
+        (
+            {"query": (1, 6, 30)},
+            r"query 'query' has shape \[1, 6, 30\], expected \[B, S, a multiple of 4 heads\]\. Feed",
+        ),
+        ({"query": (6, 32)}, r"query 'query' has shape \[6, 32\]"),
+        (
+            {"query": (1, 4, 6, 8)},
+            r"query 'query' has shape \[1, 4, 6, 8\], expected \[B, S, a multiple of 4 heads\]\. Feed",
+        ),
+        ({"key": (1, 4, 6, 8)}, r"key 'key' has shape \[1, 4, 6, 8\], expected \[1, T, 32\] \(4 heads of 8\)\. Feed"),
+        ({"value": (1, 4, 6, 8)}, r"value 'value' has shape \[1, 4, 6, 8\], expected 1 sequences of 6 rows"),
+        (
+            {"mask": (1, 1, 6, 6)},
+            r"mask 'mask' has shape \[1, 1, 6, 6\], expected one that broadcasts to \[2, 4, 3, 3\]",
+        ),
+        ({"mask": (3, 1, 1, 3)}, "mask 'mask' has shape"),
+        ({"mask": (1, 2, 1, 1, 3)}, "mask 'mask' has shape"),
+        ({"mask": (0, 1, 1, 3)}, "mask 'mask' has shape"),
+    ],
+)
+def test_bad_shapes(shapes: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = {"mask": (2, 1, 1, 3), "kept": (2, 3)} | ROWS | shapes
+    model = node_model(4, kept=True)
+    for value in model.graph.input:
+        value.type.tensor_type.ClearField("shape")
+    model.ClearField("functions")
+    feeds = {name: np.ones(shape, np.int64 if name == "kept" else np.float32) for name, shape in sizes.items()}
+    with pytest.raises(Exception, match=f"{NODE}: .*{message}"):
+        session(model).run(None, feeds)
+
+
+def test_bad_joined_rows() -> None:
+    model = node_model(4, 2, True, kept=True)
+    feeds = {"query": np.zeros((1, 3, 63), np.float32), "mask": np.zeros((1, 1, 1, 1), np.float32)}
+    with pytest.raises(
+        Exception, match=rf"{NODE}: query 'query' has shape \[1, 3, 63\], expected \[B, S, a multiple of 8"
+    ):
+        session(model).run(None, feeds | {"kept": np.ones((1, 3), np.int64)})
+
+
+def test_too_many_tokens() -> None:
+    """Of padded sequences, though few of them are there."""
+    case = Case(0, kept=np.zeros((1, 2**24 + 1)), heads=1, kv_heads=1, head_dim=1)
+    with pytest.raises(Exception, match=f"{NODE}: there are 16777217 tokens, expected at most"):
+        session(kept_model(case)).run(None, case.feeds())
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_key_without_value(name: str) -> None:
+    case = Case(0)
+    model = kept_model(case, True)
+    (other,) = {"key", "value"} - {name}
+    model.graph.node[0].input[PACKED_INPUTS.index(name)] = "query"
+    assert model.graph.node[0].input[PACKED_INPUTS.index(other)] == other
+    model.ClearField("functions")
+    with pytest.raises(Exception, match="only one of the inputs key and value is given"):
+        session(model)
+
+
+def test_kept_is_needed() -> None:
+    model = node_model(4, kept=True)
+    model.ClearField("functions")
+    model.graph.node[0].input.pop()
+    model.graph.input.pop()
+    with pytest.raises(Exception, match=r"attention|PackedNoMADAttention"):
+        session(model)
+
+
+def test_shape_is_inferred() -> None:
+    for joined, width in ((False, 32), (True, 64)):
+        model = node_model(4, 2, joined, kept=True, shapes={"query": ["one", "rows", width]})
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+        model.ClearField("functions")
+        assert session(model).get_outputs()[0].shape == ["one", "rows", 32]
