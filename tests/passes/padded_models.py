@@ -1,0 +1,178 @@
+"""Small encoders with an attention_mask, with and without pass unpad, and masks to feed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+import ortolan
+from ortolan import OptimizationReport, Recipe
+
+from .attention_graphs import Graph, W
+from .small_models import optimize, run
+
+Feeds = dict[str, np.ndarray]
+
+MASKS = {
+    "behind": [[1] * 9, [1] * 4 + [0] * 5, [1] * 8 + [0], [1] + [0] * 8],
+    "in front": [[1] * 9, [0] * 5 + [1] * 4, [0] + [1] * 8, [0] * 8 + [1]],
+    "gaps": [[1, 0, 1, 1, 0, 0, 1, 0, 1], [0, 1, 1, 0, 1, 1, 1, 0, 0], [1] * 9, [1, 1, 0, 0, 0, 0, 0, 0, 1]],
+    "none": [[1] * 9] * 4,
+}
+
+
+def with_unpad(recipe: Recipe) -> Recipe:
+    """Once."""
+    return recipe.without_pass("unpad").with_pass("unpad")
+
+
+def both(model: onnx.ModelProto, recipe: Recipe, **arguments: Any) -> tuple[onnx.ModelProto, OptimizationReport]:
+    """The optimized model as it is padded, and the report of the one that is not."""
+    padded = optimize(model, recipe=recipe.without_pass("unpad"), **arguments).model
+    assert padded is not None
+    return padded, optimize(model, recipe=with_unpad(recipe), **arguments)
+
+
+def changed(report: OptimizationReport) -> onnx.ModelProto:
+    """Its model, in which tokens are packed."""
+    assert report.model is not None
+    left = {node.op_type for node in report.model.graph.node}
+    assert "NoMADAttention" not in left and {"PackTokens", "PackedNoMADAttention"} <= left, report.notes
+    (note,) = (note for note in report.notes if "padding is left out" in note)
+    assert "outputs are 0 where no token is" in note
+    onnx.checker.check_model(report.model)
+    return report.model
+
+
+def reason(report: OptimizationReport) -> str:
+    """Why a model was left as it is."""
+    assert report.model is not None
+    assert not {"PackTokens", "UnpackTokens", "PackedNoMADAttention"} & {
+        node.op_type for node in report.model.graph.node
+    }
+    (note,) = (note for note in report.notes if note.startswith("padding is not left out: "))
+    return note.removeprefix("padding is not left out: ")
+
+
+def encoder_feeds(model: onnx.ModelProto, mask: Any, seed: int = 0) -> Feeds:
+    """Ids where a token is, the id of padding elsewhere."""
+    mask = np.array(mask, np.int64)
+    rng = np.random.default_rng(seed)
+    given: Feeds = {
+        "input_ids": np.where(mask != 0, rng.integers(2, 90, mask.shape), 1),
+        "attention_mask": mask,
+        "token_type_ids": rng.integers(0, 2, mask.shape),
+        "x": rng.standard_normal((*mask.shape, W), dtype=np.float32),
+    }
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    return {name: given[name].astype(helper.tensor_dtype_to_np_dtype(kind)) for name, kind in types.items()}
+
+
+def add_nodes(
+    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    outputs: Mapping[str, Sequence[int | str] | None],
+    weights: Mapping[str, np.ndarray] | None = None,
+    keep: bool = False,
+) -> onnx.ModelProto:
+    """The model with these behind it. keep: its own outputs stay too."""
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in (weights or {}).items())
+    if not keep:
+        del model.graph.output[:]
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()
+    )
+    return model
+
+
+def masked_mean(model: onnx.ModelProto, hidden: str = "last_hidden_state", keep: bool = False) -> onnx.ModelProto:
+    """As sentence-transformers exports pooling: the factor is made as large as what it multiplies."""
+    make = helper.make_node
+    nodes = [
+        make("Unsqueeze", ["attention_mask", "pool.last"], ["pool.column"]),
+        make("Shape", [hidden], ["pool.shape"]),
+        make("Expand", ["pool.column", "pool.shape"], ["pool.expanded"]),
+        make("Cast", ["pool.expanded"], ["pool.factor"], to=TensorProto.FLOAT),
+        make("Mul", [hidden, "pool.factor"], ["pool.product"]),
+        make("ReduceSum", ["pool.product", "pool.tokens"], ["pool.sum"], keepdims=0),
+        make("ReduceSum", ["pool.factor", "pool.tokens"], ["pool.count"], keepdims=0),
+        make("Clip", ["pool.count", "pool.least"], ["pool.divisor"]),
+        make("Div", ["pool.sum", "pool.divisor"], ["pooled"]),
+    ]
+    weights = {
+        "pool.last": np.array([-1]),
+        "pool.tokens": np.array([1]),
+        "pool.least": np.array(1e-9, np.float32),
+    }
+    return add_nodes(model, nodes, {"pooled": ["batch", 48]}, weights, keep)
+
+
+def first_token(
+    model: onnx.ModelProto, hidden: str = "last_hidden_state", by: str = "Gather", keep: bool = False
+) -> onnx.ModelProto:
+    """Behind a layer and Tanh, as BERT's pooler."""
+    make = helper.make_node
+    weights = {"pool.weight": np.random.default_rng(3).standard_normal((48, 48), np.float32) / 7}
+    if by == "Gather":
+        taken = [make("Gather", [hidden, "pool.zero"], ["pool.first"], axis=1)]
+        weights["pool.zero"] = np.array(0)
+    else:
+        taken = [
+            make("Slice", [hidden, "pool.zero", "pool.one", "pool.one"], ["pool.row"]),
+            make("Squeeze", ["pool.row", "pool.one"], ["pool.first"]),
+        ]
+        weights |= {"pool.zero": np.array([0]), "pool.one": np.array([1])}
+    nodes = [*taken, make("MatMul", ["pool.first", "pool.weight"], ["pool.y"]), make("Tanh", ["pool.y"], ["pooled"])]
+    return add_nodes(model, nodes, {"pooled": ["batch", 48]}, weights, keep)
+
+
+def attention_model(form: Callable[[Graph], str], kind: int = TensorProto.INT64) -> onnx.ModelProto:
+    """Of attention_forms, with its mask as attention_mask of this element type."""
+    graph = Graph()
+    model = graph.model(form(graph))
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            if name == "mask":
+                node.input[index] = "attention_mask"
+    for value in model.graph.input:
+        if value.name == "mask":
+            value.name = "attention_mask"
+            value.type.tensor_type.elem_type = kind
+    return model
+
+
+def fuse_and_unpad(model: onnx.ModelProto, **options: Any) -> OptimizationReport:
+    """By the two passes alone, verified."""
+    steps = [{"name": "normalize"}, {"name": "fuse_attention"}, {"name": "unpad"}]
+    recipe = Recipe.from_dict({"name": "unpadded", "pass": [*steps, {"name": "verify", "seconds": 0.0}]})
+    return ortolan.optimize_onnx(model, recipe=recipe, **options)
+
+
+def proto(model: ir.Model) -> onnx.ModelProto:
+    return ir.to_proto(model)
+
+
+def assert_zero_elsewhere(found: np.ndarray, mask: np.ndarray) -> None:
+    assert not found[np.asarray(mask) == 0].any()
+
+
+def answers(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
+    return run(model, given, library=True)
+
+
+def as_written(model: onnx.ModelProto, given: Feeds) -> list[np.ndarray]:
+    """By the operators that the model has: ONNX Runtime fuses some where it knows their shapes, whose sums have another
+    order then."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    ortolan.register(options)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, given)
