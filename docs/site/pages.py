@@ -24,6 +24,8 @@ ROOMS = (
     "nomad_attention",
     "masked_matmul",
     "lut_post_op",
+    "pack_tokens",
+    "unpack_tokens",
     "matmul",
 )
 # The page's place in the site -> the file in the repository.

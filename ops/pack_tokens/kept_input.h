@@ -16,6 +16,11 @@ inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, cons
   if (shape.size() != 2) {
     throw OpError(ErrorText(node, ": kept '", name, "' has shape ", ShapeText(shape), ", expected [batch, tokens]"));
   }
+  constexpr int64_t kMostSequences = int64_t{1} << 24;
+  if (shape[0] > kMostSequences) {
+    throw OpError(
+        ErrorText(node, ": kept '", name, "' is of ", shape[0], " sequences, expected at most ", kMostSequences));
+  }
   return {constant.In(value), shape[0], shape[1]};
 }
 
