@@ -85,7 +85,7 @@ def test_activations_are_part_of_the_group(name: str) -> None:
 
 @pytest.mark.parametrize("shape, taken", [((24,), True), ((1, 24), True), ((1, 1, 24), False), ((24, 24), False)])
 def test_a_bias_of_several_axes(shape: tuple[int, ...], taken: bool) -> None:
-    """Heads of BART-like decoders have one of [1, n]. One of more axes than the layer's output gives the sum its own."""
+    """Heads of BART-like decoders have one of [1, n]. One of more axes than the output gives the sum its own."""
     layer = Int8Layer("chain", q=dense_numbers(64, 24))
     shift = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     model = with_nodes(layer, [node("Add", ["shift", "r"], ["y"], name="sum")], shift=shift)
