@@ -6,7 +6,8 @@
   alike is found so; what goes wrong in a single one of many may not, so `replace` checks each packed weight by itself;
 - likewise, where attention reads keys and values from a cache that compress_cache has put into another form: of tokens
   decoded behind a prompt, and of the caches themselves (verify_decoded.py);
-- the optimized model without our kernels, if it is portable (verify_portable.py).
+- the optimized model without our kernels, if it is portable (verify_portable.py);
+- where padding is left out, a sequence alone and padded in a batch (verify_padding.py).
 
 How far they may be from each other: verify_limits.py.
 """
@@ -34,6 +35,7 @@ from .context import RecipePass
 from .verify_answers import Answers, require_finite
 from .verify_decoded import DecodedTokens, verify_decoded
 from .verify_limits import Limits
+from .verify_padding import verify_padding
 from .verify_portable import verify_portable
 
 TIMED_SECONDS = 2.0
@@ -88,6 +90,8 @@ class VerifyPass(RecipePass):
         by_masks = answers.by_masks() if context.layers.masked else {}
         limits = Limits(context, self.options.max_error, self.options.max_rounding_error, by_masks)
         answers.judge(context, limits, cached=any(self._reads_cache(one) for one in feeds))
+        if context.layers.unpadded:
+            verify_padding(context, optimized, encoded[0], names)
         decoded = verify_decoded(context, limits, original, optimized, feeds, names)
         context.progress(Stage.VERIFY, 3, steps)
         if seconds > 0:
