@@ -1,17 +1,29 @@
 #include "attention/kept_tokens.h"
 
-namespace ortolan {
+#include <cstring>
 
-KeptTokens::KeptTokens(const int64_t* kept, int64_t batch_, int64_t tokens_) : batch(batch_), tokens(tokens_) {
+namespace ortolan {
+namespace {
+
+// Hosts may have their tensors at any address.
+bool IsNotZero(const char* number) {
+  int64_t value;
+  std::memcpy(&value, number, sizeof(value));
+  return value != 0;
+}
+
+}  // namespace
+
+KeptTokens::KeptTokens(const void* kept, int64_t batch_, int64_t tokens_) : batch(batch_), tokens(tokens_) {
   begins.reserve(static_cast<size_t>(batch) + 1);
   places.resize(static_cast<size_t>(batch * tokens));
   size_t count = 0;
   for (int64_t b = 0; b < batch; ++b) {
     begins.push_back(static_cast<int64_t>(count));
-    const int64_t* const row = kept + b * tokens;
+    const char* const row = static_cast<const char*>(kept) + b * tokens * static_cast<int64_t>(sizeof(int64_t));
     for (int64_t place = 0; place < tokens; ++place) {
       places[count] = place;  // taken back by the next one, if this one is not there
-      count += row[place] != 0;
+      count += IsNotZero(row + place * static_cast<int64_t>(sizeof(int64_t)));
     }
   }
   begins.push_back(static_cast<int64_t>(count));

@@ -8,8 +8,8 @@
 namespace ortolan {
 
 struct KeptTokens {
-  // kept: [batch][tokens], not 0 where a token is there. Throws std::bad_alloc.
-  KeptTokens(const int64_t* kept, int64_t batch_, int64_t tokens_);
+  // kept: int64 [batch][tokens] at any address, not 0 where a token is there. Throws std::bad_alloc.
+  KeptTokens(const void* kept, int64_t batch_, int64_t tokens_);
 
   int64_t Count() const { return begins.back(); }
   // Of a sequence.

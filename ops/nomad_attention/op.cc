@@ -76,7 +76,6 @@ class Kernel {
     has_mask_ = node_.HasNumbers(info, kMask);
     for (size_t i = 0; i < std::size(floats_); ++i) floats_[i] = AlignedConstant<float>(info, i);
     if (has_kept_) {
-      kept_ = AlignedConstant<int64_t>(info, kKept);
       plan_.emplace(node_.precision);
     } else if (node_.HasNumbers(info, kPastKey)) {
       cache_.emplace(info, node_);
@@ -107,7 +106,7 @@ class Kernel {
   }
 
   void RunKept(Ort::KernelContext& context, Host& host, AttentionCall& call) const {
-    const KeptTokens kept = ReadKept(context, kKept, kept_, node_.text, node_.inputs[kKept]);
+    const KeptTokens kept = ReadKept(context, kKept, node_.text, node_.inputs[kKept]);
     if (kept.tokens > kMaxTokens) {
       throw node_.Error("there are ", kept.tokens, " tokens, expected at most ", kMaxTokens);
     }
@@ -229,7 +228,6 @@ class Kernel {
   AttentionNode node_;
   AttentionCall call_;                         // what attributes say; scale 0: that of the heads' size
   AlignedConstant<float> floats_[kValue + 1];  // query, mask, key and value
-  AlignedConstant<int64_t> kept_;
   bool has_kept_;
   bool packed_ = false;
   bool has_mask_ = false;

@@ -9,8 +9,8 @@
 namespace ortolan {
 
 // int64 [batch, tokens]. Throws OpError.
-inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, const AlignedConstant<int64_t>& constant,
-                           const std::string& node, const std::string& name) {
+inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, const std::string& node,
+                           const std::string& name) {
   const Ort::ConstValue value = context.GetInput(input);
   const std::vector<int64_t> shape = value.GetTensorTypeAndShapeInfo().GetShape();
   if (shape.size() != 2) {
@@ -21,7 +21,7 @@ inline KeptTokens ReadKept(const Ort::KernelContext& context, size_t input, cons
     throw OpError(
         ErrorText(node, ": kept '", name, "' is of ", shape[0], " sequences, expected at most ", kMostSequences));
   }
-  return {constant.In(value), shape[0], shape[1]};
+  return {value.GetTensorRawData(), shape[0], shape[1]};
 }
 
 }  // namespace ortolan

@@ -48,10 +48,10 @@ int64_t BytesOf(ONNXTensorElementDataType type) {
 
 class Kernel {
  public:
-  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)), kept_(info, kKept) {}
+  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {}
 
   void Compute(Ort::KernelContext& context, Host& host) const {
-    const KeptTokens kept = ReadKept(context, kKept, kept_, node_, "kept");
+    const KeptTokens kept = ReadKept(context, kKept, node_, "kept");
     const Ort::ConstValue x = context.GetInput(kX);
     const Ort::TensorTypeAndShapeInfo info = x.GetTensorTypeAndShapeInfo();
     std::vector<int64_t> shape = info.GetShape();
@@ -87,7 +87,6 @@ class Kernel {
 
  private:
   std::string node_;
-  AlignedConstant<int64_t> kept_;
 };
 
 struct Op : OrtOp<Op, Kernel> {

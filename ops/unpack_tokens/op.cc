@@ -19,10 +19,10 @@ enum Input : size_t { kKept, kX, kInputCount };
 
 class Kernel {
  public:
-  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)), kept_(info, kKept), x_(info, kX) {}
+  explicit Kernel(const OrtKernelInfo& info) : node_(DescribeNode(info, kOpType)) {}
 
   void Compute(Ort::KernelContext& context, Host& host) const {
-    const KeptTokens kept = ReadKept(context, kKept, kept_, node_, "kept");
+    const KeptTokens kept = ReadKept(context, kKept, node_, "kept");
     const Ort::ConstValue x = context.GetInput(kX);
     std::vector<int64_t> shape = x.GetTensorTypeAndShapeInfo().GetShape();
     if (shape.size() < 2 || shape[0] != 1 || shape[1] != kept.Count()) {
@@ -33,28 +33,30 @@ class Kernel {
     for (size_t axis = 2; axis < shape.size(); ++axis) width *= shape[axis];
     shape[0] = kept.batch;
     shape[1] = kept.tokens;
-    const float* const from = x_.In(x);
-    float* const to = context.GetOutput(0, shape).GetTensorMutableData<float>();
-    const size_t row_bytes = static_cast<size_t>(width) * sizeof(float);
+    const char* const from = static_cast<const char*>(x.GetTensorRawData());
+    char* const to = static_cast<char*>(context.GetOutput(0, shape).GetTensorMutableRawData());
+    const int64_t row_bytes = width * static_cast<int64_t>(sizeof(float));
     if (width == 0 || kept.tokens == 0) return;
     host.ParallelFor(kept.batch, [&](int64_t b) {
       const int64_t* const places = kept.Places(b);
       const int64_t count = kept.Count(b);
-      float* const sequence = to + b * kept.tokens * width;
+      char* const sequence = to + b * kept.tokens * row_bytes;
       int64_t next = 0;  // of the sequence, not yet written
+      const auto zero_until = [&](int64_t place) {
+        std::memset(sequence + next * row_bytes, 0, static_cast<size_t>((place - next) * row_bytes));
+      };
       for (int64_t i = 0; i < count; ++i) {
-        std::memset(sequence + next * width, 0, static_cast<size_t>(places[i] - next) * row_bytes);
-        std::memcpy(sequence + places[i] * width, from + (kept.Begin(b) + i) * width, row_bytes);
+        zero_until(places[i]);
+        std::memcpy(sequence + places[i] * row_bytes, from + (kept.Begin(b) + i) * row_bytes,
+                    static_cast<size_t>(row_bytes));
         next = places[i] + 1;
       }
-      std::memset(sequence + next * width, 0, static_cast<size_t>(kept.tokens - next) * row_bytes);
+      zero_until(kept.tokens);
     });
   }
 
  private:
   std::string node_;
-  AlignedConstant<int64_t> kept_;
-  AlignedConstant<float> x_;
 };
 
 struct Op : OrtOp<Op, Kernel> {
