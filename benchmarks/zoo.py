@@ -22,6 +22,7 @@ from onnxruntime.quantization import quantize_dynamic
 
 from ortolan.graph_passes.measure.feeds import Sizes, has_past, synthetic_feeds
 from ortolan.graph_passes.measure.timing import interleave, pinned
+from ortolan.graph_passes.operators.nomad_attention_function import ATTENTIONS, OP_TYPE
 from ortolan.session import create_session
 
 from ..errors import OrtolanError
@@ -73,7 +74,7 @@ def study(architecture: Architecture, size: Size, source: Path, output: Path, we
     report = optimize_onnx(source, output, weights=weights, cache=cache)
     before, after = (_count(ir.load(path)) for path in (source, output))
     attentions = before["Softmax"] - architecture.layer_softmaxes * size.layers
-    layers = [layer for layer in report.layers if layer.new_op != "NoMADAttention"]
+    layers = [layer for layer in report.layers if layer.new_op != OP_TYPE]
     layers = [layer for layer in layers if not any(text in (layer.reason or "") for text in _NO_WEIGHT)]
     reasons = Counter(layer.reason for layer in layers if layer.reason)
     reasons.update(note for note in report.notes if "not fused" in note or ("cache of" in note and "left" in note))
@@ -81,7 +82,7 @@ def study(architecture: Architecture, size: Size, source: Path, output: Path, we
         len(layers),
         sum(layer.status == "replaced" for layer in layers),
         attentions,
-        after["NoMADAttention"],
+        sum(after[op_type] for op_type in ATTENTIONS),
         after["joined"],
         min((output.cosine for output in report.output_error), default=1.0),
         tuple(reasons),
@@ -92,7 +93,7 @@ def _count(model: ir.Model) -> Counter[str]:
     found: Counter[str] = Counter()
     for node in model.graph.all_nodes():
         found[node.op_type] += 1
-        if node.op_type == "NoMADAttention" and not any(node.inputs[2:4]):
+        if node.op_type in ATTENTIONS and not any(node.inputs[2:4]):
             found["joined"] += 1
     return found
 

@@ -213,6 +213,8 @@ class Form(PassOptions):
             steps.append({"name": "compress_cache", "keys": self.cache, "values": values})
         if self.stored is not None:
             steps += self._replace()
+        if self.fuses_attention and self.cache is None:
+            steps.append({"name": "unpad"})
         return [*steps, {"name": "verify"}]
 
     def _prune(self) -> list[Pass]:
@@ -321,6 +323,7 @@ ADOPT: Mapping[str, Any] = {
         {"name": "replace", "op": "W4A8MatMul"},
         {"name": "replace", "op": "W8A8MatMul", "keep_numbers": True},
         {"name": "replace", "op": "SparseAMXMatMul", "keep_numbers": True},
+        {"name": "unpad"},
         {"name": "verify"},
     ],
 }

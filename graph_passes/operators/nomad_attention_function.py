@@ -18,6 +18,7 @@ from .packed_tokens import packed, unpacked
 
 OP_TYPE = "NoMADAttention"
 PACKED_OP_TYPE = "PackedNoMADAttention"  # of packed sequences
+ATTENTIONS = OP_TYPE, PACKED_OP_TYPE
 INPUTS = ("query", "mask", "key", "value")
 PACKED_INPUTS = (*INPUTS, "kept")
 _OPERANDS = ("query", "key", "value")

@@ -164,7 +164,17 @@ def test_progress_tells_every_stage(bert, tmp_path, monkeypatch, large):
     stages = list(dict.fromkeys(stage for stage, _, _ in calls))
     written = ["write"] if large else []  # tensor by tensor
     assert all(isinstance(stage, Stage) for stage in stages)
-    assert stages == ["normalize", "calibrate", "prune", "fuse attention", "replace", *written, "verify", "save"]
+    assert stages == [
+        "normalize",
+        "calibrate",
+        "prune",
+        "fuse attention",
+        "replace",
+        "unpad",
+        *written,
+        "verify",
+        "save",
+    ]
     for stage in stages:
         done = [call[1:] for call in calls if call[0] == stage]
         assert done == sorted(done) and done[-1][0] == done[-1][1]
@@ -176,7 +186,7 @@ def test_steps_and_decisions_are_logged(bert, caplog):
     told = {level: [one.getMessage() for one in caplog.records if one.levelno == level] for level in (20, 10)}
     assert told[20][0] == "recipe weights=int4: int4 weights in groups of 32 by search"
     stages = [one for one in told[20] if one in set(Stage)]
-    assert stages == ["normalize", "calibrate", "quantize", "fuse attention", "replace", "verify"]
+    assert stages == ["normalize", "calibrate", "quantize", "fuse attention", "replace", "unpad", "verify"]
     assert told[20][-1] == "16 of 16 layers replaced"
     assert sum(one.endswith(": W4A8MatMul") for one in told[10]) == 12
 

@@ -43,7 +43,7 @@ def test_the_call_without_a_recipe_takes_every_layer(models: tuple[Path, Path], 
     stored = layers_of(models[1])
     report = ortolan.optimize_onnx(models[1], tmp_path / "fast.onnx", calibration=FEEDS)
     kinds = op_types(onnx.load(tmp_path / "fast.onnx"))
-    assert kinds.count("NoMADAttention") == 2 and not {"MatMulInteger", "DynamicQuantizeLinear"} & set(kinds)
+    assert kinds.count("PackedNoMADAttention") == 2 and not {"MatMulInteger", "DynamicQuantizeLinear"} & set(kinds)
     assert {layer.name for layer in report.layers if layer.weight_bits == 8} == stored.keys()
     assert "12 layers keep the 8-bit weights that the model stores, number by number" in report.notes
 

@@ -344,4 +344,4 @@ def test_attention_behind_a_table_is_fused(bits: int) -> None:
     options = {"table_bits": bits, "verify.seconds": 0.0, "may_grow": True}
     report = ortolan.optimize_onnx(bert, weights="int8", options=options)
     assert any(f"is stored in int{bits}" in note for note in report.notes)
-    assert "NoMADAttention" in {node.op_type for node in report.model.graph.node}
+    assert "PackedNoMADAttention" in {node.op_type for node in report.model.graph.node}

@@ -48,7 +48,7 @@ def test_a_model_that_rounds_everywhere(bert: tuple[Path, Path], tmp_path: Path)
     stored = layers_of(bert[1])
     report = ortolan.optimize_onnx(bert[1], tmp_path / "fast.onnx", calibration=FEEDS, options={"verify.seconds": 0.0})
     kinds = op_types(onnx.load(tmp_path / "fast.onnx"))
-    assert kinds.count("NoMADAttention") == 2 and not {"QuantizeLinear", "MatMul"} & set(kinds)
+    assert kinds.count("PackedNoMADAttention") == 2 and not {"QuantizeLinear", "MatMul"} & set(kinds)
     assert {layer.name for layer in report.layers if layer.weight_bits == 8} == stored.keys() and len(stored) == 12
     assert any("roundings of activations to fixed ranges are gone" in note for note in report.notes)
     assert any(

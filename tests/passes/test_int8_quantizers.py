@@ -66,7 +66,7 @@ def test_attention_between_dynamic_layers_is_fused(sparse_bert, tmp_path):
     quantization.quantize_dynamic(sparse_bert, path)
     report = optimize(path, calibration=FEEDS)
     types = op_types(report.model)
-    assert (types.count("NoMADAttention"), types.count("VNNISpMM")) == (2, 8)
+    assert (types.count("PackedNoMADAttention"), types.count("VNNISpMM")) == (2, 8)
     assert report.output_error[0].relative_l2 < 0.03
 
 

@@ -44,7 +44,7 @@ def test_nothing_of_a_layer_is_left(name: str, static: bool) -> None:
     fused = Counter(part for layer in report.layers for part in layer.fused)
     assert fused["residual"] == 4 and (static or fused["gelu"] == 2)
     left = Counter(op_types(report.model))
-    assert left["NoMADAttention"] == 2 and not {"MatMul", "Softmax", "Erf", "Reshape"} & set(left)
+    assert left["PackedNoMADAttention"] == 2 and not {"MatMul", "Softmax", "Erf", "Reshape"} & set(left)
     # Query, key and value; the attention's output; the MLP, in one node where ranges are known.
     assert left["VNNISpMM"] == 2 * (3 if static else 4)
     for batch, rows in ((1, 1), (1, 13), (3, 33)):
@@ -85,7 +85,7 @@ def test_dense_forms_leave_nothing_of_a_layer(name: str, form: str) -> None:
     assert fused["residual"] == fused["layer norm"] == 4
     assert fused["gelu"] == fused["key"] == fused["value"] == 2
     left = Counter(op_types(report.model))
-    assert left["NoMADAttention"] == 2
+    assert left["PackedNoMADAttention"] == 2
     assert left[op] == 2 * 4  # query, key and value; the attention's output; the MLP
     assert left["LayerNormalization"] == 1  # of the embeddings
     assert not {"MatMul", "Softmax", "Erf", "Reshape", "Gelu"} & set(left)
@@ -147,5 +147,6 @@ def test_passes_that_fit_run_attention_without_functions(recipe: str | ortolan.R
     options = {"sparsity": 0.0, "may_grow": True} if op == "VNNISpMM" else None
     report = ortolan.optimize_onnx(model, recipe=recipe, options=options, calibration=calibration, portable=False)
     left = Counter(op_types(report.model))
-    assert left["NoMADAttention"] == 2 and left[op] > 0
+    attentions = "PackedNoMADAttention" if op == "VNNISpMM" else "NoMADAttention"
+    assert left[attentions] == 2 and left[op] > 0
     assert not report.model.functions

@@ -24,50 +24,58 @@ def option(recipe: Recipe, pass_name: str, name: str) -> object:
 @pytest.mark.parametrize(
     ("choices", "passes", "op"),
     [
-        ({"weights": "bf16"}, ["fuse_attention", "replace"], "SparseAMXMatMul"),
+        ({"weights": "bf16"}, ["fuse_attention", "replace", "unpad"], "SparseAMXMatMul"),
         (
             {"weights": "int8"},
-            ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
+            ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace", "unpad"],
             "W8A8MatMul",
         ),
-        ({"weights": "int8", "ignore": ()}, ["quantize", "embeddings", "fuse_attention", "replace"], "SparseAMXMatMul"),
         (
-            {"weights": "int4"},
-            ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
-            "W4A8MatMul",
-        ),
-        ({"weights": "int4", "ignore": ()}, ["quantize", "embeddings", "fuse_attention", "replace"], "W4A8MatMul"),
-        ({"sparsity": 0.5}, ["prune", "fuse_attention", "replace"], "SparseAMXMatMul"),
-        (
-            {"weights": "int8", "sparsity": 0.5, "pattern": "2:4"},
-            ["prune", "quantize", "embeddings", "fuse_attention", "replace", "replace"],
+            {"weights": "int8", "ignore": ()},
+            ["quantize", "embeddings", "fuse_attention", "replace", "unpad"],
             "SparseAMXMatMul",
         ),
-        ({"pattern": "2:4"}, ["fuse_attention", "replace", "replace"], "SparseAMXMatMul"),
+        (
+            {"weights": "int4"},
+            ["quantize", "quantize", "embeddings", "fuse_attention", "replace", "replace", "unpad"],
+            "W4A8MatMul",
+        ),
+        (
+            {"weights": "int4", "ignore": ()},
+            ["quantize", "embeddings", "fuse_attention", "replace", "unpad"],
+            "W4A8MatMul",
+        ),
+        ({"sparsity": 0.5}, ["prune", "fuse_attention", "replace", "unpad"], "SparseAMXMatMul"),
+        (
+            {"weights": "int8", "sparsity": 0.5, "pattern": "2:4"},
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace", "replace", "unpad"],
+            "SparseAMXMatMul",
+        ),
+        ({"pattern": "2:4"}, ["fuse_attention", "replace", "replace", "unpad"], "SparseAMXMatMul"),
         (
             {"pattern": "2:4", "ignore": (), "weights": "int4"},
-            ["quantize", "embeddings", "fuse_attention", "replace"],
+            ["quantize", "embeddings", "fuse_attention", "replace", "unpad"],
             "SparseAMXMatMul",
         ),
         (
             {"weights": "int4", "sparsity": 0.5},
-            ["prune", "quantize", "embeddings", "fuse_attention", "replace"],
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace", "unpad"],
             "SparseAMXMatMul",
         ),
         (
             {"weights": "int8", "sparsity": 0.5, "method": "sparsegpt"},
-            ["prune", "embeddings", "fuse_attention", "replace"],
+            ["prune", "embeddings", "fuse_attention", "replace", "unpad"],
             "SparseAMXMatMul",
         ),
         (
             {"weights": "int4", "sparsity": 0.5, "method": ("sparsegpt", "gptq")},
-            ["prune", "quantize", "embeddings", "fuse_attention", "replace"],
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace", "unpad"],
             "SparseAMXMatMul",
         ),
-        ({"pattern": "4x1"}, ["quantize", "embeddings", "fuse_attention", "replace"], "VNNISpMM"),
+        ({"pattern": "4x1"}, ["quantize", "embeddings", "fuse_attention", "replace", "unpad"], "VNNISpMM"),
         (
             {"pattern": "4x1", "sparsity": 0.8},
-            ["prune", "quantize", "embeddings", "fuse_attention", "replace"],
+            ["prune", "quantize", "embeddings", "fuse_attention", "replace", "unpad"],
             "VNNISpMM",
         ),
         (
