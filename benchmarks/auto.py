@@ -28,7 +28,7 @@ from ortolan.graph_passes.measure.timing import interleave, pinned
 from ortolan.graph_passes.report.figures import Timing
 from ortolan.session import create_session
 
-from ..embed import token_feeds
+from ..embedding import token_feeds
 from ..errors import OrtolanError
 from ..models import get_model
 from ..models.evaluate import sample_texts

@@ -26,9 +26,10 @@ from ortolan.graph_passes.measure.feeds import Feeds
 from ortolan.graph_passes.measure.timing import interleave, pinned
 from ortolan.graph_passes.recipe import Recipe
 
-from ..embed import SentenceEncoder, spearman_on_sts, token_feeds
+from ..embedding import spearman_on_sts, token_feeds
 from ..optimize import optimize_onnx
 from ..session import create_session
+from ..text_encoder import TextEncoder
 from .encoder import (
     FP32,
     INT8,
@@ -152,7 +153,7 @@ def main() -> None:
         for name, session in sessions.items():
             spearman = ""
             if arguments.sts and encoder.tokenizer is not None:
-                spearman = f"{spearman_on_sts(SentenceEncoder(session, encoder.tokenizer), arguments.sts):.4f}"
+                spearman = f"{spearman_on_sts(TextEncoder(session, encoder.tokenizer), arguments.sts):.4f}"
             milliseconds = [(one[name].min_ms, one[INT8].min_ms) for one in times]
             rates = [f"{len(texts) / own * 1e3:.0f}  {peer / own:.2f}x" for own, peer in milliseconds]
             alone = "same" if same_alone(session, texts[:_COMPARED]) else "differs"

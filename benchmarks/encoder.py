@@ -30,13 +30,14 @@ from ortolan.graph_passes.measure.timing import interleave, pinned
 from ortolan.graph_passes.recipe import Recipe
 from ortolan.graph_passes.report.figures import Timing
 
-from ..embed import SentenceEncoder, spearman_on_sts, token_feeds
+from ..embedding import spearman_on_sts, token_feeds
 from ..errors import RecipeError, VerificationError
 from ..models import get_model
 from ..models.bert import BertConfig, bert_weight_shapes, build_bert
 from ..models.tiny import random_weights
 from ..optimize import optimize_onnx
 from ..session import create_session
+from ..text_encoder import TextEncoder
 from .result import versions_line
 from .variants import file_megabytes, read_recipes, session_options
 
@@ -248,7 +249,7 @@ def main() -> None:
             size = f"{file_megabytes(variants[name]):.1f}" if name in variants else ""
             spearman = ""
             if arguments.sts and name in sessions and encoder.tokenizer is not None:
-                spearman = f"{spearman_on_sts(SentenceEncoder(sessions[name], encoder.tokenizer), arguments.sts):.4f}"
+                spearman = f"{spearman_on_sts(TextEncoder(sessions[name], encoder.tokenizer), arguments.sts):.4f}"
             table.add_row(name, size, spearman, *(ratio_cell(times[name], times) for times in timings))
     console.print(table)
 

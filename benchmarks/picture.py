@@ -30,12 +30,13 @@ import onnx_ir as ir
 from ortolan.errors import OrtolanError, one_line
 from ortolan.graph_passes.measure.timing import interleave, pinned
 
-from ..embed import SentenceEncoder, spearman_on_sts
+from ..embedding import spearman_on_sts
 from ..models import ModelFiles, get_model
 from ..models.evaluate import score_tokens
 from ..models.tokenizer import load_tokenizer
 from ..optimize import optimize_onnx
 from ..session import create_session, package_versions
+from ..text_encoder import TextEncoder
 from . import decode
 from .encoder import SENTENCES, silent_root_logger, word_feeds
 from .matmul_nbits import make_matmul_nbits
@@ -185,7 +186,7 @@ def measure_encoder(sts: Path, texts: Sequence[str], threads: int, folder: Path,
     calls = {form: partial(session.run, None, word_feeds(inputs, 1, _TOKENS)) for form, session in sessions.items()}
     with pinned(threads):
         times = interleave(calls, seconds=_SECONDS)
-    encoders = {form: SentenceEncoder(session, files.tokenizer) for form, session in sessions.items()}
+    encoders = {form: TextEncoder(session, files.tokenizer) for form, session in sessions.items()}
     original = encoders[FP32].encode(SENTENCES)
     for form, (call, path) in forms.items():
         say(f"{ENCODER}: scoring {form}")

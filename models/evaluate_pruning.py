@@ -87,8 +87,10 @@ def scorer(
     files: ModelFiles, tokenizer: TextTokenizer, path: Path | None, tokens: int, window: int
 ) -> tuple[str, Callable[[Path], float]]:
     """What is measured, and how of a model. An encoder is known by a file of sentence pairs."""
-    from ..embed import SentenceEncoder, spearman_on_sts
+
+    from ..embedding import spearman_on_sts
     from ..session import create_session
+    from ..text_encoder import TextEncoder
 
     tokenizer_path = files.tokenizer
     assert tokenizer_path is not None
@@ -96,7 +98,7 @@ def scorer(
         if path is None:
             raise OrtolanError(f"{files.name} is no decoder: give --score a file of sentence pairs, as sts-dev.csv is")
         pairs = path
-        return "Spearman", lambda model: spearman_on_sts(SentenceEncoder(create_session(model), tokenizer_path), pairs)
+        return "Spearman", lambda model: spearman_on_sts(TextEncoder(create_session(model), tokenizer_path), pairs)
     if path is None:
         texts: Sequence[Sequence[int]] = sample_texts(create_session(files.onnx), tokenizer.start, tokens, window)
     else:

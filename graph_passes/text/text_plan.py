@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -67,14 +67,14 @@ _READERS: dict[str, Callable[[TokenizerFile], GraphTokenizer]] = {
 
 
 @dataclass(frozen=True)
-class TextPlan:
-    """What is put around a model, checked. output: of the model, its tokens' vectors, texts' vectors or scores.
+class TextSettings:
+    """What becomes of texts in front of a model and behind it, checked. output: of the model, its tokens' vectors,
+    texts' vectors or scores.
 
     pooling: None where the output holds texts' vectors. scores: the output holds a score of each pair.
     """
 
     file: TokenizerFile
-    tokenizer: GraphTokenizer
     folder: SentenceFolder
     output: str
     scores: bool
@@ -83,6 +83,13 @@ class TextPlan:
     max_tokens: int
     prompt_name: str
     activation: str
+
+
+@dataclass(frozen=True)
+class TextPlan(TextSettings):
+    """What is put around a model, checked."""
+
+    tokenizer: GraphTokenizer
 
     @property
     def template(self) -> Template:
@@ -110,6 +117,20 @@ def read_plan(
 
     path: of the model. tokenizer: where text has none. Raises ModelError.
     """
+    settings = read_settings(model.graph.outputs, text, path, tokenizer, count_positions(model.graph))
+    plan = TextPlan(**vars(settings), tokenizer=read_graph_tokenizer(settings.file))
+    _check_inputs(model)
+    return plan
+
+
+def read_settings(
+    outputs: Sequence[ir.Value],
+    text: TextInput,
+    path: Path | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    table: int | None = None,
+) -> TextSettings:
+    """See read_plan. outputs: of the model. table: the rows of its table of positions, if they are known."""
     folder = read_sentence_folder(folder_of(path))
     given = text.tokenizer or tokenizer or find_tokenizer(path)
     if given is None:
@@ -119,23 +140,20 @@ def read_plan(
         )
     file = read_tokenizer_file(given)
     file = file.lowercased() if folder.lowercase else file
-    output = _output(model, text, folder)
+    output = _output(outputs, text, folder)
     scores = _is_flat(output) and output.name == _SCORES
     pooling = None if _is_flat(output) else text.pooling or folder.pooling or "mean"
-    plan = TextPlan(
+    return TextSettings(
         file=file,
-        tokenizer=read_graph_tokenizer(file),
         folder=folder,
         output=output.name or "",
         scores=scores,
         pooling=pooling,
         normalize=_normalizes(text, folder, pooling),
-        max_tokens=_max_tokens(text, folder, file, scores, count_positions(model.graph)),
+        max_tokens=_max_tokens(text, folder, file, scores, table),
         prompt_name=_prompt_name(text, folder),
         activation=_activation(text, folder, scores),
     )
-    _check_inputs(model)
-    return plan
 
 
 def read_graph_tokenizer(file: TokenizerFile) -> GraphTokenizer:
@@ -154,10 +172,10 @@ def _is_flat(value: ir.Value) -> bool:
     return value.shape is not None and len(value.shape) == 2
 
 
-def _output(model: ir.Model, text: TextInput, folder: SentenceFolder) -> ir.Value:
+def _output(given: Sequence[ir.Value], text: TextInput, folder: SentenceFolder) -> ir.Value:
     """The output to use: [batch, tokens, hidden], or the vectors [batch, hidden] that the model makes itself, or scores
     [batch, 1]."""
-    outputs = {value.name: value for value in model.graph.outputs}
+    outputs = {value.name: value for value in given}
     ready = outputs.get(EMBEDDING)
     if ready is not None and _is_flat(ready) and text.pooling is None and folder.pooling is None:
         return ready
@@ -173,17 +191,17 @@ def _output(model: ir.Model, text: TextInput, folder: SentenceFolder) -> ir.Valu
         if text.pooling is not None or text.normalize is not None:
             raise ModelError("pooling or normalize was given, but the model gives scores, not vectors; leave them out")
         return logits
-    return _tokens_output(model)
+    return _tokens_output(given)
 
 
-def _tokens_output(model: ir.Model) -> ir.Value:
+def _tokens_output(given: Sequence[ir.Value]) -> ir.Value:
     """The output [batch, tokens, hidden]: last_hidden_state, or the only one of three dimensions."""
-    outputs = [value for value in model.graph.outputs if value.shape is None or len(value.shape) == 3]
+    outputs = [value for value in given if value.shape is None or len(value.shape) == 3]
     named = [value for value in outputs if value.name in ("last_hidden_state", "token_embeddings")]
     if len(named or outputs) != 1:
         raise ModelError(
             "pooling needs one output [batch, tokens, hidden], such as last_hidden_state; the model's outputs are "
-            f"{listing(value.name or '' for value in model.graph.outputs)}"
+            f"{listing(value.name or '' for value in given)}"
         )
     return (named or outputs)[0]
 

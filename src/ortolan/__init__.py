@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from ortolan.provider import register_provider, session_options
     from ortolan.session import cpu_info, create_session, register
 
+    from .embedding import embed, embed_stream, rerank
     from .importer import import_gguf
     from .inspection import inspect_onnx
     from .optimize import optimize_onnx, search
     from .provider_inspection import inspect_provider
+    from .text_encoder import TextEncoder
 
     __version__: str
 
@@ -47,11 +49,14 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "SessionError",
+    "TextEncoder",
     "TextInput",
     "VerificationError",
     "__version__",
     "cpu_info",
     "create_session",
+    "embed",
+    "embed_stream",
     "get_library_path",
     "import_gguf",
     "inspect_onnx",
@@ -59,6 +64,7 @@ __all__ = [
     "optimize_onnx",
     "register",
     "register_provider",
+    "rerank",
     "search",
     "session_options",
 ]
@@ -73,6 +79,10 @@ _LAZY = {
     "inspect_provider": "ortolan.provider_inspection",
     "optimize_onnx": "ortolan.optimize",
     "search": "ortolan.optimize",
+    "embed": "ortolan.embedding",
+    "embed_stream": "ortolan.embedding",
+    "rerank": "ortolan.embedding",
+    "TextEncoder": "ortolan.text_encoder",
     "cpu_info": "ortolan.session",
     "create_session": "ortolan.session",
     "get_library_path": "ortolan.library",

@@ -300,12 +300,13 @@ def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Pa
     from ortolan.graph_passes.text.texts import find_tokenizer
 
     from . import create_session
-    from .embed import SentenceEncoder, spearman_on_sts
+    from .embedding import spearman_on_sts
+    from .text_encoder import TextEncoder
 
     found = tokenizer or find_tokenizer(model)
     if found is None:
         raise OrtolanError("--score needs the model's tokenizer.json; give --tokenizer")
-    return lambda path: spearman_on_sts(SentenceEncoder(create_session(path), found), pairs)
+    return lambda path: spearman_on_sts(TextEncoder(create_session(path), found), pairs)
 
 
 @app.command("import")

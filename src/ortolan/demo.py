@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from ortolan.graph_passes.measure.timing import interleave
 from ortolan.graph_passes.report.figures import Timing
 
-from .embed import SentenceEncoder
 from .errors import OrtolanError
 from .progress import Progress, Stage, no_progress
+from .text_encoder import TextEncoder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -195,7 +195,7 @@ def _compare(model: ModelFiles, folder: Path, threads: int | None, progress: Pro
     vectors = {}
     for done, (name, session) in enumerate(sessions.items()):
         progress(Stage.EMBED, done, len(sessions))
-        vectors[name] = SentenceEncoder(session, model.tokenizer).encode(sentences)
+        vectors[name] = TextEncoder(session, model.tokenizer).encode(sentences)
     times = measure_times(sessions, model.tokenizer, progress)
     differences = {
         name: difference_in_a_batch(session, model.tokenizer, sentences) for name, session in sessions.items()
@@ -252,7 +252,7 @@ def difference_in_a_batch(
     """The largest difference of a number in a token's vector, for a sentence alone and for the same one in a batch."""
     import numpy as np
 
-    encoder = SentenceEncoder(session, tokenizer)
+    encoder = TextEncoder(session, tokenizer)
     together = encoder.token_vectors(list(sentences))
     alone = [encoder.token_vectors([sentence])[0] for sentence in sentences]
     return max(float(np.abs(one - other).max()) for one, other in zip(alone, together, strict=True))
@@ -262,7 +262,7 @@ def compare_embeddings(original: np.ndarray, optimized: np.ndarray) -> Agreement
     """Agreement of two sets of unit vectors [sentences, hidden] for the same sentences."""
     import numpy as np
 
-    from .embed import spearman
+    from .embedding import spearman
 
     cosines = (original * optimized).sum(axis=1)
     pairs = np.triu_indices(len(original), k=1)

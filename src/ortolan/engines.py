@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ortolan.graph_passes.files.model_file import model_in
-from ortolan.graph_passes.text.text_input import TEXT_INPUT
-from ortolan.graph_passes.text.text_plan import EMBEDDING
+from ortolan.graph_passes.text.text_plan import TextInput
 
-from .errors import OrtolanError, SessionError, listing
+from .errors import OrtolanError
 from .session import create_session, new_options
+from .text_encoder import TextEncoder
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -52,37 +52,21 @@ class EmbeddingEngine:
         model: str | os.PathLike[str],
         tokenizer: str | os.PathLike[str] | None = None,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = 256,
         threads: int = 1,
         spin: bool = False,
     ) -> None:
-        """model: one that takes texts (optimize_onnx(texts_in=True)); or an encoder that takes tokens, and then
-            tokenizer is its tokenizer.json, vectors are means of the tokens' vectors, of length 1, and longer texts are
-            cut to max_tokens.
+        """model: one that takes texts (optimize_onnx(texts_in=True)); or an encoder that takes tokens: its folder says
+            how vectors are made of them (see TextEncoder), tokenizer is its tokenizer.json where none lies beside it,
+            and longer texts are cut to max_tokens (None: as the folder says).
 
-        Raises SessionError, or OrtolanError for a model that gives no vectors.
+        Raises SessionError, or ModelError for a model that gives no vectors.
         """
-        self._session = create_session(model, serving_options(threads, spin))
-        inputs = [value.name for value in self._session.get_inputs()]
-        self._encoder = None
-        if inputs == [TEXT_INPUT]:
-            return
-        if tokenizer is None:
-            raise SessionError(
-                f"model {os.fspath(model)!r} takes {listing(inputs)}, not texts: give its tokenizer.json, or "
-                "optimize it with texts_in=True (--texts-in)"
-            )
-        from ortolan.embed import SentenceEncoder
-
-        self._encoder = SentenceEncoder(self._session, tokenizer, max_tokens)
+        self._encoder = TextEncoder(model, tokenizer, TextInput(max_tokens=max_tokens), serving_options(threads, spin))
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """float32 [len(texts), hidden]."""
-        if self._encoder is not None:
-            return self._encoder.encode(texts)
-        # The tokenizer in the graph takes NUL for the end of a text; it drops both characters.
-        given = np.array([text.replace("\0", "\1") for text in texts], object)
-        return np.asarray(self._session.run([EMBEDDING], {TEXT_INPUT: given})[0])
+        return self._encoder.encode(texts)
 
     def embed_each(self, texts: Sequence[str]) -> list[np.ndarray | Exception]:
         """float32 [hidden] of each text, or why there is none: where a batch fails, its texts run one by one, so that

@@ -21,6 +21,7 @@ from ortolan.cli import app
 from ortolan.models import tiny
 
 from ..provider.sessions import needs_provider
+from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece
 from .other_packages import NEEDS as OTHER_PACKAGES
 from .pages import ROOT, blocks, pages, run_bash, run_python
@@ -43,7 +44,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "serving.md": ("onnxruntime_extensions",),
     "sparse-training.md": ("tokenizers", "torch"),
 }
-WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "provider.md", "quantized-models.md", "text.md", "triton.md")
+WITH_TESTS_OF_THEIR_OWN = ("cpp.md", "embedding.md", "provider.md", "quantized-models.md", "text.md", "triton.md")
 KINDS = {"bash", "python", "sh", "console", "text", "c", "cpp", "csharp", "yaml"}
 WORDS = ("the", "cat", "sleeping", "unaffable", "a", "b", "c", "0", "1", "2", ",", ".", "!")
 
@@ -176,6 +177,18 @@ def test_vectors_of_texts_have_length_1(folder):
     names = run_page("text.md", folder)
     assert names["vectors"].shape[0] == 2
     assert np.allclose(np.linalg.norm(names["vectors"], axis=1), 1, atol=1e-5)
+
+
+def test_vectors_and_ranked_texts(folder):
+    for name in ("model", "reranker"):
+        (folder / name).mkdir()
+        shutil.copyfile(folder / "tokenizer.json", folder / name / "tokenizer.json")
+        (folder / name / "config.json").write_text('{"max_position_embeddings": 64}')
+    shutil.copyfile(folder / "model.onnx", folder / "model" / "model.onnx")
+    write_reranker(folder / "reranker")
+    names = run_page("embedding.md", folder)
+    assert names["ranked"].index in (0, 1)
+    assert np.fromfile(folder / "vectors.f32", np.float32).reshape(-1, 128).shape == (150, 128)
 
 
 def test_triton_finds_its_repository(folder):

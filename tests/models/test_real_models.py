@@ -6,12 +6,12 @@ import onnxruntime as ort
 import pytest
 
 from ortolan.cache_folder import default_cache_dir
-from ortolan.embed import SentenceEncoder
 from ortolan.generate import Decoder, generate
 from ortolan.models import get_model
 from ortolan.models.evaluate import sample_texts, score_texts, score_tokens
 from ortolan.models.manifest import find_entry
 from ortolan.models.tokenizer import load_tokenizer
+from ortolan.text_encoder import TextEncoder
 
 pytestmark = pytest.mark.network
 
@@ -32,7 +32,7 @@ def test_paraphrases_are_closer_than_strangers(minilm, name):
         pytest.skip(f"{name} has 418 MB to download; get_model({name!r}) does it")
     model = get_model(name)
     # The other two share the uncased BERT vocabulary.
-    encoder = SentenceEncoder(make_session(model.onnx), model.tokenizer or minilm.tokenizer)
+    encoder = TextEncoder(make_session(model.onnx), model.tokenizer or minilm.tokenizer)
     cat, kitten, shares = encoder.encode(
         ["A cat sleeps on the sofa.", "A kitten is napping on the couch.", "Share prices fell sharply on Monday."]
     )

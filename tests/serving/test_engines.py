@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 import ortolan
-from ortolan import SessionError, TextInput
+from ortolan import ModelError, TextInput
 from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
 from ortolan.generate import generate
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
@@ -34,7 +34,7 @@ def test_a_model_that_takes_texts_and_one_that_takes_tokens_give_the_same_vector
 
 def test_tokens_need_a_tokenizer(tmp_path):
     ir.save(tiny.tiny_bert(), tmp_path / "tokens.onnx")
-    with pytest.raises(SessionError, match=r"tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         EmbeddingEngine(tmp_path / "tokens.onnx")
 
 

@@ -20,6 +20,7 @@ from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.graph_passes.text.tokenizer_file import read_tokenizer_file
 from ortolan.models import tiny
 
+from .reranker import write_reranker
 from .tokenizer_files import byte_level, xlm_roberta
 from .wordpiece_file import write_wordpiece
 
@@ -210,22 +211,6 @@ def test_a_model_that_pools_itself(tmp_path):
     own, one = (session.run(None, {"text": np.array(["the cat"], object)})[0] for session in sessions)
     np.testing.assert_allclose(unit(own), one, rtol=1e-4, atol=1e-5)
     assert np.linalg.norm(own) > 1.1
-
-
-def write_reranker(folder: Path, labels: int = 1) -> None:
-    """A BERT with a head on the first token."""
-    model = tiny.tiny_bert(vocab_size=700)
-    tokens = model.graph.outputs[0]
-    rng = np.random.default_rng(1)
-    tape = ir.tape.Tape()
-    first = tape.op("Gather", [tokens, tape.op("Constant", [], {"value": ir.tensor(np.array(0))})], {"axis": 1})
-    weight = tape.op("Constant", [], {"value": ir.tensor(rng.normal(size=(48, labels)).astype(np.float32))})
-    logits = tape.op("MatMul", [first, weight])
-    logits.name, logits.type, logits.shape = "logits", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", labels])
-    model.graph.extend(tape.nodes)
-    model.graph.outputs[:] = [logits]
-    folder.mkdir(exist_ok=True)
-    ir.save(model, folder / "model.onnx")
 
 
 IDENTITY = "torch.nn.modules.linear.Identity"

@@ -37,7 +37,7 @@ class GraphTokens:
     def __init__(self, path: Path, most: int, pairs: bool = False, opset: int = 17) -> None:
         file = read_tokenizer_file(path)
         tokenizer = read_graph_tokenizer(file)
-        plan = TextPlan(file, tokenizer, SentenceFolder(), "", pairs, None, False, most, "", "none")
+        plan = TextPlan(file, SentenceFolder(), "", pairs, None, False, most, "", "none", tokenizer)
         self.session = ortolan.create_session(ir.to_proto(tokenizer_model(plan, opset)))
         self.tokenizer = file.tokenizer
         self.tokenizer.enable_truncation(most)

@@ -1,0 +1,195 @@
+"""Texts to vectors, and texts ranked for a query, of any number of texts; and the score on the STS benchmark."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ortolan.graph_passes.text.text_plan import TextInput
+from ortolan.graph_passes.text.tokenizer_file import load_tokenizer
+
+from .errors import OrtolanError
+from .progress import Progress, Stage, no_progress
+from .text_encoder import BATCH_TOKENS, TextEncoder, check_texts
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 2**24  # of texts that are sorted by length together
+
+
+@dataclass(frozen=True)
+class RankedText:
+    """index: of the text in the list given. score: of the query and the text, the larger the better."""
+
+    index: int
+    score: float
+
+
+def embed(
+    texts: Iterable[str],
+    model: str | os.PathLike[str] | onnxruntime.InferenceSession | TextEncoder,
+    tokenizer: str | os.PathLike[str] | None = None,
+    settings: TextInput | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    session_options: onnxruntime.SessionOptions | None = None,
+    progress: Progress = no_progress,
+) -> np.ndarray:
+    """Vectors of texts: float32 [texts, width], in the order given.
+
+    model, tokenizer, settings, session_options: see TextEncoder. batch_tokens: of a call of the session, padding
+    counted. progress is told texts that are done, and how many there are, as far as that is known.
+
+    Raises OrtolanError for what is no text, ModelError or SessionError for a model that does not embed.
+    """
+    encoder = _encoder(model, tokenizer, settings, session_options)
+    found = list(embed_stream(texts, encoder, batch_tokens=batch_tokens, progress=progress))
+    return np.concatenate(found) if found else encoder.encode([])
+
+
+def embed_stream(
+    texts: Iterable[str],
+    model: str | os.PathLike[str] | onnxruntime.InferenceSession | TextEncoder,
+    tokenizer: str | os.PathLike[str] | None = None,
+    settings: TextInput | None = None,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    session_options: onnxruntime.SessionOptions | None = None,
+    progress: Progress = no_progress,
+) -> Iterator[np.ndarray]:
+    """What embed returns, in pieces and in order: of millions of texts too, of which some thousands are in memory at a
+    time. See embed."""
+    encoder = _encoder(model, tokenizer, settings, session_options)
+    if isinstance(texts, str):
+        check_texts(texts)
+    if batch_tokens < 1:
+        raise OrtolanError(f"batch_tokens is {batch_tokens}, expected at least 1")
+    return _stream(texts, encoder, batch_tokens, progress)
+
+
+def _stream(texts: Iterable[str], encoder: TextEncoder, batch_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
+    total = len(texts) if isinstance(texts, Sized) else None
+    done = 0
+    for window in _windows(texts):
+        progress(Stage.EMBED, done, max(done + len(window), total or 0))
+        yield encoder.encode(window, batch_tokens)
+        done += len(window)
+        progress(Stage.EMBED, done, max(done, total or 0))
+
+
+def _windows(texts: Iterable[str]) -> Iterator[list[str]]:
+    left = iter(texts)
+    window: list[str] = []
+    characters = 0
+    for text in left:
+        check_texts([text])
+        window.append(text)
+        characters += len(text)
+        if len(window) >= _WINDOW_TEXTS or characters >= _WINDOW_CHARACTERS:
+            yield window
+            window, characters = [], 0
+    if window:
+        yield window
+
+
+def rerank(
+    query: str,
+    texts: Sequence[str],
+    model: str | os.PathLike[str] | onnxruntime.InferenceSession | TextEncoder,
+    tokenizer: str | os.PathLike[str] | None = None,
+    settings: TextInput | None = None,
+    *,
+    top_k: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    session_options: onnxruntime.SessionOptions | None = None,
+) -> list[RankedText]:
+    """The texts' numbers and scores, the best first; of equal scores the first text.
+
+    model: a cross-encoder with one score a pair (output "logits" [batch, 1]); scores are between 0 and 1, unless its
+    folder or settings.activation says otherwise. top_k: only so many. Others: see embed. Raises as embed does.
+    """
+    if top_k is not None and top_k < 1:
+        raise OrtolanError(f"top_k is {top_k}, expected at least 1")
+    scores = _encoder(model, tokenizer, settings, session_options).score(query, texts, batch_tokens)
+    order = np.argsort(-scores, kind="stable")
+    return [RankedText(int(index), float(scores[index])) for index in islice(order, top_k)]
+
+
+def _encoder(
+    model: str | os.PathLike[str] | onnxruntime.InferenceSession | TextEncoder,
+    tokenizer: str | os.PathLike[str] | None,
+    settings: TextInput | None,
+    session_options: onnxruntime.SessionOptions | None,
+) -> TextEncoder:
+    return model if isinstance(model, TextEncoder) else TextEncoder(model, tokenizer, settings, session_options)
+
+
+def token_feeds(
+    tokenizer_path: str | os.PathLike[str], sentences: Sequence[str], max_length: int = 256
+) -> list[dict[str, np.ndarray]]:
+    """One sentence a feed, without padding, as to calibrate on: input_ids, attention_mask and token_type_ids, int64
+    [1, tokens]; leave out those that the model does not have.
+
+    Raises ModelError when the package `tokenizers` is missing.
+    """
+    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer.enable_truncation(max_length)
+    return [
+        {
+            "input_ids": np.array([one.ids], np.int64),
+            "attention_mask": np.array([one.attention_mask], np.int64),
+            "token_type_ids": np.array([one.type_ids], np.int64),
+        }
+        for one in tokenizer.encode_batch(list(sentences))
+    ]
+
+
+def spearman_on_sts(encoder: TextEncoder, csv_path: str | os.PathLike[str]) -> float:
+    """Spearman correlation between cosine similarities and human scores, the usual figure for the STS benchmark.
+
+    csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8; columns 5 to 7 hold the score
+        (0 to 5) and the two sentences; more columns may follow.
+
+    Raises OrtolanError naming the line when one does not have that form.
+    """
+    scores: list[float] = []
+    first: list[str] = []
+    second: list[str] = []
+    # Neither csv nor splitlines(): sentences hold unbalanced quotes and, possibly, Unicode line separators.
+    for number, line in enumerate(Path(csv_path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        columns = line.rstrip("\r").split("\t")
+        try:
+            score, one, two = float(columns[4]), columns[5], columns[6]
+        except (IndexError, ValueError) as error:
+            raise OrtolanError(
+                f"{csv_path}, line {number}: expected tab-separated columns with a score in the 5th and sentences in "
+                f"the 6th and 7th, found {line[:80]!r}"
+            ) from error
+        scores.append(score)
+        first.append(one)
+        second.append(two)
+    if len(scores) < 2:
+        raise OrtolanError(f"{csv_path} holds {len(scores)} pairs of sentences; a correlation needs at least 2")
+    vectors = encoder.encode(first + second)
+    similarities = (vectors[: len(first)] * vectors[len(first) :]).sum(axis=1)
+    return spearman(similarities, np.array(scores))
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's rank correlation of two vectors of one length; ties get their average rank."""
+    return float(np.corrcoef(_average_ranks(a), _average_ranks(b))[0, 1])
+
+
+def _average_ranks(values: np.ndarray) -> np.ndarray:
+    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(sizes)
+    return np.asarray((last - (sizes - 1) / 2)[group])
