@@ -129,8 +129,10 @@ def read_settings(
     path: Path | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     table: int | None = None,
+    tokens: int | None = None,
 ) -> TextSettings:
-    """See read_plan. outputs: of the model. table: the rows of its table of positions, if they are known."""
+    """See read_plan. outputs: of the model. table: the rows of its table of positions, if they are known. tokens: to
+    which texts are cut where no file says it."""
     folder = read_sentence_folder(folder_of(path))
     given = text.tokenizer or tokenizer or find_tokenizer(path)
     if given is None:
@@ -150,7 +152,7 @@ def read_settings(
         scores=scores,
         pooling=pooling,
         normalize=_normalizes(text, folder, pooling),
-        max_tokens=_max_tokens(text, folder, file, scores, table),
+        max_tokens=_max_tokens(text, folder, file, scores, table, tokens),
         prompt_name=_prompt_name(text, folder),
         activation=_activation(text, folder, scores),
     )
@@ -212,13 +214,20 @@ def _normalizes(text: TextInput, folder: SentenceFolder, pooling: str | None) ->
     return folder.normalize if folder.normalize is not None else pooling is not None
 
 
-def _max_tokens(text: TextInput, folder: SentenceFolder, file: TokenizerFile, scores: bool, table: int | None) -> int:
+def _max_tokens(
+    text: TextInput,
+    folder: SentenceFolder,
+    file: TokenizerFile,
+    scores: bool,
+    table: int | None,
+    otherwise: int | None = None,
+) -> int:
     """table: the rows of the model's table of positions, if it has one."""
     if text.pooling is not None and text.pooling not in POOLINGS:
         raise ModelError(f"pooling is {text.pooling!r}, expected one of {', '.join(POOLINGS)}")
     most = text.max_tokens
     if most is None:
-        most = folder.max_tokens or _fitting(folder, file, table)
+        most = folder.max_tokens or _fitting(folder, file, table) or otherwise
     least = (file.pair if scores else file.single).added + (2 if scores else 1)
     if most is None:
         raise ModelError(

@@ -22,7 +22,8 @@ from .session import create_session
 if TYPE_CHECKING:
     import onnxruntime
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 1024  # larger ones leave the caches
+_TOKENS = 256  # to which texts are cut where no file says it
 _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 _CHARACTERS_OF_A_TOKEN = 4  # about, of a text that the model splits itself
@@ -91,6 +92,7 @@ class TextEncoder:
             settings,
             None if beside is None else Path(beside),
             tokenizer,
+            tokens=_TOKENS,
         )
         self._output = self._settings.output
         self.kind = "reranker" if self._settings.scores else "embedding"

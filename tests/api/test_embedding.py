@@ -309,3 +309,7 @@ def test_models_that_take_texts(folder, tmp_path):
     np.testing.assert_allclose(ortolan.embed(texts, tmp_path / "texts.onnx", batch_tokens=8), expected, atol=1e-5)
     with pytest.raises(ModelError, match="takes texts itself"):
         ortolan.embed(texts, tmp_path / "texts.onnx", settings=TextInput(pooling="cls"))
+
+
+def test_texts_are_cut_to_256_tokens_where_nothing_says_it(tokenizer_path):
+    assert TextEncoder(make_session(tiny.tiny_bert()), tokenizer_path).max_tokens == 256
