@@ -10,7 +10,7 @@ import pytest
 def write_tokenizer(path: Path) -> Path:
     """A tokenizer.json of whole words, with a control token in front of each text."""
     tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[CLS]": 1, "[UNK]": 2, "one": 3, "two": 4, "three": 5}
+    vocabulary = {"[PAD]": 0, "[CLS]": 1, "[UNK]": 2, "one": 3, "two": 4, "three": 5}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(

@@ -32,6 +32,7 @@ from ..passes.attention_forms import (
 )
 from ..passes.attention_graphs import FLOAT, INT64, B, D, Graph, H, S, W, feeds, plain
 from ..passes.small_models import op_types, random_weight, relative_error, run
+from ..recipes.forms import NAMED
 from .nbits_models import NBits
 from .sessions import claimed, needs_provider, plain_session, provider_session
 
@@ -80,7 +81,9 @@ def layers(session: ort.InferenceSession) -> int:
 
 
 def optimized(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
-    found = ortolan.optimize_onnx(model, options={"verify.seconds": 0.0, "may_grow": True, **options}).model
+    """With its padding, which the provider keeps."""
+    options = {"verify.seconds": 0.0, "may_grow": True, **options}
+    found = ortolan.optimize_onnx(model, recipe=NAMED["adopt"].without_pass("unpad"), options=options).model
     assert found is not None
     return found
 
