@@ -71,7 +71,7 @@ genai: build/testing-wheel/.built
 
 # One process: two Ray clusters at once slow down each other's start.
 ray: build/testing-wheel/.built
-	WORKERS=1 .ci/extra ray serve serving docs/test_serving_page.py
+	WORKERS=1 .ci/extra ray test-serve serving docs/test_serving_page.py
 
 # Strictly: a link or an anchor that leads nowhere fails. The API is read from the sources, nothing is imported.
 docs: $(VENV)/.installed

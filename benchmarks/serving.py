@@ -1,17 +1,23 @@
 """Load on Ray Serve: clients that ask for embeddings without pause, on the loopback.
 
 python -m ortolan.benchmarks.serving [MODEL.onnx] [--tokenizer tokenizer.json] [--replicas 2] [--clients 16]
-    [--seconds 60] [--kill 30] [--retries 1] [--json]
+    [--seconds 60] [--kill 30] [--retries 1] [--overload 2] [--json]
 
-Without MODEL, all-MiniLM-L6-v2 is fetched, and optimized with its tokenizer. --kill: a replica is killed so many
-seconds after the start. --retries: how often a client sends a request again that failed.
+Without MODEL, all-MiniLM-L6-v2 is fetched, and its weights become int8. --kill: a replica is killed so many seconds
+after the start. --retries: how often a client sends a request again that failed.
+
+--overload: clients send so many times the texts a second that the library alone embeds with one session: 8 texts of 8
+to 256 tokens a request. Printed are texts a second of both, what became of the requests, whether each vector has the
+bytes that the library gives, and the memory of Ray Serve's processes as it goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import http.client
 import json
+import shutil
 import socket
 import tempfile
 import threading
@@ -23,15 +29,17 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.graph_passes.text.text_plan import TextInput
-
+from ..engines import serving_options
 from ..models import get_model
 from ..optimize import optimize_onnx
+from ..text_encoder import TextEncoder
 from .encoder import SENTENCES
 from .result import versions_line
 
 _OBJECT_STORE = 80 << 20  # nothing large passes through it
 _TIMEOUT = 120  # seconds that a client waits
+_TEXTS_OF_A_REQUEST = 8
+_MEMORY_SECONDS = 5
 _BAD = {  # what a server must refuse: body -> status
     "malformed": (b'{"texts": [', 400),
     "not UTF-8": (b'{"texts": ["\xff\xfe"]}', 400),
@@ -112,6 +120,100 @@ def run_load(port: int, clients: int, seconds: float, retries: int) -> LoadResul
     return result
 
 
+@dataclass
+class OverloadResult:
+    """texts: answered. answered, refused: requests; refused ones got 429 with Retry-After. lost: others, by what was
+    seen. different: vectors that have other bytes than the library gives. megabytes: resident memory of Ray Serve's
+    processes, every few seconds."""
+
+    seconds: float
+    texts: int = 0
+    answered: int = 0
+    refused: int = 0
+    different: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    megabytes: list[int] = field(default_factory=list)
+
+
+def mixed_texts(count: int, shortest: int = 8, longest: int = 256, seed: int = 0) -> list[str]:
+    """Of about so many tokens each, special ones counted: of one word most tokens are one."""
+    rng = np.random.default_rng(seed)
+    words = sorted({word for sentence in SENTENCES for word in sentence.lower().split()})
+    return [" ".join(rng.choice(words, length - 2)) for length in rng.integers(shortest, longest, count, endpoint=True)]
+
+
+def library_speed(encoder: TextEncoder, texts: list[str], seconds: float) -> float:
+    """Texts a second."""
+    encoder.encode(texts[:32])
+    done, begun = 0, time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        encoder.encode(texts)
+        done += len(texts)
+    return done / (time.perf_counter() - begun)
+
+
+def run_overload(
+    port: int, texts: list[str], expected: np.ndarray, rate: float, clients: int, seconds: float
+) -> OverloadResult:
+    """rate: texts a second that are sent in all; a client whose answer comes late sends its next request at once."""
+    result, lock = OverloadResult(seconds), threading.Lock()
+    wanted = [base64.b64encode(vector.tobytes()).decode() for vector in expected]
+    begun = time.monotonic()
+    pause = clients * _TEXTS_OF_A_REQUEST / rate
+
+    def ask(client: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+        rng = np.random.default_rng(client)
+        due = begun + pause * client / clients
+        while due < begun + seconds:
+            time.sleep(max(0.0, due - time.monotonic()))
+            due = max(due + pause, time.monotonic())
+            chosen = rng.integers(len(texts), size=_TEXTS_OF_A_REQUEST)
+            asked = {"input": [texts[index] for index in chosen], "model": "", "encoding_format": "base64"}
+            try:
+                connection.request("POST", "/v1/embeddings", json.dumps(asked))
+                response = connection.getresponse()
+                said = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                with lock:
+                    result.lost[type(error).__name__] += 1
+                continue
+            with lock:
+                if response.status == 200:
+                    found = [one["embedding"] for one in json.loads(said)["data"]]
+                    result.different += sum(one != wanted[index] for one, index in zip(found, chosen, strict=True))
+                    result.answered += 1
+                    if time.monotonic() <= begun + seconds:
+                        result.texts += len(found)
+                elif response.status == 429 and int(response.getheader("Retry-After", "0")) > 0:
+                    result.refused += 1
+                else:
+                    result.lost[f"status {response.status}"] += 1
+        connection.close()
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        result.megabytes.append(serve_megabytes())
+        time.sleep(_MEMORY_SECONDS)
+    return result
+
+
+def serve_megabytes() -> int:
+    """Resident memory of replicas and proxies on this machine."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cmdline").read_bytes().startswith((b"ray::ServeReplica", b"ray::ProxyActor")):
+                found = (process / "status").read_text().split("VmRSS:")[1].split()[0]
+                total += int(found)
+        except (OSError, IndexError):  # it has ended
+            continue
+    return total // 1024
+
+
 def check_refusals(port: int) -> dict[str, str]:
     """What came of requests that must be refused: name -> "status, as expected" or not."""
     found = {}
@@ -144,11 +246,12 @@ def free_port() -> int:
 
 
 def make_model(folder: Path) -> Path:
-    """all-MiniLM-L6-v2 in bf16, texts in, vectors out."""
+    """all-MiniLM-L6-v2 in int8, with its tokenizer beside it."""
     files = get_model("all-minilm-l6-v2")
     assert files.tokenizer is not None
     model = folder / "minilm.onnx"
-    optimize_onnx(files.onnx, model, options={"sparsity": 0.0}, texts_in=TextInput(files.tokenizer))
+    optimize_onnx(files.onnx, model, weights="int8")
+    shutil.copy(files.tokenizer, folder / "tokenizer.json")
     return model
 
 
@@ -161,8 +264,42 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kill", type=float)
     parser.add_argument("--retries", type=int, default=0)
+    parser.add_argument("--overload", type=float)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
+
+
+def print_overload(arguments: argparse.Namespace, port: int, config: Any, tokenizer: str | None) -> None:
+    import ray
+    from ray import serve
+
+    from ..serving import embeddings
+
+    encoder = TextEncoder(config.model, tokenizer, session_options=serving_options(config.threads))
+    texts = mixed_texts(512)
+    expected = encoder.encode(texts)
+    alone = library_speed(encoder, texts, arguments.seconds / 6)
+    serve.run(embeddings(config))
+    rate = alone * arguments.overload * arguments.replicas
+    result = run_overload(port, texts, expected, rate, arguments.clients, arguments.seconds)
+    found = {
+        "versions": f"{versions_line()} · ray {ray.__version__}",
+        "clients": arguments.clients,
+        "replicas": arguments.replicas,
+        "library, texts a second": round(alone, 1),
+        "sent, texts a second": round(rate, 1),
+        "served, texts a second": round(result.texts / arguments.seconds, 1),
+        "requests answered": result.answered,
+        "refused with Retry-After": result.refused,
+        "lost": dict(result.lost),
+        "vectors of other bytes": result.different,
+        "megabytes, every 5 s": result.megabytes,
+    }
+    print_result(found, arguments.json)
+
+
+def print_result(found: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(found) if as_json else "\n".join(f"{name:24} {value}" for name, value in found.items()))
 
 
 def main() -> None:
@@ -184,7 +321,12 @@ def main() -> None:
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             tokenizer = None if arguments.tokenizer is None else str(arguments.tokenizer.absolute())
-            config = EmbeddingConfig(model=str(model.absolute()), tokenizer=tokenizer, replicas=arguments.replicas)
+            config = EmbeddingConfig(
+                model=str(model.absolute()), tokenizer=tokenizer, replicas=arguments.replicas, max_texts=128
+            )
+            if arguments.overload is not None:
+                print_overload(arguments, port, config, tokenizer)
+                return
             serve.run(embeddings(config))
             refused = check_refusals(port)
             killed: list[str] = []
@@ -203,7 +345,7 @@ def main() -> None:
         **result.to_dict(),
         "refused": refused,
     }
-    print(json.dumps(found) if arguments.json else "\n".join(f"{name:20} {value}" for name, value in found.items()))
+    print_result(found, arguments.json)
 
 
 if __name__ == "__main__":

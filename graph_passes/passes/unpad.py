@@ -22,7 +22,7 @@ from ..find.dimensions import Dimensions
 from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows
 from ..measure.feeds import has_past
 from ..measure.padding_masks import MaskError, PaddingMasks
-from ..names import ORTOLAN_DOMAIN
+from ..names import ORTOLAN_DOMAIN, PADDING_KEY
 from ..operators.nodes import declare_operators, fill_missing, input_of, new_initializer, nodes_of, put_function
 from ..operators.nomad_attention_function import (
     OP_TYPE,
@@ -55,6 +55,7 @@ class UnpadPass(RecipePass):
         elif nodes and not has_past(model):
             try:
                 self._unpad(model, nodes)
+                model.metadata_props[PADDING_KEY] = "left out"
                 changes = True
             except (NotByTokensError, MaskError) as error:
                 context.note(f"padding is not left out: {error}")

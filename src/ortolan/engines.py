@@ -17,7 +17,7 @@ from ortolan.graph_passes.text.text_plan import TextInput
 
 from .errors import OrtolanError
 from .session import create_session, new_options
-from .text_encoder import TextEncoder
+from .text_encoder import TextEncoder, Tokens
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -37,22 +37,23 @@ def serving_options(threads: int, spin: bool = False) -> onnxruntime.SessionOpti
 
 
 class RequestError(OrtolanError):
-    """A request that is not served. status: of HTTP; 4xx, or 5xx where the request is not to blame."""
+    """A request that is not served. status: of HTTP; 4xx, or 5xx where the request is not to blame. retry_after:
+    seconds until the same request may be served."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.retry_after = status, retry_after
 
 
-class EmbeddingEngine:
-    """Texts to vectors."""
+class EncoderEngine:
+    """Texts to vectors, or pairs of texts to scores."""
 
     def __init__(
         self,
         model: str | os.PathLike[str],
         tokenizer: str | os.PathLike[str] | None = None,
         *,
-        max_tokens: int | None = 256,
+        max_tokens: int | None = None,
         threads: int = 1,
         spin: bool = False,
     ) -> None:
@@ -60,25 +61,29 @@ class EmbeddingEngine:
             how vectors are made of them (see TextEncoder), tokenizer is its tokenizer.json where none lies beside it,
             and longer texts are cut to max_tokens (None: as the folder says).
 
-        Raises SessionError, or ModelError for a model that gives no vectors.
+        Raises SessionError, or ModelError for a model that gives neither vectors nor scores.
         """
-        self._encoder = TextEncoder(model, tokenizer, TextInput(max_tokens=max_tokens), serving_options(threads, spin))
+        options = serving_options(threads, spin)
+        self.encoder = TextEncoder(model, tokenizer, TextInput(max_tokens=max_tokens), options)
 
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [len(texts), hidden]."""
-        return self._encoder.encode(texts)
+    def check(self) -> None:
+        """Raises what a text or pair raises."""
+        if self.encoder.kind == "reranker":
+            self.encoder.score("health", ["health"])
+        else:
+            self.encoder.encode(["health"])
 
-    def embed_each(self, texts: Sequence[str]) -> list[np.ndarray | Exception]:
-        """float32 [hidden] of each text, or why there is none: where a batch fails, its texts run one by one, so that
-        one bad text fails alone."""
+    def run_each(self, batch: Sequence[Tokens]) -> list[np.ndarray | Exception]:
+        """The vector, float32 [width], or score, float32 [], of each, or why there is none: where a batch fails, its
+        texts run one by one, so that one bad text fails alone."""
         try:
-            vectors = self.embed(texts)
+            found = self.encoder.run(batch)
         except Exception as error:
             failure = error
         else:
-            unfit = OrtolanError("the model's vector has numbers that are not finite")
-            return [vector if np.isfinite(vector).all() else unfit for vector in vectors]
-        return [failure] if len(texts) == 1 else [self.embed_each([text])[0] for text in texts]
+            unfit = OrtolanError("the model's answer has numbers that are not finite")
+            return [one if np.isfinite(one).all() else unfit for one in found]
+        return [failure] if len(batch) == 1 else [self.run_each([text])[0] for text in batch]
 
 
 @dataclass(frozen=True)

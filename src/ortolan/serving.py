@@ -1,4 +1,4 @@
-"""Serving with Ray Serve: embeddings and generation over HTTP, on one machine or many.
+"""Serving with Ray Serve: embeddings, reranking and generation over HTTP, on one machine or many.
 
     serve run ortolan.serving:embeddings model=fast.onnx replicas=2
     serve run ortolan.serving:generation model=decoder.onnx tokenizer=tokenizer.json
@@ -12,32 +12,51 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
-from .engines import EmbeddingEngine, Generated, GenerationEngine, RequestError
+import numpy as np
+
+from .engines import EncoderEngine, Generated, GenerationEngine, RequestError
 from .errors import OrtolanError
 from .session import package_versions
+from .text_encoder import BATCH_TOKENS, Tokens
+from .token_batches import TokenBatches
 
 try:
+    import orjson
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response, StreamingResponse
-    from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+    from pydantic import BaseModel, ConfigDict, Field, PositiveInt
     from ray import serve
     from ray.serve import Application
-    from ray.serve.metrics import Counter
+    from ray.serve.metrics import Counter, Gauge, Histogram
     from starlette.exceptions import HTTPException
     from starlette.types import Receive, Scope, Send
+
+    from .serving_requests import (
+        EmbeddingRequest,
+        GenerationRequest,
+        OpenAIEmbeddingRequest,
+        RerankRequest,
+        check_characters,
+        first_dimensions,
+        openai_embeddings,
+        openai_error,
+        openai_model,
+        ranked,
+        read_request,
+    )
 except ImportError as error:
     raise OrtolanError(f"serving needs Ray Serve ({error}); install it with: pip install 'ortolan[serve]'") from error
 
 _log = logging.getLogger("ray.serve")
 _FAILED = "the server failed; its log says why, under this answer's x-request-id"
 _SHUTDOWN_SECONDS = 20.0
-Payload = TypeVar("Payload", bound=BaseModel)
 
 
 class ServingConfig(BaseModel):
@@ -66,14 +85,18 @@ class ServingConfig(BaseModel):
 
 class EmbeddingConfig(ServingConfig):
     """max_texts: of a request, more get 413. max_characters: of a text, likewise. max_tokens: what texts are cut to, if
-    the model takes tokens (one that takes texts knows by itself). batch_size: texts of all requests that run as one
-    batch; batch_wait: seconds to wait for them."""
+    the model takes tokens (one that takes texts knows by itself); without it, as the model's folder says.
 
-    max_texts: PositiveInt = 128
+    batch_tokens: of texts of all requests at hand, which run as one batch. max_waiting_tokens: of texts that are in no
+    batch yet; requests that would make them more get 429. max_ongoing_requests: should be more than so many tokens are.
+    """
+
+    max_ongoing_requests: PositiveInt = 2048
+    max_texts: PositiveInt = 2048
     max_characters: PositiveInt = 20_000
-    max_tokens: PositiveInt = 256
-    batch_size: PositiveInt = 16
-    batch_wait: float = Field(default=0.002, ge=0, le=1)
+    max_tokens: PositiveInt | None = None
+    batch_tokens: PositiveInt = BATCH_TOKENS
+    max_waiting_tokens: PositiveInt = 32 * BATCH_TOKENS
 
 
 class GenerationConfig(ServingConfig):
@@ -91,32 +114,10 @@ class GenerationConfig(ServingConfig):
     concurrent: PositiveInt = 1
 
 
-class EmbeddingRequest(BaseModel):
-    """The body of POST /embed."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    texts: list[str] = Field(min_length=1)
-
-
-class GenerationRequest(BaseModel):
-    """The body of POST /generate. temperature 0 takes the likeliest token; see ortolan.generate.sample. stream:
-    the answer is a stream of server-sent events, {"piece": "…"} each, and at last what it is without stream."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    prompt: str = Field(min_length=1)
-    max_new_tokens: int = Field(default=64, ge=1)
-    max_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    temperature: float = Field(default=0.0, ge=0, le=10, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    seed: int = Field(default=0, ge=0)
-    stream: bool = False
-
-
 def embeddings(config: EmbeddingConfig) -> Application:
-    """An application of Ray Serve: POST /embed {"texts": […]} -> {"embeddings": [[…], …]}; GET /health."""
+    """An application of Ray Serve. Of an embedding model: POST /v1/embeddings, as OpenAI has it, and POST /embed
+    {"texts": […]} -> {"embeddings": [[…], …]}. Of a reranker: POST /rerank, as Cohere, Jina and
+    text-embeddings-inference have it. Of both: GET /v1/models, GET /health."""
     return _deploy(Embeddings, config, _SHUTDOWN_SECONDS)
 
 
@@ -148,64 +149,42 @@ def _deploy(deployment: Any, config: ServingConfig, shutdown_seconds: float) -> 
     return application
 
 
-async def read_request(request: Request, payload: type[Payload], max_bytes: int) -> Payload:
-    """Reads a request's body. Raises RequestError: 413 for more bytes, 400 for what is no JSON in UTF-8, 422 for JSON
-    of another form."""
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > max_bytes:
-            raise RequestError(413, f"the body has more than {max_bytes} bytes; send less at a time")
-    return parse_request(bytes(content), payload)
-
-
-def parse_request(content: bytes, payload: type[Payload]) -> Payload:
-    """See read_request."""
-    try:
-        said = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RequestError(400, f"the body is not UTF-8: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from None
-    try:
-        # Escapes of JSON can write half a character, which is no text.
-        json.dumps(said, ensure_ascii=False).encode("utf-8")
-        return payload.model_validate(said)
-    except UnicodeEncodeError:
-        raise RequestError(422, "a text holds half of a surrogate pair; send whole characters") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise RequestError(422, f"{where}: {first['msg']}") from None
-
-
-def check_characters(texts: list[str], most: int) -> None:
-    """Raises RequestError 413."""
-    for number, text in enumerate(texts):
-        if len(text) > most:
-            raise RequestError(413, f"text {number} has {len(text)} characters, expected at most {most}")
-
-
 def _application() -> FastAPI:
-    """Routes are added by each class; errors become JSON here: {"error": "…"}."""
+    """Routes are added by each class; errors become JSON here: {"error": "…"}, or OpenAI's form."""
     application = FastAPI(title="Ortolan", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def refuse(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestError)
-        return JSONResponse({"error": str(error)}, error.status)
+    def error(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
+        of_openai = "/v1/" in request.url.path
+        return JSONResponse(openai_error(status, message) if of_openai else {"error": message}, status, headers)
 
-    async def refuse_route(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    async def refuse(request: Request, found: Exception) -> JSONResponse:
+        assert isinstance(found, RequestError)
+        wait = {} if found.retry_after is None else {"Retry-After": str(found.retry_after)}
+        return error(request, found.status, str(found), wait)
 
-    async def fail(_: Request, error: Exception) -> JSONResponse:
+    async def refuse_route(request: Request, found: Exception) -> JSONResponse:
+        assert isinstance(found, HTTPException)
+        return error(request, found.status_code, str(found.detail), found.headers)
+
+    async def fail(request: Request, _: Exception) -> JSONResponse:
         # Ray Serve gets the exception after this answer, counts it and logs its traceback.
-        return JSONResponse({"error": _FAILED}, 500)
+        return error(request, 500, _FAILED)
 
     application.add_exception_handler(RequestError, refuse)
     application.add_exception_handler(HTTPException, refuse_route)
     application.add_exception_handler(Exception, fail)
     return application
+
+
+def model_name(model: str) -> str:
+    """Of a file, or of the folder that holds model.onnx."""
+    path = Path(model)
+    return path.parent.name if path.name == "model.onnx" and path.parent.name else path.stem
+
+
+def _json(said: Any) -> Response:
+    """Arrays of numpy become lists, of float32 with as many digits as tell them apart."""
+    return Response(orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 def _health(config: ServingConfig) -> dict[str, Any]:
@@ -295,40 +274,106 @@ class Embeddings:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = EmbeddingConfig(**config)
-        self._engine = EmbeddingEngine(
+        self._engine = EncoderEngine(
             self._config.model,
             self._config.tokenizer,
             max_tokens=self._config.max_tokens,
             threads=self._config.threads,
             spin=self._config.spin,
         )
-        self._run = _Runner(1)
+        self._name = model_name(self._config.model)
+        self._tokenize, self._run = _Runner(1), _Runner(1)
+        self._batches = TokenBatches(
+            self._run_batch,
+            self._config.batch_tokens,
+            self._config.max_waiting_tokens,
+            self._engine.encoder.pads,
+            self._count,
+        )
         self._texts = Counter("ortolan_texts", description="Texts that went into batches.")
-        batch: Any = self._embed_text
-        batch.set_max_batch_size(self._config.batch_size)
-        batch.set_batch_wait_timeout_s(self._config.batch_wait)
+        self._tokens = Counter("ortolan_tokens", description="Tokens that went into batches.")
+        self._refused = Counter("ortolan_refused", description="Requests that got 429, as too many tokens waited.")
+        self._waiting = Gauge("ortolan_waiting_tokens", description="Tokens that wait when a batch begins.")
+        self._fill = Histogram(
+            "ortolan_batch_fill",
+            description="Tokens of a batch as a share of batch_tokens.",
+            boundaries=[0.1, 0.25, 0.5, 0.75, 0.9, 1],
+        )
 
     @_embedding_routes.post("/embed")
-    async def embed(self, request: Request) -> JSONResponse:
+    async def embed(self, request: Request) -> Response:
         """One vector a text."""
         given = await read_request(request, EmbeddingRequest, self._config.max_body_bytes)
-        if len(given.texts) > self._config.max_texts:
-            raise RequestError(413, f"there are {len(given.texts)} texts, expected at most {self._config.max_texts}")
-        check_characters(given.texts, self._config.max_characters)
-        embed_text: Any = self._embed_text
-        vectors = await asyncio.gather(*map(embed_text, given.texts))
-        for number, vector in enumerate(vectors):
-            if isinstance(vector, Exception):
-                _log.error("Text %d could not be embedded.", number, exc_info=vector)
-                raise RequestError(500, f"text {number} could not be embedded: {_FAILED}")
-        return JSONResponse({"embeddings": [vector.tolist() for vector in vectors]})
+        self._check(given.texts)
+        vectors, _ = await self._answers(self._engine.encoder.tokenize, given.texts)
+        return _json({"embeddings": vectors})
 
-    @serve.batch
-    async def _embed_text(self, texts: list[str]) -> list[Any]:
-        """A vector or an exception of each: raised, it would reach the requests of all."""
-        self._texts.inc(len(texts))
-        vectors: list[Any] = await self._run(self._engine.embed_each, texts)
-        return vectors
+    @_embedding_routes.post("/v1/embeddings")
+    async def openai_embeddings(self, request: Request) -> Response:
+        """See https://platform.openai.com/docs/api-reference/embeddings."""
+        given = await read_request(request, OpenAIEmbeddingRequest, self._config.max_body_bytes)
+        inputs: Any = given.inputs()
+        if isinstance(inputs[0], str):
+            self._check(inputs)
+            vectors, tokens = await self._answers(self._engine.encoder.tokenize, inputs)
+        else:
+            self._check_count(inputs)
+            vectors, tokens = await self._answers(self._engine.encoder.tokenize_ids, inputs)
+        vectors = first_dimensions(vectors, given.dimensions)
+        return _json(openai_embeddings(vectors, given.encoding_format, self._name, tokens))
+
+    @_embedding_routes.post("/rerank")
+    @_embedding_routes.post("/v1/rerank")
+    async def rerank(self, request: Request) -> Response:
+        """One score a text, the best first."""
+        given = await read_request(request, RerankRequest, self._config.max_body_bytes)
+        texts = given.given()
+        self._check([given.query, *texts])
+        scores, tokens = await self._answers(self._engine.encoder.tokenize_pairs, given.query, texts)
+        return _json(ranked(given, texts, scores, self._name, tokens))
+
+    def _check_count(self, texts: Sequence[Any]) -> None:
+        if len(texts) > self._config.max_texts:
+            raise RequestError(413, f"there are {len(texts)} texts, expected at most {self._config.max_texts}")
+
+    def _check(self, texts: Sequence[str]) -> None:
+        self._check_count(texts)
+        check_characters(texts, self._config.max_characters)
+
+    async def _answers(self, tokenize: Callable[..., list[Tokens]], *given: Any) -> tuple[np.ndarray, int]:
+        """The texts' vectors or scores, and how many tokens they have."""
+        try:
+            self._batches.check()  # before any work
+            try:
+                texts: list[Tokens] = await self._tokenize(tokenize, *given)
+            except OrtolanError as error:  # of another kind of model, tokens that it does not know
+                raise RequestError(422, str(error)) from None
+            answers = await self._batches.answer(texts)
+        except RequestError as error:
+            if error.status == 429:
+                self._refused.inc()
+            raise
+        for number, answer in enumerate(answers):
+            if isinstance(answer, Exception):
+                _log.error("Text %d could not be run.", number, exc_info=answer)
+                raise RequestError(500, f"text {number} could not be run: {_FAILED}")
+        return np.stack(answers), sum(map(len, texts))
+
+    def _count(self, texts: int, tokens: int) -> None:
+        self._texts.inc(texts)
+        if tokens:
+            self._tokens.inc(tokens)
+        self._waiting.set(self._batches.waiting_tokens)
+        self._fill.observe(max(tokens, 1) / self._config.batch_tokens)
+
+    async def _run_batch(self, texts: list[Tokens]) -> Sequence[Any]:
+        answers: Sequence[Any] = await self._run(self._engine.run_each, texts)
+        return answers
+
+    @_embedding_routes.get("/v1/models")
+    async def openai_models(self) -> dict[str, Any]:
+        """The one that there is."""
+        return {"object": "list", "data": [openai_model(self._name)]}
 
     @_embedding_routes.get("/health")
     async def health(self) -> dict[str, Any]:
@@ -337,7 +382,7 @@ class Embeddings:
 
     async def check_health(self) -> None:
         """Asked by Ray Serve now and then; a replica that fails is replaced."""
-        await self._run(self._engine.embed, ["health"])
+        await self._run(self._engine.check)
 
 
 @serve.deployment

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortolan.graph_passes.files.model_file import model_in
+from ortolan.graph_passes.names import PADDING_KEY
 from ortolan.graph_passes.text.pooling import Dense
 from ortolan.graph_passes.text.text_input import PAIR_INPUT, SCORE, TEXT_INPUT
 from ortolan.graph_passes.text.text_plan import EMBEDDING, TextInput, TextSettings, read_settings
@@ -28,6 +29,25 @@ _KNOWN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 _DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 _CHARACTERS_OF_A_TOKEN = 4  # about, of a text that the model splits itself
 _LEAST_NORM = 1e-12
+_LARGEST_ID = 2**31
+
+
+class Budget:
+    """Of one batch: batch_tokens, padding counted where there is some; a first text is always taken."""
+
+    def __init__(self, batch_tokens: int, pads: bool) -> None:
+        self._most, self._pads = batch_tokens, pads
+        self._texts = self._longest = self.tokens = 0
+
+    def takes(self, text: Tokens) -> bool:
+        longest = max(self._longest, len(text))
+        size = longest * (self._texts + 1) if self._pads else self.tokens + len(text)
+        return self._texts == 0 or size <= self._most
+
+    def add(self, text: Tokens) -> None:
+        self._texts += 1
+        self._longest = max(self._longest, len(text))
+        self.tokens += len(text)
 
 
 @dataclass(frozen=True)
@@ -48,12 +68,14 @@ class TextEncoder:
     tokens, so with models of Ortolan it does not depend on who shares its batch.
 
     kind: "embedding", or "reranker" for a model that scores pairs of texts. max_tokens: longer texts are cut; None: the
-    model cuts them itself. width: of the vectors, where the model tells it.
+    model cuts them itself. width: of the vectors, where the model tells it. pads: padding is computed as well, so that
+    a batch costs its longest text times its texts.
     """
 
     kind: Literal["embedding", "reranker"]
     max_tokens: int | None
     width: int | None
+    pads: bool
 
     def __init__(
         self,
@@ -77,6 +99,7 @@ class TextEncoder:
         session: Any = model if path is None else create_session(path, session_options)
         self._session: onnxruntime.InferenceSession = session
         inputs = {value.name: value for value in self._session.get_inputs()}
+        self.pads = PADDING_KEY not in self._session.get_modelmeta().custom_metadata_map
         if TEXT_INPUT in inputs:
             self._take_texts(inputs.keys(), settings)
             return
@@ -135,6 +158,18 @@ class TextEncoder:
         pairs = [(query, text) for text in texts]
         return [Tokens(pair) for pair in pairs] if self._settings is None else self._split(pairs, pairs)
 
+    def tokenize_ids(self, texts: Sequence[Sequence[int]]) -> list[Tokens]:
+        """Of texts that are tokens already, those of the model's tokenizer, and stay as they are but for being cut.
+        Raises OrtolanError for what is no token, and where the model takes texts itself."""
+        if self._settings is None or self.kind != "embedding":
+            raise OrtolanError("the model takes texts, and was given tokens; give texts")
+        names = self._tokenizer.id_to_token
+        for number, ids in enumerate(texts):
+            if wrong := [one for one in ids if not 0 <= one < _LARGEST_ID or names(one) is None]:
+                raise OrtolanError(f"text {number} has token {wrong[0]}, which the model's tokenizer does not know")
+        cut = [list(ids)[: self.max_tokens] for ids in texts]
+        return [Tokens((), ids, [0] * len(ids)) for ids in cut]
+
     def _split(self, texts: Sequence[tuple[str, ...]], given: Sequence[Any]) -> list[Tokens]:
         encodings = self._tokenizer.encode_batch(given)
         return [Tokens(text, one.ids, one.type_ids) for text, one in zip(texts, encodings, strict=True)]
@@ -186,10 +221,11 @@ class TextEncoder:
         return {name: made[name].astype(dtype, copy=False) for name, dtype in self._inputs.items()}
 
     def encode(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
-        """float32 [len(texts), width], in the order given. batch_tokens: of a call of the session, padding counted."""
+        """float32 [len(texts), width], in the order given. batch_tokens: of a call of the session, padding counted
+        where the model computes it."""
         tokens = self.tokenize(texts)
         vectors = np.empty((0, self.width or 0), np.float32)
-        for batch in batches(tokens, batch_tokens):
+        for batch in batches(tokens, batch_tokens, self.pads):
             found = self.run([tokens[index] for index in batch])
             if not len(vectors):
                 vectors = np.empty((len(tokens), found.shape[1]), np.float32)
@@ -200,7 +236,7 @@ class TextEncoder:
         """float32 [len(texts)]: of the query with each text, in the order given. batch_tokens: see encode."""
         tokens = self.tokenize_pairs(query, texts)
         scores = np.empty(len(tokens), np.float32)
-        for batch in batches(tokens, batch_tokens):
+        for batch in batches(tokens, batch_tokens, self.pads):
             scores[batch] = self.run([tokens[index] for index in batch])
         return scores
 
@@ -231,17 +267,22 @@ def check_texts(texts: Sequence[Any]) -> None:
             raise OrtolanError(f"text {number} is a {type(text).__name__}, expected a str")
 
 
-def batches(tokens: Sequence[Tokens], batch_tokens: int) -> Iterator[list[int]]:
+def batches(tokens: Sequence[Tokens], batch_tokens: int, pads: bool = True) -> Iterator[list[int]]:
     """Numbers of those that run as one batch, the longest first: memory is at its largest at the beginning. A batch of
-    several has batch_tokens at most, padding counted. Raises OrtolanError."""
+    several has batch_tokens at most, padding counted where there is some. Raises OrtolanError."""
     if batch_tokens < 1:
         raise OrtolanError(f"batch_tokens is {batch_tokens}, expected at least 1")
     order = sorted(range(len(tokens)), key=lambda index: -len(tokens[index]))
-    start = 0
-    while start < len(order):
-        count = max(1, batch_tokens // max(1, len(tokens[order[start]])))
-        yield order[start : start + count]
-        start += count
+    budget = Budget(batch_tokens, pads)
+    batch: list[int] = []
+    for index in order:
+        if not budget.takes(tokens[index]):
+            yield batch
+            batch, budget = [], Budget(batch_tokens, pads)
+        budget.add(tokens[index])
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 def _pooled(rows: np.ndarray, pooling: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 import ortolan
 from ortolan import ModelError, TextInput
-from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
+from ortolan.engines import EncoderEngine, GenerationEngine, RequestError
 from ortolan.generate import generate
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
@@ -27,26 +27,26 @@ def test_a_model_that_takes_texts_and_one_that_takes_tokens_give_the_same_vector
     add_text_input(model, plan_text_input(model, TextInput(tokenizer, max_tokens=12)))
     ir.save(model, tmp_path / "text.onnx")
     texts = ["The cat.", "un\0affable", "x " * 40]
-    one = EmbeddingEngine(tmp_path / "text.onnx").embed(texts)
-    other = EmbeddingEngine(tmp_path / "tokens.onnx", tokenizer, max_tokens=12).embed(texts)
+    one = EncoderEngine(tmp_path / "text.onnx").encoder.encode(texts)
+    other = EncoderEngine(tmp_path / "tokens.onnx", tokenizer, max_tokens=12).encoder.encode(texts)
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_need_a_tokenizer(tmp_path):
     ir.save(tiny.tiny_bert(), tmp_path / "tokens.onnx")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        EmbeddingEngine(tmp_path / "tokens.onnx")
+        EncoderEngine(tmp_path / "tokens.onnx")
 
 
 def test_a_bad_text_costs_the_others_nothing(tmp_path):
     tokenizer = write_wordpiece(tmp_path / "tokenizer.json")
     ir.save(tiny.tiny_bert(vocab_size=106), tmp_path / "model.onnx")  # the last token, ’, has no embedding
-    engine = EmbeddingEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12)
-    texts = ["The cat.", "cat’", "unable"]
-    one, bad, other = engine.embed_each(texts)
+    engine = EncoderEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12)
+    texts = engine.encoder.tokenize(["The cat.", "cat’", "unable"])
+    one, bad, other = engine.run_each(texts)
     assert "Gather" in str(bad)
-    np.testing.assert_allclose([one, other], engine.embed([texts[0], texts[2]]), atol=1e-5)
-    assert isinstance(engine.embed_each(texts[1:2])[0], Exception)
+    np.testing.assert_allclose([one, other], engine.encoder.run([texts[0], texts[2]]), atol=1e-5)
+    assert isinstance(engine.run_each(texts[1:2])[0], Exception)
 
 
 def test_vectors_that_are_not_finite_are_failures(tmp_path):
@@ -57,7 +57,8 @@ def test_vectors_that_are_not_finite_are_failures(tmp_path):
     array[106] = np.inf
     table.const_value = ir.tensor(array, name=table.name)
     ir.save(model, tmp_path / "model.onnx")
-    good, bad = EmbeddingEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12).embed_each(["cat", "’"])
+    engine = EncoderEngine(tmp_path / "model.onnx", tokenizer, max_tokens=12)
+    good, bad = engine.run_each(engine.encoder.tokenize(["cat", "’"]))
     assert np.isfinite(good).all()
     assert "not finite" in str(bad)
 

@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
 from ortolan.benchmarks.serving import _BAD, check_refusals, kill_replica, run_load
-from ortolan.engines import EmbeddingEngine, GenerationEngine, RequestError
+from ortolan.engines import EncoderEngine, GenerationEngine, RequestError
 from ortolan.models import tiny
 
+from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece
 
 ray = pytest.importorskip("ray")
@@ -30,9 +32,7 @@ from starlette.requests import ClientDisconnect  # noqa: E402
 
 from ortolan.serving import (  # noqa: E402
     EmbeddingConfig,
-    EmbeddingRequest,
     GenerationConfig,
-    GenerationRequest,
     _ended,
     _EventResponse,
     _events,
@@ -40,6 +40,13 @@ from ortolan.serving import (  # noqa: E402
     _stream,
     embeddings,
     generation,
+    model_name,
+)
+from ortolan.serving_requests import (  # noqa: E402
+    EmbeddingRequest,
+    GenerationRequest,
+    OpenAIEmbeddingRequest,
+    RerankRequest,
     parse_request,
 )
 
@@ -232,10 +239,15 @@ def cluster(tmp_path_factory):
     tokenizer = write_wordpiece(folder / "tokenizer.json", truncation=None)
     ir.save(tiny.tiny_bert(vocab_size=106), folder / "encoder.onnx")
     ir.save(tiny.tiny_llama(seed=4), folder / "decoder.onnx")
+    write_reranker(folder / "reranker", vocab_size=256)
     encoder = {"model": str(folder / "encoder.onnx"), "tokenizer": str(tokenizer), "max_tokens": 16}
     decoder = {"model": str(folder / "decoder.onnx"), "tokenizer": str(tokenizer), "max_new_tokens": LONG}
     with ray_cluster(_system_config={"metrics_report_interval_ms": 500}) as port:
-        serve.run(embeddings(EmbeddingConfig(**encoder, replicas=2, batch_wait=0.5)))
+        serve.run(embeddings(EmbeddingConfig(**encoder, replicas=2, max_texts=128)))
+        small = EmbeddingConfig(**encoder, batch_tokens=64, max_waiting_tokens=64)
+        serve.run(embeddings(small), name="small", route_prefix="/small")
+        reranker = EmbeddingConfig(model=str(folder / "reranker/model.onnx"), tokenizer=str(tokenizer))
+        serve.run(embeddings(reranker), name="reranker", route_prefix="/reranker")
         scaled = embeddings(EmbeddingConfig(**encoder, min_replicas=2, max_replicas=3))
         serve.run(scaled, name="autoscaled", route_prefix="/autoscaled")
         config = GenerationConfig(**decoder, max_prompt_tokens=50, max_context=LONG, max_seconds=60)
@@ -264,9 +276,9 @@ def test_health(cluster, application):
 
 
 def test_embeddings_are_those_of_the_engine(cluster):
-    engine = EmbeddingEngine(cluster.folder / "encoder.onnx", cluster.folder / "tokenizer.json", max_tokens=16)
+    engine = EncoderEngine(cluster.folder / "encoder.onnx", cluster.folder / "tokenizer.json", max_tokens=16)
     texts = [KNOWN, "", "cat " * 100]
-    expected = engine.embed(texts)
+    expected = engine.encoder.encode(texts)
     for application in ("", "/autoscaled"):
         status, said = cluster.ask(f"{application}/embed", {"texts": texts})
         assert status == 200
@@ -277,18 +289,124 @@ def test_what_embeddings_refuse(cluster):
     assert check_refusals(cluster.port) == {name: str(status) for name, (_, status) in _BAD.items()}
 
 
+def test_openais_client(cluster):
+    openai = pytest.importorskip("openai")
+    texts = [KNOWN, "cat", "cat " * 100]
+    engine = EncoderEngine(cluster.folder / "encoder.onnx", cluster.folder / "tokenizer.json", max_tokens=16)
+    expected = engine.encoder.encode(texts)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{cluster.port}/v1", api_key="none", max_retries=0) as client:
+        assert [one.id for one in client.models.list()] == ["encoder"]
+        found = client.embeddings.create(input=texts, model="any")
+        assert [one.index for one in found.data] == [0, 1, 2]
+        np.testing.assert_array_equal(np.array([one.embedding for one in found.data], np.float32), expected)
+        count = sum(map(len, engine.encoder.tokenize(texts)))
+        assert (found.model, found.usage.prompt_tokens, found.usage.total_tokens) == ("encoder", count, count)
+        floats = client.embeddings.create(input=KNOWN, model="any", encoding_format="float")
+        np.testing.assert_array_equal(np.float32(floats.data[0].embedding), expected[0])
+        ids = engine.encoder.tokenize(texts)[0].ids
+        for tokens in (ids, [ids]):
+            (one,) = client.embeddings.create(input=tokens, model="any").data
+            np.testing.assert_array_equal(np.float32(one.embedding), expected[0])
+        (short,) = client.embeddings.create(input=KNOWN, model="any", dimensions=10).data
+        np.testing.assert_allclose(short.embedding, expected[0, :10] / np.linalg.norm(expected[0, :10]), rtol=1e-6)
+        for wrong, message in [
+            ({"input": []}, "no text"),
+            ({"input": [[]]}, "without tokens"),
+            ({"input": [[10**9]]}, "1000000000"),
+            ({"input": KNOWN, "dimensions": 10**6}, "dimensions: 1000000"),
+        ]:
+            with pytest.raises(openai.UnprocessableEntityError, match=message) as refused:
+                client.embeddings.create(model="any", **wrong)
+            assert refused.value.type == "invalid_request_error"
+        with pytest.raises(openai.InternalServerError, match="the server failed"):
+            client.embeddings.create(input=UNKNOWN, model="any")
+        with pytest.raises(openai.NotFoundError):
+            client.files.list()
+    status, said = cluster.ask("/rerank", {"query": KNOWN, "texts": [KNOWN]})
+    assert (status, said) == (422, {"error": "the model embeds texts, and was given pairs to score; give a reranker"})
+
+
+def test_rerank(cluster):
+    encoder = EncoderEngine(cluster.folder / "reranker/model.onnx", cluster.folder / "tokenizer.json").encoder
+    texts = ["cat", "the the cat", KNOWN, ""]
+    expected = encoder.score(KNOWN, texts)
+    order = np.argsort(-expected).tolist()
+    for path in ("/reranker/rerank", "/reranker/v1/rerank"):
+        asked = {"model": "any", "query": KNOWN, "documents": [texts[0], {"text": texts[1]}, *texts[2:]], "top_n": 3}
+        status, said = cluster.ask(path, {**asked, "return_documents": True})
+        assert status == 200 and said["model"] == "reranker"
+        assert [one["index"] for one in said["results"]] == order[:3]
+        assert np.float32([one["relevance_score"] for one in said["results"]]).tolist() == expected[order[:3]].tolist()
+        assert [one["document"]["text"] for one in said["results"]] == [texts[index] for index in order[:3]]
+        assert cluster.ask(path, asked)[1]["results"][0].keys() == {"index", "relevance_score"}
+    status, said = cluster.ask("/reranker/rerank", {"query": KNOWN, "texts": texts, "return_text": True})
+    assert status == 200 and [(one["index"], one["text"]) for one in said] == [(index, texts[index]) for index in order]
+    status, said = cluster.ask("/reranker/v1/embeddings", {"input": KNOWN, "model": "any"})
+    assert status == 422 and "was given texts" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"query": "a"},
+        {"query": "a", "texts": ["b"], "documents": ["b"]},
+        {"query": "a", "texts": []},
+        {"query": "a", "texts": [{"text": "b"}]},
+        {"query": "a", "documents": [{"title": "b"}]},
+        {"query": "a", "texts": ["b"], "raw_scores": True},
+        {"query": "a", "documents": ["b"], "top_n": 0},
+    ],
+)
+def test_rankings_that_are_refused(body):
+    with pytest.raises(RequestError) as refused:
+        parse_request(json.dumps(body).encode(), RerankRequest).given()
+    assert refused.value.status == 422
+
+
+@pytest.mark.parametrize("given", [None, 1, [1, "a"], [[1], "a"], [None], {"text": "a"}, [], [[]], [[1], []], [True]])
+def test_inputs_of_openai_that_are_refused(given):
+    with pytest.raises(RequestError) as refused:
+        parse_request(json.dumps({"input": given}).encode(), OpenAIEmbeddingRequest).inputs()
+    assert refused.value.status == 422
+
+
+def test_names_of_models():
+    assert [model_name(path) for path in ("/a/b.onnx", "/a/bge/model.onnx", "bge/", "/a/bge")] == ["b", *["bge"] * 3]
+
+
+def test_too_many_waiting_tokens(cluster):
+    """429 with the seconds to wait, before any of the request's work; the others are answered."""
+    body = json.dumps({"input": ["cat " * 16] * 100, "model": "any"})
+
+    def ask(_):
+        connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)
+        connection.request("POST", "/small/v1/embeddings", body)
+        response = connection.getresponse()
+        return response.status, response.getheader("Retry-After"), json.loads(response.read())
+
+    with ThreadPoolExecutor(24) as clients:
+        answers = list(clients.map(ask, range(48)))
+    assert {status for status, _, _ in answers} == {200, 429}
+    for status, wait, said in answers:
+        if status == 429:
+            assert int(wait) >= 1 and said["error"]["type"] == "rate_limit_error"
+        else:
+            assert len(said["data"]) == 100 and wait is None
+    refused = sum(status == 429 for status, _, _ in answers)
+    wait_for(lambda: cluster.metric("ray_ortolan_refused_total", application="small") == refused)
+    assert cluster.ask("/small/embed", {"texts": [KNOWN]})[0] == 200
+
+
 def test_a_bad_text_fails_alone(cluster):
     texts = [KNOWN] * 12 + [UNKNOWN] + [KNOWN] * 3
-    names = ("ray_ortolan_texts_total", "ray_serve_batches_processed_total")
-    before = [cluster.metric(name, application="default") for name in names]
+    name = "ray_ortolan_texts_total"
+    before = cluster.metric(name, application="default")
     with ThreadPoolExecutor(len(texts)) as clients:
         answers = list(clients.map(lambda text: cluster.ask("/embed", {"texts": ["cat", text]}), texts))
     for text, (status, said) in zip(texts, answers, strict=True):
         assert (status, list(said)) == ((200, ["embeddings"]) if text == KNOWN else (500, ["error"]))
         assert text == KNOWN or said["error"].startswith("text 1 ")
-    # Requests did share batches.
-    wait_for(lambda: cluster.metric(names[0], application="default") >= before[0] + 2 * len(texts))
-    assert cluster.metric(names[1], application="default") < before[1] + 12
+    wait_for(lambda: cluster.metric(name, application="default") >= before + 2 * len(texts))
 
 
 def test_autoscaling(cluster):
