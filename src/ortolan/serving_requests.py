@@ -4,6 +4,7 @@ text-embeddings-inference."""
 import base64
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -121,7 +122,7 @@ def parse_request(content: bytes, payload: type[Payload]) -> Payload:
         raise RequestError(422, f"{where}: {first['msg']}") from None
 
 
-def check_characters(texts: list[str], most: int) -> None:
+def check_characters(texts: Sequence[str], most: int) -> None:
     """Raises RequestError 413."""
     for number, text in enumerate(texts):
         if len(text) > most:

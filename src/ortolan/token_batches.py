@@ -28,9 +28,10 @@ class _Request:
 
 
 class TokenBatches:
-    """A queue before a function that answers batches, of one event loop. Requests take turns, one text each, so that a
-    small one does not wait for all of a large one. A batch begins as soon as the one before it has ended, with what is
-    there by then: nobody waits for others while there is nothing to do."""
+    """A queue before a function that answers batches, of one event loop. Requests come one after the other; one of more
+    than a batch lets others go first after each, so that a small one does not wait for all of a large one. A batch
+    begins as soon as the one before it has ended, with what is there by then: nobody waits for others while there is
+    nothing to do."""
 
     def __init__(
         self,
@@ -109,15 +110,14 @@ class TokenBatches:
         budget = Budget(self._batch_tokens, self._pads)
         while self._requests:
             request = self._requests[0]
-            if request.waiting:
-                place, text = request.waiting[0]
-                if not budget.takes(text):
-                    break
+            taken = len(batch)
+            while request.waiting and budget.takes(request.waiting[0][1]):
+                place, text = request.waiting.popleft()
                 budget.add(text)
-                request.waiting.popleft()
                 batch.append((request, place, text))
+            if request.waiting:  # the batch is full
+                self._requests.rotate(-1 if len(batch) > taken else 0)
+                break
             self._requests.popleft()
-            if request.waiting:
-                self._requests.append(request)
         self.waiting_tokens -= budget.tokens
         return batch
