@@ -15,7 +15,6 @@ from ortolan.graph_passes.measure.feeds import Feeds
 from .workers.process import Worker, cpus_to_use
 
 _SCRIPT = Path(__file__).with_name("workers") / "encoders.py"
-WARM_UP_SECONDS = 0.3  # longer than the threads of OpenMP spin that had the last turn
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class EncoderProcess(Worker):
         """What is timed next. Raises WorkerError."""
         self.ask("give", batches=str(write_batches(batches, self._folder / "batches.npz")))
 
-    def time(self, passes: int = 1, warm_up: float = WARM_UP_SECONDS) -> list[float]:
-        """Seconds of each pass over what was given. Raises WorkerError."""
+    def time(self, passes: int, warm_up: float) -> list[float]:
+        """Seconds of each pass over what was given, behind so many that are not timed. Raises WorkerError."""
         return list(map(float, self.ask("time", passes=passes, warm_up=warm_up)["seconds"]))
 
     def vectors(self, batches: Sequence[Feeds]) -> np.ndarray:

@@ -182,7 +182,9 @@ class CTranslate2(Engine):
         converters = importlib.import_module("ctranslate2.converters")
         target = folder / "converted"
         converters.TransformersConverter(str(model)).convert(str(target), quantization=compute_type)
-        self.call = f"TransformersConverter(folder).convert(quantization={compute_type!r}), Encoder(intra_threads={threads})"
+        self.call = (
+            f"TransformersConverter(folder).convert(quantization={compute_type!r}), Encoder(intra_threads={threads})"
+        )
         self.megabytes = megabytes(target / "model.bin")
         self._encoder = ctranslate2.Encoder(
             str(target), "cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
@@ -216,7 +218,9 @@ class SentenceTransformers(Engine):
         width = json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]
         modules = [encoder, models.Pooling(width, pooling_mode="mean"), models.Normalize()]
         self._model = package.SentenceTransformer(modules=modules, device="cpu").eval()
-        self.call = f"SentenceTransformer([Transformer, Pooling('mean'), Normalize])(features), set_num_threads({threads})"
+        self.call = (
+            f"SentenceTransformer([Transformer, Pooling('mean'), Normalize])(features), set_num_threads({threads})"
+        )
         self.megabytes = megabytes(model / "model.safetensors")
 
     def prepare(self, batch: Batch) -> dict[str, Any]:
