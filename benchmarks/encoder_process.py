@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,15 +42,14 @@ class EncoderProcess(Worker):
         settings = {"threads": threads, "cpus": cpus_to_use(threads)}
         super().__init__(script, settings, python=spec.python, environment=environment)
         self._spec, self._folder = spec, folder
+        folder.mkdir(parents=True, exist_ok=True)
         self.versions: dict[str, str] = {}
         self.call, self.megabytes = "", 0.0
 
     def load(self) -> None:
         """Raises WorkerError."""
-        made = self._folder / "made"
-        made.mkdir(parents=True)
-        spec = self._spec
-        answer = self.ask("load", engine=spec.engine, model=str(spec.model), folder=str(made), **spec.options)
+        spec, made = self._spec, tempfile.mkdtemp(dir=self._folder)
+        answer = self.ask("load", engine=spec.engine, model=str(spec.model), folder=made, **spec.options)
         self.versions, self.call, self.megabytes = answer["versions"], answer["call"], answer["megabytes"]
 
     def give(self, batches: Sequence[Feeds]) -> None:

@@ -90,7 +90,7 @@ def test_what_is_not_known_or_fails_is_told_and_the_process_goes_on(fake):
         fake.ask("fly")
     with pytest.raises(WorkerError, match="unexpected keyword argument"):
         fake.ask("give", nothing=1)
-    with pytest.raises(WorkerError, match="^No module named none$"):
+    with pytest.raises(WorkerError, match=r"^No module named none$"):
         fake.ask("load", engine="none", model="", folder="")
     assert fake.ask("time", passes=1, warm_up=0) == {"seconds": [0.5]}
 
@@ -103,13 +103,16 @@ def test_a_process_that_ends_says_why(fake):
 
 
 def test_an_interpreter_that_is_none(tmp_path):
-    with Worker(tmp_path / "none.py", {}, python=str(tmp_path / "python")) as worker:
-        with pytest.raises(WorkerError, match="cannot start .*python: No such file"):
-            worker.ask("load")
+    worker = Worker(tmp_path / "none.py", {}, python=str(tmp_path / "python"))
+    with pytest.raises(WorkerError, match=r"cannot start .*python: No such file"):
+        worker.ask("load")
 
 
 def test_a_script_that_is_none(tmp_path):
-    with Worker(tmp_path / "none.py", {}) as worker, pytest.raises(WorkerError, match="ended with status 1: .*none.py"):
+    with (
+        Worker(tmp_path / "none.py", {}) as worker,
+        pytest.raises(WorkerError, match=r"ended with status 1: .*none\.py"),
+    ):
         worker.ask("load")
 
 
@@ -129,6 +132,7 @@ def test_an_encoder_in_onnx_runtime(tmp_path, engine):
 
 
 def test_an_engine_that_is_none(tmp_path):
-    with EncoderProcess(EncoderSpec("none", tmp_path), 1, tmp_path / "folder") as process:
-        with pytest.raises(WorkerError, match="no engine 'none'; these are known: onnxruntime, ortolan, openvino"):
-            process.load()
+    known = "no engine 'none'; these are known: onnxruntime, ortolan, openvino"
+    process = EncoderProcess(EncoderSpec("none", tmp_path), 1, tmp_path / "folder")
+    with process, pytest.raises(WorkerError, match=known):
+        process.load()
