@@ -1,7 +1,8 @@
 """What encoders are timed on: texts as token ids, of the lengths that they have where embeddings are used.
 
-mixed   random words, 8 to 512 tokens (uniform)
+mixed   random words, 8 to 256 tokens (uniform)
 sts     sentences of STS-B
+wide    random words, 8 to 512 tokens (uniform)
 long    random words, 384 to 512 tokens
 pairs   what a reranker reads: a query of 4 to 24 tokens and a text of 24 to 232
 """
@@ -18,9 +19,9 @@ from ortolan.graph_passes.measure.feeds import Feeds
 from ..embedding import token_feeds
 from .encoder import Encoder, word_feeds
 
-RANGES: Mapping[str, tuple[int, int]] = {"mixed": (8, 512), "long": (384, 512)}
+RANGES: Mapping[str, tuple[int, int]] = {"mixed": (8, 256), "wide": (8, 512), "long": (384, 512)}
 STS, PAIRS = "sts", "pairs"
-WORKS = ("mixed", STS, "long", PAIRS)
+WORKS = ("mixed", STS, "wide", "long", PAIRS)
 _QUERY, _TEXT = (4, 24), (24, 232)
 
 

@@ -1,13 +1,14 @@
 """Texts through encoders: texts a second with padding and without, and their quality, beside ONNX Runtime and others.
 
-python -m ortolan.benchmarks.embeddings [--model all-minilm-l6-v2 …] [--work mixed|sts|long|pairs|all …]
-    [--sts sts-dev.csv] [--peer openvino=PYTHON …] [--weights int8] [--lengths 8:512] [--batch 32] [--texts 64]
+python -m ortolan.benchmarks.embeddings [--model all-minilm-l6-v2 …] [--work mixed|sts|wide|long|pairs|all …]
+    [--sts sts-dev.csv] [--peer openvino=PYTHON …] [--weights int8] [--lengths 8:256] [--batch 32] [--texts 64]
     [--threads 1] [--json FILE] [--picture FILE.svg]
 python -m ortolan.benchmarks.embeddings --from FILE.json [--picture FILE.svg]
 
 Token ids go in, a unit vector of each text comes out, in batches padded to their longest text: once divided as the
 texts come, once sorted by length. What the works are is told in embedding_texts.py, which packages a peer's environment
-needs in encoder_peers.py. Each row is a process of its own, pinned to the same CPUs; they are told to run in turns.
+needs in encoder_peers.py. Rows of Ortolan run by TextEncoder: a batch a call, and the last one as users have it, in
+calls of so many tokens. Each row is a process of its own, pinned to the same CPUs; they are told to run in turns.
 A peer that computes in fp32 must give ONNX Runtime's vectors before it is timed. "alone": whether some texts get the
 same vectors, bit by bit, alone and in a batch. With --sts a column tells Spearman on all of that file.
 """
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from onnxruntime.quantization import quantize_dynamic
@@ -36,7 +37,9 @@ from ortolan.graph_passes.measure.feeds import Feeds
 from ortolan.graph_passes.recipe import Recipe
 
 from ..embedding import spearman_on_sts, token_feeds
+from ..models import get_model
 from ..optimize import optimize_onnx
+from ..text_encoder import BATCH_TOKENS
 from .embedding_result import ORDERS, EmbeddingsResult, ModelRows, Row, Speed, draw
 from .embedding_texts import RANGES, STS, WORKS, batches_of, make_texts, padded
 from .encoder import (
@@ -54,9 +57,6 @@ from .encoder import (
 from .encoder_peers import PEERS, peer_specs, read_peer
 from .encoder_process import EncoderProcess, EncoderSpec
 from .workers.process import WorkerError
-
-if TYPE_CHECKING:
-    from ..text_encoder import TextEncoder
 
 _COMPARED = 8  # texts that are run alone
 _SAME = 0.9999  # the least cosine of a peer's vectors that computes in fp32
@@ -79,7 +79,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--work", nargs="+", choices=[*WORKS, "all"], help="default: sts with --sts, else mixed")
     parser.add_argument("--weights", default="int8", choices=("bf16", "int8", "int4"))
     parser.add_argument(
-        "--lengths", type=read_lengths, default=RANGES["mixed"], help="of the work mixed, in tokens; default: 8:512"
+        "--lengths", type=read_lengths, default=RANGES["mixed"], help="of the work mixed, in tokens; default: 8:256"
     )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--texts", type=int, default=64, help="of each work")
@@ -123,16 +123,16 @@ class EncodesBatches(Protocol):
 class StsEncoder:
     """What spearman_on_sts asks for, of a process. Remembers the vectors."""
 
-    def __init__(self, process: EncodesBatches, encoder: Encoder) -> None:
-        self._process, self._encoder = process, encoder
+    def __init__(self, process: EncodesBatches, encoder: Encoder, batch: int) -> None:
+        self._process, self._encoder, self._batch = process, encoder, batch
         self.found = np.empty((0, 0), np.float32)
 
-    def encode(self, sentences: Sequence[str], batch_size: int = 32) -> np.ndarray:
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
         assert self._encoder.tokenizer is not None
-        feeds = token_feeds(self._encoder.tokenizer, sentences)
+        feeds = token_feeds(self._encoder.tokenizer, texts)
         order = sorted(range(len(feeds)), key=lambda index: feeds[index]["input_ids"].shape[1])
-        texts = [{name: feeds[index][name] for name in self._encoder.inputs} for index in order]
-        vectors = self._process.vectors(batches_of(texts, batch_size, in_order=False))
+        in_order = [{name: feeds[index][name] for name in self._encoder.inputs} for index in order]
+        vectors = self._process.vectors(batches_of(in_order, self._batch, in_order=False))
         self.found = np.empty_like(vectors)
         self.found[order] = vectors
         return self.found
@@ -158,10 +158,14 @@ def make_variants(encoder: Encoder, weights: str, folder: Path) -> dict[str, Enc
     specs[INT8] = EncoderSpec("onnxruntime", folder / "ort_int8.onnx")
     without = Recipe.of(weights=weights).without_pass("unpad")
     calibration = calibration_feeds(encoder, SENTENCES)
+    # Of random weights any will do: the ids are given, and only the token to pad with is read.
+    tokenizer = str(encoder.tokenizer or get_model(PUBLISHED[0]).tokenizer)
     for kind, recipe in (("padded", without), ("unpad", without.with_pass("unpad"))):
         path = folder / f"{kind}.onnx"
         optimize_onnx(encoder.onnx, path, recipe=recipe, calibration=calibration)
-        specs[f"{weights}, {kind}"] = EncoderSpec("ortolan", path)
+        specs[f"{weights}, {kind}"] = EncoderSpec("ortolan", path, {"tokenizer": tokenizer})
+    options = {"tokenizer": tokenizer, "batch_tokens": BATCH_TOKENS}
+    specs[f"{weights}, unpad, {BATCH_TOKENS} tokens a call"] = EncoderSpec("ortolan", path, options)
     return specs
 
 
@@ -212,8 +216,8 @@ class Comparison:
             process.load()
             row = Row(name, spec.engine == "ortolan", process.versions, process.call, process.megabytes)
             if self._arguments.sts:
-                encoder = StsEncoder(process, self._encoder)
-                row.spearman = spearman_on_sts(cast("TextEncoder", encoder), self._arguments.sts)
+                encoder = StsEncoder(process, self._encoder, self._arguments.batch)
+                row.spearman = spearman_on_sts(encoder, self._arguments.sts)
                 vectors = encoder.found
             else:
                 vectors = process.vectors(batches_of(self._sentences, self._arguments.batch, in_order=False))

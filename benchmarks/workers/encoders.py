@@ -66,6 +66,14 @@ def with_data(model: Path) -> list[Path]:
     return [path for path in (model, model.with_name(f"{model.name}.data")) if path.is_file()]
 
 
+def session_options(options: Any, threads: int) -> Any:
+    """Of ONNX Runtime."""
+    options.intra_op_num_threads = threads
+    # The threads of one side must not spin while another one is timed.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
 class Engine(ABC):
     """A model in a runtime. packages: whose versions matter. call: how it was made, as a reader would write it."""
 
@@ -90,22 +98,11 @@ class OnnxRuntime(Engine):
     def __init__(self, model: Path, threads: int, folder: Path) -> None:
         self.call = f"InferenceSession(model), intra_op_num_threads={threads}"
         self.megabytes = megabytes(*with_data(model))
-        self._session = self._open(model, threads)
+        ort = importlib.import_module("onnxruntime")
+        options = session_options(ort.SessionOptions(), threads)
+        self._session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         self._inputs = [value.name for value in self._session.get_inputs()]
         self._output = self._session.get_outputs()[0].name
-
-    def _open(self, model: Path, threads: int) -> Any:
-        ort = importlib.import_module("onnxruntime")
-        return ort.InferenceSession(
-            str(model), self._options(ort.SessionOptions(), threads), providers=["CPUExecutionProvider"]
-        )
-
-    @staticmethod
-    def _options(options: Any, threads: int) -> Any:
-        options.intra_op_num_threads = threads
-        # The threads of one side must not spin while another one is timed.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        return options
 
     def prepare(self, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return batch.feeds(self._inputs), batch.mask
@@ -115,18 +112,34 @@ class OnnxRuntime(Engine):
         return unit_means(self._session.run([self._output], feeds)[0], mask)
 
 
-class Ortolan(OnnxRuntime):
-    """A file of Ortolan's in ONNX Runtime: ortolan."""
+class Ortolan(Engine):
+    """A file of Ortolan's in ONNX Runtime, by TextEncoder, whose padding and pooling are timed as well: ortolan."""
 
     packages = ("ortolan", "onnxruntime")
 
-    def __init__(self, model: Path, threads: int, folder: Path) -> None:
-        super().__init__(model, threads, folder)
-        self.call = f"ortolan.create_session(model), intra_op_num_threads={threads}"
+    def __init__(
+        self, model: Path, threads: int, folder: Path, tokenizer: str, batch_tokens: int | None = None
+    ) -> None:
+        """tokenizer: a tokenizer.json, which names the token to pad with. batch_tokens: of a call of the session; None:
+        a batch is a call."""
+        ortolan = importlib.import_module("ortolan")
+        self._tokens = importlib.import_module("ortolan.text_encoder").Tokens
+        options = session_options(importlib.import_module("ortolan.session").new_options(), threads)
+        settings = ortolan.TextInput(max_tokens=_LONGEST)
+        self._encoder = ortolan.TextEncoder(model, tokenizer, settings, options)
+        self._batch_tokens = batch_tokens
+        calls = "a batch a call" if batch_tokens is None else f"batch_tokens={batch_tokens}"
+        self.call = f"ortolan.TextEncoder(model), {calls}, intra_op_num_threads={threads}"
+        self.megabytes = megabytes(*with_data(model))
 
-    def _open(self, model: Path, threads: int) -> Any:
-        session = importlib.import_module("ortolan.session")
-        return session.create_session(model, self._options(session.new_options(), threads))
+    def prepare(self, batch: Batch) -> list[Any]:
+        values = zip(batch.texts(batch.ids), batch.texts(batch.types), strict=True)
+        return [self._tokens((), ids, types) for ids, types in values]
+
+    def run(self, prepared: list[Any]) -> np.ndarray:
+        if self._batch_tokens is None:
+            return np.asarray(self._encoder.run(prepared))
+        return np.asarray(self._encoder.encode_tokens(prepared, self._batch_tokens))
 
 
 class OpenVino(Engine):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +16,8 @@ from ortolan.benchmarks.embeddings import batches_of, read_lengths, same_alone
 from ortolan.benchmarks.encoder import FP32, INT8, Encoder, word_feeds
 from ortolan.errors import OrtolanError
 from ortolan.models import tiny
+
+from ..api.word_tokenizer import write_tokenizer
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -69,6 +72,8 @@ def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
     ir.save(model, tmp_path / "model.onnx")
     encoder = Encoder(tmp_path / "model.onnx", None, tuple(value.name for value in model.graph.inputs))
     monkeypatch.setattr(benchmark, "open_model", lambda name, folder: encoder)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    monkeypatch.setattr(benchmark, "get_model", lambda name: SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr(benchmark, "_WARM_UP_SECONDS", 0.0)
     data, picture = tmp_path / "result.json", tmp_path / "result.svg"
     # A peer whose environment lacks its package is left out; the others are not.
@@ -81,7 +86,7 @@ def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
     assert "left out: CTranslate2 int8: No module named 'ctranslate2'" in " ".join(printed.split())
     result = EmbeddingsResult.from_json(data.read_text())
     assert EmbeddingsResult.from_json(result.to_json()) == result
-    assert [row.ours for row in result.models[0].rows] == [False, False, True, True]
+    assert [row.ours for row in result.models[0].rows] == [False, False, True, True, True]
     assert all(row.cosine > 0.8 and len(row.speeds) == 2 for row in result.models[0].rows)
     if find_spec("matplotlib"):
         monkeypatch.setattr(sys, "argv", ["embeddings", "--from", str(data), "--picture", str(picture)])
@@ -89,7 +94,8 @@ def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
         assert "int8, unpad -->" in picture.read_text()
     for words in ("5 texts in batches of 2", FP32, INT8, "int8, padded", "int8, unpad", "sorted by length"):
         assert words in " ".join(printed.split())
-    assert next(line for line in printed.splitlines() if "int8, unpad" in line).count("same") == 1
+    lines = [line for line in printed.splitlines() if "int8, unpad" in line and "same" in line]
+    assert len(lines) == 2 and "1024 tokens a call" in lines[1]
 
 
 def test_other_files_are_refused(tmp_path):

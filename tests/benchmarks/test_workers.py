@@ -11,6 +11,8 @@ from ortolan.benchmarks.encoder_process import EncoderProcess, EncoderSpec
 from ortolan.benchmarks.workers.process import Worker, WorkerError, cpus_to_use
 from ortolan.models import tiny
 
+from ..api.word_tokenizer import write_tokenizer
+
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # It prints where answers go, fails and ends when it is asked to.
 FAKE = """
@@ -116,11 +118,15 @@ def test_a_script_that_is_none(tmp_path):
         worker.ask("load")
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "ortolan"])
-def test_an_encoder_in_onnx_runtime(tmp_path, engine):
+@pytest.mark.parametrize(
+    ("engine", "options"), [("onnxruntime", {}), ("ortolan", {}), ("ortolan", {"batch_tokens": 8})]
+)
+def test_an_encoder_in_onnx_runtime(tmp_path, engine, options):
+    if engine == "ortolan":
+        options = {**options, "tokenizer": str(write_tokenizer(tmp_path / "tokenizer.json"))}
     ir.save(tiny.tiny_bert(hidden_size=64, vocab_size=30001), tmp_path / "model.onnx")
     texts = [word_feeds(INPUTS, 1, tokens, tokens) for tokens in (7, 3, 5)]
-    with EncoderProcess(EncoderSpec(engine, tmp_path / "model.onnx"), 1, tmp_path / "folder") as process:
+    with EncoderProcess(EncoderSpec(engine, tmp_path / "model.onnx", options), 1, tmp_path / "folder") as process:
         with pytest.raises(WorkerError, match="load a model first"):
             process.give(texts)
         process.load()
