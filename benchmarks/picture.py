@@ -41,6 +41,7 @@ from . import decode
 from .encoder import SENTENCES, silent_root_logger, word_feeds
 from .matmul_nbits import make_matmul_nbits
 from .result import cpu_name
+from .scatter import Mark, draw_marks, name_marks, save_svg
 from .variants import file_megabytes, session_options
 
 ENCODER, DECODER = "all-minilm-l6-v2", "smollm2-135m-instruct"
@@ -69,7 +70,6 @@ _SECONDS, _ROUNDS, _DECODED = 20.0, 5, 32  # spent on timing
 _SCORED, _WINDOW = 4081, 256  # tokens
 _CALIBRATED = 256  # sentences
 _LEAST_SENTENCE = 60  # characters
-_LINE, _LETTER = 11.0, 5.4  # of a name in the picture: its height, and the width of a letter
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,6 @@ def calibration_sentences(text: Path) -> list[str]:
 
 def draw(picture: Picture, path: Path) -> None:
     """Writes an SVG: a plot a model, times as fast as fp32 to the right, quality upwards."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
@@ -259,20 +258,12 @@ def draw(picture: Picture, path: Path) -> None:
     threads = f"{picture.threads} thread" + ("s" if picture.threads > 1 else "")
     caption = f"{picture.cpu}, {threads}, onnxruntime {picture.versions.get('onnxruntime', '')}"
     figure.suptitle(caption + (f" ({picture.note})" if picture.note else ""), fontsize=9, color="0.35")
-    with matplotlib.rc_context({"svg.hashsalt": "ortolan"}):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    save_svg(figure, path)
 
 
 def _draw_model(plot: Any, model: ModelPoints) -> None:
-    for ours, label, color, marker in (
-        (False, "ONNX Runtime", "#7a7a7a", "s"),
-        (True, "Ortolan, in ONNX Runtime", "#c4501b", "o"),
-    ):
-        points = [point for point in model.points if point.ours == ours]
-        plot.scatter(
-            [point.speedup for point in points], [point.quality for point in points],
-            label=label, color=color, marker=marker, s=48, zorder=3,
-        )  # fmt: skip
+    marks = [Mark(point.form, point.ours, point.speedup, point.quality) for point in model.points]
+    draw_marks(plot, marks, "ONNX Runtime", "Ortolan, in ONNX Runtime")
     plot.set_title(model.title)
     plot.set_xlabel("times as fast as ONNX Runtime in fp32")
     plot.set_ylabel(model.quality)
@@ -282,38 +273,13 @@ def _draw_model(plot: Any, model: ModelPoints) -> None:
         ticks = _round_ticks([point.quality for point in model.points])
         plot.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         plot.minorticks_off()
-    plot.set_xlim(0, 1.25 * max(point.speedup for point in model.points))
-    plot.margins(y=0.15)
-    plot.grid(True, color="0.92", zorder=0)
-    plot.spines[["top", "right"]].set_visible(False)
-    _name_points(plot, model.points)
+    name_marks(plot, marks)
 
 
 def _round_ticks(values: Sequence[float]) -> list[float]:
     """Round numbers in steps of about a quarter that hold all of the values, for a logarithmic axis."""
     steps = [base * 10.0**power for power in range(-2, 6) for base in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
     return [tick for tick in steps if 0.9 * min(values) <= tick <= 1.1 * max(values)]
-
-
-def _name_points(plot: Any, points: Sequence[Point]) -> None:
-    """The form's name beside each point: to its right, higher or lower where another name would lie on it."""
-    plot.figure.draw_without_rendering()
-    scale = 72.0 / plot.figure.dpi
-    taken: list[tuple[float, float, float]] = []  # left, right and height of a name, in points of the picture
-    for point in sorted(points, key=lambda one: (-one.quality, one.speedup)):
-        x, y = (scale * value for value in plot.transData.transform((point.speedup, point.quality)))
-        left, right = x + 7, x + 7 + _LETTER * len(point.form)
-        near = [other for begin, end, other in taken if begin < right and left < end]
-        steps = sorted(range(-len(near), len(near) + 1), key=lambda step: (abs(step), -step))
-        shift = next(
-            _LINE * step for step in steps if all(abs(y + _LINE * step - other) >= _LINE - 1e-6 for other in near)
-        )
-        taken.append((left, right, y + shift))
-        plot.annotate(
-            point.form, (point.speedup, point.quality), (7, shift - 3.5), textcoords="offset points",
-            fontsize=9, color="#8c3510" if point.ours else "0.3",
-            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.6} if abs(shift) > _LINE else None,
-        )  # fmt: skip
 
 
 def measure(sts: Path, text: Path, threads: int, note: str, say: Say) -> Picture:

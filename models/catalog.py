@@ -67,14 +67,14 @@ def _build_minilm(folder: Path) -> ir.Model:
     return build_bert(weights, BertConfig.from_json(folder / "config.json"), name="all-minilm-l6-v2")
 
 
-_MPNET = "all-mpnet-base-v2"
+MPNET = "all-mpnet-base-v2"
 
 
 @contextmanager
-def _open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
+def open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
     """The archive that was published in parts."""
     with tempfile.TemporaryFile(dir=folder) as whole:
-        for part in sorted(folder.glob(f"{_MPNET}.zip.*")):
+        for part in sorted(folder.glob(f"{MPNET}.zip.*")):
             with part.open("rb") as stream:
                 shutil.copyfileobj(stream, whole, 1 << 20)
         with zipfile.ZipFile(whole) as archive:
@@ -83,14 +83,14 @@ def _open_mpnet(folder: Path) -> Iterator[zipfile.ZipFile]:
 
 def _build_mpnet(folder: Path) -> ir.Model:
     load_file = safetensors_numpy().load_file
-    with _open_mpnet(folder) as archive, working_folder(folder.parent) as files:
-        config, weights = (archive.extract(f"{_MPNET}/{name}", files) for name in ("config.json", "model.safetensors"))
-        return build_mpnet(load_file(weights), MpnetConfig.from_json(config), name=_MPNET)
+    with open_mpnet(folder) as archive, working_folder(folder.parent) as files:
+        config, weights = (archive.extract(f"{MPNET}/{name}", files) for name in ("config.json", "model.safetensors"))
+        return build_mpnet(load_file(weights), MpnetConfig.from_json(config), name=MPNET)
 
 
 def _write_mpnet_tokenizer(folder: Path, path: Path) -> None:
-    with _open_mpnet(folder) as archive:
-        path.write_bytes(archive.read(f"{_MPNET}/tokenizer.json"))
+    with open_mpnet(folder) as archive:
+        path.write_bytes(archive.read(f"{MPNET}/tokenizer.json"))
 
 
 def _build_stories(folder: Path, attention: AttentionForm) -> ir.Model:
@@ -112,7 +112,7 @@ def _write_smollm2_tokenizer(folder: Path, path: Path) -> None:
 
 _CATALOG: dict[str, _Source] = {
     "all-minilm-l6-v2": _Source(_build_minilm, tokenizer="tokenizer.json"),
-    _MPNET: _Source(_build_mpnet, tokenizer=_write_mpnet_tokenizer),
+    MPNET: _Source(_build_mpnet, tokenizer=_write_mpnet_tokenizer),
     "paraphrase-minilm-l3-v2": _Source("paraphrase-minilm-l3-v2.onnx"),
     "stories15m": _Source(decoder=_build_stories, tokenizer="tokenizer.bin"),
     "smollm2-135m-instruct": _Source(decoder=_build_smollm2, tokenizer=_write_smollm2_tokenizer),

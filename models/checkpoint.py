@@ -1,6 +1,6 @@
 """Real models as folders that Hugging Face's tools load: config.json, model.safetensors and the tokenizer.
 
-python -m ortolan.models.checkpoint all-minilm-l6-v2|smollm2-135m-instruct FOLDER
+python -m ortolan.models.checkpoint all-minilm-l6-v2|all-mpnet-base-v2|smollm2-135m-instruct FOLDER
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from typing import Any
 import numpy as np
 
 from ..errors import OrtolanError
-from .catalog import safetensors_numpy
+from .catalog import MPNET, open_mpnet, safetensors_numpy
 from .fetch import Progress, fetch
 from .gguf import read_gguf, read_gguf_tokenizer
 from .gguf.side_files import config_fields
 from .llama import interleaved_to_half
 from .manifest import ManifestError
 
-CHECKPOINTS = ("all-minilm-l6-v2", "smollm2-135m-instruct")
+CHECKPOINTS = ("all-minilm-l6-v2", MPNET, "smollm2-135m-instruct")
+_MPNET_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 _BERT_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 _SMOLLM2_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 
@@ -50,6 +57,11 @@ def write_checkpoint(
         for file in ("config.json", "model.safetensors", "tokenizer.json"):
             shutil.copyfile(source / file, target / file)
         _write_json(target / "tokenizer_config.json", {"tokenizer_class": "BertTokenizerFast", **_BERT_TOKENS})
+    elif name == MPNET:
+        with open_mpnet(source) as archive:
+            for file in _MPNET_FILES:
+                with archive.open(f"{MPNET}/{file}") as member, (target / file).open("wb") as out:
+                    shutil.copyfileobj(member, out)
     else:
         write_llama(next(source.glob("*.gguf")), target)
     return target

@@ -26,9 +26,10 @@ from ortolan.library import get_library_path
 from ortolan.session import cpu_info
 
 from ...errors import OrtolanError
+from ..workers.process import cpus_to_use
 from .compare import QUICK_PACE, Pace, Side, compare
 from .layers import COLD_BYTES, Work
-from .process import WorkerProcess, cpus_to_use
+from .process import WorkerProcess
 from .result import Comparison
 from .revision import built_library, describe_tree, find_repository, newer_sources, resolve_commit
 from .rows import TINY, Sizes, works_of

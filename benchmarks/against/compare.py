@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import OrtolanError
+from ..workers.process import WorkerError
 from .layers import COLD_BYTES, Row, TimedModel, Work
-from .process import WorkerError, WorkerProcess
+from .process import WorkerProcess
 from .result import RowResult, Turns
 
 Side = Literal["old", "new"]

@@ -3,17 +3,11 @@
 This file is run by itself, never imported from a package: it knows onnxruntime, numpy and the path of a library, so it
 serves any revision, whatever its Python code looks like.
 
-    python -P worker.py '{"library": PATH, "cpus": [0], "threads": 1}'
-
-Requests come as lines of JSON on stdin, {"do": "open", …}; each is answered by a line on stdout, {"error": TEXT} if it
-failed. It ends with stdin.
+    python -P ../workers/serve.py worker.py '{"library": PATH, "cpus": [0], "threads": 1}'
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,9 +19,7 @@ import onnxruntime as ort
 class Worker:
     """A session, and what its next run is given."""
 
-    def __init__(self, library: str, cpus: Sequence[int], threads: int) -> None:
-        if cpus and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cpus)
+    def __init__(self, library: str, threads: int) -> None:
         self._library = library
         self._threads = threads
         self._session: Any = None
@@ -131,21 +123,3 @@ def _bind_outputs(binding: Any, given: Mapping[str, Any], in_place: Mapping[str,
         if not shared or key not in memory:
             memory[key] = value
         binding.bind_ortvalue_output(name, memory[key])
-
-
-def main() -> None:
-    # Whatever prints, ONNX Runtime or the library, must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = Worker(**json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
-        try:
-            answer = worker.actions[request.pop("do")](**request)
-        except Exception as error:  # ONNX Runtime's exceptions have no common base but Exception
-            answer = {"error": " ".join(str(error).split()) or type(error).__name__}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -151,9 +151,14 @@ def token_feeds(
     ]
 
 
-def spearman_on_sts(encoder: TextEncoder, csv_path: str | os.PathLike[str]) -> float:
+class EncodesTexts(Protocol):
+    def encode(self, texts: Sequence[str]) -> np.ndarray: ...
+
+
+def spearman_on_sts(encoder: EncodesTexts, csv_path: str | os.PathLike[str]) -> float:
     """Spearman correlation between cosine similarities and human scores, the usual figure for the STS benchmark.
 
+    encoder: a TextEncoder, or what has such a method; its vectors are of length 1.
     csv_path: sts-dev.csv or sts-test.csv as published: tab-separated, unquoted, UTF-8; columns 5 to 7 hold the score
         (0 to 5) and the two sentences; more columns may follow.
 

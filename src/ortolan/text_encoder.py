@@ -223,7 +223,10 @@ class TextEncoder:
     def encode(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
         """float32 [len(texts), width], in the order given. batch_tokens: of a call of the session, padding counted
         where the model computes it."""
-        tokens = self.tokenize(texts)
+        return self.encode_tokens(self.tokenize(texts), batch_tokens)
+
+    def encode_tokens(self, tokens: Sequence[Tokens], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
+        """Of texts that are divided into tokens already: see tokenize, encode."""
         vectors = np.empty((0, self.width or 0), np.float32)
         for batch in batches(tokens, batch_tokens, self.pads):
             found = self.run([tokens[index] for index in batch])

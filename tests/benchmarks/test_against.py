@@ -27,9 +27,10 @@ from ortolan.benchmarks.against.compare import (
     turn_of,
 )
 from ortolan.benchmarks.against.layers import COLD_BYTES, Row, TimedModel, Work, copies_for
-from ortolan.benchmarks.against.process import WorkerError, WorkerProcess, cpus_to_use
+from ortolan.benchmarks.against.process import WorkerProcess
 from ortolan.benchmarks.against.result import Comparison, RowResult, noise_of, timing_of
 from ortolan.benchmarks.against.rows import TINY, Sizes, works_of
+from ortolan.benchmarks.workers.process import WorkerError, cpus_to_use
 from ortolan.errors import OrtolanError
 from ortolan.graph_passes.report.figures import Timing
 

@@ -17,6 +17,7 @@ from ortolan.models.gguf import read_gguf
 from ortolan.models.llama import build_llama
 from ortolan.models.llama_config import LlamaConfig
 from ortolan.models.manifest import ManifestError, find_entry
+from ortolan.models.mpnet import MpnetConfig, build_mpnet
 
 from .gguf_file import CONFIG, TOKENS, write
 
@@ -74,6 +75,24 @@ def test_all_minilm(tmp_path):
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     (found,) = answers(build_bert(weights, BertConfig.from_json(folder / "config.json")), feeds)
     np.testing.assert_array_equal(found, ort.InferenceSession(files.onnx).run(None, feeds)[0])
+
+
+@pytest.mark.network
+def test_all_mpnet(tmp_path):
+    name = "all-mpnet-base-v2"
+    if not (default_cache_dir() / f"{name}-{find_entry(name).digest}").is_dir():
+        pytest.skip(f"{name} has 404 MB to download; get_model({name!r}) does it")
+    folder = write_checkpoint(name, tmp_path / "folder")
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "mpnet"
+    assert json.loads((folder / "tokenizer_config.json").read_text())["pad_token"] == "<pad>"
+    weights = safetensors.load_file(folder / "model.safetensors")
+    ids = np.array([[0, 7596, 2]])
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    expected = ort.InferenceSession(get_model(name).onnx).run(None, feeds)[0]
+    model = build_mpnet(weights, MpnetConfig.from_json(folder / "config.json"))
+    ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data")
+    (found,) = ort.InferenceSession(tmp_path / "model.onnx").run(None, feeds)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.network

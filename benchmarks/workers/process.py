@@ -1,0 +1,119 @@
+"""A worker as a benchmark sees it: a process that answers questions (serve.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Self
+
+from ...errors import OrtolanError
+
+_SERVE = Path(__file__).with_name("serve.py")
+
+
+class WorkerError(OrtolanError):
+    """A worker cannot do what it is asked: it refuses a model, or its process is gone."""
+
+
+class Worker:
+    """Started when it is first asked, and again after restart() or when it is gone."""
+
+    def __init__(
+        self,
+        script: Path,
+        settings: Mapping[str, Any],
+        *,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """script: a file with a class Worker; settings: what that is made with, and "cpus", which it runs on alone.
+
+        python: the interpreter. environment: variables that are added to those of this process.
+        """
+        # -P: the modules beside the script are not for it.
+        self._command = [python, "-P", str(_SERVE), str(script), json.dumps(dict(settings))]
+        self._environment = os.environ | dict(environment or {})
+        self._process: subprocess.Popen[str] | None = None
+        self._messages: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restart()
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises WorkerError with what went wrong."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            print(json.dumps({"do": do, **arguments}), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WorkerError(self._why_gone(process))
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer
+
+    def restart(self) -> None:
+        """Ends the process; the next question starts another one, whose memory lies elsewhere."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+        if self._messages is not None:
+            self._messages.close()
+            self._messages = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        self.restart()
+        self._messages = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._messages,
+                text=True,
+                env=self._environment,
+                process_group=0,  # an interrupt from the keyboard is for the benchmark alone, which ends its workers
+            )
+        except OSError as error:
+            raise WorkerError(f"cannot start {self._command[0]}: {error.strerror}; expected a Python") from None
+        return self._process
+
+    def _why_gone(self, process: subprocess.Popen[str]) -> str:
+        status = process.wait()
+        assert self._messages is not None
+        self._messages.seek(0)
+        last = self._messages.read().strip().splitlines()[-1:]
+        self.restart()
+        return f"the process ended with status {status}{': ' if last else ''}{''.join(last)}"
+
+
+def cpus_to_use(threads: int) -> list[int]:
+    """So many of the CPUs that this process may use, on as many cores as there are; [] where the system cannot pin."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cpus = sorted(os.sched_getaffinity(0))
+    cores: dict[str, int] = {}
+    for cpu in cpus:
+        cores.setdefault(_core(cpu), cpu)
+    firsts = list(cores.values())
+    return (firsts + [cpu for cpu in cpus if cpu not in firsts])[:threads]
+
+
+def _core(cpu: int) -> str:
+    """What the CPUs of one core have in common."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
