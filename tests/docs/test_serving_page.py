@@ -18,6 +18,7 @@ from ortolan import TextInput
 from ortolan.graph_passes.text.text_input import add_text_input, plan_text_input
 from ortolan.models import tiny
 
+from ..text.reranker import write_reranker
 from ..text.wordpiece_file import write_wordpiece
 from .pages import blocks
 
@@ -32,12 +33,14 @@ SECONDS = 180  # for a server to answer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """fast.onnx, which takes texts; decoder.onnx and tokenizer.json."""
+    """fast.onnx, which takes texts; reranker.onnx, decoder.onnx and tokenizer.json."""
     found = tmp_path_factory.mktemp("models")
     tokenizer = write_wordpiece(found / "tokenizer.json")
     encoder = tiny.tiny_bert(vocab_size=256)
     add_text_input(encoder, plan_text_input(encoder, TextInput(tokenizer, max_tokens=16)))
     ir.save(encoder, found / "fast.onnx")
+    write_reranker(found / "pairs", vocab_size=256)
+    (found / "pairs/model.onnx").rename(found / "reranker.onnx")
     ir.save(tiny.tiny_llama(seed=4, vocab_size=107), found / "decoder.onnx")
     return found
 
