@@ -1,0 +1,159 @@
+"""The promise that a text's answer does not depend on its company, on cases that hypothesis makes.
+
+python -m tests.api.invariance [--cases 10000]
+
+A case is an encoder, its weights, whether padding is left out, texts, their order, padding behind them, and threads.
+Each text alone, on one thread, must have the bytes that it has among the others. Cases are divided among the
+instruction sets that the CPU has, each in a process of its own. At last it says which of them give the same bytes as
+each other: that is not promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ortolan
+from ortolan import Recipe, _native
+from ortolan.models import tiny
+
+ENCODERS = {
+    "bert": lambda: tiny.tiny_bert(),
+    "bert of 192": lambda: tiny.tiny_bert(hidden_size=192, num_attention_heads=6, intermediate_size=768),
+    "mpnet": lambda: tiny.tiny_mpnet(),
+}
+WEIGHTS = ("int8", "int4", "bf16")
+LEAST_TOKENS = {"bf16": 4}  # fewer rows are added up in another order
+THREADS = (1, 2, 3)
+
+
+@cache
+def model(encoder: str, weights: str, unpad: bool) -> bytes:
+    recipe = Recipe.of(weights=weights)
+    report = ortolan.optimize_onnx(
+        ir.to_proto(ENCODERS[encoder]()),
+        recipe=recipe if unpad else recipe.without_pass("unpad"),
+        options={"verify.seconds": 0.0, "may_grow": True},
+    )
+    assert report.model is not None
+    assert ("PackTokens" in {node.op_type for node in report.model.graph.node}) == unpad, report.notes
+    return report.model.SerializeToString()
+
+
+@cache
+def session(encoder: str, weights: str, unpad: bool, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = 4
+    return ortolan.create_session(model(encoder, weights, unpad), options)
+
+
+def feeds(session: ort.InferenceSession, texts: list[np.ndarray], padding: int) -> dict[str, np.ndarray]:
+    shape = len(texts), max(map(len, texts)) + padding
+    ids, mask = np.ones(shape, np.int64), np.zeros(shape, np.int64)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    return {value.name: given[value.name] for value in session.get_inputs()}
+
+
+def check(
+    encoder: str, weights: str, unpad: bool, threads: int, lengths: list[int], padding: int, order: int, seed: int
+) -> None:
+    least = LEAST_TOKENS.get(weights, 1)
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(2, 90, max(length, least)) for length in lengths]
+    texts = [texts[index] for index in np.random.default_rng(order).permutation(len(texts))]
+    together = session(encoder, weights, unpad, threads)
+    alone = session(encoder, weights, unpad, 1)
+    (found,) = together.run(None, feeds(together, texts, padding))
+    for rows, text in zip(found, texts, strict=True):
+        (expected,) = alone.run(None, feeds(alone, [text], 0))
+        assert expected.tobytes() == rows[: len(text)].tobytes(), f"{len(text)} tokens differ"
+
+
+def run_cases(cases: int) -> None:
+    # The encoders have 64 positions.
+    lengths = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=8)
+    test = given(
+        st.sampled_from(sorted(ENCODERS)),
+        st.sampled_from(WEIGHTS),
+        st.booleans(),
+        st.sampled_from(THREADS),
+        lengths,
+        st.integers(0, 20),
+        st.integers(0, 2**32 - 1),
+        st.integers(0, 2**32 - 1),
+    )(check)
+    settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))(test)()
+
+
+def digests() -> dict[str, str]:
+    """Of answers for the same texts, by encoder and weights."""
+    found = {}
+    for encoder in ENCODERS:
+        for weights in WEIGHTS:
+            one = session(encoder, weights, True, 1)
+            texts = [np.random.default_rng(length).integers(2, 90, length) for length in (1, 4, 17, 60)]
+            (y,) = one.run(None, feeds(one, texts, 0))
+            found[f"{encoder}, {weights}"] = hashlib.sha256(y.tobytes()).hexdigest()[:12]
+    return found
+
+
+def run_isa(isa: str, cases: int) -> str:
+    """In a process of its own: ORTOLAN_ISA is read once. Without cases, the digests. Raises AssertionError with what
+    differs."""
+    root = Path(__file__).parents[2]
+    script = f"import sys; sys.path.append({str(root)!r}); from tests.api import invariance; invariance.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--cases", str(cases), "--here"],
+        env={**os.environ, "ORTOLAN_ISA": isa},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{isa}: {done.stderr}"
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--here", action="store_true", help="with the instruction set of this process alone")
+    arguments = parser.parse_args()
+    if arguments.here:
+        if arguments.cases:
+            run_cases(arguments.cases)
+        else:
+            print(json.dumps(digests()))
+        return
+    isas = _native.cpu_info()["detected_features"]
+    found = {}
+    for isa in isas:
+        cases = -(-arguments.cases // len(isas))
+        run_isa(isa, cases)
+        found[isa] = json.loads(run_isa(isa, 0))
+        print(f"{isa}: {cases} cases, no text's bytes depend on the others", flush=True)
+    for name in found[isas[0]]:
+        groups: dict[str, list[str]] = {}
+        for isa in isas:
+            groups.setdefault(found[isa][name], []).append(isa)
+        print(f"{name}: the same bytes with {'; '.join(', '.join(group) for group in groups.values())}")
+
+
+if __name__ == "__main__":
+    main()
