@@ -4,16 +4,25 @@
 
 namespace ortolan {
 
-#define ORTOLAN_KERNEL(column, precision)     \
+#define ORTOLAN_KERNEL(column)                \
   namespace column {                          \
   extern const AttentionFunctions kAttention; \
   }
 #include "attention/attention_kernels.inc"
 #undef ORTOLAN_KERNEL
+#define ORTOLAN_KERNEL(column)                    \
+  namespace column {                              \
+  extern const AttentionFunctions kAttentionBf16; \
+  }
+#include "attention/attention_bf16_kernels.inc"
+#undef ORTOLAN_KERNEL
 
 std::span<const AttentionKernel> AttentionKernels() {
   static const AttentionKernel kernels[] = {
-#define ORTOLAN_KERNEL(column, precision) {{column::kAttention}, #column, feature_set::column, precision},
+#define ORTOLAN_KERNEL(column) {{column::kAttentionBf16}, #column "/16", feature_set::column, 16},
+#include "attention/attention_bf16_kernels.inc"
+#undef ORTOLAN_KERNEL
+#define ORTOLAN_KERNEL(column) {{column::kAttention}, #column "/32", feature_set::column, 32},
 #include "attention/attention_kernels.inc"
 #undef ORTOLAN_KERNEL
   };

@@ -23,6 +23,21 @@
 // has it for masks of truth values. Inf and NaN in v reach y by IEEE 754's rules, also where p is 0; those of keys that
 // causal hides may or may not. |s| above 2^126 of which the mask is no such float may count as Inf.
 //
+// A row's result depends on nothing but its own q and mask, k, v and the rest of the arguments, and all kernels of
+// precision 16 give the same bits (any NaN counts as the same, and only finite v are promised it). Numbers are rounded
+// to nearest even, and denormal floats count as zero wherever they are read or made.
+//
+//   - Inputs that are bf16: scale log2(e) q (the factor and the product rounded to float32 before), k, v and weights.
+//   - s in powers of two: for each pair of d, ascending, first the odd one's product is added, then the even one's,
+//   each
+//     fused, from +0 on; a zero follows an odd head_dim. Then the mask times log2(e).
+//   - Keys come in blocks of 128. A block's first weights are 2^(s - m), m the largest s so far; the sum of weights, as
+//     floats, and y so far are multiplied by 2^(m before - m); weights are added to the sum key by key; and to y are
+//     added, for each pair of keys, first the odd one's product, then the even one's, as above.
+//   - 2^s: n = s to the nearest integer, f = s - n; the polynomial of simd/vectors.h at f by fused steps from its
+//     highest power down, times 2^n.
+//   - y times the rounded 1 / sum.
+//
 // A kernel works on a range of rows, row r being query r % queries of head r / queries. It allocates nothing and knows
 // no threads.
 #pragma once
@@ -74,7 +89,8 @@ struct AttentionKernel : AttentionFunctions {
   int precision;  // of the products: 32 or 16, see above
 };
 
-// The rows of attention_kernels.inc that this build has, best first; the last one runs on any CPU.
+// The rows of attention_bf16_kernels.inc and attention_kernels.inc that this build has, best first for each precision;
+// the last one of each runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
 }  // namespace ortolan

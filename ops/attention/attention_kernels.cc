@@ -4,6 +4,7 @@
 namespace ortolan::ORTOLAN_COLUMN {
 
 extern const AttentionFunctions kAttention;
-constexpr AttentionFunctions kAttention{&AttentionLoop<Simd>::ScratchBytes, &AttentionLoop<Simd>::Run};
+constexpr AttentionFunctions kAttention{&AttentionLoop<FloatUnits<Simd>>::ScratchBytes,
+                                        &AttentionLoop<FloatUnits<Simd>>::Run};
 
 }  // namespace ortolan::ORTOLAN_COLUMN

@@ -1,9 +1,9 @@
 // The loop over blocks of keys and of query rows, once for all columns (as in FlashAttention: scores never leave the
 // cache, each block of keys corrects what the ones before made). Included by
-// attention_kernels.cc only; local to each column.
+// *attention_kernels.cc only; local to each column.
 //
-// Lanes are query rows, so that no maximum or sum crosses lanes. Numbers are multiplied in units of 32 bits: one
-// float32, or a pair of bfloat16 (kUnit = 2), two inputs or two keys of the same lane.
+// Lanes are query rows, so that no maximum or sum crosses lanes. Numbers are multiplied in units of 32 bits
+// (attention_units.h): one float, or a pair of bf16, two inputs or two keys of the same lane.
 //
 //     queries        [units of head_dim][kRows]      times scale log2(e), transposed
 //     keys           [key][units of head_dim]        as they are
@@ -15,7 +15,9 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "attention/attention_units.h"
 #include "simd/at_byte.h"
+#include "simd/flush_denormals.h"
 
 namespace ortolan {
 namespace {
@@ -40,16 +42,18 @@ struct AttentionTiles<16, 1> {
   static constexpr int kScoreKeys[] = {2, 2, 2, 2};
 };
 
+// Simd: the vectors of a column with units.
 template <typename Simd>
 class AttentionLoop {
   using Tiles = AttentionTiles<Simd::kRegisters, Simd::kLanes>;
   using Float = typename Simd::Float;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int kVectors = Tiles::kVectors;
+  static constexpr int64_t kPair = Simd::kPair;
   static constexpr int64_t kUnit = Simd::kUnit;
   static constexpr int64_t kRows = kVectors * kLanes;
   static constexpr int64_t kBlocks = (kAttentionRows + kRows - 1) / kRows;
-  static constexpr int64_t kKeys = 64 * kUnit;  // of a block
+  static constexpr int64_t kKeys = 64 * kPair;  // of a block
   static constexpr float kLowest = -0x1.fffffep127f;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr float kLog2E = 1.44269504f;
@@ -77,7 +81,7 @@ class AttentionLoop {
   Block* blocks_;
 
   static int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-  static int64_t DimUnits(int64_t head_dim) { return (head_dim + kUnit - 1) / kUnit; }
+  static int64_t DimUnits(int64_t head_dim) { return RoundUp(head_dim, kPair) / kUnit; }
   static int64_t PaddedKeyUnits(int64_t head_dim) { return RoundUp(DimUnits(head_dim), 16); }
 
   AttentionLoop(const AttentionArgs& args, void* scratch)
@@ -142,15 +146,19 @@ class AttentionLoop {
     for (int64_t lane = 0; lane < rows; lane += kLanes) {
       const float* from[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) from[i] = lane + i < rows ? QueryRow(first + lane + i) : nullptr;
-      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        Float columns[kLanes];
-        LoadTransposed(rows - lane, args_.head_dim - d, [&](int64_t i) { return from[i] + d; }, columns);
+      constexpr int64_t kParts = kLanes < kPair ? kPair : 1;
+      for (int64_t d = 0; d < args_.head_dim; d += kParts * kLanes) {
+        Float columns[kParts][kLanes];
+        for (int64_t part = 0; part < kParts; ++part) {
+          const int64_t begin = d + part * kLanes;
+          LoadTransposed(
+              rows - lane, args_.head_dim - begin, [&](int64_t i) { return from[i] + begin; }, columns[part]);
+        }
+        const auto scaled = [&](int64_t i) { return Simd::Multiply(columns[i / kLanes][i % kLanes], factor); };
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < kLanes; i += kUnit) {
+        for (int64_t i = 0; i < kParts * kLanes; i += kPair) {
           if (d + i >= args_.head_dim) break;
-          Simd::Store(
-              block.queries + (d + i) / kUnit * kRows + lane,
-              Simd::PackUnits(Simd::Multiply(columns[i], factor), Simd::Multiply(columns[i + kUnit - 1], factor)));
+          Simd::StorePair(block.queries + (d + i) / kUnit * kRows + lane, kRows, scaled(i), scaled(i + kPair - 1));
         }
       }
     }
@@ -160,18 +168,18 @@ class AttentionLoop {
     const int64_t stride = PaddedKeyUnits(args_.head_dim);
     for (int64_t j = 0; j < keys; ++j) {
       const float* from = AtByte(args_.k, (first + j) * args_.k_row_bytes);
-      for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        Simd::StoreUnits(keys_ + j * stride + d / kUnit, Simd::LoadSome(from + d, args_.head_dim - d));
+      for (int64_t d = 0; d < RoundUp(args_.head_dim, kPair); d += kLanes) {
+        Simd::StoreRow(keys_ + j * stride, d, Simd::LoadSome(from + d, args_.head_dim - d));
       }
     }
-    for (int64_t j = 0; j < keys; j += kUnit) {
+    for (int64_t j = 0; j < keys; j += kPair) {
       const float* a = AtByte(args_.v, (first + j) * args_.v_row_bytes);
-      const float* b = AtByte(args_.v, (first + j + kUnit - 1) * args_.v_row_bytes);
-      const bool pair = j + kUnit - 1 < keys;
+      const float* b = AtByte(args_.v, (first + j + kPair - 1) * args_.v_row_bytes);
+      const bool pair = j + kPair - 1 < keys;
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
         const Float first_key = Simd::LoadSome(a + d, args_.head_dim - d);
         const Float second_key = pair ? Simd::LoadSome(b + d, args_.head_dim - d) : Simd::Set(0.0f);
-        Simd::Store(values_ + j / kUnit * padded_dim_ + d, Simd::PackUnits(first_key, second_key));
+        Simd::StorePair(values_ + j / kUnit * padded_dim_ + d, padded_dim_, first_key, second_key);
       }
     }
   }
@@ -281,19 +289,19 @@ class AttentionLoop {
       Simd::Store(block.correction + i * kLanes, correction);
       sum[i] = Simd::Multiply(Simd::Load(block.sum + i * kLanes), correction);
     }
-    for (int64_t j = 0; j < keys; j += kUnit) {
+    for (int64_t j = 0; j < keys; j += kPair) {
 #pragma GCC unroll 4
       for (int i = 0; i < kTileVectors; ++i) {
         const float* from = scores_ + j * kRows + i * kLanes;
         const Float a = Simd::Exp2(Simd::Subtract(Simd::Load(from), most[i]));
         Float b = a;
         sum[i] = Simd::Add(sum[i], a);
-        if constexpr (kUnit == 2) {
+        if constexpr (kPair == 2) {
           b = Simd::Set(0.0f);
           if (j + 1 < keys) b = Simd::Exp2(Simd::Subtract(Simd::Load(from + kRows), most[i]));
           sum[i] = Simd::Add(sum[i], b);
         }
-        Simd::Store(scores_ + j / kUnit * kRows + i * kLanes, Simd::PackUnits(a, b));
+        Simd::StorePair(scores_ + j / kUnit * kRows + i * kLanes, kRows, a, b);
       }
     }
 #pragma GCC unroll 4
@@ -339,7 +347,7 @@ class AttentionLoop {
   template <int kTileVectors, bool kFirst>
   void AddValues(const Block& block, int64_t keys, int64_t d) const {
     constexpr int kTileRows = Tiles::kValueRows[kTileVectors - 1], kRest = kRows % kTileRows;
-    const int64_t units = (keys + kUnit - 1) / kUnit;
+    const int64_t units = RoundUp(keys, kPair) / kUnit;
     int64_t row = 0;
     for (; row < block.rows && row + kTileRows <= kRows; row += kTileRows) {
       AddValuesTile<kTileRows, kTileVectors, kFirst>(block, row, units, d);
@@ -401,7 +409,9 @@ class AttentionLoop {
       const Float factor = Simd::Set(factors[i]);
       const bool hidden = args_.zero_hidden_rows && !(block.sum[i] > 0);
       for (int64_t d = 0; d < args_.head_dim; d += kLanes) {
-        const Float value = hidden ? Simd::Set(0.0f) : Simd::Multiply(Simd::Load(out + d), factor);
+        // Plus zero: whether a zero is -0 may depend on the other rows of the block.
+        const Float zero = Simd::Set(0.0f);
+        const Float value = hidden ? zero : Simd::MultiplyAdd(Simd::Load(out + d), factor, zero);
         if (args_.head_dim - d >= kLanes) {
           Simd::Store(y + d, value);
         } else {
@@ -420,6 +430,17 @@ class AttentionLoop {
   }
 
   static void Run(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch) {
+    if constexpr (Simd::kFlushes) {
+      const simd::DenormalRule rule = simd::FlushDenormals();
+      RunRows(args, row_begin, row_end, scratch);
+      simd::RestoreDenormals(rule);
+    } else {
+      RunRows(args, row_begin, row_end, scratch);
+    }
+  }
+
+ private:
+  static void RunRows(const AttentionArgs& args, int64_t row_begin, int64_t row_end, void* scratch) {
     const AttentionLoop loop(args, scratch);
     const int64_t blocks = (row_end - row_begin + kRows - 1) / kRows;
     int64_t keys = 0;  // that some row sees

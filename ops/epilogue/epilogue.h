@@ -13,14 +13,14 @@
 //     kNone, kRelu                exact
 //     kGelu, kGeluTanh, kSilu     |error| <= 3 2^-24 |x| + 2^-149        (measured: README.md)
 // For x < -13.3 (kGelu), -10.1 (kGeluTanh), -88 (kSilu) the activation is zero, for x > 13.3, 10.1, 88 it is x. The
-// product with the factor and the sum with the residual are each one float32 rounding more, or both together one
-// (fused). Where the caller's thread flushes denormals to zero, 2^-126 stands for 2^-149.
+// product with the factor and the sum with the residual are each one float32 rounding more, both together one (fused).
+// Where the caller's thread flushes denormals to zero, 2^-126 stands for 2^-149.
 //
 // NaN gives NaN; the activations of Inf are their limits: +Inf gives +Inf, -Inf gives 0 (kNone: -Inf). Factor and
 // residual are applied by the rules of IEEE 754. Zero keeps its sign.
 //
 // An element's result depends on its own x, factor and residual only, not on where it stands, m, n or the strides.
-// Kernels differ from each other in the last bits.
+// Every kernel gives the same bits (any NaN counts as the same).
 #pragma once
 
 #include <cstdint>

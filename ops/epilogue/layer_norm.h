@@ -16,8 +16,11 @@
 // t is how far the mean may be off. (Measured: README.md.) A NaN or Inf in row i makes all of y[i, :] NaN. So does a
 // row of equal numbers with epsilon 0; where sums exceed float32, it is what float32 makes of the formulas.
 //
-// A row's result depends on nothing but the row, weight, bias and epsilon. Kernels differ from each other in the last
-// bits.
+// A row's result depends on nothing but the row, weight, bias and epsilon, and every kernel gives the same bits (any
+// NaN counts as the same). All three sums have one order: column j goes into partial sum j % 64 in the blocks of 64
+// columns, behind these into j % 16, ascending, the last 16 filled up with what adds 0. Of the partial sums s, t[i] =
+// (s[i] + s[i + 16]) + (s[i + 32] + s[i + 48]), then t[i] + t[i + 8] of 16, and so on with 4, 2 and 1. The factor
+// f = 1 / s_i and x - mean_i are rounded, then their product, then that times weight plus bias, fused.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 
 #include "epilogue/layer_norm.h"
 #include "simd/at_byte.h"
+#include "simd/columns.h"
 
 namespace ortolan {
 namespace {
@@ -15,29 +16,32 @@ namespace {
 template <typename Simd>
 class VectorLayerNorm {
   using Float = typename Simd::Float;
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
   // Sums at once: an addition waits for the one before it, and fewer numbers in a sum are fewer roundings.
   static constexpr int kSums = 4;
+  static constexpr int64_t kColumns = Columns::kColumns;
   static constexpr int64_t kLanes = Simd::kLanes;
   static constexpr int64_t kRows = 4;
 
-  // The sum of add(sum, x) over the row's vectors. Lanes behind the row hold `behind`.
+  // The sum of add(sum, x) over the row, in the order of layer_norm.h. Columns behind the row hold `behind`.
   template <typename Add>
   static float Sum(const float* row, int64_t n, float behind, const Add& add) {
-    Float sums[kSums];
-    for (Float& sum : sums) sum = Simd::Set(0.0f);
+    Floats sums[kSums];
+    for (Floats& sum : sums) sum = Columns::Set(0.0f);
     int64_t j = 0;
-    for (; j + kSums * kLanes <= n; j += kSums * kLanes) {
+    for (; j + kSums * kColumns <= n; j += kSums * kColumns) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kSums; ++i) sums[i] = add(sums[i], Simd::Load(row + j + i * kLanes));
+      for (int i = 0; i < kSums; ++i) sums[i] = add(sums[i], Columns::Load(row + j + i * kColumns));
     }
-    for (; j + kLanes <= n; j += kLanes) sums[0] = add(sums[0], Simd::Load(row + j));
+    for (; j + kColumns <= n; j += kColumns) sums[0] = add(sums[0], Columns::Load(row + j));
     if (j < n) {
-      float last[kLanes];
-      Simd::Store(last, Simd::Set(behind));
-      Simd::StoreFirst(last, n - j, Simd::LoadFirst(row + j, n - j));
-      sums[0] = add(sums[0], Simd::Load(last));
+      float last[kColumns];
+      Columns::Store(last, Columns::Set(behind));
+      Columns::StoreFirst(last, n - j, Columns::LoadFirst(row + j, n - j));
+      sums[0] = add(sums[0], Columns::Load(last));
     }
-    return Simd::SumOfLanes(Simd::Add(Simd::Add(sums[0], sums[1]), Simd::Add(sums[2], sums[3])));
+    return Columns::SumOfColumns(Columns::Add(Columns::Add(sums[0], sums[1]), Columns::Add(sums[2], sums[3])));
   }
 
   // What is known of a row: mean is rough before it is the mean.
@@ -47,20 +51,23 @@ class VectorLayerNorm {
   };
 
   static float Mean(const float* row, int64_t n) {
-    return Sum(row, n, 0.0f, [](Float sum, Float x) { return Simd::Add(sum, x); }) / static_cast<float>(n);
+    const auto add = [](const Floats& sum, const Floats& x) { return Columns::Add(sum, x); };
+    return Sum(row, n, 0.0f, add) / static_cast<float>(n);
   }
 
   static float MeanDifference(const float* row, int64_t n, float from) {
-    const Float froms = Simd::Set(from);
-    const auto add = [froms](Float sum, Float x) { return Simd::Add(sum, Simd::Subtract(x, froms)); };
+    const Floats froms = Columns::Set(from);
+    const auto add = [&froms](const Floats& sum, const Floats& x) {
+      return Columns::Add(sum, Columns::Subtract(x, froms));
+    };
     return Sum(row, n, from, add) / static_cast<float>(n);
   }
 
   static float Variance(const float* row, int64_t n, float mean) {
-    const Float means = Simd::Set(mean);
-    const auto add = [means](Float sum, Float x) {
-      const Float difference = Simd::Subtract(x, means);
-      return Simd::MultiplyAdd(difference, difference, sum);
+    const Floats means = Columns::Set(mean);
+    const auto add = [&means](const Floats& sum, const Floats& x) {
+      const Floats difference = Columns::Subtract(x, means);
+      return Columns::MultiplyAdd(difference, difference, sum);
     };
     return Sum(row, n, mean, add) / static_cast<float>(n);
   }

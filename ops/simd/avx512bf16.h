@@ -8,7 +8,6 @@ namespace {
 
 struct avx512bf16 : avx512 {
   // Units: pairs of bf16.
-  static constexpr int64_t kUnit = 2;
   static __m512 PackUnits(__m512 a, __m512 b) {
     // a in the lower half, b in the upper one; then side by side.
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(b, a);

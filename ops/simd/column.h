@@ -5,6 +5,10 @@
 //
 // What all columns do alike: vectors.h.
 //
+// Every function gives the same bits in all columns, but for which NaN it gives and where it says otherwise. So a
+// kernel whose sums have one order gives the same answer on every CPU: over 16 lanes or `Columns` (columns.h), not
+// kLanes.
+//
 // Floats:
 //
 //     Float, kLanes                                   kLanes floats
@@ -13,19 +17,22 @@
 //         First: `count` lanes, 0 … kLanes; no other memory is touched, and the other lanes are 0
 //     Float LoadSome(const float*, int64_t left), void StoreSome(float*, int64_t left, Float)
 //         the lanes that `left` floats fill: none, some or all
-//     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b), MultiplyAdd(a, b, c) = a b + c, fused or not
+//     Float Add(a, b), Subtract(a, b), Multiply(a, b), Divide(a, b)
+//     Float MultiplyAdd(a, b, c)                      a b + c, rounded once (fused); nothing else is ever fused
 //     Float Max(a, b), Min(a, b)                      b if either is NaN, and Max(+0, -0) = -0
 //     Float Abs(a)
 //     uint32_t NonZero(a)                             a bit for each lane that is not zero, as NaN is not
 //     bool HasNan(a)
-//     float SumOfLanes(a)
+//     float SumOfLanes(a)                             lane i plus lane i + kLanes / 2, and so on by halves
 //     Float ExponentFromLowBits(a)                    the bits of a, shifted left by the 23 of the mantissa
 //     Float SelectLess(a, b, x, y)                    a < b ? x : y; y if a or b is NaN
-//     Float Exp2(a)                                   2^a, a <= 0; NaN of NaN; below -126.5 zero may be given
+//     Float Exp2(a)                                   2^a, a <= 0; NaN of NaN. Below -126, where 2^a is denormal, zero
+//                                                     may be given; the same bits where denormals are flushed
 //     float MaxOfLanes(a)
-//     Float Exp2OfProduct(a, b)                       2^(a b) for -127.4 <= a b <= 0; zero below -126.5
+//     Float Exp2OfProduct(a, b)                       2^(a b) for -127.4 <= a b <= 0; zero below -126.5. a b is not
+//                                                     rounded
 //     Float Polynomial(x, coefficients)               the lowest power first
-//     Float Rounded(a)                                a, which the compiler does not fuse with what is done to it
+//     Float Rounded(a)                                a, in a register, of which the compiler knows nothing
 // kRegisters of them. Between lanes:
 //     void Transpose(Float (&)[kLanes])
 //     void Transpose4(const float* from, int64_t row_bytes, float* to, int64_t to_row_bytes)
@@ -41,10 +48,12 @@
 //     Float LoadBf16(const uint8_t*), LoadF16, LoadInt8           kLanes numbers, at any address
 //     void StoreBytes(uint8_t*, Float)                kLanes numbers 0 … 255, rounded to nearest
 //     Float SignedByte<n>(Int)                        byte n of each lane
-// In units of 32 bits that are multiplied at once, a float (kUnit = 1) or a pair of bf16 (2):
-//     Float PackUnits(a, b)                           the numbers of a, or pairs of a and b
-//     void StoreUnits(float*, Float)                  kLanes numbers one after another, rounded to their type
-//     Float MultiplyAddUnits(a, b, c)                 a b + c of units a and b, floats c
+// Where kDotBf16, units of 32 bits, pairs of bf16:
+//     Float PackUnits(a, b)                           pairs of a and b
+//     void StoreUnits(float*, Float)                  kLanes numbers one after another
+//     Float MultiplyAddUnits(a, b, c)                 c plus the products of the upper numbers of units a and b, fused,
+//                                                     then plus those of the lower ones, fused; denormal numbers,
+//                                                     products and sums are zero
 //
 // Integers and bytes:
 //

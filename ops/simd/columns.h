@@ -52,6 +52,9 @@ struct Columns {
   static Floats Add(const Floats& a, const Floats& b) {
     return Of<Floats>([&](int i) { return Simd::Add(a.at[i], b.at[i]); });
   }
+  static Floats Subtract(const Floats& a, const Floats& b) {
+    return Of<Floats>([&](int i) { return Simd::Subtract(a.at[i], b.at[i]); });
+  }
   static Floats Multiply(const Floats& a, const Floats& b) {
     return Of<Floats>([&](int i) { return Simd::Multiply(a.at[i], b.at[i]); });
   }
@@ -61,6 +64,15 @@ struct Columns {
   // a: one number, in all lanes.
   static Floats MultiplyAdd(typename Simd::Float a, const Floats& b, const Floats& c) {
     return Of<Floats>([&](int i) { return Simd::MultiplyAdd(a, b.at[i], c.at[i]); });
+  }
+  // Column i plus column i + 8, of these i plus i + 4, then 2 and 1: one order, however many lanes there are.
+  static float SumOfColumns(Floats a) {
+#pragma GCC unroll 4
+    for (int half = kRegisters / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+      for (int i = 0; i < half; ++i) a.at[i] = Simd::Add(a.at[i], a.at[i + half]);
+    }
+    return Simd::SumOfLanes(a.at[0]);
   }
   // A bit for each column that is not zero.
   static uint32_t NonZero(const Floats& a) {

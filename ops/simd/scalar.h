@@ -29,7 +29,22 @@ struct scalar : Vectors<scalar, scalar_types> {
     if (count > 0) Store(to, a);
   }
 
-  static float MultiplyAdd(float a, float b, float c) { return a * b + c; }
+  static float MultiplyAdd(float a, float b, float c) {
+#if defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    // Without the instruction, by doubles: the product is exact, and a sum rounded to odd has what the next rounding
+    // must know. (The C library's function changes the rounding mode there and back.)
+    const double product = static_cast<double>(a) * static_cast<double>(b);
+    const double sum = product + static_cast<double>(c);
+    const double added = sum - product;
+    const double lost = (product - (sum - added)) + (static_cast<double>(c) - added);
+    uint64_t bits = __builtin_bit_cast(uint64_t, sum);
+    const bool inexact = lost > 0 || lost < 0;  // not where the sum is Inf or NaN
+    if (inexact && bits % 2 == 0) bits += (lost > 0) == (sum > 0) ? 1 : ~uint64_t{0};
+    return static_cast<float>(__builtin_bit_cast(double, bits));
+#endif
+  }
   static float Max(float a, float b) { return a > b ? a : b; }
   static float Min(float a, float b) { return a < b ? a : b; }
   static float Abs(float a) { return __builtin_fabsf(a); }

@@ -30,7 +30,18 @@ struct Vectors : Types {
   static Float Subtract(Float a, Float b) { return a - b; }
   static Float Multiply(Float a, Float b) { return a * b; }
   static Float Divide(Float a, Float b) { return a / b; }
-  static Float Exp2(Float a) { return Exp2OfProduct(Column::Max(Column::Set(-127.0f), a), Column::Set(1.0f)); }
+  static Float Exp2(Float a) {
+    // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 128 makes of it an exponent's bits plus
+    // 1, and is even: halves are rounded as the integers are.
+    const Float magic = Column::Set(12582912.0f + 128.0f);
+    const Float most = Column::Max(Column::Set(-128.0f), a);
+    const Float shifted = Column::Add(most, magic);
+    const Float fraction = Column::Subtract(most, Column::Subtract(shifted, magic));
+    return Multiply(Polynomial(fraction, kHalfExp2), ExponentFromLowBits(shifted));
+  }
+  // 2^f / 2 for |f| <= 1/2, minimax with the constant fixed: relative error 1.9 x 2^-24.
+  static constexpr float kHalfExp2[] = {0x1p-1f,        0x1.62e42ap-2f, 0x1.ebf9bcp-4f,
+                                        0x1.c6b752p-6f, 0x1.3cea88p-8f, 0x1.5bba14p-11f};
   template <int kTerms>
   static Float Polynomial(Float x, const float (&coefficients)[kTerms]) {  // lowest power first
     Float sum = Column::Set(coefficients[kTerms - 1]);
@@ -39,7 +50,7 @@ struct Vectors : Types {
     return sum;
   }
 
-  // 2^(a b) for -127.4 <= a b <= 0; zero below -126.5. a b is not rounded where MultiplyAdd is fused.
+  // a b is not rounded.
   static Float Exp2OfProduct(Float a, Float b) {
     // Adding 1.5 x 2^23 leaves the sum rounded to an integer in the low bits; 127 is the bias of float32's exponent.
     // -127 meets exponent bits of zero: the flush to zero costs nothing.
@@ -56,12 +67,6 @@ struct Vectors : Types {
   static Float SignedByte(Int a) {
     return Column::ToFloat(ShiftRightSigned<24>(ShiftLeftInt<24 - 8 * kByte>(a)));
   }
-
-  // Units: 32 bits of a lane that are multiplied at once.
-  static constexpr int64_t kUnit = 1;
-  static Float PackUnits(Float a, Float) { return a; }
-  static void StoreUnits(float* to, Float a) { Column::Store(to, a); }
-  static Float MultiplyAddUnits(Float a, Float b, Float c) { return Column::MultiplyAdd(a, b, c); }
 
   // Integers of 32 bits.
   static Int BitsOf(Float a) { return __builtin_bit_cast(Int, a); }

@@ -57,6 +57,7 @@ void DefineKernelList(py::module_& module, const char* name, std::span<const Ker
       row["isa"] = FeatureSetName(kernel.needs);
       row["runs_here"] = DetectedFeatures().Has(kernel.needs);
       if constexpr (requires { kernel.least_rows; }) row["least_rows"] = kernel.least_rows;
+      if constexpr (requires { kernel.precision; }) row["precision"] = kernel.precision;
       rows.append(row);
     }
     return rows;

@@ -1,12 +1,15 @@
-"""A text has the same bytes alone and in any batch: some cases. `python -m tests.api.invariance` runs 10,000."""
+"""A text has the same bytes alone and in any batch, and on every instruction set where weights are whole numbers: some
+cases. `python -m tests.api.invariance` runs 10,000."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 from ortolan import _native
 
-from .invariance import run_isa
+from .invariance import run_isa, sets_that_agree
 
 ISAS = _native.cpu_info()["detected_features"]
 
@@ -14,3 +17,17 @@ ISAS = _native.cpu_info()["detected_features"]
 @pytest.mark.parametrize("isa", sorted({ISAS[0], ISAS[-1]}))
 def test_answers_do_not_depend_on_the_batch(isa: str) -> None:
     run_isa(isa, 30)
+
+
+def test_answers_do_not_depend_on_the_instruction_set() -> None:
+    sets_that_agree({isa: json.loads(run_isa(isa, 0)) for isa in ISAS})
+
+
+def test_a_set_that_differs_is_named() -> None:
+    same, other = {"bert, int8": "a", "bert, bf16": "b"}, {"bert, int8": "a", "bert, bf16": "c"}
+    assert sets_that_agree({"avx2": same, "amx": other}) == {
+        "bert, int8": [["avx2", "amx"]],
+        "bert, bf16": [["avx2"], ["amx"]],
+    }
+    with pytest.raises(AssertionError, match=r"bert, int8: the bytes differ between \[\['avx2'\], \['amx'\]\]"):
+        sets_that_agree({"avx2": same, "amx": {**other, "bert, int8": "d"}})

@@ -12,7 +12,7 @@ from .single_node import U
 Floats = NDArray[np.float32]
 
 LOWEST = np.finfo(np.float32).min
-PRECISION = {"avx512bf16": 16}  # of the other kernels' products: 32
+PRECISION = {row["name"]: row["precision"] for row in _testing.nomad_attention_kernels()}  # of products, 16 or 32
 
 
 def runnable_kernels() -> list[str]:

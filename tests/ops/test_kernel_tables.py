@@ -38,8 +38,8 @@ def test_kernels_run_where_their_features_are(table: str) -> None:
 
 @each_table
 def test_table_is_best_first_and_ends_with_the_portable_kernel(table: str) -> None:
-    def sizes(row: dict[str, Any]) -> tuple[int, int]:
-        return row.get("index_bytes", 0), row.get("entry_bytes", 0)
+    def sizes(row: dict[str, Any]) -> tuple[int, ...]:
+        return row.get("index_bytes", 0), row.get("entry_bytes", 0), row.get("precision", 0)
 
     for _, rows in groupby(sorted(rows_of(table), key=sizes), sizes):  # a table for any sizes is as many tables
         places = [_testing.feature_sets().index(row["isa"]) for row in rows]

@@ -46,7 +46,7 @@ def store() -> Store:
 
 
 INTEGER = "SparseAMXMatMul int8 bitmap 33x17"
-INTEGER_OF_EACH_ISA = "W4A8MatMul g32 f16 zero points 130x70"
+INTEGER_IN_GROUPS = "W4A8MatMul g32 f16 zero points 130x70"
 FLOAT = "SparseAMXMatMul bf16 bitmap 130x70"
 CACHE = "NoMADAttention cache, codes d1"
 ATTENTION = "NoMADAttention packed, precision 32"
@@ -64,7 +64,7 @@ def test_an_instruction_set_without_answers_is_held_to_the_bound(cases: dict[str
         assert not compare(case, "another", store).problems
 
 
-@pytest.mark.parametrize("name", [INTEGER, INTEGER_OF_EACH_ISA, HIDDEN])
+@pytest.mark.parametrize("name", [INTEGER, INTEGER_IN_GROUPS, HIDDEN])
 def test_another_bit_of_an_integer_answer_is_found(name: str, cases: dict[str, Case], store: Store) -> None:
     answers = store.records[name]["answers"]
     label = next(iter(answers))
@@ -87,11 +87,13 @@ def test_another_bit_of_a_float_answer_is_noted(cases: dict[str, Case], store: S
     assert not found.problems and len(found.notes) == 2 * len(cases[FLOAT].rows)
 
 
-@pytest.mark.parametrize("name", [INTEGER_OF_EACH_ISA, FLOAT, ATTENTION, MASKED, NORM])
+@pytest.mark.parametrize("name", [INTEGER_IN_GROUPS, FLOAT, ATTENTION, MASKED, NORM])
 def test_a_number_beyond_the_bound_is_found(name: str, cases: dict[str, Case], store: Store) -> None:
     case = cases[name]
     assert case.error is not None
     label = case.sampled_label("call 0")
+    # As if each set had bits of its own: what is the same everywhere needs no bound.
+    store.records[name]["answers"] = {key: {"scalar": "0" * 16} for key in store.records[name]["answers"]}
     samples, error = store.samples[f"{name}, {label}: y"], case.error()
     # The first sample is the first number of the output.
     samples[0] += 4 * (error.reshape(-1)[0] if isinstance(error, np.ndarray) else error)

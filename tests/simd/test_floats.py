@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
+import pytest
 
 from .columns import EDGES, LANES, UNTOUCHED, assert_same_bits, columns_with, each, each_of, one, pairs, quietly, raw
 
@@ -31,11 +35,37 @@ def test_arithmetic(column: str, function: str) -> None:
 def test_multiply_add(column: str) -> None:
     a, b = pairs()
     c = np.resize(EDGES, a.shape)
-    found = each(column, "MultiplyAdd", a, b, c)
-    apart = quietly(lambda: a * b + c)
-    fused = quietly(lambda: (a.astype(np.float64) * b + c).astype(np.float32))
-    right = np.isclose(found, fused, rtol=2**-23, atol=0, equal_nan=True) | (found == apart)
-    assert right.all(), (found[~right], fused[~right])
+    # Products are exact in longdouble, and so are these sums, or they are far from half of a float's last place.
+    fused = quietly(lambda: (a.astype(np.longdouble) * b + c).astype(np.float32))
+    assert_same_bits(each(column, "MultiplyAdd", a, b, c), fused)
+
+
+@columns_with("MultiplyAdd")
+def test_multiply_add_is_rounded_once(column: str) -> None:
+    """Sums that lie half way between two floats but for what a double of them would lose; denormal ones too."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(2**23, 2**24, 4000).astype(np.float32) * rng.choice([-1, 1], 4000) for _ in range(2))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    for shift in (-40, -24, 0, 3, 20, 23, 24, 25, 30, 47, 48, 49, 60):
+        c = (rng.integers(2**23, 2**24, 4000) * rng.choice([-1, 1], 4000) * 2.0**shift).astype(np.float32)
+        for scale in (1.0, 2.0**-170):  # of the result
+            scaled_a, scaled_c = (a * scale**0.5).astype(np.float32), (c * scale).astype(np.float32)
+            scaled_b = (b * scale**0.5).astype(np.float32)
+            exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in
+                     zip(scaled_a, scaled_b, scaled_c, strict=True)]  # fmt: skip
+            assert_same_bits(each(column, "MultiplyAdd", scaled_a, scaled_b, scaled_c), rounded_once(exact))
+
+
+def rounded_once(exact: list[Fraction]) -> np.ndarray:
+    """To nearest even float32, none of them too large."""
+    return np.array([_nearest(number) for number in exact], np.float32)
+
+
+def _nearest(number: Fraction) -> float:
+    if number == 0:
+        return 0.0
+    exponent = max(math.frexp(float(number))[1] - 24, -149)
+    return math.ldexp(round(number / Fraction(2) ** exponent), exponent)  # round: halves to even
 
 
 @each_of(["Load", "Store", "Rounded"])
@@ -87,7 +117,10 @@ def test_over_lanes(column: str) -> None:
     lanes = LANES[column]
     for seed in range(20):
         a = numbers(seed, lanes)
-        assert abs(one(column, "SumOfLanes", a)[0] - a.sum(dtype=np.float64)) <= np.abs(a).sum() * lanes * 2**-24
+        halves = a
+        while len(halves) > 1:
+            halves = halves[: len(halves) // 2] + halves[len(halves) // 2 :]
+        assert one(column, "SumOfLanes", a)[0] == halves[0]
         assert one(column, "MaxOfLanes", a)[0] == a.max()
         whole = np.round(a * 100)
         assert one(column, "SumOfLanes", whole)[0] == whole.sum()
@@ -120,6 +153,7 @@ def test_exp2(column: str) -> None:
     flushed = each(column, "Exp2", far)
     assert ((flushed == 0) | np.isclose(flushed, np.exp2(far.astype(np.float64)), rtol=1e-6, atol=0)).all()
     assert (flushed[2:] == 0).all()
+    assert_same_bits(found[normal], each("scalar", "Exp2", a)[normal])
     assert np.isnan(each(column, "Exp2", np.array([np.nan], np.float32))).all()
 
 
@@ -225,14 +259,33 @@ def test_units(column: str) -> None:
     lanes = LANES[column]
     a, b, c, d = np.round(np.random.default_rng(0).standard_normal((4, lanes), np.float32) * 10)
     left, right = one(column, "PackUnits", a, b), one(column, "PackUnits", c, d)
-    of_pairs = column in ("avx512bf16", "amx")
-    expected = a * c + b * d if of_pairs else a * c
-    np.testing.assert_array_equal(one(column, "MultiplyAddUnits", left, right, d), expected + d)
+    np.testing.assert_array_equal(one(column, "MultiplyAddUnits", left, right, d), a * c + b * d + d)
     stored = raw(column, "StoreUnits", numbers(0, lanes))
-    size = 2 if of_pairs else 4
-    assert (stored[size * lanes :] == UNTOUCHED).all()
-    if of_pairs:
-        rounded = numbers(0, lanes).astype(ml_dtypes.bfloat16)
-        np.testing.assert_array_equal(stored[: 2 * lanes].view(np.uint16), rounded.view(np.uint16))
-    else:
-        np.testing.assert_array_equal(stored[: 4 * lanes].view(np.float32), numbers(0, lanes))
+    assert (stored[2 * lanes :] == UNTOUCHED).all()
+    rounded = numbers(0, lanes).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(stored[: 2 * lanes].view(np.uint16), rounded.view(np.uint16))
+
+
+@columns_with("MultiplyAddUnits")
+@pytest.mark.parametrize("exponents", [(-4, 4), (-70, -60), (50, 62)])
+def test_units_are_added_one_by_one(column: str, exponents: tuple[int, int]) -> None:
+    """The upper number of a pair first, each product and sum rounded together; what is denormal is zero."""
+    least, most = exponents
+    lanes = LANES[column]
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        mantissas = rng.integers(128, 256, (2, lanes, 2)) * rng.choice([-1, 1], (2, lanes, 2))
+        a, b = (mantissas * 2.0 ** (rng.integers(least, most, mantissas.shape) - 7)).astype(ml_dtypes.bfloat16)
+        c = (rng.standard_normal(lanes) * 2.0 ** rng.integers(2 * least - 4, 2 * most, lanes)).astype(np.float32)
+        c = without_denormals(c)
+        expected = c
+        for i in (1, 0):
+            # longdouble holds these products and sums, or they are rounded as float32 rounds them.
+            total = a[:, i].astype(np.longdouble) * b[:, i].astype(np.longdouble) + expected.astype(np.longdouble)
+            expected = without_denormals(total.astype(np.float32))
+        found = one(column, "MultiplyAddUnits", a.view(np.float32).reshape(-1), b.view(np.float32).reshape(-1), c)
+        assert_same_bits(found, expected)
+
+
+def without_denormals(a: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(a) < 2.0**-126, np.copysign(np.float32(0), a), a)
