@@ -36,6 +36,7 @@ from .small_models import op_types, optimize, relative_error, run
 ENCODERS: dict[str, Callable[[], onnx.ModelProto]] = {
     "bert": lambda: proto(tiny.tiny_bert()),
     "mpnet": lambda: proto(tiny.tiny_mpnet()),
+    "modernbert": lambda: proto(tiny.tiny_modernbert()),
 }
 RECIPES = {
     "int8": Recipe.of(weights="int8"),
@@ -221,9 +222,12 @@ def test_pooling(pooling: str, encoder: str) -> None:
         plain = run(unpadded, feeds)
         if name in ("behind", "none"):
             np.testing.assert_array_equal(found[-1], expected[-1])
+        rows = np.ones(len(mask), bool)
+        if encoder == "modernbert" and pooling.startswith("first"):  # a hidden one may have no token in its window
+            rows = np.array(mask)[:, 0] != 0
         for y in (found, plain):
-            assert relative_error(original[-1], y[-1]) < 0.03
-            assert relative_error(expected[-1], y[-1]) < 0.02
+            assert relative_error(original[-1][rows], y[-1][rows]) < 0.03
+            assert relative_error(expected[-1][rows], y[-1][rows]) < 0.02
         if len(found) == 2:
             there = feeds["attention_mask"] != 0
             assert relative_error(expected[0][there], found[0][there]) < 0.02
