@@ -218,9 +218,12 @@ class _Search:
         if node.op_type == "Softmax":
             return "axis" not in node.attributes or node.attributes["axis"].as_int() == -1
         keeps = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int() == 1
-        if "axes" in node.attributes:
-            axes = list(node.attributes["axes"].as_ints())
-        else:
-            tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
-            axes = [] if tensor is None else tensor.numpy().reshape(-1).tolist()
-        return keeps and axes == [-1]
+        return keeps and reduced_axes(node) == [-1]
+
+
+def reduced_axes(node: ir.Node) -> list[int]:
+    """Those of a sum, a mean or the like; none where they are all, or not known."""
+    if "axes" in node.attributes:
+        return list(node.attributes["axes"].as_ints())
+    tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
+    return [] if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]

@@ -19,7 +19,7 @@ from ortolan.progress import Stage
 
 from ..find.constants import constant_tensor, remove_dead
 from ..find.dimensions import Dimensions
-from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows
+from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows, reduced_axes
 from ..measure.feeds import has_past
 from ..measure.padding_masks import MaskError, PaddingMasks
 from ..names import ORTOLAN_DOMAIN, PADDING_KEY
@@ -185,10 +185,27 @@ class UnpadPass(RecipePass):
             model.graph.insert_after(node, unpacked)
             for user, index in users:
                 user.replace_input_with(index, result)
+            if rows.layouts[value].rank == 3:
+                self._sum_in_order(model, result)
             outputs = model.graph.outputs
             for index, output in enumerate(outputs):
                 if output is value:
                     outputs[index] = result
+
+    def _sum_in_order(self, model: ir.Model, tokens: ir.Value) -> None:
+        """Makes sums over the tokens that a factor has left from the first to the last. The order of ReduceSum depends
+        on how many there are, and with it the last bits of a text's vector on padding."""
+        products = [node.outputs[0] for node in tokens.consumers() if node.op_type == "Mul"]
+        for product in products:
+            for node in product.consumers():
+                if node.op_type != "ReduceSum" or reduced_axes(node) not in ([1], [-2]):
+                    continue
+                name = self.context.new_name(model, "tokens_axis")
+                axis = new_initializer(model.graph, ir.Tensor(np.array(1), name=name))
+                last, end, axes = (self._numbers(model, number) for number in (-1, np.iinfo(np.int64).max, 1))
+                sums = self._insert(model, node, ir.node("CumSum", [product, axis]), f"{product.name}/sums", product)
+                whole = ir.node("Slice", [sums, last, end, axes])
+                node.replace_input_with(0, self._insert(model, node, whole, f"{product.name}/sum", product))
 
     def _numbers(self, model: ir.Model, *numbers: int) -> ir.Value:
         name = self.context.new_name(model, f"{_MASK_NAME}/numbers")
