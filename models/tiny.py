@@ -13,6 +13,7 @@ from .bert import BertConfig, bert_weight_shapes, build_bert
 from .graph_builder import GraphBuilder, ModelBuildError, Shape, set_type, tensor_value
 from .llama import AttentionForm, build_llama
 from .llama_config import LlamaConfig, llama_weight_shapes
+from .modernbert import ModernBertConfig, build_modernbert, modernbert_weight_shapes
 from .mpnet import MpnetConfig, build_mpnet, mpnet_weight_shapes
 
 LinearForm = Literal["matmul", "matmul_add", "gemm", "gemm_trans_b", "transpose", "identity", "cast", "dequantize"]
@@ -32,6 +33,15 @@ TINY_MPNET = MpnetConfig(
     num_attention_heads=4,
     intermediate_size=96,
     max_position_embeddings=66,
+)
+TINY_MODERNBERT = ModernBertConfig(
+    vocab_size=107,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=64,
+    global_attn_every_n_layers=2,
+    local_attention=6,
 )
 TINY_LLAMA = LlamaConfig(
     vocab_size=97,
@@ -78,6 +88,15 @@ def tiny_mpnet(seed: int = 0, **overrides: Any) -> ir.Model:
     """
     config = MpnetConfig(**{**vars(TINY_MPNET), **overrides})
     return build_mpnet(random_weights(mpnet_weight_shapes(config), seed), config, name="tiny_mpnet")
+
+
+def tiny_modernbert(seed: int = 0, **overrides: Any) -> ir.Model:
+    """A ModernBERT encoder as build_modernbert makes it, of configuration TINY_MODERNBERT with `overrides`.
+
+    Raises TypeError for an unknown field, ModelBuildError for sizes that do not go together.
+    """
+    config = ModernBertConfig(**{**vars(TINY_MODERNBERT), **overrides})
+    return build_modernbert(random_weights(modernbert_weight_shapes(config), seed), config, name="tiny_modernbert")
 
 
 def tiny_llama(seed: int = 0, attention: AttentionForm = "standard", **overrides: Any) -> ir.Model:

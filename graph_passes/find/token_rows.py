@@ -1,5 +1,6 @@
 """Which part of an encoder works on each token by itself, but for its attention: it can run on packed tokens, those
-that are there of padded sequences one behind the other ([1, kept tokens, ...] in the place of [batch, tokens, ...])."""
+that are there of padded sequences one behind the other ([1, kept tokens, ...] in the place of [batch, tokens, ...]).
+Heads may stand in front of tokens, [batch, heads, tokens, ...], as rotary embedding has them."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import onnx_ir as ir
 from ..names import ORTOLAN_DOMAIN
 from .constants import DEFAULT_DOMAINS, constant_tensor
 from .dimensions import Dimensions
+from .token_views import Layout, behind_view, in_front_of_view, packed_sizes, viewed
 
 ATTENTION = "NoMADAttention"
 _TOKEN_AXES = 2  # batch and tokens, the first axes
@@ -40,12 +42,14 @@ _HEAVY = _LAYERS | {"MatMul", ATTENTION}
 
 @dataclass
 class TokenRows:
-    """A part of one graph. All its values but constants are by tokens, `ranks` axes each."""
+    """A part of one graph. All its values but constants, and what all tokens share, are by tokens."""
 
     nodes: dict[ir.Node, None] = field(default_factory=dict)
-    ranks: dict[ir.Value, int] = field(default_factory=dict)
-    # What it reads of the rest: the axes that it has, and those that it needs.
-    entries: dict[ir.Value, tuple[int, int]] = field(default_factory=dict)
+    layouts: dict[ir.Value, Layout] = field(default_factory=dict)
+    # What it reads of the rest: the axes that it has, and what it needs.
+    entries: dict[ir.Value, tuple[int, Layout]] = field(default_factory=dict)
+    # Of its nodes that are told sizes by their second input: those of packed tokens.
+    sizes: dict[ir.Node, list[int]] = field(default_factory=dict)
 
     @property
     def exits(self) -> list[ir.Value]:
@@ -75,69 +79,103 @@ class _Search:
         graph = attentions[0].graph
         assert isinstance(graph, ir.Graph)
         self._graph, self._dimensions = graph, Dimensions(graph)
+        of_first = self._dimensions.shape(attentions[0].inputs[0])
+        self._batch = None if of_first is None else of_first[0]
         for node in attentions:
-            self._take(node, 3)
+            self._take(node, Layout(3))
         waiting = list(self.found.nodes)
         while waiting:
             for value in waiting.pop().outputs:
                 for use in value.uses():
                     before = len(self.found.nodes)
                     if use.node not in self.found.nodes and self._follows(use.node):
-                        self._take(use.node, self.found.ranks[value])
+                        self._take(use.node, self.found.layouts[value])
                     waiting += list(self.found.nodes)[before:]
 
     def _follows(self, node: ir.Node) -> bool:
-        """Whether a node behind the part belongs to it: it reads nothing by tokens that is not in it."""
-        inputs = self._by_tokens(node)
+        """Whether a node behind the part belongs to it, with values of the same layout: it reads nothing by tokens that
+        is not in it."""
+        inputs = viewed(node) or self._by_tokens(node)
         if not inputs or node.graph is not self._graph:
             return False
-        ranks = {self.found.ranks.get(value, 0) for value in inputs}
+        layouts = [self.found.layouts.get(value) for value in inputs]
+        first = layouts[0]
+        if first is None or first.rank <= _TOKEN_AXES:
+            return False
         if node.op_type in _HEAVY:
-            return self.found.ranks.get(inputs[0], 0) > _TOKEN_AXES
-        return len(ranks) == 1 and min(ranks) > _TOKEN_AXES
+            return True
+        return len(set(layouts)) == 1 and (not viewed(node) or behind_view(self._dimensions, node, first) == first)
 
-    def _take(self, node: ir.Node, rank: int) -> None:
-        """Makes a node, whose output has so many axes, part of it, and what it needs."""
-        inputs = self._by_tokens(node)
-        if inputs is None:
+    def _take(self, node: ir.Node, layout: Layout) -> None:
+        """Makes a node, whose output has this layout, part of it, and what it needs."""
+        needed = self._needed(node, layout)
+        if needed is None:
             raise NotByTokensError(f"{node.op_type} {node.name!r} is not by tokens")
         self.found.nodes[node] = None
         for value in node.outputs:
-            self.found.ranks[value] = rank
-        for value in inputs:
-            self._need(value, self._ids_rank(node, rank) if node.op_type == "Gather" else rank)
+            self.found.layouts[value] = layout
+        for value, one in needed.items():
+            self._need(value, one)
+        if viewed(node):
+            sizes = packed_sizes(self._dimensions, node, next(iter(needed.values())))
+            if sizes is not None:
+                self.found.sizes[node] = sizes
 
-    def _need(self, value: ir.Value, rank: int) -> None:
-        """Makes the value one of the part, of as many axes, or one that it reads of the rest."""
-        if value in self.found.ranks:
+    def _need(self, value: ir.Value, layout: Layout) -> None:
+        """Makes the value one of the part, of this layout, or one that it reads of the rest."""
+        known = self._dimensions.shape(value)
+        given = self.found.entries.get(value, (0, None))[1] or self.found.layouts.get(value)
+        if given is not None:
+            if given != layout:
+                raise NotByTokensError(f"{value.name!r} is read in two ways, its tokens in different places")
             return
         node = value.producer()
-        if node is not None and self._grows(node, value, rank):
-            self._take(node, rank)
+        if node is not None and self._grows(node, value, layout):
+            self._take(node, layout)
             return
-        known = self._rank(value)
-        if known is None or not 0 < known <= rank:
-            raise NotByTokensError(f"{value.name!r} has no known number of axes, expected {rank}")
-        self.found.entries[value] = known, rank
+        if known is None or not 0 < len(known) <= layout.rank:
+            raise NotByTokensError(f"{value.name!r} has no known number of axes, expected {layout.rank}")
+        self.found.entries[value] = len(known), layout
 
-    def _grows(self, node: ir.Node, value: ir.Value, rank: int) -> bool:
+    def _grows(self, node: ir.Node, value: ir.Value, layout: Layout) -> bool:
         """Whether a node in front of the part, which makes this value, belongs to it."""
-        inputs = self._by_tokens(node)
-        if not inputs or node.graph is not self._graph or rank <= _TOKEN_AXES:
+        needed = self._needed(node, layout)
+        if not needed or node.graph is not self._graph or layout.rank <= _TOKEN_AXES:
             return False
-        if value.dtype not in (None, ir.DataType.FLOAT) or any(one.uses() for one in node.outputs if one is not value):
+        if value.dtype not in (None, ir.DataType.FLOAT):
+            return False
+        if viewed(node):
+            return True
+        if any(one.uses() for one in node.outputs if one is not value):
             return False
         if node.op_type == ATTENTION or node.op_type in _LAYERS:
             return True
         if node.op_type == "Gather":
-            return self._rank(inputs[0]) == self._ids_rank(node, rank)
-        return all(one in self.found.ranks or self._rank(one) is not None for one in inputs)
+            return all(self._rank(one) == of_it.rank for one, of_it in needed.items())
+        known = all(one in self.found.layouts or self._rank(one) is not None for one in needed)
+        return known and not self._is_shared(value, layout)
 
-    def _ids_rank(self, node: ir.Node, rank: int) -> int:
-        """The axes of ids of which a Gather makes rows of so many."""
-        table = constant_tensor(node.inputs[0])
-        assert table is not None
-        return rank - len(table.shape) + 1
+    def _is_shared(self, value: ir.Value, layout: Layout) -> bool:
+        """Whether all sequences share it: there is less to compute before it is packed."""
+        shape = self._dimensions.shape(value) or (None,)
+        return self._batch != 1 and (len(shape) < layout.rank or shape[0] == 1)
+
+    def _needed(self, node: ir.Node, layout: Layout) -> dict[ir.Value, Layout] | None:
+        """What a node, whose output has this layout, reads by tokens; None for a node that is not by tokens."""
+        views = viewed(node)
+        if views:
+            front = in_front_of_view(self._dimensions, node, layout)
+            return None if front is None else dict.fromkeys(views, front)
+        inputs = self._by_tokens(node)
+        if inputs is None:
+            return None
+        if node.op_type == "Gather":
+            table = constant_tensor(node.inputs[0])
+            assert table is not None
+            return dict.fromkeys(inputs, Layout(layout.rank - len(table.shape) + 1, layout.tokens))
+        if node.op_type == ATTENTION:
+            return {value: Layout(4, 2) if self._rank(value) == 4 else layout for value in inputs}
+        return dict.fromkeys(inputs, layout)
 
     def _rank(self, value: ir.Value) -> int | None:
         shape = self._dimensions.shape(value)
@@ -172,7 +210,7 @@ class _Search:
         return None
 
     def _constants_fit(self, node: ir.Node) -> bool:
-        """Whether constants are the same for all tokens."""
+        """Whether constants are the same for all tokens, wherever these are."""
         tensors = [constant_tensor(value) for value in node.inputs]
         return all(all(size == 1 for size in list(one.shape)[:-1]) for one in tensors if one is not None)
 
@@ -180,9 +218,12 @@ class _Search:
         if node.op_type == "Softmax":
             return "axis" not in node.attributes or node.attributes["axis"].as_int() == -1
         keeps = "keepdims" not in node.attributes or node.attributes["keepdims"].as_int() == 1
-        if "axes" in node.attributes:
-            axes = list(node.attributes["axes"].as_ints())
-        else:
-            tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
-            axes = [] if tensor is None else tensor.numpy().reshape(-1).tolist()
-        return keeps and axes == [-1]
+        return keeps and reduced_axes(node) == [-1]
+
+
+def reduced_axes(node: ir.Node) -> list[int]:
+    """Those of a sum, a mean or the like; none where they are all, or not known."""
+    if "axes" in node.attributes:
+        return list(node.attributes["axes"].as_ints())
+    tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
+    return [] if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]

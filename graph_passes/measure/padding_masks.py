@@ -17,6 +17,14 @@ from .sessions import open_quietly, run_session
 
 _HIDES = -1e4  # an added number that leaves a key no weight; what exporters write is this, or far less
 _SIZES = (Sizes(4, 6, 0), Sizes(5, 9, 0))
+# What makes of attention_mask the same at any place. Whether something else does so at all places, a run on a few
+# tokens does not tell: what is far away may be hidden.
+_ALIKE = """
+    Add And Cast Clip Concat Constant ConstantOfShape Div Equal Expand Gather Greater GreaterOrEqual Identity Less
+    LessOrEqual Max Min Mul Neg Not Or Reshape Shape Slice Squeeze Sub Transpose Unsqueeze Where
+"""
+_ALIKE_OPS = frozenset(_ALIKE.split())
+_MOST_SIZES = 8  # numbers of a constant that says how large something is
 _FROM_TOKENS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "Einsum", "Softmax"))
 
 
@@ -81,7 +89,7 @@ class PaddingMasks:
 
     def _kind(self, mask: ir.Value) -> str:
         """padding: it hides the tokens that are not there, and does nothing else; hides more: it hides them, and adds
-        something to scores of others; other: it does not hide them."""
+        something to scores of others, or may where they are far apart; other: it does not hide them."""
         if mask not in self._kinds:
             self._kinds[mask] = self._find_kind(mask)
         return self._kinds[mask]
@@ -105,7 +113,7 @@ class PaddingMasks:
             if not (added[hidden] <= _HIDES).all():
                 return "other"
             does_more = does_more or bool(added[seen].any())
-        return "hides more" if does_more else "padding"
+        return "padding" if not does_more and _is_alike_everywhere(mask) else "hides more"
 
     def _from_tokens(self, value: ir.Value, but: ir.Value | None = None) -> ir.Node | None:
         """A node that works on tokens among what computes the value."""
@@ -149,6 +157,18 @@ def _kept(batch: int, tokens: int) -> np.ndarray:
     kept[1:2] = np.arange(tokens) < tokens - 2
     kept[2:3] = np.arange(tokens) >= 2
     return kept
+
+
+def _is_alike_everywhere(mask: ir.Value) -> bool:
+    """Whether nothing of what computes it tells places in a sequence apart."""
+    for source in _sources(mask):
+        tensor, node = constant_tensor(source), source.producer()
+        if tensor is not None:
+            if tensor.size > _MOST_SIZES:
+                return False
+        elif node is not None and node.op_type not in _ALIKE_OPS:
+            return False
+    return True
 
 
 def _sources(value: ir.Value, but: ir.Value | None = None) -> dict[ir.Value, None]:

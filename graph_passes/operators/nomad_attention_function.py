@@ -117,8 +117,6 @@ class _Attention:
         self._kept: ir.Value | None = None
         if uses.kept:
             self._kept = inputs["kept"]
-            operands = _OPERANDS[: 1 if uses.packed else None]
-            self._inputs = inputs | {name: unpacked(body, self._kept, inputs[name]) for name in operands}
         self._heads = self._kv_heads = body.attribute("num_heads")
         if uses.grouped:
             given = body.attribute("kv_num_heads")
@@ -154,7 +152,8 @@ class _Attention:
             y = op("Reshape", y, body.shape(0, self._heads, queries, self._head_dim))
         width = op("Mul", self._heads, self._head_dim)
         # As zeros, the first dimensions would make ONNX Runtime put -1 for the width, which fails where they are 0.
-        batch, rows = (self._size(self._inputs["query"], axis) for axis in (0, -2))
+        of_sequences = self._inputs["query"] if self._kept is None else self._kept
+        batch, rows = self._size(of_sequences, 0), self._size(of_sequences, -2 if self._kept is None else 1)
         y = op("Reshape", op("Transpose", y, perm=[0, 2, 1, 3]), body.shape(batch, rows, width))
         if self._kept is not None:
             y = packed(body, self._kept, y)
@@ -175,9 +174,11 @@ class _Attention:
             axis = body.ints(2)
             bounds = ((begin, middle), (middle, last), (last, end))
             values = [op("Slice", query, start, stop, axis) for start, stop in bounds]
+        by_rows = [self._by_rows(*operand) for operand in zip(_OPERANDS, values, heads, strict=True)]
+        if self._kept is not None:
+            by_rows = [unpacked(body, self._kept, x) for x in by_rows]
         return [
-            self._split(self._by_rows(name, value, count), count, name == "query")
-            for name, value, count in zip(("query", "key", "value"), values, heads, strict=True)
+            self._split(x, count, name == "query") for name, x, count in zip(_OPERANDS, by_rows, heads, strict=True)
         ]
 
     def _by_layout(self, name: str, by_rows: ir.Value, by_heads: ir.Value) -> ir.Value:
@@ -200,7 +201,8 @@ class _Attention:
         # The heads of all rows one by one, in the order where rows come first. (No If: see FunctionBody.)
         batch, rows = self._size(x, 0), self._size(x, -2)
         count = op("Mul", rows, heads)
-        flat = op("Reshape", x, body.shape(batch, count, self._head_dim))
+        # Of packed sequences there may be none, and a 0 would stand for the number of heads.
+        flat = op("Reshape", x, body.shape(batch, count if self._kept is None else -1, self._head_dim))
         place = op("Range", body.integer(0), count, body.integer(1))
         row, head = op("Div", place, heads), op("Mod", place, heads)
         swapped = op("Add", op("Mul", head, rows), row)

@@ -1,7 +1,7 @@
 """Runs an encoder on the tokens that are there: behind its inputs those that attention_mask keeps of all sequences are
-put one behind the other, each layer works on [1, kept tokens, width], attention lets each sequence see itself alone,
-and at the end tokens return to their places. Inputs and outputs keep names and shapes. At places without a token, an
-output that was by tokens is 0, whatever it was before.
+put one behind the other, each layer works on [1, kept tokens, width], rotary embedding on [1, heads, kept tokens,
+width], attention lets each sequence see itself alone, and at the end tokens return to their places. Inputs and outputs
+keep names and shapes. At places without a token, an output that was by tokens is 0, whatever it was before.
 
 It is the last pass that changes the model: token_rows.py finds what can run so among what the others have made. Which
 tokens the masks of attention hide is found by running what computes them: a mask must hide those that are not kept, and
@@ -17,13 +17,13 @@ import onnx_ir as ir
 
 from ortolan.progress import Stage
 
-from ..find.constants import constant_tensor
+from ..find.constants import constant_tensor, remove_dead
 from ..find.dimensions import Dimensions
-from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows
+from ..find.token_rows import NotByTokensError, TokenRows, find_token_rows, reduced_axes
 from ..measure.feeds import has_past
 from ..measure.padding_masks import MaskError, PaddingMasks
 from ..names import ORTOLAN_DOMAIN, PADDING_KEY
-from ..operators.nodes import declare_operators, fill_missing, input_of, new_initializer, nodes_of, put_function
+from ..operators.nodes import declare_operators, fill_missing, new_initializer, nodes_of, put_function
 from ..operators.nomad_attention_function import (
     OP_TYPE,
     PACKED_INPUTS,
@@ -77,6 +77,7 @@ class UnpadPass(RecipePass):
         if any(reads_first):  # some that count as there are hidden from others
             own = {node: node.inputs[_MASK] for node in attentions}
         self._enter(model, rows, kept)
+        self._resize(model, rows)
         self._leave(model, rows, kept)
         for node in attentions:
             node.op_type = PACKED_OP_TYPE
@@ -86,9 +87,9 @@ class UnpadPass(RecipePass):
         neutral = {name: np.zeros(1, np.float32) for name in ("mask", "key", "value")}
         fill_missing(attentions, PACKED_INPUTS, (), lambda _: neutral, lambda name: self.context.new_name(model, name))
         masks.remove_unused()
-        for value in rows.ranks:
+        for value, layout in rows.layouts.items():
             if value.shape is not None:
-                value.shape = None
+                value.shape = ir.Shape([None] * layout.rank)
         model.functions.pop((ORTOLAN_DOMAIN, OP_TYPE, ""), None)
         if self.context.portable:
             opset = model.opset_imports[""]
@@ -106,10 +107,6 @@ class UnpadPass(RecipePass):
         from others, and so counts as one that is there."""
         front = model.graph[0]
 
-        def integers(*numbers: int) -> ir.Value:
-            name = self.context.new_name(model, f"{_MASK_NAME}/numbers")
-            return new_initializer(model.graph, ir.Tensor(np.array(numbers, np.int64), name=name))
-
         def made(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
             value = self._insert(model, front, ir.node(op_type, inputs, attributes), f"{_MASK_NAME}/kept", given)
             value.dtype = ir.DataType.INT64
@@ -118,7 +115,7 @@ class UnpadPass(RecipePass):
         kept = given if given.dtype == ir.DataType.INT64 else made("Cast", given, to=ir.DataType.INT64)
         if not reads_first:
             return kept
-        zero, one, end = integers(0), integers(1), integers(np.iinfo(np.int64).max)
+        zero, one, end = (self._numbers(model, number) for number in (0, 1, np.iinfo(np.int64).max))
         first, others = made("Slice", kept, zero, one, one), made("Slice", kept, one, end, one)
         return made("Concat", made("Max", first, one), others, axis=1)
 
@@ -127,6 +124,8 @@ class UnpadPass(RecipePass):
         reads of the first token of each sequence, whatever attention_mask says of it."""
         if value.dtype not in (None, ir.DataType.FLOAT):
             raise NotByTokensError(f"{value.name!r}, which is by tokens, is no float")
+        if rows.layouts[value].tokens != 1:
+            raise NotByTokensError(f"{value.name!r}, whose tokens are behind heads, is read by something else")
         reads_first = False
         for node in (use.node for use in value.uses() if use.node not in rows.nodes):
             if node.op_type == "Shape":
@@ -141,18 +140,36 @@ class UnpadPass(RecipePass):
 
     def _enter(self, model: ir.Model, rows: TokenRows, kept: ir.Value) -> None:
         """Packs what the part reads of the rest."""
-        for value, (rank, needed) in rows.entries.items():
+        for value, (rank, layout) in rows.entries.items():
             users = [(use.node, use.idx) for use in value.uses() if use.node in rows.nodes]
             first = min((node for node, _ in users), key=list(model.graph).index)
             read = value
-            if needed > rank:  # the same for all sequences
-                name = self.context.new_name(model, "leading_axes")
-                axes = new_initializer(model.graph, ir.Tensor(np.arange(needed - rank), name=name))
+            if layout.rank > rank:  # the same for all sequences
+                axes = self._numbers(model, *range(layout.rank - rank))
                 read = self._insert(model, first, ir.node("Unsqueeze", [value, axes]), f"{value.name}/of_all", value)
+            swapped = list(range(layout.rank))
+            swapped[1], swapped[layout.tokens] = layout.tokens, 1
+            if layout.tokens != 1:
+                node = ir.node("Transpose", [read], {"perm": swapped})
+                read = self._insert(model, first, node, f"{value.name}/tokens_in_front", value)
             packed = ir.node(PACK, [kept, read], domain=ORTOLAN_DOMAIN)
             result = self._insert(model, first, packed, f"{value.name}/packed", value)
+            if layout.tokens != 1:
+                node = ir.node("Transpose", [result], {"perm": swapped})
+                result = self._insert(model, first, node, f"{value.name}/packed_behind", value)
             for node, index in users:
                 node.replace_input_with(index, result)
+
+    def _resize(self, model: ir.Model, rows: TokenRows) -> None:
+        """Tells views that were told sizes of padded sequences those of packed ones."""
+        constants: dict[tuple[int, ...], ir.Value] = {}
+        for node, sizes in rows.sizes.items():
+            padded = node.inputs[1]
+            assert padded is not None
+            if tuple(sizes) not in constants:
+                constants[tuple(sizes)] = self._numbers(model, *sizes)
+            node.replace_input_with(1, constants[tuple(sizes)])
+            remove_dead(padded)
 
     def _leave(self, model: ir.Model, rows: TokenRows, kept: ir.Value) -> None:
         """Returns to their places what the rest reads of the part."""
@@ -168,10 +185,31 @@ class UnpadPass(RecipePass):
             model.graph.insert_after(node, unpacked)
             for user, index in users:
                 user.replace_input_with(index, result)
+            if rows.layouts[value].rank == 3:
+                self._sum_in_order(model, result)
             outputs = model.graph.outputs
             for index, output in enumerate(outputs):
                 if output is value:
                     outputs[index] = result
+
+    def _sum_in_order(self, model: ir.Model, tokens: ir.Value) -> None:
+        """Makes sums over the tokens that a factor has left from the first to the last. The order of ReduceSum depends
+        on how many there are, and with it the last bits of a text's vector on padding."""
+        products = [node.outputs[0] for node in tokens.consumers() if node.op_type == "Mul"]
+        for product in products:
+            for node in product.consumers():
+                if node.op_type != "ReduceSum" or reduced_axes(node) not in ([1], [-2]):
+                    continue
+                name = self.context.new_name(model, "tokens_axis")
+                axis = new_initializer(model.graph, ir.Tensor(np.array(1), name=name))
+                last, end, axes = (self._numbers(model, number) for number in (-1, np.iinfo(np.int64).max, 1))
+                sums = self._insert(model, node, ir.node("CumSum", [product, axis]), f"{product.name}/sums", product)
+                whole = ir.node("Slice", [sums, last, end, axes])
+                node.replace_input_with(0, self._insert(model, node, whole, f"{product.name}/sum", product))
+
+    def _numbers(self, model: ir.Model, *numbers: int) -> ir.Value:
+        name = self.context.new_name(model, f"{_MASK_NAME}/numbers")
+        return new_initializer(model.graph, ir.Tensor(np.array(numbers, np.int64), name=name))
 
     def _insert(self, model: ir.Model, before: ir.Node, node: ir.Node, name: str, like: ir.Value) -> ir.Value:
         (value,) = node.outputs
@@ -190,10 +228,6 @@ def _check(model: ir.Model, node: ir.Node) -> None:
         raise NotByTokensError(f"attention {node.name!r} lies in a branch")
     if len(node.inputs) > _KEPT:
         raise NotByTokensError(f"attention {node.name!r} has a cache")
-    for name in ("query", "key", "value"):
-        value = input_of(node, PACKED_INPUTS, name)
-        if value is not None and value.shape is not None and len(value.shape) != 3:
-            raise NotByTokensError(f"{name} of attention {node.name!r} is [batch, heads, tokens, width]")
 
 
 def _takes_first(node: ir.Node, value: ir.Value) -> bool:

@@ -20,11 +20,11 @@
 //
 // PackedNoMADAttention is the same of packed sequences (PackTokens):
 //
-//     query, mask, key, value as above, but by rows, kept int64 [batch, tokens], not 0 where a token is there -> Y
+//     query, mask, key, value as above, kept int64 [batch, tokens], not 0 where a token is there -> Y
 //
-// B is 1, S and T are the number of tokens that are there. Each sequence sees itself alone, and the mask is that of the
-// padded sequences: of a shape that broadcasts to [batch, H, tokens, tokens]. mask, key and value that are left out are
-// constants, a float 0 of shape [1].
+// B is 1, S and T are the number of tokens that are there; query, key and value may be by heads. Each sequence sees
+// itself alone, and the mask is that of the padded sequences: of a shape that broadcasts to [batch, H, tokens, tokens].
+// mask, key and value that are left out are constants, a float 0 of shape [1].
 //
 // The order of the inputs makes one that is left out in front of a given one rare, which ORT 1.21 and older crash on:
 // only key and value without a mask have it. Where the model must run there, the mask is a constant float 0 of shape
@@ -143,10 +143,10 @@ class Kernel {
     }
   }
 
-  // Of an input [B, S, heads D] or [B, heads, S, D], or of packed sequences the first; nothing if it has another shape.
+  // Of an input [B, S, heads D] or [B, heads, S, D]; nothing if it has another shape.
   std::optional<Rows> RowsOf(const Ort::KernelContext& context, size_t input, int64_t heads) const {
     const Shape shape = ShapeOf(context, input);
-    const bool by_heads = shape.size() == 4 && !packed_ && !has_kept_;
+    const bool by_heads = shape.size() == 4 && !packed_;
     if (by_heads ? shape[1] != heads || shape[3] < 1 : shape.size() != 3 || shape[2] < 1 || shape[2] % heads != 0) {
       return std::nullopt;
     }
@@ -170,7 +170,7 @@ class Kernel {
       throw node_.WrongShape(context, kQuery, "query",
                              ErrorText("[B, S, ", cache_ ? "" : "a multiple of ", query_heads,
                                        packed_ ? " heads of query, key and value]" : " heads]",
-                                       packed_ || has_kept_ ? "" : ErrorText(" or [B, ", query_heads, ", S, D]")));
+                                       packed_ ? "" : ErrorText(" or [B, ", query_heads, ", S, D]")));
     }
     call.batch = query->batch;
     call.queries = call.keys = query->count;
@@ -199,11 +199,9 @@ class Kernel {
     throw node_.WrongShape(
         context, input, meaning,
         cache_ ? ErrorText(call.batch, " sequences of ", call.queries, " rows and ", heads, ", as the query has it")
-        : any_count
-            ? ErrorText(
-                  "[", call.batch, ", T, ", call.kv_heads * call.head_dim, "] (", heads, ")",
-                  has_kept_ ? "" : ErrorText(", or [", call.batch, ", ", call.kv_heads, ", T, ", call.head_dim, "]"))
-            : ErrorText(call.batch, " sequences of ", call.keys, " rows and ", heads, ", as the key has it"));
+        : any_count ? ErrorText("[", call.batch, ", T, ", call.kv_heads * call.head_dim, "] (", heads, "), or [",
+                                call.batch, ", ", call.kv_heads, ", T, ", call.head_dim, "]")
+                    : ErrorText(call.batch, " sequences of ", call.keys, " rows and ", heads, ", as the key has it"));
   }
 
   void Complete(Ort::KernelContext& context, AttentionCall& call) const {

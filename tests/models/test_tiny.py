@@ -19,7 +19,7 @@ def run(model: ir.Model, x: np.ndarray) -> np.ndarray:
     return session.run(["y"], {"x": x})[0]
 
 
-@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_mpnet, tiny.tiny_llama, tiny.mlp])
+@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_mpnet, tiny.tiny_modernbert, tiny.tiny_llama, tiny.mlp])
 def test_the_seed_decides(make):
     first, again, other = (ir.to_proto(make(seed=seed)).SerializeToString(deterministic=True) for seed in (4, 4, 5))
     assert first == again

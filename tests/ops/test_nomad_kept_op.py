@@ -3,6 +3,8 @@ of the padded sequences, and on bad input."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
-from ortolan.graph_passes.operators.nomad_attention_function import PACKED_INPUTS
+from ortolan.graph_passes.operators.nomad_attention_function import PACKED_INPUTS, Uses
 
 from .attention import LOWEST, Floats, assert_attention_close
 from .attention_node import node_model
@@ -42,9 +44,13 @@ class Case:
         if mask is not None:
             self.mask = np.array(rng.standard_normal(mask), np.float32)
 
-    def feeds(self, joined: bool = False) -> dict[str, np.ndarray]:
-        """Of packed sequences. joined: keys and values in query."""
+    def feeds(self, joined: bool = False, by_heads: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """Of packed sequences. joined: keys and values in query; by_heads: those that are [1, heads, tokens, width]."""
         rows = {name: packed(self.kept, x) for name, x in self.padded.items()}
+        for name in by_heads:
+            _, count, width = rows[name].shape
+            split = rows[name].reshape(1, count, width // self.head_dim, self.head_dim)
+            rows[name] = np.ascontiguousarray(split.transpose(0, 2, 1, 3))
         if joined:
             rows = {"query": np.concatenate(list(rows.values()), -1)}
         masks = {} if self.mask is None else {"mask": self.mask}
@@ -122,6 +128,30 @@ def test_kernel_and_function_body_agree(mask: tuple[int, ...] | None, kv_heads: 
             case.check(y, causal=bool(causal))
 
 
+BY_HEADS = [("query",), ("query", "key"), ("value",), ("query", "key", "value")]
+
+
+@pytest.mark.parametrize("by_heads", BY_HEADS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("density", [0.7, 0.0])
+def test_operands_by_heads(by_heads: tuple[str, ...], kv_heads: int, causal: int, density: float) -> None:
+    """The same bits as by rows; by the body too, also where the function serves nodes of both kinds."""
+    case = Case(kv_heads, kv_heads=kv_heads, mask=(3, 4, 9, 9), density=density)
+    model = kept_model(case, causal=causal, by_heads=by_heads)
+    found = runs(model, case.feeds(by_heads=by_heads))
+    for y in found:
+        case.check(y, causal=bool(causal))
+    by_rows = runs(kept_model(case, causal=causal), case.feeds())
+    np.testing.assert_array_equal(found[0], by_rows[0])
+    names = frozenset(("query", "key", "value"))
+    uses = Uses(grouped=kv_heads != 4, causal=bool(causal), kept=True, by_heads=frozenset(by_heads), by_rows=names)
+    of_both = kept_model(case, causal=causal, by_heads=by_heads, uses=uses)
+    np.testing.assert_allclose(runs(of_both, case.feeds(by_heads=by_heads))[1], found[1], atol=1e-6)
+    rows_of_both = kept_model(case, causal=causal, uses=replace(uses, by_heads=names))
+    np.testing.assert_allclose(runs(rows_of_both, case.feeds())[1], by_rows[1], atol=1e-6)
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     batch=st.integers(0, 4),
@@ -131,19 +161,21 @@ def test_kernel_and_function_body_agree(mask: tuple[int, ...] | None, kv_heads: 
     head_dim=st.integers(1, 40),
     axes=st.none() | st.lists(st.booleans(), max_size=4),
     causal=st.booleans(),
-    joined=st.booleans(),
+    form=st.sampled_from(["by rows", "joined", "by heads"]),
     scale=st.sampled_from([0.0, 0.3, -0.2]),
     density=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape(batch, tokens, kv_heads, group, head_dim, axes, causal, joined, scale, density, seed) -> None:
+def test_any_shape(batch, tokens, kv_heads, group, head_dim, axes, causal, form, scale, density, seed) -> None:
     heads = kv_heads * group
     mask = None
     if axes is not None:
         sizes = [batch, heads, tokens, tokens][4 - len(axes) :]
         mask = [size if whole else 1 for size, whole in zip(sizes, axes, strict=True)]
     case = Case(seed, batch, tokens, heads, kv_heads, head_dim, mask, density=density)
-    model, feeds = kept_model(case, joined, causal=int(causal), scale=scale), case.feeds(joined)
+    joined, by_heads = form == "joined", ("query", "key", "value") if form == "by heads" else ()
+    model = kept_model(case, joined, causal=int(causal), scale=scale, by_heads=by_heads)
+    feeds = case.feeds(joined, by_heads)
     if (
         batch * tokens == 0 and group > 1
     ):  # the body's Reshape takes a size of 0 for that of its input, as NoMADAttention's does
@@ -351,19 +383,20 @@ ROWS = {name: (1, 6, 32) for name in ("query", "key", "value")}
         ({name: (0, 6, 32) for name in ROWS}, "there are 0 x 6 queries"),
         ({"query": (1, 5, 32)}, "there are 1 x 5 queries and 6 keys"),
         ({"key": (1, 7, 32), "value": (1, 7, 32)}, "there are 1 x 6 queries and 7 keys"),
-        ({"key": (2, 6, 32)}, r"key 'key' has shape \[2, 6, 32\], expected \[1, T, 32\] \(4 heads of 8\)\. Feed"),
+        ({"key": (2, 6, 32)}, r"key 'key' has shape \[2, 6, 32\], expected \[1, T, 32\] \(4 heads of 8\), or"),
         ({"value": (1, 5, 32)}, r"value 'value' has shape \[1, 5, 32\], expected 1 sequences of 6 rows"),
         (
             {"query": (1, 6, 30)},
-            r"query 'query' has shape \[1, 6, 30\], expected \[B, S, a multiple of 4 heads\]\. Feed",
+            r"query 'query' has shape \[1, 6, 30\], expected \[B, S, a multiple of 4 heads\] or \[B, 4, S, D\]\. Feed",
         ),
         ({"query": (6, 32)}, r"query 'query' has shape \[6, 32\]"),
+        ({"query": (1, 3, 6, 8)}, r"query 'query' has shape \[1, 3, 6, 8\], expected"),
+        ({"query": (1, 4, 5, 8)}, "there are 1 x 5 queries and 6 keys"),
         (
-            {"query": (1, 4, 6, 8)},
-            r"query 'query' has shape \[1, 4, 6, 8\], expected \[B, S, a multiple of 4 heads\]\. Feed",
+            {"key": (1, 4, 6, 9)},
+            r"key 'key' has shape \[1, 4, 6, 9\], expected \[1, T, 32\] \(4 heads of 8\), or \[1, 4, T, 8\]\. Feed",
         ),
-        ({"key": (1, 4, 6, 8)}, r"key 'key' has shape \[1, 4, 6, 8\], expected \[1, T, 32\] \(4 heads of 8\)\. Feed"),
-        ({"value": (1, 4, 6, 8)}, r"value 'value' has shape \[1, 4, 6, 8\], expected 1 sequences of 6 rows"),
+        ({"value": (1, 4, 5, 8)}, r"value 'value' has shape \[1, 4, 5, 8\], expected 1 sequences of 6 rows"),
         (
             {"mask": (1, 1, 6, 6)},
             r"mask 'mask' has shape \[1, 1, 6, 6\], expected one that broadcasts to \[2, 4, 3, 3\]",

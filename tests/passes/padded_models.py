@@ -68,6 +68,7 @@ def encoder_feeds(model: onnx.ModelProto, mask: Any, seed: int = 0) -> Feeds:
         "input_ids": np.where(mask != 0, rng.integers(2, 90, mask.shape), 1),
         "attention_mask": mask,
         "token_type_ids": rng.integers(0, 2, mask.shape),
+        "position_ids": rng.integers(0, 50, mask.shape),
         "x": rng.standard_normal((*mask.shape, W), dtype=np.float32),
     }
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}

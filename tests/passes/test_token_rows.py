@@ -10,10 +10,13 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
+from ortolan.graph_passes.find.dimensions import Dimensions
 from ortolan.graph_passes.find.token_rows import NotByTokensError, TokenRows, find_token_rows
+from ortolan.graph_passes.find.token_views import Layout, behind_view, in_front_of_view, packed_sizes
 from ortolan.graph_passes.measure.padding_masks import MaskError, PaddingMasks
 
 from .attention_graphs import FLOAT, LOWEST, Graph, W
+from .small_models import run
 
 BEHIND = "behind"
 
@@ -82,30 +85,45 @@ def test_what_is_taken_behind_attention(name: str) -> None:
     back, wanted = BACK[name]
     _, found = rows_around(back=back)
     assert taken(found) == sorted(wanted)
-    assert set(found.ranks.values()) == {3}
+    assert set(found.layouts.values()) == {Layout(3)}
     # What is read of the rest is x alone, and leaves at the end or where the rest begins.
     assert [value.name for value in found.entries] == ["x"] and found.exits
 
 
-FRONT: dict[str, tuple[Callable[[Graph], str], list[str], dict[str, tuple[int, int]]]] = {
-    "layer": (lambda g: g.op("MatMul", "x", constant(W, W)), ["MatMul"], {"x": (3, 3)}),
+FRONT: dict[str, tuple[Callable[[Graph], str], list[str], dict[str, tuple[int, Layout]]]] = {
+    "layer": (lambda g: g.op("MatMul", "x", constant(W, W)), ["MatMul"], {"x": (3, Layout(3))}),
     "embedding": (
         lambda g: g.op("Gather", constant(10, W), _ids(g, "batch", "rows"), axis=0),
         ["Gather"],
-        {"ids": (2, 2)},
+        {"ids": (2, Layout(2))},
     ),
     "position that all share": (
         lambda g: g.op("Add", "x", g.op("Gather", constant(10, W), _ids(g, "rows"), axis=0)),
         ["Add"],
-        {"x": (3, 3), "Gather_0": (2, 3)},
+        {"x": (3, Layout(3)), "Gather_0": (2, Layout(3))},
     ),
     "integers that are cast": (
         lambda g: g.op("Cast", _ids(g, "batch", "rows", W), to=FLOAT),
         ["Cast"],
-        {"ids": (3, 3)},
+        {"ids": (3, Layout(3))},
     ),
-    "from other tokens": (lambda g: g.op("CumSum", "x", np.array(1)), [], {"CumSum_0": (3, 3)}),
+    "what all share": (
+        lambda g: g.op("Add", "x", g.op("Neg", g.op("Unsqueeze", _rows_of_table(g), np.array([0])))),
+        ["Add"],
+        {"x": (3, Layout(3)), "Neg_2": (3, Layout(3))},
+    ),
+    "heads in front of tokens": (lambda g: g.heads("x"), ["Reshape", "Transpose"], {"x": (3, Layout(3))}),
+    "tokens behind": (
+        lambda g: g.transpose(g.op("CumSum", g.transpose("x", 0, 2, 1), np.array(1)), 0, 2, 1),
+        ["Transpose"],
+        {"CumSum_1": (3, Layout(3, 2))},
+    ),
+    "from other tokens": (lambda g: g.op("CumSum", "x", np.array(1)), [], {"CumSum_0": (3, Layout(3))}),
 }
+
+
+def _rows_of_table(graph: Graph) -> str:
+    return graph.op("Gather", constant(10, W), _ids(graph, "rows"), axis=0)
 
 
 def _ids(graph: Graph, *shape: str | int) -> str:
@@ -223,3 +241,131 @@ def test_masks_of_other_shapes(axes: list[int]) -> None:
     masks, (mask,) = masks_of(lambda graph: graph.op("Unsqueeze", hides()(graph), np.array(axes)))
     with pytest.raises(MaskError, match="shows tokens"):
         masks.beside_padding(mask)
+
+
+def far(graph: Graph) -> str:
+    """Hides keys that are more than 20 places away, which no mask is tried on."""
+    rows = graph.op("Squeeze", graph.op("Shape", "x", start=1, end=2), np.array([0]))
+    places = graph.op("Range", np.array(0), rows, np.array(1))
+    apart = graph.op("Abs", graph.op("Sub", graph.op("Unsqueeze", places, np.array([1])), places))
+    return graph.op("Where", graph.op("Less", np.array(20), apart), graph.number(LOWEST), hides()(graph))
+
+
+def a_table(graph: Graph) -> str:
+    """A constant that is as large as the longest sequence, and as far as it is tried 0."""
+    table = np.zeros((1, 1, 64, 64), np.float32)
+    table[..., 40:] = 1
+    rows = graph.op("Shape", "x", start=1, end=2)
+    own = graph.op("Slice", table, np.array([0, 0]), graph.op("Concat", rows, rows, axis=0), np.array([2, 3]))
+    return graph.op("Add", own, hides()(graph))
+
+
+@pytest.mark.parametrize("maker", [far, a_table])
+def test_a_mask_that_tells_places_apart_stays(maker: Callable[[Graph], str]) -> None:
+    masks, (mask,) = masks_of(maker)
+    kept = masks.beside_padding(mask)
+    assert kept is not None and (kept is mask or maker is a_table)
+
+
+SPLIT = ["batch", "rows", 3, 4, 12]
+VIEWS: dict[str, tuple[list[int | str], Callable[[Graph], str], Layout, Layout | None]] = {
+    "heads split": (["batch", "rows", W], lambda g: g.reshape("x", 0, 0, 4, 12), Layout(3), Layout(4)),
+    "rows left open": (["batch", "rows", W], lambda g: g.reshape("x", 0, -1, 4, 12), Layout(3), Layout(4)),
+    "batch left open": (["batch", "rows", W], lambda g: g.reshape("x", -1, 9, 4, 12), Layout(3), None),
+    "rows merged with the batch": (["batch", "rows", W], lambda g: g.reshape("x", -1, W), Layout(3), None),
+    "rows merged with heads": (["batch", "rows", 4, 12], lambda g: g.reshape("x", 0, -1, 12), Layout(4), None),
+    "heads merged": (["batch", 2, 2, "rows", 12], lambda g: g.reshape("x", 0, 4, -1, 12), Layout(5, 3), Layout(4, 2)),
+    "of fixed sizes": ([2, 4, 4, 4], lambda g: g.reshape("x", 2, 4, 16), Layout(4), Layout(3)),
+    "heads in front": (SPLIT, lambda g: g.transpose("x", 0, 3, 2, 1, 4), Layout(5), Layout(5, 3)),
+    "the batch moved": (["batch", "rows", W], lambda g: g.transpose("x", 1, 0, 2), Layout(3), None),
+    "axes turned round": (["batch", "rows", W], lambda g: g.op("Transpose", "x"), Layout(3), None),
+    "one of three": (SPLIT, lambda g: g.op("Gather", "x", np.array(1), axis=2), Layout(5), Layout(4)),
+    "one in front of rows": (
+        ["batch", 3, "rows", W],
+        lambda g: g.op("Gather", "x", np.array(1), axis=1),
+        Layout(4, 2),
+        Layout(3),
+    ),
+    "some in front of rows": (
+        ["batch", 3, "rows", W],
+        lambda g: g.op("Gather", "x", np.array([1, 2]), axis=1),
+        Layout(4, 2),
+        Layout(4, 2),
+    ),
+    "a token": (["batch", "rows", W], lambda g: g.op("Gather", "x", np.array(0), axis=1), Layout(3), None),
+    "a sequence": (["batch", "rows", W], lambda g: g.op("Gather", "x", np.array([0]), axis=0), Layout(3), None),
+    "a part": (
+        ["batch", "rows", W],
+        lambda g: g.op("Slice", "x", np.array([0]), np.array([5]), np.array([-1])),
+        Layout(3),
+        Layout(3),
+    ),
+    "some tokens": (
+        ["batch", "rows", W],
+        lambda g: g.op("Slice", "x", np.array([0]), np.array([5]), np.array([1])),
+        Layout(3),
+        None,
+    ),
+    "a part of unsaid axes": (
+        ["batch", "rows", W],
+        lambda g: g.op("Slice", "x", np.array([0]), np.array([5])),
+        Layout(3),
+        None,
+    ),
+    "an axis in front": (
+        ["batch", "rows", W],
+        lambda g: g.op("Unsqueeze", "x", np.array([1])),
+        Layout(3),
+        Layout(4, 2),
+    ),
+    "an axis behind": (["batch", "rows", W], lambda g: g.op("Unsqueeze", "x", np.array([-1])), Layout(3), Layout(4)),
+    "another batch": (["batch", "rows", W], lambda g: g.op("Unsqueeze", "x", np.array([0])), Layout(3), None),
+    "an axis less": (
+        ["batch", 1, "rows", 1, W],
+        lambda g: g.op("Squeeze", "x", np.array([1, 3])),
+        Layout(5, 2),
+        Layout(3),
+    ),
+    "a token less": (["batch", 1, W], lambda g: g.op("Squeeze", "x", np.array([1])), Layout(3), None),
+    "joined": (["batch", "rows", W], lambda g: g.op("Concat", "x", "x", axis=-1), Layout(3), Layout(3)),
+    "more tokens": (["batch", "rows", W], lambda g: g.op("Concat", "x", "x", axis=1), Layout(3), None),
+    "repeated": (
+        ["batch", 2, 1, "rows", W],
+        lambda g: g.op("Expand", "x", np.array([1, 2, 3, 1, 1])),
+        Layout(5, 3),
+        Layout(5, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_where_tokens_are_behind_a_view(name: str) -> None:
+    """And in front of it."""
+    shape, make, before, after = VIEWS[name]
+    graph = Graph()
+    graph.inputs["x"] = (FLOAT, shape)
+    make(graph)
+    inputs = [helper.make_tensor_value_info(one, *about) for one, about in graph.inputs.items()]
+    outputs = [helper.make_tensor_value_info(graph.nodes[-1].output[0], FLOAT, None)]
+    constants = [onnx.numpy_helper.from_array(array, one) for one, array in graph.weights.items()]
+    graph_proto = helper.make_graph(graph.nodes, "test", inputs, outputs, constants)
+    padded = helper.make_model(graph_proto, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    model = ir.from_proto(padded)
+    node, dims = model.graph[-1], Dimensions(model.graph)
+    assert behind_view(dims, node, before) == after
+    if after is None:
+        return
+    assert in_front_of_view(dims, node, after) == before
+    # Packed, it gives what was padded but for batch and tokens.
+    sizes = packed_sizes(dims, node, before)
+    if sizes is not None:
+        node.replace_input_with(1, ir.Value(name="sizes", const_value=ir.tensor(np.array(sizes), name="sizes")))
+        model.graph.register_initializer(node.inputs[1])
+    named = {"batch": (3, 1), "rows": (5, 7)}
+    x = [np.zeros([named.get(size, (size, size))[packed] for size in shape], np.float32) for packed in (0, 1)]
+    if name == "of fixed sizes":
+        x[1] = x[0][:1]
+        model.graph.inputs[0].shape = None
+    expected = list(run(padded, {"x": x[0]})[0].shape)
+    expected[0], expected[after.tokens] = 1, x[1].shape[before.tokens]
+    assert list(run(ir.to_proto(model), {"x": x[1]})[0].shape) == expected

@@ -261,20 +261,6 @@ def test_a_layer_of_other_tokens_in_front() -> None:
     assert found.startswith("ReduceMean") and found.endswith("may read places where no token is")
 
 
-def test_query_by_heads() -> None:
-    """As rotary embedding leaves queries and keys."""
-
-    def rotated(graph: Graph) -> str:
-        q, k, v = (graph.heads(graph.linear(name)) for name in ("q", "kk", "vvv"))
-        factor = np.linspace(0.5, 1, 12, dtype=np.float32)
-        q, k = (graph.op("Mul", x, factor) for x in (q, k))
-        scores = graph.op("Add", graph.op("MatMul", q, graph.transpose(k, 0, 1, 3, 2)), graph.additive_mask())
-        return graph.merge(graph.op("MatMul", graph.op("Softmax", scores, axis=-1), v))
-
-    found = reason(fuse_and_unpad(attention_model(rotated)))
-    assert found.startswith("query of attention") and found.endswith("is [batch, heads, tokens, width]")
-
-
 def test_attention_in_a_branch() -> None:
     graph = Graph()
     inner = attention_model(usual)
