@@ -64,7 +64,8 @@ asan: build/asan-site/.installed
 	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
 
 optimum: build/testing-wheel/.built
-	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py zoo docs/test_hook_pages.py
+	TORCH=$(TORCH) .ci/extra optimum test-optimum hooks/test_optimum.py hooks/test_optimum_commands.py \
+	  hooks/test_sentence_transformers.py zoo docs/test_hook_pages.py
 
 genai: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra genai genai,transformers,train hooks/test_genai.py hooks/test_transformers.py docs/test_hook_pages.py train

@@ -19,6 +19,7 @@ from .pooling import ACTIVATIONS, POOLINGS, Dense
 from .tokenizer_file import read_json
 
 MODULES = "modules.json"
+_SENTENCE_CONFIG = "config_sentence_transformers.json"
 _WEIGHTS = "model.safetensors"
 _MOST_BYTES = 2**30  # of a module's weights
 # Names of before there was pooling_mode, and what it is called now.
@@ -47,7 +48,7 @@ class SentenceFolder:
     """What a folder says; None and empty: nothing.
 
     lowercase: of texts, before the tokenizer. prompts: by name. default_prompt: a name. labels: of a classifier.
-    activation: of a score, as config.json names it. positions: of the model, those before the first one left out.
+    activation: of a score, as the files name it. positions: of the model, those before the first one left out.
     """
 
     pooling: str | None = None
@@ -108,24 +109,40 @@ def _modules(folder: Path) -> dict[str, Any]:
     modules = _read_modules(folder / MODULES)
     kinds = [kind for kind, _ in modules]
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
+    if kinds == ["Transformer"] and _is_cross_encoder(folder):
+        return _transformer(_inside(folder, modules[0][1])) | _cross_encoder(folder)
     if kinds != expected:
         raise ModelError(
             f"{str(folder / MODULES)!r} names the modules {', '.join(kinds)}, expected Transformer, Pooling, and "
             "behind them Dense and Normalize, or none: keep tokens as the model's inputs"
         )
     places = dict(modules)
-    transformer = _inside(folder, places["Transformer"])
     said: dict[str, Any] = {
         "pooling": _pooling(_inside(folder, places["Pooling"]) / "config.json"),
         "normalize": "Normalize" in kinds,
         "dense": tuple(_dense(_inside(folder, place)) for kind, place in modules if kind == "Dense"),
     }
-    bert = transformer / "sentence_bert_config.json"
+    return said | _transformer(_inside(folder, places["Transformer"])) | _prompts(folder / _SENTENCE_CONFIG)
+
+
+def _transformer(place: Path) -> dict[str, Any]:
+    bert = place / "sentence_bert_config.json"
     settings = read_json(bert)
     most = settings.get("max_seq_length")
     _check(most is None or _is_count(most), bert, "max_seq_length", most)
-    said |= {"max_tokens": most, "lowercase": bool(settings.get("do_lower_case"))}
-    return said | _prompts(folder / "config_sentence_transformers.json")
+    return {"max_tokens": most, "lowercase": bool(settings.get("do_lower_case"))}
+
+
+def _is_cross_encoder(folder: Path) -> bool:
+    """As sentence-transformers 5.7 writes one; older ones wrote no modules."""
+    return bool(read_json(folder / _SENTENCE_CONFIG).get("model_type") == "CrossEncoder")
+
+
+def _cross_encoder(folder: Path) -> dict[str, Any]:
+    path = folder / _SENTENCE_CONFIG
+    activation = read_json(path).get("activation_fn")
+    _check(activation is None or isinstance(activation, str), path, "activation_fn", activation)
+    return {} if activation is None else {"activation": activation}
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""The command line: `ortolan optimize | search | distill | import | inspect | bench | doctor | demo | triton`. It only
-calls the API.
+"""The command line: `ortolan optimize | search | distill | import | inspect | embed | rerank | bench | doctor | demo |
+triton`. It only calls the API.
 
 Tables and JSON go to stdout; progress and errors go to stderr. Imports wait until a command needs them, so that
 `ortolan --help` is quick.
@@ -11,8 +11,7 @@ import sys
 
 try:
     import json
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import contextmanager
+    from collections.abc import Callable, Mapping
     from io import TextIOWrapper
     from pathlib import Path
     from typing import TYPE_CHECKING, Annotated, Any
@@ -21,25 +20,23 @@ try:
     from typer.core import TyperGroup
 
     from . import cli_options as options
+    from . import cli_texts
+    from .cli_output import print_error, print_result, print_step, progress_bar
     from .errors import OrtolanError
-    from .progress import Progress, no_progress
+    from .progress import Progress
 except KeyboardInterrupt:  # no command runs yet that could tell
     sys.exit(130)
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from .benchmarks.result import BenchOptions, BenchResult
 
     Benchmark = Callable[[BenchOptions, Progress], BenchResult]
-
-# A table in a file or a pipe has no window to fit in: no name is broken, so that it can be searched for.
-_PIPED_WIDTH = 10_000
 
 _INTERRUPTED = {  # what an interrupt of a command leaves
     "optimize": ", nothing was written",
     "import": ", nothing was written",
     "search": ", nothing was written",
+    "embed": ", nothing was written",
     "distill": "; the same command goes on from the last checkpoint",
 }
 
@@ -54,12 +51,12 @@ class _Commands(TyperGroup):
             message = str(error)
             if isinstance(error, MemoryError):
                 message = f"not enough memory: {message}; try a smaller model or shape"
-            _print_error(message)
+            print_error(message)
             if ctx.meta.get(options.AS_JSON):
                 typer.echo(json.dumps({"error": message}))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            _print_error("interrupted" + (_INTERRUPTED.get(ctx.invoked_subcommand or "", "")))
+            print_error("interrupted" + (_INTERRUPTED.get(ctx.invoked_subcommand or "", "")))
             raise typer.Exit(130) from None
 
 
@@ -140,7 +137,7 @@ def optimize(
     if html is not None:
         require_packages()
         check_place(html)
-    with _progress_bar(verbose) as progress:
+    with progress_bar(verbose) as progress:
         report = optimize_onnx(
             model,
             _output_beside(model) if output is None and not dry_run else output,
@@ -165,7 +162,7 @@ def optimize(
         )
     if html is not None:
         report.save_html(html)
-    _print_result(report, as_json)
+    print_result(report, as_json)
 
 
 @app.command()
@@ -189,7 +186,7 @@ def search(
 
     if output is not None and not output.absolute().parent.is_dir():
         raise OrtolanError(f"cannot write {str(output)!r}: its folder does not exist")
-    with _progress_bar(verbose) as progress:
+    with progress_bar(verbose) as progress:
         found = run(
             model,
             budget=budget,
@@ -273,7 +270,7 @@ def distill(
     from .train import distill as run
 
     evaluate = None if score is None else _sts_score(score, tokenizer, model)
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         report = run(
             model,
             output,
@@ -290,9 +287,9 @@ def distill(
             evaluate=evaluate,
             evaluate_every=score_every,
             progress=progress,
-            tell=lambda point: _print_step(str(point)),
+            tell=lambda point: print_step(str(point)),
         )
-    _print_result(report, as_json)
+    print_result(report, as_json)
 
 
 def _sts_score(pairs: Path, tokenizer: Path | None, model: Path) -> Callable[[Path], float]:
@@ -319,9 +316,9 @@ def import_(
     """Make a folder for onnxruntime-genai and Optimum of a GGUF file, its numbers as they are (extra decoder)."""
     from . import import_gguf
 
-    with _progress_bar(verbose) as progress:
+    with progress_bar(verbose) as progress:
         report = import_gguf(model, output, progress=progress)
-    _print_result(report, as_json)
+    print_result(report, as_json)
 
 
 @app.command()
@@ -345,12 +342,16 @@ def inspect(
     if not provider:
         if (precision, claims) != ("float32", "faster"):
             raise typer.BadParameter("it is for --provider", param_hint="--precision, --claims")
-        return _print_result(inspect_onnx(model), as_json)
+        return print_result(inspect_onnx(model), as_json)
     try:
         checked_options(precision, claims)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--precision, --claims") from error
-    _print_result(inspect_provider(model, precision=precision, claims=claims), as_json)  # type: ignore[arg-type]
+    print_result(inspect_provider(model, precision=precision, claims=claims), as_json)  # type: ignore[arg-type]
+
+
+app.command()(cli_texts.embed)
+app.command()(cli_texts.rerank)
 
 
 @app.command()
@@ -397,9 +398,9 @@ def bench(
         kinds=tuple(part.strip().lower() for part in kind.split(",")) if kind is not None else None,
         group_size=group_size,
     )
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         result = run(chosen, progress)
-    _print_result(result, as_json)
+    print_result(result, as_json)
     if result.interrupted:
         raise KeyboardInterrupt
 
@@ -445,7 +446,7 @@ def doctor(as_json: options.AsJson = False) -> None:
     from .doctor import run_doctor
 
     report = run_doctor()
-    _print_result(report, as_json)
+    print_result(report, as_json)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -460,9 +461,9 @@ def demo(
     """Optimize all-MiniLM-L6-v2 (fetched once, 90 MB); compare it with the original and with dynamic int8."""
     from .demo import run_demo
 
-    with _progress_bar() as progress:
-        result = run_demo(threads, progress=progress, say=_print_step)
-    _print_result(result, as_json)
+    with progress_bar() as progress:
+        result = run_demo(threads, progress=progress, say=print_step)
+    print_result(result, as_json)
 
 
 def _find_benchmark(benchmarks: Mapping[str, Benchmark], op: str) -> Benchmark | None:
@@ -513,66 +514,6 @@ def _read_shapes(texts: list[str]) -> tuple[tuple[str, ...], tuple[tuple[int, in
                 param_hint="--shape",
             )
     return tuple(layers), tuple(cases)
-
-
-def _print_result(result: Any, as_json: bool) -> None:
-    """JSON as it is, or what the result's __rich__ or __str__ makes of it."""
-    if as_json:
-        typer.echo(result.to_json())
-    elif hasattr(result, "__rich__"):
-        _console().print(result)
-    else:
-        typer.echo(str(result))
-
-
-def _print_error(message: str) -> None:
-    from rich.text import Text
-
-    _console(stderr=True).print(Text(f"ortolan: {message}", style="bold red"), soft_wrap=True)
-
-
-def _print_step(line: str) -> None:
-    from rich.text import Text
-
-    _console(stderr=True).print(Text(line, style="dim"), soft_wrap=True)
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _PIPED_WIDTH)
-    return console
-
-
-@contextmanager
-def _progress_bar(verbose: int = 0) -> Iterator[Progress]:
-    """A callback progress(stage, done, total) that moves a bar on stderr; silent where that is no terminal, or where
-    the steps are told in lines."""
-    if verbose or not sys.stderr.isatty():
-        yield no_progress
-        return
-    from rich import progress as rich_progress
-
-    columns = (
-        rich_progress.SpinnerColumn(),
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeElapsedColumn(),
-    )
-    with rich_progress.Progress(*columns, console=_console(stderr=True), transient=True) as bar:
-        tasks: dict[str, rich_progress.TaskID] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total or None)
-            for name, task in tasks.items():
-                bar.update(task, visible=name == stage)
-            bar.update(tasks[stage], completed=done, total=total or None)
-
-        yield advance
 
 
 if __name__ == "__main__":

@@ -124,20 +124,20 @@ TextsIn = Annotated[
         "text, or of pairs a score (rerankers), as sentence-transformers' files beside MODEL say, or these options:",
     ),
 ]
-Pooling = Annotated[
-    str | None,
-    typer.Option(
-        help="With --texts-in: mean of the tokens' vectors, cls (the first), lasttoken, max, mean_sqrt_len_tokens or "
-        "weightedmean. Without it: as 1_Pooling says, else mean."
-    ),
-]
+_POOLING = (
+    "mean of the tokens' vectors, cls (the first), lasttoken, max, mean_sqrt_len_tokens or weightedmean. Without it: "
+    "as 1_Pooling says, else mean."
+)
+_NORMALIZE = "vectors of length 1. Without it: as modules.json says, else yes."
+_ACTIVATION = "sigmoid or none. Without it: as config.json says, else sigmoid."
+Pooling = Annotated[str | None, typer.Option(help=f"With --texts-in: {_POOLING}")]
 Normalize = Annotated[
+    bool | None, typer.Option("--normalize/--no-normalize", help=f"With --texts-in: {_NORMALIZE}", show_default=False)
+]
+VectorPooling = Annotated[str | None, typer.Option("--pooling", help=f"A text's vector: {_POOLING}")]
+VectorNormalize = Annotated[
     bool | None,
-    typer.Option(
-        "--normalize/--no-normalize",
-        help="With --texts-in: vectors of length 1. Without it: as modules.json says, else yes.",
-        show_default=False,
-    ),
+    typer.Option("--normalize/--no-normalize", help=f"Make {_NORMALIZE}", show_default=False),
 ]
 MaxTokens = Annotated[
     int | None,
@@ -151,10 +151,8 @@ PromptName = Annotated[
         'request names none; "": none. Without it: default_prompt_name.',
     ),
 ]
-Activation = Annotated[
-    str | None,
-    typer.Option(help="With --texts-in, of rerankers: sigmoid or none. Without it: as config.json says, else sigmoid."),
-]
+Activation = Annotated[str | None, typer.Option(help=f"With --texts-in, of rerankers: {_ACTIVATION}")]
+ScoreActivation = Annotated[str | None, typer.Option("--activation", help=f"Of the scores: {_ACTIVATION}")]
 Prompt = Annotated[
     Path | None,
     typer.Option(
@@ -194,6 +192,33 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be repla
 Html = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write the report as one HTML page with plots; needs the extra html."),
+]
+Texts = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TEXTS",
+        help="A file of UTF-8, one text a line, or with --field JSON lines; standard input where it is - or not given.",
+        show_default=False,
+    ),
+]
+Field = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Each line is a JSON object, and its text stands under this key.")
+]
+TextTokenizer = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json. Without it: the one beside MODEL."),
+]
+CutTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", min=1, help="Cut longer texts to so many tokens. Without it: as the files beside MODEL say."
+    ),
+]
+BatchTokens = Annotated[
+    int | None, typer.Option(min=1, help="Of a call of the session, padding counted; 1024 if not given.")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of the session. Without it: as many as ONNX Runtime takes.")
 ]
 BenchShapes = Annotated[
     list[str] | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -76,12 +77,16 @@ def embed_stream(
 
 def _stream(texts: Iterable[str], encoder: TextEncoder, batch_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
     total = len(texts) if isinstance(texts, Sized) else None
-    done = 0
+    before = 0
     for window in _windows(texts):
-        progress(Stage.EMBED, done, max(done + len(window), total or 0))
-        yield encoder.encode(window, batch_tokens)
-        done += len(window)
-        progress(Stage.EMBED, done, max(done, total or 0))
+        tell = partial(_tell, progress, before, max(before + len(window), total or 0))
+        tell(0)
+        yield encoder.encode(window, batch_tokens, tell)
+        before += len(window)
+
+
+def _tell(progress: Progress, before: int, total: int, done: int) -> None:
+    progress(Stage.EMBED, before + done, total)
 
 
 def _windows(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -109,6 +114,7 @@ def rerank(
     top_k: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     session_options: onnxruntime.SessionOptions | None = None,
+    progress: Progress = no_progress,
 ) -> list[RankedText]:
     """The texts' numbers and scores, the best first; of equal scores the first text.
 
@@ -117,7 +123,8 @@ def rerank(
     """
     if top_k is not None and top_k < 1:
         raise OrtolanError(f"top_k is {top_k}, expected at least 1")
-    scores = _encoder(model, tokenizer, settings, session_options).score(query, texts, batch_tokens)
+    encoder = _encoder(model, tokenizer, settings, session_options)
+    scores = encoder.score(query, texts, batch_tokens, lambda done: progress(Stage.SCORE, done, len(texts)))
     order = np.argsort(-scores, kind="stable")
     return [RankedText(int(index), float(scores[index])) for index in islice(order, top_k)]
 

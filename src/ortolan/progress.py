@@ -12,7 +12,7 @@ logger = logging.getLogger("ortolan")
 
 
 class Stage(StrEnum):
-    """What optimize_onnx, search and distill are at. A benchmark tells the case that it measures instead."""
+    """What optimize_onnx, search, embed and others are at. A benchmark tells the case that it measures instead."""
 
     READ_WEIGHTS = "read weights"  # of a GGUF file
     NORMALIZE = "normalize"
@@ -43,9 +43,10 @@ class Stage(StrEnum):
     LAYER_ERRORS = "search: errors of layers"
     TRY_MODELS = "search: whole models"
     TIME_MODELS = "search: times of models"
-    # Of distill and the demo.
+    # Of embed, rerank, distill and the demo.
+    EMBED = "embed texts"
+    SCORE = "score texts"
     DISTILL = "distill"
-    EMBED = "embed sentences"
     TIME = "time the models"
 
 

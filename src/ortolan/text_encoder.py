@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,10 @@ _DTYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 _CHARACTERS_OF_A_TOKEN = 4  # about, of a text that the model splits itself
 _LEAST_NORM = 1e-12
 _LARGEST_ID = 2**31
+
+
+def _tell_nobody(done: int) -> None:
+    pass
 
 
 class Budget:
@@ -220,27 +224,41 @@ class TextEncoder:
         made = dict(zip(_KNOWN_INPUTS, (ids, mask, types, positions), strict=True))
         return {name: made[name].astype(dtype, copy=False) for name, dtype in self._inputs.items()}
 
-    def encode(self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
+    def encode(
+        self, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS, tell: Callable[[int], None] = _tell_nobody
+    ) -> np.ndarray:
         """float32 [len(texts), width], in the order given. batch_tokens: of a call of the session, padding counted
-        where the model computes it."""
-        return self.encode_tokens(self.tokenize(texts), batch_tokens)
+        where the model computes it. tell: is told after each call how many texts are done."""
+        return self.encode_tokens(self.tokenize(texts), batch_tokens, tell)
 
-    def encode_tokens(self, tokens: Sequence[Tokens], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
+    def encode_tokens(
+        self, tokens: Sequence[Tokens], batch_tokens: int = BATCH_TOKENS, tell: Callable[[int], None] = _tell_nobody
+    ) -> np.ndarray:
         """Of texts that are divided into tokens already: see tokenize, encode."""
         vectors = np.empty((0, self.width or 0), np.float32)
+        done = 0
         for batch in batches(tokens, batch_tokens, self.pads):
             found = self.run([tokens[index] for index in batch])
             if not len(vectors):
                 vectors = np.empty((len(tokens), found.shape[1]), np.float32)
             vectors[batch] = found
+            tell(done := done + len(batch))
         return vectors
 
-    def score(self, query: str, texts: Sequence[str], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
-        """float32 [len(texts)]: of the query with each text, in the order given. batch_tokens: see encode."""
+    def score(
+        self,
+        query: str,
+        texts: Sequence[str],
+        batch_tokens: int = BATCH_TOKENS,
+        tell: Callable[[int], None] = _tell_nobody,
+    ) -> np.ndarray:
+        """float32 [len(texts)]: of the query with each text, in the order given. batch_tokens, tell: see encode."""
         tokens = self.tokenize_pairs(query, texts)
         scores = np.empty(len(tokens), np.float32)
+        done = 0
         for batch in batches(tokens, batch_tokens, self.pads):
             scores[batch] = self.run([tokens[index] for index in batch])
+            tell(done := done + len(batch))
         return scores
 
     def token_vectors(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -250,7 +250,7 @@ def test_streams_are_read_window_by_window(folder, monkeypatch):
     first = next(pieces)
     assert len(read) == len(first) == 3
     np.testing.assert_allclose(np.concatenate([first, *pieces]), ortolan.embed(TEXTS, folder), atol=1e-6)
-    assert told[-1] == ("embed sentences", 6, 6)
+    assert told[-1] == ("embed texts", 6, 6)
     monkeypatch.setattr(embedding, "_WINDOW_CHARACTERS", 1)
     assert [len(piece) for piece in ortolan.embed_stream(TEXTS, folder)] == [1, 1, 2, 1, 1]
 

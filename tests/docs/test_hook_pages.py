@@ -12,7 +12,7 @@ import pytest
 
 from ortolan.provider import has_provider
 
-from ..hooks.folders import WORDS, write_bert, write_llama, write_t5
+from ..hooks.folders import WORDS, write_bert, write_llama, write_sentence_encoder, write_t5
 from .other_packages import NEEDS
 from .pages import blocks, run_bash, run_python
 
@@ -34,6 +34,7 @@ def test_the_page_runs(name: str, tmp_path: Path) -> None:
     write_bert(tmp_path / "bert", "BertForSequenceClassification")
     write_llama(tmp_path / "llama")
     write_t5(tmp_path / "t5")
+    write_sentence_encoder(tmp_path / "model")
     rng = np.random.default_rng(0)
     (tmp_path / "texts.txt").write_text("\n".join(" ".join(rng.choice(WORDS, 12)) for _ in range(60)))
     run = {"bash": run_bash, "python": run_python}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,24 @@ def write_bert(folder: Path, architecture: str = "BertModel", **config: Any) -> 
         )
     )
     model.eval().save_pretrained(folder)
+    return folder
+
+
+def write_sentence_encoder(folder: Path) -> Path:
+    """The same as sentence-transformers writes it: means of the tokens' vectors, of length 1."""
+    write_bert(folder)
+    kind = "sentence_transformers.models."
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": number, "name": str(number), "path": place, "type": kind + name}
+        for number, (name, place) in enumerate(places.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": False}))
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
+    for place, said in (("1_Pooling", pooling), ("2_Normalize", {})):
+        (folder / place).mkdir()
+        (folder / place / "config.json").write_text(json.dumps(said))
     return folder
 
 

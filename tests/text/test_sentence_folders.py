@@ -253,6 +253,24 @@ def test_rerankers_score_pairs(tmp_path, tokenizer, config, given, sigmoid):
         np.testing.assert_allclose(alone, [score], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("said", "sigmoid"), [({}, True), ({"activation_fn": IDENTITY}, False)])
+def test_cross_encoders_with_modules(tmp_path, said, sigmoid):
+    """As sentence-transformers 5.7 writes them: modules.json names a Transformer alone."""
+    write_reranker(tmp_path)
+    write_wordpiece(tmp_path / "tokenizer.json")
+    write_json(tmp_path / "modules.json", [TRANSFORMER])
+    write_json(tmp_path / "sentence_bert_config.json", {"max_seq_length": 9})
+    write_json(tmp_path / "config_sentence_transformers.json", {"model_type": "CrossEncoder", **said})
+    encoder = ortolan.TextEncoder(tmp_path)
+    assert (encoder.kind, encoder.max_tokens) == ("reranker", 9)
+    raw = ortolan.TextEncoder(tmp_path, settings=TextInput(activation="none")).score("the cat", ["sleeping", "a b c"])
+    found = encoder.score("the cat", ["sleeping", "a b c"])
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-raw)) if sigmoid else raw, rtol=1e-6)
+    write_json(tmp_path / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "activation_fn": 1})
+    with pytest.raises(ModelError, match="activation_fn 1"):
+        ortolan.TextEncoder(tmp_path)
+
+
 def test_rerankers_that_are_none(tmp_path):
     write_reranker(tmp_path / "model", labels=3)
     write_wordpiece(tmp_path / "model" / "tokenizer.json")

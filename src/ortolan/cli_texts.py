@@ -1,0 +1,128 @@
+"""The commands that take texts: `ortolan embed`, `ortolan rerank`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import cli_options as options
+from .cli_output import make_console, progress_bar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ortolan.graph_passes.text.text_plan import TextInput
+
+    from .embedding import RankedText
+    from .text_encoder import TextEncoder
+
+
+def embed(
+    model: options.Model,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE.npy",
+            help="Where to write the vectors: float32, a row a text, in order.",
+        ),
+    ],
+    texts: options.Texts = Path("-"),
+    field: options.Field = None,
+    tokenizer: options.TextTokenizer = None,
+    pooling: options.VectorPooling = None,
+    normalize: options.VectorNormalize = None,
+    max_tokens: options.CutTokens = None,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The prompt of config_sentence_transformers.json that stands before each text. Without it: "
+            'default_prompt_name; "": none.',
+        ),
+    ] = None,
+    batch_tokens: options.BatchTokens = None,
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write the vectors of any number of texts, one a line, to a file of NumPy."""
+    from ortolan.graph_passes.text.text_plan import TextInput
+
+    from .embedding import embed_stream
+    from .text_encoder import BATCH_TOKENS
+    from .text_lines import read_lines
+    from .vectors_file import check_place, write_vectors
+
+    check_place(output)
+    lines = read_lines(texts, field)
+    settings = TextInput(pooling=pooling, normalize=normalize, max_tokens=max_tokens, prompt_name=prompt_name)
+    encoder = _open(model, tokenizer, settings, threads)
+    none = encoder.encode([])  # refuses a reranker before texts are waited for, and knows the width where no text comes
+    with progress_bar() as progress:
+        pieces = embed_stream(lines, encoder, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
+        rows, width = write_vectors(output, (piece for found in ([none], pieces) for piece in found))
+    if as_json:
+        typer.echo(json.dumps({"output": str(output), "texts": rows, "width": width}))
+    else:
+        typer.echo(f"{output}: {rows} vectors of {width} numbers")
+
+
+def rerank(
+    model: options.Model,
+    query: Annotated[str, typer.Option("--query", "-q", metavar="TEXT", help="What the texts are ranked for.")],
+    texts: options.Texts = Path("-"),
+    field: options.Field = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", "-k", min=1, help="Only so many, the best.")] = None,
+    tokenizer: options.TextTokenizer = None,
+    max_tokens: options.CutTokens = None,
+    activation: options.ScoreActivation = None,
+    batch_tokens: options.BatchTokens = None,
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Rank texts, one a line, for a query, by a cross-encoder. All texts are in memory."""
+    from ortolan.graph_passes.text.text_plan import TextInput
+
+    from .embedding import rerank as run
+    from .text_encoder import BATCH_TOKENS
+    from .text_lines import read_lines
+
+    lines = read_lines(texts, field)
+    encoder = _open(model, tokenizer, TextInput(max_tokens=max_tokens, activation=activation), threads)
+    encoder.score(query, [])  # refuses a model that embeds before texts are waited for
+    found = list(lines)
+    with progress_bar() as progress:
+        ranked = run(query, found, encoder, top_k=top_k, batch_tokens=batch_tokens or BATCH_TOKENS, progress=progress)
+    if as_json:
+        results = [{"index": one.index, "score": one.score, "text": found[one.index]} for one in ranked]
+        typer.echo(json.dumps({"results": results}, indent=2))
+    else:
+        _print_ranked(ranked, found)
+
+
+def _open(model: Path, tokenizer: Path | None, settings: TextInput, threads: int | None) -> TextEncoder:
+    from .session import new_options
+    from .text_encoder import TextEncoder
+
+    session_options = new_options()
+    if threads is not None:
+        session_options.intra_op_num_threads = threads
+    return TextEncoder(model, tokenizer, settings, session_options)
+
+
+def _print_ranked(ranked: Sequence[RankedText], texts: Sequence[str]) -> None:
+    """A row a text, in a terminal cut to its width."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None)
+    for column in ("score", "index"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis")
+    for one in ranked:
+        table.add_row(f"{one.score:.4f}", str(one.index), Text(texts[one.index]))
+    make_console().print(table)
