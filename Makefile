@@ -64,19 +64,21 @@ asan: build/asan-site/.installed
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  PYTHONPATH=$(CURDIR)/build/asan-site $(PYTEST) $$part -p no:cacheprovider --parameter-sets 2; done
 
-# Formats, vectors, kernels and operators on emulated Arm CPUs that have neon, dotprod and i8mm, and models that were
+# Vectors, formats, kernels and some operators on emulated Arm CPUs that have neon, dotprod and i8mm, and models that were
 # optimized here. A part of it, and all.
 ANSWERS = $(BIN)/python -m tests.aarch64.answers build/aarch64/answers
 KERNELS = simd $(patsubst tests/%,%,$(wildcard tests/ops/test_*_kernels*.py)) ops/test_epilogue.py ops/test_layer_norm.py
+OPERATORS = $(addprefix ops/,$(addsuffix .py,test_w4a8_matmul_op test_w8a8_matmul_op test_vnni_spmm_op test_lut_post_op_op \
+  test_packed_tokens_op test_linear_norm test_kernel_tables))
 aarch64: $(VENV)/.installed
 	$(ANSWERS)
 	.ci/aarch64 neoverse-n1 $(KERNELS) aarch64/check_models.py --parameter-sets 1
 
 test-aarch64: $(VENV)/.installed
 	$(ANSWERS)
-	.ci/aarch64 cortex-a72 formats $(KERNELS) ops aarch64/check_models.py
-	.ci/aarch64 neoverse-n1 $(KERNELS) ops/test_stored_answers.py aarch64/check_models.py -k "not neon and not scalar"
-	.ci/aarch64 max $(KERNELS) ops/test_stored_answers.py aarch64/check_models.py -k "not neon and not scalar and not dotprod"
+	.ci/aarch64 cortex-a72 formats $(KERNELS) $(OPERATORS) aarch64/check_models.py
+	.ci/aarch64 neoverse-n1 $(KERNELS) aarch64/check_models.py -k "not neon and not scalar"
+	.ci/aarch64 max $(KERNELS) aarch64/check_models.py -k "not neon and not scalar and not dotprod"
 
 optimum: build/testing-wheel/.built
 	TORCH=$(TORCH) .ci/extra optimum optimum hooks/test_optimum.py hooks/test_optimum_commands.py zoo docs/test_hook_pages.py
