@@ -16,8 +16,12 @@ from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from . import instructions
+
+# --hypothesis-profile of runs on emulated CPUs (.ci/aarch64), where everything is slow.
+settings.register_profile("emulated", suppress_health_check=[HealthCheck.too_slow])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

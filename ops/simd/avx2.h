@@ -7,33 +7,12 @@
 #include <cstdint>
 
 #include "simd/at_byte.h"
+#include "simd/expand_controls.h"
 #include "simd/spread_control.h"
 #include "simd/vectors.h"
 
 namespace ortolan::simd {
 namespace {
-
-// Expansion by shuffles, as there is no instruction for it: for each byte of mask bits the control that moves the next
-// stored value, of kBytes bytes, to every place whose bit is set, and zero elsewhere (a control byte with its top bit
-// set gives zero).
-template <int kBytes>
-struct ExpandControls {
-  constexpr ExpandControls() {
-    for (int mask = 0; mask < 256; ++mask) {
-      int next = 0;
-      for (int place = 0; place < 8; ++place) {
-        const bool stored = ((mask >> place) & 1) != 0;
-        for (int i = 0; i < kBytes; ++i) {
-          control[mask][place * kBytes + i] = static_cast<uint8_t>(stored ? next++ : 0x80);
-        }
-      }
-    }
-  }
-  alignas(64) uint8_t control[256][8 * kBytes] = {};
-};
-
-constexpr ExpandControls<1> kExpandByteControls;
-constexpr ExpandControls<2> kExpandWordControls;
 
 struct avx2_types {
   using Float = __m256;

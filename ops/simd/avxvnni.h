@@ -22,6 +22,7 @@ struct avxvnni : avx2 {
   static constexpr uint32_t kInt8Bias = 128;
   static __m256i DotInt8(__m256i sums, __m256i a, __m256i b) { return DotQuad(sums, a, b); }
   static constexpr bool kNarrowNibbleSums = false;
+  static constexpr bool kNibblesTimes16 = true;
   static __m256i StartNibbleSums(__m256i sums) { return sums; }
   static __m256i DotNibbles(__m256i sums, __m256i a, __m256i b) { return DotQuad(sums, a, b); }
   static __m256i EndNibbleSums(__m256i, __m256i sums) { return sums; }

@@ -91,8 +91,8 @@
 //                                           256, b -127 … 127
 //     DotNibbles(sums, Bytes a, Bytes b)    likewise, a int4 + kNibbleBias; between StartNibbleSums(Int sums) and
 //                                           EndNibbleSums(Int sums, sums), at most eight of them. kNarrowNibbleSums: in
-//                                           between they are 16 bits, so that a must not be more than 15; otherwise
-//                                           they are Int, and a may be any unsigned byte
+//                                           between they are 16 bits; otherwise they are Int. kNibblesTimes16: a may be
+//                                           any unsigned byte, and not only 0 … 15
 //
 //     EvenBf16(Bytes), OddBf16(Bytes)       of pairs of bf16, as floats
 //     RoundToBf16(Float)                    floats that hold a bf16

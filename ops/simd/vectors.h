@@ -128,6 +128,7 @@ struct Vectors : Types {
   static Bytes HighNibbles(Bytes a) { return LowNibbles(ShiftRightInt<4>(a)); }
   static constexpr uint32_t kNibbleBias = 8;
   static constexpr bool kNarrowNibbleSums = false;
+  static constexpr bool kNibblesTimes16 = false;
   static Int StartNibbleSums(Int sums) { return sums; }
   static Int DotNibbles(Int sums, Bytes a, Bytes b) { return Column::DotInt8(sums, a, b); }
   static Int EndNibbleSums(Int, Int sums) { return sums; }

@@ -14,10 +14,14 @@ template <typename Register>
 [[gnu::always_inline]] inline void Forget(Register& a) {
   if constexpr (Simd::kLanes == 1) {
     __asm__ volatile("" : "+m"(a));
-  } else if constexpr (Simd::kRegisters == 32) {
-    __asm__ volatile("" : "+v"(a));
   } else {
+#if defined(__aarch64__)
+    __asm__ volatile("" : "+w"(a));
+#elif defined(__AVX512F__)
+    __asm__ volatile("" : "+v"(a));
+#else
     __asm__ volatile("" : "+x"(a));
+#endif
   }
 }
 

@@ -167,6 +167,19 @@ void DotPackedRows(const int32_t* numbers, int32_t offset, const uint8_t* weight
   DotStoredRows<S, kVectors>(stored, weights, zeros, out);
 }
 
+// What the column's rows of tokens hold; bytes, where it has none.
+template <typename S>
+struct RowNumberOrByte {
+  using Type = uint8_t;
+};
+template <typename S>
+  requires requires { typename S::RowNumber; }
+struct RowNumberOrByte<S> {
+  using Type = typename S::RowNumber;
+};
+template <typename S>
+using RowNumberOf = typename RowNumberOrByte<S>::Type;
+
 // 2 kLanes inputs of kTokens tokens, cut off at +-250, as rows: the sums of products of inputs 0 … 3 with 16 weights,
 // by output and token or, of few tokens, by token and output, where a second group has the weights' last 16.
 template <typename S, int kTokens>
@@ -179,8 +192,9 @@ void DotWordRows(const int32_t* inputs, const int8_t* weights, int32_t* out) {
   }
   int16_t rows[2 * S::kLanes * kRow];
   S::template StoreInputs<kTokens>(tokens, rows);
-  // Any four inputs may meet: those that are 5 apart do.
-  const int16_t* const four[4] = {rows, rows + 5 * kRow, rows + 10 * kRow, rows + 15 * kRow};
+  // Any four inputs may meet: the first, the last or nearly, and two between do.
+  constexpr int64_t kApart = (2 * S::kLanes - 1) / 3 * kRow;
+  const int16_t* const four[4] = {rows, rows + kApart, rows + 2 * kApart, rows + 3 * kApart};
   typename S::Int sums[2][S::template kRowSums<kTokens>] = {};
   for (int i = 0; i < 2; ++i) S::template DotRows<kTokens>(sums[i], four, weights + 16 * i);
   if constexpr (kTokens < S::kLanes) {
@@ -330,13 +344,17 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("RoundToBf16", S::Store(x.out, S::RoundToBf16(S::Load(x.a))));
   ORTOLAN_TRY("PackBf16", S::StoreBytes(out, S::PackBf16(S::Load(x.a), S::Load(x.b))));
   ORTOLAN_TRY("DotBf16", S::Store(x.out, S::DotBf16(S::Load(x.c), S::LoadBytes(a), S::LoadBytes(b))));
-  if constexpr (S::kDotsFewRows) {
+  if constexpr (sizeof(RowNumberOf<S>) == 2) {
     const auto* const weights = reinterpret_cast<const int8_t*>(b);
-    ORTOLAN_TRY("DotRows1", DotWordRows<S, 1>(x.ints, weights, As<int32_t>(out)));
-    ORTOLAN_TRY("DotRows2", DotWordRows<S, 2>(x.ints, weights, As<int32_t>(out)));
-    ORTOLAN_TRY("DotRows4", DotWordRows<S, 4>(x.ints, weights, As<int32_t>(out)));
+    if constexpr (S::kDotsFewRows) {
+      ORTOLAN_TRY("DotRows1", DotWordRows<S, 1>(x.ints, weights, As<int32_t>(out)));
+      ORTOLAN_TRY("DotRows2", DotWordRows<S, 2>(x.ints, weights, As<int32_t>(out)));
+    }
+    if constexpr (S::kDotsFewRows || S::kLanes == 4) {
+      ORTOLAN_TRY("DotRows4", DotWordRows<S, 4>(x.ints, weights, As<int32_t>(out)));
+    }
     ORTOLAN_TRY("DotRows8", DotWordRows<S, 8>(x.ints, weights, As<int32_t>(out)));
-    ORTOLAN_TRY("DotRows16", DotWordRows<S, 16>(x.ints, weights, As<int32_t>(out)));
+    if constexpr (S::kLanes == 8) ORTOLAN_TRY("DotRows16", DotWordRows<S, 16>(x.ints, weights, As<int32_t>(out)));
     ORTOLAN_TRY("StoreRows1", DotStoredWords<S, 1>(a, number, As<int32_t>(out)));
     ORTOLAN_TRY("StoreRows2", DotStoredWords<S, 2>(a, number, As<int32_t>(out)));
   }

@@ -153,7 +153,7 @@ def test_some_lanes(column: str) -> None:
     """As many as are left, which may be none, and more than a register holds."""
     lanes = LANES[column]
     a = np.arange(1, lanes + 1, dtype=np.float32)
-    for left in (-3, 0, 1, lanes - 1, lanes, lanes + 5):
+    for left in (-3, -2, -1, 0, 1, lanes - 1, lanes, lanes + 5):
         there = min(max(left, 0), lanes)
         expected = np.where(np.arange(lanes) < there, a, 0).astype(np.float32)
         assert_same_bits(one(column, "LoadSome", a, number=left), expected)

@@ -101,8 +101,8 @@ struct Int4Products : Products {
   static constexpr bool kStoredTiles = false;
   static constexpr bool kHasGroups = true;
   static constexpr Fetch kFetchOneRow = Fetch::kMultiply;
-  static constexpr int kOneRowChains = Simd::kNarrowNibbleSums ? 1 : kMostOneRowChains<Simd>;
-  static constexpr int kMostChains = Simd::kNarrowNibbleSums ? 1 : 2;
+  static constexpr int kOneRowChains = Simd::kNibblesTimes16 ? kMostOneRowChains<Simd> : 1;
+  static constexpr int kMostChains = Simd::kNibblesTimes16 ? 2 : 1;
 
   // How far ahead one row of x asks for weights that are all stored.
   static int64_t OneRowAhead(const PrefetchDistances& ahead) { return ahead.int4; }
@@ -143,7 +143,7 @@ struct Int4Weights : Int4Products<Simd, RowQuantized<Simd, true>> {
   static constexpr bool kDense = kStorage == Storage::kDense;
   static constexpr bool kBuffered = !kDense;
   // Chains would hold odd rows times 16, which 2:4 storage has only for one row of x.
-  static constexpr bool kOneChain = Simd::kNarrowNibbleSums || kStorage == Storage::kTwoFour;
+  static constexpr bool kOneChain = !Simd::kNibblesTimes16 || kStorage == Storage::kTwoFour;
   static constexpr int kOneRowChains = kOneChain ? 1 : kMostOneRowChains<Simd>;
   static constexpr int kMostChains = kOneChain ? 1 : 2;
   using Stream = StoredInt4<Simd, kStorage>;

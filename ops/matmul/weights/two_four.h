@@ -170,9 +170,9 @@ struct TwoFourByteRow : TwoFourRow<Simd, Kind> {
   using Row = typename TwoFourRow<Simd, Kind>::Row;
   static constexpr bool kNibbles = kLayout.value_bits == 4;
   static constexpr int kBias = kNibbles ? kInt4Bias : static_cast<int>(Simd::kInt8Bias);  // of weights
-  static constexpr bool kNarrow = kNibbles && Simd::kNarrowNibbleSums;
-  static constexpr int kOneRowChains = kNarrow ? 1 : kMostOneRowChains<Simd>;
-  static constexpr int kMostChains = kNarrow ? 1 : 2;
+  static constexpr bool kOneChain = kNibbles && !Simd::kNibblesTimes16;
+  static constexpr int kOneRowChains = kOneChain ? 1 : kMostOneRowChains<Simd>;
+  static constexpr int kMostChains = kOneChain ? 1 : 2;
 
   struct Stream : TwoFourRows<Simd, kLayout> {
     using TwoFourRows<Simd, kLayout>::TwoFourRows;

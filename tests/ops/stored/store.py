@@ -21,7 +21,7 @@ from .case import THREADS, Case, digest
 
 FOLDER = Path(__file__).parent
 # The names of ORTOLAN_ISA that are tried. One that is new here has no answers until they are added.
-ISAS = ("scalar", "avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx")
+ISAS = ("scalar", "avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512", "avx512bf16", "amx", "neon", "dotprod", "i8mm")
 # Those that owe the answers of another.
 STORED_AS = {"avxvnni": "avx2"}
 EVERY = "every"
