@@ -301,7 +301,8 @@ class AttentionLoop {
           if (j + 1 < keys) b = Simd::Exp2(Simd::Subtract(Simd::Load(from + kRows), most[i]));
           sum[i] = Simd::Add(sum[i], b);
         }
-        Simd::StorePair(scores_ + j / kUnit * kRows + i * kLanes, kRows, a, b);
+        // The sum of a row with a NaN is NaN, and so is its y.
+        Simd::StoreWeights(scores_ + j / kUnit * kRows + i * kLanes, kRows, a, b);
       }
     }
 #pragma GCC unroll 4

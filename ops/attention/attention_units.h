@@ -6,6 +6,7 @@
 //     kUnit                              numbers of a unit
 //     StorePair(to, stride, a, b)        numbers a and b as units: one at `to`, or two, the other `stride` behind it.
 //                                        Where kPair is 1, a alone
+//     StoreWeights(to, stride, a, b)     the same of weights, 0 … 1, where NaN may become any number
 //     StoreRow(row, d, a)                kLanes numbers of a row, from number d on, as units
 //     MultiplyAddUnits(a, b, c)          a b + c of units a and b, floats c
 //     kFlushes                           denormal floats count as zero
@@ -23,6 +24,7 @@ struct FloatUnits : Simd {
   static constexpr int64_t kUnit = 1;
   static constexpr bool kFlushes = false;
   static void StorePair(float* to, int64_t, Float a, Float) { Simd::Store(to, a); }
+  static void StoreWeights(float* to, int64_t, Float a, Float) { Simd::Store(to, a); }
   static void StoreRow(float* row, int64_t d, Float a) { Simd::Store(row + d, a); }
   static Float MultiplyAddUnits(Float a, Float b, Float c) { return Simd::MultiplyAdd(a, b, c); }
 };
@@ -38,6 +40,10 @@ struct Bf16Units : Simd {
     Simd::Store(to, Round(b));
     Simd::Store(to + stride, Round(a));
   }
+  static void StoreWeights(float* to, int64_t stride, Float a, Float b) {
+    Simd::Store(to, RoundWeight(b));
+    Simd::Store(to + stride, RoundWeight(a));
+  }
   static void StoreRow(float* row, int64_t d, Float a) {
     if constexpr (Simd::kLanes == 1) {
       Simd::Store(row + (d ^ 1), Round(a));
@@ -48,6 +54,12 @@ struct Bf16Units : Simd {
   static Float MultiplyAddUnits(Float a, Float b, Float c) { return Simd::MultiplyAdd(a, b, c); }
 
  private:
+  // Neither NaN nor denormal: to nearest even, as RoundToBf16.
+  static Float RoundWeight(Float a) {
+    const auto bits = Simd::BitsOf(a);
+    const auto lowest = Simd::AndInt(Simd::template ShiftRightInt<16>(bits), Simd::SetInt(1));
+    return Simd::OddBf16(Simd::AddInt(Simd::AddInt(bits, Simd::SetInt(0x7fff)), lowest));
+  }
   // The product is a, or zero for a denormal, which the compiler must not know.
   static Float Round(Float a) { return Simd::RoundToBf16(Simd::Multiply(a, Simd::Rounded(Simd::Set(1.0f)))); }
 };
@@ -60,6 +72,7 @@ struct Bf16Units<Simd> : Simd {
   static constexpr int64_t kPair = 2;
   static constexpr int64_t kUnit = 2;
   static void StorePair(float* to, int64_t, Float a, Float b) { Simd::Store(to, Simd::PackUnits(a, b)); }
+  static void StoreWeights(float* to, int64_t, Float a, Float b) { Simd::Store(to, Simd::PackUnits(a, b)); }
   static void StoreRow(float* row, int64_t d, Float a) { Simd::StoreUnits(row + d / kUnit, a); }
 };
 

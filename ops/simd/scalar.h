@@ -33,16 +33,15 @@ struct scalar : Vectors<scalar, scalar_types> {
 #if defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    // Without the instruction, by doubles: the product is exact, and a sum rounded to odd has what the next rounding
-    // must know. (The C library's function changes the rounding mode there and back.)
+    // Without the instruction, by doubles: the product is exact. The sum, rounded to a double and then to a float, is
+    // wrong only where the double lies half way between two floats. (The C library's function changes the rounding mode
+    // there and back.)
     const double product = static_cast<double>(a) * static_cast<double>(b);
     const double sum = product + static_cast<double>(c);
-    const double added = sum - product;
-    const double lost = (product - (sum - added)) + (static_cast<double>(c) - added);
-    uint64_t bits = __builtin_bit_cast(uint64_t, sum);
-    const bool inexact = lost > 0 || lost < 0;  // not where the sum is Inf or NaN
-    if (inexact && bits % 2 == 0) bits += (lost > 0) == (sum > 0) ? 1 : ~uint64_t{0};
-    return static_cast<float>(__builtin_bit_cast(double, bits));
+    const uint64_t bits = __builtin_bit_cast(uint64_t, sum);
+    const bool half_way = (bits & 0x1fffffff) == 0x10000000 || __builtin_fabs(sum) < 0x1p-126;
+    if (__builtin_expect(half_way, 0)) return RoundToOdd(product, static_cast<double>(c));
+    return static_cast<float>(sum);
 #endif
   }
   static float Max(float a, float b) { return a > b ? a : b; }
@@ -158,6 +157,16 @@ struct scalar : Vectors<scalar, scalar_types> {
   }
 
  private:
+  // a + b as a float, from a double that is rounded to odd: it has all that the next rounding must know. Zero is exact.
+  [[gnu::noinline]] static float RoundToOdd(double a, double b) {
+    const double sum = a + b;
+    const double added = sum - a;
+    const double lost = (a - (sum - added)) + (b - added);
+    uint64_t bits = __builtin_bit_cast(uint64_t, sum);
+    const bool inexact = lost > 0 || lost < 0;  // no NaN
+    if (inexact && bits % 2 == 0) bits += (lost > 0) == (sum > 0) ? 1 : ~uint64_t{0};
+    return static_cast<float>(__builtin_bit_cast(double, bits));
+  }
   // Two numbers to their places of four.
   template <int kBits>
   [[gnu::noinline]] static uint64_t Spread(uint32_t a, uint32_t places) {
