@@ -81,7 +81,7 @@ def test_threads_and_progress(tiny_encoder):
     steps = []
     result = demo.run_demo(threads=2, model=tiny_encoder, progress=lambda *step: steps.append(step))
     assert "on 2 thread(s)" in rendered(result)
-    assert {"embed sentences", "time the models"} <= {stage for stage, _, _ in steps}
+    assert {"embed texts", "time the models"} <= {stage for stage, _, _ in steps}
 
 
 def test_agreement_of_vectors():
