@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .encoder import EncoderBuilder, check_heads, linear_shapes, norm_shapes, read_config
+from .encoder import EncoderBuilder, EncoderConfig, linear_shapes, norm_shapes, read_config
 from .graph_builder import Shape, check_weights, set_type, tensor_value
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(EncoderConfig):
     """The fields of a Hugging Face BERT config.json that shape the graph; the defaults are bert-base's."""
 
     vocab_size: int = 30522
@@ -25,14 +25,6 @@ class BertConfig:
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
-
-    def __post_init__(self) -> None:
-        check_heads(self.hidden_size, self.num_attention_heads)
-
-    @property
-    def head_dim(self) -> int:
-        """The size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> BertConfig:

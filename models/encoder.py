@@ -28,12 +28,23 @@ def read_config(path: str | os.PathLike[str], names: Mapping[str, Any], supporte
     return {name: fields[name] for name in names if name in fields}
 
 
-def check_heads(hidden_size: int, num_attention_heads: int) -> None:
-    """Raises ModelBuildError unless the heads have the same width."""
-    if hidden_size % num_attention_heads:
-        raise ModelBuildError(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}"
-        )
+class EncoderConfig:
+    """What the configurations of encoders share: dataclasses that have these fields."""
+
+    hidden_size: int
+    num_attention_heads: int
+
+    def __post_init__(self) -> None:
+        """Raises ModelBuildError unless the heads have the same width."""
+        if self.hidden_size % self.num_attention_heads:
+            raise ModelBuildError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """The size of one attention head."""
+        return self.hidden_size // self.num_attention_heads
 
 
 def linear_shapes(linears: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .encoder import EncoderBuilder, check_heads, read_config
+from .encoder import EncoderBuilder, EncoderConfig, read_config
 from .graph_builder import MASKED, Shape, check_weights, set_type, tensor_value
 
 
 @dataclass(frozen=True)
-class ModernBertConfig:
+class ModernBertConfig(EncoderConfig):
     """The fields of a Hugging Face ModernBERT config.json that shape the graph; the defaults are ModernBERT-base's."""
 
     vocab_size: int = 50368
@@ -27,14 +27,6 @@ class ModernBertConfig:
     global_rope_theta: float = 160000.0
     local_rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        check_heads(self.hidden_size, self.num_attention_heads)
-
-    @property
-    def head_dim(self) -> int:
-        """The size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> ModernBertConfig:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .encoder import EncoderBuilder, check_heads, linear_shapes, norm_shapes, read_config
+from .encoder import EncoderBuilder, EncoderConfig, linear_shapes, norm_shapes, read_config
 from .graph_builder import Shape, check_weights, set_type, tensor_value
 
 PADDING = 1  # the token id, and the position of padding; those of other tokens follow it
@@ -18,7 +18,7 @@ _MAX_DISTANCE = 128  # of two tokens; those further apart share the last bucket
 
 
 @dataclass(frozen=True)
-class MpnetConfig:
+class MpnetConfig(EncoderConfig):
     """The fields of a Hugging Face MPNet config.json that shape the graph; the defaults are mpnet-base's."""
 
     vocab_size: int = 30527
@@ -29,14 +29,6 @@ class MpnetConfig:
     max_position_embeddings: int = 514
     relative_attention_num_buckets: int = 32
     layer_norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        check_heads(self.hidden_size, self.num_attention_heads)
-
-    @property
-    def head_dim(self) -> int:
-        """The size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> MpnetConfig:
