@@ -6,13 +6,11 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from .errors import OutputError
-
-_HEADER_BYTES = 128  # of any number of rows: it is written again when that is known
-_VERSION = b"\x93NUMPY\x01\x00"
 
 
 def check_place(path: Path) -> None:
@@ -39,20 +37,20 @@ def write_vectors(path: Path, pieces: Iterable[np.ndarray]) -> tuple[int, int]:
             written = Path(work) / path.name
             with written.open("wb") as file:
                 rows = width = 0
-                file.write(_header(0, 0))
                 for piece in pieces:
+                    if not file.tell():
+                        _write_header(file, 0, piece.shape[1])
                     file.write(np.ascontiguousarray(piece, "<f4").data)
                     rows, width = rows + len(piece), piece.shape[1]
                 file.seek(0)
-                file.write(_header(rows, width))
+                _write_header(file, rows, width)
             os.replace(written, path)
     except OSError as error:
         raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
     return rows, width
 
 
-def _header(rows: int, width: int) -> bytes:
-    """Version 1.0 of numpy's format."""
-    said = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {width}), }}"
-    length = _HEADER_BYTES - len(_VERSION) - 2
-    return _VERSION + length.to_bytes(2, "little") + said.ljust(length - 1).encode("ascii") + b"\n"
+def _write_header(file: BinaryIO, rows: int, width: int) -> None:
+    """NumPy leaves space in it for any number of rows."""
+    array_header = {"descr": "<f4", "fortran_order": False, "shape": (rows, width)}
+    np.lib.format.write_array_header_1_0(file, array_header)
