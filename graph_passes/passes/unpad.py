@@ -32,6 +32,7 @@ from ..operators.nomad_attention_function import (
     uses_of,
 )
 from ..operators.packed_tokens import PACK, UNPACK, packed_tokens_function
+from ..text.nodes import Nodes
 from .context import RecipePass
 from .normalize import require_normalized
 
@@ -200,12 +201,9 @@ class UnpadPass(RecipePass):
             for node in product.consumers():
                 if node.op_type != "ReduceSum" or reduced_axes(node) not in ([1], [-2]):
                     continue
-                name = self.context.new_name(model, "tokens_axis")
-                axis = new_initializer(model.graph, ir.Tensor(np.array(1), name=name))
-                last, end, axes = (self._numbers(model, number) for number in (-1, np.iinfo(np.int64).max, 1))
-                sums = self._insert(model, node, ir.node("CumSum", [product, axis]), f"{product.name}/sums", product)
-                whole = ir.node("Slice", [sums, last, end, axes])
-                node.replace_input_with(0, self._insert(model, node, whole, f"{product.name}/sum", product))
+                made = Nodes(model.opset_imports[""], self.context.new_name(model, f"{product.name}/in_order"))
+                node.replace_input_with(0, made.summed_in_order(product, 1))
+                model.graph.insert_before(node, made.nodes)
 
     def _numbers(self, model: ir.Model, *numbers: int) -> ir.Value:
         name = self.context.new_name(model, f"{_MASK_NAME}/numbers")

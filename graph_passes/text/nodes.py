@@ -74,12 +74,11 @@ class Nodes:
     def sum(self, x: ir.Value, axis: int, keepdims: int = 0) -> ir.Value:
         return self.op("ReduceSum", x, self.ints(axis), keepdims=keepdims)
 
-    def sum_in_order(self, x: ir.Value, axis: int) -> ir.Value:
-        """From the first to the last along the axis, so that zeros between and behind change no bit: the order of
-        ReduceSum depends on how many there are."""
+    def summed_in_order(self, x: ir.Value, axis: int) -> ir.Value:
+        """The sums from the first to the last along the axis, of which one is left; none where there are none. Zeros
+        between and behind change no bit of them: the order of ReduceSum depends on how many there are."""
         sums = self.op("CumSum", x, self.integer(axis))
-        end = self.ints(np.iinfo(np.int64).max)
-        return self.sum(self.op("Slice", sums, self.ints(-1), end, self.ints(axis)), axis)
+        return self.op("Slice", sums, self.ints(-1), self.ints(np.iinfo(np.int64).max), self.ints(axis))
 
     def count_to(self, number: ir.Value) -> ir.Value:
         """0, 1, … below a number, which is a vector of one."""

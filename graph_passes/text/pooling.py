@@ -42,7 +42,7 @@ def pool(nodes: Nodes, tokens: ir.Value, mask: ir.Value, pooling: str) -> ir.Val
     count = nodes.op("Max", nodes.sum(share, 1), nodes.constant(np.float32(_TINY_COUNT)))
     if pooling == "mean_sqrt_len_tokens":
         count = nodes.op("Sqrt", count)
-    return nodes.op("Div", nodes.sum_in_order(nodes.op("Mul", tokens, share), 1), count)
+    return nodes.op("Div", nodes.sum(nodes.summed_in_order(nodes.op("Mul", tokens, share), 1), 1), count)
 
 
 def apply_dense(nodes: Nodes, vectors: ir.Value, layer: Dense) -> ir.Value:
