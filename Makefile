@@ -66,8 +66,7 @@ asan: build/asan-site/.installed
 
 # Vectors, formats, kernels and some operators on emulated Arm CPUs that have neon, dotprod and i8mm, and models that were
 # optimized here. A part of it, and all.
-# Answers of AVX2: attention in bf16, which better CPUs have, is 3e-3 from them.
-ANSWERS = ORTOLAN_ISA=avx2 $(BIN)/python -m tests.aarch64.answers build/aarch64/answers
+ANSWERS = $(BIN)/python -m tests.aarch64.answers build/aarch64/answers
 KERNELS = simd $(patsubst tests/%,%,$(wildcard tests/ops/test_*_kernels*.py)) ops/test_epilogue.py ops/test_layer_norm.py
 OPERATORS = $(addprefix ops/,$(addsuffix .py,test_w4a8_matmul_op test_w8a8_matmul_op test_vnni_spmm_op test_lut_post_op_op \
   test_packed_tokens_op test_linear_norm test_kernel_tables))
