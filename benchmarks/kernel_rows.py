@@ -1,0 +1,86 @@
+"""The kernels of one table beside each other: what each column takes for the same work.
+
+    python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24]
+
+One thread, microseconds, the best of the rounds, in which all kernels take turns: attention of one head, in the cache,
+and dense bf16 weights of 4096 x 4096 with few rows of x, packing of x included, over copies that take turns, so that
+with enough of them weights are not in the cache. Only builds with ORTOLAN_TESTING have kernels by name; a call copies
+its arrays, so that shorter work is not timed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ortolan import _native
+
+from .bare_kernels import required_kernels
+from .peak import best_seconds
+
+BF16_KERNELS = ("amx", "avx512bf16", "avx512", "avx2")  # scalar would take most of the time
+
+Run = Callable[[], object]
+
+
+def here(infos: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of those kernels that this CPU can run."""
+    return [info["name"] for info in infos if info["runs_here"]]
+
+
+def attention(queries: int, head_dim: int) -> dict[str, Run]:
+    """One head; as many keys."""
+    testing = required_kernels()
+    q, k, v = np.random.default_rng(0).standard_normal((3, queries, head_dim), dtype=np.float32)
+    run = partial(testing.nomad_attention, q[None], k, v, head_dim**-0.5)
+    return {name: partial(run, kernel=name) for name in here(testing.nomad_attention_kernels())}
+
+
+def bf16(rows: int, size: int, copies: int) -> dict[str, Run]:
+    """Dense weights [size, size]. Copies differ in nothing but their place."""
+    testing = required_kernels()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, size), dtype=np.float32)
+    packed = _native.pack_bitmap(rng.standard_normal((size, size), dtype=np.float32), dense=True)
+    turns = cycle([tuple(array.copy() for array in packed) for _ in range(copies)])
+
+    def run(kernel: str) -> object:
+        return testing.sparse_amx_matmul(x, *next(turns), size, size, kernel=kernel)
+
+    names = here(testing.sparse_amx_matmul_kernels())
+    return {name: partial(run, name) for name in names if name in BF16_KERNELS}
+
+
+def works(copies: int, size: int = 4096) -> Iterator[tuple[str, dict[str, Run]]]:
+    """The name of each work, and what runs it by each kernel."""
+    for queries, head_dim in ((16, 32), (128, 32), (512, 64)):
+        yield f"attention {queries} x {head_dim}", attention(queries, head_dim)
+    for rows in (1, 2, 3, 4):
+        yield f"bf16, {rows} rows", bf16(rows, size, copies)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ortolan.benchmarks.kernel_rows", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--copies", type=int, default=24, help="of the weights of 32 MB (default 24)")
+    options = parser.parse_args()
+    table = Table("work", "kernel", "us", "times the fastest", title=_native.cpu_info()["name"])
+    for work, runs in works(options.copies):
+        best = best_seconds(runs, options.rounds)
+        least = min(best.values())
+        for name, seconds in best.items():
+            table.add_row(work, name, f"{1e6 * seconds:.1f}", f"{seconds / least:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
