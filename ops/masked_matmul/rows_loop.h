@@ -65,9 +65,9 @@ void AddProducts(const float* a, int64_t a_row, const Number* const* rows, const
   for (; j + kBlockColumns <= end; j += kBlockColumns) add_block(j);
   for (; j < end; ++j) {
     for (int i = 0; i < kRows; ++i) {
-      float sum = sums[i * sums_row + j];
-      for (int r = 0; r < kCount; ++r) sum += a[i * a_row + r] * ToFloat(rows[r][j]);
-      sums[i * sums_row + j] = sum;
+      auto sum = Simd::Set(sums[i * sums_row + j]);
+      for (int r = 0; r < kCount; ++r) sum = Simd::MultiplyAdd(weights[i][r], Simd::Set(ToFloat(rows[r][j])), sum);
+      Simd::StoreFirst(sums + i * sums_row + j, 1, sum);
     }
   }
 }
