@@ -1,6 +1,7 @@
 #include "attention/attention.h"
 
 #include "isa/kernel_table.h"
+#include "isa/tuning.h"
 
 namespace ortolan {
 
@@ -27,6 +28,12 @@ std::span<const AttentionKernel> AttentionKernels() {
 #undef ORTOLAN_KERNEL
   };
   return kernels;
+}
+
+const AttentionKernel& FindAttentionKernel(int precision) {
+  Features features = ActiveFeatures();
+  if (!ActiveTuning().fast_dot_bf16) features.bits &= ~uint32_t{kAvx512Bf16};
+  return SelectKernel(AttentionKernels(), features, {.precision = precision});
 }
 
 }  // namespace ortolan

@@ -93,4 +93,7 @@ struct AttentionKernel : AttentionFunctions {
 // the last one of each runs on any CPU.
 std::span<const AttentionKernel> AttentionKernels();
 
+// The fastest of at least this precision for this CPU and the features that kernels may use.
+const AttentionKernel& FindAttentionKernel(int precision);
+
 }  // namespace ortolan

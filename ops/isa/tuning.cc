@@ -100,11 +100,14 @@ Tuning FindRow() {
           kZen5Costs, kPieceMacs};
 }
 
-// What the CPU is does not hang on the features that kernels may use, but for what only some of them can do.
+// What the CPU is does not hang on the features that kernels may use, but for what only some of them can do. What all
+// CPUs of a vendor share stands in no row.
 Tuning FindTuning() {
   Tuning tuning = FindRow();
   // A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
   if (!ActiveFeatures().Has(feature_set::avx512bw)) tuning.masked.most_panel_rows = 0;
+  // Timed on Granite Rapids: nomad_attention/README.md.
+  tuning.fast_dot_bf16 = DetectedModel().vendor != std::string_view("GenuineIntel");
   return tuning;
 }
 

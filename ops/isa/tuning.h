@@ -44,7 +44,8 @@ struct Tuning {
   int64_t l2_bytes;  // a core
   PrefetchDistances ahead;
   MaskedMatMulCosts masked;
-  int64_t piece_macs;  // multiply-adds below which work is not worth handing to another thread
+  int64_t piece_macs;         // multiply-adds below which work is not worth handing to another thread
+  bool fast_dot_bf16 = true;  // vdpbf16ps, where there is one, beats two fused multiply-adds, which make the same bits
 };
 
 // The row of this CPU. Found once.

@@ -345,7 +345,7 @@ class CachedPlan::Running {
 
 CachedPlan::CachedPlan(const CacheForm& form)
     : form_(form),
-      attention_(SelectKernel(AttentionKernels(), ActiveFeatures(), {.precision = form.precision})),
+      attention_(FindAttentionKernel(form.precision)),
       decode_(SelectKernel(DecodeAttentionKernels(), ActiveFeatures())),
       cache_(SelectKernel(KvCacheKernels(), ActiveFeatures())) {}
 
