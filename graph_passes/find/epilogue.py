@@ -97,6 +97,11 @@ def find_epilogue(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilo
     """
     if _element_type(output) != ir.DataType.FLOAT:
         return Epilogue(Activation.NONE, None, (), output)
+    return epilogue_behind(output, factors)
+
+
+def epilogue_behind(output: ir.Value, factors: Collection[ir.Value] = ()) -> Epilogue:
+    """The same of any value that is known to be float32."""
     activation, nodes = _find_activation(output)
     value = nodes[-1].outputs[0] if nodes else output
     factor = None

@@ -47,7 +47,7 @@ def _operator(x: ir.Value, n: int) -> LayerNorm | None:
         return None
     if "stash_type" in attributes and attributes["stash_type"].as_int() != ir.DataType.FLOAT:
         return None
-    if not _is_last_axis(node, attributes["axis"].as_int() if "axis" in attributes else -1):
+    if not is_last_axis(node, attributes["axis"].as_int() if "axis" in attributes else -1):
         return None
     if weight is None or not _is_vector(weight, n) or (bias is not None and not _is_vector(bias, n)):
         return None
@@ -121,7 +121,7 @@ def _mean(x: ir.Value, uses: int = 1) -> ir.Node | None:
     else:  # from opset 18 on an input
         tensor = constant_tensor(node.inputs[1]) if len(node.inputs) > 1 else None
         axes = tensor.numpy().reshape(-1).tolist() if tensor is not None else []
-    return node if len(axes) == 1 and _is_last_axis(node, axes[0]) else None
+    return node if len(axes) == 1 and is_last_axis(node, axes[0]) else None
 
 
 def _is_square(node: ir.Node, x: ir.Value) -> bool:
@@ -132,7 +132,7 @@ def _is_square(node: ir.Node, x: ir.Value) -> bool:
     return node.op_type == "Pow" and node.inputs[0] is x and _number(node.inputs[1]) == 2
 
 
-def _is_last_axis(node: ir.Node, axis: int) -> bool:
+def is_last_axis(node: ir.Node, axis: int) -> bool:
     """Of an operator whose result has as many axes as its first input."""
     shapes = [value.shape for value in (node.inputs[0], node.outputs[0]) if value is not None]
     return axis == -1 or any(shape is not None and axis == len(shape) - 1 for shape in shapes)

@@ -1,7 +1,8 @@
 """Layers of one input in one operator.
 
 Two of them are a gated linear unit, activation(x Wg + bg) (x Wu + bu): the operator's weight is [Wg Wu], each with
-columns of zeros up to whole panels (ops/matmul/linear_plan.h). Three are query, key and value of one attention, which
+columns of zeros up to whole panels (ops/matmul/linear_plan.h). They may be the halves of one layer in the model, as in
+ModernBERT and Phi-3. Three are query, key and value of one attention, which
 takes them side by side in one tensor (ops/nomad_attention/op.cc).
 """
 
@@ -17,7 +18,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..files.spill import TensorSpill
-from ..find.epilogue import find_epilogue
+from ..find.epilogue import Epilogue, epilogue_behind, find_epilogue
+from ..find.halves import split_in_halves
 from ..find.linear import Linear
 from ..find.quantized_weight import QuantizedWeight
 from ..weights.quantizers.grid import Quantization
@@ -35,6 +37,27 @@ class PackedQkv:
     layers: tuple[Linear, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """The halves of a layer's columns, which are multiplied with each other, the gate perhaps after an activation."""
+
+    columns: tuple[slice, slice]  # of the layer: the gate's, and the others
+    epilogue: Epilogue  # what takes them apart is among its nodes
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operator's weight has the layer's columns in their order, and no others."""
+        return bool(self.columns[0].start == 0 and self.columns[0].stop % PANEL_COLUMNS == 0)
+
+    def places(self) -> np.ndarray:
+        """Of each of the layer's columns, its place in the operator's weight."""
+        width = self.columns[0].stop - self.columns[0].start
+        places = np.empty(2 * width, np.int64)
+        for where, place in zip(self.columns, columns_of([width, width]), strict=True):
+            places[where] = np.arange(place.start, place.stop)
+        return places
+
+
 def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
     """Pairs of layers whose outputs are multiplied, one of them perhaps after an activation: that one -> the other."""
     by_input: dict[tuple[ir.Value, int], list[Linear]] = defaultdict(list)
@@ -50,6 +73,23 @@ def find_gated(linears: Sequence[Linear]) -> dict[Linear, Linear]:
             if factor is not None and gate not in pairs.values() and by_output[factor] not in pairs:
                 pairs[gate] = by_output[factor]
     return pairs
+
+
+def find_halves(linear: Linear) -> Halves | None:
+    """The layer as a gated linear unit of its own halves, if it is one. Changes nothing."""
+    if linear.dtype != ir.DataType.FLOAT:
+        return None
+    found = split_in_halves(linear.output, linear.n)
+    if found is None:
+        return None
+    middle = linear.n // 2
+    columns = slice(0, middle), slice(middle, linear.n)
+    for gate, up in ((0, 1), (1, 0)):
+        epilogue = epilogue_behind(found.values[gate], [found.values[up]])
+        if epilogue.factor is not None:
+            whole = dataclasses.replace(epilogue, nodes=(*found.nodes, *epilogue.nodes))
+            return Halves((columns[gate], columns[up]), whole)
+    return None
 
 
 def find_packed_qkv(linears: Sequence[Linear], model: ir.Model) -> list[PackedQkv]:
@@ -104,25 +144,30 @@ def _may_lack_zero_points(quantization: Quantization) -> bool:
     return quantization.bits == 8 and not quantization.minimum
 
 
-def join_weights(weights: Sequence[LayerWeight], spill: TensorSpill, name: str) -> LayerWeight:
-    """The weight of all layers; see can_join. name: of what is spilled."""
-    matrix = join_columns([weight.matrix for weight in weights])
+def join_weights(
+    weights: Sequence[LayerWeight], spill: TensorSpill, name: str, columns: Sequence[slice] | None = None
+) -> LayerWeight:
+    """The weight of all layers; see can_join. name: of what is spilled. columns: of each; all, unless given."""
+    columns = [slice(None)] * len(weights) if columns is None else columns
+    matrix = join_columns([weight.matrix[:, where] for weight, where in zip(weights, columns, strict=True)])
     quantized = [weight.quantized for weight in weights if weight.quantized is not None]
-    whole = _join_quantized(quantized, spill, name) if quantized else None
+    whole = _join_quantized(quantized, columns, spill, name) if quantized else None
     return LayerWeight(matrix, whole, weights[0].x_range)
 
 
-def _join_quantized(parts: Sequence[QuantizedWeight], spill: TensorSpill, name: str) -> QuantizedWeight:
+def _join_quantized(
+    parts: Sequence[QuantizedWeight], columns: Sequence[slice], spill: TensorSpill, name: str
+) -> QuantizedWeight:
     def joined(attribute: str) -> ir.ExternalTensor | None:
         tensors = [getattr(part, attribute) for part in parts]
         if all(tensor is None for tensor in tensors):
             return None
-        array = join_columns(
-            [
-                np.zeros(part.scales.shape.numpy(), np.int8) if tensor is None else tensor.numpy()
-                for part, tensor in zip(parts, tensors, strict=True)
-            ]
-        )
+        whole = [
+            np.zeros(part.scales.shape.numpy(), np.int8) if tensor is None else tensor.numpy()
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
+        array = join_columns([numbers[..., where] for numbers, where in zip(whole, columns, strict=True)])
+        del whole
         return spill.add(f"{name}.{attribute}", array, ir.DataType.from_numpy(array.dtype))
 
     q, scales = joined("q"), joined("scales")

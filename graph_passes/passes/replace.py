@@ -21,7 +21,7 @@ from ..find.quantized_forms import fold_back
 from ..find.stored_int4 import StoredInt4, rounds_inputs
 from ..find.stored_int8 import StoredInt8
 from ..operators.hidden import HiddenLayer, Mlp, make_byte_table
-from ..operators.joined import join_weights
+from ..operators.joined import Halves, join_weights
 from ..operators.nodes import UNPACK_ONCE_LIMIT, declare_operators, nodes_of, put_function
 from ..operators.nomad_attention_function import OP_TYPE as NOMAD_ATTENTION
 from ..operators.nomad_attention_function import nomad_attention_function, uses_of
@@ -120,7 +120,11 @@ class ReplacePass(RecipePass):
             takes_it = not self._is_done(other) and self._weights.of(other) is not None
             if takes_it and self._joins.can_join(pair):
                 return self._replace_joined(pair, "gated")
-        self._put([linear], weight)
+        halves = self._joins.halves_of(linear)
+        if halves is not None and not halves.in_place and not self.context.dry_run:
+            name = f"{linear.weight_value.name}.gated"
+            weight = join_weights([weight, weight], self.context.spill, name, halves.columns)
+        self._put([linear], weight, halves=halves)
 
     def _is_done(self, linear: Linear) -> bool:
         """Whether it is replaced already: by another pass of this kind, in a dry run, or with another layer."""
@@ -160,25 +164,28 @@ class ReplacePass(RecipePass):
         weight: LayerWeight,
         hidden: HiddenLayer | None = None,
         attention: ir.Node | None = None,
+        halves: Halves | None = None,
     ) -> None:
         """Puts the operator in the place of a layer, or of layers of one input; of the hidden layer before it as well.
 
-        attention: what takes the outputs of three.
+        attention: what takes the outputs of three. halves: of the layer, whose weight has them in the operator's order.
         """
         if attention is not None:
             epilogue = Epilogue(Activation.NONE, None, (), linears[0].output)
             self._mark(linears, ["key", "value"], ["into the query"])
         else:
-            epilogue = self._epilogue(*linears)
+            epilogue = (
+                self._epilogue(*linears) if halves is None else add_layer_norm(halves.epilogue, linears[0].n // 2)
+            )
             assert len(linears) == 1 or epilogue.factor is not None
-            gated, norm = len(linears) == 2, epilogue.norm is not None
+            gated, norm = epilogue.factor is not None, epilogue.norm is not None
             fused = describe_epilogue(epilogue.activation, epilogue.residual, gated, norm)
             self._mark(linears, fused, ["into the gate"])
         if self.context.dry_run:
             return
-        target = Target(linears, weight, epilogue, hidden, attention)
+        target = Target(linears, weight, epilogue, hidden, attention, halves)
         constants = self._packer.constants_of(target)
-        bias = self._packer.bias(linears)
+        bias = self._packer.bias(linears, halves)
         put_node(
             self._rule.replacement,
             target,

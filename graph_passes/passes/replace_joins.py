@@ -1,4 +1,5 @@
-"""Layers that become one node with others: gated pairs, both layers of an MLP, query with key and value."""
+"""Layers that become one node with others: gated pairs, both layers of an MLP, query with key and value. And layers
+whose halves are a gated pair."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import onnx_ir as ir
 
 from ..find.linear import Linear
 from ..operators.hidden import Mlp, find_mlps
-from ..operators.joined import PackedQkv, can_join, find_gated, find_packed_qkv
+from ..operators.joined import Halves, PackedQkv, can_join, find_gated, find_halves, find_packed_qkv
 from .context import PassContext
 from .replace_notes import note_apart
 from .replace_rule import ReplaceRule
@@ -21,6 +22,7 @@ class Joins:
     def __init__(self, model: ir.Model, linears: Sequence[Linear], context: PassContext, rule: ReplaceRule) -> None:
         self.mlps: dict[Linear, Mlp] = {}  # by their first layer
         self.packed_qkv: dict[Linear, PackedQkv] = {}  # by each of the three
+        self._fuses = rule.fuses
         self._ups = find_gated(linears) if rule.fuses else {}  # by the gate
         self._gates = {up: gate for gate, up in self._ups.items()}
         if rule.fuses and context.plan.records_ranges and rule.replacement.takes_ranges:
@@ -37,6 +39,10 @@ class Joins:
         if linear in self._ups:
             return linear, self._ups[linear]
         return (self._gates[linear], linear) if linear in self._gates else None
+
+    def halves_of(self, linear: Linear) -> Halves | None:
+        """Of a layer that is both, if it is."""
+        return find_halves(linear) if self._fuses else None
 
     def can_join(self, linears: Sequence[Linear]) -> bool:
         """Whether one operator can hold their weights."""

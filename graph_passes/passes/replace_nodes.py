@@ -69,14 +69,13 @@ def _make_node(
     if narrow:  # the operator computes on float32
         before.append(ir.node("Cast", [x], {"to": ir.DataType.FLOAT}, name=f"{linear.name}/to_float"))
         x = before[-1].outputs[0]
-    gated_columns = linear.n if len(target.linears) == 2 else 0
     epsilon = -1.0 if epilogue.norm is None else epilogue.norm.epsilon
     inside = bias if replacement.has_epilogue else None
     node = ir.Node(
         ORTOLAN_DOMAIN,
         replacement.op_type,
         replacement.inputs(x, constants, inside, epilogue.residual),
-        replacement.node_attributes(target.weight, epilogue.activation, gated_columns, epsilon),
+        replacement.node_attributes(target.weight, epilogue.activation, target.gated_columns, epsilon),
         name=linear.name,
     )
     if target.hidden is not None:

@@ -15,7 +15,7 @@ from ..find.constants import constant_tensor
 from ..find.epilogue import Epilogue
 from ..find.linear import Linear, layer_key
 from ..operators.hidden import HiddenLayer
-from ..operators.joined import columns_of, join_columns
+from ..operators.joined import Halves, columns_of, join_columns
 from ..operators.nodes import new_initializer
 from ..operators.replacement import LayerWeight, Replacement, range_arrays, stored_tensor
 from ..weights.quantizers.fixed_range import FixedRange
@@ -31,6 +31,13 @@ class Target:
     epilogue: Epilogue
     hidden: HiddenLayer | None = None  # in front of the layer
     attention: ir.Node | None = None  # which takes the outputs of three layers in one tensor
+    halves: Halves | None = None  # of the only layer, which are multiplied with each other
+
+    @property
+    def gated_columns(self) -> int:
+        if self.halves is not None:
+            return self.linears[0].n // 2
+        return self.linears[0].n if len(self.linears) == 2 else 0
 
     @property
     def replaced(self) -> list[Linear]:
@@ -57,14 +64,14 @@ class Packer:
     def constants_of(self, target: Target) -> dict[str, ir.Value]:
         """By the names of the operator's inputs, but for the bias of the layer."""
         first, x_range, norm = target.linears[0], target.weight.x_range, target.epilogue.norm
-        constants = dict(self._pack(target.linears, target.weight))
+        constants = dict(self._pack(target.linears, target.weight, target.halves))
         if target.hidden is not None:
             constants |= self._pack_hidden(target.hidden)
         elif x_range is not None:
             constants |= self._range_inputs(first, x_range)
         return constants if norm is None else constants | self._constants(first, norm.arrays())
 
-    def bias(self, linears: Sequence[Linear]) -> ir.Value | None:
+    def bias(self, linears: Sequence[Linear], halves: Halves | None = None) -> ir.Value | None:
         """The bias as a float32 initializer of the weight's columns: the model's own if it is one."""
         first, biases = linears[0], [linear.bias() for linear in linears]
         if all(bias is None for bias in biases):
@@ -72,6 +79,7 @@ class Packer:
         value, tensor = first.bias_value, constant_tensor(first.bias_value)
         if (
             len(linears) == 1
+            and (halves is None or halves.in_place)
             and value is not None
             and tensor is not None
             and value.is_initializer()
@@ -83,14 +91,18 @@ class Packer:
             np.zeros(linear.n, np.float32) if bias is None else np.array(bias, np.float32)
             for linear, bias in zip(linears, biases, strict=True)
         ]
-        return self._constants(first, {"bias": join_columns(arrays)})["bias"]
+        parts = arrays if halves is None else [arrays[0][where] for where in halves.columns]
+        return self._constants(first, {"bias": join_columns(parts)})["bias"]
 
-    def _pack(self, linears: Sequence[Linear], weight: LayerWeight) -> dict[str, ir.Value]:
+    def _pack(
+        self, linears: Sequence[Linear], weight: LayerWeight, halves: Halves | None = None
+    ) -> dict[str, ir.Value]:
         """The packed weight; layers that share a weight share it."""
         context, first = self._context, linears[0]
         for linear in linears:
             context.layers.rounding[layer_key(linear)] = self._replacement.typical_rounding(weight.quantized)
-        key = (tuple(linear.weight_key for linear in linears), id(first.node.graph))
+        order = None if halves is None else halves.columns[0].start
+        key = ((*(linear.weight_key for linear in linears), order), id(first.node.graph))
         if key not in self._packed:
             values = {}
             for part, tensor in self._replacement.pack(weight).items():
@@ -99,7 +111,8 @@ class Packer:
             self._packed[key] = values
             context.layers.packed_weights += weight.matrix.size
         packed = self._packed[key]
-        measure_packed(context, self._replacement, linears, weight, packed)
+        bounds = columns_of([linear.n for linear in linears]) if halves is None else [halves.places()]
+        measure_packed(context, self._replacement, linears, weight, packed, bounds)
         tensors = {part: value.const_value for part, value in packed.items() if value.const_value is not None}
         storage = self._replacement.storage_of(tensors)
         for linear in linears:
@@ -143,8 +156,10 @@ def measure_packed(
     linears: Sequence[Linear],
     weight: LayerWeight,
     values: Mapping[str, ir.Value],
+    bounds: Sequence[slice | np.ndarray],
 ) -> None:
     """Reports ||XW - Y|| / ||XW|| for the recorded inputs X, the original W and what the operator makes of them, Y.
+    bounds: of each layer's outputs, their columns in the weight.
 
     Raises VerificationError if Y is more than a rounding away from the product with what was packed.
     """
@@ -153,7 +168,6 @@ def measure_packed(
     if given is None or None in originals:
         return
     packed = {part: value.const_value for part, value in values.items() if value.const_value is not None}
-    bounds = columns_of([linear.n for linear in linears])
 
     def measure() -> list[tuple[float, float | None]]:
         return _deviations(replacement, weight, packed, given, originals, bounds, linears[0].name)
@@ -175,7 +189,7 @@ def _deviations(
     packed: Mapping[str, ir.TensorProtocol],
     given: np.ndarray,
     originals: Sequence[Callable[[], np.ndarray] | None],
-    columns: Sequence[slice],
+    columns: Sequence[slice | np.ndarray],
     name: str,
 ) -> list[tuple[float, float | None]]:
     """Of each of the layers, ||XW - Y|| / ||XW|| with the weight W that was packed, and with the original."""

@@ -197,3 +197,81 @@ def test_a_dry_run_with_two_passes_tells_what_the_run_does() -> None:
     reports = [ortolan.optimize_onnx(model, recipe=recipe, dry_run=dry_run) for dry_run in (True, False)]
     fused = [{layer.name: layer.fused for layer in report.layers} for report in reports]
     assert fused[0] == fused[1] == {"gate_proj": ["silu"], "up_proj": []}
+
+
+HALVES = [f"h{number}" for number in range(2)]
+
+
+def halves_model(split: str, gate: int, columns: int, bias: bool, outputs: Sequence[str] = ("y",)) -> onnx.ModelProto:
+    """One layer, split in halves, of which half `gate` goes through SiLU."""
+    numbers = {"begin": [0], "middle": [columns // 2], "end": [np.iinfo(np.int64).max], "last": [-1]}
+    sizes = {"sizes": [columns // 2] * 2}
+    if split == "Split":
+        taken = [helper.make_node("Split", ["p", "sizes"], HALVES, name="split", axis=-1)]
+    else:
+        ends = (("begin", "middle"), ("middle", "end"))
+        taken = [
+            helper.make_node("Slice", ["p", *bounds, "last"], [half], name=half)
+            for bounds, half in zip(ends, HALVES, strict=True)
+        ]
+    layer = helper.make_node("Gemm", ["x", "W", "b"], ["p"]) if bias else helper.make_node("MatMul", ["x", "W"], ["p"])
+    layer.name = "gate_up_proj"
+    nodes = [
+        layer,
+        *taken,
+        helper.make_node("Sigmoid", [HALVES[gate]], ["s"], name="sigmoid"),
+        helper.make_node("Mul", [HALVES[gate], "s"], ["a"], name="silu"),
+        multiply("a", HALVES[1 - gate], "product"),
+        helper.make_node("MatMul", ["x", "R"], ["r"], name="r"),
+        helper.make_node("Add", ["product", "r"], ["y"], name="add"),
+    ]
+    used = {name for node in nodes for name in node.input}
+    constants = {name: np.array(value, np.int64) for name, value in (numbers | sizes).items() if name in used}
+    weights = {"W": random_weight(K, columns), "R": random_weight(K, columns // 2, seed=4)}
+    if bias:
+        weights["b"] = random_weight(columns, seed=3)
+    return make_model(
+        nodes, {"x": (FLOAT, ["batch", K])}, {name: (FLOAT, ["batch", None]) for name in outputs}, weights | constants
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("split", ["Split", "Slice"])
+@pytest.mark.parametrize("gate", [0, 1])
+@pytest.mark.parametrize(("columns", "bias"), [(64, True), (42, True), (42, False)])
+def test_halves_of_one_layer_become_one_node(recipe: str, split: str, gate: int, columns: int, bias: bool) -> None:
+    optimized = check(halves_model(split, gate, columns, bias), recipe, 2)
+    assert len(optimized.graph.node) == 2
+    node = next(node for node in optimized.graph.node if node.name == "gate_up_proj")
+    assert next(a.i for a in node.attribute if a.name == "gated_columns") == columns // 2
+
+
+@pytest.mark.parametrize("split", ["Split", "Slice"])
+@pytest.mark.parametrize("outputs", [["y", "p"], ["y", "h0"], ["y", "h1"]])
+def test_halves_that_something_else_sees_stay_apart(split: str, outputs: list[str]) -> None:
+    optimized = check(halves_model(split, 0, 64, True, outputs), "int4", 2)
+    assert split in op_types(optimized)
+
+
+def test_halves_in_the_report() -> None:
+    for dry_run in (True, False):
+        report = ortolan.optimize_onnx(
+            halves_model("Slice", 1, 64, False), recipe=NAMED["int4"], options=FAST | RECIPES["int4"], dry_run=dry_run
+        )
+        layer = next(layer for layer in report.layers if layer.name == "gate_up_proj")
+        assert layer.fused == ["silu", "gated", "residual"] and layer.n == 64
+        assert dry_run or layer.output_error is not None
+
+
+def test_unequal_parts_are_no_halves() -> None:
+    model = halves_model("Slice", 0, 64, False)
+    for initializer in model.graph.initializer:
+        if initializer.name == "middle":
+            initializer.CopyFrom(onnx.numpy_helper.from_array(np.array([31], np.int64), "middle"))
+    model.graph.node[2].input[1] = "other"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([33], np.int64), "other"))
+    # The columns in the middle are in neither part.
+    weight = next(initializer for initializer in model.graph.initializer if initializer.name == "R")
+    weight.CopyFrom(onnx.numpy_helper.from_array(random_weight(K, 31), "R"))
+    optimized = check(model, "int4", 2)
+    assert "Slice" in op_types(optimized)

@@ -1,0 +1,62 @@
+"""Finds where a value is split into the halves of its last axis: by Split, or by two Slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .constants import DEFAULT_DOMAINS, constant_tensor
+from .epilogue import graph_of, in_graph_order
+from .layer_norm import is_last_axis
+
+
+@dataclass(frozen=True, eq=False)
+class SplitHalves:
+    values: tuple[ir.Value, ir.Value]  # the first columns, and those behind them
+    nodes: tuple[ir.Node, ...]  # that make them, in graph order
+
+
+def split_in_halves(value: ir.Value, columns: int) -> SplitHalves | None:
+    """The halves of a value [..., columns], where nothing else sees it. Changes nothing."""
+    nodes = [use.node for use in value.uses()]
+    here = all(node.graph is graph_of(value) and node.domain in DEFAULT_DOMAINS for node in nodes)
+    if columns % 2 or value.is_graph_output() or not here:
+        return None
+    if len(nodes) == 1:
+        (node,) = nodes
+        if node.op_type != "Split" or _columns_of_split(node, columns) != [columns // 2] * 2:
+            return None
+        return SplitHalves((node.outputs[0], node.outputs[1]), (node,))
+    if len(nodes) != 2 or any(node.op_type != "Slice" or node.inputs[0] is not value for node in nodes):
+        return None
+    by_start = {_columns_of_slice(node, columns): node for node in nodes}
+    first, second = (by_start.get(range(start, start + columns // 2)) for start in (0, columns // 2))
+    if first is None or second is None:
+        return None
+    return SplitHalves((first.outputs[0], second.outputs[0]), tuple(in_graph_order(nodes)))
+
+
+def _columns_of_split(node: ir.Node, columns: int) -> list[int] | None:
+    """How many each output has; None if that is not known, or they are parts of another axis."""
+    if not is_last_axis(node, node.attributes["axis"].as_int() if "axis" in node.attributes else 0):
+        return None
+    if len(node.inputs) > 1 and node.inputs[1] is not None:
+        return _numbers(node.inputs[1])
+    return [columns // len(node.outputs)] * len(node.outputs) if columns % len(node.outputs) == 0 else None
+
+
+def _columns_of_slice(node: ir.Node, columns: int) -> range | None:
+    starts, ends, axes = (_numbers(value) for value in (*node.inputs[1:4], *[None] * 3)[:3])
+    steps = _numbers(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else [1]
+    if starts is None or ends is None or axes is None or not len(starts) == len(ends) == len(axes) == 1:
+        return None
+    if steps != [1] or not is_last_axis(node, axes[0]):
+        return None
+    return range(columns)[starts[0] : ends[0]]
+
+
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    tensor = constant_tensor(value)
+    return None if tensor is None else np.asarray(tensor.numpy()).reshape(-1).tolist()
