@@ -238,27 +238,37 @@ class AmxLoop {
     }
   }
 
-  // Row by row, for rows of y may lie pages apart.
+  // Rows begin … end-1, one after another, for rows of y may lie pages apart.
   template <int kCount>
-  static void Finish(const Work<kCount>& work) {
-    for (int64_t i = 0; i < work.panels[0].args.m; ++i) {
-#pragma GCC unroll 2
-      for (int p = 0; p < kCount; ++p) FinishRow(work.panels[p], work.waiting[i][p], i);
-    }
+  static void Finish(const Work<kCount>& work, int64_t begin, int64_t end) {
+    const int64_t row_bytes = work.layer.row_bytes;
+    const char* numbers = reinterpret_cast<const char*>(work.panels[0].X(begin) + work.layer.padded_k);
+    const int64_t groups = work.layer.groups;
+    const auto finish = [&]<int... p>(std::integer_sequence<int, p...>) {
+      // Copies: what is stored to y might be part of the panels, for all that a compiler knows.
+      const PanelOutput<Simd> outputs[] = {work.panels[p].output...};
+      const typename Weights::Scales scales[] = {work.panels[p].scales...};
+      for (int64_t i = begin; i < end; ++i, numbers += row_bytes) {
+        const typename Panel::template Numbers<1> of_row(reinterpret_cast<const typename Panel::Activation*>(numbers),
+                                                         groups);
+        (FinishRow(of_row, scales[p], outputs[p], work.waiting[i][p], i), ...);
+      }
+    };
+    finish(std::make_integer_sequence<int, kCount>());
   }
 
-  static void FinishRow(const Panel& panel, const uint8_t* waiting, int64_t i) {
-    const auto numbers = panel.template NumbersOf<1>(i);
+  static void FinishRow(const typename Panel::template Numbers<1>& numbers, const typename Weights::Scales& scales,
+                        const PanelOutput<Simd>& output, const uint8_t* waiting, int64_t i) {
     Floats total;
     if constexpr (kGroups) {
       total = Columns::Load(reinterpret_cast<const float*>(waiting));
     } else {
-      total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), panel.scales.Of(0), 0, 0);
+      total = numbers.Add(Columns::Set(0.0f), Weights::LoadSums(waiting), scales.Of(0), 0, 0);
     }
     if constexpr (kBf16) {
-      panel.output.Store(i, numbers.End(total, 0));
+      output.Store(i, numbers.End(total, 0));
     } else {
-      panel.output.StoreWithBias(i, numbers.End(total, 0));
+      output.StoreWithBias(i, numbers.End(total, 0));
     }
   }
 
@@ -269,12 +279,19 @@ class AmxLoop {
     const int64_t block_rows = BlockRows(args.m, all_rows);
     for (int64_t block = 0; block < all_rows; block += block_rows) {
       const int64_t rows = all_rows - block < block_rows ? all_rows - block : block_rows;
+      const bool last = block + rows == all_rows;
       for (int p = 0; p < kCount; ++p) FindBlock(work, p, rows);
-      int64_t row = 0;
-      for (; row + kRows < args.m; row += 2 * kRows) MultiplyBlock<2, kCount>(work, row, block, rows);
+      // The rows before are finished while the tiles of these are multiplied.
+      int64_t row = 0, finished = 0;
+      for (; row + kRows < args.m; row += 2 * kRows) {
+        MultiplyBlock<2, kCount>(work, row, block, rows);
+        if (!last) continue;
+        Finish(work, finished, row);
+        finished = row;
+      }
       if (row < args.m) MultiplyBlock<1, kCount>(work, row, block, rows);
+      if (last) Finish(work, finished, args.m);
     }
-    Finish(work);
   }
 };
 

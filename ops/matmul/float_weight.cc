@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "formats/bf16.h"
+#include "matmul/bitmap_layer.h"
 #include "matmul/pack_panels.h"
 #include "matmul/storage.h"
 #include "ort/op_error.h"
@@ -126,12 +127,6 @@ void Bf16Columns::StoreAsBitmap() {
   dense_ = LineBytes();
 }
 
-LinearLayer Bf16Columns::Layer() const {
-  LinearLayer layer;
-  layer.w = &w_;
-  layer.kernels = Bf16Kernels();
-  layer.panel_inputs = kBf16Bitmap.PaddedK(w_.k);
-  return layer;
-}
+LinearLayer Bf16Columns::Layer() const { return BitmapLayer(w_, kBf16Bitmap, Bf16Kernels()); }
 
 }  // namespace ortolan

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 
+#include "matmul/bitmap_layer.h"
 #include "matmul/pack_panels.h"
 #include "matmul/storage.h"
 #include "ort/op_error.h"
@@ -187,12 +188,6 @@ void Int8Columns::StoreAsBitmap() {
   dense_ = LineBytes();
 }
 
-LinearLayer Int8Columns::Layer() const {
-  LinearLayer layer;
-  layer.w = &w_;
-  layer.kernels = Int8Kernels();
-  layer.panel_inputs = kInt8Bitmap.PaddedK(w_.k);
-  return layer;
-}
+LinearLayer Int8Columns::Layer() const { return BitmapLayer(w_, kInt8Bitmap, Int8Kernels()); }
 
 }  // namespace ortolan

@@ -62,6 +62,12 @@ const MatMulKernel& LinearPlan::KernelFor(int64_t m) const {
   return *kernels_.back();
 }
 
+int64_t LinearPlan::RowChunk(const MatMulKernel& kernel) const {
+  const bool reads_tiles = kernel.speed > 1 && layer_.tile_bytes != 0;
+  const bool few = reads_tiles && layer_.tile_bytes <= ActiveTuning().l2_bytes / 2;
+  return (few ? kTileRowChunk : layer_.row_chunk) / kernel.row_block * kernel.row_block;
+}
+
 int64_t LinearPlan::CountRows(const std::vector<int64_t>& x_shape, const std::string& node,
                               const std::string& x_name) const {
   const int64_t inputs = layer_.Inputs();

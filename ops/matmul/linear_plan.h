@@ -26,6 +26,8 @@
 namespace ortolan {
 
 inline constexpr int64_t kMostRowChunk = 256;
+// Of a tile kernel, where the second-level cache holds w: so few that X and Y of a chunk stay in the caches as well.
+inline constexpr int64_t kTileRowChunk = 64;
 
 // What a plan is made for. All that it points to has been checked, and outlives the plan.
 struct LinearLayer {
@@ -35,6 +37,7 @@ struct LinearLayer {
   // Rows of a piece of work, kMostRowBlock … kMostRowChunk; whole row blocks of the kernel. A chunk of rows expands a
   // panel anew, so it must be long; it is short enough for many threads to share a wide X.
   int64_t row_chunk = kMostRowChunk;
+  int64_t tile_bytes = 0;  // of w, where it lies in memory as AMX's tiles, which are not expanded; else 0
   int64_t gated_columns = 0;
   Activation activation = Activation::kNone;
   std::optional<LayerNormArgs> norm;          // weight, bias and epsilon
@@ -98,7 +101,7 @@ class LinearPlan {
 
   bool IsGated() const { return layer_.gated_columns != 0; }
   int64_t YRowBytes() const { return layer_.Columns() * static_cast<int64_t>(sizeof(float)); }
-  int64_t RowChunk(const MatMulKernel& kernel) const { return layer_.row_chunk / kernel.row_block * kernel.row_block; }
+  int64_t RowChunk(const MatMulKernel& kernel) const;
   const MatMulWeight& FirstWeight() const { return layer_.hidden != nullptr ? *layer_.hidden : *layer_.w; }
 
   LinearLayer layer_;

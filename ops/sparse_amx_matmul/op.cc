@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "formats/two_four.h"
-#include "matmul/bitmap_weight.h"
+#include "matmul/bitmap_layer.h"
 #include "matmul/linear_op.h"
 #include "rooms.h"
 
@@ -61,11 +61,7 @@ class Kernel : public LinearOp {
     ReadScales(info);
     ReadRowZeroPoints(info);
     ReadZeroPoints(info);
-    LinearLayer layer;
-    layer.w = &w_;
-    layer.kernels = kind_->kernels();
-    layer.panel_inputs = kind_->layout->PaddedK(w_.k);
-    MakePlan(info, layer);
+    MakePlan(info, BitmapLayer(w_, *kind_->layout, kind_->kernels()));
   }
 
  private:
