@@ -26,8 +26,10 @@ BENCHMARKS: Mapping[str, Callable[[BenchOptions, Progress], BenchResult]] = {
     "lut_post_op": _lazy("lut_post_op"),
     "masked_matmul": _lazy("masked_matmul"),
     "nomad_attention": _lazy("nomad_attention"),
-    "auto": _lazy("auto"),  # whole models
+    "auto": _lazy("auto"),
     "zoo": _lazy("zoo"),
 }
 
-__all__ = ["BENCHMARKS", "BenchOptions", "BenchResult"]
+OF_WHOLE_MODELS = ("auto", "zoo")  # they fetch models, and take long
+
+__all__ = ["BENCHMARKS", "OF_WHOLE_MODELS", "BenchOptions", "BenchResult"]

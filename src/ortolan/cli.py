@@ -11,7 +11,7 @@ import sys
 
 try:
     import json
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable
     from io import TextIOWrapper
     from pathlib import Path
     from typing import TYPE_CHECKING, Annotated, Any
@@ -23,14 +23,11 @@ try:
     from . import cli_texts
     from .cli_output import print_error, print_result, print_step, progress_bar
     from .errors import OrtolanError
-    from .progress import Progress
 except KeyboardInterrupt:  # no command runs yet that could tell
     sys.exit(130)
 
 if TYPE_CHECKING:
-    from .benchmarks.result import BenchOptions, BenchResult
-
-    Benchmark = Callable[[BenchOptions, Progress], BenchResult]
+    from .benchmarks.result import BenchResult
 
 _INTERRUPTED = {  # what an interrupt of a command leaves
     "optimize": ", nothing was written",
@@ -368,20 +365,32 @@ def bench(
     sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
     kind: options.BenchKinds = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
+    share: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write CPU, features, versions, times as JSON, for an issue. Without OP: every operator, --quick.",
+        ),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Time an operator of Ortolan, or the search on whole models, side by side with ONNX Runtime's own."""
-    from .benchmarks import BENCHMARKS
+    from .benchmarks import BENCHMARKS, OF_WHOLE_MODELS
 
     known = ", ".join(sorted(BENCHMARKS)) or "none"
-    if op is None:
+    if op is not None:
+        name = _find_benchmark(BENCHMARKS, op)
+        if name is None:
+            raise OrtolanError(f"there is no benchmark for {op!r}; known operators: {known}")
+        names = [name]
+    elif share is not None:
+        names = [name for name in BENCHMARKS if name not in OF_WHOLE_MODELS]
+    else:
         typer.echo(f"known operators: {known}")
         return
-    run = _find_benchmark(BENCHMARKS, op)
-    if run is None:
-        raise OrtolanError(f"there is no benchmark for {op!r}; known operators: {known}")
 
     from .benchmarks.result import BenchOptions
+    from .benchmarks.share import share_json
 
     layers, cases = _read_shapes(shape or [])
     if batch is not None and cases and not layers:
@@ -390,7 +399,7 @@ def bench(
         )
     chosen = BenchOptions(
         threads=_read_numbers(threads, "--threads"),
-        quick=quick,
+        quick=quick or op is None,
         cases=cases or None,
         sparsity=_read_shares(sparsity) if sparsity is not None else None,
         layers=layers or None,
@@ -398,11 +407,20 @@ def bench(
         kinds=tuple(part.strip().lower() for part in kind.split(",")) if kind is not None else None,
         group_size=group_size,
     )
-    with progress_bar() as progress:
-        result = run(chosen, progress)
-    print_result(result, as_json)
-    if result.interrupted:
-        raise KeyboardInterrupt
+    if share is not None:
+        _write_text(share, "")  # whether that can be done shows before minutes of measurements
+    results: dict[str, BenchResult] = {}
+    for name in names:
+        with progress_bar() as progress:
+            results[name] = BENCHMARKS[name](chosen, progress)
+        if share is not None:
+            _write_text(share, share_json(results))
+        if share is None or not as_json:
+            print_result(results[name], as_json)
+        if results[name].interrupted:
+            raise KeyboardInterrupt
+    if share is not None:
+        typer.echo(share_json(results) if as_json else f"written to {share}: attach it to an issue")
 
 
 @app.command()
@@ -466,13 +484,13 @@ def demo(
     print_result(result, as_json)
 
 
-def _find_benchmark(benchmarks: Mapping[str, Benchmark], op: str) -> Benchmark | None:
+def _find_benchmark(names: Iterable[str], op: str) -> str | None:
     """By op type or room name, in any case: SparseAMXMatMul is sparse_amx_matmul."""
 
     def plain(name: str) -> str:
         return name.replace("_", "").replace("-", "").lower()
 
-    return next((run for name, run in benchmarks.items() if plain(name) == plain(op)), None)
+    return next((name for name in names if plain(name) == plain(op)), None)
 
 
 def _read_numbers(text: str, option: str) -> tuple[int, ...]:

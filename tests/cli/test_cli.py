@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -441,6 +442,45 @@ def test_an_interrupted_bench_prints_what_it_has(invoke, monkeypatch):
     monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", interrupted)
     result = invoke("bench", "sparse_amx_matmul")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "a table\n", "ortolan: interrupted\n")
+
+
+def shared(path):
+    document = json.loads(path.read_text())
+    assert document["cpu"] == ortolan.cpu_info()
+    assert document["versions"]["ortolan"] == ortolan.__version__
+    assert (document["machine"], document["cores"]) == (platform.machine(), os.cpu_count())
+    return document["benchmarks"]
+
+
+def test_bench_shares_one_operator(invoke, tmp_path):
+    path = tmp_path / "mine.json"
+    result = invoke("bench", "lut_post_op", "--quick", "--threads", "1", "--share", path, "--json")
+    assert json.loads(result.stdout) == json.loads(path.read_text())
+    (name, measured), *others = shared(path).items()
+    assert (name, others, measured["interrupted"]) == ("lut_post_op", [], False)
+    assert "cpu" not in measured
+    assert {row["op"] for row in measured["rows"]} == {"LutPostOp"}
+    assert all(row["ours_ms"] > 0 and row["peer_ms"] > 0 for row in measured["rows"])
+
+
+def test_bench_shares_every_operator_but_no_whole_models(invoke, monkeypatch, tmp_path):
+    calls = []
+
+    def run(name):
+        return lambda options, progress: calls.append((name, options.quick)) or FakeResult(name == "nomad_attention")
+
+    names = list(ortolan.benchmarks.BENCHMARKS)
+    monkeypatch.setattr(ortolan.benchmarks, "BENCHMARKS", {name: run(name) for name in names})
+    result = invoke("bench", "--share", tmp_path / "all.json")
+    operators = [name for name in names if name not in ("auto", "zoo")]
+    assert operators[-1] == "nomad_attention"  # interrupted: what was measured before it is not lost
+    assert (calls, result.exit_code) == ([(name, True) for name in operators], 130)
+    assert shared(tmp_path / "all.json") == {name: {"rows": []} for name in operators}
+
+
+def test_bench_shares_nothing_where_it_cannot_write(invoke, assert_one_line, fake_benchmark, tmp_path):
+    assert_one_line(invoke("bench", "--share", tmp_path / "none" / "mine.json"), "cannot write", "mine.json")
+    assert fake_benchmark == []
 
 
 def test_bench_names_the_kinds_it_knows(invoke, assert_one_line):

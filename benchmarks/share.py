@@ -1,0 +1,38 @@
+"""What one machine measured, in one file to attach to an issue (`ortolan bench --share FILE`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..session import cpu_info, package_versions
+
+
+class Result(Protocol):
+    """What every benchmark returns."""
+
+    def to_json(self) -> str: ...
+
+
+def share_json(results: Mapping[str, Result]) -> str:
+    """The results by the benchmark's name, with what they were measured on, and nothing else of the machine:
+
+    {"cpu": ortolan.cpu_info(), "cores", "machine", "system", "versions", "benchmarks": {name: to_json() of the result,
+    without what stands here once}}
+    """
+    measured: dict[str, Any] = {}
+    for name, result in results.items():
+        found = json.loads(result.to_json())
+        measured[name] = {key: value for key, value in found.items() if key not in ("cpu", "versions")}
+    document = {
+        "cpu": cpu_info(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "versions": package_versions(),
+        "benchmarks": measured,
+    }
+    return json.dumps(document, indent=2)
