@@ -30,7 +30,7 @@ from ..files.model_file import load_model, to_bytes, to_proto
 from ..files.spill import TensorSpill
 from ..measure.evidence import Evidence
 from ..measure.sessions import open_to_time
-from ..measure.timing import interleave, last_level_cache_bytes
+from ..measure.timing import interleave, last_level_cache_bytes, usable_cpus
 from ..operators.sparse_amx_matmul_storage import beyond_two_four
 from ..passes.context import PassContext
 from ..report.optimization import OptimizationReport
@@ -204,8 +204,7 @@ def _machine() -> str:
     cpu, versions = cpu_info(), package_versions()
     parts = [f"{name} {value}" for name, value in sorted(cpu.items()) if isinstance(value, str)]
     parts += [f"{name} {versions.get(name, 'unknown')}" for name in ("onnxruntime", "ortolan")]
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ", ".join([*parts, f"{cpus} CPUs"])
+    return ", ".join([*parts, f"{usable_cpus()} CPUs"])
 
 
 def _is_table(table: Any) -> bool:

@@ -62,6 +62,11 @@ def pinned(threads: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def usable_cpus() -> int:
+    """How many CPUs this process may use; all of the machine's where the system does not tell (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def last_level_cache_bytes() -> int:
     """Size of the L3 cache, or 32 MiB where the system does not tell."""
     try:

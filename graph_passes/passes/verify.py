@@ -14,7 +14,6 @@ How far they may be from each other: verify_limits.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +28,7 @@ from ..files.mapped_pages import pages_stay
 from ..measure.compare import compare_signatures
 from ..measure.feeds import Feeds, Outputs
 from ..measure.sessions import int8_products_saturate, open_quietly, open_to_time, run_session, sums_are_exact
-from ..measure.timing import interleave
+from ..measure.timing import interleave, usable_cpus
 from ..options import PassOptions, takes
 from .context import RecipePass
 from .verify_answers import Answers, require_finite
@@ -164,7 +163,7 @@ class VerifyPass(RecipePass):
         with pages_stay():
             timings = interleave({"before": before, "after": after}, seconds=seconds, min_rounds=3)
         report.latency_before, report.latency_after = timings["before"], timings["after"]
-        report.latency_cpus = len(os.sched_getaffinity(0))
+        report.latency_cpus = usable_cpus()
 
     def _describe(self, feeds: Sequence[Feeds]) -> str | None:
         """Which of the user's feeds these are, and whether weights were fitted to them."""

@@ -7,11 +7,25 @@
 
 #if defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace ortolan {
+#if defined(__APPLE__)
+namespace {
 
-// NEON belongs to armv8-a. The others are read from the kernel's HWCAP words.
+// Whether macOS says that the CPU has it. Systems that do not know the name say no.
+bool HasFeature(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+}  // namespace
+#endif
+
+// NEON belongs to armv8-a. The others are read from the kernel's HWCAP words, or asked of macOS by name.
 Features DetectedFeatures() {
   uint32_t bits = kNeon;
 #if defined(__linux__)
@@ -21,11 +35,22 @@ Features DetectedFeatures() {
   if ((getauxval(AT_HWCAP) & kHwcapDotprod) != 0) bits |= kDotprod;
   if ((getauxval(AT_HWCAP2) & kHwcap2I8mm) != 0) bits |= kI8mm;
   if ((getauxval(AT_HWCAP2) & kHwcap2Bf16) != 0) bits |= kArmBf16;
+#elif defined(__APPLE__)
+  if (HasFeature("hw.optional.arm.FEAT_DotProd")) bits |= kDotprod;
+  if (HasFeature("hw.optional.arm.FEAT_I8MM")) bits |= kI8mm;
+  if (HasFeature("hw.optional.arm.FEAT_BF16")) bits |= kArmBf16;
 #endif
   return {bits};
 }
 
-std::string CpuName() { return "unknown"; }
+std::string CpuName() {
+#if defined(__APPLE__)
+  char name[128] = {};
+  size_t size = sizeof(name) - 1;
+  if (sysctlbyname("machdep.cpu.brand_string", name, &size, nullptr, 0) == 0) return name;
+#endif
+  return "unknown";
+}
 
 CpuModel DetectedModel() {
   CpuModel cpu;

@@ -298,3 +298,11 @@ def test_what_a_killed_run_left_goes_after_a_day(bert, tmp_path):
     optimize(bert, tmp_path / "fast.onnx")
     left = [".fast.onnx.mine", ".fast.onnx.ortolan-alive", "bert.onnx", "fast.onnx"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_a_system_that_does_not_tell_usable_cpus(bert, tmp_path, monkeypatch):
+    """As macOS: times are taken with all of the machine's."""
+    for name in ("sched_getaffinity", "sched_setaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    report = optimize(bert, tmp_path / "out.onnx", options={"seconds": 0.01})
+    assert report.latency_cpus == os.cpu_count()
