@@ -12,8 +12,11 @@ import onnx
 import pytest
 
 import ortolan
+from ortolan import doctor
 
 FOLDER = Path(os.environ["ORTOLAN_ANSWERS"])
+# The best set of features of a CPU, by qemu's name.
+BEST = {"cortex-a53": "neon", "cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.onnx"))
 # How far answers may be apart, by norm. Our layers have the same bits. ONNX Runtime's operators between them, as the
 # LayerNormalization of embeddings, add up floats in another order, and so do caches.
@@ -21,9 +24,13 @@ EXACT = ("layer sparse-int8", "layer sparse-int4", "layer sparse-int8-4x1", "lay
 BOUND = 1e-6
 
 
-def test_this_is_an_arm_cpu_with_models() -> None:
+def test_this_is_the_cpu_and_the_doctor_says_what_it_has() -> None:
     assert platform.machine() == "aarch64"
-    assert ortolan.cpu_info()["isa"] in ("neon", "dotprod", "i8mm")
+    best = BEST[os.environ["CPU"]]
+    assert ortolan.cpu_info()["isa"] == best
+    check = doctor.check_cpu()
+    assert check.status == "ok" and check.detail.endswith(best)
+    doctor.run_tiny_model(ortolan.get_library_path())
     assert set(EXACT) < set(NAMES)
 
 
