@@ -1,28 +1,88 @@
-"""Checks that wheels hold the operator library and nothing of test builds: check_wheel.py WHEEL ..."""
+"""Checks what wheels hold, and what their libraries need of a system: check_wheel.py WHEEL ... Prints their sizes.
+
+A wheel holds the operator library and nothing of test builds. Its libraries need libc, libm, libstdc++ and what belongs
+to them; those of a manylinux wheel need no symbol of a later glibc than its name says. The operator library shows
+nothing but what hosts call. `readelf` (binutils) reads libraries for any CPU.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 import zipfile
+from pathlib import Path
 
-_NEEDED = ("ortolan/libortolan_ops.so", "ortolan/_native.")
+_LIBRARY = "ortolan/libortolan_ops.so"
+_NEEDED = (_LIBRARY, "ortolan/_native.")
 _FOREIGN_NAME = "ortolan/_testing"
 _FOREIGN_TEXT = b"ORTOLAN_ASSUME_"
+_LIBRARIES = re.compile(r"lib(c|m|pthread|dl|stdc\+\+|gcc_s)\.so\.\d+|ld-linux-.+\.so\.\d+")
+_SHOWN = {"RegisterCustomOps", "CreateEpFactories", "ReleaseEpFactory"}
+_MANYLINUX = re.compile(r"-manylinux_2_(\d+)_\w+\.whl$")
 
 
 def problems(wheel: str) -> list[str]:
     """What is wrong with the wheel."""
+    manylinux = _MANYLINUX.search(wheel)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         found = [f"{need} is missing" for need in _NEEDED if not any(name.startswith(need) for name in names)]
         found += [f"{name} is of test builds" for name in names if name.startswith(_FOREIGN_NAME)]
         for name in names:
-            if ".so" in name and _FOREIGN_TEXT in archive.read(name):
+            if ".so" not in name:
+                continue
+            content = archive.read(name)
+            if _FOREIGN_TEXT in content:
                 found.append(f"{name} knows {_FOREIGN_TEXT.decode()}, which is of test builds")
+            with tempfile.TemporaryDirectory() as folder:
+                library = Path(folder) / Path(name).name
+                library.write_bytes(content)
+                found += [f"{name} {problem}" for problem in library_problems(library, manylinux and int(manylinux[1]))]
     return found
 
 
+def library_problems(library: Path, glibc: int | None) -> list[str]:
+    """What a library needs or shows that it should not. glibc: 28 for glibc 2.28; None: any."""
+    found = []
+    for needed in re.findall(r"\(NEEDED\).*\[(.+)\]", _readelf("--dynamic", library)):
+        if not _LIBRARIES.fullmatch(needed):
+            found.append(f"needs {needed}")
+    shown = set()
+    for line in _readelf("--dyn-syms", library).splitlines():
+        fields = line.split()  # number, value, size, type, binding, visibility, section, name@version
+        if len(fields) < 8 or fields[4] not in ("GLOBAL", "WEAK"):
+            continue
+        section, symbol = fields[6], fields[7]
+        version = re.search(r"@GLIBC_2\.(\d+)", symbol)
+        if glibc is not None and section == "UND" and version and int(version[1]) > glibc:
+            found.append(f"needs {symbol}, later than glibc 2.{glibc}")
+        if section not in ("UND", "ABS"):
+            shown.add(symbol.partition("@")[0])
+    if library.name == Path(_LIBRARY).name and shown - _SHOWN:
+        found.append(f"shows {', '.join(sorted(shown - _SHOWN))}, expected {', '.join(sorted(_SHOWN))} alone")
+    return found
+
+
+def _readelf(option: str, library: Path) -> str:
+    command = ["readelf", "--wide", option, str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def sizes(wheel: str) -> str:
+    """One line: the wheel and its libraries, in MiB."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = [(Path(wheel).name, Path(wheel).stat().st_size)]
+        files += [(Path(info.filename).name, info.file_size) for info in archive.infolist() if ".so" in info.filename]
+    return ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in files)
+
+
+def main(wheels: list[str]) -> int:
+    found = [f"{wheel}: {problem}" for wheel in wheels for problem in problems(wheel)]
+    print("\n".join(found or [sizes(wheel) for wheel in wheels]))
+    return 1 if found else 0
+
+
 if __name__ == "__main__":
-    all_problems = [f"{wheel}: {problem}" for wheel in sys.argv[1:] for problem in problems(wheel)]
-    print("\n".join(all_problems) or "nothing of test builds in " + " ".join(sys.argv[1:]))
-    sys.exit(1 if all_problems else 0)
+    sys.exit(main(sys.argv[1:]))
