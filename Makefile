@@ -5,6 +5,8 @@
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too
+# make wheels  wheels for Linux on x86-64 and aarch64 with glibc 2.28 and later, each tried
+# make macos   that the library compiles for macOS
 # make docs    the site, in build/docs
 # Each does all of its own set-up in .venv and build/. PYTHON=python3.12 picks another interpreter (3.11 or later).
 
@@ -32,7 +34,7 @@ BUILD := --no-build-isolation --no-deps --config-settings=cmake.define.ORTOLAN_W
 NATIVE := $(BUILD) --config-settings=build-dir=build/native --config-settings=cmake.define.ORTOLAN_TESTING
 PYTEST := $(CURDIR)/$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test extras ci lint asan suite aarch64 test-aarch64 docs optimum genai ray bench wheel clean
+.PHONY: demo test extras ci lint asan suite aarch64 test-aarch64 docs optimum genai ray bench wheel wheels macos clean
 
 demo: $(VENV)/.installed
 	$(BIN)/ortolan demo
@@ -113,6 +115,16 @@ wheel: $(VENV)/.created
 	$(PIP) wheel $(NATIVE)=OFF -w dist .
 	$(BIN)/python .ci/check_wheel.py dist/ortolan-*.whl
 
+wheels: $(VENV)/.installed .venv-wheels/.installed
+	.ci/wheels
+
+# That the library compiles and links for macOS on arm64; nothing can run it here.
+macos: $(VENV)/.created .venv-wheels/.installed
+	CMAKE_CXX_COMPILER_LAUNCHER= $(BIN)/cmake -G Ninja -S . -B build/wheels/macos -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DORTOLAN_PYTHON=OFF \
+	  -DORTOLAN_WERROR=ON -DCMAKE_TOOLCHAIN_FILE=.ci/zig.cmake -DORTOLAN_ZIG_CPU=aarch64 -DORTOLAN_ZIG_SYSTEM=macos.12.0 \
+	  -DORTOLAN_ZIG="$$(.venv-wheels/bin/python -c 'import ziglang; print(ziglang.__path__[0])')/zig"
+	$(BIN)/cmake --build build/wheels/macos
+
 clean:
 	rm -rf .venv* build dist
 
@@ -131,6 +143,11 @@ build/testing-wheel/.built: $(VENV)/.created $(SOURCES)
 $(VENV)/.installed: build/testing-wheel/.built
 	$(PIP) install "$$(ls build/testing-wheel/ortolan-*.whl)[dev]"
 	$(PIP) install --no-deps --force-reinstall build/testing-wheel/ortolan-*.whl
+	touch $@
+
+.venv-wheels/.installed: $(VENV)/.created
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip --quiet --disable-pip-version-check install ziglang==0.17.1 auditwheel==6.8.2 wheel
 	touch $@
 
 build/asan-site/.installed: $(VENV)/.installed

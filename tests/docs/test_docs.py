@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "deploy.md": (),
     "formats.md": (),
     "gguf.md": ("gguf", "tokenizers"),
+    "install.md": (),
     "long-context.md": ("tokenizers",),
     "methods.md": ("tokenizers",),
     "padding.md": (),
