@@ -235,13 +235,16 @@ struct neon : Vectors<neon, neon_types> {
   static void StoreInputs(const int32x4_t (&tokens)[kTokens], int16_t* to) {
     static_assert(kTokens == 4 || kTokens == 8);
     const auto words = [&](int i) { return vreinterpretq_s16_s32(tokens[i]); };
+    // Named: to clang, stores of more than one vector are macros, and braces no argument of these.
     if constexpr (kTokens == 4) {
-      vst4q_s16(to, {words(0), words(1), words(2), words(3)});
+      const int16x8x4_t all{{words(0), words(1), words(2), words(3)}};
+      vst4q_s16(to, all);
     } else {
       const auto low = [&](int i) { return vreinterpretq_s32_s16(vzip1q_s16(words(i), words(i + 1))); };
       const auto high = [&](int i) { return vreinterpretq_s32_s16(vzip2q_s16(words(i), words(i + 1))); };
-      vst4q_s32(reinterpret_cast<int32_t*>(to), {low(0), low(2), low(4), low(6)});
-      vst4q_s32(reinterpret_cast<int32_t*>(to + 32), {high(0), high(2), high(4), high(6)});
+      const int32x4x4_t lows{{low(0), low(2), low(4), low(6)}}, highs{{high(0), high(2), high(4), high(6)}};
+      vst4q_s32(reinterpret_cast<int32_t*>(to), lows);
+      vst4q_s32(reinterpret_cast<int32_t*>(to + 32), highs);
     }
   }
   template <int kTokens>
