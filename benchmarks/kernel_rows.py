@@ -1,11 +1,11 @@
 """The kernels of one table beside each other: what each column takes for the same work.
 
-    python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24]
+    python -m ortolan.benchmarks.kernel_rows [--rounds 50] [--copies 24] [--only "bf16 dense"]
 
 One thread, microseconds, the best of the rounds, in which all kernels take turns: attention of one head, in the cache,
-and dense bf16 weights of 4096 x 4096 with few rows of x, packing of x included, over copies that take turns, so that
-with enough of them weights are not in the cache. Only builds with ORTOLAN_TESTING have kernels by name; a call copies
-its arrays, so that shorter work is not timed here.
+and bf16 weights of 4096 x 4096 in each storage with few rows of x, packing of x included, over copies that take turns,
+so that with enough of them weights are not in the cache. Only builds with ORTOLAN_TESTING have kernels by name; a call
+copies its arrays, so that shorter work is not timed here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from ortolan import _native
 from .bare_kernels import required_kernels
 from .peak import best_seconds
 
+ZEROS = {"50 % zeros": 0.5, "80 % zeros": 0.8}
+STORAGES = ("dense", *ZEROS, "2:4")
 BF16_KERNELS = ("amx", "avx512bf16", "avx512", "avx2")  # scalar would take most of the time
 
 Run = Callable[[], object]
@@ -43,12 +45,24 @@ def attention(queries: int, head_dim: int) -> dict[str, Run]:
     return {name: partial(run, kernel=name) for name in here(testing.nomad_attention_kernels())}
 
 
-def bf16(rows: int, size: int, copies: int) -> dict[str, Run]:
-    """Dense weights [size, size]. Copies differ in nothing but their place."""
-    testing = required_kernels()
+def packed_weight(storage: str, size: int) -> tuple[Any, ...]:
+    """Random bf16 weights [size, size] in that storage of STORAGES."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((rows, size), dtype=np.float32)
-    packed = _native.pack_bitmap(rng.standard_normal((size, size), dtype=np.float32), dense=True)
+    w = rng.standard_normal((size, size), dtype=np.float32)
+    if storage == "dense":
+        return _native.pack_bitmap(w, dense=True)
+    if storage == "2:4":
+        w.reshape(-1, 4, size)[:, 1:3] = 0
+        return _native.pack_two_four(w)
+    w[rng.random(w.shape) < ZEROS[storage]] = 0
+    return _native.pack_bitmap(w)
+
+
+def bf16(rows: int, storage: str, size: int, copies: int) -> dict[str, Run]:
+    """Weights [size, size]. Copies differ in nothing but their place."""
+    testing = required_kernels()
+    x = np.random.default_rng(1).standard_normal((rows, size), dtype=np.float32)
+    packed = packed_weight(storage, size)
     turns = cycle([tuple(array.copy() for array in packed) for _ in range(copies)])
 
     def run(kernel: str) -> object:
@@ -58,12 +72,13 @@ def bf16(rows: int, size: int, copies: int) -> dict[str, Run]:
     return {name: partial(run, name) for name in names if name in BF16_KERNELS}
 
 
-def works(copies: int, size: int = 4096) -> Iterator[tuple[str, dict[str, Run]]]:
-    """The name of each work, and what runs it by each kernel."""
+def works(copies: int, size: int = 4096) -> Iterator[tuple[str, Callable[[], dict[str, Run]]]]:
+    """The name of each work, and what makes that which runs it by each kernel."""
     for queries, head_dim in ((16, 32), (128, 32), (512, 64)):
-        yield f"attention {queries} x {head_dim}", attention(queries, head_dim)
-    for rows in (1, 2, 3, 4):
-        yield f"bf16, {rows} rows", bf16(rows, size, copies)
+        yield f"attention {queries} x {head_dim}", partial(attention, queries, head_dim)
+    for storage in STORAGES:
+        for rows in (1, 2, 3, 4):
+            yield f"bf16 {storage}, {rows} rows", partial(bf16, rows, storage, size, copies)
 
 
 def main() -> None:
@@ -72,10 +87,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--copies", type=int, default=24, help="of the weights of 32 MB (default 24)")
+    parser.add_argument("--only", default="", help="the works whose names begin so (default all)")
     options = parser.parse_args()
     table = Table("work", "kernel", "us", "times the fastest", title=_native.cpu_info()["name"])
-    for work, runs in works(options.copies):
-        best = best_seconds(runs, options.rounds)
+    for work, make in works(options.copies):
+        if not work.startswith(options.only):
+            continue
+        best = best_seconds(make(), options.rounds)
         least = min(best.values())
         for name, seconds in best.items():
             table.add_row(work, name, f"{1e6 * seconds:.1f}", f"{seconds / least:.2f}")

@@ -6,6 +6,8 @@
 // of weights is expanded as a whole before the first of its tiles is loaded: there is no store forwarding into a tile
 // load, so a tile loaded right after its rows were stored would wait for them to reach the cache.
 //
+// Fewer rows of bf16 than kManyRows are multiplied by vectors (few_float_rows.h), with the sums of tiles.
+//
 // Groups end a sum, so a tile product takes the inputs of one group at most: groups of 32 use tiles of half the depth,
 // and the sums of a group leave the tiles to be scaled.
 //
@@ -16,8 +18,10 @@
 #include <cstdint>
 #include <utility>
 
+#include "matmul/few_float_rows.h"
 #include "matmul/panel.h"
 #include "simd/amx_tiles.h"
+#include "simd/flush_denormals.h"
 
 namespace ortolan {
 namespace {
@@ -54,6 +58,9 @@ class AmxLoop {
   static constexpr int kPanelsTogether = kAmxPanels;
 
   static void Run(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    if constexpr (kBf16) {
+      if (args.m < kManyRows) return RunFewRows(args, panel_begin, panel_end);
+    }
     const Layer layer(args);
     const int step_rows = StepRows(layer);
     // Tiles 0 to 3 sums [row tile][panel], 4 and 5 rows of x, 6 and 7 weights.
@@ -72,6 +79,14 @@ class AmxLoop {
   }
 
  private:
+  // Vectors are faster than tiles there. With the sums of tiles, so that a row has the same bits among any others.
+  static void RunFewRows(const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
+    const ortolan::Layer<typename Weights::TileOrder> layer(args);
+    const simd::DenormalRule rule = simd::FlushDenormals();
+    MultiplyFewFloatRows<Simd>(layer, args, panel_begin, panel_end);
+    simd::RestoreDenormals(rule);
+  }
+
   static constexpr int64_t kRows = kAmxRowTile;
   // Four tiles of two panels: 8 KB. Short enough that a block is expanded while the last one is multiplied. Whole
   // groups.

@@ -5,10 +5,18 @@
 //
 //     y[i, j] = sum over l of bf16(x[i, l]) * W[l, j]  + bias[j]        i < m, l < k, j < n
 //
-// x and y are float32; bf16() rounds to nearest even; products and sums are float32. The order of the sums, and so the
-// last bits of y, depend on the kernel. avx512bf16 and amx kernels treat denormal operands as zero and flush denormal
-// results (the instructions' own rule). Inf and NaN spread as in the dense product: a stored or unstored zero times Inf
-// is NaN.
+// x and y are float32; bf16() rounds to nearest even; products and sums are float32, and each product is added without
+// being rounded (fused). The order of the sums, and so the last bits of y, depend on the kernel alone: not on m, nor on
+// the storage.
+//
+//     amx          of each 32 inputs one sum over the even l and one over the odd l, both from +0 and ascending;
+//                  total = bias[j] or +0; for each 32 inputs: total += even sum + odd sum; y = total + 0
+//     avx512bf16   one sum from +0, of each pair of inputs the odd l, then the even one; y = (sum + 0) + bias[j]
+//     others       one sum from +0 over ascending l; y = (sum + 0) + bias[j]
+//
+// No y is -0. avx512bf16 and amx kernels treat denormal operands as zero and flush denormal results (the instructions'
+// own rule). Inf and NaN spread as in the dense product: a stored or unstored zero times Inf is NaN. Which NaN it is
+// may depend on m.
 //
 // int8 and int4, x quantized row by row:
 //
@@ -57,8 +65,7 @@ inline constexpr int64_t kMostInputsWithZeroPoints = int64_t{1} << 16;
 inline constexpr int64_t kMostInputsWithWeightZeroPoints = int64_t{1} << 15;
 
 struct BitmapWeight : MatMulWeight {
-  BitmapView view;  // has passed ValidateStored with its layout; any storage, with equal results (bf16: but for the
-                    // order of its sums)
+  BitmapView view;               // has passed ValidateStored with its layout; any storage, with equal results
   int64_t group = kWholeColumn;  // int4: 32, 64 or 128
   // [panels][ScaleRows(k, group)][16] float (int8) or bf16 (int4), at any address; bf16: null
   const void* scales = nullptr;

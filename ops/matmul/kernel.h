@@ -65,6 +65,10 @@ struct HiddenLayerArgs;
 // The same, for a layer whose outputs are the packed rows of the next one.
 using MultiplyHiddenFn = void(const HiddenLayerArgs& args, int64_t panel_begin, int64_t panel_end);
 
+// Fewer rows are few: memory is the limit, and kernels may multiply so many panels at once, whatever they do with more.
+inline constexpr int64_t kManyRows = 4;
+inline constexpr int64_t kPanelsOfFewRows = 4;
+
 // What a column computes with a kind of weight: column_functions.h.
 struct MatMulFunctions {
   int64_t row_block;

@@ -29,7 +29,8 @@ void ForEachPiece(Host& host, const MatMulKernel& kernel, int64_t m, int64_t row
   const int64_t row_macs = std::min(m, row_chunk) / kernel.speed;
   const int64_t panel_macs = panel_inputs * kPanelColumns * (kExpandMacs + row_macs);
   const int64_t most_chunks = std::clamp<int64_t>(panels * panel_macs / ActiveTuning().piece_macs, 1, panels);
-  const int64_t chunk_panels = Chunks(Chunks(panels, most_chunks), kernel.panels_together) * kernel.panels_together;
+  const int64_t together = m < kManyRows ? std::max(kPanelsOfFewRows, kernel.panels_together) : kernel.panels_together;
+  const int64_t chunk_panels = Chunks(Chunks(panels, most_chunks), together) * together;
   const int64_t panel_chunks = Chunks(panels, chunk_panels);
   host.ParallelFor(panel_chunks * row_chunks, [&](int64_t task) {
     const int64_t panel = task % panel_chunks * chunk_panels;

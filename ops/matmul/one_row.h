@@ -1,5 +1,5 @@
-// One row of x, the case of decoding, as fast as memory delivers the weights. Included by panel_loop.h; local to each
-// file.
+// One row of x, the case of decoding, as fast as memory delivers the weights, where sums are whole numbers (floats:
+// few_float_rows.h). Included by panel_loop.h; local to each file.
 //
 // Instructions and misses count here: groups have a fixed length, and scales, a stream of their own, are prefetched
 // like the weights.

@@ -22,9 +22,11 @@
 //                                a row of weights, part by part: where registers are few they hold one part
 //     MultiplyAdd, kMostHeld, kInputsTogether, …
 //                                all parts; see activations.h
+//     kFloatSums                 sums are floats, with one order for any number of rows: few rows are multiplied by
+//                                few_float_rows.h, which says what that takes
 //     kOneRowChains, kMostChains
-//                                chains of sums, for one row and for two or three
-//     kFetchOneRow, OneRowAhead  see one_row.h
+//                                chains of sums, for one row (not of floats) and for two or three
+//     kFetchOneRow, OneRowAhead  see one_row.h; not of floats
 //     TakesRow(x, padded k)      optional, of a kind for one row (FewRowsKindOf): whether it takes this packed one
 //     Scales                     of a panel: Of(group), Prefetch(begin, end) of groups
 //     Numbers<rows>              of a block of rows of x: Start(group, row), where sums begin;
@@ -34,6 +36,7 @@
 #include <cstdint>
 
 #include "matmul/activations.h"
+#include "matmul/few_float_rows.h"
 #include "matmul/one_row.h"
 #include "matmul/panel.h"
 #include "matmul/wide_groups.h"
@@ -88,7 +91,11 @@ class PanelLoop {
     if constexpr (requires { Kind::TakesRow(args.x, layer.padded_k); }) {
       if (!Kind::TakesRow(args.x, layer.padded_k)) return false;
     }
-    WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    if constexpr (Kind::kFloatSums) {
+      FewFloatRows<Simd, Kind, 1>::Run(layer, args, panel_begin, panel_end);
+    } else {
+      WithOneRow<Simd>(layer, [&]<typename OneRow>() { OneRow::Run(layer, args, panel_begin, panel_end); });
+    }
     return true;
   }
 
@@ -98,10 +105,20 @@ class PanelLoop {
   // More rows of x expand the panel again.
   static constexpr int64_t kMostRows = kMostWaiting / kBlock * kBlock;
 
+  // Few rows of floats are not: FewFloatRows.
+  template <int kRows>
+  static constexpr bool kIsFused = kRows >= kManyRows || !Weights::kFloatSums;
+
   template <bool kOneSpan>
   static void RunRows(const Layer& layer, const MatMulArgs& args, int64_t panel_begin, int64_t panel_end) {
     for (int64_t row = 0; row < args.m; row += kMostRows) {
       const MatMulArgs part = RowsOf(args, row, kMostRows, layer.row_bytes);
+      if constexpr (Weights::kFloatSums) {
+        if (part.m < kManyRows) {
+          MultiplyFewFloatRows<Simd>(layer, part, panel_begin, panel_end);
+          continue;
+        }
+      }
       for (int64_t panel = panel_begin; panel < panel_end;) {
         if constexpr (kPanelsTogether > 1) {
           // Expanded for one block alone, weights are best used from the registers.
@@ -118,7 +135,9 @@ class PanelLoop {
           continue;
         }
         int64_t i = 0;
-        for (; i + kBlock <= part.m; i += kBlock) Fused<kOneSpan, kBlock>(p, i);
+        if constexpr (kIsFused<kBlock>) {
+          for (; i + kBlock <= part.m; i += kBlock) Fused<kOneSpan, kBlock>(p, i);
+        }
         LastRows<kOneSpan>(p, i);
       }
     }
@@ -252,7 +271,9 @@ class PanelLoop {
   // The rows from i on, fewer than a block.
   template <bool kOneSpan>
   static void LastRows(const Panel& p, int64_t i) {
-    WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() { Fused<kOneSpan, kRows>(p, i); });
+    WithRowCount<kBlock - 1>(p.args.m - i, [&]<int kRows>() {
+      if constexpr (kIsFused<kRows>) Fused<kOneSpan, kRows>(p, i);
+    });
   }
 
   struct alignas(64) Waiting {

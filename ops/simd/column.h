@@ -80,6 +80,7 @@
 //     PickBytes(RepeatEight(p), places)     for each place, 0 … 7, the byte that is there of the eight at p
 //     PickWords(RepeatEight(p), places)     where kDotBf16: for each word the one of the four at p that its lowest two
 //                                           bits name
+//     LowPlaces(a, places)                  where kDotBf16: the words of a whose place is 0 or 1; zero elsewhere
 //     SpreadBytes<half>(a, places)          of each quad of a the bytes 2 half and 2 half + 1, moved to the places of
 //     the
 //                                           quad, 0 … 3, that the same bytes of `places` name; these ascend. Zero

@@ -312,6 +312,7 @@ bool RunBytes(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("Repeat16", S::StoreBytes(out, S::Repeat16(a)));
   ORTOLAN_TRY("PickBytes", S::StoreBytes(out, S::PickBytes(S::RepeatEight(a), S::LoadBytes(b))));
   ORTOLAN_TRY("PickWords", S::StoreBytes(out, S::PickWords(S::RepeatEight(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("LowPlaces", S::StoreBytes(out, S::LowPlaces(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("SpreadBytes0", S::StoreBytes(out, S::template SpreadBytes<0>(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("SpreadBytes1", S::StoreBytes(out, S::template SpreadBytes<1>(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("SpreadWords0", S::StoreBytes(out, S::template SpreadWords<0>(S::LoadBytes(a), S::LoadBytes(b))));

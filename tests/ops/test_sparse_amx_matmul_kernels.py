@@ -107,22 +107,6 @@ def test_inf_and_nan_spread_as_in_the_dense_product(kernel: str, dense: bool, m:
     np.testing.assert_array_equal(np.isinf(y), np.isinf(expected))
 
 
-@pytest.mark.parametrize("kernel", runnable_kernels())
-def test_rows_do_not_depend_on_their_neighbours(kernel: str) -> None:
-    """Row blocks are an affair of speed: each block size may sum in its own order, but rows of a block are alike."""
-    k, n = 1100, 48
-    rng = np.random.default_rng(3)
-    packed = _native.pack_bitmap(sparse_weight(rng, k, n, 0.5))
-    row = rng.standard_normal((1, k), dtype=np.float32)
-    for m in (2, 5, 16, 37):
-        others = rng.standard_normal((m, k), dtype=np.float32)
-        others[0] = others[-1] = row
-        y = _testing.sparse_amx_matmul(others, *packed, k, n, kernel=kernel)
-        repeated = _testing.sparse_amx_matmul(np.repeat(row, m, axis=0), *packed, k, n, kernel=kernel)
-        np.testing.assert_array_equal(y[0], repeated[0])
-        np.testing.assert_array_equal(y[-1], repeated[-1])
-
-
 def test_unknown_and_unavailable_kernels_are_refused() -> None:
     packed = _native.pack_bitmap(np.ones((2, 2), np.float32))
     with pytest.raises(ValueError, match=r"no kernel is called 'Abacus', expected one of: .*scalar"):

@@ -70,6 +70,13 @@ def test_picked_words(column: str) -> None:
     np.testing.assert_array_equal(stored_bytes(column, "PickWords", a, places).view(np.uint16), a[places & 3])
 
 
+@columns_with("LowPlaces")
+def test_words_of_low_places(column: str) -> None:
+    a, places = (random_bytes(seed, 2 * LANES[column], np.uint16) for seed in (0, 1))
+    expected = np.where(places & 3 < 2, a, 0)
+    np.testing.assert_array_equal(stored_bytes(column, "LowPlaces", a, places).view(np.uint16), expected)
+
+
 PAIRS_OF_PLACES = np.array([(a, b) for b in range(4) for a in range(b)])
 
 

@@ -98,6 +98,9 @@ struct Bf16Products<Simd> {
 };
 
 template <typename Simd, Storage kStorage>
+struct Bf16TileOrder;
+
+template <typename Simd, Storage kStorage>
 struct Bf16Weights : Bf16Products<Simd> {
   using Products = Bf16Products<Simd>;
   using Columns = simd::Columns<Simd>;
@@ -109,10 +112,13 @@ struct Bf16Weights : Bf16Products<Simd> {
   static constexpr bool kHasGroups = false;
   static constexpr bool kNibbles = false;
   static constexpr bool kBuffered = true;  // dense too: both storages add in one order
-  static constexpr Fetch kFetchOneRow = kDense ? Fetch::kNone : Fetch::kMultiply;
   static constexpr int kRowInputs = 2;
-  static constexpr int kOneRowChains = kMostOneRowChains<Simd>;
-  static constexpr int kMostChains = 2;
+  static constexpr bool kFloatSums = true;
+  static constexpr int kMostChains = 1;
+  static constexpr bool kRowsApart = Products::kRowBlock == 1;
+  static_assert(kRowsApart || Products::kRowBlock >= kManyRows - 1);
+  static constexpr int kHeldOfPanel = kStorage == Storage::kTwoFour ? 1 : 0;
+  using TileOrder = Bf16TileOrder<Simd, kStorage>;
 
   static constexpr int64_t kMostInputs = kBf16Bitmap.max_k;
 
@@ -128,6 +134,16 @@ struct Bf16Weights : Bf16Products<Simd> {
   static Sums StartSpan(const Sums& sums) { return sums; }
   static Sums EndSpan(const Sums&, const Sums& span_sums) { return span_sums; }
   static Sums Zero() { return Columns::Set(0.0f); }
+  template <typename Output>
+  static Sums StartSums(const Output&) {
+    return Zero();
+  }
+  template <typename Output>
+  static void EndSums(const Output& output, int row, const Sums& sums) {
+    output.StoreWithBias(row, End(sums));
+  }
+  // Zero is +0, whether products of it were added, with whatever sign, or left out as in 2:4 storage.
+  static Sums End(const Sums& sums) { return Columns::Add(sums, Zero()); }
   static Sums AddChains(const Sums& a, const Sums& b) { return Columns::Add(a, b); }
   static Sums LoadSums(const void* from) { return Columns::Load(static_cast<const float*>(from)); }
   static void StoreSums(void* to, const Sums& sums) { Columns::Store(static_cast<float*>(to), sums); }
@@ -141,7 +157,7 @@ struct Bf16Weights : Bf16Products<Simd> {
     Numbers(const void*, int64_t) {}
     Sums Start(int64_t, int) const { return Zero(); }
     Sums Add(const Sums&, const Sums& sums, int, int64_t, int) const { return sums; }
-    Sums End(const Sums& total, int) const { return total; }
+    Sums End(const Sums& total, int) const { return Bf16Weights::End(total); }
   };
 
   // In the order of activations.h.
@@ -168,13 +184,49 @@ struct Bf16Weights : Bf16Products<Simd> {
   }
 };
 
-// Four activations meet two weights of each column.
+// With the sums of tile products (simd/amx_tiles.h), for rows of x that are packed for them, one behind the other: of
+// each span a sum over the even inputs and one over the odd ones, and both together are added to the total. The caller
+// has denormals flushed.
+template <typename Simd, Storage kStorage>
+struct Bf16TileOrder : Bf16Weights<Simd, kStorage> {
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
+  using Row = typename Columns::Bytes;
+  static constexpr bool kRowsApart = true;
+
+  struct Sums {
+    Floats even, odd;  // between spans: the total, and nothing
+  };
+  template <typename Output>
+  static Sums StartSums(const Output& output) {
+    return {output.Bias(), Columns::Set(0.0f)};
+  }
+  template <typename Output>
+  static void EndSums(const Output& output, int row, const Sums& sums) {
+    output.Store(row, Bf16Weights<Simd, kStorage>::End(sums.even));
+  }
+  static Sums StartSpan(const Sums&) { return {Columns::Set(0.0f), Columns::Set(0.0f)}; }
+  static Sums EndSpan(const Sums& sums, const Sums& span) {
+    return {Columns::Add(sums.even, Columns::Add(span.even, span.odd)), sums.odd};
+  }
+  static Sums MultiplyAdd(const Sums& sums, const Row& weights, const uint16_t* pair) {
+    const auto x = Simd::RepeatQuad(pair);
+    const auto even_x = Simd::EvenBf16(x), odd_x = Simd::OddBf16(x);
+    return {Columns::template Of<Floats>(
+                [&](int i) { return Simd::MultiplyAdd(even_x, Simd::EvenBf16(weights.at[i]), sums.even.at[i]); }),
+            Columns::template Of<Floats>(
+                [&](int i) { return Simd::MultiplyAdd(odd_x, Simd::OddBf16(weights.at[i]), sums.odd.at[i]); })};
+  }
+};
+
+// Four activations meet two weights of each column, in the order of the expanded pairs.
 template <typename Simd, typename Kind>
 struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
   using Columns = simd::Columns<Simd>;
   using Activation = typename Kind::Activation;
   using Sums = typename Kind::Sums;
   using Row = typename TwoFourRow<Simd, Kind>::Row;
+  static constexpr int kHeldOfPanel = 0;  // places are in memory where registers are few
 
   struct Stream : TwoFourRows<Simd, kBf16Bitmap> {
     using TwoFourRows<Simd, kBf16Bitmap>::TwoFourRows;
@@ -197,8 +249,12 @@ struct TwoFourBf16Row : TwoFourRow<Simd, Kind> {
   }
   static Sums MultiplyAdd(const Sums& sums, const Row& row, const uint16_t* x) {
     const auto eight = Simd::RepeatEight(x);
-    return Columns::template Of<Sums>(
-        [&](int i) { return Simd::DotBf16(sums.at[i], row.weights.at[i], Simd::PickWords(eight, row.places.at[i])); });
+    return Columns::template Of<Sums>([&](int i) {
+      const auto picked = Simd::PickWords(eight, row.places.at[i]);
+      const auto first = Simd::LowPlaces(row.weights.at[i], row.places.at[i]);
+      const auto second = Simd::XorBytes(row.weights.at[i], first);  // the others
+      return Simd::DotBf16(Simd::DotBf16(sums.at[i], first, picked), second, picked);
+    });
   }
 
   // Not one that holds an Inf or a NaN: where no weight is stored it would meet none, and leave no NaN behind.

@@ -22,6 +22,8 @@ Mask LoadMask(const uint8_t* masks, int row) {
 }
 
 constexpr int64_t kSpanMaskBytes = kSpanInputs * kPanelColumns / 8;
+// Of a panel's masks, those for as long as memory takes.
+constexpr int64_t kFirstMaskBytes = 8 * kSpanMaskBytes;
 
 // Bytes of a panel's int8 or int4 values that a span takes on average.
 inline int64_t SpanBytes(const BitmapWeight& w, int64_t panel) {
@@ -74,6 +76,11 @@ class BitmapStream {
   }
   void EndSpan() {
     if constexpr (!kDense) masks_ += kSpanMaskBytes;
+  }
+  // Asks for what StartSpan and Next have not asked for when the first spans come.
+  void PrefetchFirst() const {
+    PrefetchLines(values, ahead_);
+    if constexpr (!kDense) PrefetchLines(masks_, kFirstMaskBytes);
   }
   // To where the other stream of the panel is.
   void MoveTo(const BitmapStream& other) {

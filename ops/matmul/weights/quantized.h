@@ -32,6 +32,7 @@ struct ByteProducts {
   static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
   static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
 
+  static constexpr bool kFloatSums = false;
   static constexpr bool kNarrowChunks = false;
   static constexpr bool kFreeSpans = !kInt4 || !Simd::kNarrowNibbleSums;
   static Sums StartSpan(const Sums& sums) {

@@ -59,6 +59,11 @@ class TwoFourRows {
     places_ = Columns::template Of<Bytes>([&](int i) { return Simd::template ShiftRightInt<2>(places.at[i]); });
     return places;
   }
+  // As of BitmapStream.
+  void PrefetchFirst() const {
+    PrefetchLines(values, ahead_);
+    PrefetchLines(masks_, kFirstMaskBytes);
+  }
   // To where the other stream of the panel is.
   void MoveTo(const TwoFourRows& other) {
     values = other.values;
