@@ -6,6 +6,8 @@
 //
 //     [inputs / (4 kRowInputs)][r][4][kRowInputs]
 //
+// or, of fewer rows of weights, [inputs / kInputsTogether][r][kInputsTogether].
+//
 // With many rows of x, the loads that repeat an activation limit the speed. So where there are registers for it some
 // rows of x come by one load for four rows of weights, and are repeated from that register.
 #pragma once
@@ -33,6 +35,13 @@ constexpr int kHalfOfRegisters = RowsWithSumsIn<Simd>(Simd::kRegisters / 2);
 template <typename Simd>
 constexpr int kMostOneRowChains = Simd::kRegisters * Simd::kLanes >= 64 ? 4 : 1;
 
+// Whether a row of x that is repeated from a register costs nothing: then all rows are.
+template <typename Weights>
+constexpr bool kHoldsAllRows = false;
+template <typename Weights>
+  requires requires { Weights::kHoldsAll; }
+constexpr bool kHoldsAllRows<Weights> = Weights::kHoldsAll;
+
 // Of kRows rows of x. Weights: a kind of weights/*.h.
 template <typename Weights, int kRows>
 class Activations {
@@ -59,7 +68,8 @@ class Activations {
 
  private:
   // Half of few rows: with all of them the shuffles would be the limit. Measured: sparse_amx_matmul/README.md.
-  static constexpr int kHeld = kRows < 4 ? 0 : kRows / 2 < Weights::kMostHeld ? kRows / 2 : Weights::kMostHeld;
+  static constexpr int kHalfOrMost = kRows < 4 ? 0 : kRows / 2 < Weights::kMostHeld ? kRows / 2 : Weights::kMostHeld;
+  static constexpr int kHeld = kHoldsAllRows<Weights> ? kRows : kHalfOrMost;
 
   const Activation* x_;
   [[no_unique_address]] typename Weights::Held held_[kHeld > 0 ? kHeld : 1];

@@ -86,10 +86,16 @@ class OneRow {
       Sums sums[kChains];
       for (int c = 0; c < kChains; ++c) sums[c] = Weights::StartSpan(sums_[c]);
       ForEach<kUnroll>(Layer<Weights>::kSpanRows, kFourRows, [&](int four) {
+        const auto held = HeldOf(x);
 #pragma GCC unroll 4
         for (int row = 0; row < kFourRows; ++row, x += Weights::kRowInputs) {
           const auto weights = Weights::FromBytes(stream.template Next<kFetch, kOddTimes16>(four + row));
-          sums[row % kChains] = Weights::MultiplyAdd(sums[row % kChains], weights, x);
+          Sums& sum = sums[row % kChains];
+          if constexpr (kHoldsAllRows<Weights>) {
+            sum = Weights::MultiplyAddHeld(sum, weights, held, row);
+          } else {
+            sum = Weights::MultiplyAdd(sum, weights, x);
+          }
         }
       });
       for (int c = 0; c < kChains; ++c) sums_[c] = Weights::EndSpan(sums_[c], sums[c]);
@@ -107,6 +113,14 @@ class OneRow {
     }
 
    private:
+    static auto HeldOf([[maybe_unused]] const Activation* x) {
+      if constexpr (kHoldsAllRows<Weights>) {
+        return Weights::Hold(x);
+      } else {
+        return typename Weights::Held{};
+      }
+    }
+
     Sums sums_[kChains];
   };
 };

@@ -38,6 +38,7 @@
 #include "matmul/activations.h"
 #include "matmul/few_float_rows.h"
 #include "matmul/one_row.h"
+#include "matmul/pairs_loop.h"
 #include "matmul/panel.h"
 #include "matmul/wide_groups.h"
 
@@ -74,12 +75,16 @@ class PanelLoop {
     }
     if constexpr (FewRows::kMostRows < kAnyRows) {
       if (args.m == 1 && RunOneRow<typename FewRows::Type>(args, panel_begin, panel_end)) return;
-      const Layer layer(args);
-      // Sums of groups of one span need no loop around them.
-      if constexpr (Weights::kNarrowChunks) {
-        if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
+      if constexpr (Simd::kRowPairs && Weights::kRowInputs == 4) {
+        PairsLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
+      } else {
+        const Layer layer(args);
+        // Sums of groups of one span need no loop around them.
+        if constexpr (Weights::kNarrowChunks) {
+          if (layer.group_spans == 1) return RunRows<true>(layer, args, panel_begin, panel_end);
+        }
+        RunRows<false>(layer, args, panel_begin, panel_end);
       }
-      RunRows<false>(layer, args, panel_begin, panel_end);
     }
   }
 

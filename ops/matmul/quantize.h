@@ -62,32 +62,36 @@ struct InputSums {
   int32_t upper;
 };
 
+// Inputs of a row of x that lie side by side in a block of rows: as many as the column's loop takes at once.
+template <typename Simd>
+constexpr int kQuantizedTogether = Simd::kRowPairs ? 8 : 16;
+
 // Quantizes inputs begin … end-1, multiples of 16, of row i of k inputs: the zero point from k on, and all if the
 // factor is 0. They go to their places in a block of `rows` rows in the order of activations.h. Returns their sums.
 template <typename Simd>
 InputSums QuantizeInputs(const float* x, int64_t k, int64_t begin, int64_t end, const RowScale& scale, char* block,
                          int64_t rows, int64_t i) {
-  constexpr int64_t kFourQuads = 16;
+  constexpr int64_t kTogether = kQuantizedTogether<Simd>;
   const int64_t quantized = scale.factor != 0.0f ? k : 0;
   const auto factor = Simd::Set(scale.factor);
   const auto most = Simd::Set(static_cast<float>(127 - scale.zero_point));
   const auto zero_point = Simd::SetInt(scale.zero_point);
   typename Simd::Int sums = Simd::SetInt(0);
-  int8_t* to = reinterpret_cast<int8_t*>(block) + begin * rows + kFourQuads * i;
+  int8_t* to = reinterpret_cast<int8_t*>(block) + begin * rows + kTogether * i;
   const auto quantize = [&](int64_t l, const auto& load) {
-    for (int64_t lane = 0; lane < kFourQuads; lane += Simd::kLanes) {
+    for (int64_t lane = 0; lane < kTogether; lane += Simd::kLanes) {
       const auto steps = Simd::RoundToInt(Simd::Min(Simd::Multiply(load(l + lane), factor), most));
       const auto rounded = Simd::AddInt(steps, zero_point);
       Simd::StoreInt8(to + lane, rounded);
       sums = Simd::AddInt(sums, rounded);
     }
-    to += kFourQuads * rows;
+    to += kTogether * rows;
   };
   int64_t l = begin;
-  for (; l < end && l + kFourQuads <= quantized; l += kFourQuads) {
+  for (; l < end && l + kTogether <= quantized; l += kTogether) {
     quantize(l, [&](int64_t at) { return Simd::Load(x + at); });
   }
-  for (; l < end; l += kFourQuads) {
+  for (; l < end; l += kTogether) {
     quantize(l, [&](int64_t at) { return Simd::LoadSome(x + at, quantized - at); });
   }
   if constexpr (!Simd::kNarrowNibbleSums) {

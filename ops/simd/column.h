@@ -95,6 +95,15 @@
 //                                           between they are 16 bits; otherwise they are Int. kNibblesTimes16: a may be
 //                                           any unsigned byte, and not only 0 … 15
 //
+//     DotInt8OfQuad(sums, a, b, which), DotNibblesOfQuad     where kDotsOfQuad, in one instruction: DotInt8 and
+//     DotNibbles
+//                                           with RepeatQuad(b, which)
+// Where kRowPairs:
+//     InterleaveQuads<half>(a, b)           the quads of the lower or upper half of each, a's and b's in turn
+//     DotEightsInt8(Int sums, Bytes a, Bytes b), DotEightsNibbles    lane 2 i + j: plus the dot product of eight i of a
+//                                           with eight j of b, exact; a and b as in DotInt8 and DotNibbles
+//     EvenLanes(Int a, b), OddLanes(Int a, b) lanes 0 and 2 of a, then of b; lanes 1 and 3
+//
 //     EvenBf16(Bytes), OddBf16(Bytes)       of pairs of bf16, as floats
 //     RoundToBf16(Float)                    floats that hold a bf16
 //     PackBf16(Float low, high), DotBf16(Float sums, Bytes a, Bytes b)     where kDotBf16: pairs of bf16

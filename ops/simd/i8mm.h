@@ -1,5 +1,5 @@
-// NEON with dot products of unsigned and signed bytes (USDOT): the vectors of dotprod.h, and rows of bytes. Local to
-// each file that includes it.
+// NEON with dot products of unsigned and signed bytes (USDOT) and products of matrices of bytes (SMMLA, USMMLA): the
+// vectors of dotprod.h, pairs of rows, and rows of bytes. Local to each file that includes it.
 #pragma once
 
 #include "simd/dotprod.h"
@@ -13,6 +13,35 @@ struct i8mm : dotprod {
   }
   static constexpr bool kNibblesTimes16 = true;
   static int32x4_t DotNibbles(int32x4_t sums, int32x4_t a, int32x4_t b) { return DotQuad(sums, a, b); }
+  static int32x4_t DotNibblesOfQuad(int32x4_t sums, int32x4_t a, int32x4_t b, int which) {
+    const uint8x16_t x = BytesOf(a);
+    const int8x16_t y = vreinterpretq_s8_s32(b);
+    switch (which) {
+      case 0:
+        return vusdotq_laneq_s32(sums, x, y, 0);
+      case 1:
+        return vusdotq_laneq_s32(sums, x, y, 1);
+      case 2:
+        return vusdotq_laneq_s32(sums, x, y, 2);
+      default:
+        return vusdotq_laneq_s32(sums, x, y, 3);
+    }
+  }
+
+  // Pairs of rows
+  static constexpr bool kRowPairs = true;
+  template <int kHalf>
+  static int32x4_t InterleaveQuads(int32x4_t a, int32x4_t b) {
+    return kHalf == 0 ? vzip1q_s32(a, b) : vzip2q_s32(a, b);
+  }
+  static int32x4_t EvenLanes(int32x4_t a, int32x4_t b) { return vuzp1q_s32(a, b); }
+  static int32x4_t OddLanes(int32x4_t a, int32x4_t b) { return vuzp2q_s32(a, b); }
+  static int32x4_t DotEightsInt8(int32x4_t sums, int32x4_t a, int32x4_t b) {
+    return vmmlaq_s32(sums, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
+  }
+  static int32x4_t DotEightsNibbles(int32x4_t sums, int32x4_t a, int32x4_t b) {
+    return vusmmlaq_s32(sums, BytesOf(a), vreinterpretq_s8_s32(b));
+  }
 
   // Rows of bytes
   using RowNumber = uint8_t;

@@ -134,6 +134,8 @@ struct Vectors : Types {
   static Int EndNibbleSums(Int, Int sums) { return sums; }
 
   static constexpr bool kDotsFewRows = false;
+  static constexpr bool kDotsOfQuad = false;
+  static constexpr bool kRowPairs = false;
 
   // Lists of the bits that are set in a mask.
   template <typename Number>

@@ -295,6 +295,25 @@ void DealAndInterleave(const uint8_t* a, uint8_t* out) {
 }
 
 template <typename S>
+bool RunRowPairs(const SimdCall& call, const Arguments& x) {
+  const auto *a = call.in[0], *b = call.in[1], *c = call.in[2];
+  auto* const out = x.out_bytes;
+  const int number = static_cast<int>(x.number);
+  ORTOLAN_TRY("DotInt8OfQuad",
+              S::StoreInt(out, S::DotInt8OfQuad(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b), number)));
+  ORTOLAN_TRY("DotNibblesOfQuad",
+              S::StoreInt(out, S::DotNibblesOfQuad(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b), number)));
+  ORTOLAN_TRY("InterleaveQuads0", S::StoreBytes(out, S::template InterleaveQuads<0>(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("InterleaveQuads1", S::StoreBytes(out, S::template InterleaveQuads<1>(S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("EvenLanes", S::StoreInt(out, S::EvenLanes(S::LoadInt(a), S::LoadInt(b))));
+  ORTOLAN_TRY("OddLanes", S::StoreInt(out, S::OddLanes(S::LoadInt(a), S::LoadInt(b))));
+  ORTOLAN_TRY("DotEightsInt8", S::StoreInt(out, S::DotEightsInt8(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  ORTOLAN_TRY("DotEightsNibbles",
+              S::StoreInt(out, S::DotEightsNibbles(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
+  return false;
+}
+
+template <typename S>
 bool RunBytes(const SimdCall& call, const Arguments& x) {
   const auto *a = call.in[0], *b = call.in[1], *c = call.in[2];
   auto* const out = x.out_bytes;
@@ -385,7 +404,7 @@ constinit const int64_t kSimdLanes = Simd::kLanes;
 bool RunSimd(const SimdCall& call) {
   const Arguments x(call);
   return RunFloats<Simd>(call, x) || RunBetweenLanes<Simd>(call, x) || RunIntegers<Simd>(call, x) ||
-         RunMoreIntegers<Simd>(call, x) || RunBytes<Simd>(call, x);
+         RunMoreIntegers<Simd>(call, x) || RunRowPairs<Simd>(call, x) || RunBytes<Simd>(call, x);
 }
 
 }  // namespace ORTOLAN_COLUMN

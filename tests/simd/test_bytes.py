@@ -172,6 +172,46 @@ def test_dot_products_of_nibbles(column: str) -> None:
         np.testing.assert_array_equal(one(column, "DotNibbles", a, b, sums, dtype=np.int32), expected)
 
 
+@columns_with("DotInt8OfQuad")
+def test_dot_products_with_a_quad_of_16_bytes(column: str) -> None:
+    size = 4 * LANES[column]
+    sums = random_bytes(5, LANES[column], np.int16).astype(np.int32)
+    a, b = random_bytes(0, size, np.int8), np.maximum(random_bytes(9, size, np.int8), -127)
+    for which in range(4):
+        quad = quads(b)[which]
+        for function, weights in (("DotInt8OfQuad", a), ("DotNibblesOfQuad", a.view(np.uint8) & 15)):
+            found = raw(column, function, weights, b, sums, number=which).view(np.int32)[: LANES[column]]
+            np.testing.assert_array_equal(found, sums + quads(weights) @ quad)
+
+
+@columns_with("DotEightsInt8")
+def test_dot_products_of_pairs_of_rows(column: str) -> None:
+    size = 4 * LANES[column]
+    sums = random_bytes(5, LANES[column], np.int16).astype(np.int32)
+    for seed in range(4):
+        b = np.maximum(random_bytes(seed + 9, size, np.int8), -127)
+        if seed == 0:
+            b[:] = -127
+        for function, a in (
+            ("DotEightsInt8", random_bytes(seed, size, np.int8)),
+            ("DotEightsNibbles", b.view(np.uint8) & 15),
+        ):
+            if seed == 0:
+                a[:] = -128 if function == "DotEightsInt8" else 15
+            pairs = a.reshape(2, 8).astype(np.int64) @ b.reshape(2, 8).astype(np.int64).T
+            np.testing.assert_array_equal(one(column, function, a, b, sums, dtype=np.int32), sums + pairs.reshape(-1))
+
+
+@columns_with("InterleaveQuads0")
+def test_interleaved_quads_and_ints(column: str) -> None:
+    a, b = random_bytes(0, 4 * LANES[column]), random_bytes(1, 4 * LANES[column])
+    ints = np.stack([a.view(np.int32), b.view(np.int32)])
+    for function, half in zip(("InterleaveQuads0", "InterleaveQuads1"), np.split(ints, 2, axis=1), strict=True):
+        np.testing.assert_array_equal(one(column, function, a, b, dtype=np.int32), half.T.reshape(-1))
+    np.testing.assert_array_equal(one(column, "EvenLanes", a, b, dtype=np.int32), ints[:, ::2].reshape(-1))
+    np.testing.assert_array_equal(one(column, "OddLanes", a, b, dtype=np.int32), ints[:, 1::2].reshape(-1))
+
+
 @columns_with("PackBytes")
 def test_packed_bytes(column: str) -> None:
     lanes = LANES[column]

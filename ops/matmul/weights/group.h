@@ -114,7 +114,7 @@ struct GroupWeights : Rows {
   }
 
   // In a block of r rows
-  //     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
+  //     q  i8   in the order of activations.h
   //     GroupNumbers
   // One order for all kinds of a weight, but for scaled_sums.
   static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,

@@ -85,7 +85,7 @@ template <typename Simd>
   requires(Simd::kInt8Bias == 0)
 struct FewRowsKindOf<Int8Weights<Simd, Storage::kTwoFour>> {
   using Type = TwoFourByteRow<Simd, Int8Weights<Simd, Storage::kTwoFour>, kInt8Bitmap>;
-  static constexpr int64_t kMostRows = kAnyRows;
+  static constexpr int64_t kMostRows = Simd::kRowPairs ? 1 : kAnyRows;
 };
 
 }  // namespace

@@ -16,7 +16,7 @@ struct ByteProducts {
   static constexpr bool kNibbles = kInt4;
   using Columns = simd::Columns<Simd>;
   using Activation = int8_t;
-  static constexpr int kInputsTogether = 16;
+  static constexpr int kInputsTogether = kQuantizedTogether<Simd>;
   using Row = typename Columns::Bytes;
   using Sums = typename Columns::Ints;
   static constexpr int kRowInputs = 4;
@@ -65,12 +65,21 @@ struct ByteProducts {
   static Sums MultiplyAddPart(const Sums& sums, const Row& weights, const int8_t* quad) {
     return MultiplyAdd(sums, weights, quad);
   }
+  // Whether a row of x is best repeated from a register: it costs nothing, or a shuffle.
+  static constexpr bool kHoldsAll = Simd::kDotsOfQuad;
   // Beside 16 registers of sums.
   static constexpr int kMostHeld = (Simd::kRegisters - 16) / 4;
   using Held = typename Simd::Bytes;
   static Held Hold(const int8_t* quads) { return Simd::Repeat16(quads); }
   static Sums MultiplyAddHeld(const Sums& sums, const Row& weights, const Held& held, int row) {
-    return Dot(sums, weights, Simd::RepeatQuad(held, row));
+    if constexpr (kHoldsAll) {
+      return Columns::template Of<Sums>([&](int i) {
+        return kInt4 ? Simd::DotNibblesOfQuad(sums.at[i], weights.at[i], held, row)
+                     : Simd::DotInt8OfQuad(sums.at[i], weights.at[i], held, row);
+      });
+    } else {
+      return Dot(sums, weights, Simd::RepeatQuad(held, row));
+    }
   }
 };
 
@@ -94,7 +103,7 @@ struct RowNumbers {
 };
 
 // Weights in a bitmap format, whose activations are quantized row by row: in a block of r rows
-//     q  i8 [k-quad / 4][r][4][4]   in the order of activations.h
+//     q  i8   in the order of activations.h
 //     RowNumbers
 template <typename Simd, bool kInt4>
 struct RowQuantized : ByteProducts<Simd, kInt4> {

@@ -146,6 +146,7 @@ struct TwoFourRow : Kind {
   using Bytes = typename Columns::Bytes;
   static constexpr int kRowInputs = 2 * Kind::kRowInputs;
   static constexpr Fetch kFetchOneRow = Fetch::kMultiply;
+  static constexpr bool kHoldsAll = false;
   static constexpr int kMostHeld = 0;
   struct Held {};
 
