@@ -1,10 +1,17 @@
-"""What llvm-mca expects of the loops that multiply many rows, for CPUs that are not at hand: estimates.
+"""What llvm-mca expects of the kernels' inner loops, for CPUs that are not at hand: estimates.
 
-    python -m ortolan.benchmarks.inner_loops BUILD [--cpu znver3 alderlake]
+    python -m ortolan.benchmarks.inner_loops BUILD [--cpu znver3 alderlake] [--llvm-mca llvm-mca-22]
+    python -m ortolan.benchmarks.inner_loops --file LIBRARY [--function SYMBOL] --cpu neoverse-v1
 
-BUILD is a build folder (build/testing, say). Of each kernel below the longest loop without a jump inside that holds its
-products is taken out of the object file (objdump) and given to llvm-mca, which both must be installed (binutils, llvm).
-It knows ports and latencies, and nothing of caches.
+BUILD is a build folder, for x86 (build/testing, say) or for Arm (build/aarch64/native, which .ci/aarch64 makes). Of
+each kernel below the longest loop without a jump inside that holds its products is taken out of the object file
+(objdump, for Arm aarch64-linux-gnu-objdump) and given to llvm-mca; both must be installed (binutils, llvm). It knows
+ports and latencies, and nothing of caches. Each loop stands beside three bounds: what its products alone take, its
+loads alone, and all of its instructions, if none ever waited. Versions before 16 know the names of Arm's CPUs, but have
+no models of most.
+
+LIBRARY is any other file of Arm code, such as another runtime's: of its loops with many products, or those of a
+function, the best of each kind of product.
 """
 
 from __future__ import annotations
@@ -12,13 +19,22 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from ortolan.errors import OrtolanError
+
+ARM_COLUMNS = ("neon", "dotprod", "i8mm")
+# The CPUs that a column's kernels run on.
+CPUS = {
+    "neon": ("cortex-a72", "neoverse-n1", "neoverse-v1", "neoverse-v2", "apple-m1"),
+    "dotprod": ("neoverse-n1", "cortex-a76", "apple-m1"),
+    "i8mm": ("neoverse-n2", "neoverse-v1", "neoverse-v2"),
+}
+X86_CPUS = ("znver3", "alderlake")
+# Multiply-adds of an instruction, or bytes that a table lookup finds.
+ARM_PRODUCTS = {"smmla": 32, "usmmla": 32, "ummla": 32, "sdot": 16, "usdot": 16, "udot": 16, "bfmmla": 16, "bfdot": 8}
 
 
 @dataclass(frozen=True)
@@ -26,24 +42,46 @@ class Loop:
     """A kernel's loop: where it is compiled, in which function, and by which instruction it multiplies."""
 
     column: str
-    weights: str
-    function: str
+    what: str
+    source: str
+    function: tuple[str, ...]  # parts of the function's symbol
     product: str
     multiply_adds: int  # of one such instruction; vpmaddwd behind vpmaddubsw is not counted
 
     @property
     def object_file(self) -> str:
-        return f"CMakeFiles/ortolan_core_{self.column}.dir/ops/matmul/{self.weights}_kernels.cc.o"
+        return f"CMakeFiles/ortolan_core_{self.column}.dir/ops/{self.source}.cc.o"
+
+    @property
+    def is_arm(self) -> bool:
+        return self.column in ARM_COLUMNS
+
+    @property
+    def cpus(self) -> Sequence[str]:
+        return CPUS.get(self.column, X86_CPUS)
 
 
+BF16, INT8, INT4 = "matmul/bf16_kernels", "matmul/int8_kernels", "matmul/group_int4_kernels"
+DENSE, ONE_ROW = "StorageE1", ("OneRow", "Int4GroupRows", "ELi4EE3Row")  # of groups of 128
 LOOPS = (
-    Loop("avx2", "bf16", "ExpandedRowsILb0ELi6", "vfmadd", 8),
-    Loop("avx2", "int8", "FusedILb0ELi4", "vpmaddubsw", 32),
-    Loop("avx2", "group_int4", "ExpandedRowsILb0ELi4", "vpmaddubsw", 32),
-    Loop("avxvnni", "int8", "FusedILb0ELi4", "vpdpbusd", 32),
-    Loop("avxvnni", "group_int4", "ExpandedRowsILb0ELi4", "vpdpbusd", 32),
+    Loop("avx2", "bf16", BF16, ("ExpandedRowsILb0ELi6",), "vfmadd", 8),
+    Loop("avx2", "int8", INT8, ("FusedILb0ELi4",), "vpmaddubsw", 32),
+    Loop("avx2", "int4 in groups", INT4, ("ExpandedRowsILb0ELi4",), "vpmaddubsw", 32),
+    Loop("avxvnni", "int8", INT8, ("FusedILb0ELi4",), "vpdpbusd", 32),
+    Loop("avxvnni", "int4 in groups", INT4, ("ExpandedRowsILb0ELi4",), "vpdpbusd", 32),
+    Loop("dotprod", "int4 in groups, 1 row", INT4, ONE_ROW, "sdot", 16),
+    Loop("dotprod", "int4 in groups, blocks of 4 rows", INT4, ("Int4GroupRows", "FusedILb0ELi4"), "sdot", 16),
+    Loop("dotprod", "int8, blocks of 4 rows", INT8, (DENSE, "FusedILb0ELi4"), "sdot", 16),
+    Loop("i8mm", "int4 in groups, 1 row", INT4, ONE_ROW, "usdot", 16),
+    Loop("i8mm", "int4 in groups, 4 rows", INT4, ("Int4GroupRows", "8OneBlockILi4"), "usmmla", 32),
+    Loop("i8mm", "int4 in groups, more rows", INT4, ("Int4GroupRows", "5BlockILi4"), "usmmla", 32),
+    Loop("i8mm", "int8, 4 rows", INT8, (DENSE, "8OneBlockILi4"), "smmla", 32),
+    Loop("i8mm", "int8, more rows", INT8, (DENSE, "5BlockILi4"), "smmla", 32),
+    Loop("neon", "bf16, more rows", BF16, (DENSE, "ExpandedRowsILb0ELi4"), "fmla", 4),
+    Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", ("ScoreBlocks",), "tbl", 16),
 )
-_JUMP = re.compile(r"^j\w+\s+([0-9a-f]+)")
+_JUMP = re.compile(r"^(?:j\w+|b|b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+, #\w+,)\s+([0-9a-f]+)\b")
+_COMMENT = re.compile(r"\s*(?://|#\s| <).*")
 
 
 def is_product(instruction: str, product: str) -> bool:
@@ -51,74 +89,181 @@ def is_product(instruction: str, product: str) -> bool:
     return instruction.removeprefix("{vex} ").removeprefix("{evex} ").startswith(product)
 
 
-def disassembly(path: Path, function: str) -> list[tuple[int, str]]:
-    """Addresses and instructions of the first function whose symbol contains this name."""
-    text = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True, check=True
-    ).stdout
+def is_load(instruction: str) -> bool:
+    """Whether it reads memory: of Arm ld…, of x86 an operand in memory that is not the last one."""
+    return bool(re.match(r"ld|(?!lea|prefetch)\S.*\(.*\),", instruction))
+
+
+def functions(path: Path, objdump: str, only: str | None = None) -> Iterator[tuple[str, list[tuple[int, str]]]]:
+    """Symbols with addresses and instructions; of one symbol, if `only` is its name."""
+    name: str | None = None
     found: list[tuple[int, str]] = []
-    inside = False
-    for line in text.splitlines():
-        if line.endswith(">:"):
-            if found:
-                break
-            inside = function in line
-        elif inside and "\t" in line:
-            address, instruction = line.split("\t", 1)
-            found.append((int(address.strip().rstrip(":"), 16), instruction.split("#")[0].strip()))
-    return found
+    command = [objdump, f"--disassemble={only}" if only else "-d", "--no-show-raw-insn", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.endswith(">:\n"):
+                if name is not None:
+                    yield name, found
+                name, found = line, []
+            elif name is not None and "\t" in line:
+                address, instruction = line.split("\t", 1)
+                found.append((int(address.strip().rstrip(":"), 16), _COMMENT.sub("", instruction.strip())))
+    if run.returncode != 0:
+        raise OrtolanError(f"{objdump} failed for {path}")
+    if name is not None:
+        yield name, found
+
+
+def disassembly(path: Path, loop: Loop, objdump: str) -> list[tuple[int, str]]:
+    """Addresses and instructions of the first function whose symbol has all parts of the loop's."""
+    for name, instructions in functions(path, objdump):
+        if all(part in name for part in loop.function):
+            return instructions
+    return []
+
+
+def innermost(instructions: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """The bodies of the loops without a jump inside."""
+    places = {address: i for i, (address, _) in enumerate(instructions)}
+    jumps = [i for i, (_, text) in enumerate(instructions) if _JUMP.match(text)]
+    last = -1
+    for i in jumps:
+        jump = _JUMP.match(instructions[i][1])
+        start = places.get(int(jump[1], 16)) if jump else None
+        if start is not None and last < start < i:
+            yield [text for _, text in instructions[start:i]]
+        last = i
 
 
 def inner_loop(instructions: list[tuple[int, str]], product: str) -> list[str]:
-    """The body of the longest loop without a jump inside among those with products; empty if there is none."""
-    places = {address: i for i, (address, _) in enumerate(instructions)}
-    best: list[str] = []
-    for i, (_, instruction) in enumerate(instructions):
-        jump = _JUMP.match(instruction)
-        start = places.get(int(jump[1], 16)) if jump else None
-        if start is None or start >= i:
+    """The longest of those with products; empty if there is none."""
+    bodies = [body for body in innermost(instructions) if any(is_product(text, product) for text in body)]
+    return max(bodies, key=len, default=[])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Cycles of an iteration."""
+
+    total: float
+    bound: float  # by ports and dispatch, if nothing waited
+
+
+class Mca:
+    """llvm-mca for a kind of CPUs."""
+
+    def __init__(self, program: str, arm: bool) -> None:
+        self.program = program
+        self.options = ["-mtriple=aarch64", "-mattr=+dotprod,+i8mm,+bf16,+fullfp16"] if arm else []
+
+    def version(self) -> str:
+        """As it says."""
+        text = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"version (\S+)", text)
+        return found[1] if found else "unknown"
+
+    def estimate(self, body: Sequence[str], cpu: str) -> Estimate | None:
+        """None if it does not know the CPU."""
+        iterations = 100
+        command = [self.program, *self.options, f"-mcpu={cpu}", f"-iterations={iterations}"]
+        done = subprocess.run(command, input="\n".join(body), capture_output=True, text=True)
+        if "not a recognized processor" in done.stderr:
+            return None
+        total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+        bound = re.search(r"Block RThroughput:\s+([\d.]+)", done.stdout)
+        if done.returncode != 0 or total is None or bound is None:
+            raise OrtolanError(f"{self.program} failed for {cpu}: {done.stderr.strip()[:300]}")
+        return Estimate(int(total[1]) / iterations, float(bound[1]))
+
+
+def heading(mca: Mca, what: str) -> Iterator[str]:
+    """What stands above each table, in Markdown."""
+    yield f"{what}: llvm-mca {mca.version()}, an estimate. Cycles a 64 multiply-adds"
+    yield ""
+    yield "| loop | CPU | cycles | products alone | loads alone | all, never waiting | products' share |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+
+
+def rows(mca: Mca, what: str, body: list[str], product: str, each: int, cpus: Sequence[str]) -> Iterator[str]:
+    """The loop on each CPU."""
+    products = [text for text in body if is_product(text, product)]
+    loads = [text for text in body if is_load(text)]
+    scale = 64 / (len(products) * each)
+    for cpu in cpus:
+        whole = mca.estimate(body, cpu)
+        of_products = mca.estimate(products, cpu)
+        of_loads = mca.estimate(loads, cpu) if loads else Estimate(0.0, 0.0)
+        if whole is None or of_products is None or of_loads is None:
+            yield f"| {what} | {cpu} | not known to this version | | | | |"
             continue
-        body = [text for _, text in instructions[start:i]]
-        jumps_inside = any(_JUMP.match(text) for text in body)
-        if not jumps_inside and len(body) > len(best) and any(is_product(text, product) for text in body):
-            best = body
-    return best
+        numbers = (whole.total, of_products.bound, of_loads.bound, whole.bound)
+        share = f"{of_products.bound / whole.total:.0%}"
+        yield f"| {what} | {cpu} | {' | '.join(f'{scale * number:.2f}' for number in numbers)} | {share} |"
 
 
-def cycles(body: list[str], cpu: str) -> float:
-    """Of an iteration, by llvm-mca."""
-    iterations = 100
-    source = "\n".join(body)
-    done = subprocess.run(
-        ["llvm-mca", f"-mcpu={cpu}", f"-iterations={iterations}"], input=source, capture_output=True, text=True
-    )
-    total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
-    if done.returncode != 0 or total is None:
-        raise OrtolanError(f"llvm-mca failed for {cpu}: {done.stderr.strip()[:300]}")
-    return int(total[1]) / iterations
+def of_build(build: Path, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
+    """Our loops, a table a column."""
+    loops = [loop for loop in LOOPS if (build / loop.object_file).exists()]
+    if not loops:
+        raise SystemExit(f"{build} has no objects of kernels: give the folder of a build with CMake")
+    for column in dict.fromkeys(loop.column for loop in loops):
+        mca = Mca(mca_program, column in ARM_COLUMNS)
+        yield from heading(mca, column)
+        for loop in (loop for loop in loops if loop.column == column):
+            path = build / loop.object_file
+            objdump = "aarch64-linux-gnu-objdump" if loop.is_arm else "objdump"
+            body = inner_loop(disassembly(path, loop, objdump), loop.product)
+            if not body:
+                raise SystemExit(f"{path} has no loop of {loop.product} in {' … '.join(loop.function)}")
+            yield from rows(mca, loop.what, body, loop.product, loop.multiply_adds, cpus or loop.cpus)
+        yield ""
+
+
+def of_file(path: Path, function: str | None, mca_program: str, cpus: Sequence[str] | None) -> Iterator[str]:
+    """The loops of Arm code with 8 products or more, the best of each kind of product by the first CPU."""
+    mca = Mca(mca_program, arm=True)
+    cpus = cpus or CPUS["i8mm"]
+    best: dict[str, tuple[float, int, list[str]]] = {}
+    for _, instructions in functions(path, "aarch64-linux-gnu-objdump", function):
+        for body in innermost(instructions):
+            for product, each in ARM_PRODUCTS.items():
+                count = sum(text.startswith(f"{product}\t") for text in body)
+                # One instruction of another kind would count as much: loops of one kind alone.
+                if count < 8 or any(
+                    text.startswith(f"{other}\t") for other in ARM_PRODUCTS if other != product for text in body
+                ):
+                    continue
+                estimate = mca.estimate(body, cpus[0])
+                if estimate is None:
+                    raise SystemExit(f"{mca_program} does not know {cpus[0]}")
+                taken = estimate.total * 64 / (count * each)
+                if product not in best or taken < best[product][0]:
+                    best[product] = (taken, count, body)
+    yield from heading(mca, f"{path.name}, {function}" if function else path.name)
+    for product, (_, count, body) in best.items():
+        what = f"{count} {product} of {len(body)} instructions"
+        yield from rows(mca, what, body, f"{product}\t", ARM_PRODUCTS[product], cpus)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ortolan.benchmarks.inner_loops", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("build", type=Path)
-    parser.add_argument("--cpu", nargs="+", default=["znver3", "alderlake"])
+    parser.add_argument("build", type=Path, nargs="?")
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--function", help="of the file, by its symbol")
+    parser.add_argument("--cpu", nargs="+")
+    parser.add_argument("--llvm-mca", default="llvm-mca")
     options = parser.parse_args()
-    table = Table("column", "weights", "CPU", "cycles", "multiply-adds a cycle", title="llvm-mca, an estimate")
-    for loop in LOOPS:
-        path = options.build / loop.object_file
-        if not path.exists():
-            raise SystemExit(f"{path} is not there: give the folder of a build with CMake")
-        body = inner_loop(disassembly(path, loop.function), loop.product)
-        if not body:
-            raise SystemExit(f"{path} has no loop of {loop.product} in {loop.function}")
-        products = sum(is_product(text, loop.product) for text in body)
-        for cpu in options.cpu:
-            taken = cycles(body, cpu)
-            rate = products * loop.multiply_adds / taken
-            table.add_row(loop.column, loop.weights, cpu, f"{taken:.0f}", f"{rate:.1f}")
-    Console().print(table)
+    if (options.build is None) == (options.file is None):
+        parser.error("give a build folder or --file")
+    if options.build is not None:
+        lines = of_build(options.build, options.llvm_mca, options.cpu)
+    else:
+        lines = of_file(options.file, options.function, options.llvm_mca, options.cpu)
+    for line in lines:
+        print(line)
 
 
 if __name__ == "__main__":

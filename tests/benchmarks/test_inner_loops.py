@@ -1,6 +1,6 @@
 """The loops that llvm-mca is asked about: which part of a function they are."""
 
-from ortolan.benchmarks.inner_loops import inner_loop, is_product
+from ortolan.benchmarks.inner_loops import inner_loop, is_load, is_product
 
 INSTRUCTIONS = [
     (0x10, "mov %rax,%rbx"),
@@ -26,3 +26,31 @@ def test_products_in_either_encoding():
     assert is_product("{vex} vpdpbusd %ymm1,%ymm2,%ymm3", "vpdpbusd")
     assert is_product("vfmadd231ps %ymm1,%ymm2,%ymm3", "vfmadd")
     assert not is_product("vpaddd %ymm1,%ymm2,%ymm3", "vpdpbusd")
+
+
+ARM_INSTRUCTIONS = [
+    (0x10, "ldr\tq0, [x1]"),
+    (0x14, "smmla\tv1.4s, v0.16b, v2.16b"),  # a loop
+    (0x18, "subs\tx6, x6, #0x1"),
+    (0x1C, "b.ne\t14"),
+    (0x20, "smmla\tv1.4s, v0.16b, v2.16b"),  # a loop with a jump inside
+    (0x24, "cbz\tx3, 2c"),
+    (0x28, "add\tx0, x0, #0x40"),
+    (0x2C, "cbnz\tx4, 20"),
+    (0x30, "smmla\tv1.4s, v0.16b, v2.16b"),  # the longest one
+    (0x34, "ldp\tq0, q1, [x1], #32"),
+    (0x38, "bl\t10"),
+    (0x3C, "tbnz\tw3, #1, 30"),
+]
+
+
+def test_the_loops_of_arm_code() -> None:
+    assert inner_loop(ARM_INSTRUCTIONS, "smmla") == [text for _, text in ARM_INSTRUCTIONS[8:11]]
+    assert inner_loop(ARM_INSTRUCTIONS[:4], "smmla") == [text for _, text in ARM_INSTRUCTIONS[1:3]]
+
+
+def test_what_reads_memory() -> None:
+    assert is_load("ldp\tq0, q1, [x1], #32") and is_load("ld1r\t{v0.4s}, [x1]")
+    assert not is_load("str\tq0, [x1]") and not is_load("prfm\tpldl1keep, [x0]")
+    assert is_load("vmovdqu (%rdx),%ymm1") and is_load("{vex} vpdpbusd 0x20(%rax),%ymm2,%ymm3")
+    assert not is_load("vmovdqu %ymm1,(%rdx)") and not is_load("lea    0x20(%rdx),%rax")
