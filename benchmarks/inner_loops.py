@@ -77,6 +77,8 @@ LOOPS = (
     Loop("i8mm", "int4 in groups, more rows", INT4, ("Int4GroupRows", "5BlockILi4"), "usmmla", 32),
     Loop("i8mm", "int8, 4 rows", INT8, (DENSE, "8OneBlockILi4"), "smmla", 32),
     Loop("i8mm", "int8, more rows", INT8, (DENSE, "5BlockILi4"), "smmla", 32),
+    Loop("i8mm", "bf16, 1 row", BF16, (DENSE, "8OneBlockILi1"), "bfmmla", 8),  # the other row is of no use
+    Loop("i8mm", "bf16, more rows", BF16, (DENSE, "5BlockILi4"), "bfmmla", 16),
     Loop("neon", "bf16, more rows", BF16, (DENSE, "ExpandedRowsILb0ELi4"), "fmla", 4),
     Loop("neon", "NoMAD scores, lookups", "attention/decode_neon", ("ScoreBlocks",), "tbl", 16),
 )

@@ -1,5 +1,5 @@
 #include "matmul/column_functions.h"
-#include "matmul/weights/bf16.h"
+#include "matmul/weights/bf16_pairs.h"
 
 namespace ortolan::ORTOLAN_COLUMN {
 

@@ -1,9 +1,9 @@
-// Two rows of x or more on products of matrices of bytes, where a column has them (kRowPairs): an instruction takes two
-// rows of x, two columns of W and eight inputs. The sums are integers, so that they are those of the other loops.
-// Included by panel_loop.h; local to each file.
+// Rows of x on products of matrices, where a column has them (kRowPairs): an instruction takes two rows of x, two
+// columns of W and eight bytes of each, eight inputs of bytes or four of bf16. Sums of integers are those of the other
+// loops. Included by panel_loop.h; local to each file.
 //
-// Rows of weights are interleaved two by two: a register then holds the eight inputs of one column, then those of the
-// next one. A block of rows of x uses each such register twice. Weights for one block alone are interleaved on the way
+// Rows of weights are interleaved two by two: a register then holds the inputs of one column, then those of the next
+// one. A block of rows of x uses each such register twice. Weights for one block alone are interleaved on the way
 // from where they are stored; for more blocks they are kept, interleaved, while all rows of x pass over them.
 #pragma once
 
@@ -27,18 +27,19 @@ __attribute__((always_inline)) inline void ForConstants(const Each& each) {
   ForConstants(each, std::make_integer_sequence<int, kCount>());
 }
 
-// Weights: a kind of bytes or nibbles (panel_loop.h), x packed in the order of activations.h.
+// Weights: a kind (panel_loop.h) that has DotEights, x packed in the order of activations.h.
 template <typename Simd, typename Weights>
 class PairsLoop {
   using Columns = simd::Columns<Simd>;
   using Floats = typename Columns::Floats;
-  using Ints = typename Columns::Ints;
   using Bytes = typename Columns::Bytes;
-  using Int = typename Simd::Int;
+  using Lanes = typename Weights::Sums;  // of 16 columns
+  using Activation = typename Weights::Activation;
   using EightsOfRows = typename Simd::Bytes;
   using Stream = typename Weights::Stream;
   using Layer = ortolan::Layer<Weights>;
   using Panel = ortolan::Panel<Simd, Weights>;
+  static constexpr bool kFloats = Weights::kRowInputs == 2;
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
   // Inputs of a row of x that lie side by side, as many as two rows of weights take.
@@ -70,13 +71,13 @@ class PairsLoop {
   static constexpr int64_t kBufferSpans = 256 / kSpanRows;
   static_assert(kMostRows % kBlock == 0);
 
-  // Two rows of weights. Register i of part h: the eight inputs of column 4 i + 2 h, then those of the next column.
+  // Two rows of weights. Register i of part h: the inputs of column 4 i + 2 h, then those of the next column.
   struct RowPair {
     Bytes of[2];
   };
   // Of a pair of rows of x. Register i of part h: columns 4 i + 2 h and the next one, each times both rows.
   struct Sums {
-    Ints of[2];
+    Lanes of[2];
   };
   struct alignas(64) Waiting {
     uint8_t at[kMostRows][kPanelColumns * sizeof(float)];  // totals of groups by row, or the sums of the one by pair
@@ -97,18 +98,22 @@ class PairsLoop {
   template <int kRows, typename Numbers>
   __attribute__((always_inline)) static void Start(const Numbers& numbers, int64_t group, Sums (&sums)[kPairs<kRows>]) {
     ForConstants<kPairs<kRows>>([&]<int p>() __attribute__((always_inline)) {
-      const Ints first = numbers.Start(group, 2 * p);
-      const Ints second = numbers.Start(group, 2 * p + 1 < kRows ? 2 * p + 1 : 2 * p);
-      const Ints both = Columns::template Of<Ints>(
-          [&](int i) { return Simd::template InterleaveQuads<0>(first.at[i], second.at[i]); });
-      sums[p] = {{both, both}};
+      const Lanes first = numbers.Start(group, 2 * p);
+      if constexpr (kFloats) {
+        sums[p] = {{first, first}};  // zeros
+      } else {
+        const Lanes second = numbers.Start(group, 2 * p + 1 < kRows ? 2 * p + 1 : 2 * p);
+        const Lanes both = Columns::template Of<Lanes>(
+            [&](int i) { return Simd::template InterleaveQuads<0>(first.at[i], second.at[i]); });
+        sums[p] = {{both, both}};
+      }
     });
   }
   // Of row r of a block, by column.
   template <int r, int kPairCount>
-  __attribute__((always_inline)) static Ints OfRow(const Sums (&sums)[kPairCount]) {
+  __attribute__((always_inline)) static Lanes OfRow(const Sums (&sums)[kPairCount]) {
     const Sums& pair = sums[r / 2];
-    return Columns::template Of<Ints>([&](int i) {
+    return Columns::template Of<Lanes>([&](int i) {
       return r % 2 == 0 ? Simd::EvenLanes(pair.of[0].at[i], pair.of[1].at[i])
                         : Simd::OddLanes(pair.of[0].at[i], pair.of[1].at[i]);
     });
@@ -117,7 +122,7 @@ class PairsLoop {
   // Adds the products of two rows of weights with kRows rows of x. Behind the last row of an odd number stands
   // something else, whose sums nobody takes.
   template <int kRows>
-  __attribute__((always_inline)) static void AddPair(Sums (&sums)[kPairs<kRows>], const int8_t* x,
+  __attribute__((always_inline)) static void AddPair(Sums (&sums)[kPairs<kRows>], const Activation* x,
                                                      const RowPair& weights) {
     EightsOfRows eights[kPairs<kRows>];
     ForConstants<kPairs<kRows>>(
@@ -125,9 +130,8 @@ class PairsLoop {
     ForConstants<2 * Columns::kRegisters>([&]<int register_of>() __attribute__((always_inline)) {
       constexpr int h = register_of % 2, i = register_of / 2;
       ForConstants<kPairs<kRows>>([&]<int p>() __attribute__((always_inline)) {
-        Int& sum = sums[p].of[h].at[i];
-        sum = Weights::kNibbles ? Simd::DotEightsNibbles(sum, weights.of[h].at[i], eights[p])
-                                : Simd::DotEightsInt8(sum, weights.of[h].at[i], eights[p]);
+        auto& sum = sums[p].of[h].at[i];
+        sum = Weights::DotEights(sum, weights.of[h].at[i], eights[p]);
       });
     });
     // Loads that gcc brought forward would find no registers.
@@ -170,7 +174,7 @@ class PairsLoop {
   __attribute__((noinline)) static void OneBlock(const Panel& p) {
     const Layer& layer = p.layer;
     const auto numbers = p.template NumbersOf<kRows>(0);
-    const int8_t* x = p.X(0);
+    const Activation* x = p.X(0);
     Stream stream = p.stream;
     alignas(64) uint8_t totals[kRows][64];
     Sums sums[kPairs<kRows>];
@@ -221,7 +225,7 @@ class PairsLoop {
                                               int64_t i, Waiting& waiting) {
     const Layer& layer = p.layer;
     const auto numbers = p.template NumbersOf<kRows>(i);
-    const int8_t* x = p.X(i) + first * kSpanInputs * kRows;
+    const Activation* x = p.X(i) + first * kSpanInputs * kRows;
     uint8_t (*const at)[64] = waiting.at + i;
     Sums sums[kPairs<kRows>];
     const auto add_spans = [&](int64_t count) __attribute__((always_inline)) {
@@ -264,11 +268,23 @@ class PairsLoop {
   }
   template <int kPairCount>
   __attribute__((always_inline)) static void LoadSums(const uint8_t (*from)[64], Sums (&sums)[kPairCount]) {
-    ForRegisters(sums, [&](Int& sum, int row, int64_t byte) { sum = Simd::LoadInt(from[row] + byte); });
+    ForRegisters(sums, [&](auto& sum, int row, int64_t byte) {
+      if constexpr (kFloats) {
+        sum = Simd::Load(reinterpret_cast<const float*>(from[row] + byte));
+      } else {
+        sum = Simd::LoadInt(from[row] + byte);
+      }
+    });
   }
   template <int kPairCount>
   __attribute__((always_inline)) static void StoreSums(uint8_t (*to)[64], const Sums (&sums)[kPairCount]) {
-    ForRegisters(sums, [&](const Int& sum, int row, int64_t byte) { Simd::StoreInt(to[row] + byte, sum); });
+    ForRegisters(sums, [&](const auto& sum, int row, int64_t byte) {
+      if constexpr (kFloats) {
+        Simd::Store(reinterpret_cast<float*>(to[row] + byte), sum);
+      } else {
+        Simd::StoreInt(to[row] + byte, sum);
+      }
+    });
   }
 };
 

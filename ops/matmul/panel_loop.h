@@ -58,6 +58,7 @@ class PanelLoop {
   static constexpr int kBlock = Weights::kRowBlock;
   static constexpr int kSpanRows = Layer::kSpanRows;
   static constexpr int kTogether = kRowsTogether<Weights>;
+  static constexpr bool kPairs = Simd::kRowPairs && kTogether == 2;
 
  public:
   // Panels that half a block of rows is multiplied with at once, where rows of weights are quads and take one register:
@@ -73,9 +74,11 @@ class PanelLoop {
         return PanelLoop<Simd, typename FewRows::Type>::Run(args, panel_begin, panel_end);
       }
     }
-    if constexpr (FewRows::kMostRows < kAnyRows) {
+    if constexpr (kPairs && Weights::kRowInputs == 2) {
+      PairsLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
+    } else if constexpr (FewRows::kMostRows < kAnyRows) {
       if (args.m == 1 && RunOneRow<typename FewRows::Type>(args, panel_begin, panel_end)) return;
-      if constexpr (Simd::kRowPairs && Weights::kRowInputs == 4) {
+      if constexpr (kPairs) {
         PairsLoop<Simd, Weights>::Run(args, panel_begin, panel_end);
       } else {
         const Layer layer(args);

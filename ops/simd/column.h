@@ -100,9 +100,14 @@
 //                                           with RepeatQuad(b, which)
 // Where kRowPairs:
 //     InterleaveQuads<half>(a, b)           the quads of the lower or upper half of each, a's and b's in turn
-//     DotEightsInt8(Int sums, Bytes a, Bytes b), DotEightsNibbles    lane 2 i + j: plus the dot product of eight i of a
-//                                           with eight j of b, exact; a and b as in DotInt8 and DotNibbles
-//     EvenLanes(Int a, b), OddLanes(Int a, b) lanes 0 and 2 of a, then of b; lanes 1 and 3
+//     DotEightsInt8(Int sums, Bytes a, Bytes b), DotEightsNibbles    lane 2 i + j: plus the dot product of eight bytes
+//     i
+//                                           of a with eight j of b, exact; a and b as in DotInt8 and DotNibbles
+//     DotEightsBf16(Float sums, Bytes a, Bytes b)     likewise four bf16: plus (the first product plus the second one),
+//                                           plus (the third plus the fourth), each rounded to odd; denormal numbers and
+//                                           sums are zero
+//     PackBf16(Float low, high)             bf16 numbers, rounded as RoundToBf16 does it
+//     EvenLanes(a, b), OddLanes(a, b)       Int or Float: lanes 0 and 2 of a, then of b; lanes 1 and 3
 //
 //     EvenBf16(Bytes), OddBf16(Bytes)       of pairs of bf16, as floats
 //     RoundToBf16(Float)                    floats that hold a bf16

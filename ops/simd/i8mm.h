@@ -36,11 +36,20 @@ struct i8mm : dotprod {
   }
   static int32x4_t EvenLanes(int32x4_t a, int32x4_t b) { return vuzp1q_s32(a, b); }
   static int32x4_t OddLanes(int32x4_t a, int32x4_t b) { return vuzp2q_s32(a, b); }
+  static float32x4_t EvenLanes(float32x4_t a, float32x4_t b) { return vuzp1q_f32(a, b); }
+  static float32x4_t OddLanes(float32x4_t a, float32x4_t b) { return vuzp2q_f32(a, b); }
   static int32x4_t DotEightsInt8(int32x4_t sums, int32x4_t a, int32x4_t b) {
     return vmmlaq_s32(sums, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
   }
   static int32x4_t DotEightsNibbles(int32x4_t sums, int32x4_t a, int32x4_t b) {
     return vusmmlaq_s32(sums, BytesOf(a), vreinterpretq_s8_s32(b));
+  }
+  static float32x4_t DotEightsBf16(float32x4_t sums, int32x4_t a, int32x4_t b) {
+    return vbfmmlaq_f32(sums, vreinterpretq_bf16_s32(a), vreinterpretq_bf16_s32(b));
+  }
+  static int32x4_t PackBf16(float32x4_t low, float32x4_t high) {
+    const auto halves = [](float32x4_t a) { return vreinterpretq_u16_f32(RoundToBf16(a)); };
+    return vreinterpretq_s32_u16(vuzp2q_u16(halves(low), halves(high)));
   }
 
   // Rows of bytes

@@ -307,6 +307,9 @@ bool RunRowPairs(const SimdCall& call, const Arguments& x) {
   ORTOLAN_TRY("InterleaveQuads1", S::StoreBytes(out, S::template InterleaveQuads<1>(S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("EvenLanes", S::StoreInt(out, S::EvenLanes(S::LoadInt(a), S::LoadInt(b))));
   ORTOLAN_TRY("OddLanes", S::StoreInt(out, S::OddLanes(S::LoadInt(a), S::LoadInt(b))));
+  ORTOLAN_TRY("EvenLanesOfFloats", S::Store(x.out, S::EvenLanes(S::Load(x.a), S::Load(x.b))));
+  ORTOLAN_TRY("OddLanesOfFloats", S::Store(x.out, S::OddLanes(S::Load(x.a), S::Load(x.b))));
+  ORTOLAN_TRY("DotEightsBf16", S::Store(x.out, S::DotEightsBf16(S::Load(x.c), S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("DotEightsInt8", S::StoreInt(out, S::DotEightsInt8(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));
   ORTOLAN_TRY("DotEightsNibbles",
               S::StoreInt(out, S::DotEightsNibbles(S::LoadInt(c), S::LoadBytes(a), S::LoadBytes(b))));

@@ -208,8 +208,10 @@ def test_interleaved_quads_and_ints(column: str) -> None:
     ints = np.stack([a.view(np.int32), b.view(np.int32)])
     for function, half in zip(("InterleaveQuads0", "InterleaveQuads1"), np.split(ints, 2, axis=1), strict=True):
         np.testing.assert_array_equal(one(column, function, a, b, dtype=np.int32), half.T.reshape(-1))
-    np.testing.assert_array_equal(one(column, "EvenLanes", a, b, dtype=np.int32), ints[:, ::2].reshape(-1))
-    np.testing.assert_array_equal(one(column, "OddLanes", a, b, dtype=np.int32), ints[:, 1::2].reshape(-1))
+    for function in ("EvenLanes", "EvenLanesOfFloats"):
+        np.testing.assert_array_equal(one(column, function, a, b, dtype=np.int32), ints[:, ::2].reshape(-1))
+    for function in ("OddLanes", "OddLanesOfFloats"):
+        np.testing.assert_array_equal(one(column, function, a, b, dtype=np.int32), ints[:, 1::2].reshape(-1))
 
 
 @columns_with("PackBytes")
@@ -339,6 +341,22 @@ def test_bf16(column: str) -> None:
             assert_same_bits(one(column, function, pairs.view(np.uint16)), pairs[odd::2].astype(np.float32))
         rounded = one(column, "RoundToBf16", values[i : i + lanes])
         assert_same_bits(rounded, bf16[i : i + lanes].astype(np.float32))
+
+
+@columns_with("DotEightsBf16", "PackBf16")
+def test_dot_products_of_pairs_of_rows_of_bf16(column: str) -> None:
+    """Small whole numbers, exact in any order; and the order of sums, by numbers that it swallows or keeps."""
+    low, high, sums = np.round(np.random.default_rng(0).standard_normal((3, 4), np.float32) * 10)
+    packed = stored_bytes(column, "PackBf16", low, high).view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(packed, np.concatenate([low, high]).astype(ml_dtypes.bfloat16))
+    a, b = (np.round(np.random.default_rng(i).standard_normal((2, 4)) * 10).astype(ml_dtypes.bfloat16) for i in (1, 2))
+    expected = sums + (a.astype(np.float32) @ b.astype(np.float32).T).reshape(-1)
+    found = one(column, "DotEightsBf16", a.view(np.uint16).reshape(-1), b.view(np.uint16).reshape(-1), sums)
+    np.testing.assert_array_equal(found, expected)
+    a = np.array([[2.0**100, -(2.0**100), 1, 0], [1, 0, 2.0**100, -(2.0**100)]]).astype(ml_dtypes.bfloat16)
+    ones = np.ones((2, 4), ml_dtypes.bfloat16)
+    found = one(column, "DotEightsBf16", a.view(np.uint16).reshape(-1), ones.view(np.uint16).reshape(-1), sums)
+    np.testing.assert_array_equal(found, sums + 1)
 
 
 @columns_with("DotBf16", "PackBf16")

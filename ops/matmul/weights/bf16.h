@@ -164,9 +164,9 @@ struct Bf16Weights : Bf16Products<Simd> {
   static void PackRows(const Weight& w, const float* x, int64_t x_row_bytes, int64_t m, int64_t row_block,
                        void* packed) {
     using Activation = typename Products::Activation;
-    constexpr int64_t kFourPairs = 8;
+    constexpr int64_t kTogether = Products::kInputsTogether;
     const auto pack = [&](const float* row, char* block, int64_t rows, int64_t i) {
-      Activation* to = reinterpret_cast<Activation*>(block) + kFourPairs * i;
+      Activation* to = reinterpret_cast<Activation*>(block) + kTogether * i;
       for (int64_t l = 0; l < BitmapPaddedK(w.k); l += kTileInputs) {
         if (rows == 1) {
           Products::Round(row + l, w.k - l, to);
@@ -175,8 +175,8 @@ struct Bf16Weights : Bf16Products<Simd> {
         }
         alignas(64) Activation rounded[kTileInputs];
         Products::Round(row + l, w.k - l, rounded);
-        for (int64_t four = 0; four < kTileInputs; four += kFourPairs, to += kFourPairs * rows) {
-          std::memcpy(to, rounded + four, kFourPairs * sizeof(Activation));
+        for (int64_t four = 0; four < kTileInputs; four += kTogether, to += kTogether * rows) {
+          std::memcpy(to, rounded + four, kTogether * sizeof(Activation));
         }
       }
     };

@@ -53,6 +53,11 @@ struct ByteProducts {
       return kInt4 ? Simd::DotNibbles(sums.at[i], weights.at[i], x) : Simd::DotInt8(sums.at[i], weights.at[i], x);
     });
   }
+  // Of a register of pairs_loop.h.
+  static typename Simd::Int DotEights(typename Simd::Int sums, const typename Simd::Bytes& weights,
+                                      const typename Simd::Bytes& x) {
+    return kInt4 ? Simd::DotEightsNibbles(sums, weights, x) : Simd::DotEightsInt8(sums, weights, x);
+  }
   static Sums MultiplyAdd(const Sums& sums, const Row& weights, const int8_t* quad) {
     return Dot(sums, weights, Simd::RepeatQuad(quad));
   }
