@@ -1,57 +1,138 @@
 """Models optimized on this machine, and its answers, for check_models to run on an emulated Arm CPU.
 
-`python -m tests.aarch64.answers FOLDER` writes them.
+`python -m tests.aarch64.answers FOLDER` writes them. Real models are among them where they are in the cache of
+`ortolan.models`: `--fetch` fetches them first.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 import ortolan
-from ortolan.models import tiny
+from ortolan.cache_folder import default_cache_dir
+from ortolan.models import get_model, tiny
+from ortolan.models.manifest import find_entry
 
 from ..passes import cached_llama, small_models
+from ..recipes.forms import named
 
 LAYERS = ("sparse-int8", "sparse-int4", "sparse-int8-4x1", "int4")
 MODELS = ("sparse-bf16", "sparse-int8", "sparse-int8-4x1", "int4", "sparse-encoder")
 
+# Real ones, by their names in the catalog.
+ENCODER, ENCODER_FORMS = "all-minilm-l6-v2", ("int8", "int4")
+DECODER, DECODER_FORMS = "stories15m", ("int4", "long-context")
+
 Arrays = dict[str, np.ndarray]
 
 
-def made() -> Iterator[tuple[str, Any, Arrays]]:
-    """Names, optimized models and inputs."""
+def is_cached(name: str) -> bool:
+    """Whether the files of a model in the catalog are there."""
+    return (default_cache_dir() / f"{name}-{find_entry(name).digest}").is_dir()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to run, its inputs, and how far its first output is from that of the model it was made from, by norm."""
+
+    name: str
+    model: onnx.ModelProto
+    feeds: Arrays
+    lost: float = 0.0
+
+
+def real() -> Iterator[Case]:
+    """Those of the real models that are in the cache."""
+    if is_cached(ENCODER):
+        original = onnx.load(get_model(ENCODER).onnx)
+        ids = np.random.default_rng(4).integers(1000, 30000, (2, 12))
+        given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        feeds = {value.name: given[value.name] for value in original.graph.input}
+        for form in ENCODER_FORMS:
+            model = quickly(original, form, feeds)
+            yield Case(f"real {ENCODER} {form}", model, feeds, lost(run(original, feeds), run(model, feeds)))
+    if is_cached(DECODER):
+        original = onnx.load(get_model(DECODER).onnx)
+        prompt = cached_llama.prompt(original, batch=1, tokens=60, seed=4)
+        for form in DECODER_FORMS:
+            model = quickly(original, form, prompt)
+            feeds = [prompt, next_token(original, prompt)]
+            own = cached_llama.prompt(model, batch=1, tokens=60, seed=4)
+            for name, theirs, ours in zip(("", ", next token"), feeds, (own, next_token(model, own)), strict=True):
+                yield Case(f"real {DECODER} {form}{name}", model, ours, lost(run(original, theirs), run(model, ours)))
+
+
+def quickly(model: onnx.ModelProto, form: str, feeds: Arrays) -> onnx.ModelProto:
+    """The model in a form, without its times."""
+    report = ortolan.optimize_onnx(model, recipe=named(form), calibration=[feeds], options={"verify.seconds": 0})
+    assert report.model is not None
+    return report.model
+
+
+def run(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
+    session = cached_llama.session(model)
+    return dict(zip((value.name for value in session.get_outputs()), session.run(None, feeds), strict=True))
+
+
+def lost(there: Arrays, here: Arrays) -> float:
+    """Of the first output, by norm."""
+    output = next(iter(there))
+    return float(np.linalg.norm(here[output] - there[output]) / np.linalg.norm(there[output]))
+
+
+def next_token(model: onnx.ModelProto, prompt: Arrays) -> Arrays:
+    """Feeds of one more token, behind a prompt of one sequence."""
+    outputs = run(model, prompt)
+    tokens = prompt["attention_mask"].shape[1]
+    token = {"input_ids": np.array([[7]]), "attention_mask": np.ones((1, tokens + 1), np.int64)}
+    token["position_ids"] = np.array([[tokens]])
+    return {
+        name: token[name] if name in token else outputs[name.replace("past_key_values", "present")] for name in prompt
+    }
+
+
+def made() -> Iterator[Case]:
+    """Optimized models."""
     x = np.random.default_rng(0).standard_normal((5, 200)).astype(np.float32)
     for form in LAYERS:
         layer = ir.to_proto(tiny.mlp(widths=(200, 72), forms="matmul_add"))
-        yield f"layer {form}", small_models.optimize(layer, recipe=form).model, {"x": x}
+        yield Case(f"layer {form}", small_models.optimize(layer, recipe=form).model, {"x": x})
     ids = np.random.default_rng(1).integers(0, tiny.TINY_BERT.vocab_size, (3, 20))
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     for form in MODELS:
         bert = ir.to_proto(tiny.tiny_bert())
         given = {value.name: feeds[value.name] for value in bert.graph.input}
-        yield f"model {form}", small_models.optimize(bert, recipe=form, calibration=[given]).model, given
+        yield Case(f"model {form}", small_models.optimize(bert, recipe=form, calibration=[given]).model, given)
     decoder, _ = cached_llama.compress(cached_llama.llama("standard"))
-    yield "model decoder", decoder, cached_llama.prompt(decoder, seed=3)
+    yield Case("model decoder", decoder, cached_llama.prompt(decoder, seed=3))
+    yield from real()
 
 
 def main(folder: Path) -> None:
-    """Writes NAME.onnx and NAME.npz, of inputs "in.…" and outputs "out.…", for each model."""
+    """Writes NAME.onnx and NAME.npz, of inputs "in.…", outputs "out.…" and "lost", for each model."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, model, feeds in made():
-        (folder / f"{name}.onnx").write_bytes(model.SerializeToString())
-        session = ortolan.create_session(model.SerializeToString())
-        outputs = dict(zip((value.name for value in session.get_outputs()), session.run(None, feeds), strict=True))
-        arrays = {f"in.{key}": value for key, value in feeds.items()}
-        arrays |= {f"out.{key}": value for key, value in outputs.items()}
-        np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
-        print(name, sorted({node.op_type for node in model.graph.node if node.domain == "ai.ortolan"}))
+    for case in made():
+        (folder / f"{case.name}.onnx").write_bytes(case.model.SerializeToString())
+        arrays = {f"in.{key}": value for key, value in case.feeds.items()}
+        arrays |= {f"out.{key}": value for key, value in run(case.model, case.feeds).items()}
+        np.savez(folder / f"{case.name}.npz", lost=np.float64(case.lost), **arrays)  # type: ignore[arg-type]
+        operators = sorted({node.op_type for node in case.model.graph.node if node.domain == "ai.ortolan"})
+        print(case.name, operators, f"{case.lost:.1e} from its original" if case.lost else "")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m tests.aarch64.answers", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--fetch", action="store_true", help="the real models, where they are not in the cache")
+    options = parser.parse_args()
+    if options.fetch:
+        for name in (ENCODER, DECODER):
+            get_model(name, progress=print)
+    main(options.folder)

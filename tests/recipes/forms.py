@@ -15,6 +15,7 @@ NAMED = {
     "sparsegpt-bf16": Recipe.of(weights="bf16", sparsity=0.5, method="sparsegpt"),
     "sparsegpt-int8": Recipe.of(weights="int8", sparsity=0.5, method="sparsegpt"),
     "sparsegpt-int4": Recipe.of(weights="int4", sparsity=0.5, method="sparsegpt"),
+    "int8": Recipe.of(weights="int8"),
     "int4": Recipe.of(weights="int4", ignore=()),
     "int4-gptq": Recipe.of(weights="int4", method="gptq", ignore=()),
     "int4-awq": Recipe.of(weights="int4", method="awq", ignore=()),
