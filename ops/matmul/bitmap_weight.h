@@ -6,8 +6,8 @@
 //     y[i, j] = sum over l of bf16(x[i, l]) * W[l, j]  + bias[j]        i < m, l < k, j < n
 //
 // x and y are float32; bf16() rounds to nearest even; products and sums are float32, and each product is added without
-// being rounded (fused), but for i8mm. The order of the sums, and so the last bits of y, depend on the kernel alone: not on m, nor on
-// the storage.
+// being rounded (fused), but for i8mm. The order of the sums, and so the last bits of y, depend on the kernel alone:
+// not on m, nor on the storage.
 //
 //     amx          of each 32 inputs one sum over the even l and one over the odd l, both from +0 and ascending;
 //                  total = bias[j] or +0; for each 32 inputs: total += even sum + odd sum; y = total + 0
@@ -17,8 +17,8 @@
 //     others       one sum from +0 over ascending l; y = (sum + 0) + bias[j]
 //
 // No y is -0. avx512bf16, amx and i8mm kernels treat denormal operands as zero and flush denormal results (the
-// instructions' own rule). Inf and NaN spread as in the dense product: a stored or unstored zero times Inf is NaN. Which NaN it is
-// may depend on m.
+// instructions' own rule). Inf and NaN spread as in the dense product: a stored or unstored zero times Inf is NaN.
+// Which NaN it is may depend on m.
 //
 // int8 and int4, x quantized row by row:
 //
