@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zipfile
 
-_NEEDED = ("ortolan/libortolan_ops.so", "ortolan/_native.")
+_NEEDED = ("ortolan/libortolan_ops.so", "ortolan/libortolan_opencl.so", "ortolan/_native.")
 _FOREIGN_NAME = "ortolan/_testing"
 _FOREIGN_TEXT = b"ORTOLAN_ASSUME_"
 

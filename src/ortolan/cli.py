@@ -368,6 +368,7 @@ def bench(
     sparsity: Annotated[str | None, typer.Option(metavar="S,S,...", help="Shares of zeros in the weights.")] = None,
     kind: options.BenchKinds = None,
     group_size: Annotated[int | None, typer.Option(help="int4 weights to a scale: 32, 64 or 128.")] = None,
+    device: options.BenchDevice = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Time an operator of Ortolan, or the search on whole models, side by side with ONNX Runtime's own."""
@@ -383,6 +384,8 @@ def bench(
 
     from .benchmarks.result import BenchOptions
 
+    if device is not None and (device != "opencl" or run is not BENCHMARKS["w4a8_matmul"]):
+        raise typer.BadParameter("the one device is opencl, of w4a8_matmul", param_hint="--device")
     layers, cases = _read_shapes(shape or [])
     if batch is not None and cases and not layers:
         raise typer.BadParameter(
@@ -397,6 +400,7 @@ def bench(
         batch=_read_numbers(batch, "--batch") if batch is not None else None,
         kinds=tuple(part.strip().lower() for part in kind.split(",")) if kind is not None else None,
         group_size=group_size,
+        device=device,
     )
     with progress_bar() as progress:
         result = run(chosen, progress)

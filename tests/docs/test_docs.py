@@ -38,6 +38,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "gguf.md": ("gguf", "tokenizers"),
     "long-context.md": ("tokenizers",),
     "methods.md": ("tokenizers",),
+    "opencl.md": (),
     "padding.md": (),
     "quickstart.md": (),
     "recipes.md": (),
