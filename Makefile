@@ -50,7 +50,7 @@ ci: $(VENV)/.installed
 	@$(BIN)/python .ci/parts.py wheel then suite asan lint docs aarch64 genai optimum ray
 
 suite: $(VENV)/.installed
-	cd tests && $(PYTEST)
+	cd tests && ../.ci/pocl $(PYTEST)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

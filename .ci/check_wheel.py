@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 _LIBRARY = "ortolan/libortolan_ops.so"
-_NEEDED = (_LIBRARY, "ortolan/_native.")
+_NEEDED = (_LIBRARY, "ortolan/libortolan_opencl.so", "ortolan/_native.")
 _FOREIGN_NAME = "ortolan/_testing"
 _FOREIGN_TEXT = b"ORTOLAN_ASSUME_"
 _LIBRARIES = re.compile(r"lib(c|m|pthread|dl|stdc\+\+|gcc_s)\.so\.\d+|ld-linux-.+\.so\.\d+")

@@ -23,7 +23,7 @@ class BenchOptions:
 
     threads: numbers of intra-op threads. quick: fewer cases and rounds. The others take the place of the benchmark's
     own: cases: (m, k, n) triples; sparsity: fractions of zero weights; layers: names out of shapes.py; batch: rows
-    (m) to measure these with; kinds: of weights; group_size: weights to a scale.
+    (m) to measure these with; kinds: of weights; group_size: weights to a scale; device: "opencl", instead of peers.
     """
 
     threads: tuple[int, ...] = (1, 2)
@@ -34,6 +34,7 @@ class BenchOptions:
     batch: tuple[int, ...] | None = None
     kinds: tuple[str, ...] | None = None
     group_size: int | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True)

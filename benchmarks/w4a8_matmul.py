@@ -18,11 +18,15 @@ nothing. Peers:
     ort_matmul_nbits_4_level_4    ORT MatMulNBits, blocks of the same size, x rounded to int8 as in W4A8MatMul
     ort_matmul_nbits_4_level_0    the same in float32
     ort_matmul_fp32               ORT MatMul on float32 weights: what a user has before
+
+With device="opencl" what is timed is W4A8MatMul on an OpenCL device, all calls, against itself on the CPU: ortolan_cpu.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -33,9 +37,10 @@ from ortolan.graph_passes.weights.quantizers.grid import FRACTION_STEPS
 
 from .. import _native
 from ..errors import OrtolanError
+from ..opencl import NO_GPU, VARIABLE, opencl_devices
 from ..progress import Progress, no_progress
 from . import dense_peers
-from .cold_layers import Candidate, Node, ort_candidate
+from .cold_layers import Bind, Candidate, Node, ort_candidate
 from .result import BenchOptions, BenchResult, summarize
 from .shapes import LAYERS, MODELS
 from .side_by_side import (
@@ -66,6 +71,8 @@ _PEER = "ort_matmul_nbits_4_level_"
 def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     """Measure every shape, number of threads and batch. An interrupt ends it early, with what there is."""
     plans = _plans(options)
+    if options.device is not None:
+        return _run_on_opencl(plans, options, progress)
     result = BenchResult(
         notes=[STREAM_NOTE, "Weights, group sizes and zero points are the same as MatMulNBits'."],
         summary_title="Times faster than MatMulNBits of accuracy_level 4 (of level 0, fp32, a read of the weights: "
@@ -74,6 +81,19 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> BenchResult:
     measure(OP, plans, options, result, progress, ROUNDS)
     others = {"level_0": f"{_PEER}0", "fp32": "ort_matmul_fp32", "stream": "stream_read"}
     result.summary = summarize(result.rows, dict.fromkeys(KINDS, (f"{_PEER}4",)), MODELS, others)
+    return result
+
+
+def _run_on_opencl(plans: Sequence[Plan], options: BenchOptions, progress: Progress) -> BenchResult:
+    device = opencl_devices()[0]
+    title = "Times faster on the OpenCL device than on the CPU"
+    notes = [f"On the OpenCL device {device}; ortolan_cpu: the same operator on the CPU, in the same rounds."]
+    if NO_GPU in device:
+        title = f"{title}; THIS DEVICE IS NO GPU"
+        notes.append("This device is no GPU: its kernels run on the CPU, and their times say nothing of any GPU.")
+    result = BenchResult(notes=notes, summary_title=title)
+    measure(OP, plans, options, result, progress, ROUNDS)
+    result.summary = summarize(result.rows, dict.fromkeys(KINDS, ("ortolan_cpu",)), MODELS, {})
     return result
 
 
@@ -88,7 +108,8 @@ def _plans(options: BenchOptions) -> list[Plan]:
         symmetric_only = options.kinds is None and (
             options.quick or set(ZERO_POINT_LAYERS).isdisjoint(shape.names.split(", "))
         )
-        plans.append(Plan(OP, shape, partial(_prepare, shape, KINDS[:1] if symmetric_only else kinds, group_sizes)))
+        prepare = _prepare if options.device is None else _prepare_opencl
+        plans.append(Plan(OP, shape, partial(prepare, shape, KINDS[:1] if symmetric_only else kinds, group_sizes)))
     return plans
 
 
@@ -122,6 +143,30 @@ def _prepare(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> 
             comparisons.append(Comparison(case, name, peers))
     candidates["ort_matmul_fp32"] = dense_peers.ort_matmul_fp32(rng, k, n)
     return Setup(candidates, comparisons)
+
+
+def _prepare_opencl(shape: Shape, kinds: Sequence[str], group_sizes: Sequence[int]) -> Setup:
+    """The first setup's own candidates, each also on the device."""
+    on_cpu = _prepare(shape, kinds, group_sizes)
+    candidates: dict[str, Candidate] = {}
+    comparisons = []
+    for comparison in on_cpu.comparisons:
+        name = f"{comparison.ours} on opencl"
+        candidates[comparison.ours] = cpu = on_cpu.candidates[comparison.ours]
+        candidates[name] = replace(cpu, open=partial(_open_on_opencl, cpu))
+        comparisons.append(Comparison(comparison.case, name, {"ortolan_cpu": comparison.ours}))
+    return Setup(candidates, comparisons)
+
+
+def _open_on_opencl(candidate: Candidate, threads: int) -> Bind:
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "force"  # read when kernels are made
+    try:
+        return candidate.open(threads)
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 def our_node(

@@ -31,7 +31,7 @@ ROOMS = (
 # The page's place in the site -> the file in the repository.
 ELSEWHERE = {
     "index.md": "README.md",
-    **{f"operators/{room}.md": f"ops/{room}/README.md" for room in (*ROOMS, "epilogue", "provider")},
+    **{f"operators/{room}.md": f"ops/{room}/README.md" for room in (*ROOMS, "epilogue", "opencl", "provider")},
     "operators/auto.md": "graph_passes/auto/README.md",
     "operators/pruners.md": "graph_passes/weights/pruners/README.md",
     "operators/train.md": "src/ortolan/train/README.md",

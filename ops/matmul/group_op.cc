@@ -3,7 +3,7 @@
 namespace ortolan {
 
 GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs,
-                 const GroupKind& kind)
+                 const GroupKind& kind, OpenDevice* open_device)
     : LinearOp(info, op_type, format_version, inputs) {
   const ConstantTensor weights = Constant(info, "weights");
   const ConstantTensor scales =
@@ -25,7 +25,10 @@ GroupOp::GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_
               ValidateGroups(kind.layout, {view.k, view.n, view.group, weights.count, scales.count, view.zero_points,
                                            zero_points.count, minimums.count, view.zero_point_steps}),
               node());
-  MakePlan(info, LayerOf(kind, w_));
+  if (open_device != nullptr) device_ = open_device(info, w_, node());
+  LinearLayer layer = LayerOf(kind, w_);
+  layer.device = device_.get();
+  MakePlan(info, layer);
 }
 
 }  // namespace ortolan

@@ -1,6 +1,8 @@
 // What the adapters of W4A8MatMul and W8A8MatMul share: the weight in groups, read and checked once.
 #pragma once
 
+#include <memory>
+
 #include "matmul/group_layer.h"
 #include "matmul/linear_op.h"
 
@@ -8,12 +10,18 @@ namespace ortolan {
 
 class GroupOp : public LinearOp {
  protected:
+  // A device that multiplies with the weight, which outlives it; null where none is asked for or there is none. node:
+  // for its words.
+  using OpenDevice = std::unique_ptr<MatMulDevice>(const OrtKernelInfo& info, const GroupWeight& w,
+                                                   const std::string& node);
+
   // inputs: weights and scales; perhaps zero_points and minimums.
   GroupOp(const OrtKernelInfo& info, const char* op_type, int64_t format_version, LinearInputs inputs,
-          const GroupKind& kind);
+          const GroupKind& kind, OpenDevice* open_device = nullptr);
 
  private:
   GroupWeight w_;
+  std::unique_ptr<MatMulDevice> device_;
 };
 
 }  // namespace ortolan

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <limits>
 
 #include "isa/kernel_table.h"
@@ -89,6 +90,15 @@ int64_t LinearPlan::CountRows(const std::vector<int64_t>& x_shape, const std::st
 
 void LinearPlan::RunProduct(Host& host, const LinearCall& call, bool normalizes) const {
   if (call.m == 0) return;
+  if (layer_.device == nullptr) return RunOnCpu(host, call, normalizes);
+  const auto begin = std::chrono::steady_clock::now();
+  const bool on_device = layer_.device->Takes(call.m) && RunOnDevice(host, call, normalizes);
+  if (!on_device) RunOnCpu(host, call, normalizes);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  layer_.device->Took(call.m, on_device, took.count());
+}
+
+void LinearPlan::RunOnCpu(Host& host, const LinearCall& call, bool normalizes) const {
   // One kernel for both layers: it packs what it reads.
   const MatMulKernel& kernel = KernelFor(call.m);
   const int64_t x_bytes = Aligned(kernel.PackedBytes(FirstWeight(), call.m));
@@ -99,6 +109,55 @@ void LinearPlan::RunProduct(Host& host, const LinearCall& call, bool normalizes)
   if (layer_.hidden == nullptr) return Multiply(host, kernel, call, x, normalizes);
   MultiplyHidden(host, kernel, call.m, x, x + x_bytes);
   Multiply(host, kernel, call, x + x_bytes, normalizes);
+}
+
+bool LinearPlan::RunOnDevice(Host& host, const LinearCall& call, bool normalizes) const {
+  const int64_t x_bytes = Aligned(call.m * kernels_.back()->packed_row_bytes(*layer_.w));
+  const int64_t product_bytes = IsGated() ? call.m * layer_.w->n * static_cast<int64_t>(sizeof(float)) : 0;
+  const HostMemory memory(host, x_bytes + product_bytes);
+  float* const product = IsGated() ? reinterpret_cast<float*>(memory.data() + x_bytes) : call.y;
+  PackForDevice(host, call, memory.data());
+  if (!layer_.device->Multiply({call.m, memory.data(), call.bias, product})) return false;
+  FinishProduct(host, call, product, normalizes);
+  return true;
+}
+
+void LinearPlan::PackForDevice(Host& host, const LinearCall& call, char* packed) const {
+  const MatMulKernel& kernel = *kernels_.back();
+  const int64_t k = layer_.w->k;
+  const int64_t row_bytes = kernel.packed_row_bytes(*layer_.w);
+  const int64_t rows = std::max<int64_t>(1, kChunkFloats / k);
+  host.ParallelFor(Chunks(call.m, rows), [&](int64_t chunk) {
+    const int64_t end = std::min(call.m, (chunk + 1) * rows);
+    for (int64_t i = chunk * rows; i < end; ++i) {
+      kernel.pack(*layer_.w, call.x + i * k, k * static_cast<int64_t>(sizeof(float)), 1, packed + i * row_bytes);
+    }
+  });
+}
+
+void LinearPlan::FinishProduct(Host& host, const LinearCall& call, const float* product, bool normalizes) const {
+  const bool has_epilogue = IsGated() || layer_.activation != Activation::kNone || call.residual != nullptr;
+  if (!has_epilogue && !normalizes) return;
+  MatMulArgs all;
+  all.y_row_bytes = YRowBytes();
+  const int64_t panels = BitmapPanels(layer_.Columns());
+  const int64_t rows = std::max<int64_t>(1, kChunkFloats / layer_.Columns());
+  host.ParallelFor(Chunks(call.m, rows), [&](int64_t chunk) {
+    const int64_t row = chunk * rows;
+    MatMulArgs args = all;
+    args.m = std::min(rows, call.m - row);
+    args.y = call.y + row * layer_.Columns();
+    if (has_epilogue) {
+      EpilogueArgs piece = EpilogueOf(args, call, row, 0, panels);
+      if (IsGated()) {
+        piece.x = product + row * layer_.w->n;
+        piece.factor = piece.x + panels * kPanelColumns;
+        piece.x_row_bytes = layer_.w->n * static_cast<int64_t>(sizeof(float));
+      }
+      epilogue_(piece);
+    }
+    if (normalizes) NormalizeRows(args.y, args.m);
+  });
 }
 
 void LinearPlan::RunWithResidual(Host& host, LinearCall call, const std::vector<int64_t>& shape,

@@ -21,6 +21,7 @@
 #include "epilogue/layer_norm.h"
 #include "matmul/block_sparse_weight.h"
 #include "matmul/kernel.h"
+#include "matmul/matmul_device.h"
 #include "ort/host.h"
 
 namespace ortolan {
@@ -44,6 +45,7 @@ struct LinearLayer {
   const HiddenLayerWeight* hidden = nullptr;  // with w->k outputs
   const float* hidden_bias = nullptr;         // [w->k]
   int64_t hidden_panel_inputs = 0;
+  MatMulDevice* device = nullptr;  // that multiplies with w, too; or null. Not where there is a hidden layer
 
   // Of Y.
   int64_t Columns() const { return gated_columns != 0 ? gated_columns : w->n; }
@@ -84,6 +86,12 @@ class LinearPlan {
 
  private:
   void RunProduct(Host& host, const LinearCall& call, bool normalizes) const;
+  void RunOnCpu(Host& host, const LinearCall& call, bool normalizes) const;
+  // False where the device failed.
+  bool RunOnDevice(Host& host, const LinearCall& call, bool normalizes) const;
+  void PackForDevice(Host& host, const LinearCall& call, char* packed) const;
+  // What follows a product [m][w->n]: that is y itself, or what is gated.
+  void FinishProduct(Host& host, const LinearCall& call, const float* product, bool normalizes) const;
   const MatMulKernel& KernelFor(int64_t m) const;
   void Pack(Host& host, const MatMulKernel& kernel, const LinearCall& call, char* packed) const;
   void MultiplyHidden(Host& host, const MatMulKernel& kernel, int64_t m, const char* x, char* next) const;

@@ -14,6 +14,7 @@
 // numbers. Of the norm: see matmul/linear_op.h.
 #include "matmul/group_op.h"
 #include "rooms.h"
+#include "w4a8_matmul/op_opencl.h"
 
 namespace ortolan {
 namespace {
@@ -32,7 +33,8 @@ class Kernel : public GroupOp {
                                             {"norm_bias"},
                                             {"minimums", ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED}};
 
-  explicit Kernel(const OrtKernelInfo& info) : GroupOp(info, kOpType, kFormatVersion, kInputs, Int4Groups()) {}
+  explicit Kernel(const OrtKernelInfo& info)
+      : GroupOp(info, kOpType, kFormatVersion, kInputs, Int4Groups(), &OpenOnOpenCl) {}
 };
 
 }  // namespace

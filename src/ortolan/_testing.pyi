@@ -71,6 +71,13 @@ def linear_layer(
     Raises ValueError for malformed tensors, wrong shapes and a set of features that this CPU has not.
     """
 
+class DeviceChoice:
+    """Which side computes calls of m rows: ops/matmul/device_choice.h."""
+
+    def __init__(self) -> None: ...
+    def takes(self, m: int) -> bool: ...
+    def took(self, m: int, on_device: bool, seconds: float) -> None: ...
+
 def sparse_amx_matmul_int8_kernels() -> list[KernelInfo]:
     """The rows of the kernel table for int8 weights, best first."""
 

@@ -372,6 +372,7 @@ def bench(
             help="Write CPU, features, versions, times as JSON, for an issue. Without OP: every operator, --quick.",
         ),
     ] = None,
+    device: options.BenchDevice = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Time an operator of Ortolan, or the search on whole models, side by side with ONNX Runtime's own."""
@@ -392,6 +393,8 @@ def bench(
     from .benchmarks.result import BenchOptions
     from .benchmarks.share import share_json
 
+    if device is not None and (device != "opencl" or names != ["w4a8_matmul"]):
+        raise typer.BadParameter("the one device is opencl, of w4a8_matmul", param_hint="--device")
     layers, cases = _read_shapes(shape or [])
     if batch is not None and cases and not layers:
         raise typer.BadParameter(
@@ -406,6 +409,7 @@ def bench(
         batch=_read_numbers(batch, "--batch") if batch is not None else None,
         kinds=tuple(part.strip().lower() for part in kind.split(",")) if kind is not None else None,
         group_size=group_size,
+        device=device,
     )
     if share is not None:
         _write_text(share, "")  # whether that can be done shows before minutes of measurements

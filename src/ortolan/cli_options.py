@@ -240,6 +240,11 @@ BenchKinds = Annotated[
     ),
 ]
 
+BenchDevice = Annotated[
+    str | None,
+    typer.Option(metavar="opencl", help="Of w4a8_matmul: its kernels on an OpenCL device, against those on the CPU."),
+]
+
 
 def form(
     weights: str | None,

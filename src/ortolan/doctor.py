@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .errors import OrtolanError, one_line
+from .opencl import VARIABLE
 from .session import cpu_info
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def run_doctor() -> DoctorReport:
         _guarded("ORTOLAN_ISA", check_isa_override),
         _guarded("operator library", check_library),
         _guarded("execution provider", check_provider),
+        _guarded("OpenCL", check_opencl),
     ]
     checks += [_guarded(name, partial(check_extra, name)) for name in _EXTRAS]
     return DoctorReport(tuple(checks), describe_feature_sets())
@@ -282,6 +284,23 @@ def check_provider() -> Check:
         return Check(name, "ok", "registers: models with MatMulNBits run as they are (ortolan.session_options)")
     problem = _problem(result.returncode, result.stderr)
     return Check(name, "note", f"{problem.removeprefix('ortolan.errors.LibraryError: ')}")
+
+
+def check_opencl() -> Check:
+    """The OpenCL devices, and whether ORTOLAN_OPENCL asks for one. Drivers are loaded into another process."""
+    name = "OpenCL"
+    value = os.environ.get(VARIABLE) or "0"
+    if value not in ("0", "1", "force"):
+        return Check(name, "failed", f"{VARIABLE} is '{value}', expected 0, 1 or force", f"unset {VARIABLE}")
+    try:
+        result = _run_python(r"from ortolan.opencl import opencl_devices; print(*opencl_devices(), sep='\n')")
+    except subprocess.TimeoutExpired:
+        return Check(name, "note", f"the drivers gave no list of devices within {_SELF_TEST_SECONDS} s")
+    unasked = "" if value != "0" else f"not asked for ({VARIABLE}); "
+    if result.returncode == 0:
+        return Check(name, "ok", unasked + "; then ".join(result.stdout.strip().splitlines()))
+    problem = _problem(result.returncode, result.stderr).removeprefix("ortolan.errors.LibraryError: ")
+    return Check(name, "ok" if unasked else "note", f"{unasked or 'the CPU computes everything: '}{problem}")
 
 
 def _run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@
 #include "host.h"
 #include "isa/features.h"
 #include "matmul/bitmap_weight.h"
+#include "matmul/device_choice.h"
 #include "ort/broadcast.h"
 #include "testing.h"
 
@@ -78,6 +79,10 @@ void BindLinearPlan(py::module_& module) {
              py::arg("offsets").noconvert(), py::arg("k"), py::arg("n"), py::kw_only(), py::arg("bias") = py::none(),
              py::arg("residual") = py::none(), py::arg("activation") = 0, py::arg("gated_columns") = 0,
              py::arg("norm") = py::none(), py::arg("isa") = py::none(), py::arg("threads") = 1);
+  py::class_<DeviceChoice>(module, "DeviceChoice")
+      .def(py::init<>())
+      .def("takes", &DeviceChoice::Takes, py::arg("m"))
+      .def("took", &DeviceChoice::Took, py::arg("m"), py::arg("on_device"), py::arg("seconds"));
 }
 
 }  // namespace ortolan

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from ortolan.benchmarks import w4a8_matmul
 from ortolan.benchmarks.cold_layers import layers_session
@@ -9,7 +10,11 @@ from ortolan.benchmarks.dense_peers import matmul_nbits_node
 from ortolan.benchmarks.result import BenchOptions
 from ortolan.benchmarks.shapes import LAYERS
 from ortolan.benchmarks.w4a8_matmul import BATCH, GROUP_SIZES, KINDS, SCALES, our_node
+from ortolan.cli import app
 from ortolan.errors import OrtolanError
+from ortolan.opencl import opencl_devices
+
+from ..ops.opencl.devices import needs_opencl
 
 PEERS = ["ort_matmul_nbits_4_level_4", "ort_matmul_nbits_4_level_0", "ort_matmul_fp32"]
 
@@ -41,6 +46,29 @@ def test_every_form_of_the_weights_meets_its_peers(short):
         for scales in SCALES
     }
     assert result.summary == []  # the models' layers have one
+
+
+@needs_opencl
+def test_opencl_meets_the_cpu_under_an_honest_title(short):
+    short({})
+    options = BenchOptions((1,), True, ((1, 70, 33), (9, 70, 33)), kinds=("zero_points",), device="opencl")
+    result = w4a8_matmul.run(options)
+    assert {tuple(peers) for peers in peers_by_case(result).values()} <= {
+        ("ortolan_cpu",),
+        ("ortolan_cpu", "stream_read"),
+    }
+    assert len(peers_by_case(result)) == 2 * len(GROUP_SIZES) * len(SCALES)
+    device = opencl_devices()[0]
+    assert device in result.notes[0]
+    is_none = "no GPU" in device
+    assert ("THIS DEVICE IS NO GPU" in result.summary_title) == is_none
+    assert any("say nothing of any GPU" in note for note in result.notes) == is_none
+
+
+def test_other_benchmarks_and_devices_are_refused():
+    for arguments in (("w8a8_matmul", "--device", "opencl"), ("w4a8_matmul", "--device", "cuda")):
+        refused = CliRunner().invoke(app, ["bench", *arguments])
+        assert refused.exit_code == 2 and "the one device is opencl, of w4a8_matmul" in refused.output
 
 
 def test_the_summary_is_by_model(short):

@@ -12,7 +12,10 @@ import pytest
 import ortolan
 from ortolan import _testing, doctor
 from ortolan.errors import LibraryError
+from ortolan.opencl import opencl_devices
 from ortolan.provider import has_provider
+
+from ..ops.opencl.devices import needs_opencl
 
 
 def test_all_is_well_here(invoke):
@@ -47,6 +50,33 @@ def test_a_library_without_the_provider_is_noted(monkeypatch, tmp_path):
     check = doctor.check_provider()
     assert check.status == "note"
     assert "was built without the execution provider" in check.detail or "1.23 or later does" in check.detail
+
+
+@needs_opencl
+@pytest.mark.parametrize("value", ["0", "1", "force"])
+def test_opencl_devices_are_listed(monkeypatch, value):
+    monkeypatch.setenv("ORTOLAN_OPENCL", value)
+    check = doctor.check_opencl()
+    assert check.status == "ok"
+    assert all(device in check.detail for device in opencl_devices())
+    assert ("not asked for" in check.detail) == (value == "0")
+
+
+@pytest.mark.parametrize(("value", "status"), [("", "ok"), ("1", "note")])
+def test_a_machine_without_opencl(monkeypatch, tmp_path, value, status):
+    (tmp_path / "libOpenCL.so.1").write_bytes(b"no library")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("ORTOLAN_OPENCL", value)
+    check = doctor.check_opencl()
+    assert check.status == status
+    assert "there is no OpenCL here" in check.detail and "ocl-icd-libopencl1" in check.detail
+
+
+def test_opencl_that_is_asked_for_by_no_known_word(monkeypatch):
+    monkeypatch.setenv("ORTOLAN_OPENCL", "yes")
+    check = doctor.check_opencl()
+    assert check.status == "failed"
+    assert "'yes', expected 0, 1 or force" in check.detail
 
 
 def test_a_missing_library(invoke, monkeypatch):

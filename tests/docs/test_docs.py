@@ -39,6 +39,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "install.md": (),
     "long-context.md": ("tokenizers",),
     "methods.md": ("tokenizers",),
+    "opencl.md": (),
     "padding.md": (),
     "quickstart.md": (),
     "recipes.md": (),

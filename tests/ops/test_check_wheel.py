@@ -57,6 +57,7 @@ def test_a_wheel_is_of_no_test_build(check_wheel: ModuleType, tmp_path: Path) ->
         archive.write(path, "ortolan/_testing.so")
     assert check_wheel.problems(str(wheel)) == [
         "ortolan/libortolan_ops.so is missing",
+        "ortolan/libortolan_opencl.so is missing",
         "ortolan/_native. is missing",
         "ortolan/_testing.so is of test builds",
         "ortolan/_testing.so knows ORTOLAN_ASSUME_, which is of test builds",

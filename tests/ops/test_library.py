@@ -14,6 +14,7 @@ import pytest
 
 import ortolan
 from ortolan import _testing
+from ortolan.opencl import LIBRARY_NAME
 from ortolan.provider import has_provider
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,13 @@ def test_library_exports_what_hosts_call() -> None:
     exported = [line[-1] for line in nm(Path(ortolan.get_library_path()), "-D", "--defined-only")]
     of_provider = ["CreateEpFactories", "ReleaseEpFactory"] if has_provider() else []
     assert sorted(exported) == sorted(["RegisterCustomOps", *of_provider])
+
+
+@needs_nm
+def test_library_of_opencl_exports_its_functions_and_needs_no_opencl() -> None:
+    library = Path(ortolan.get_library_path()).with_name(LIBRARY_NAME)
+    assert [line[-1] for line in nm(library, "-D", "--defined-only")] == ["OrtolanGetOpenCl"]
+    assert not [line[-1] for line in nm(library, "-D", "--undefined-only") if re.match("cl[A-Z]", line[-1])]
 
 
 @needs_nm

@@ -1,0 +1,123 @@
+#include "w4a8_matmul/op_opencl.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+
+#include "matmul/device_choice.h"
+#include "opencl/interface.h"
+
+namespace ortolan {
+namespace {
+
+enum class Asked { kNo, kMeasured, kAlways };
+
+Asked ReadAsked(const std::string& node) {
+  const char* const set = std::getenv("ORTOLAN_OPENCL");
+  const std::string value = set == nullptr ? "" : set;
+  if (value.empty() || value == "0") return Asked::kNo;
+  if (value == "1") return Asked::kMeasured;
+  if (value == "force") return Asked::kAlways;
+  throw OpError(ErrorText(node, ": ORTOLAN_OPENCL is '", value,
+                          "', expected 0 (no OpenCL), 1 (where it is faster) or force (always)"));
+}
+
+struct Library {
+  const OrtolanOpenCl* functions = nullptr;
+  std::string problem;
+};
+
+// libortolan_opencl.so, which lies beside the library that this is part of.
+Library FindLibrary() {
+  Dl_info self;
+  if (dladdr(reinterpret_cast<const void*>(&ReadAsked), &self) == 0) return {nullptr, "dladdr does not know itself"};
+  const std::filesystem::path path = std::filesystem::path(self.dli_fname).parent_path() / "libortolan_opencl.so";
+  void* const opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (opened == nullptr) return {nullptr, dlerror()};
+  const auto get = reinterpret_cast<decltype(&OrtolanGetOpenCl)>(dlsym(opened, "OrtolanGetOpenCl"));
+  const OrtolanOpenCl* const functions = get == nullptr ? nullptr : get(kOrtolanOpenClVersion);
+  if (functions == nullptr) return {nullptr, path.string() + " is of another version of Ortolan. Install both anew."};
+  return {functions, ""};
+}
+
+const Library& OpenLibrary() {
+  static const Library library = FindLibrary();
+  return library;
+}
+
+// Once a process: what fails for one weight mostly fails for all.
+void WarnOnce(const Ort::Logger& logger, const std::string& text) {
+  static std::atomic<bool> is_said{false};
+  if (is_said.exchange(true)) return;
+  const std::string all = text + " (said once)";
+  ORT_CXX_LOG_NOEXCEPT(logger, ORT_LOGGING_LEVEL_WARNING, all.c_str());
+}
+
+OrtolanOpenClWeight Describe(const GroupWeight& w) {
+  OrtolanOpenClWeight of{};
+  of.k = w.k;
+  of.n = w.n;
+  of.group = w.view.group;
+  of.weights = w.view.weights;
+  of.scales = w.view.scales;
+  of.scale_bytes = w.view.scale_type == ScaleType::kFloat16 ? 2 : 4;
+  of.zero_points = w.view.zero_points;
+  of.zero_point_steps = w.view.zero_point_steps;
+  of.minimums = w.view.minimums;
+  of.row_bytes = w.PackedRowBytes();
+  return of;
+}
+
+class OpenClDevice : public MatMulDevice {
+ public:
+  OpenClDevice(const OrtolanOpenCl& functions, void* weight, bool always, const Ort::Logger& logger, std::string node)
+      : functions_(functions), weight_(weight), always_(always), logger_(logger), node_(std::move(node)) {}
+  ~OpenClDevice() override { functions_.close(weight_); }
+
+  bool Takes(int64_t m) override { return !has_failed_ && (always_ || choice_.Takes(m)); }
+  bool Multiply(const DeviceCall& call) override {
+    const OrtolanOpenClCall of{call.m, call.x, call.bias, call.product};
+    OrtolanOpenClError error;
+    if (functions_.multiply(weight_, &of, &error) == 0) return true;
+    has_failed_ = true;
+    WarnOnce(logger_, ErrorText(node_, ": OpenCL failed, the CPU computes it from now on: ", error.text));
+    return false;
+  }
+  void Took(int64_t m, bool on_device, double seconds) override {
+    if (!always_ && !has_failed_) choice_.Took(m, on_device, seconds);
+  }
+
+ private:
+  const OrtolanOpenCl& functions_;
+  void* const weight_;
+  const bool always_;
+  const Ort::Logger logger_;  // the session's
+  const std::string node_;
+  std::atomic<bool> has_failed_{false};
+  DeviceChoice choice_;
+};
+
+}  // namespace
+
+std::unique_ptr<MatMulDevice> OpenOnOpenCl(const OrtKernelInfo& info, const GroupWeight& w, const std::string& node) {
+  const Asked asked = ReadAsked(node);
+  if (asked == Asked::kNo) return nullptr;
+  const Ort::Logger logger = Ort::ConstKernelInfo(&info).GetLogger();
+  const Library& library = OpenLibrary();
+  OrtolanOpenClError error{};
+  void* weight = nullptr;
+  if (library.functions != nullptr) {
+    const OrtolanOpenClWeight of = Describe(w);
+    weight = library.functions->open(&of, &error);
+  }
+  if (weight != nullptr) {
+    return std::make_unique<OpenClDevice>(*library.functions, weight, asked == Asked::kAlways, logger, node);
+  }
+  const std::string reason = library.functions == nullptr ? library.problem : error.text;
+  WarnOnce(logger, ErrorText(node, ": not on OpenCL, the CPU computes it: ", reason));
+  return nullptr;
+}
+
+}  // namespace ortolan

@@ -1,0 +1,75 @@
+// A loader of OpenCL drivers that fails where it is told to: it stands in for libOpenCL.so.1, and hands all other calls
+// on to the real one.
+//
+//     REAL_OPENCL     the path of the real loader
+//     BROKEN_OPENCL   function:status:calls, the function that fails, with which status, after so many good calls
+//
+// live_objects() counts what was made and is not released.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "opencl/cl_api.h"
+
+namespace ortolan::opencl {
+namespace {
+
+int64_t live = 0;
+
+// The status of this call of the function; 0: it is handed on.
+Status StatusOf(const char* name) {
+  static int calls = 0;
+  const std::string broken = std::getenv("BROKEN_OPENCL");
+  const size_t first = broken.find(':'), second = broken.find(':', first + 1);
+  if (broken.substr(0, first) != name) return 0;
+  return calls++ < std::stoi(broken.substr(second + 1)) ? 0 : std::stoi(broken.substr(first + 1, second - first - 1));
+}
+
+void* Real(const char* name) {
+  static void* const loader = dlopen(std::getenv("REAL_OPENCL"), RTLD_NOW | RTLD_LOCAL);
+  return dlsym(loader, name);
+}
+
+template <typename Type, const char* kName>
+struct Forward;
+template <typename Result, typename... Arguments, const char* kName>
+struct Forward<Result(Arguments...), kName> {
+  static Result Call(Arguments... arguments) {
+    if (const Status status = StatusOf(kName); status != 0) {
+      if constexpr (std::is_same_v<Result, Status>) {
+        return status;
+      } else {
+        Status* const to = (arguments, ...);  // the last one
+        *to = status;
+        return nullptr;
+      }
+    }
+    const Result result = reinterpret_cast<Result (*)(Arguments...)>(Real(kName))(arguments...);
+    const std::string_view name = kName;
+    if (name.starts_with("clCreate") && result != Result{}) ++live;
+    if (name.starts_with("clRelease") && result == Result{}) --live;
+    return result;
+  }
+};
+
+#define ORTOLAN_CL(name, ...) constexpr char k_##name[] = #name;
+#include "opencl/cl_functions.inc"
+#undef ORTOLAN_CL
+
+}  // namespace
+}  // namespace ortolan::opencl
+
+extern "C" __attribute__((visibility("default"))) int64_t live_objects() { return ortolan::opencl::live; }
+
+#define ORTOLAN_CL(name, ...)                                              \
+  extern "C" void* resolve_##name() {                                      \
+    using namespace ortolan::opencl;                                       \
+    return reinterpret_cast<void*>(&Forward<__VA_ARGS__, k_##name>::Call); \
+  }                                                                        \
+  extern "C" __attribute__((visibility("default"), ifunc("resolve_" #name))) void name();
+#include "opencl/cl_functions.inc"
+#undef ORTOLAN_CL

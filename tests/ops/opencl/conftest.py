@@ -1,0 +1,22 @@
+"""The loader of OpenCL that fails where it is told to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .compiled import compile_test
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """The environment with a loader whose function fails: "function:status:good calls before"."""
+    folder = tmp_path_factory.mktemp("loader")
+    compile_test("broken_loader.cc", "-shared", "-fPIC", "-o", str(folder / "libOpenCL.so.1"), "-ldl")
+    maps = Path("/proc/self/maps").read_text()
+    real = re.search(r"\S+/libOpenCL\.so\S*", maps)  # devices.py has listed the devices
+    assert real is not None
+    return lambda what: {"LD_LIBRARY_PATH": str(folder), "REAL_OPENCL": real[0], "BROKEN_OPENCL": what}
