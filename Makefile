@@ -1,7 +1,7 @@
 # make demo    fetch all-MiniLM-L6-v2, optimize it, compare it with the original
 # make test    build, lint and run every test
 # make extras  the tests of Optimum, GenAI with transformers, and Ray, each in an environment of its own
-# make ci      make test and make extras
+# make ci      make test, make extras and make aarch64
 # make wheel   build the package, and see that nothing of test builds is in it
 # make asan    the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
 # make aarch64 models on emulated Arm CPUs; make test-aarch64: kernels too
@@ -75,7 +75,8 @@ asan: build/asan-site/.installed
 # Emulated Arm CPUs. What CI runs: models that were optimized here, on CPUs with neon and with dotprod, in the package as
 # users have it. All: also vectors, formats, kernels and some operators, and a CPU with i8mm.
 ANSWERS = $(BIN)/python -m tests.aarch64.answers build/aarch64/answers
-KERNELS = simd $(patsubst tests/%,%,$(wildcard tests/ops/test_*_kernels*.py)) ops/test_epilogue.py ops/test_layer_norm.py
+KERNELS = simd $(patsubst tests/%,%,$(wildcard tests/ops/test_*_kernels*.py)) ops/test_bf16_rows.py \
+  ops/test_epilogue.py ops/test_layer_norm.py
 OPERATORS = $(addprefix ops/,$(addsuffix .py,test_w4a8_matmul_op test_w8a8_matmul_op test_vnni_spmm_op test_lut_post_op_op \
   test_packed_tokens_op test_linear_norm test_kernel_tables))
 aarch64: $(VENV)/.installed

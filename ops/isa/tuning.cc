@@ -106,7 +106,7 @@ Tuning FindTuning() {
   Tuning tuning = FindRow();
   // A dense product by panels needs vectors of 512 bits to beat ONNX Runtime's.
   if (!ActiveFeatures().Has(feature_set::avx512bw)) tuning.masked.most_panel_rows = 0;
-  // Timed on Granite Rapids: nomad_attention/README.md.
+  // Timed on Granite Rapids, and taken to hold for Intel's other CPUs: nomad_attention/README.md.
   tuning.fast_dot_bf16 = DetectedModel().vendor != std::string_view("GenuineIntel");
   return tuning;
 }

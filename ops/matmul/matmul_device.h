@@ -5,7 +5,8 @@
 
 namespace ortolan {
 
-// All of P = X W + bias. The numbers are those of the CPU's kernels, so whoever computes a call, its bits are the same.
+// All of P = X W + bias. The numbers are those of the CPU's kernels, so whoever computes a call, its bits are
+// the same, but for results below 2^-126, which a device may round to zero.
 struct DeviceCall {
   int64_t m = 0;
   const void* x = nullptr;      // m rows, each packed as a block of its own by the weight's kernel for one row

@@ -1,4 +1,5 @@
 // The C interface: errors become texts.
+#include <algorithm>
 #include <cstring>
 #include <exception>
 

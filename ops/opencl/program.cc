@@ -1,5 +1,6 @@
 #include "opencl/program.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "opencl/program_cache.h"

@@ -95,14 +95,13 @@
 //                                           between they are 16 bits; otherwise they are Int. kNibblesTimes16: a may be
 //                                           any unsigned byte, and not only 0 … 15
 //
-//     DotInt8OfQuad(sums, a, b, which), DotNibblesOfQuad     where kDotsOfQuad, in one instruction: DotInt8 and
-//     DotNibbles
-//                                           with RepeatQuad(b, which)
+//     DotInt8OfQuad(sums, a, b, which)      where kDotsOfQuad, in one instruction: DotInt8 with RepeatQuad(b, which)
+//     DotNibblesOfQuad(sums, a, b, which)   likewise DotNibbles
 // Where kRowPairs:
 //     InterleaveQuads<half>(a, b)           the quads of the lower or upper half of each, a's and b's in turn
-//     DotEightsInt8(Int sums, Bytes a, Bytes b), DotEightsNibbles    lane 2 i + j: plus the dot product of eight bytes
-//     i
-//                                           of a with eight j of b, exact; a and b as in DotInt8 and DotNibbles
+//     DotEightsInt8(Int sums, a, b)         lane 2 i + j: plus eight bytes i of a times eight bytes j of b, summed up
+//                                           exactly; a and b as in DotInt8
+//     DotEightsNibbles(Int sums, a, b)      likewise, a and b as in DotNibbles
 //     DotEightsBf16(Float sums, Bytes a, Bytes b)     likewise four bf16: plus (the first product plus the second one),
 //                                           plus (the third plus the fourth), each rounded to odd; denormal numbers and
 //                                           sums are zero

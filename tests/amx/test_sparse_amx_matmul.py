@@ -26,7 +26,7 @@ for k in (1, 31, 33, 100, 544, 1000):
                     assert_same_bits(_testing.sparse_amx_matmul(x[:m], *dense, k, n, bias=b, kernel="amx"), y)
 """
 
-# 2:4 storage is expanded to the same tiles as a bitmap. One row runs avx512bf16's own kernel.
+# 2:4 storage has the answers of a bitmap.
 CHECK_TWO_FOUR = """
 import numpy as np
 from ortolan import _native, _testing
@@ -48,6 +48,23 @@ for k, n in ((1, 1), (33, 17), (100, 40), (1000, 16)):
         expected = to_bf16(x[:1]) @ to_bf16(w)
     y = _testing.sparse_amx_matmul(x[:1], *packed, k, n, kernel="avx512bf16")
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+"""
+
+# Few rows run on vectors, which add in the order of the tiles.
+CHECK_FEW_ROWS = """
+import numpy as np
+from ortolan import _native, _testing
+from tests.ops.single_node import assert_same_bits
+from tests.ops.two_four import BF16
+rng = np.random.default_rng(9)
+for k, n in ((33, 17), (100, 70), (544, 16)):
+    w, bias = BF16.random(rng, k, n), rng.standard_normal(n, dtype=np.float32)
+    x = rng.standard_normal((17, k), dtype=np.float32) * np.exp2(rng.integers(-60, 40, (17, k))).astype(np.float32)
+    for packed in (_native.pack_two_four(w), _native.pack_bitmap(w), _native.pack_bitmap(w, dense=True)):
+        among_all = _testing.sparse_amx_matmul(x, *packed, k, n, bias=bias, kernel="amx")
+        for m in (1, 2, 3):
+            y = _testing.sparse_amx_matmul(x[:m], *packed, k, n, bias=bias, kernel="amx")
+            assert_same_bits(y, among_all[:m])
 """
 
 # Per tile, two chains of fused multiply-adds (even, odd inputs) from +0, added, then added to the sums.
@@ -166,6 +183,10 @@ for m in (1, 3, 4, 20, 300):
 
 def test_two_four() -> None:
     check(CHECK_TWO_FOUR)
+
+
+def test_few_rows_have_the_bits_of_many() -> None:
+    check(CHECK_FEW_ROWS)
 
 
 def test_shapes() -> None:

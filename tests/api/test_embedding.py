@@ -219,8 +219,7 @@ def test_vectors_know_nothing_of_other_texts(folder, tmp_path, weights):
     """Alone, in any batch, in any order, in windows, with one thread and two: the same bits."""
     words = WORDS[2:]
     rng = np.random.default_rng(1)
-    # Calls of one to three tokens add up products of bf16 in another order than longer ones.
-    texts = [" ".join(rng.choice(words, size)) for size in rng.integers(4, 10, 40)]
+    texts = [" ".join(rng.choice(words, size)) for size in rng.integers(1, 10, 40)]
     ortolan.optimize_onnx(
         folder / "onnx" / "model.onnx", tmp_path / "fast.onnx", weights=weights, options={"verify.seconds": 0.0}
     )
