@@ -52,15 +52,10 @@ struct Bf16Products {
   struct Held {};
 };
 
-// Pairs as they are, where there is an instruction for their products.
+// Activations where an instruction multiplies bf16.
 template <typename Simd>
-  requires Simd::kDotBf16
-struct Bf16Products<Simd> {
-  using Columns = simd::Columns<Simd>;
-  using Floats = typename Columns::Floats;
+struct RoundedToBf16 {
   using Activation = uint16_t;
-  static constexpr int kInputsTogether = 8;
-  using Row = typename Columns::Bytes;
   static constexpr int64_t kStoredBytes = 64;
   static constexpr int kRowBlock = kHalfOfRegisters<Simd>;
 
@@ -71,6 +66,16 @@ struct Bf16Products<Simd> {
       Simd::StoreBytes(reinterpret_cast<uint8_t*>(to + l), Simd::PackBf16(low, high));
     }
   }
+};
+
+// Pairs as they are, where there is an instruction for their products.
+template <typename Simd>
+  requires Simd::kDotBf16
+struct Bf16Products<Simd> : RoundedToBf16<Simd> {
+  using Columns = simd::Columns<Simd>;
+  using Floats = typename Columns::Floats;
+  static constexpr int kInputsTogether = 8;
+  using Row = typename Columns::Bytes;
   static Row FromBytes(const typename Columns::Bytes& bytes) { return bytes; }
   static void StoreRow(const Row& weights, uint8_t* to) { Columns::StoreBytes(to, weights); }
   static Row LoadRow(const uint8_t* from) { return Columns::LoadBytes(from); }
