@@ -1,0 +1,74 @@
+"""Each peer's packages in an environment of its own, so that versions of numpy or torch do not clash.
+
+    python = make_environment("openvino", print)
+
+An environment is a folder of the cache, made by venv and pip when it is first asked for, and again when its
+requirements change. What pip knows of indices holds here too: a CPU build of torch is taken where one of them has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ortolan.cache_folder import default_cache_dir
+from ortolan.errors import OrtolanError
+
+_TORCH, _TRANSFORMERS = "torch==2.13.0", "transformers==5.23.0"
+
+# By engine, as the workers call it. Pinned: a result names versions, and another one is another result.
+REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "openvino": ("openvino==2026.4.1", "nncf==3.4.0"),
+    "ctranslate2": ("ctranslate2==4.8.5", _TRANSFORMERS, _TORCH),
+    "torch": (_TORCH, _TRANSFORMERS),
+    "sentence-transformers": ("sentence-transformers==6.2.0", _TORCH),
+    "fastembed": ("fastembed==0.9.1",),
+    "llama.cpp": ("llama-cpp-python==0.3.36",),  # compiled here, for this CPU
+    "onnxruntime-genai": ("onnxruntime-genai==0.18.0",),
+    "mistralrs": ("mistralrs==0.9.5", "numpy"),
+    "deepsparse": ("deepsparse==1.8.0",),
+}
+# Their licences allow evaluation alone, so they run only where they are named.
+ASKED_FOR = ("deepsparse",)
+_MADE = ".made"
+
+
+def environment_folder(peer: str) -> Path:
+    requirements = REQUIREMENTS[peer]
+    text = "\n".join((*requirements, sys.version))
+    return default_cache_dir() / "peers" / f"{peer}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def make_environment(peer: str, say: Callable[[str], None]) -> str:
+    """The interpreter of a peer's environment, which is made if it is not there.
+
+    Raises OrtolanError where pip cannot install it, with the last line of what pip says.
+    """
+    folder = environment_folder(peer)
+    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    if (folder / _MADE).is_file():
+        return str(python)
+    say(f"installing {', '.join(REQUIREMENTS[peer])}; once")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _run([sys.executable, "-m", "venv", str(folder)], peer)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    _run([*pip, *REQUIREMENTS[peer]], peer)
+    (folder / _MADE).touch()
+    return str(python)
+
+
+def _run(command: list[str], peer: str) -> None:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise OrtolanError(f"cannot start {command[0]}: {error.strerror}") from None
+    if done.returncode != 0:
+        errors = [line for line in (done.stderr + done.stdout).splitlines() if "ERROR" in line or "error" in line]
+        raise OrtolanError(
+            f"{peer} cannot be installed: {errors[0].strip() if errors else f'pip ended with {done.returncode}'}"
+        )

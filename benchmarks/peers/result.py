@@ -1,0 +1,85 @@
+"""What a comparison found, and its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from ...errors import OrtolanError
+from ...session import package_versions
+from ..result import cpu_name
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one kind of work: units a second, by the shortest time and by the median. spread: the distance between the
+    quartiles of the times, in medians."""
+
+    work: str
+    threads: int
+    unit: str
+    best: float
+    median: float
+    spread: float
+
+
+@dataclass
+class Row:
+    """A form of a model in a runtime. section, model: what it is compared within. quality: measure -> value, as
+    verdict.py knows them. load_seconds: from the file to the first answer. peak_megabytes: of the process till then."""
+
+    section: str
+    model: str
+    name: str
+    engine: str
+    ours: bool
+    call: str
+    versions: dict[str, str]
+    megabytes: float
+    load_seconds: float | None = None
+    peak_megabytes: float | None = None
+    quality: dict[str, float] = field(default_factory=dict)
+    speeds: list[Speed] = field(default_factory=list)
+
+    def speed(self, work: str, threads: int) -> Speed | None:
+        return next((one for one in self.speeds if (one.work, one.threads) == (work, threads)), None)
+
+
+@dataclass
+class PeersResult:
+    """date: ISO 8601. notes: on how it was measured. left_out: rows that are not there, and why."""
+
+    command: str
+    date: str
+    notes: list[str] = field(default_factory=list)
+    cpu: str = field(default_factory=cpu_name)
+    versions: dict[str, str] = field(default_factory=package_versions)
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> PeersResult:
+        """The inverse of to_json. Raises OrtolanError for any other text."""
+        try:
+            found = json.loads(text)
+            rows = [Row(**{**row, "speeds": [Speed(**one) for one in row["speeds"]]}) for row in found["rows"]]
+            return cls(**{**found, "rows": rows})
+        except (ValueError, TypeError, KeyError) as error:
+            raise OrtolanError(f"not the result of a comparison: {error!r}; expected what --json has written") from None
+
+    def groups(self) -> dict[tuple[str, str], list[Row]]:
+        """By section and model, in the order in which they were measured."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.section, row.model), []).append(row)
+        return found
+
+
+def works_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
+    """The work and numbers of threads that these rows were timed at, in order of the threads."""
+    found = dict.fromkeys((speed.work, speed.threads) for row in rows for speed in row.speeds)
+    return sorted(found, key=lambda one: one[1])
