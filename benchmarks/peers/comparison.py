@@ -1,0 +1,126 @@
+"""The way of every section: candidates are made, opened, judged, and timed in turns at each kind of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ..workers.process import WorkerError
+from .candidate import Candidate, Subject, interleave
+from .result import PeersResult, Row
+
+_OPENINGS = 3
+Judge = Callable[[Subject], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine -> interpreter,
+    of the peers that take part. sts: STS-B's file; text: whose perplexity is measured. models, works: those alone, of
+    the sections that have them. folder: for files that are made."""
+
+    threads: tuple[int, ...]
+    seconds: float
+    pythons: Mapping[str, str]
+    folder: Path
+    say: Callable[[str], None]
+    sts: Path | None = None
+    text: Path | None = None
+    models: tuple[str, ...] | None = None
+    works: tuple[str, ...] | None = None
+
+    def takes_model(self, name: str) -> bool:
+        return self.models is None or name in self.models
+
+    def takes_work(self, name: str) -> bool:
+        return self.works is None or name in self.works
+
+
+@dataclass(frozen=True)
+class Work:
+    """given: what the worker's engines prepare. count: how many of the unit a pass is."""
+
+    name: str
+    given: Mapping[str, Any]
+    count: int
+    unit: str
+
+
+def compare(
+    job: Job,
+    section: str,
+    model: str,
+    script: str,
+    candidates: Sequence[Candidate],
+    works: Sequence[Work],
+    judge: Judge,
+    result: PeersResult,
+) -> None:
+    """Adds a row for each candidate, or the reason why there is none.
+
+    judge: the qualities of an opened candidate; raises WorkerError for one that does not give the right answers. The
+    first candidate's are asked for first. The first work is the one that opening is timed with.
+    """
+
+    def leave_out(name: str, error: WorkerError) -> None:
+        result.left_out.append(f"{section}, {model}: {name}: {error}")
+        job.say(f"left out: {result.left_out[-1]}")
+
+    with ExitStack() as stack:
+        found: dict[str, tuple[Subject, Row]] = {}
+        for number, one in enumerate(candidates):
+            folder = job.folder / section.replace(" ", "-") / model / str(number)
+            subject = stack.enter_context(Subject(one, script, folder))
+            began = perf_counter()
+            try:
+                row = subject.make(section, model, job.threads[0])
+                openings = [subject.open(job.threads[0], works[0].given) for _ in range(_OPENINGS)]
+                row.load_seconds, row.peak_megabytes = min(seconds for seconds, _ in openings), openings[-1][1]
+                row.quality = dict(judge(subject))
+            except WorkerError as error:
+                leave_out(one.name, error)
+                continue
+            finally:
+                subject.close()
+            found[one.name] = subject, row
+            result.rows.append(row)
+            qualities = ", ".join(f"{name} {value:.4f}" for name, value in row.quality.items())
+            job.say(f"{section}, {model}: {one.name} made in {perf_counter() - began:.0f} s; {qualities}")
+        for threads in job.threads:
+            _time_all(job, found, works, threads, leave_out)
+            job.say(f"{section}, {model}: timed with {threads} thread{'s' if threads > 1 else ''}")
+
+
+def _time_all(
+    job: Job,
+    found: Mapping[str, tuple[Subject, Row]],
+    works: Sequence[Work],
+    threads: int,
+    leave_out: Callable[[str, WorkerError], None],
+) -> None:
+    opened = {}
+    for name, (subject, _) in found.items():
+        try:
+            subject.open(threads, works[0].given)
+            opened[name] = subject
+        except WorkerError as error:
+            leave_out(f"{name}, {threads} threads", error)
+    for work in works:
+        given = {}
+        for name, subject in opened.items():
+            try:
+                subject.give(work.given)
+                given[name] = subject
+            except WorkerError as error:
+                leave_out(f"{name}, {work.name}, {threads} threads", error)
+        for name, speed in interleave(given, work.name, threads, work.count, work.unit, job.seconds).items():
+            if isinstance(speed, WorkerError):
+                leave_out(f"{name}, {work.name}, {threads} threads", speed)
+            else:
+                found[name][1].speeds.append(speed)
+    for subject in opened.values():
+        subject.close()
