@@ -1,4 +1,4 @@
-"""The peer of 4-bit layers: a model's linear layers in ONNX Runtime's own form, MatMulNBits."""
+"""The peer of 4-bit and 8-bit layers: a model's linear layers in ONNX Runtime's own form, MatMulNBits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def make_matmul_nbits(
     block_size: int,
     accuracy_level: int,
     *,
+    bits: int = 4,
     symmetric: bool = True,
 ) -> None:
-    """Rounds every MatMul with constant weights to 4 bits (round to nearest), as ONNX Runtime's own quantizer does it.
+    """Rounds every MatMul with constant weights to 4 or 8 bits (to nearest), as ONNX Runtime's own quantizer does it.
 
     block_size: weights to a scale, 16, 32, 64, 128 or 256. accuracy_level: 0 computes in fp32, 4 with activations
     rounded to int8. symmetric: no zero points. Weights go to `<out_path>.data`.
@@ -27,7 +28,7 @@ def make_matmul_nbits(
     out_path = Path(out_path)
     quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
         onnx.load(os.fspath(model_path)),
-        bits=4,
+        bits=bits,
         block_size=block_size,
         is_symmetric=symmetric,
         accuracy_level=accuracy_level,

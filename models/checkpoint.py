@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _MPNET_FILES = (
     "special_tokens_map.json",
 )
 _BERT_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-_SMOLLM2_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+SMOLLM2_TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 
 
 def write_checkpoint(
@@ -63,12 +64,15 @@ def write_checkpoint(
                 with archive.open(f"{MPNET}/{file}") as member, (target / file).open("wb") as out:
                     shutil.copyfileobj(member, out)
     else:
-        write_llama(next(source.glob("*.gguf")), target)
+        write_llama(next(source.glob("*.gguf")), target, SMOLLM2_TOKENS)
     return target
 
 
-def write_llama(gguf: Path, target: Path) -> None:
-    """Writes a GGUF file's model and tokenizer to a folder; weights in float32, as its quantized ones stand for."""
+def write_llama(gguf: Path, target: Path, special: Mapping[str, str]) -> None:
+    """Writes a GGUF file's model and tokenizer to a folder; weights in float32, as its quantized ones stand for.
+
+    special: bos_token, eos_token and pad_token.
+    """
     config, weights = read_gguf(gguf)
     tensors: dict[str, np.ndarray] = {}
     for name in weights:
@@ -79,14 +83,14 @@ def write_llama(gguf: Path, target: Path) -> None:
     safetensors_numpy().save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     tokenizer = read_gguf_tokenizer(gguf)
     tokenizer.save(str(target / "tokenizer.json"))
-    numbers = {f"{name}_id": tokenizer.token_to_id(token) for name, token in _SMOLLM2_TOKENS.items()}
+    numbers = {f"{name}_id": tokenizer.token_to_id(token) for name, token in special.items()}
     _write_json(target / "config.json", {**config_fields(config), **numbers})
     _write_json(target / "generation_config.json", numbers)
     _write_json(
         target / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **_SMOLLM2_TOKENS,
+            **special,
             "model_max_length": config.max_position_embeddings,
         },
     )

@@ -42,8 +42,9 @@ def config_fields(config: LlamaConfig, architecture: str = "llama") -> dict[str,
     }
 
 
-def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, library: str) -> dict[str, Any]:
-    """genai_config.json, for the graph that build_llama makes with attention="gqa", in a session with this library."""
+def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, library: str | None = None) -> dict[str, Any]:
+    """genai_config.json, for the graph that build_llama makes with attention="gqa", in a session with this library of
+    operators."""
     config = model.config
     return {
         "model": {
@@ -53,7 +54,7 @@ def genai_config(model: GgufModel, facts: TokenizerFacts, file_name: str, librar
                 "session_options": {
                     "log_id": "onnxruntime-genai",
                     "provider_options": [],
-                    "custom_ops_library": library,
+                    **({} if library is None else {"custom_ops_library": library}),
                 },
                 "filename": file_name,
                 "head_size": config.head_size,

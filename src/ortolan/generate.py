@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _LENGTHS = 7  # the input of NoMADAttention
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES: dict[str, type[np.generic]] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-_CACHE_TYPES = _TYPES | {"tensor(uint8)": np.uint8}  # a compressed cache, which Ortolan's pass compress_cache makes
+# Compressed caches: those of Ortolan's pass compress_cache, and of GroupQueryAttention.
+_CACHE_TYPES = _TYPES | {"tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
 
 
 class Decoder:
@@ -84,14 +85,45 @@ class Decoder:
 
     def reset(self) -> None:
         """Empties the cache."""
+        self._hold([np.zeros((1, heads, tokens, size), dtype) for heads, tokens, size, dtype in self._caches], 0)
+
+    def fill(self, cache: Mapping[str, np.ndarray], length: int) -> None:
+        """Takes a cache of `length` tokens, such as cache() has given, in place of what is there. The arrays become the
+        cache itself: a shared one is written in them.
+
+        Raises OrtolanError when names, shapes or types are others than those of cache().
+        """
+        arrays = []
+        for name, (heads, tokens, size, dtype) in zip(self._past, self._caches, strict=True):
+            shape, array = (1, heads, tokens or length, size), cache.get(name)
+            if array is None or (array.shape, array.dtype) != (shape, dtype):
+                found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+                raise OrtolanError(f"{name!r} is {found}, expected {np.dtype(dtype)} {list(shape)}")
+            arrays.append(np.ascontiguousarray(array))
+        if self.cache_length is not None and length > self.cache_length:
+            raise OrtolanError(f"the cache is for {self.cache_length} tokens, {length} do not fit")
+        self._hold(arrays, length)
+
+    def rewind(self, length: int) -> None:
+        """Forgets the tokens behind the first `length`, of a shared cache.
+
+        Raises OrtolanError for another cache, one that keeps its latest tokens apart (exact keys), and for a length
+        that is more than there are tokens.
+        """
+        if self.cache_length is None or any(tokens != self.cache_length for _, tokens, _, _ in self._caches):
+            raise OrtolanError(
+                "only a shared cache, without exact keys of its latest tokens, can be rewound; use reset"
+            )
+        if not 0 <= length <= self.length:
+            raise OrtolanError(f"the cache holds {self.length} tokens, it cannot be rewound to {length}")
+        self.length = length
+
+    def _hold(self, arrays: Sequence[np.ndarray], length: int) -> None:
         import onnxruntime as ort
 
-        self.length = 0
+        self.length = length
         self._binding: Any = self.session.io_binding()
-        self._values: list[Any] = [
-            ort.OrtValue.ortvalue_from_numpy(np.zeros((1, heads, tokens, size), dtype))
-            for heads, tokens, size, dtype in self._caches
-        ]
+        self._values: list[Any] = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays]
         if self.cache_length is not None:
             for past, present, value in zip(self._past, self._present, self._values, strict=True):
                 self._binding.bind_ortvalue_input(past, value)

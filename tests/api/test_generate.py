@@ -82,6 +82,36 @@ def test_a_shared_cache_is_written_in_place():
         assert not cache[:, :, len(PROMPT) + 1 :].any()
 
 
+def test_a_cache_is_filled_with_another_ones_numbers(decoder):
+    decoder.step(PROMPT)
+    kept = decoder.cache()
+    expected = decoder.step([7])
+    other = Decoder(decoder.session, decoder.cache_length)
+    other.fill(kept, len(PROMPT))
+    assert other.length == len(PROMPT)
+    np.testing.assert_allclose(other.step([7]), expected, atol=1e-6)
+    name = next(iter(kept))
+    with pytest.raises(OrtolanError, match=rf"'{name}' is nothing, expected float32 \[1, 2, "):
+        other.fill({}, len(PROMPT))
+    with pytest.raises(OrtolanError, match=rf"'{name}' is int8 \[1, 2, \d+, 16\], expected float32"):
+        other.fill({key: array.astype(np.int8) for key, array in kept.items()}, len(PROMPT))
+
+
+def test_a_shared_cache_is_rewound():
+    session, cache_length = SESSIONS["gqa shared"]
+    decoder = Decoder(session, cache_length)
+    expected = decoder.step(PROMPT)
+    decoder.step([7, 8])
+    decoder.rewind(2)
+    np.testing.assert_allclose(decoder.step(PROMPT[2:]), expected[2:], atol=1e-6)
+    with pytest.raises(OrtolanError, match=f"holds {len(PROMPT)} tokens, it cannot be rewound to 7"):
+        decoder.rewind(7)
+    with pytest.raises(OrtolanError, match="is for 24 tokens, 25 do not fit"):
+        decoder.fill(decoder.cache(), 25)
+    with pytest.raises(OrtolanError, match="only a shared cache"):
+        Decoder(session).rewind(0)
+
+
 def test_a_full_cache_is_refused():
     session, _ = SESSIONS["gqa shared"]
     decoder = Decoder(session, 7)

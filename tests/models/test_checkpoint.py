@@ -35,13 +35,12 @@ def answers(model, feeds):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_of_a_gguf_file(tmp_path, monkeypatch, tied):
-    monkeypatch.setattr("ortolan.models.checkpoint._SMOLLM2_TOKENS", {"eos_token": TOKENS[1], "pad_token": TOKENS[0]})
+def test_a_llama_of_a_gguf_file(tmp_path, tied):
     path = tmp_path / "model.gguf"
     write(path, replace(CONFIG, tie_word_embeddings=tied))
     folder = tmp_path / "folder"
     folder.mkdir()
-    write_llama(path, folder)
+    write_llama(path, folder, {"eos_token": TOKENS[1], "pad_token": TOKENS[0]})
     fields = json.loads((folder / "config.json").read_text())
     assert fields["model_type"] == "llama" and (fields["eos_token_id"], fields["pad_token_id"]) == (1, 0)
     assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"

@@ -1,0 +1,212 @@
+"""Decoders: prompts, greedy decoding, and a step behind a long context, with the perplexity of what is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from ...errors import OrtolanError
+from ...generate import read_context
+from ...models import get_model
+from ...models.evaluate import sample_texts
+from ...models.tokenizer import load_tokenizer
+from ..matmul_nbits import make_matmul_nbits
+from ..picture import calibration_sentences
+from ..workers.process import WorkerError
+from .candidate import Candidate, Subject
+from .comparison import Job, Judge, Work, compare
+from .decoder_source import write_checkpoint, write_genai_folder, write_gguf, write_onnx
+from .result import PeersResult
+
+SECTION = "decoders"
+SMOLLM2, STORIES = "smollm2-135m-instruct", "stories15m"
+MODELS = (SMOLLM2, STORIES)
+UNIT = "tokens/s"
+PROMPTS = (128, 1024)
+DECODED = 64  # tokens, behind the shortest prompt
+CONTEXT, STEPS = 16384, 8  # tokens of cache, and steps of a pass behind them
+SCORED, WINDOW = 4081, 256  # tokens of the text; each window begins with the last token of the one before
+SAMPLED = 2048  # tokens drawn from the model, where the text is none of its kind
+CACHE_TOKENS = 512  # whose keys and values the scales of an int8 cache are found with
+_POSITIONS = CONTEXT + 64  # a model is given
+_EXACT = 1e-3  # of the perplexity, that a form which computes in fp32 may differ by
+
+# What ONNX Runtime's own quantizer is told. With zero points SmolLM2 loses more than without: they are whole numbers,
+# and the minima that its file stores are none.
+NBITS: Mapping[str, Mapping[str, Any]] = {
+    "MatMulNBits g32": {"block_size": 32, "accuracy_level": 4},
+    "MatMulNBits g128": {"block_size": 128, "accuracy_level": 4},
+    "MatMulNBits 8 bit": {"block_size": 32, "accuracy_level": 4, "bits": 8},
+}
+INT8_CACHE = ("MatMulNBits g32", "MatMulNBits 8 bit")
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "int4": {"weights": "int4"},
+    "int8": {"weights": "int8"},
+    "int4, cache of codes": {"weights": "int4", "cache": "codes"},
+}
+GENAI = ("MatMulNBits g32", "MatMulNBits 8 bit")
+TORCH_FORMS = ("fp32", "bf16", "int8")
+GGUF_FORMS = ("Q4_0", "Q4_1", "Q4_K_M", "Q8_0")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model and what it is asked. gguf, onnx: its files, of the same numbers. windows: of tokens, to be scored.
+    texts: a file to calibrate on."""
+
+    model: str
+    gguf: Path
+    onnx: Path
+    context: int
+    windows: Sequence[Sequence[int]]
+    texts: Path | None
+    tokenizer: Path | None
+
+    @property
+    def ids(self) -> list[int]:
+        """A text for prompts."""
+        return [token for window in self.windows for token in window]
+
+    def checkpoint(self) -> Path:
+        """A folder of transformers', of the same numbers; made when it is first asked for."""
+        folder = self.gguf.with_name("checkpoint")
+        if not folder.exists():
+            write_checkpoint(self.gguf, folder)
+        return folder
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has positions for the long context."""
+        return self.context >= _POSITIONS
+
+
+def measure(job: Job, result: PeersResult) -> None:
+    for model in MODELS:
+        if job.takes_model(model):
+            folder = job.folder / SECTION / f"{model}-source"
+            folder.mkdir(parents=True)
+            source = make_source(job, model, folder)
+            works = [work for work in works_for(source) if job.takes_work(work.name)]
+            candidates = list(candidates_for(job, source))
+            compare(job, SECTION, model, "decoders.py", candidates, works, judge_for(source), result)
+
+
+def make_source(job: Job, model: str, folder: Path) -> Source:
+    """Raises OrtolanError for a text that is too short."""
+    files = get_model(model, progress=job.say)
+    long = model == SMOLLM2 and job.takes_work(step_name(CONTEXT))
+    gguf, onnx = write_gguf(model, folder, _POSITIONS if long else 0), folder / "model.onnx"
+    write_onnx(gguf, onnx)
+    context = read_context(onnx)
+    assert files.tokenizer is not None and context is not None
+    tokenizer = load_tokenizer(files.tokenizer)
+    if job.text is None or model != SMOLLM2:  # the stories' model knows no other texts
+        session = ort.InferenceSession(str(onnx), providers=["CPUExecutionProvider"])
+        windows: Sequence[Sequence[int]] = sample_texts(session, tokenizer.start, SAMPLED, WINDOW)
+        return Source(model, gguf, onnx, context, windows, None, files.tokenizer)
+    ids = tokenizer.encode(job.text.read_text(encoding="utf-8")[: 16 * SCORED])[:SCORED]
+    if len(ids) < SCORED:
+        raise OrtolanError(f"{job.text} holds {len(ids)} tokens, expected at least {SCORED}; give a longer text")
+    texts = folder / "calibration.txt"
+    texts.write_text("\n".join(calibration_sentences(job.text)), encoding="utf-8")
+    return Source(model, gguf, onnx, context, windows_of(ids, WINDOW), texts, files.tokenizer)
+
+
+def windows_of(ids: Sequence[int], window: int) -> list[list[int]]:
+    """Each token but the first is behind another one in one of them, once."""
+    return [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
+
+
+def step_name(context: int) -> str:
+    return f"step at {context}"
+
+
+def works_for(source: Source) -> list[Work]:
+    """Those that fit into the model's context."""
+    ids = source.ids
+    works = [
+        Work(f"prompt {tokens}", {"kind": "prompt", "ids": ids[:tokens]}, tokens, UNIT)
+        for tokens in PROMPTS
+        if tokens <= source.context
+    ]
+    decode = {"kind": "decode", "ids": ids[: PROMPTS[0]], "steps": DECODED}
+    works.append(Work("decode", decode, DECODED, UNIT))
+    if source.is_long:
+        given = {"kind": "step", "context": CONTEXT, "steps": STEPS}
+        works.append(Work(step_name(CONTEXT), given, STEPS, UNIT))
+    return works
+
+
+def candidates_for(job: Job, source: Source) -> Iterator[Candidate]:
+    """ONNX Runtime's fp32 first: the original."""
+    yield Candidate("ONNX Runtime fp32", "onnxruntime", source.onnx, exact=True)
+    for name, nbits in NBITS.items():
+        yield Candidate(f"ONNX Runtime {name}", "onnxruntime", source.onnx, {"nbits": nbits})
+    for name in INT8_CACHE if source.is_long else ():
+        options = {"nbits": NBITS[name], "cache_ids": source.ids[:CACHE_TOKENS]}
+        yield Candidate(f"ONNX Runtime {name}, int8 cache", "onnxruntime", source.onnx, options)
+    for name, form in FORMS.items():
+        if "cache" not in form:
+            yield Candidate(f"Ortolan {name}", "ortolan", source.onnx, form, ours=True)
+        elif source.texts is not None:  # to calibrate on
+            data = {"calibration": str(source.texts), "tokenizer": str(source.tokenizer)}
+            yield Candidate(f"Ortolan {name}", "ortolan", source.onnx, {**form, **data}, ours=True)
+    if source.model == SMOLLM2:
+        yield Candidate("Ortolan, the Q4_1 file imported", "ortolan", source.gguf, ours=True)
+    yield from _llama_cpp(job, source)
+    yield from _genai(job, source)
+    yield from _torch(job, source)
+
+
+def _llama_cpp(job: Job, source: Source) -> Iterator[Candidate]:
+    if (python := job.pythons.get("llama.cpp")) is None:
+        return
+    for form in GGUF_FORMS:
+        options = {} if (source.model, form) == (SMOLLM2, "Q4_1") else {"form": form}
+        yield Candidate(f"llama.cpp {form}", "llama.cpp", source.gguf, options, python)
+    if source.is_long:
+        options = {"form": "Q4_0", "flash": True, "cache": "Q8_0"}
+        yield Candidate("llama.cpp Q4_0, flash attention, Q8_0 cache", "llama.cpp", source.gguf, options, python)
+
+
+def _genai(job: Job, source: Source) -> Iterator[Candidate]:
+    if (python := job.pythons.get("onnxruntime-genai")) is None:
+        return
+    for name in GENAI:
+        folder = source.onnx.parent / f"genai {name}"
+        folder.mkdir()
+        make_matmul_nbits(source.onnx, folder / "model.onnx", **NBITS[name])
+        write_genai_folder(source.gguf, folder / "model.onnx", folder)
+        told = ", ".join(f"{key}={value}" for key, value in NBITS[name].items())
+        options = {"how": f"MatMulNBitsQuantizer({told})"}
+        yield Candidate(f"ONNX Runtime GenAI {name}", "onnxruntime-genai", folder, options, python)
+
+
+def _torch(job: Job, source: Source) -> Iterator[Candidate]:
+    if (python := job.pythons.get("torch")) is not None:
+        for form in TORCH_FORMS:
+            yield Candidate(f"torch {form}", "torch", source.checkpoint(), {"form": form}, python, exact=form == "fp32")
+
+
+def judge_for(source: Source) -> Judge:
+    original: list[float] = []
+
+    def judge(subject: Subject) -> Mapping[str, float]:
+        rounded = not {"cache", "cache_ids"}.isdisjoint(subject.candidate.options)
+        # What a rounded cache holds is only read at the next step: it is judged by steps of one token.
+        work = {"kind": "score", "windows": source.windows, **({"step": 1} if rounded else {})}
+        total, tokens = subject.answer(work).sum(axis=0, dtype=float).tolist()
+        perplexity = math.exp(total / tokens)
+        original.append(perplexity)
+        if subject.candidate.exact and abs(perplexity / original[0] - 1) > _EXACT:
+            raise WorkerError(
+                f"its perplexity is {perplexity:.4f}, the original's {original[0]:.4f}; expected the same"
+            )
+        return {"perplexity": perplexity}
+
+    return judge

@@ -1,0 +1,444 @@
+"""Decoders in several runtimes: token ids in; a prompt, steps of greedy decoding, or how well tokens are predicted.
+
+    python -P serve.py decoders.py '{"threads": 1, "cpus": [0]}'
+
+Work is a dict:
+
+    {"kind": "prompt", "ids": […]}                      a pass takes all of them, into an empty cache
+    {"kind": "decode", "ids": […], "steps": 64}         a pass decodes so many tokens behind them
+    {"kind": "step", "context": 16384, "steps": 8}      the same behind a cache of so many tokens of any content
+    {"kind": "score", "windows": [[…], …], "step": 1}   the answer has a row a window: the sum of -log p(token) over its
+                                                        tokens but the first, and their number. step: tokens given at a
+                                                        time; a whole window where it is left out
+
+Which packages an engine needs stands at its class. This file is run by itself, never imported from a package, by
+interpreters that have no Ortolan but for the first two engines; runtimes are imported where a model is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from engine import Engine, EngineWorker, Made, OrtOptions, megabytes, with_data
+
+_FILES = ("calibration", "tokenizer")  # arguments of optimize_onnx that are paths
+
+
+@dataclass(frozen=True)
+class Part:
+    """Behind `ids`, or where there are none behind `context` tokens that are in the cache, so many greedy steps; of no
+    steps the ids themselves are what is run. score: their tokens given at a time; 0: they are not scored."""
+
+    ids: Sequence[int]
+    context: int = 0
+    steps: int = 0
+    score: int = 0
+
+
+class DecoderEngine(Engine):
+    """A sequence of tokens and its cache, in a runtime."""
+
+    _next: int  # the token that is decoded next
+
+    @abstractmethod
+    def make_room(self, tokens: int) -> None:
+        """An empty cache for so many tokens."""
+
+    @abstractmethod
+    def rewind(self, tokens: int) -> None:
+        """Forgets the tokens behind so many."""
+
+    @abstractmethod
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends tokens: the logits of the last one, [vocabulary]."""
+
+    @abstractmethod
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        """Appends tokens: their logits, [tokens, vocabulary]."""
+
+    @abstractmethod
+    def fill(self, tokens: int) -> None:
+        """Puts so many tokens of any content into the empty cache. Raises ValueError where that would take too long."""
+
+    def prepare(self, work: Mapping[str, Any]) -> list[Part]:
+        kind, steps = work["kind"], work.get("steps", 0)
+        if kind == "score":
+            windows = work["windows"]
+            self.make_room(max(map(len, windows)))
+            return [Part(ids, score=work.get("step") or len(ids)) for ids in windows]
+        if kind == "step":
+            context = work["context"]
+            self.make_room(context + steps)
+            self.fill(context)
+            return [Part([], context, steps)]
+        if kind not in ("prompt", "decode"):
+            raise ValueError(f"unknown work {kind!r}; expected prompt, decode, step or score")
+        self.make_room(len(work["ids"]) + steps)
+        return [Part(work["ids"], steps=steps)]
+
+    def set_up(self, part: Part) -> None:
+        self.rewind(part.context)
+        if part.steps:
+            self._next = int(self.feed(part.ids).argmax()) if part.ids else any_ids(1)[0]
+
+    def run(self, part: Part) -> np.ndarray:
+        if part.score:
+            return np.array([self._surprise(part)])
+        if not part.steps:
+            return self.feed(part.ids)[None]
+        for _ in range(part.steps):
+            self._next = int(self.feed([self._next]).argmax())
+        return np.array([[self._next]])
+
+    def _surprise(self, part: Part) -> tuple[float, int]:
+        total, ids = 0.0, part.ids[:-1]
+        for begin in range(0, len(ids), part.score):
+            given = ids[begin : begin + part.score]
+            total += surprise(self.feed_all(given), part.ids[begin + 1 : begin + 1 + len(given)])
+        return total, len(ids)
+
+
+def surprise(logits: np.ndarray, tokens: Sequence[int]) -> float:
+    """The sum of -log softmax(logits)[token] over the rows."""
+    rows = logits.astype(np.float64)
+    peak = rows.max(axis=1)
+    log_sum = peak + np.log(np.exp(rows - peak[:, None]).sum(axis=1))
+    return float((log_sum - rows[np.arange(len(tokens)), tokens]).sum())
+
+
+def any_ids(tokens: int) -> list[int]:
+    """That every vocabulary here has."""
+    return np.random.default_rng(0).integers(3, 96, tokens).tolist()
+
+
+class _Onnx(DecoderEngine):
+    """By ortolan.generate.Decoder, with past and present in one buffer."""
+
+    _FILLED = 512  # tokens that are really run; what they leave in the cache is repeated
+
+    def __init__(self, threads: int, model: str) -> None:
+        self._path = model
+        self._decoder_class = importlib.import_module("ortolan.generate").Decoder
+        self._session = self._open(model, threads)
+
+    @abstractmethod
+    def _open(self, model: str, threads: int) -> Any: ...
+
+    def make_room(self, tokens: int) -> None:
+        self._decoder = self._decoder_class(self._session, tokens)
+
+    def rewind(self, tokens: int) -> None:
+        self._decoder.rewind(tokens)
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        return np.asarray(self._decoder.step(ids)[-1])
+
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        return np.asarray(self._decoder.step(ids))
+
+    def fill(self, tokens: int) -> None:
+        context = self._context()
+        room = self._decoder.cache_length
+        if context is not None and room > context:
+            raise ValueError(f"the model has positions for {context} tokens, not for {room}")
+        first = self._decoder_class(self._session, self._FILLED)
+        first.step(any_ids(self._FILLED))
+        # Blocks of compressed caches are of fewer tokens, which divide this number.
+        times = -(-room // self._FILLED)
+        cache = {name: np.tile(array, (1, 1, times, 1))[:, :, :room].copy() for name, array in first.cache().items()}
+        self._decoder.fill(cache, tokens)
+
+    def _context(self) -> int | None:
+        found: int | None = importlib.import_module("ortolan.generate").read_context(self._path)
+        return found
+
+
+class OnnxRuntime(_Onnx):
+    """Stock ONNX Runtime: onnxruntime; the original is a graph of GroupQueryAttention."""
+
+    packages = ("onnxruntime",)
+    modules = ("onnxruntime", "ortolan.generate")
+
+    @classmethod
+    def make(
+        cls, model: Path, folder: Path, threads: int, nbits: Mapping[str, Any] | None = None,
+        cache_ids: Sequence[int] | None = None,
+    ) -> Made:  # fmt: skip
+        """nbits: of make_matmul_nbits. cache_ids: tokens that the scales of an int8 cache are found with, of a model of
+        few bits."""
+        steps = []
+        if nbits is not None:
+            source, model = model, folder / "model.onnx"
+            importlib.import_module("ortolan.benchmarks.matmul_nbits").make_matmul_nbits(source, model, **nbits)
+            steps.append(f"MatMulNBitsQuantizer({_arguments(nbits)})")
+        if cache_ids is not None:
+            if nbits is None:
+                raise ValueError("an int8 cache is given to files made here; expected nbits as well")
+            importlib.import_module("ortolan.benchmarks.int8_cache").write_int8_cache(model, cache_ids)
+            steps.append("GroupQueryAttention with kv_cache_bit_width=8, PER_CHANNEL")
+        steps.append("InferenceSession, io_binding, past and present in one buffer")
+        return Made({"model": str(model)}, ", ".join(steps), megabytes(*with_data(model)))
+
+    def _open(self, model: str, threads: int) -> Any:
+        ort = importlib.import_module("onnxruntime")
+        options = OrtOptions(threads).set(ort.SessionOptions())
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+class Ortolan(_Onnx):
+    """A file of Ortolan's in ONNX Runtime: ortolan. The model is an ONNX file, or a GGUF file, which is imported."""
+
+    packages = ("ortolan", "onnxruntime")
+    modules = ("ortolan.session", "ortolan.generate")
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, **form: Any) -> Made:
+        """form: of optimize_onnx."""
+        ortolan = importlib.import_module("ortolan")
+        made = folder / "made" / "model.onnx"
+        if model.suffix == ".gguf":
+            ortolan.import_gguf(model, made.parent)
+            call = f"ortolan.import_gguf({model.name!r}, folder)"
+        else:
+            made.parent.mkdir()
+            ortolan.optimize_onnx(model, made, **form)
+            shown = {name: Path(value).name if name in _FILES else value for name, value in form.items()}
+            call = f"ortolan.optimize_onnx(model, out, {_arguments(shown)})"
+        return Made({"model": str(made)}, f"{call}; generate.Decoder(create_session(out))", megabytes(*with_data(made)))
+
+    def _open(self, model: str, threads: int) -> Any:
+        session = importlib.import_module("ortolan.session")
+        return session.create_session(model, OrtOptions(threads).set(session.new_options()))
+
+
+class LlamaCpp(DecoderEngine):
+    """llama.cpp, by its C interface: llama-cpp-python. The model is a GGUF file."""
+
+    packages = ("llama-cpp-python",)
+    modules = ("llama_cpp",)
+    _BATCH = 2048  # tokens of a call; llama.cpp cuts them into 512, unless told
+
+    @classmethod
+    def make(
+        cls, model: Path, folder: Path, threads: int, form: str | None = None, flash: bool = False, cache: str = "F16"
+    ) -> Made:
+        """form: a format of llama.cpp's, such as "Q4_K_M", that its own quantizer writes; None: the file as it is.
+        flash: with flash attention, whichever; it is off without. cache: the type of keys and values."""
+        steps = []
+        if form is not None:
+            source, model = model, folder / f"{form}.gguf"
+            _requantize(source, model, form)
+            steps.append(f"llama_model_quantize({source.name!r} to {form}, allow_requantize)")
+        attention = f"flash_attn={'on' if flash else 'off'}, type_k = type_v = {cache}"
+        steps.append(f"llama_decode, n_batch={cls._BATCH}, n_ubatch=512, {attention}")
+        return Made({"model": str(model), "flash": flash, "cache": cache}, "; ".join(steps), megabytes(model))
+
+    def __init__(self, threads: int, model: str, flash: bool, cache: str) -> None:
+        self._api = importlib.import_module("llama_cpp")
+        self._threads, self._flash = threads, flash
+        self._cache = getattr(self._api, f"GGML_TYPE_{cache}")
+        self._api.llama_backend_init()
+        self._log = self._api.llama_log_callback(lambda level, text, data: None)
+        self._api.llama_log_set(self._log, None)
+        self._model = self._api.llama_model_load_from_file(model.encode(), self._api.llama_model_default_params())
+        if not self._model:
+            raise ValueError(f"llama.cpp cannot read {model}")
+        self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._context: Any = None
+
+    def make_room(self, tokens: int) -> None:
+        api = self._api
+        if self._context:
+            api.llama_free(self._context)
+        settings = api.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = tokens, self._BATCH, 512
+        settings.n_threads = settings.n_threads_batch = self._threads
+        settings.flash_attn_type = int(self._flash)
+        settings.type_k = settings.type_v = self._cache
+        self._context = api.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise ValueError(f"llama.cpp makes no context for {tokens} tokens")
+
+    def rewind(self, tokens: int) -> None:
+        self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), 0, tokens, -1)
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        for begin in range(0, len(ids), self._BATCH):
+            given = ids[begin : begin + self._BATCH]
+            tokens = (self._api.llama_token * len(given))(*given)  # the batch refers to it
+            self._decode(self._api.llama_batch_get_one(tokens, len(given)))
+        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, -1), (self._vocabulary,))
+
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        first = self._api.llama_memory_seq_pos_max(self._api.llama_get_memory(self._context), 0) + 1
+        batch = self._api.llama_batch_init(len(ids), 0, 1)
+        try:
+            batch.n_tokens = len(ids)
+            for index, token in enumerate(ids):
+                batch.token[index], batch.pos[index], batch.logits[index] = token, first + index, True
+                batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+            self._decode(batch)
+        finally:
+            self._api.llama_batch_free(batch)
+        pointer = self._api.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, (len(ids), self._vocabulary)).copy()
+
+    def fill(self, tokens: int) -> None:
+        self.feed(any_ids(tokens))
+
+    def _decode(self, batch: Any) -> None:
+        if (status := self._api.llama_decode(self._context, batch)) != 0:
+            raise ValueError(f"llama_decode ended with {status}")
+
+
+def _requantize(source: Path, target: Path, form: str) -> None:
+    api = importlib.import_module("llama_cpp")
+    number = getattr(api, f"LLAMA_FTYPE_MOSTLY_{form}", None)
+    if number is None:
+        raise ValueError(f"unknown format {form!r} of llama.cpp, expected one such as 'Q4_0' or 'Q4_K_M'")
+    settings = api.llama_model_quantize_default_params()
+    settings.ftype, settings.allow_requantize = number, True
+    if api.llama_model_quantize(str(source).encode(), str(target).encode(), settings) != 0:
+        raise ValueError(f"llama.cpp could not write {target.name} from {source.name}")
+
+
+class GenAi(DecoderEngine):
+    """ONNX Runtime GenAI: onnxruntime-genai. The model is its folder."""
+
+    packages = ("onnxruntime-genai", "onnxruntime")
+    modules = ("onnxruntime_genai",)
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, how: str) -> Made:
+        """how: the model's file was made, for the call."""
+        files = [path for path in model.iterdir() if path.is_file()]
+        call = f"{how}; Generator.append_tokens, generate_next_token, rewind_to; past_present_share_buffer"
+        return Made({"folder": str(model)}, call, megabytes(*files))
+
+    def __init__(self, threads: int, folder: str) -> None:
+        self._api = importlib.import_module("onnxruntime_genai")
+        config = self._api.Config(folder)
+        told = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))
+        self._longest = told["model"]["context_length"]
+        options = {"intra_op_num_threads": threads, "session.force_spinning_stop": "1"}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        self._model = self._api.Model(config)
+
+    def make_room(self, tokens: int) -> None:
+        settings = self._api.GeneratorParams(self._model)
+        length = min(tokens + 2, self._longest)  # it ends before a token that has no room behind it
+        settings.set_search_options(max_length=length, min_length=length, do_sample=False)
+        self._generator = self._api.Generator(self._model, settings)
+
+    def rewind(self, tokens: int) -> None:
+        self._generator.rewind_to(tokens)
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        self._generator.append_tokens(np.asarray(ids, np.int32))
+        return np.asarray(self._generator.get_logits()).reshape(-1)
+
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        self._generator.append_tokens(np.asarray(ids, np.int32))
+        return np.asarray(self._generator.get_output("logits"))[0]
+
+    def fill(self, tokens: int) -> None:
+        for begin in range(0, tokens, 512):  # it computes all logits of what it is given
+            self.feed(any_ids(min(512, tokens - begin)))
+
+    def set_up(self, part: Part) -> None:
+        self.rewind(part.context)
+        if part.steps:
+            self.feed(part.ids or any_ids(1))
+            self._generator.generate_next_token()  # chooses from the logits that are there
+
+    def run(self, part: Part) -> np.ndarray:
+        if not part.steps:
+            return super().run(part)
+        for _ in range(part.steps):
+            self._generator.generate_next_token()
+        return np.asarray(self._generator.get_next_tokens())[None]
+
+
+class Torch(DecoderEngine):
+    """transformers on torch, without a compiler: torch, transformers. The model is a folder of transformers'."""
+
+    packages = ("torch", "transformers")
+    modules = ("torch", "transformers.models.llama.modeling_llama")
+    _FILLED = 512  # as with _Onnx
+
+    @classmethod
+    def make(cls, model: Path, folder: Path, threads: int, form: str) -> Made:
+        """form: "fp32", "bf16", which is stored so, or "int8", which quantize_dynamic makes of fp32 at each opening."""
+        calls = ["AutoModelForCausalLM.from_pretrained(folder, attn_implementation='sdpa')", "StaticCache"]
+        if form == "bf16":
+            transformers = importlib.import_module("transformers")
+            torch = importlib.import_module("torch")
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.bfloat16)
+            loaded.save_pretrained(str(folder))
+            model = folder
+            calls[0] = calls[0].replace(")", ", dtype=torch.bfloat16)")
+        elif form == "int8":
+            calls.insert(1, "torch.ao.quantization.quantize_dynamic(model, {Linear}, qint8)")
+        return Made({"folder": str(model), "form": form}, ", ".join(calls), megabytes(*model.glob("*.safetensors")))
+
+    def __init__(self, threads: int, folder: str, form: str) -> None:
+        self._torch = importlib.import_module("torch")
+        self._torch.set_num_threads(threads)
+        self._transformers = importlib.import_module("transformers")
+        dtype = self._torch.bfloat16 if form == "bf16" else self._torch.float32
+        load = self._transformers.AutoModelForCausalLM.from_pretrained
+        self._model = load(folder, dtype=dtype, attn_implementation="sdpa").eval()
+        if form == "int8":
+            linear = self._torch.nn.Linear
+            quantize = self._torch.ao.quantization.quantize_dynamic
+            self._model = quantize(self._model, {linear}, dtype=self._torch.qint8)
+
+    def make_room(self, tokens: int) -> None:
+        self._cache = self._transformers.StaticCache(config=self._model.config, max_cache_len=tokens)
+        self._room = tokens
+
+    def rewind(self, tokens: int) -> None:
+        for layer in self._cache.layers:
+            layer.cumulative_length.fill_(tokens)
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        return self._logits(ids, 1)[0]
+
+    def feed_all(self, ids: Sequence[int]) -> np.ndarray:
+        return self._logits(ids, 0)
+
+    def _logits(self, ids: Sequence[int], kept: int) -> np.ndarray:
+        tokens = self._torch.tensor([list(ids)])
+        with self._torch.inference_mode():
+            found = self._model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=kept).logits
+        return np.asarray(found[0].float().numpy())
+
+    def fill(self, tokens: int) -> None:
+        self.feed(any_ids(self._FILLED))
+        with self._torch.inference_mode():
+            for layer in self._cache.layers:
+                for array in (layer.keys, layer.values):
+                    for begin in range(self._FILLED, self._room, self._FILLED):
+                        block = array[:, :, begin : begin + self._FILLED]
+                        block.copy_(array[:, :, : block.shape[2]])
+
+
+def _arguments(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+class Worker(EngineWorker):
+    engines: ClassVar[Mapping[str, type[Engine]]] = {
+        "onnxruntime": OnnxRuntime,
+        "ortolan": Ortolan,
+        "llama.cpp": LlamaCpp,
+        "onnxruntime-genai": GenAi,
+        "torch": Torch,
+    }

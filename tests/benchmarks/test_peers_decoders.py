@@ -1,0 +1,180 @@
+"""The comparison of decoders: its engines in ONNX Runtime on a tiny model, what they are asked, and their sources."""
+
+import math
+import struct
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from ortolan.benchmarks.int8_cache import write_int8_cache
+from ortolan.benchmarks.peers import decoder_source, decoders
+from ortolan.benchmarks.peers.candidate import Candidate, Subject, interleave
+from ortolan.benchmarks.peers.comparison import Job
+from ortolan.benchmarks.workers.process import WorkerError
+from ortolan.errors import OrtolanError
+from ortolan.generate import Decoder
+from ortolan.models import tiny
+from ortolan.models.evaluate import score_tokens
+from ortolan.models.gguf import read_gguf, read_gguf_tokenizer
+from ortolan.models.llama_config import LlamaConfig, llama_weight_shapes
+from ortolan.session import create_session
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+IDS = np.random.default_rng(0).integers(3, tiny.TINY_LLAMA.vocab_size, 100).tolist()
+NBITS = {"block_size": 32, "accuracy_level": 4, "bits": 8}
+WINDOW = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "model.onnx"
+    ir.save(tiny.tiny_llama(attention="gqa", **SIZES), path)
+    return path
+
+
+@pytest.fixture
+def source(model):
+    windows = decoders.windows_of(IDS, WINDOW)
+    return decoders.Source("tiny", model.with_suffix(".gguf"), model, 2048, windows, None, None)
+
+
+FORMS = {
+    "fp32": ("onnxruntime", {}),
+    "8 bits": ("onnxruntime", {"nbits": NBITS}),
+    "8 bits, int8 cache": ("onnxruntime", {"nbits": NBITS, "cache_ids": IDS}),
+    "ours": ("ortolan", {"weights": "int8"}),
+}
+
+
+@pytest.fixture(params=FORMS)
+def subject(request, model, tmp_path):
+    engine, options = FORMS[request.param]
+    candidate = Candidate(request.param, engine, model, options, exact=request.param == "fp32")
+    with Subject(candidate, "decoders.py", tmp_path / "made") as found:
+        yield found
+
+
+def test_what_is_timed_is_judged(subject, source, model):
+    row = subject.make("decoders", "tiny", 1)
+    assert row.megabytes > 0.01 and row.versions["onnxruntime"] and row.call
+    seconds, _ = subject.open(1, {"kind": "prompt", "ids": IDS[:8]})
+    assert seconds > 0
+    found = decoders.judge_for(source)(subject)["perplexity"]
+    exact = score_tokens(create_session(model), IDS, WINDOW, WINDOW - 1).perplexity
+    assert found == pytest.approx(exact, rel=1e-4 if subject.candidate.exact else 0.05)
+    assert subject.candidate.exact or found != pytest.approx(exact, rel=1e-7)
+    step = 1 if "cache" in subject.candidate.name else None
+    again = score_tokens(create_session(subject._opened["model"]), IDS, WINDOW, WINDOW - 1, step)
+    assert found == pytest.approx(again.perplexity, rel=1e-5)
+
+
+def test_decoding_is_greedy_and_begins_anew(subject):
+    subject.make("decoders", "tiny", 1)
+    subject.open(1, {"kind": "prompt", "ids": IDS[:8]})
+    decoder = Decoder(create_session(subject._opened["model"]))
+    logits = decoder.step(IDS[:8])[-1]
+    np.testing.assert_allclose(subject.answer({"kind": "prompt", "ids": IDS[:8]})[0], logits, atol=1e-4)
+    for _ in range(6):
+        token = int(logits.argmax())
+        logits = decoder.step([token])[-1]
+    work = {"kind": "decode", "ids": IDS[:8], "steps": 6}
+    for _ in range(2):
+        assert subject.answer(work).tolist() == [[logits.argmax()]]
+    (speed,) = interleave({"one": subject}, "decode", 1, 6, "tokens/s", 0.0).values()
+    assert speed.best >= speed.median > 0
+
+
+def test_a_step_behind_a_cache_of_any_content(subject):
+    subject.make("decoders", "tiny", 1)
+    subject.open(1, {"kind": "prompt", "ids": IDS[:8]})
+    work = {"kind": "step", "context": 1100, "steps": 3}  # more than two of the blocks that are repeated
+    assert subject.answer(work).tolist() == subject.answer(work).tolist()
+    with pytest.raises(WorkerError, match="the model has positions for 2048 tokens, not for 2051"):
+        subject.give({**work, "context": 2048})
+
+
+def test_what_cannot_be_done_is_told(model, tmp_path):
+    missing = Candidate("missing", "llama.cpp", model, {"form": "Q4_0"})
+    unknown = Candidate("unknown", "onnxruntime", model, {"cache_ids": IDS})
+    for number, (candidate, told) in enumerate(((missing, "llama_cpp"), (unknown, "expected nbits as well"))):
+        folder = tmp_path / str(number)
+        with Subject(candidate, "decoders.py", folder) as subject, pytest.raises(WorkerError, match=told):
+            subject.make("decoders", "tiny", 1)
+    with Subject(Candidate("fp32", "onnxruntime", model), "decoders.py", tmp_path / "c") as subject:
+        subject.make("decoders", "tiny", 1)
+        with pytest.raises(WorkerError, match="unknown work 'fly'; expected prompt, decode, step or score"):
+            subject.open(1, {"kind": "fly"})
+
+
+def test_an_exact_form_with_other_answers_is_refused(source):
+    class Fake:
+        def __init__(self, total, exact):
+            self.candidate, self.total = Candidate("fake", "onnxruntime", source.onnx, exact=exact), total
+
+        def answer(self, work):
+            assert work == {"kind": "score", "windows": source.windows}
+            return np.array([[self.total, 2], [1, 2]], np.float32)
+
+    judge = decoders.judge_for(source)
+    assert judge(Fake(3, True)) == {"perplexity": pytest.approx(math.e)}
+    assert judge(Fake(5, False)) == {"perplexity": pytest.approx(math.exp(1.5))}
+    with pytest.raises(WorkerError, match=r"perplexity is 2\.7456, the original's 2\.7183"):
+        judge(Fake(3.04, True))
+
+
+def test_each_token_is_scored_once(source):
+    scored = [token for window in source.windows for token in window[1:]]
+    assert scored == IDS[1:]
+    assert all(before[-1] == after[0] for before, after in zip(source.windows, source.windows[1:], strict=False))
+
+
+def test_work_is_what_fits(source, tmp_path):
+    def names(context):
+        return [work.name for work in decoders.works_for(decoders.Source(**{**vars(source), "context": context}))]
+
+    assert names(256) == ["prompt 128", "decode"]
+    assert names(8192) == ["prompt 128", "prompt 1024", "decode"]
+    assert names(20000) == ["prompt 128", "prompt 1024", "decode", "step at 16384"]
+    job = Job((1,), 1.0, {}, tmp_path, print)
+    engines = {one.name: one.engine for one in decoders.candidates_for(job, source)}
+    assert set(engines.values()) == {"onnxruntime", "ortolan"} and next(iter(engines)) == "ONNX Runtime fp32"
+
+
+def test_an_int8_cache_is_near_to_floats(model, tmp_path):
+    path = tmp_path / "int8.onnx"
+    path.write_bytes(model.read_bytes())
+    write_int8_cache(path, IDS)
+    exact, rounded = (Decoder(create_session(one), 64) for one in (model, path))
+    assert all(array.dtype == np.int8 for array in rounded.cache().values())
+    for begin, end in ((0, 40), (40, 41), (41, 64)):
+        expected, found = exact.step(IDS[begin:end]), rounded.step(IDS[begin:end])
+        assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    ir.save(tiny.tiny_llama(**SIZES), path)
+    with pytest.raises(OrtolanError, match="has no GroupQueryAttention"):
+        write_int8_cache(path, IDS)
+
+
+def test_a_model_of_llama2c_as_gguf(tmp_path, monkeypatch):
+    config = LlamaConfig(**{**vars(tiny.TINY_LLAMA), **SIZES, "vocab_size": 300, "rope_style": "interleaved"})
+    weights = tiny.random_weights(llama_weight_shapes(config))
+    monkeypatch.setattr(decoder_source, "read_llama2c", lambda path: (config, weights))
+    monkeypatch.setattr(decoder_source, "fetch", lambda name: tmp_path / "fetched")
+    (tmp_path / "fetched").mkdir()
+    pieces = [b"<unk>", b"<s>", b"</s>", *(b"?" for _ in range(256)), *(f" w{i}".encode() for i in range(41))]
+    records = [struct.pack("<fi", -float(i), len(piece)) + piece for i, piece in enumerate(pieces)]
+    (tmp_path / "fetched" / "tokenizer.bin").write_bytes(struct.pack("<i", 5) + b"".join(records))
+    (tmp_path / "fetched" / "model.bin").touch()
+    path = decoder_source.write_gguf("tiny", tmp_path, 4000)
+    found, read = read_gguf(path)
+    assert vars(found) == {**vars(config), "max_position_embeddings": 4000}
+    assert read.keys() == weights.keys()
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(read[name], weight)
+    tokenizer = read_gguf_tokenizer(path)
+    tokens = {1: "<s>", 3 + 0x41: "<0x41>", 3 + 256 + 7: "\u2581w7"}
+    assert {index: tokenizer.id_to_token(index) for index in tokens} == tokens
+    (tmp_path / "fetched" / "tokenizer.bin").unlink()
+    (tmp_path / "fetched" / "model.bin").unlink()
+    with pytest.raises(OrtolanError, match=r"neither as a GGUF file nor as llama2\.c's"):
+        decoder_source.write_gguf("tiny", tmp_path, 0)
