@@ -19,9 +19,10 @@ Judge = Callable[[Subject], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine -> interpreter,
-    of the peers that take part. sts: STS-B's file; text: whose perplexity is measured. models, works: those alone, of
-    the sections that have them. folder: for files that are made."""
+    """What was asked for. threads: numbers of them. seconds: spent on each kind of work. pythons: engine ->
+    interpreter, of the peers that take part. folder: for files that are made. sts: STS-B's file. text: whose perplexity
+    is measured. models, works: those alone, of the sections that have them. done: sections and models whose rows are
+    there already. keep: called when a model's rows are complete."""
 
     threads: tuple[int, ...]
     seconds: float
@@ -32,9 +33,11 @@ class Job:
     text: Path | None = None
     models: tuple[str, ...] | None = None
     works: tuple[str, ...] | None = None
+    done: frozenset[tuple[str, str]] = frozenset()
+    keep: Callable[[], None] = lambda: None
 
-    def takes_model(self, name: str) -> bool:
-        return self.models is None or name in self.models
+    def takes_model(self, section: str, name: str) -> bool:
+        return (self.models is None or name in self.models) and (section, name) not in self.done
 
     def takes_work(self, name: str) -> bool:
         return self.works is None or name in self.works
@@ -93,6 +96,7 @@ def compare(
         for threads in job.threads:
             _time_all(job, found, works, threads, leave_out)
             job.say(f"{section}, {model}: timed with {threads} thread{'s' if threads > 1 else ''}")
+    job.keep()
 
 
 def _time_all(
