@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_CLOSE = tuple(one / 10 for one in range(10, 100, 5))
 _LINE, _LETTER = 10.0, 4.8  # of a name in points: its height, and the width of a letter
 
 
@@ -51,9 +52,11 @@ def draw_marks(plot: Any, marks: Sequence[Mark], others_label: str, our_label: s
 
 
 def name_marks(plot: Any, marks: Sequence[Mark], theme: Theme) -> None:
-    """Sets the plot's limits, and writes each name to the right of its mark, higher or lower where another name would
-    lie on it."""
-    plot.set_xlim(0, 1.25 * max(mark.x for mark in marks))
+    """Sets the plot's limits, with a logarithmic axis of speed, and writes each name to the right of its mark, higher or
+    lower where another name would lie on it."""
+    plot.set_xscale("log")
+    plot.set_xlim(min(mark.x for mark in marks) / 1.2, 2.2 * max(mark.x for mark in marks))
+    round_ticks(plot.xaxis, [mark.x for mark in marks])
     plot.margins(y=0.15)
     plot.figure.draw_without_rendering()
     scale = 72.0 / plot.figure.dpi
@@ -72,6 +75,18 @@ def name_marks(plot: Any, marks: Sequence[Mark], theme: Theme) -> None:
             fontsize=8, color=theme.ours if mark.ours else theme.faint,
             arrowprops={"arrowstyle": "-", "color": theme.faint, "lw": 0.5} if abs(shift) > _LINE else None,
         )  # fmt: skip
+
+
+def round_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Of a logarithmic axis: round numbers, about a half apart, that hold all of the values."""
+    wide = max(values) > 8 * min(values)
+    bases = (
+        (1.0, 2.0, 5.0) if wide else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0) if max(values) > 2 * min(values) else _CLOSE
+    )
+    steps = [base * 10.0**power for power in range(-3, 7) for base in bases]
+    ticks = [tick for tick in steps if 0.9 * min(values) <= tick <= 1.1 * max(values)]
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
 
 
 def dress(plot: Any, theme: Theme) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import OrtolanError
-from ..scatter import DARK, LIGHT, Mark, Theme, draw_marks, dress, dress_legend, name_marks, save_svg
+from ..scatter import DARK, LIGHT, Mark, Theme, draw_marks, dress, dress_legend, name_marks, round_ticks, save_svg
 from .result import PeersResult, Row
 from .verdict import COSINE, DECODERS, ENCODERS
 
@@ -69,7 +69,7 @@ def draw_quality(result: PeersResult, theme: Theme) -> Any:
         if quality in _LOWER_IS_BETTER:
             plot.set_yscale("log")
             plot.invert_yaxis()
-            _round_ticks(plot, [mark.y for mark in marks])
+            round_ticks(plot.yaxis, [mark.y for mark in marks])
         dress(plot, theme)
         name_marks(plot, marks, theme)
     _legend(figure, axes, theme)
@@ -91,14 +91,6 @@ def _quality_marks(section: str, rows: Sequence[Row]) -> tuple[str, str, list[Ma
     return work, quality, marks
 
 
-def _round_ticks(plot: Any, values: Sequence[float]) -> None:
-    """Of a logarithmic axis: round numbers in steps of about a quarter that hold all of the values."""
-    steps = [base * 10.0**power for power in range(-2, 6) for base in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)]
-    ticks = [tick for tick in steps if 0.9 * min(values) <= tick <= 1.1 * max(values)]
-    plot.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    plot.minorticks_off()
-
-
 def draw_context(result: PeersResult, theme: Theme) -> Any:
     plots = [
         (model, lines)
@@ -117,7 +109,7 @@ def draw_context(result: PeersResult, theme: Theme) -> Any:
         plot.set_yscale("log")
         contexts = sorted({context for _, line in lines for context, _ in line})
         plot.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        _round_ticks(plot, [speed for _, line in lines for _, speed in line])
+        round_ticks(plot.yaxis, [speed for _, line in lines for _, speed in line])
         plot.set_title(model, fontsize=10)
         plot.set_xlabel("tokens in front", fontsize=9)
         plot.set_ylabel("tokens decoded a second", fontsize=9)
