@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _CLOSE = tuple(one / 10 for one in range(10, 100, 5))
-_LINE, _LETTER = 10.0, 4.8  # of a name in points: its height, and the width of a letter
+_LINE, _LETTER, _RADIUS = 10.0, 4.8, 4.0  # in points: the height of a name, the width of a letter, half a mark
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,18 @@ def draw_marks(plot: Any, marks: Sequence[Mark], others_label: str, our_label: s
 
 
 def name_marks(plot: Any, marks: Sequence[Mark], theme: Theme) -> None:
-    """Sets the plot's limits, with a logarithmic axis of speed, and writes each name to the right of its mark, higher or
-    lower where another name would lie on it."""
+    """Sets the plot's limits, with a logarithmic axis of speed, and writes each name to the right of its mark, higher
+    or lower where it would lie on another name or mark."""
     plot.set_xscale("log")
     plot.set_xlim(min(mark.x for mark in marks) / 1.2, 2.2 * max(mark.x for mark in marks))
     round_ticks(plot.xaxis, [mark.x for mark in marks])
     plot.margins(y=0.15)
     plot.figure.draw_without_rendering()
     scale = 72.0 / plot.figure.dpi
-    taken: list[tuple[float, float, float]] = []  # left, right and height of a name, in points of the picture
+    places = {mark: [scale * value for value in plot.transData.transform((mark.x, mark.y))] for mark in marks}
+    taken = [(x - _RADIUS, x + _RADIUS, y) for x, y in places.values()]  # left, right and height, in points
     for mark in sorted(marks, key=lambda one: (-one.y, one.x)):
-        x, y = (scale * value for value in plot.transData.transform((mark.x, mark.y)))
+        x, y = places[mark]
         left, right = x + 7, x + 7 + _LETTER * len(mark.name)
         near = [other for begin, end, other in taken if begin < right and left < end]
         steps = sorted(range(-len(near), len(near) + 1), key=lambda step: (abs(step), -step))
